@@ -1,0 +1,140 @@
+"""Real vLLM scheduler objects without a model runner, and a runner's answer played by hand."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from vllm.config import CacheConfig, ModelConfig, SchedulerConfig, VllmConfig
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.core.single_type_kv_cache_manager import register_all_kvcache_specs
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request
+from vllm.v1.structured_output import StructuredOutputManager
+
+from vllm_sched import PolicyScheduler
+from vllm_sched.workers.tiny_model import tiny_model
+
+BLOCK = 16
+_ids = itertools.count()
+
+
+def make_scheduler(
+    policies: Mapping[str, Mapping[str, object]] | None = None,
+    *,
+    scheduler_cls: type = PolicyScheduler,
+    budget: int = 64,
+    max_model_len: int = 2000,
+    max_num_seqs: int = 16,
+    num_blocks: int = 10_000,
+    async_scheduling: bool = False,
+    priority: bool = False,
+    prefix_caching: bool = False,
+    **scheduler_options: Any,
+) -> Any:
+    """Make a scheduler as the engine does, over a KV cache of so many blocks of 16 tokens."""
+    scheduler_config = SchedulerConfig(
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=budget,
+        max_model_len=max_model_len,
+        enable_chunked_prefill=True,
+        async_scheduling=async_scheduling,
+        is_encoder_decoder=False,
+        watermark=0.0,
+        policy="priority" if priority else "fcfs",
+        **scheduler_options,
+    )
+    config = VllmConfig(
+        model_config=ModelConfig(
+            model=str(tiny_model()),
+            skip_tokenizer_init=True,
+            dtype="float32",
+            max_model_len=max_model_len,
+        ),
+        scheduler_config=scheduler_config,
+        cache_config=CacheConfig(
+            block_size=BLOCK,
+            gpu_memory_utilization=0.9,
+            cache_dtype="auto",
+            enable_prefix_caching=prefix_caching,
+        ),
+        additional_config={} if policies is None else {"vllm_sched": dict(policies)},
+    )
+    register_all_kvcache_specs(config)
+    config.cache_config.num_gpu_blocks = num_blocks
+    spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=1, dtype=torch.float32)
+    return scheduler_cls(
+        vllm_config=config,
+        kv_cache_config=KVCacheConfig(
+            num_blocks=num_blocks,
+            kv_cache_tensors=[],
+            kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)],
+        ),
+        log_stats=True,
+        structured_output_manager=StructuredOutputManager(config),
+        block_size=BLOCK,
+    )
+
+
+_hasher: Any = None
+
+
+def make_request(
+    tokens: int | Sequence[int],
+    *,
+    output: int = 16,
+    name: str | None = None,
+    priority: int = 0,
+    arrival: float | None = None,
+) -> Request:
+    """Make a request with a prompt of that length, unlike any other, or of those tokens."""
+    global _hasher
+    if _hasher is None:
+        init_none_hash(sha256)
+        _hasher = get_request_block_hasher(BLOCK, sha256)
+    number = next(_ids)
+    prompt = [number % 400] * tokens if isinstance(tokens, int) else list(tokens)
+    prompt[0] = number if isinstance(tokens, int) else prompt[0]
+    sampling = SamplingParams(ignore_eos=True, max_tokens=output)
+    sampling.update_from_generation_config({}, eos_token_id=1)
+    return Request(
+        request_id=name or f"r{number}",
+        prompt_token_ids=prompt,
+        sampling_params=sampling,
+        pooling_params=None,
+        arrival_time=float(number) if arrival is None else arrival,
+        priority=priority,
+        block_hasher=_hasher,
+    )
+
+
+def answer(scheduler: Scheduler, output: SchedulerOutput) -> ModelRunnerOutput:
+    """Play the model: one token for each request whose known tokens this step completed."""
+    ids = list(output.num_scheduled_tokens)
+    sampled = []
+    for request_id in ids:
+        request = scheduler.requests.get(request_id)
+        done = request is not None and not request.is_prefill_chunk
+        sampled.append([7] if done else [])
+    return ModelRunnerOutput(
+        req_ids=ids,
+        req_id_to_index={request_id: i for i, request_id in enumerate(ids)},
+        sampled_token_ids=sampled,
+        logprobs=None,
+        prompt_logprobs_dict={},
+        pooler_output=[],
+    )
+
+
+def step(scheduler: Any) -> dict[str, int]:
+    """Run one step to its end and return the tokens each request got."""
+    output = scheduler.schedule()
+    scheduler.update_from_output(output, answer(scheduler, output))
+    return dict(output.num_scheduled_tokens)

@@ -1,0 +1,35 @@
+"""Scheduling policies inside vLLM, and the tools around them.
+
+Importing this loads neither vLLM nor torch; the schedulers resolve when first asked for, which is
+also what `--scheduler-cls vllm_sched.PolicyScheduler` does.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vllm_sched.engine.scheduler import (
+        LongPromptScheduler,
+        PolicyScheduler,
+        SyncLongPromptScheduler,
+        SyncPolicyScheduler,
+    )
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "LongPromptScheduler",
+    "PolicyScheduler",
+    "SyncLongPromptScheduler",
+    "SyncPolicyScheduler",
+    "__version__",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in __all__:
+        from vllm_sched.engine import scheduler
+
+        return getattr(scheduler, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,238 @@
+"""Play one workload against two schedulers, on this machine, in turns.
+
+Both workers are alive all the time and one of them works at a time: A B, B A, A B. What the
+machine does to one side of a round (a neighbour, a clock that throttles) it does to the other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from contextlib import asynccontextmanager
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any, Self
+
+from vllm_sched.bench import report
+from vllm_sched.bench.runner import Round, play
+from vllm_sched.bench.workloads import CLASSES, SHORT
+from vllm_sched.workers.launch import Side, Worker, on_cpu, worker
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Sequence
+    from pathlib import Path
+    from types import TracebackType
+
+    from rich.console import Console
+    from rich.status import Status
+
+    from vllm_sched.bench.runner import Record
+    from vllm_sched.bench.workloads import Workload
+
+LONE_SAMPLES = 20
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What both sides of a comparison share."""
+
+    model: str
+    workload: Workload
+    rounds: int = 3
+    lone_samples: int = LONE_SAMPLES
+
+
+@dataclass
+class Contender:
+    """A scheduler, the worker that runs it, and what has been measured on it."""
+
+    role: str
+    side: Side
+    worker: Worker
+    rounds: list[Round] = field(default_factory=list)
+
+    @property
+    def failed(self) -> list[Record]:
+        """Its failed requests, over all rounds."""
+        return [record for played in self.rounds for record in played.failed]
+
+
+class Narrator:
+    """Says what is going on: a live line on a terminal, an occasional line elsewhere."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._status: Status | None = None
+        self._step = ""
+
+    def step(self, text: str) -> None:
+        """Begin something."""
+        self._step = text
+        if self._status:
+            self._status.update(text)
+        else:
+            self._console.print(text, style="dim", highlight=False)
+
+    def detail(self, text: str) -> None:
+        """Progress within a step: for those who watch."""
+        if self._status:
+            self._status.update(f"{self._step}: {text}")
+
+    def __enter__(self) -> Self:
+        """Show the live line, where there is a terminal to show it on."""
+        if self._console.is_terminal:
+            # Few refreshes: the clock that times tokens runs in this process too.
+            self._status = self._console.status("", refresh_per_second=2)
+            self._status.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Remove it."""
+        if self._status:
+            self._status.stop()
+            self._status = None
+
+
+def contender(role: str, side: Side, plan: Plan, *, sharing: int = 2) -> Contender:
+    """Describe a worker for a side, one of `sharing` alive at once on this machine."""
+    # Each takes nearly the whole accelerator unless told otherwise.
+    share = [] if on_cpu() else ["--gpu-memory-utilization", f"{0.85 / sharing:.2f}"]
+    flags = [*share, *plan.workload.worker_flags]
+    return Contender(role, side, worker(side, model=plan.model, flags=flags, name=role))
+
+
+@asynccontextmanager
+async def running(workers: Sequence[Worker], narrator: Narrator) -> AsyncIterator[None]:
+    """Have all workers up inside the block and none after it, however it ends."""
+    try:
+        narrator.step(f"starting {' and '.join(w.name for w in workers)} (about a minute)")
+        if on_cpu():
+            for each in workers:
+                each.start()
+            await asyncio.gather(*(asyncio.to_thread(each.wait_ready) for each in workers))
+        else:
+            # vLLM measures free memory while it starts: a second one would spoil the figure.
+            for each in workers:
+                each.start()
+                await asyncio.to_thread(each.wait_ready)
+        yield
+    finally:
+        narrator.step("stopping the workers")
+        await asyncio.gather(*(asyncio.to_thread(each.stop) for each in workers))
+
+
+async def measure(contenders: Sequence[Contender], plan: Plan, narrator: Narrator) -> None:
+    """Play the rounds against running workers, the order turned round every time."""
+    for each in contenders:
+        narrator.step(f"warming up {each.role}")
+        await _play(each, plan, plan.workload.shrunk(), 0, narrator)
+    for number in range(1, plan.rounds + 1):
+        for each in contenders if number % 2 else reversed(contenders):
+            narrator.step(f"round {number} of {plan.rounds}, {each.role} ({each.side.label})")
+            each.rounds.append(await _play(each, plan, plan.workload, number, narrator))
+
+
+async def compare(baseline: Side, candidate: Side, plan: Plan, narrator: Narrator) -> Comparison:
+    """Start both sides, measure them, and stop them."""
+    sides = (contender("baseline", baseline, plan), contender("candidate", candidate, plan))
+    async with running([each.worker for each in sides], narrator):
+        await measure(sides, plan, narrator)
+    return Comparison(plan, *sides)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A finished comparison."""
+
+    plan: Plan
+    baseline: Contender
+    candidate: Contender
+
+    @property
+    def sides(self) -> tuple[Contender, Contender]:
+        """Baseline, candidate."""
+        return self.baseline, self.candidate
+
+    @property
+    def figures(self) -> list[report.Figure]:
+        """What is compared."""
+        return report.figures(self.baseline.rounds, self.candidate.rounds)
+
+    @property
+    def failed(self) -> bool:
+        """Whether any request failed."""
+        return any(each.failed for each in self.sides)
+
+    def typical(self) -> int:
+        """Index of the round to draw: the one whose gain for the shorts is the median."""
+
+        def gain(index: int) -> float:
+            ours, theirs = (
+                report.percentile(report.ttfts([each.rounds[index]], SHORT), 50) or 0.0
+                for each in (self.candidate, self.baseline)
+            )
+            return ours / theirs if theirs else 0.0
+
+        by_gain = sorted(range(self.plan.rounds), key=gain)
+        return by_gain[len(by_gain) // 2]
+
+    def to_json(self) -> dict[str, Any]:
+        """Give settings, samples and ratios; `vllm bench serve` names the keys where it can."""
+        workload = self.plan.workload
+        return {
+            "settings": {
+                "model": self.plan.model,
+                "workload": asdict(workload),
+                "rounds": self.plan.rounds,
+                "lone_samples": self.plan.lone_samples,
+            },
+            "sides": {each.role: _side_json(each) for each in self.sides},
+            "figures": [asdict(figure) for figure in self.figures],
+        }
+
+    def save(self, path: Path) -> None:
+        """Write the JSON."""
+        path.write_text(json.dumps(self.to_json(), indent=1) + "\n")
+
+
+def _side_json(each: Contender) -> dict[str, Any]:
+    return {
+        "scheduler": each.side.name,
+        "policies": each.side.settings,
+        "command": each.worker.command,
+        **report.serve_summary(each.rounds),
+        "classes": {k: report.serve_summary(each.rounds, k) for k in (*CLASSES, "lone")},
+        "per_round": [
+            {
+                "number": played.number,
+                "tokens_per_s": report.total_rate(played),
+                "foreground_s": report.foreground_end(played),
+            }
+            for played in each.rounds
+        ],
+    }
+
+
+async def _play(
+    each: Contender, plan: Plan, workload: Workload, number: int, narrator: Narrator
+) -> Round:
+    each.worker.check()  # a dead worker is one clear error, not one for every request
+    done = 0
+
+    def count(_: Record) -> None:
+        nonlocal done
+        done += 1
+        narrator.detail(f"{done} requests done")
+
+    return await play(
+        each.worker.url,
+        plan.model,
+        workload,
+        number,
+        lone_samples=plan.lone_samples if number else 1,
+        on_done=count,
+    )

@@ -1,0 +1,132 @@
+"""`vllm-sched compare`: two schedulers, one machine, the same arrivals."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+from vllm_sched.bench import report, swimlane
+from vllm_sched.bench.compare import Narrator, Plan, compare
+from vllm_sched.bench.workloads import WORKLOADS, build
+from vllm_sched.errors import UsageError
+from vllm_sched.workers.launch import DEFAULT, NONE, Side, WorkerError
+from vllm_sched.workers.tiny_model import tiny_model
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Sequence
+
+    from vllm_sched.bench.compare import Comparison
+
+SIDE_HELP = (
+    f"{DEFAULT} (vLLM's own scheduler), {NONE} (ours without a policy), or NAME[+NAME...] "
+    "(policies; default: %(default)s)"
+)
+INTERRUPTED = 130
+ERRORS_SHOWN = 5
+
+
+def add_compare(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command to the parser of `vllm-sched`."""
+    parser = subparsers.add_parser(
+        "compare",
+        help="play the same arrivals against two schedulers on this machine",
+        description=(
+            "Start a real worker per side, play the same arrivals against both in turns, "
+            "print the figures by class of request and draw what happened."
+        ),
+    )
+    parser.add_argument("--model", help="a model vLLM can serve (default: a tiny random Llama)")
+    parser.add_argument("--baseline", default=DEFAULT, metavar="SIDE", help=SIDE_HELP)
+    parser.add_argument("--candidate", default="long_prompt", metavar="SIDE", help=SIDE_HELP)
+    parser.add_argument(
+        "--set",
+        dest="sets",
+        action="append",
+        default=[],
+        metavar="NAME.KEY=VALUE",
+        help="a setting of one of the candidate's policies; may be repeated",
+    )
+    for role in ("baseline", "candidate"):
+        parser.add_argument(
+            f"--{role}-arg",
+            action="append",
+            default=[],
+            metavar="FLAG",
+            help=f"an extra vLLM flag for the {role}, as --{role}-arg=--flag=value; "
+            "may be repeated",
+        )
+    parser.add_argument(
+        "--workload",
+        default="long-blocks-short",
+        metavar="NAME",
+        help=f"{', '.join(WORKLOADS)} (default: %(default)s)",
+    )
+    parser.add_argument("--longs", type=int, default=2, metavar="N", help="long prompts a round")
+    parser.add_argument("--rounds", type=int, default=3, metavar="R", help="rounds that count")
+    parser.add_argument("--seed", type=int, default=0, help="fixes the prompts")
+    parser.add_argument("--save", type=Path, metavar="FILE.json", help="write every sample")
+    parser.add_argument(
+        "--plot", type=Path, metavar="FILE", help="draw the swimlanes into an .html or .svg"
+    )
+    parser.set_defaults(func=run_compare)
+
+
+def run_compare(args: argparse.Namespace) -> int:
+    """Run the command; 1 when a worker or a request failed."""
+    _check(args)
+    baseline = Side.parse(args.baseline, extra=args.baseline_arg)
+    candidate = Side.parse(args.candidate, sets=args.sets, extra=args.candidate_arg)
+    workload = build(args.workload, longs=args.longs, seed=args.seed)
+    plan = Plan(args.model or str(tiny_model()), workload, args.rounds)
+    console = Console()
+    try:
+        with Narrator(console) as narrator:
+            result = asyncio.run(compare(baseline, candidate, plan, narrator))
+    except WorkerError as error:
+        print(f"vllm-sched: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("vllm-sched: interrupted; the workers are stopped", file=sys.stderr)
+        return INTERRUPTED
+    _tell(result, console)
+    if args.save:
+        result.save(args.save)
+        console.print(f"saved {args.save}", style="dim", highlight=False)
+    if args.plot:
+        swimlane.write(result, args.plot)
+        console.print(f"drew {args.plot}", style="dim", highlight=False)
+    return int(result.failed)
+
+
+def _check(args: argparse.Namespace) -> None:
+    """Refuse what would only fail after minutes of measuring."""
+    for option in ("longs", "rounds"):
+        if (value := getattr(args, option)) < 1:
+            raise UsageError(
+                f"--{option} {value}: at least 1 is needed; leave it out for a default"
+            )
+    if args.plot:
+        swimlane.check_suffix(args.plot)
+    for path in filter(None, (args.save, args.plot)):
+        if not path.parent.is_dir():
+            raise UsageError(f"{path}: there is no folder {path.parent}; make it first")
+
+
+def _tell(result: Comparison, console: Console) -> None:
+    failed = [each.failed for each in result.sides]
+    labels = [each.side.label for each in result.sides]
+    console.print(report.table(result.figures, labels, [len(some) for some in failed]))
+    for each, some in zip(result.sides, failed, strict=True):
+        _complain(console, each.role, [f"{record.klass}: {record.error}" for record in some])
+
+
+def _complain(console: Console, role: str, errors: Sequence[str]) -> None:
+    for error in errors[:ERRORS_SHOWN]:
+        console.print(f"{role}: {error}", style="red", markup=False, highlight=False)
+    if len(errors) > ERRORS_SHOWN:
+        console.print(f"{role}: and {len(errors) - ERRORS_SHOWN} more", style="red")

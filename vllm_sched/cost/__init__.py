@@ -1,0 +1,1 @@
+"""Models of what a step costs: pure arithmetic, fitted online or taken from measurements."""

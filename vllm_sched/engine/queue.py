@@ -1,0 +1,231 @@
+"""A waiting queue of lanes, each with a gate, in the place of vLLM's own.
+
+Upstream's scan takes the head of one queue and stops at the first that does not fit. Here the
+requests stand in lanes that the policies name; a lane whose gate is closed costs nothing, however
+many wait in it. Among open lanes the head that upstream would serve first is offered, so that with
+all gates open the order is upstream's, first come first served or by priority.
+
+Two promises to the scan: what was peeked is what is popped (blocks were allocated for it), and
+`len` counts everybody while `bool` tells only whether somebody may enter now.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+from vllm.v1.core.sched.request_queue import RequestQueue
+from vllm.v1.request import Request
+
+from vllm_sched.policies.types import Gate, LaneCount
+
+LaneKey = tuple[str, ...]  # a lane for each policy
+
+# Dead entries are swept out once there are this many and they are the majority.
+SWEEP = 64
+
+
+class Entry(NamedTuple):
+    """A place in a lane. Entries of one queue compare by `order`, which is never equal."""
+
+    order: Any  # a number, or the request itself where upstream orders by priority
+    request: Request
+    since: float
+    tokens: int
+
+
+class LaneQueue(RequestQueue):
+    """Requests in lanes; see the module's text."""
+
+    def __init__(
+        self,
+        *,
+        by_priority: bool,
+        lanes_of: Callable[[Request], LaneKey],
+        gate_of: Callable[[LaneKey, Request, float], Gate],
+        clock: Callable[[], float],
+        num_policies: int,
+    ) -> None:
+        self._by_priority = by_priority
+        self._lanes_of = lanes_of
+        self._gate_of = gate_of
+        self._clock = clock
+        self._heaps: dict[LaneKey, list[Entry]] = {}
+        self._live: dict[Request, tuple[Entry, LaneKey]] = {}
+        self._dead = 0
+        self._last = 0  # order of the newest at the end
+        self._first = 0  # order of the newest at the front
+        # Those popped in this step: put back, they have not begun to wait anew.
+        self._popped: dict[Request, float] = {}
+        self._offer: Request | None = None
+        self._peeked = False
+        self._now = 0.0
+        self.refused: Request | None = None  # offered in an earlier step, and found no room
+        self.counts: list[defaultdict[str, LaneCount]] = [
+            defaultdict(LaneCount) for _ in range(num_policies)
+        ]
+
+    # What the scheduler does with it around a step
+
+    def begin_step(self, now: float) -> None:
+        """Let gates be asked anew."""
+        self._now = now
+        self._popped.clear()
+        self._forget_offer()
+
+    def end_step(self) -> None:
+        """Remember a request that was looked at and not taken."""
+        if self._peeked and self._offer is not None:
+            self.refused = self._offer
+        self._forget_offer()
+
+    # Upstream's interface
+
+    def add_request(self, request: Request) -> None:
+        """Append, or insert by priority."""
+        self._last += 1
+        self._push(request, self._last)
+
+    def prepend_request(self, request: Request) -> None:
+        """Put in front of everybody, or by priority."""
+        self._first -= 1
+        self._push(request, self._first)
+
+    def prepend_requests(self, requests: Iterable[Request]) -> None:
+        """Put each in front of the one before, as upstream does."""
+        for request in requests:
+            self.prepend_request(request)
+
+    def peek_request(self) -> Request:
+        """Return the request to admit next."""
+        offer = self._offered()
+        if offer is None:
+            raise IndexError("peek from a queue without an open lane")
+        self._peeked = True
+        return offer
+
+    def pop_request(self) -> Request:
+        """Take the request that `peek_request` returned."""
+        request = self._offered()
+        if request is None:
+            raise IndexError("pop from a queue without an open lane")
+        entry, lane = self._live[request]
+        heapq.heappop(self._heaps[lane])  # it is the head: that is how it came to be offered
+        self._drop(request)
+        self._popped[request] = entry.since
+        if self.refused is request:
+            self.refused = None
+        self._forget_offer()
+        return request
+
+    def remove_request(self, request: Request) -> None:
+        """Remove one that must be there."""
+        if request not in self._live:
+            raise ValueError(f"request {request.request_id} is not waiting")
+        self.remove_requests((request,))
+
+    def remove_requests(self, requests: Iterable[Request]) -> None:
+        """Remove those that are there; their places are swept later."""
+        for request in requests:
+            if request in self._live:
+                self._drop(request)
+                self._dead += 1
+            if self.refused is request:
+                self.refused = None
+        self._forget_offer()
+        if self._dead > SWEEP and self._dead > len(self._live):
+            self._sweep()
+
+    def __bool__(self) -> bool:
+        """Tell whether somebody may enter now."""
+        return self._offered() is not None
+
+    def __len__(self) -> int:
+        """Count everybody who waits."""
+        return len(self._live)
+
+    def __contains__(self, request: object) -> bool:
+        """Tell whether this request waits here."""
+        return request in self._live
+
+    def __iter__(self) -> Iterator[Request]:
+        """Go through everybody in upstream's order, lanes and gates aside."""
+        return (entry.request for entry in sorted(entry for entry, _ in self._live.values()))
+
+    # Inside
+
+    def _push(self, request: Request, number: int) -> None:
+        since = self._popped.pop(request, None)
+        order = request if self._by_priority else number
+        if since is None:
+            since = self._clock()
+        entry = Entry(order, request, since, request.num_tokens)
+        self._place(entry, self._lanes_of(request))
+        self._forget_offer()
+
+    def _place(self, entry: Entry, lane: LaneKey) -> None:
+        heapq.heappush(self._heaps.setdefault(lane, []), entry)
+        self._live[entry.request] = (entry, lane)
+        self._count(lane, 1, entry.tokens)
+
+    def _drop(self, request: Request) -> None:
+        entry, lane = self._live.pop(request)
+        self._count(lane, -1, -entry.tokens)
+
+    def _count(self, lane: LaneKey, requests: int, tokens: int) -> None:
+        for counts, name in zip(self.counts, lane, strict=True):
+            count = counts[name]
+            count.requests += requests
+            count.tokens += tokens
+
+    def _forget_offer(self) -> None:
+        self._offer = None
+        self._peeked = False
+
+    def _offered(self) -> Request | None:
+        if self._offer is None and self._live:
+            self._offer = self._choose()
+        return self._offer
+
+    def _choose(self) -> Request | None:
+        best: tuple[Gate, Any] | None = None
+        chosen = None
+        for lane in tuple(self._heaps):
+            head = self._head(lane)
+            if head is None:
+                continue
+            gate = self._gate_of(lane, head.request, self._now - head.since)
+            if gate is not Gate.CLOSED and (best is None or (gate, head.order) < best):
+                best = (gate, head.order)
+                chosen = head.request
+        return chosen
+
+    def _head(self, lane: LaneKey) -> Entry | None:
+        """Return the first who still belongs here, moving others to where they belong."""
+        heap = self._heaps[lane]
+        while heap:
+            entry = heap[0]
+            live = self._live.get(entry.request)
+            if live is None or live[0] is not entry:
+                heapq.heappop(heap)
+                self._dead -= 1
+                continue
+            belongs = self._lanes_of(entry.request)
+            if belongs == lane:
+                return entry
+            heapq.heappop(heap)
+            self._drop(entry.request)
+            self._place(entry, belongs)
+        del self._heaps[lane]
+        return None
+
+    def _sweep(self) -> None:
+        heaps: dict[LaneKey, list[Entry]] = {}
+        for entry, lane in self._live.values():
+            heaps.setdefault(lane, []).append(entry)
+        for heap in heaps.values():
+            heapq.heapify(heap)
+        self._heaps = heaps
+        self._dead = 0

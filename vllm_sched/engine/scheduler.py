@@ -1,0 +1,307 @@
+"""vLLM's schedulers, asking policies. With none configured they are upstream, line for line.
+
+`PolicySteps` holds everything that is ours and is put in front of either of vLLM's classes. It
+works through small overrides around `super()`: an own waiting queue, the order of `running`, the
+size of a chunk. Configuration arrives as
+`--additional-config '{"vllm_sched": {"long_prompt": {...}}}'`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import time
+from collections import deque
+from collections.abc import Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.request_queue import SchedulingPolicy
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.request import Request, RequestStatus
+
+import vllm_sched
+from vllm_sched.engine.queue import LaneKey, LaneQueue
+from vllm_sched.engine.seams import installed_version, missing_attributes
+from vllm_sched.errors import UnsupportedVllmError, UsageError
+from vllm_sched.policies import registry
+from vllm_sched.policies.types import EngineFacts, Gate, Policy, Step, StepResult
+
+CONFIG_KEY = "vllm_sched"
+# A child of vLLM's logger: its handlers and level are the ones the operator set.
+logger = logging.getLogger("vllm.vllm_sched")
+
+
+# What stands behind `PolicySteps` is either of vLLM's classes; both have what it uses.
+if TYPE_CHECKING:
+
+    class Upstream(Scheduler):
+        """Either class, to the type checker."""
+else:
+    Upstream = object
+
+
+class InFlight(NamedTuple):
+    """A step whose result is not back yet."""
+
+    output: SchedulerOutput
+    scheduled_at: float
+    prefill_tokens: int
+
+
+class PolicySteps(Upstream):
+    """What the policies decide, around the steps of the scheduler behind this class."""
+
+    default_policies: ClassVar[Mapping[str, Mapping[str, object]]] = {}
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if missing := missing_attributes(self):
+            raise UnsupportedVllmError(f"vLLM {installed_version()} lacks {', '.join(missing)}")
+        self._policies = self._configured_policies()
+        self._clock = time.monotonic
+        self._in_flight: deque[InFlight] = deque()
+        self._last_result_at = 0.0
+        self._cuts_prefills = False  # in this step
+        self._idle = False  # nothing runs and nothing holds blocks: every gate is open
+        self._counted = 0  # how many of `running` the policies know of
+        self._log_start()
+        if not self._policies:
+            return
+        self._refuse_unsupported()
+        # Without chunked prefill a prompt can't be cut, only held.
+        self._may_cut = bool(self.scheduler_config.enable_chunked_prefill)
+        self._arranges = any(policy.arranges for policy in self._policies)
+        self.waiting = LaneQueue(
+            by_priority=self.policy == SchedulingPolicy.PRIORITY,
+            lanes_of=self._lanes_of,
+            gate_of=self._gate_of,
+            clock=self._clock,
+            num_policies=len(self._policies),
+        )
+
+    # Overrides
+
+    def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
+        """Tell the policies what the step looks like, let upstream schedule, take notes."""
+        if not self._policies:
+            return super().schedule(*args, **kwargs)
+        step = self._begin_step()
+        num_running = len(self.running)
+        try:
+            output = super().schedule(*args, **kwargs)
+        finally:
+            self._cuts_prefills = False
+            self.waiting.end_step()
+        self._note_step(output, step, num_running)
+        return output
+
+    def update_from_output(
+        self, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Tell the policies how long the step took."""
+        if self._in_flight:
+            self._note_result(scheduler_output)
+        return super().update_from_output(scheduler_output, *args, **kwargs)
+
+    def _reserve_prefill_lookahead(
+        self, request: Request, num_computed_tokens: int, num_new_tokens: int
+    ) -> int:
+        if self._cuts_prefills and (
+            request.is_prefill_chunk or request.status != RequestStatus.RUNNING
+        ):
+            num_new_tokens = self._cut(request, num_computed_tokens, num_new_tokens)
+        granted: int = super()._reserve_prefill_lookahead(
+            request, num_computed_tokens, num_new_tokens
+        )
+        return granted
+
+    # Before the step
+
+    def _begin_step(self) -> Step:
+        now = self._clock()
+        running = self.running
+        prefills: list[Request] = []
+        # Kept by upstream for its own needs: empty means that nobody runs in prefill.
+        if self._inflight_prefills:
+            prefills = [request for request in running if request.is_prefill_chunk]
+            if prefills and self._arranges:
+                prefills.sort(key=self._rank)
+                running[:] = [r for r in running if not r.is_prefill_chunk] + prefills
+        self.waiting.begin_step(now)
+        self._idle = not running and not self.kv_holding_waiting
+        self._counted = len(running)
+        self._cuts_prefills = self._may_cut and bool(
+            prefills or len(self.waiting) or self.kv_holding_waiting
+        )
+        refused = self.waiting.refused
+        step = Step(
+            index=self.current_step + 1,
+            now=now,
+            budget=self.max_num_scheduled_tokens,
+            decodes=(len(running) - len(prefills)) * (1 + self.num_spec_tokens),
+            prefills=prefills,
+            refused=None if refused is None else refused.request_id,
+        )
+        for policy, counts in zip(self._policies, self.waiting.counts, strict=True):
+            policy.begin_step(step, counts)
+        return step
+
+    def _rank(self, request: Request) -> tuple[float, ...]:
+        return tuple(policy.rank(request) for policy in self._policies)
+
+    # During the step
+
+    def _lanes_of(self, request: Request) -> LaneKey:
+        cached = partial(self._cached_tokens, request)
+        return tuple(policy.lane(request, cached) for policy in self._policies)
+
+    def _cached_tokens(self, request: Request) -> int:
+        """How much of a waiting prompt need not be computed: local hits, and KV on its way."""
+        remote = request.kv_transfer_params
+        if remote and remote.get("do_remote_prefill"):
+            return int(request.num_tokens)
+        manager = self.kv_cache_manager
+        if not manager.prefix_cache_lookup_enabled(request):
+            return 0
+        # The look-up alone: `get_computed_blocks` would publish cache events besides.
+        hit = manager.coordinator.find_longest_cache_hit(
+            request.block_hashes, request.num_tokens - 1
+        )
+        return int(hit[1])
+
+    def _gate_of(self, lanes: LaneKey, head: Request, waited: float) -> Gate:
+        self._note_admissions()
+        if self._idle and len(self.running) == 0:
+            return Gate.OPEN
+        return max(
+            policy.gate(lane, head, waited)
+            for policy, lane in zip(self._policies, lanes, strict=True)
+        )
+
+    def _note_admissions(self) -> None:
+        for request in self.running[self._counted :]:
+            for policy in self._policies:
+                policy.admitted(request)
+        self._counted = len(self.running)
+
+    def _cut(self, request: Request, computed: int, tokens: int) -> int:
+        # An encoder's inputs were chosen for the whole chunk: such a prompt is counted, not cut.
+        if tokens <= 0 or request.has_encoder_inputs:
+            return tokens
+        granted = tokens
+        for policy in self._policies:
+            granted = min(granted, policy.chunk(request, computed, granted))
+        if granted < tokens and self.need_mamba_block_aligned_split:
+            # State is kept at block boundaries only: a chunk that can't end at one stays whole.
+            uncached = computed - request.num_computed_tokens
+            granted = self._mamba_block_aligned_split(request, granted, uncached) or tokens
+        if request.num_computed_tokens and request.status != RequestStatus.RUNNING:
+            # It waits and holds blocks: stopping it could stop those who wait for its blocks.
+            granted = max(granted, 1)
+        return granted
+
+    # After the step
+
+    def _note_step(self, output: SchedulerOutput, step: Step, num_running: int) -> None:
+        self._note_admissions()
+        if not output.total_num_scheduled_tokens:
+            return
+        tokens = output.num_scheduled_tokens
+        prefills = itertools.chain(step.prefills, self.running[num_running:])
+        prefill_tokens = sum(tokens.get(request.request_id, 0) for request in prefills)
+        self._in_flight.append(InFlight(output, step.now, prefill_tokens))
+
+    def _note_result(self, output: SchedulerOutput) -> None:
+        # Results come back in the order of their steps; an empty step leaves no note.
+        if self._in_flight[0].output is not output:
+            return
+        step = self._in_flight.popleft()
+        now = self._clock()
+        # The engine began it when it was scheduled, or when it was done with the one before.
+        seconds = now - max(step.scheduled_at, self._last_result_at)
+        self._last_result_at = now
+        decode_tokens = output.total_num_scheduled_tokens - step.prefill_tokens
+        result = StepResult(seconds, step.prefill_tokens, decode_tokens)
+        for policy in self._policies:
+            policy.observe(result)
+
+    # At the start
+
+    def _configured_policies(self) -> list[Policy]:
+        additional = self.vllm_config.additional_config
+        given = additional.get(CONFIG_KEY, {}) if isinstance(additional, Mapping) else {}
+        if not isinstance(given, Mapping):
+            raise UsageError(f"additional_config.{CONFIG_KEY} must be an object, got {given!r}")
+        facts = EngineFacts(
+            max_model_len=self.max_model_len,
+            max_num_batched_tokens=self.max_num_scheduled_tokens,
+            max_num_seqs=self.max_num_running_reqs,
+        )
+        return registry.build({**self.default_policies, **given}, facts)
+
+    def _refuse_unsupported(self) -> None:
+        if self.vllm_config.model_config.is_diffusion:
+            raise UsageError(
+                "policies don't work with diffusion models, which need vLLM's own scheduler; "
+                "start without --scheduler-cls"
+            )
+
+    def _log_start(self) -> None:
+        policies = "; ".join(
+            f"{policy.name}({', '.join(f'{k}={v}' for k, v in policy.resolved().items())})"
+            for policy in self._policies
+        )
+        logger.info(
+            "vllm-sched %s on vLLM %s: %s, policies: %s",
+            vllm_sched.__version__,
+            installed_version(),
+            type(self).__name__,
+            policies or "none",
+        )
+
+
+class SyncPolicyScheduler(PolicySteps, Scheduler):
+    """Policies on vLLM's synchronous scheduler, for `--no-async-scheduling`."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if self.scheduler_config.async_scheduling:
+            logger.warning(
+                "%s under asynchronous scheduling leaves the GPU idle between steps; use %s, "
+                "or add --no-async-scheduling",
+                type(self).__name__,
+                type(self).__name__.removeprefix("Sync"),
+            )
+
+
+class PolicyScheduler(PolicySteps, AsyncScheduler):
+    """Policies on vLLM's asynchronous scheduler; without async scheduling, on the other one."""
+
+    sync_twin: ClassVar[type[Scheduler]] = SyncPolicyScheduler
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Make the synchronous twin where vLLM has decided against asynchronous scheduling.
+
+        It decides so by itself, for pooling models and some kinds of speculative decoding, after
+        the operator has chosen this class.
+        """
+        config = kwargs["vllm_config"] if "vllm_config" in kwargs else args[0]
+        if not config.scheduler_config.async_scheduling and "sync_twin" in vars(cls):
+            return cls.sync_twin(*args, **kwargs)
+        return super().__new__(cls)
+
+
+class SyncLongPromptScheduler(SyncPolicyScheduler):
+    """`SyncPolicyScheduler` with `long_prompt` on unless configured otherwise."""
+
+    default_policies: ClassVar[Mapping[str, Mapping[str, object]]] = {"long_prompt": {}}
+
+
+class LongPromptScheduler(PolicyScheduler):
+    """`PolicyScheduler` with `long_prompt` on unless configured otherwise."""
+
+    default_policies: ClassVar[Mapping[str, Mapping[str, object]]] = {"long_prompt": {}}
+    sync_twin: ClassVar[type[Scheduler]] = SyncLongPromptScheduler

@@ -1,0 +1,98 @@
+"""Which vLLM this was tested on, and the places in its scheduler that we stand on.
+
+We subclass; we copy nothing. So a vLLM that renames one of these places must be refused by name,
+not met with a policy that silently does nothing.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+from vllm_sched.errors import UnsupportedVllmError
+
+# At least the first, below the second; pyproject's extras say the same.
+TESTED = ((0, 31), (0, 34))
+OVERRIDE = "VLLM_SCHED_ALLOW_UNTESTED"
+
+# Methods we override or call, with the parameters we rely on.
+METHODS: dict[str, tuple[str, ...]] = {
+    "schedule": (),
+    "update_from_output": ("scheduler_output",),
+    "_reserve_prefill_lookahead": ("request", "num_computed_tokens", "num_new_tokens"),
+    "_mamba_block_aligned_split": ("request", "num_new_tokens", "num_new_local_computed_tokens"),
+}
+# What a scheduler must have once it is made.
+ATTRIBUTES = (
+    "waiting",
+    "kv_holding_waiting",
+    "running",
+    "_inflight_prefills",
+    "max_num_scheduled_tokens",
+    "kv_cache_manager",
+    "need_mamba_block_aligned_split",
+    "policy",
+)
+
+
+def installed_version() -> str:
+    """Return vLLM's own idea of its version, whichever distribution brought it."""
+    import vllm
+
+    return str(vllm.__version__)
+
+
+def is_tested(version: str) -> bool:
+    """Tell whether a version such as 0.32.0+cpu is inside the tested range."""
+    try:
+        release = tuple(int(part) for part in version.split("+", maxsplit=1)[0].split(".")[:2])
+    except ValueError:
+        return False
+    return TESTED[0] <= release < TESTED[1]
+
+
+def missing_methods(scheduler: type) -> list[str]:
+    """Name the methods or parameters that this scheduler class lacks."""
+    missing = []
+    for name, parameters in METHODS.items():
+        method: Callable[..., Any] | None = getattr(scheduler, name, None)
+        if method is None:
+            missing.append(f"Scheduler.{name}")
+            continue
+        has = inspect.signature(method).parameters
+        missing += [f"Scheduler.{name}({p})" for p in parameters if p not in has]
+    return missing
+
+
+def missing_attributes(scheduler: object) -> list[str]:
+    """Name what a made scheduler lacks."""
+    return [f"Scheduler.{name}" for name in ATTRIBUTES if not hasattr(scheduler, name)]
+
+
+def require_tested_vllm() -> None:
+    """Refuse, in one line, a vLLM that we do not know."""
+    try:
+        version = installed_version()
+    except ImportError as error:
+        raise UnsupportedVllmError(
+            f"vLLM can't be imported ({error}); install it: pip install 'vllm-sched[vllm]' "
+            "(GPU) or 'vllm-sched[cpu]'"
+        ) from error
+    tested = f"{'.'.join(map(str, TESTED[0]))} to {TESTED[1][0]}.{TESTED[1][1] - 1}"
+    if not is_tested(version):
+        if os.environ.get(OVERRIDE) != "1":
+            raise UnsupportedVllmError(
+                f"vLLM {version} is outside the tested range {tested}; "
+                f"install one inside it, or set {OVERRIDE}=1 to try anyway"
+            )
+        warnings.warn(f"vLLM {version} is outside the tested range {tested}", stacklevel=2)
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    if missing := missing_methods(Scheduler):
+        raise UnsupportedVllmError(
+            f"vLLM {version} lacks {', '.join(missing)}, which the policies need; "
+            f"the tested range is {tested}"
+        )

@@ -1,0 +1,235 @@
+"""Limits on long prompts, with a fast lane for short ones.
+
+Idea: vLLM V0's concurrent partial prefills (`max_num_partial_prefills` and companions, gone in
+V1), where a prompt is long while more than a threshold of its tokens is left to compute, and a
+second long prompt waits while shorts pass it. What V0 lacked is here too: decodes come first,
+held prompts cost nothing, cached prefixes do not count, a bound on every wait, shorts pass a long
+prompt that does not fit into the KV cache, and a chunk that sizes itself.
+
+The chunk: a short prompt that arrives now waits for the step in progress and, with asynchronous
+scheduling, for the one queued behind it. Their length is the long prompt's chunk. So while others
+are about, a chunk may stretch a step to `long_step_stretch` times a step without prefill, which
+makes the long prompt slower by about 1 / (stretch - 1) at most; alone it gets the whole budget.
+
+Cost per step: O(running prefills). How it fails: with a stretch too small for the model the fixed
+cost of many steps slows long prompts; with M > 1 longs share one allowance and finish together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import ClassVar, Literal
+
+from pydantic import Field, model_validator
+
+from vllm_sched.cost.pace import StepPace
+from vllm_sched.errors import UsageError
+from vllm_sched.policies.types import (
+    EngineFacts,
+    Gate,
+    LaneCount,
+    Policy,
+    RequestView,
+    Settings,
+    Step,
+    StepResult,
+)
+
+SHORT, LONG = "short", "long"
+
+# Shorter steps than this are not worth dividing further.
+SHORTEST_STEP_S = 0.010
+# The part of its chunk that a long prompt keeps however many shorts share the step.
+KEPT_SHARE = 0.25
+# So many slow steps after the last one without prefill, one is made, to measure what it costs.
+FIRST_PROBE, PROBE_EVERY = 4, 64
+V0_THRESHOLD_SHARE = 0.04
+EMPTY = LaneCount()
+
+
+class LongPromptSettings(Settings):
+    """The names V0's users know, and what came on top."""
+
+    max_num_partial_prefills: int = Field(
+        4, ge=1, description="prompts that share a step's budget; 1 turns the limits off"
+    )
+    max_long_partial_prefills: int = Field(
+        1, ge=1, description="how many of them may be long; shorts are never held"
+    )
+    long_prefill_token_threshold: int = Field(
+        0,
+        ge=0,
+        description="tokens left to compute above which a prompt is long; 0 = 4 % of max_model_len",
+    )
+    long_prefill_share: float | Literal["auto"] = Field(
+        "auto",
+        description="share of a step's budget for long prompts while others are about;"
+        " auto = sized by measured step times",
+    )
+    long_step_stretch: float = Field(
+        8.0,
+        ge=2.0,
+        le=1000.0,
+        description="with share auto: a step with a long chunk over one without, in time",
+    )
+    max_wait_s: float = Field(
+        60.0, gt=0, description="a long prompt held for so long is admitted whatever the limits"
+    )
+
+    @model_validator(mode="after")
+    def _consistent(self) -> LongPromptSettings:
+        if self.max_long_partial_prefills > self.max_num_partial_prefills:
+            raise ValueError(
+                f"max_long_partial_prefills={self.max_long_partial_prefills} must not exceed "
+                f"max_num_partial_prefills={self.max_num_partial_prefills}"
+            )
+        share = self.long_prefill_share
+        if share != "auto" and not 0 < share <= 1:
+            raise ValueError(
+                f"long_prefill_share={share} is out of range: give 'auto' or 0 < share <= 1"
+            )
+        return self
+
+
+class LongPrompt(Policy):
+    """See the module's text."""
+
+    name: ClassVar[str] = "long_prompt"
+    settings_type: ClassVar[type[Settings]] = LongPromptSettings
+    settings: LongPromptSettings
+
+    def __init__(self, facts: EngineFacts, settings: LongPromptSettings) -> None:
+        super().__init__(facts, settings)
+        asked = settings.long_prefill_token_threshold
+        if asked > facts.max_model_len:
+            raise UsageError(
+                f"long_prompt.long_prefill_token_threshold={asked} exceeds max_model_len="
+                f"{facts.max_model_len}, so no prompt would be long; "
+                f"give 0 to {facts.max_model_len}"
+            )
+        self.threshold = asked or max(1, int(facts.max_model_len * V0_THRESHOLD_SHARE))
+        self.arranges = self.active = settings.max_num_partial_prefills > 1
+        self.pace = StepPace()
+        self._slow_steps = 0  # long steps since one without prefill was last seen
+
+        # What follows is of the current step alone.
+        self._step = Step(index=0, now=0.0, budget=0, decodes=0, prefills=())
+        self._longs = 0  # in prefill, those admitted in this step included
+        self._slot = facts.max_num_batched_tokens  # tokens for one prefill
+        self._long_left = self._slot  # for all long prefills together
+        self._short_left = self._slot
+        # Lanes of prompts longer than the threshold, while the running prefills are the same.
+        self._sized: dict[str, str] = {}
+
+    def resolved(self) -> dict[str, object]:
+        """Show the threshold that the engine's context length gave."""
+        return super().resolved() | {"long_prefill_token_threshold": self.threshold}
+
+    # Who waits where
+
+    def lane(self, request: RequestView, cached: Callable[[], int]) -> str:
+        """Short unless the part that is not cached is long; looked up only for long prompts."""
+        if not self.active or request.num_tokens <= self.threshold:
+            return SHORT
+        lane = self._sized.get(request.request_id)
+        if lane is None:
+            lane = LONG if self._is_long(request.num_tokens - cached()) else SHORT
+            self._sized[request.request_id] = lane
+        return lane
+
+    def gate(self, lane: str, head: RequestView, waited: float) -> Gate:
+        """Hold a long prompt while enough others prefill, but never beyond its wait."""
+        if lane != LONG:
+            return Gate.OPEN
+        if waited >= self.settings.max_wait_s:
+            return Gate.OPEN
+        if self._longs >= self.settings.max_long_partial_prefills or self._long_left <= 0:
+            return Gate.CLOSED
+        # It was offered and found no room in the KV cache: shorts need not wait behind it.
+        return Gate.LAST if self._step.refused == head.request_id else Gate.OPEN
+
+    def admitted(self, request: RequestView) -> None:
+        """Count a long prompt at once: the next must not slip in within the same step."""
+        self._longs += self._is_long(request.num_tokens - request.num_computed_tokens)
+
+    # Who gets how much
+
+    def begin_step(self, step: Step, lanes: Mapping[str, LaneCount]) -> None:
+        """Divide the budget between long and short prefills."""
+        if not self.active:
+            return
+        # The cache grows as prefills come and go: only then is a prompt's size asked again.
+        if [r.request_id for r in step.prefills] != [r.request_id for r in self._step.prefills]:
+            self._sized.clear()
+        self._step = step
+        left = [r.num_tokens - r.num_computed_tokens for r in step.prefills]
+        longs = [tokens for tokens in left if self._is_long(tokens)]
+        shorts = [tokens for tokens in left if not self._is_long(tokens)]
+        self._longs = len(longs)
+
+        waiting = lanes.get(SHORT, EMPTY)
+        held = lanes.get(LONG, EMPTY)
+        openings = max(self.settings.max_long_partial_prefills - self._longs, 0)
+        num_shorts = len(shorts) + waiting.requests
+        num_longs = self._longs + min(held.requests, openings)
+        sharing = min(num_shorts + num_longs, self.settings.max_num_partial_prefills)
+        self._slot = step.budget // max(sharing, 1)
+
+        short_tokens = sum(shorts) + waiting.tokens
+        alone = num_shorts + num_longs <= 1 and not step.decodes
+        self._long_left = step.budget if alone else self._allowance(step, short_tokens)
+        # Shorts stand before longs in `running`: what the longs are due is kept from them here.
+        kept = min(sum(longs), self._slot, self._long_left)
+        self._short_left = max(step.budget - step.decodes - kept, 1)
+
+    def _allowance(self, step: Step, short_tokens: int) -> int:
+        """Tokens that all long prefills together may have in a step they share with others."""
+        share = self.settings.long_prefill_share
+        if share != "auto":
+            return max(int(step.budget * share), 1)
+        if self._longs and step.decodes and not short_tokens and self._probe_due():
+            return 0
+        longest = self.settings.long_step_stretch * (self.pace.base or 0.0)
+        room = self.pace.tokens_within(max(longest, SHORTEST_STEP_S))
+        if room is None:
+            return step.budget
+        return min(max(room - short_tokens, int(room * KEPT_SHARE), 1), step.budget)
+
+    def _probe_due(self) -> bool:
+        """Whether to leave the chunk out once, to see how long a step takes without it."""
+        every = PROBE_EVERY if self.pace.base is not None else FIRST_PROBE
+        if self._slow_steps < every:
+            return False
+        self._slow_steps = 0
+        return True
+
+    def chunk(self, request: RequestView, computed: int, tokens: int) -> int:
+        """One slot of the budget each; longs share one allowance besides."""
+        if not self.active:
+            return tokens
+        if self._is_long(request.num_tokens - computed):
+            granted = max(min(tokens, self._slot, self._long_left), 0)
+            self._long_left -= granted
+        else:
+            granted = max(min(tokens, self._slot, self._short_left), 0)
+            self._short_left -= granted
+        return granted
+
+    def rank(self, request: RequestView) -> float:
+        """Order shorts before longs, so that a long prefill is the first to be preempted.
+
+        Unless it was preempted before: then it keeps its place and gets done.
+        """
+        tokens = request.num_tokens - request.num_computed_tokens
+        return 1.0 if self._is_long(tokens) and not request.num_preemptions else 0.0
+
+    def observe(self, result: StepResult) -> None:
+        """Learn the pace of steps with and without prefill."""
+        self.pace.observe(result.seconds, result.prefill_tokens, result.decode_tokens)
+        if not result.prefill_tokens:
+            self._slow_steps = 0
+        elif result.seconds > SHORTEST_STEP_S:
+            self._slow_steps += 1
+
+    def _is_long(self, tokens_left: int) -> bool:
+        return tokens_left > self.threshold

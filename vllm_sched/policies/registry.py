@@ -1,0 +1,96 @@
+"""Which policies there are, and how names and settings from outside become policy objects.
+
+The registry's order is the order of precedence: earlier policies are asked first.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pydantic import ValidationError
+
+from vllm_sched.errors import UsageError
+from vllm_sched.policies.long_prompt import LongPrompt
+from vllm_sched.policies.types import EngineFacts, Policy, Settings
+
+POLICIES: dict[str, type[Policy]] = {policy.name: policy for policy in (LongPrompt,)}
+
+
+def find(name: str) -> type[Policy]:
+    """Return the policy of that name."""
+    try:
+        return POLICIES[name]
+    except KeyError:
+        raise UsageError(
+            f"unknown policy {name!r}; valid: {', '.join(sorted(POLICIES))}; "
+            "choose one of these or leave it out"
+        ) from None
+
+
+def settings_of(name: str, given: object) -> Settings:
+    """Check the settings given for one policy; the error is one line."""
+    kind = find(name).settings_type
+    if not isinstance(given, Mapping):
+        raise UsageError(
+            f"policy {name}: settings must be an object of keys and values, got {given!r}; "
+            "write {} for the defaults"
+        )
+    for key in given:
+        if key not in kind.model_fields:
+            raise UsageError(
+                f"unknown key {name}.{key}; valid: {', '.join(kind.model_fields)}; "
+                "correct the name or leave it out"
+            )
+    try:
+        return kind.model_validate(dict(given))
+    except ValidationError as error:
+        raise UsageError("; ".join(_explain(name, kind, e) for e in error.errors())) from None
+
+
+def _explain(name: str, kind: type[Settings], error: Any) -> str:
+    what = error["msg"].removeprefix("Value error, ")
+    if not error["loc"]:
+        return f"policy {name}: {what}; change one of them"
+    key = str(error["loc"][0])
+    field = kind.model_fields[key]
+    meaning = f" ({field.description})" if field.description else ""
+    return f"{name}.{key}={error['input']!r}: {what}{meaning}; default {field.default}"
+
+
+def parse_settings(names: Sequence[str], sets: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Turn `--policy NAME` and `--set NAME.KEY=VALUE` into the engine's configuration."""
+    config: dict[str, dict[str, Any]] = {find(name).name: {} for name in names}
+    for text in sets:
+        path, equals, value = text.partition("=")
+        name, dot, key = path.partition(".")
+        if not (equals and dot and name and key):
+            raise UsageError(f"--set {text!r} is not of the form NAME.KEY=VALUE")
+        find(name)
+        if name not in config:
+            raise UsageError(f"--set {text!r}: policy {name} is off; add it with --policy {name}")
+        config[name][key] = _value(value)
+    for name, given in config.items():
+        settings_of(name, given)
+    return config
+
+
+def _value(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        return text
+
+
+def build(config: object, facts: EngineFacts) -> list[Policy]:
+    """Make the policies that a configuration switches on, in order of precedence."""
+    if not isinstance(config, Mapping):
+        raise UsageError(f"vllm_sched must be an object of policies, got {config!r}")
+    for name in config:
+        find(name)
+    return [
+        kind(facts, settings_of(name, config[name]))
+        for name, kind in POLICIES.items()
+        if name in config
+    ]

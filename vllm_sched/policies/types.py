@@ -1,0 +1,130 @@
+"""What a policy may see and say: the whole protocol between policies and whoever steps them.
+
+The engine (and later the simulator) asks, in this order:
+
+1. `lane` once when a request starts to wait, and again for a lane's head when it may have changed;
+2. `begin_step` once a step, with everything countable about that step;
+3. `gate` whenever the head of a lane could be admitted, `admitted` once it was;
+4. `chunk` for each prefill, as the last word on how many tokens it gets;
+5. `observe` once the step's result is back.
+
+Nothing here does I/O, reads a clock or knows vLLM; time arrives as an argument.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import ClassVar, Protocol
+
+from pydantic import BaseModel, ConfigDict
+
+
+class RequestView(Protocol):
+    """The part of a request that policies read; vLLM's own Request has this shape."""
+
+    request_id: str
+    arrival_time: float
+    priority: int
+    num_computed_tokens: int
+    num_prompt_tokens: int
+    num_preemptions: int
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and output so far: what must be computed before the next token."""
+
+
+class Gate(IntEnum):
+    """May the head of a lane be admitted now? Lanes' answers combine by their maximum."""
+
+    OPEN = 0
+    LAST = 1  # yes, but only once no other lane has anybody to admit
+    CLOSED = 2
+
+
+@dataclass(slots=True)
+class LaneCount:
+    """How many requests wait in a lane, and how many tokens they bring."""
+
+    requests: int = 0
+    tokens: int = 0
+
+
+@dataclass(slots=True)
+class Step:
+    """One scheduling step, seen before its first decision. It lives for that step only."""
+
+    index: int
+    now: float
+    budget: int  # tokens the engine may schedule
+    decodes: int  # tokens of those that running decodes need
+    prefills: Sequence[RequestView]  # running requests whose prompt is not yet done
+    refused: str | None = None  # the request offered earlier that found no room
+
+
+@dataclass(slots=True, frozen=True)
+class StepResult:
+    """What a finished step did, and how long the engine was busy with it."""
+
+    seconds: float
+    prefill_tokens: int
+    decode_tokens: int
+
+
+class Settings(BaseModel):
+    """A policy's settings: frozen, and strict about keys it does not know."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=False)
+
+
+@dataclass(slots=True, frozen=True)
+class EngineFacts:
+    """What a policy may know of the engine it is built for."""
+
+    max_model_len: int
+    max_num_batched_tokens: int
+    max_num_seqs: int
+
+
+class Policy:
+    """Ask nothing, change nothing: the base every policy overrides in part."""
+
+    name: ClassVar[str]
+    settings_type: ClassVar[type[Settings]] = Settings
+    # Whether running requests are arranged before each step: decodes first, then by `rank`.
+    arranges: bool = False
+
+    def __init__(self, facts: EngineFacts, settings: Settings) -> None:
+        self.facts = facts
+        self.settings = settings
+
+    def resolved(self) -> dict[str, object]:
+        """Return the settings as they came out, for the line logged at start."""
+        return self.settings.model_dump()
+
+    def lane(self, request: RequestView, cached: Callable[[], int]) -> str:
+        """Name the lane the request waits in; `cached()` looks up its cached prefix, at a cost."""
+        return ""
+
+    def begin_step(self, step: Step, lanes: Mapping[str, LaneCount]) -> None:
+        """See the step before its first decision, and who waits in this policy's lanes."""
+
+    def gate(self, lane: str, head: RequestView, waited: float) -> Gate:
+        """May the head of this lane enter, having waited so many seconds?"""
+        return Gate.OPEN
+
+    def admitted(self, request: RequestView) -> None:
+        """Hear that a waiting request was admitted in this step."""
+
+    def chunk(self, request: RequestView, computed: int, tokens: int) -> int:
+        """Say how many of `tokens` this prefill gets now, given what is computed already."""
+        return tokens
+
+    def rank(self, request: RequestView) -> float:
+        """Place a running prefill behind those of lower rank; the last is preempted first."""
+        return 0.0
+
+    def observe(self, result: StepResult) -> None:
+        """Hear how a past step went."""

