@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,7 +13,6 @@ from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.core.single_type_kv_cache_manager import register_all_kvcache_specs
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.outputs import ModelRunnerOutput
@@ -83,7 +83,11 @@ def make_scheduler(
     )
 
 
-_hasher: Any = None
+@functools.cache
+def hasher() -> Any:
+    """Hash blocks of prompts as the engine does."""
+    init_none_hash(sha256)
+    return get_request_block_hasher(BLOCK, sha256)
 
 
 def make_request(
@@ -95,13 +99,9 @@ def make_request(
     arrival: float | None = None,
 ) -> Request:
     """Make a request with a prompt of that length, unlike any other, or of those tokens."""
-    global _hasher
-    if _hasher is None:
-        init_none_hash(sha256)
-        _hasher = get_request_block_hasher(BLOCK, sha256)
     number = next(_ids)
-    prompt = [number % 400] * tokens if isinstance(tokens, int) else list(tokens)
-    prompt[0] = number if isinstance(tokens, int) else prompt[0]
+    # The first token is the request's own: no two prompts of plain length share a prefix.
+    prompt = [number, *[5] * (tokens - 1)] if isinstance(tokens, int) else list(tokens)
     sampling = SamplingParams(ignore_eos=True, max_tokens=output)
     sampling.update_from_generation_config({}, eos_token_id=1)
     return Request(
@@ -111,22 +111,20 @@ def make_request(
         pooling_params=None,
         arrival_time=float(number) if arrival is None else arrival,
         priority=priority,
-        block_hasher=_hasher,
+        block_hasher=hasher(),
     )
 
 
-def answer(scheduler: Scheduler, output: SchedulerOutput) -> ModelRunnerOutput:
-    """Play the model: one token for each request whose known tokens this step completed."""
+def answer(scheduler: Any, output: SchedulerOutput) -> ModelRunnerOutput:
+    """Play the model: a token for each request whose prompt this step completed.
+
+    Ask right after the step was scheduled: that is when it is known who gets one.
+    """
     ids = list(output.num_scheduled_tokens)
-    sampled = []
-    for request_id in ids:
-        request = scheduler.requests.get(request_id)
-        done = request is not None and not request.is_prefill_chunk
-        sampled.append([7] if done else [])
     return ModelRunnerOutput(
         req_ids=ids,
         req_id_to_index={request_id: i for i, request_id in enumerate(ids)},
-        sampled_token_ids=sampled,
+        sampled_token_ids=[[] if scheduler.requests[i].is_prefill_chunk else [7] for i in ids],
         logprobs=None,
         prompt_logprobs_dict={},
         pooler_output=[],
@@ -134,7 +132,16 @@ def answer(scheduler: Scheduler, output: SchedulerOutput) -> ModelRunnerOutput:
 
 
 def step(scheduler: Any) -> dict[str, int]:
-    """Run one step to its end and return the tokens each request got."""
+    """Run one step to its end and return the tokens that each request got."""
     output = scheduler.schedule()
     scheduler.update_from_output(output, answer(scheduler, output))
     return dict(output.num_scheduled_tokens)
+
+
+def drain(scheduler: Any, most: int = 10_000) -> int:
+    """Run until nobody is left and return the number of steps."""
+    for count in range(most):
+        if not scheduler.has_unfinished_requests():
+            return count
+        step(scheduler)
+    raise AssertionError(f"{scheduler.get_num_unfinished_requests()} requests never finished")

@@ -74,6 +74,12 @@ class LaneQueue(RequestQueue):
         self._now = now
         self._popped.clear()
         self._forget_offer()
+        for counts in self.counts:
+            for count in counts.values():
+                count.waited = 0.0
+        for lane, heap in self._heaps.items():
+            for counts, name in zip(self.counts, lane, strict=True) if heap else ():
+                counts[name].waited = max(counts[name].waited, now - heap[0].since)
 
     def end_step(self) -> None:
         """Remember a request that was looked at and not taken."""

@@ -23,6 +23,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request, RequestStatus
 
 import vllm_sched
+from vllm_sched.cost.pace import Chunk
 from vllm_sched.engine.queue import LaneKey, LaneQueue
 from vllm_sched.engine.seams import installed_version, missing_attributes
 from vllm_sched.errors import UnsupportedVllmError, UsageError
@@ -48,7 +49,7 @@ class InFlight(NamedTuple):
 
     output: SchedulerOutput
     scheduled_at: float
-    prefill_tokens: int
+    chunks: list[Chunk]
 
 
 class PolicySteps(Upstream):
@@ -61,7 +62,6 @@ class PolicySteps(Upstream):
         if missing := missing_attributes(self):
             raise UnsupportedVllmError(f"vLLM {installed_version()} lacks {', '.join(missing)}")
         self._policies = self._configured_policies()
-        self._clock = time.monotonic
         self._in_flight: deque[InFlight] = deque()
         self._last_result_at = 0.0
         self._cuts_prefills = False  # in this step
@@ -78,9 +78,13 @@ class PolicySteps(Upstream):
             by_priority=self.policy == SchedulingPolicy.PRIORITY,
             lanes_of=self._lanes_of,
             gate_of=self._gate_of,
-            clock=self._clock,
+            clock=self.clock,
             num_policies=len(self._policies),
         )
+
+    def clock(self) -> float:
+        """Tell the time that waits and steps are measured by."""
+        return time.monotonic()
 
     # Overrides
 
@@ -121,7 +125,7 @@ class PolicySteps(Upstream):
     # Before the step
 
     def _begin_step(self) -> Step:
-        now = self._clock()
+        now = self.clock()
         running = self.running
         prefills: list[Request] = []
         # Kept by upstream for its own needs: empty means that nobody runs in prefill.
@@ -211,20 +215,26 @@ class PolicySteps(Upstream):
             return
         tokens = output.num_scheduled_tokens
         prefills = itertools.chain(step.prefills, self.running[num_running:])
-        prefill_tokens = sum(tokens.get(request.request_id, 0) for request in prefills)
-        self._in_flight.append(InFlight(output, step.now, prefill_tokens))
+        chunks = [
+            # Upstream has counted this step's tokens as computed already.
+            Chunk(new, request.num_computed_tokens - new)
+            for request in prefills
+            if (new := tokens.get(request.request_id, 0))
+        ]
+        self._in_flight.append(InFlight(output, step.now, chunks))
 
     def _note_result(self, output: SchedulerOutput) -> None:
         # Results come back in the order of their steps; an empty step leaves no note.
         if self._in_flight[0].output is not output:
             return
         step = self._in_flight.popleft()
-        now = self._clock()
+        now = self.clock()
         # The engine began it when it was scheduled, or when it was done with the one before.
         seconds = now - max(step.scheduled_at, self._last_result_at)
         self._last_result_at = now
-        decode_tokens = output.total_num_scheduled_tokens - step.prefill_tokens
-        result = StepResult(seconds, step.prefill_tokens, decode_tokens)
+        prefill_tokens = sum(chunk.tokens for chunk in step.chunks)
+        decode_tokens = output.total_num_scheduled_tokens - prefill_tokens
+        result = StepResult(seconds, step.chunks, decode_tokens)
         for policy in self._policies:
             policy.observe(result)
 
@@ -243,6 +253,21 @@ class PolicySteps(Upstream):
         return registry.build({**self.default_policies, **given}, facts)
 
     def _refuse_unsupported(self) -> None:
+        asynchronous = isinstance(self, AsyncScheduler)
+        name = type(self).__name__
+        if self.scheduler_config.async_scheduling and not asynchronous:
+            logger.warning(
+                "%s under asynchronous scheduling leaves the device idle between steps; use %s, "
+                "or add --no-async-scheduling",
+                name,
+                name.removeprefix("Sync"),
+            )
+        if asynchronous and not self.scheduler_config.async_scheduling and self.num_spec_tokens:
+            # Upstream's asynchronous scheduler puts placeholders where drafts belong.
+            raise UsageError(
+                f"this kind of speculative decoding turned asynchronous scheduling off, which "
+                f"{name} can't follow; use --scheduler-cls vllm_sched.Sync{name}"
+            )
         if self.vllm_config.model_config.is_diffusion:
             raise UsageError(
                 "policies don't work with diffusion models, which need vLLM's own scheduler; "
@@ -263,45 +288,21 @@ class PolicySteps(Upstream):
         )
 
 
-class SyncPolicyScheduler(PolicySteps, Scheduler):
-    """Policies on vLLM's synchronous scheduler, for `--no-async-scheduling`."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        if self.scheduler_config.async_scheduling:
-            logger.warning(
-                "%s under asynchronous scheduling leaves the GPU idle between steps; use %s, "
-                "or add --no-async-scheduling",
-                type(self).__name__,
-                type(self).__name__.removeprefix("Sync"),
-            )
-
-
 class PolicyScheduler(PolicySteps, AsyncScheduler):
-    """Policies on vLLM's asynchronous scheduler; without async scheduling, on the other one."""
-
-    sync_twin: ClassVar[type[Scheduler]] = SyncPolicyScheduler
-
-    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Make the synchronous twin where vLLM has decided against asynchronous scheduling.
-
-        It decides so by itself, for pooling models and some kinds of speculative decoding, after
-        the operator has chosen this class.
-        """
-        config = kwargs["vllm_config"] if "vllm_config" in kwargs else args[0]
-        if not config.scheduler_config.async_scheduling and "sync_twin" in vars(cls):
-            return cls.sync_twin(*args, **kwargs)
-        return super().__new__(cls)
+    """Policies on vLLM's asynchronous scheduler, which is vLLM's default."""
 
 
-class SyncLongPromptScheduler(SyncPolicyScheduler):
-    """`SyncPolicyScheduler` with `long_prompt` on unless configured otherwise."""
-
-    default_policies: ClassVar[Mapping[str, Mapping[str, object]]] = {"long_prompt": {}}
+class SyncPolicyScheduler(PolicySteps, Scheduler):
+    """Policies on vLLM's synchronous scheduler, for `--no-async-scheduling` and for CPUs."""
 
 
 class LongPromptScheduler(PolicyScheduler):
     """`PolicyScheduler` with `long_prompt` on unless configured otherwise."""
 
     default_policies: ClassVar[Mapping[str, Mapping[str, object]]] = {"long_prompt": {}}
-    sync_twin: ClassVar[type[Scheduler]] = SyncLongPromptScheduler
+
+
+class SyncLongPromptScheduler(SyncPolicyScheduler):
+    """`SyncPolicyScheduler` with `long_prompt` on unless configured otherwise."""
+
+    default_policies: ClassVar[Mapping[str, Mapping[str, object]]] = {"long_prompt": {}}

@@ -39,8 +39,6 @@ SHORT, LONG = "short", "long"
 
 # Shorter steps than this are not worth dividing further.
 SHORTEST_STEP_S = 0.010
-# The part of its chunk that a long prompt keeps however many shorts share the step.
-KEPT_SHARE = 0.25
 # So many slow steps after the last one without prefill, one is made, to measure what it costs.
 FIRST_PROBE, PROBE_EVERY = 4, 64
 V0_THRESHOLD_SHARE = 0.04
@@ -73,7 +71,9 @@ class LongPromptSettings(Settings):
         description="with share auto: a step with a long chunk over one without, in time",
     )
     max_wait_s: float = Field(
-        60.0, gt=0, description="a long prompt held for so long is admitted whatever the limits"
+        60.0,
+        gt=0,
+        description="a long prompt held so long is admitted beyond the limit on long ones",
     )
 
     @model_validator(mode="after")
@@ -109,6 +109,9 @@ class LongPrompt(Policy):
             )
         self.threshold = asked or max(1, int(facts.max_model_len * V0_THRESHOLD_SHARE))
         self.arranges = self.active = settings.max_num_partial_prefills > 1
+        self._places = settings.max_long_partial_prefills
+        # An overdue prompt waits for no place of a long one, but for one of all prefills.
+        self._places_overdue = max(settings.max_num_partial_prefills, self._places + 1)
         self.pace = StepPace()
         self._slow_steps = 0  # long steps since one without prefill was last seen
 
@@ -138,15 +141,16 @@ class LongPrompt(Policy):
         return lane
 
     def gate(self, lane: str, head: RequestView, waited: float) -> Gate:
-        """Hold a long prompt while enough others prefill, but never beyond its wait."""
+        """Hold a long prompt while enough others prefill, but not beyond its wait."""
         if lane != LONG:
             return Gate.OPEN
-        if waited >= self.settings.max_wait_s:
-            return Gate.OPEN
-        if self._longs >= self.settings.max_long_partial_prefills or self._long_left <= 0:
+        overdue = waited >= self.settings.max_wait_s
+        places = self._places_overdue if overdue else self._places
+        if self._longs >= places or self._long_left <= 0:
             return Gate.CLOSED
-        # It was offered and found no room in the KV cache: shorts need not wait behind it.
-        return Gate.LAST if self._step.refused == head.request_id else Gate.OPEN
+        # One that found no room in the KV cache need not keep shorts waiting behind it.
+        stuck = self._step.refused == head.request_id and not overdue
+        return Gate.LAST if stuck else Gate.OPEN
 
     def admitted(self, request: RequestView) -> None:
         """Count a long prompt at once: the next must not slip in within the same step."""
@@ -167,33 +171,36 @@ class LongPrompt(Policy):
         shorts = [tokens for tokens in left if not self._is_long(tokens)]
         self._longs = len(longs)
 
-        waiting = lanes.get(SHORT, EMPTY)
         held = lanes.get(LONG, EMPTY)
-        openings = max(self.settings.max_long_partial_prefills - self._longs, 0)
-        num_shorts = len(shorts) + waiting.requests
-        num_longs = self._longs + min(held.requests, openings)
-        sharing = min(num_shorts + num_longs, self.settings.max_num_partial_prefills)
-        self._slot = step.budget // max(sharing, 1)
-
-        short_tokens = sum(shorts) + waiting.tokens
-        alone = num_shorts + num_longs <= 1 and not step.decodes
-        self._long_left = step.budget if alone else self._allowance(step, short_tokens)
+        overdue = held.waited >= self.settings.max_wait_s
+        places = self._places_overdue if overdue else self._places
+        num_shorts = len(shorts) + lanes.get(SHORT, EMPTY).requests
+        num_longs = self._longs + min(held.requests, max(places - self._longs, 0))
+        partial = self.settings.max_num_partial_prefills
+        sharing = max(min(num_shorts + num_longs, partial), 1)
+        self._slot = step.budget // sharing
+        if num_shorts + num_longs <= 1 and not step.decodes:
+            self._long_left = step.budget  # nobody else is about
+        else:
+            self._long_left = self._allowance(step, max(min(num_longs, sharing), 1), sharing)
         # Shorts stand before longs in `running`: what the longs are due is kept from them here.
-        kept = min(sum(longs), self._slot, self._long_left)
+        kept = min(sum(min(tokens, self._slot) for tokens in longs), self._long_left)
         self._short_left = max(step.budget - step.decodes - kept, 1)
 
-    def _allowance(self, step: Step, short_tokens: int) -> int:
+    def _allowance(self, step: Step, num_longs: int, sharing: int) -> int:
         """Tokens that all long prefills together may have in a step they share with others."""
         share = self.settings.long_prefill_share
         if share != "auto":
             return max(int(step.budget * share), 1)
-        if self._longs and step.decodes and not short_tokens and self._probe_due():
+        if self._longs and step.decodes and sharing == 1 and self._probe_due():
             return 0
+        context = max((r.num_computed_tokens for r in step.prefills), default=0)
         longest = self.settings.long_step_stretch * (self.pace.base or 0.0)
-        room = self.pace.tokens_within(max(longest, SHORTEST_STEP_S))
+        room = self.pace.chunk_within(max(longest, SHORTEST_STEP_S), context)
         if room is None:
             return step.budget
-        return min(max(room - short_tokens, int(room * KEPT_SHARE), 1), step.budget)
+        # Like the budget's tokens, the step's time is divided among those in prefill.
+        return min(max(room * num_longs // sharing, 1), step.budget)
 
     def _probe_due(self) -> bool:
         """Whether to leave the chunk out once, to see how long a step takes without it."""
@@ -225,8 +232,8 @@ class LongPrompt(Policy):
 
     def observe(self, result: StepResult) -> None:
         """Learn the pace of steps with and without prefill."""
-        self.pace.observe(result.seconds, result.prefill_tokens, result.decode_tokens)
-        if not result.prefill_tokens:
+        self.pace.observe(result.seconds, result.chunks)
+        if not result.chunks:
             self._slow_steps = 0
         elif result.seconds > SHORTEST_STEP_S:
             self._slow_steps += 1

@@ -20,6 +20,8 @@ from typing import ClassVar, Protocol
 
 from pydantic import BaseModel, ConfigDict
 
+from vllm_sched.cost.pace import Chunk
+
 
 class RequestView(Protocol):
     """The part of a request that policies read; vLLM's own Request has this shape."""
@@ -46,10 +48,11 @@ class Gate(IntEnum):
 
 @dataclass(slots=True)
 class LaneCount:
-    """How many requests wait in a lane, and how many tokens they bring."""
+    """Who waits in a lane."""
 
     requests: int = 0
     tokens: int = 0
+    waited: float = 0.0  # seconds, of the one in front, when the step began
 
 
 @dataclass(slots=True)
@@ -69,14 +72,14 @@ class StepResult:
     """What a finished step did, and how long the engine was busy with it."""
 
     seconds: float
-    prefill_tokens: int
+    chunks: Sequence[Chunk]  # of prompts; empty in a step that only decoded
     decode_tokens: int
 
 
 class Settings(BaseModel):
     """A policy's settings: frozen, and strict about keys it does not know."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=False)
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 @dataclass(slots=True, frozen=True)

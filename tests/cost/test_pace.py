@@ -1,0 +1,87 @@
+"""The online fit of a step's time."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from vllm_sched.cost.pace import Chunk, StepPace
+
+BASE, PER_TOKEN, PER_PAIR = 0.004, 2e-5, 2e-8
+
+
+def seconds(chunks: list[Chunk]) -> float:
+    """Time a step by the model that is to be found."""
+    return BASE + sum(PER_TOKEN * c.tokens + PER_PAIR * c.attention for c in chunks)
+
+
+def trained(noise: float = 0.0, seed: int = 1) -> StepPace:
+    """Feed a 12k prompt in chunks, with short prompts between."""
+    rng = random.Random(seed)
+    pace = StepPace()
+
+    def feed(chunks: list[Chunk]) -> None:
+        hiccup = rng.random() < noise
+        pace.observe(seconds(chunks) * (1 + rng.random() * noise + 3 * hiccup), chunks)
+
+    for _ in range(20):
+        feed([])
+    for context in range(0, 12_000, 256):
+        feed([Chunk(256, context)])
+        if context % 1024 == 0:
+            feed([Chunk(100, 0)])
+    return pace
+
+
+def test_knows_nothing_before_both_kinds_of_step_were_seen() -> None:
+    pace = StepPace()
+    assert pace.chunk_within(1.0, 0) is None
+    pace.observe(0.004, [])
+    assert pace.chunk_within(1.0, 0) is None
+    pace.observe(0.1, [Chunk(512, 0)])
+    assert pace.chunk_within(1.0, 0) is not None
+
+
+def test_prefill_before_a_base_is_known_teaches_nothing() -> None:
+    pace = StepPace()
+    pace.observe(0.1, [Chunk(512, 0)])
+    assert pace.per_token is None
+
+
+@pytest.mark.parametrize("context", [0, 3_000, 12_000, 50_000])
+def test_finds_the_model_it_was_fed(context: int) -> None:
+    chunk = trained().chunk_within(0.05, context)
+    assert chunk is not None
+    assert seconds([Chunk(chunk, context)]) == pytest.approx(0.05, rel=0.02)
+
+
+def test_hiccups_leave_it_usable() -> None:
+    chunk = trained(noise=0.1).chunk_within(0.05, 6_000)
+    assert chunk is not None
+    assert seconds([Chunk(chunk, 6_000)]) == pytest.approx(0.05, rel=0.5)
+
+
+def test_a_slow_stretch_hardly_raises_the_base_and_a_fast_step_lowers_it() -> None:
+    pace = StepPace()
+    pace.observe(0.004, [])
+    pace.observe(0.040, [])
+    assert pace.base == pytest.approx(0.0058)
+    pace.observe(0.002, [])
+    assert pace.base is not None
+    assert pace.base < 0.005
+
+
+def test_time_that_no_prefill_fits_into() -> None:
+    assert trained().chunk_within(BASE / 2, 0) == 0
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_never_negative_nor_divided_by_zero(seed: int) -> None:
+    rng = random.Random(seed)
+    pace = StepPace()
+    for _ in range(200):
+        chunks = [Chunk(rng.randrange(1, 600), rng.randrange(0, 20_000))] * rng.randrange(0, 3)
+        pace.observe(rng.choice([0.0, 1e-9, 0.001, 0.1, 5.0]), chunks)
+        chunk = pace.chunk_within(rng.choice([0.0, 0.01, 1.0]), rng.randrange(0, 20_000))
+        assert chunk is None or chunk >= 0

@@ -1,0 +1,341 @@
+"""`long_prompt` on real scheduler objects: V0's cases, and what V0 lacked."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.engine.schedulers import answer, drain, make_request, make_scheduler, step
+from vllm_sched import (
+    LongPromptScheduler,
+    PolicyScheduler,
+    SyncLongPromptScheduler,
+    SyncPolicyScheduler,
+)
+from vllm_sched.cost.pace import Chunk
+from vllm_sched.engine.queue import LaneQueue
+from vllm_sched.engine.scheduler import PolicySteps
+
+V0 = {"max_num_partial_prefills": 2, "max_long_partial_prefills": 1}
+
+
+def loaded(*prompts: int, options: dict[str, Any] | None = None, **engine: Any) -> Any:
+    """Make a scheduler with requests named 0, 1, ... waiting."""
+    scheduler = make_scheduler({"long_prompt": V0 if options is None else options}, **engine)
+    for name, tokens in enumerate(prompts):
+        scheduler.add_request(make_request(tokens, name=str(name)))
+    return scheduler
+
+
+def policy(scheduler: Any) -> Any:
+    """Return its one policy."""
+    return scheduler._policies[0]
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Let the test set the time: the one item of the list."""
+    now = [1000.0]
+    monkeypatch.setattr(PolicySteps, "clock", lambda _: now[0])
+    return now
+
+
+# V0's cases: budget 64, max_model_len 2000 so that above 80 tokens is long, N = 2, M = 1
+
+
+def test_two_shorts_share_the_budget() -> None:
+    scheduler = loaded(60, 60)
+    assert step(scheduler) == {"0": 32, "1": 32}
+    assert step(scheduler) == {"0": 28, "1": 28}
+
+
+def test_only_one_of_two_longs_prefills_and_gets_everything() -> None:
+    scheduler = loaded(1200, 1200)
+    assert step(scheduler) == {"0": 64}
+    assert step(scheduler) == {"0": 64}
+
+
+def test_shorts_pass_the_held_long() -> None:
+    scheduler = loaded(1200, 1200, 40, 40)
+    assert step(scheduler) == {"0": 32, "2": 32}
+    assert step(scheduler) == {"0": 32, "2": 8, "3": 24}
+    assert step(scheduler) == {"0": 32, "3": 16, "2": 1}
+    assert step(scheduler) == {"0": 62, "2": 1, "3": 1}
+    assert len(scheduler.waiting) == 1
+
+
+@pytest.mark.parametrize("partial", [2, 4, 8])
+def test_all_partial_prefills_run_after_one_step(partial: int) -> None:
+    scheduler = loaded(*[40] * partial, options={"max_num_partial_prefills": partial}, budget=40)
+    assert step(scheduler) == {str(i): 40 // partial for i in range(partial)}
+
+
+def test_one_partial_prefill_turns_the_limits_off() -> None:
+    ours = loaded(1200, 1200, 40, options={"max_num_partial_prefills": 1})
+    theirs = make_scheduler(None)
+    for name, tokens in enumerate((1200, 1200, 40)):
+        theirs.add_request(make_request(tokens, name=str(name)))
+    for _ in range(60):
+        assert step(ours) == step(theirs)
+
+
+# What V0 lacked
+
+
+def test_decodes_come_first_even_before_a_long_prompt_admitted_earlier() -> None:
+    scheduler = loaded(1200, 8, options={})
+    step(scheduler)
+    assert [r.request_id for r in scheduler.running] == ["0", "1"]
+    scheduled = step(scheduler)
+    assert [r.request_id for r in scheduler.running] == ["1", "0"]
+    assert scheduled["1"] == 1
+
+
+def test_the_next_long_enters_once_the_first_is_no_longer_long() -> None:
+    scheduler = loaded(200, 200)
+    got = [step(scheduler) for _ in range(3)]
+    # 72 are left of the first after two steps of 64, which is below the threshold of 80.
+    assert [set(tokens) for tokens in got] == [{"0"}, {"0"}, {"0", "1"}]
+
+
+def test_any_number_of_shorts_pass_any_number_of_longs() -> None:
+    scheduler = loaded(*[1200] * 50, *[10] * 5)
+    step(scheduler)
+    step(scheduler)
+    assert {r.request_id for r in scheduler.running} == {"0", "50", "51", "52", "53", "54"}
+
+
+def test_held_longs_keep_their_order() -> None:
+    scheduler = loaded(100, 300, 200, 150, options={})
+    order = []
+    while scheduler.has_unfinished_requests():
+        before = {r.request_id for r in scheduler.running}
+        step(scheduler)
+        order += [r.request_id for r in scheduler.running if r.request_id not in before]
+    assert order == ["0", "1", "2", "3"]
+
+
+def test_a_cached_prefix_does_not_count() -> None:
+    scheduler = loaded(options={}, prefix_caching=True)
+    document = list(range(10, 1210))
+    scheduler.add_request(make_request(document, name="first", output=1))
+    drain(scheduler)
+    scheduler.add_request(make_request(1200, name="long"))
+    step(scheduler)
+    scheduler.add_request(make_request([*document, *[3] * 40], name="cached"))
+    assert step(scheduler)["cached"] > 0
+    assert scheduler.waiting.counts[0]["long"].requests == 0
+
+
+def test_one_held_with_the_same_prefix_enters_once_that_is_cached() -> None:
+    scheduler = loaded(options={}, prefix_caching=True, budget=256)
+    document = list(range(10, 810))
+    for name in "abc":
+        scheduler.add_request(make_request([*document, ord(name)], name=name, output=2))
+    for _ in range(3):
+        assert set(step(scheduler)) == {"a"}
+    # 32 of the first are left, so it is not long now; the others find 50 blocks of 16 cached.
+    while "b" not in step(scheduler):
+        pass
+    assert {r.request_id for r in scheduler.running} >= {"b", "c"}
+    drain(scheduler)
+
+
+def test_a_request_with_remote_kv_is_never_long() -> None:
+    scheduler = loaded(1200, 1200)
+    remote = make_request(1200, name="remote")
+    remote.kv_transfer_params = {"do_remote_prefill": True}
+    scheduler.add_request(remote)
+    step(scheduler)
+    assert "remote" in {r.request_id for r in scheduler.running}
+
+
+def test_the_wait_of_a_held_long_is_bounded_however_many_shorts_there_are(
+    clock: list[float],
+) -> None:
+    scheduler = loaded(1990, 1200, options={"max_wait_s": 5}, budget=128, max_num_seqs=64)
+    number = 0
+    while clock[0] < 1004.5:
+        clock[0] += 0.5
+        for _ in range(4):
+            scheduler.add_request(make_request(60, name=f"s{number}", output=2))
+            number += 1
+        step(scheduler)
+        assert "1" not in {r.request_id for r in scheduler.running}
+    clock[0] = 1005.1
+    step(scheduler)
+    assert {"0", "1"} <= {r.request_id for r in scheduler.running}
+
+
+def test_overdue_longs_take_the_places_of_all_prefills_and_no_more(clock: list[float]) -> None:
+    scheduler = loaded(*[1900] * 8, options={"max_wait_s": 5}, budget=256)
+    step(scheduler)
+    clock[0] += 6
+    for _ in range(6):
+        step(scheduler)
+    assert len(scheduler.running) == 4
+    drain(scheduler)
+
+
+def test_a_clock_that_jumps_back_only_lengthens_a_wait(clock: list[float]) -> None:
+    scheduler = loaded(1200, 1200)
+    step(scheduler)
+    clock[0] = 0.0
+    drain(scheduler)
+
+
+def test_a_long_that_does_not_fit_lets_shorts_pass() -> None:
+    # 64 blocks hold 1,024 tokens: the second long has a place but no room.
+    scheduler = loaded(options={}, num_blocks=65, budget=256)
+    scheduler.add_request(make_request(500, name="big", output=300))
+    step(scheduler)
+    step(scheduler)
+    scheduler.add_request(make_request(900, name="stuck"))
+    scheduler.add_request(make_request(40, name="short"))
+    step(scheduler)
+    assert step(scheduler).get("short")
+    assert "stuck" not in {r.request_id for r in scheduler.running}
+    drain(scheduler)
+
+
+def test_the_preemption_victim_is_the_long_prefill() -> None:
+    scheduler = loaded(options={}, num_blocks=41, budget=200, scheduler_reserve_full_isl=False)
+    scheduler.add_request(make_request(20, name="decode", output=400))
+    step(scheduler)
+    scheduler.add_request(make_request(600, name="long"))
+    step(scheduler)
+    for name in ("s1", "s2", "s3"):
+        scheduler.add_request(make_request(60, name=name, output=60))
+    preempted = set()
+    for _ in range(30):
+        before = {r.request_id for r in scheduler.running}
+        step(scheduler)
+        preempted |= before & {r.request_id for r in scheduler.waiting}
+    assert preempted == {"long"}
+    drain(scheduler)
+
+
+def test_a_long_preempted_once_is_no_longer_the_first_victim() -> None:
+    long, short = make_request(1200), make_request(40)
+    scheduler = loaded()
+    assert policy(scheduler).rank(long) > policy(scheduler).rank(short)
+    long.num_preemptions = 1
+    assert policy(scheduler).rank(long) == policy(scheduler).rank(short)
+
+
+def test_priority_decides_within_each_lane() -> None:
+    scheduler = loaded(options={}, priority=True)
+    scheduler.add_request(make_request(900, name="running"))
+    step(scheduler)
+    for name, priority in (("late", 5), ("soon", 1), ("first", 0)):
+        scheduler.add_request(make_request(500, name=f"long-{name}", priority=priority))
+        scheduler.add_request(make_request(70, name=f"short-{name}", priority=priority))
+    order: list[str] = []
+    for _ in range(2000):
+        if not scheduler.has_unfinished_requests():
+            break
+        before = {r.request_id for r in scheduler.running}
+        step(scheduler)
+        order += [r.request_id for r in scheduler.running if r.request_id not in before]
+    longs = [name for name in order if name.startswith("long")]
+    shorts = [name for name in order if name.startswith("short")]
+    assert longs == ["long-first", "long-soon", "long-late"]
+    assert shorts == ["short-first", "short-soon", "short-late"]
+    assert order.index("short-late") < order.index("long-soon")
+
+
+# The size of a long prompt's chunk
+
+
+def taught(scheduler: Any, base: float = 0.004, per_token: float = 1e-4) -> Any:
+    """Teach it a step of 4 ms and 0.1 ms for a token of prefill."""
+    pace = policy(scheduler).pace
+    for _ in range(5):
+        pace.observe(base, [])
+    for tokens in (100, 200, 300, 400, 500, 400, 300, 200):
+        pace.observe(base + tokens * per_token, [Chunk(tokens, tokens * 3)])
+    return scheduler
+
+
+def test_alone_a_long_gets_the_whole_budget() -> None:
+    assert step(taught(loaded(1200, options={}, budget=512))) == {"0": 512}
+
+
+def test_beside_decodes_it_gets_what_the_stretch_allows() -> None:
+    scheduler = taught(loaded(8, options={"long_step_stretch": 6}, budget=512))
+    step(scheduler)
+    scheduler.add_request(make_request(1200, name="long"))
+    # 6 x 4 ms, less the 4 ms of the decodes, at 0.1 ms a token
+    assert step(scheduler)["long"] == pytest.approx(200, abs=10)
+
+
+def test_with_shorts_in_prefill_it_gets_its_part_of_that() -> None:
+    scheduler = taught(loaded(8, options={"long_step_stretch": 6}, budget=512))
+    step(scheduler)
+    scheduler.add_request(make_request(1200, name="long"))
+    scheduler.add_request(make_request(50, name="short"))
+    got = step(scheduler)
+    assert got["long"] == pytest.approx(100, abs=10)
+    assert got["short"] == 50
+
+
+def test_before_anything_is_known_it_gets_what_is_left() -> None:
+    scheduler = loaded(8, options={}, budget=512)
+    step(scheduler)
+    scheduler.add_request(make_request(1200, name="long"))
+    assert step(scheduler) == {"0": 1, "long": 511}
+
+
+@pytest.mark.parametrize("share", [0.25, 0.5, 1.0])
+def test_a_fixed_share(share: float) -> None:
+    scheduler = loaded(8, options={"long_prefill_share": share}, budget=512)
+    step(scheduler)
+    scheduler.add_request(make_request(1200, name="long"))
+    assert step(scheduler)["long"] == min(512 * share, 511)
+
+
+def test_a_step_without_the_chunk_is_made_to_measure_one(clock: list[float]) -> None:
+    scheduler = loaded(8, options={}, budget=64)
+    step(scheduler)
+    scheduler.add_request(make_request(1900, name="long", output=1))
+    got = []
+    while scheduler.requests.get("long"):
+        output = scheduler.schedule()
+        clock[0] += 0.05
+        scheduler.update_from_output(output, answer(scheduler, output))
+        got.append(output.num_scheduled_tokens.get("long", 0))
+    assert 0 in got[:6]
+    assert policy(scheduler).pace.base == pytest.approx(0.05)
+    assert got.count(0) <= 2 + len(got) // 64
+
+
+# What it is built into
+
+
+@pytest.mark.parametrize("kind", [PolicyScheduler, SyncPolicyScheduler])
+def test_no_policy_is_upstream_queue_and_all(kind: type) -> None:
+    scheduler = make_scheduler(scheduler_cls=kind)
+    assert not isinstance(scheduler.waiting, LaneQueue)
+    assert scheduler._policies == []
+
+
+@pytest.mark.parametrize("kind", [LongPromptScheduler, SyncLongPromptScheduler])
+def test_the_long_prompt_schedulers_have_it_on(kind: type) -> None:
+    assert policy(make_scheduler(scheduler_cls=kind)).name == "long_prompt"
+
+
+def test_long_prompt_scheduler_takes_settings_too() -> None:
+    scheduler = make_scheduler(
+        {"long_prompt": {"max_num_partial_prefills": 8}}, scheduler_cls=LongPromptScheduler
+    )
+    assert policy(scheduler).settings.max_num_partial_prefills == 8
+
+
+def test_one_line_at_start(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", logger="vllm.vllm_sched"):
+        make_scheduler({"long_prompt": {}})
+    (line,) = [r.message for r in caplog.records if r.name == "vllm.vllm_sched"]
+    assert ": PolicyScheduler, policies: " in line
+    assert "long_prompt(max_num_partial_prefills=4, max_long_partial_prefills=1, " in line
+    assert "long_prefill_token_threshold=80" in line

@@ -1,0 +1,77 @@
+"""Names and settings from outside."""
+
+from __future__ import annotations
+
+import pytest
+
+from vllm_sched.errors import UsageError
+from vllm_sched.policies import registry
+from vllm_sched.policies.types import EngineFacts
+
+FACTS = EngineFacts(max_model_len=16_384, max_num_batched_tokens=512, max_num_seqs=16)
+
+
+def test_names_and_settings_become_configuration() -> None:
+    config = registry.parse_settings(
+        ["long_prompt"],
+        ["long_prompt.max_num_partial_prefills=2", "long_prompt.long_prefill_share=auto"],
+    )
+    assert config == {"long_prompt": {"max_num_partial_prefills": 2, "long_prefill_share": "auto"}}
+
+
+def test_build_resolves_the_threshold() -> None:
+    (policy,) = registry.build({"long_prompt": {}}, FACTS)
+    assert policy.resolved()["long_prefill_token_threshold"] == 655  # 4 % of 16,384
+
+
+def test_nothing_configured_builds_nothing() -> None:
+    assert registry.build({}, FACTS) == []
+
+
+@pytest.mark.parametrize(
+    ("names", "sets", "words"),
+    [
+        (["long_promt"], [], ["'long_promt'", "valid: long_prompt"]),
+        (["long_prompt"], ["long_prompt.max=1"], ["long_prompt.max", "max_wait_s", "correct"]),
+        (["long_prompt"], ["nosuch.max=1"], ["'nosuch'", "valid: long_prompt"]),
+        ([], ["long_prompt.max_wait_s=1"], ["is off", "--policy long_prompt"]),
+        (["long_prompt"], ["max_wait_s=1"], ["NAME.KEY=VALUE"]),
+        (["long_prompt"], ["long_prompt.max_wait_s"], ["NAME.KEY=VALUE"]),
+        (["long_prompt"], ["long_prompt.max_wait_s=-1"], ["max_wait_s=-1", "greater than 0", "60"]),
+        (["long_prompt"], ["long_prompt.max_wait_s=soon"], ["max_wait_s='soon'", "number"]),
+        (["long_prompt"], ["long_prompt.max_wait_s=nan"], ["max_wait_s='nan'", "finite"]),
+        (["long_prompt"], ["long_prompt.max_num_partial_prefills=0"], ["=0", "equal to 1"]),
+        (["long_prompt"], ["long_prompt.long_prefill_share=1.5"], ["1.5", "0 < share <= 1"]),
+        (
+            ["long_prompt"],
+            ["long_prompt.max_long_partial_prefills=9"],
+            ["max_long_partial_prefills=9", "max_num_partial_prefills=4"],
+        ),
+    ],
+)
+def test_bad_input_is_one_line_that_names_it(
+    names: list[str], sets: list[str], words: list[str]
+) -> None:
+    with pytest.raises(UsageError) as caught:
+        registry.parse_settings(names, sets)
+    message = str(caught.value)
+    assert "\n" not in message
+    for word in words:
+        assert word in message
+
+
+@pytest.mark.parametrize("given", [[], "long_prompt", 3, {"long_prompt": 3}, {"nosuch": {}}])
+def test_bad_configuration_from_additional_config(given: object) -> None:
+    with pytest.raises(UsageError):
+        registry.build(given, FACTS)
+
+
+def test_a_threshold_beyond_the_context_is_refused() -> None:
+    with pytest.raises(UsageError, match="exceeds max_model_len=16384"):
+        registry.build({"long_prompt": {"long_prefill_token_threshold": 20_000}}, FACTS)
+
+
+def test_every_setting_says_what_it_means() -> None:
+    for policy in registry.POLICIES.values():
+        for name, field in policy.settings_type.model_fields.items():
+            assert field.description, f"{policy.name}.{name}"

@@ -1,0 +1,45 @@
+"""`vllm-sched`: find the command, run it, turn an error of the user's into one line."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from vllm_sched import __version__
+from vllm_sched.cli import measure, serve
+from vllm_sched.errors import VllmSchedError
+
+BAD_USAGE = 2
+
+
+def parser() -> argparse.ArgumentParser:
+    """Describe all commands."""
+    top = argparse.ArgumentParser(
+        prog="vllm-sched",
+        description="Keep short prompts fast when long ones arrive, inside vLLM and in front.",
+        allow_abbrev=False,
+    )
+    top.add_argument("--version", action="version", version=f"vllm-sched {__version__}")
+    commands = top.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    serve.add_serve(commands)
+    measure.add_compare(commands)
+    return top
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command and return the exit status."""
+    arguments, rest = parser().parse_known_args(argv)
+    try:
+        if rest and arguments.command != "serve":
+            parser().error(f"unrecognized arguments: {' '.join(rest)}")
+        if arguments.command == "serve":
+            arguments.flags = rest
+        return int(arguments.func(arguments))
+    except VllmSchedError as error:
+        print(f"vllm-sched {arguments.command}: {error}", file=sys.stderr)
+        return BAD_USAGE
+
+
+if __name__ == "__main__":
+    sys.exit(main())
