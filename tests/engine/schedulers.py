@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import itertools
 from collections.abc import Mapping, Sequence
@@ -26,6 +27,22 @@ BLOCK = 16
 _ids = itertools.count()
 
 
+@functools.cache
+def base_config() -> VllmConfig:
+    """Check the model's configuration once: that takes most of the time of making a scheduler."""
+    config = VllmConfig(
+        model_config=ModelConfig(
+            model=str(tiny_model()),
+            skip_tokenizer_init=True,
+            dtype="float32",
+        ),
+        scheduler_config=SchedulerConfig.default_factory(),
+        cache_config=CacheConfig(block_size=BLOCK, gpu_memory_utilization=0.9, cache_dtype="auto"),
+    )
+    register_all_kvcache_specs(config)
+    return config
+
+
 def make_scheduler(
     policies: Mapping[str, Mapping[str, object]] | None = None,
     *,
@@ -40,7 +57,14 @@ def make_scheduler(
     **scheduler_options: Any,
 ) -> Any:
     """Make a scheduler as the engine does, over a KV cache of so many blocks of 16 tokens."""
-    scheduler_config = SchedulerConfig(
+    config = copy.copy(base_config())
+    config.model_config = copy.copy(config.model_config)
+    config.model_config.max_model_len = max_model_len
+    config.cache_config = copy.copy(config.cache_config)
+    config.cache_config.enable_prefix_caching = prefix_caching
+    config.cache_config.num_gpu_blocks = num_blocks
+    config.additional_config = {} if policies is None else {"vllm_sched": dict(policies)}
+    config.scheduler_config = SchedulerConfig(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=budget,
         max_model_len=max_model_len,
@@ -51,24 +75,6 @@ def make_scheduler(
         policy="priority" if priority else "fcfs",
         **scheduler_options,
     )
-    config = VllmConfig(
-        model_config=ModelConfig(
-            model=str(tiny_model()),
-            skip_tokenizer_init=True,
-            dtype="float32",
-            max_model_len=max_model_len,
-        ),
-        scheduler_config=scheduler_config,
-        cache_config=CacheConfig(
-            block_size=BLOCK,
-            gpu_memory_utilization=0.9,
-            cache_dtype="auto",
-            enable_prefix_caching=prefix_caching,
-        ),
-        additional_config={} if policies is None else {"vllm_sched": dict(policies)},
-    )
-    register_all_kvcache_specs(config)
-    config.cache_config.num_gpu_blocks = num_blocks
     spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=1, dtype=torch.float32)
     return scheduler_cls(
         vllm_config=config,

@@ -72,7 +72,6 @@ class LaneQueue(RequestQueue):
     def begin_step(self, now: float) -> None:
         """Let gates be asked anew."""
         self._now = now
-        self._popped.clear()
         self._forget_offer()
         for counts in self.counts:
             for count in counts.values():
@@ -85,6 +84,7 @@ class LaneQueue(RequestQueue):
         """Remember a request that was looked at and not taken."""
         if self._peeked and self._offer is not None:
             self.refused = self._offer
+        self._popped.clear()
         self._forget_offer()
 
     # Upstream's interface
@@ -196,20 +196,22 @@ class LaneQueue(RequestQueue):
         return self._offer
 
     def _choose(self) -> Request | None:
+        # First everybody in front gets to the lane he belongs to, then the fronts are compared:
+        # one who moves can become the front of a lane that was looked at before.
+        for lane in tuple(self._heaps):
+            self._settle(lane)
         best: tuple[Gate, Any] | None = None
         chosen = None
-        for lane in tuple(self._heaps):
-            head = self._head(lane)
-            if head is None:
-                continue
+        for lane, heap in self._heaps.items():
+            head = heap[0]
             gate = self._gate_of(lane, head.request, self._now - head.since)
             if gate is not Gate.CLOSED and (best is None or (gate, head.order) < best):
                 best = (gate, head.order)
                 chosen = head.request
         return chosen
 
-    def _head(self, lane: LaneKey) -> Entry | None:
-        """Return the first who still belongs here, moving others to where they belong."""
+    def _settle(self, lane: LaneKey) -> None:
+        """Make the front of this lane one who waits and belongs here, or remove the lane."""
         heap = self._heaps[lane]
         while heap:
             entry = heap[0]
@@ -220,12 +222,11 @@ class LaneQueue(RequestQueue):
                 continue
             belongs = self._lanes_of(entry.request)
             if belongs == lane:
-                return entry
+                return
             heapq.heappop(heap)
             self._drop(entry.request)
             self._place(entry, belongs)
         del self._heaps[lane]
-        return None
 
     def _sweep(self) -> None:
         heaps: dict[LaneKey, list[Entry]] = {}

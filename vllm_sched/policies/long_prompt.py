@@ -121,8 +121,8 @@ class LongPrompt(Policy):
         self._slot = facts.max_num_batched_tokens  # tokens for one prefill
         self._long_left = self._slot  # for all long prefills together
         self._short_left = self._slot
-        # Lanes of prompts longer than the threshold, while the running prefills are the same.
-        self._sized: dict[str, str] = {}
+        # Found long beyond what is cached; asked anew when the running prefills have changed.
+        self._seen_long: set[str] = set()
 
     def resolved(self) -> dict[str, object]:
         """Show the threshold that the engine's context length gave."""
@@ -134,11 +134,13 @@ class LongPrompt(Policy):
         """Short unless the part that is not cached is long; looked up only for long prompts."""
         if not self.active or request.num_tokens <= self.threshold:
             return SHORT
-        lane = self._sized.get(request.request_id)
-        if lane is None:
-            lane = LONG if self._is_long(request.num_tokens - cached()) else SHORT
-            self._sized[request.request_id] = lane
-        return lane
+        if request.request_id in self._seen_long:
+            return LONG
+        # That it is short is never remembered: the blocks can be evicted before it gets to run.
+        if not self._is_long(request.num_tokens - cached()):
+            return SHORT
+        self._seen_long.add(request.request_id)
+        return LONG
 
     def gate(self, lane: str, head: RequestView, waited: float) -> Gate:
         """Hold a long prompt while enough others prefill, but not beyond its wait."""
@@ -162,9 +164,9 @@ class LongPrompt(Policy):
         """Divide the budget between long and short prefills."""
         if not self.active:
             return
-        # The cache grows as prefills come and go: only then is a prompt's size asked again.
+        # The cache grows as prefills come and go: only then is a long prompt looked up again.
         if [r.request_id for r in step.prefills] != [r.request_id for r in self._step.prefills]:
-            self._sized.clear()
+            self._seen_long.clear()
         self._step = step
         left = [r.num_tokens - r.num_computed_tokens for r in step.prefills]
         longs = [tokens for tokens in left if self._is_long(tokens)]

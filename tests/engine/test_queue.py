@@ -1,0 +1,212 @@
+"""The waiting queue of lanes, against upstream's and by its promises."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+from vllm.v1.core.sched.request_queue import FCFSRequestQueue, PriorityRequestQueue
+from vllm.v1.request import Request
+
+from tests.engine.schedulers import make_request
+from vllm_sched.engine.queue import LaneKey, LaneQueue
+from vllm_sched.policies.types import Gate
+
+
+class Doorman:
+    """Lanes by the prompt's length, gates as the test sets them."""
+
+    def __init__(self) -> None:
+        self.gates = {("short",): Gate.OPEN, ("long",): Gate.OPEN}
+        self.asked = 0
+        self.now = 0.0
+        self.limit = 10
+
+    def lanes_of(self, request: Request) -> LaneKey:
+        return ("long" if request.num_tokens > self.limit else "short",)
+
+    def gate_of(self, lane: LaneKey, _: Request, waited: float) -> Gate:
+        self.asked += 1
+        assert waited >= 0
+        return self.gates[lane]
+
+    def queue(self, *, by_priority: bool = False) -> LaneQueue:
+        return LaneQueue(
+            by_priority=by_priority,
+            lanes_of=self.lanes_of,
+            gate_of=self.gate_of,
+            clock=lambda: self.now,
+            num_policies=1,
+        )
+
+
+def admit_all(queue: Any) -> list[Request]:
+    """Peek and pop until nobody may enter."""
+    out = []
+    while queue:
+        offered = queue.peek_request()
+        assert queue.pop_request() is offered
+        out.append(offered)
+    return out
+
+
+@pytest.mark.parametrize("by_priority", [False, True])
+@pytest.mark.parametrize("seed", range(10))
+def test_with_open_gates_it_is_upstreams_queue(by_priority: bool, seed: int) -> None:
+    rng = random.Random(seed)
+    ours: Any = Doorman().queue(by_priority=by_priority)
+    theirs: Any = PriorityRequestQueue() if by_priority else FCFSRequestQueue()
+    for _ in range(300):
+        action = rng.random()
+        if action < 0.5:
+            request = make_request(rng.choice([5, 20]), priority=rng.randrange(4))
+            ours.add_request(request)
+            theirs.add_request(request)
+        elif action < 0.6 and theirs:
+            gone = rng.sample(list(theirs), k=min(3, len(theirs)))
+            ours.remove_requests(gone)
+            theirs.remove_requests(gone)
+        elif action < 0.75 and theirs:
+            # The scan skips a few and puts them back, the way upstream does.
+            number = min(len(theirs), 3)
+            skipped = [theirs.pop_request() for _ in range(number)][::-1]
+            assert [ours.pop_request() for _ in range(number)][::-1] == skipped
+            ours.prepend_requests(skipped)
+            theirs.prepend_requests(skipped)
+        elif theirs:
+            assert ours.peek_request() is theirs.peek_request()
+            assert ours.pop_request() is theirs.pop_request()
+        assert len(ours) == len(theirs)
+        assert list(ours) == list(theirs)
+    assert admit_all(ours) == [theirs.pop_request() for _ in range(len(theirs))]
+
+
+def test_a_closed_lane_is_counted_but_not_offered() -> None:
+    doorman = Doorman()
+    queue = doorman.queue()
+    long, short = make_request(20), make_request(5)
+    queue.add_request(long)
+    queue.add_request(short)
+    doorman.gates["long",] = Gate.CLOSED
+    assert admit_all(queue) == [short]
+    assert len(queue) == 1
+    assert not queue
+    assert list(queue) == [long]
+    with pytest.raises(IndexError):
+        queue.peek_request()
+    doorman.gates["long",] = Gate.OPEN
+    queue.begin_step(1.0)
+    assert admit_all(queue) == [long]
+
+
+def test_a_lane_that_is_last_comes_after_all_others() -> None:
+    doorman = Doorman()
+    queue = doorman.queue()
+    requests = [make_request(20), make_request(5), make_request(6)]
+    for request in requests:
+        queue.add_request(request)
+    doorman.gates["long",] = Gate.LAST
+    assert admit_all(queue) == [requests[1], requests[2], requests[0]]
+
+
+def test_holding_ten_thousand_costs_no_more_than_holding_one() -> None:
+    doorman = Doorman()
+    queue = doorman.queue()
+    for _ in range(10_000):
+        queue.add_request(make_request(20))
+    short = make_request(5)
+    queue.add_request(short)
+    doorman.gates["long",] = Gate.CLOSED
+    doorman.asked = 0
+    assert queue.peek_request() is short
+    assert doorman.asked == 2  # once a lane
+
+
+def test_what_was_peeked_is_popped_whatever_arrives_between() -> None:
+    queue = Doorman().queue(by_priority=True)
+    first = make_request(5, priority=3)
+    queue.add_request(first)
+    assert queue.peek_request() is first
+    assert queue.pop_request() is first
+
+
+def test_one_popped_and_put_back_in_the_same_step_has_waited_all_along() -> None:
+    doorman = Doorman()
+    queue = doorman.queue()
+    request = make_request(20)
+    queue.add_request(request)
+    doorman.now = 5.0
+    queue.begin_step(5.0)
+    queue.pop_request()
+    queue.prepend_request(request)
+    queue.begin_step(6.0)
+    assert queue.counts[0]["long"].waited == 6.0
+
+
+def test_one_whose_lane_changed_moves_when_it_gets_to_the_front() -> None:
+    doorman = Doorman()
+    queue = doorman.queue()
+    requests = [make_request(20), make_request(20), make_request(5)]
+    for request in requests:
+        queue.add_request(request)
+    doorman.gates["long",] = Gate.CLOSED
+    doorman.limit = 30
+    assert admit_all(queue) == requests
+    assert queue.counts[0]["long"].requests == 0
+
+
+def test_one_who_moves_to_the_front_of_another_lane_does_not_confuse_the_pop() -> None:
+    doorman = Doorman()
+    queue = doorman.queue()
+    evicted, long, short = make_request(8), make_request(20), make_request(5)
+    for request in (evicted, long, short):
+        queue.add_request(request)
+    doorman.limit = 6  # the first, in the short lane, turns out to be long
+    doorman.gates["long",] = Gate.CLOSED
+    assert admit_all(queue) == [short]
+    doorman.gates["long",] = Gate.OPEN
+    queue.begin_step(1.0)
+    assert admit_all(queue) == [evicted, long]
+    assert not len(queue)
+
+
+def test_counts_follow_every_change() -> None:
+    queue = Doorman().queue()
+    requests = [make_request(n) for n in (5, 6, 20, 30)]
+    for request in requests:
+        queue.add_request(request)
+    assert (queue.counts[0]["short"].requests, queue.counts[0]["short"].tokens) == (2, 11)
+    assert (queue.counts[0]["long"].requests, queue.counts[0]["long"].tokens) == (2, 50)
+    queue.remove_requests([requests[3], make_request(7)])
+    queue.pop_request()
+    assert (queue.counts[0]["short"].requests, queue.counts[0]["short"].tokens) == (1, 6)
+    assert (queue.counts[0]["long"].requests, queue.counts[0]["long"].tokens) == (1, 20)
+
+
+def test_removed_ones_leave_no_trace() -> None:
+    queue = Doorman().queue()
+    requests = [make_request(20) for _ in range(1000)]
+    for request in requests:
+        queue.add_request(request)
+    for request in requests[:-1]:
+        queue.remove_requests([request])
+    assert sum(map(len, queue._heaps.values())) < 200
+    assert admit_all(queue) == requests[-1:]
+    with pytest.raises(ValueError, match="is not waiting"):
+        queue.remove_request(requests[0])
+
+
+def test_one_offered_but_not_taken_is_remembered_until_it_is() -> None:
+    queue = Doorman().queue()
+    request = make_request(5)
+    queue.add_request(request)
+    queue.begin_step(0.0)
+    queue.peek_request()
+    queue.end_step()
+    assert queue.refused is request
+    queue.begin_step(1.0)
+    queue.end_step()
+    assert queue.refused is request
+    queue.pop_request()
+    assert queue.refused is None

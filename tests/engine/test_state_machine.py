@@ -1,0 +1,249 @@
+"""Anything in any order: the invariants of our schedulers over vLLM's real classes.
+
+A hypothesis state machine adds, aborts, steps, preempts, pauses and lets time pass. The
+asynchronous scheduler has up to two steps in flight, as in the engine.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.request import RequestStatus
+
+from tests.engine.schedulers import answer, make_request, make_scheduler
+from vllm_sched import PolicyScheduler, SyncPolicyScheduler
+
+BUDGET, CONTEXT = 64, 2000
+LONG = 80  # 4 % of the context
+MAX_WAIT = 30.0
+SHARED = list(range(10, 170))  # a prefix that some prompts have in common
+
+
+class Machine(RuleBasedStateMachine):
+    """One scheduler and what must be true of it."""
+
+    kind: type = SyncPolicyScheduler
+    depth = 1
+
+    @initialize(
+        partial=st.sampled_from([2, 4]),
+        longs=st.sampled_from([1, 2]),
+        blocks=st.sampled_from([90, 140, 2000]),
+        slots=st.sampled_from([3, 16]),
+        priority=st.booleans(),
+        share=st.sampled_from(["auto", 0.5]),
+    )
+    def start(
+        self, partial: int, longs: int, blocks: int, slots: int, priority: bool, share: object
+    ) -> None:
+        """Make the scheduler."""
+        self.now = 0.0
+        self.partial, self.longs, self.blocks = partial, longs, blocks
+        self.scheduler: Any = make_scheduler(
+            {
+                "long_prompt": {
+                    "max_num_partial_prefills": partial,
+                    "max_long_partial_prefills": longs,
+                    "long_prefill_share": share,
+                    "max_wait_s": MAX_WAIT,
+                }
+            },
+            scheduler_cls=self.kind,
+            async_scheduling=self.depth > 1,
+            budget=BUDGET,
+            max_model_len=CONTEXT,
+            max_num_seqs=slots,
+            num_blocks=blocks,
+            priority=priority,
+            prefix_caching=True,
+        )
+        self.scheduler.clock = lambda: self.now
+        self.scheduler.waiting._clock = lambda: self.now
+        self.alive: dict[str, Any] = {}
+        self.finished: set[str] = set()
+        self.waits_since: dict[str, float] = {}
+        self.in_flight: deque[Any] = deque()
+
+    # What may happen
+
+    @rule(
+        tokens=st.one_of(st.integers(1, 90), st.sampled_from([81, 200, 700, 1200])),
+        output=st.integers(1, 12),
+        shared=st.booleans(),
+        priority=st.integers(0, 2),
+    )
+    def add(self, tokens: int, output: int, shared: bool, priority: int) -> None:
+        """Let a prompt arrive."""
+        prompt = [*SHARED, *[7] * tokens] if shared else tokens
+        request = make_request(prompt, output=output, priority=priority)
+        self.scheduler.add_request(request)
+        self.alive[request.request_id] = request
+        self.waits_since[request.request_id] = self.now
+
+    @rule(times=st.integers(1, 6))
+    def step(self, times: int) -> None:
+        """Let the engine step."""
+        for _ in range(times):
+            self._schedule()
+            while len(self.in_flight) >= self.depth:
+                self._finish_one()
+
+    @precondition(lambda self: self.alive)
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        """Let a client leave, in whatever state its request is."""
+        name = data.draw(st.sampled_from(sorted(self.alive)))
+        self.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
+        self.alive.pop(name)
+        self.finished.add(name)
+
+    @rule()
+    def preempt_all(self) -> None:
+        """Reset the prefix cache under everything that runs."""
+        while self.in_flight:
+            self._finish_one()
+        for request in self.scheduler.running:
+            self.waits_since[request.request_id] = self.now
+        self.scheduler.reset_prefix_cache(reset_running_requests=True)
+
+    @rule(state=st.sampled_from(list(PauseState)), times=st.integers(1, 3))
+    def pause_and_resume(self, state: PauseState, times: int) -> None:
+        """Pause, step meanwhile, and go on."""
+        self.scheduler.set_pause_state(state)
+        self.step(times)
+        self.scheduler.set_pause_state(PauseState.UNPAUSED)
+
+    @rule(seconds=st.sampled_from([0.01, 1.0, 20.0, 31.0]))
+    def wait(self, seconds: float) -> None:
+        """Let time pass."""
+        self.now += seconds
+
+    # A step, and what must be true of it
+
+    def _schedule(self) -> None:
+        scheduler = self.scheduler
+        # `running` is rearranged before the step: judge by who was there, not by where.
+        decodes = [r for r in scheduler.running if not r.is_prefill_chunk and self._has_more(r)]
+        was_running = set(scheduler.running)
+        paused = scheduler.pause_state
+        output = scheduler.schedule()
+        tokens = output.num_scheduled_tokens
+        assert sum(tokens.values()) <= BUDGET
+        assert all(count > 0 for count in tokens.values())
+
+        preempted = was_running - set(scheduler.running)
+        for request in preempted:
+            self.waits_since[request.request_id] = self.now
+        if paused == PauseState.PAUSED_ALL:
+            assert not tokens
+        elif not preempted and len(decodes) <= BUDGET:
+            for request in decodes:
+                assert tokens.get(request.request_id) == 1, "a decode was left out"
+
+        admitted = [r for r in scheduler.running if r not in was_running]
+        assert not (admitted and paused != PauseState.UNPAUSED)
+        self._check_longs(scheduler.running, admitted, tokens)
+        self.in_flight.append((output, answer(scheduler, output)))
+
+    def _check_longs(self, running: list[Any], admitted: list[Any], tokens: Any) -> None:
+        def left_before(request: Any) -> int:
+            before = request.num_computed_tokens - tokens.get(request.request_id, 0)
+            return int(request.num_tokens - before)
+
+        prefills = [r for r in running if r.is_prefill_chunk or r in admitted]
+        longs = [r for r in prefills if left_before(r) > LONG]
+        new = [r for r in longs if r in admitted]
+        overdue = [r for r in new if self.now - self.waits_since[r.request_id] >= MAX_WAIT]
+        if new:
+            limit = max(self.partial, self.longs + 1) if overdue else self.longs
+            assert len(longs) <= limit, "more long prefills than the limit"
+
+    def _has_more(self, request: Any) -> bool:
+        """Whether a decode has a token left to make that no step in flight makes."""
+        made = request.num_output_tokens + request.num_output_placeholders
+        return bool(made < request.max_tokens)
+
+    def _finish_one(self) -> None:
+        output, result = self.in_flight.popleft()
+        self.scheduler.update_from_output(output, result)
+        for name in [n for n, r in self.alive.items() if r.is_finished()]:
+            del self.alive[name]
+            self.finished.add(name)
+
+    @invariant()
+    def nobody_lost_or_doubled(self) -> None:
+        """Each request is in exactly one place."""
+        if not hasattr(self, "scheduler"):
+            return
+        scheduler = self.scheduler
+        places = [
+            *(r.request_id for r in scheduler.running),
+            *(r.request_id for r in scheduler.waiting),
+            *(r.request_id for r in scheduler.kv_holding_waiting),
+        ]
+        assert len(places) == len(set(places))
+        assert set(places) == set(self.alive)
+        assert scheduler.get_request_counts() == (
+            len(scheduler.running),
+            len(self.alive) - len(scheduler.running),
+        )
+        lanes = scheduler.waiting.counts[0].values()
+        assert sum(lane.requests for lane in lanes) == len(scheduler.waiting)
+        assert sum(lane.tokens for lane in lanes) == sum(r.num_tokens for r in scheduler.waiting)
+
+    def teardown(self) -> None:
+        """Everybody gets done, and no step is empty while somebody could run."""
+        if not hasattr(self, "scheduler"):
+            return
+        usable = (self.blocks - 1) * 16
+        for name in [n for n, r in self.alive.items() if r.num_prompt_tokens + 13 > usable]:
+            self.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
+            self.alive.pop(name)
+        for _ in range(3000):
+            if not self.alive:
+                break
+            self._schedule()
+            while len(self.in_flight) >= self.depth or (
+                self.in_flight and not self.scheduler.has_unfinished_requests()
+            ):
+                self._finish_one()
+        while self.in_flight:
+            self._finish_one()
+        assert not self.alive, "requests that never finish"
+        assert self.scheduler.kv_cache_manager.usage == 0
+
+
+class AsyncMachine(Machine):
+    """The same with two steps in flight."""
+
+    kind = PolicyScheduler
+    depth = 2
+
+
+@pytest.mark.parametrize("machine", [Machine, AsyncMachine])
+def test_any_order_of_events(machine: type[RuleBasedStateMachine]) -> None:
+    run_state_machine_as_test(  # type: ignore[no-untyped-call]
+        machine,
+        settings=settings(
+            max_examples=100,
+            stateful_step_count=40,
+            deadline=None,
+            # No shrinking: it would take minutes, and the events printed are few enough.
+            phases=[Phase.explicit, Phase.reuse, Phase.generate],
+            report_multiple_bugs=False,
+            suppress_health_check=list(HealthCheck),
+        ),
+    )
