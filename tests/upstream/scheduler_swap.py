@@ -22,7 +22,6 @@ ASYNC = "vllm.v1.core.sched.async_scheduler:AsyncScheduler"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Say which classes stand in, and where the account of the run goes."""
     group = parser.getgroup("scheduler swap")
     group.addoption("--scheduler-sync", default=SYNC, help="module:Class for Scheduler")
     group.addoption("--scheduler-async", default=ASYNC, help="module:Class for AsyncScheduler")
@@ -31,7 +30,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
-    """Swap before upstream's conftest runs: it may import anything."""
+    # Before upstream's conftest, which may import anything.
     options = early_config.known_args_namespace
     swap = Swap({SYNC: options.scheduler_sync, ASYNC: options.scheduler_async})
     early_config.pluginmanager.register(Account(swap), "scheduler-account")
@@ -48,7 +47,6 @@ class Swap:
     """The rebinding, and what was built since."""
 
     def __init__(self, stand_ins: dict[str, str]) -> None:
-        """Rebind each name; every stand-in must be a subclass of what it stands in for."""
         self.file = ""
         self.built: dict[str, Counter[str]] = {}
         upstream = {name: load(name) for name in stand_ins}
@@ -75,14 +73,13 @@ class Swap:
             self.built.setdefault(self.file, Counter())[_name(type(scheduler))] += 1
             original(scheduler, *args, **kwargs)
 
-        base.__init__ = counted  # type: ignore[misc]
+        base.__init__ = counted
 
 
 class Account:
     """Counts the run and writes it down; a run which built none of ours has failed."""
 
     def __init__(self, swap: Swap) -> None:
-        """Start with nothing seen."""
         self.swap = swap
         self.collected: list[str] = []
         self.outcomes: dict[str, str] = {}
@@ -90,25 +87,24 @@ class Account:
         self.collection_errors: list[str] = []
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        """Spare each case upstream's GPU cleanup: none here starts a GPU or a process group."""
+        # Upstream's own marker: no case here needs the GPU cleaned up, 0.4 s each.
         for item in items:
             item.add_marker("skip_global_cleanup")
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
-        """Note every case, so that one which never reports is missed."""
+        # So that a case which never reports is missed.
         self.collected = [item.nodeid for item in session.items]
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
-        """A module that cannot be imported has no cases to miss."""
+        # A module that cannot be imported has no cases to miss.
         if report.failed:
             self.collection_errors.append(f"{report.nodeid}: {report.longreprtext[-2000:]}")
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
-        """Book what is built from here on under this case's file."""
         self.swap.file = nodeid.partition("::")[0]
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Keep the worst of setup, call and teardown."""
+        # The worst of setup, call and teardown.
         if report.failed or report.skipped:
             outcome = "skipped" if report.skipped else "failed"
             self.outcomes[report.nodeid] = outcome
@@ -118,7 +114,6 @@ class Account:
 
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        """Write the account, and judge the swap itself."""
         built = set().union(*self.swap.built.values())
         if never_built := sorted(self.swap.wanted - built):
             self.collection_errors.append(f"never built: {', '.join(never_built)}")

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from vllm_sched.bench.workloads import Workload
 
 LONE_SAMPLES = 20
+# A client held up for longer than this has seen pauses that no worker made.
+STALL_LIMIT_S = 0.1
 
 
 @dataclass(frozen=True)
@@ -167,8 +169,28 @@ class Comparison:
         """Whether any request failed."""
         return any(each.failed for each in self.sides)
 
+    @property
+    def disturbed(self) -> list[int]:
+        """Indices of the rounds in which the client itself got no processor for a while."""
+        return [
+            index
+            for index in range(self.plan.rounds)
+            if any(each.rounds[index].stall > STALL_LIMIT_S for each in self.sides)
+        ]
+
+    def warning(self) -> str:
+        """Say that the machine was too busy to measure on; empty when it was not."""
+        if not self.disturbed:
+            return ""
+        worst = max(played.stall for each in self.sides for played in each.rounds)
+        return (
+            f"{len(self.disturbed)} of {self.plan.rounds} rounds were disturbed: other work on "
+            f"this machine held the client up for as long as {worst:.2f} s; measure again "
+            "when it is quiet"
+        )
+
     def typical(self) -> int:
-        """Index of the round to draw: the one whose gain for the shorts is the median."""
+        """Index of the round to draw: of those undisturbed, the median by the shorts' gain."""
 
         def gain(index: int) -> float:
             ours, theirs = (
@@ -177,7 +199,8 @@ class Comparison:
             )
             return ours / theirs if theirs else 0.0
 
-        by_gain = sorted(range(self.plan.rounds), key=gain)
+        everything = range(self.plan.rounds)
+        by_gain = sorted(set(everything) - set(self.disturbed) or everything, key=gain)
         return by_gain[len(by_gain) // 2]
 
     def to_json(self) -> dict[str, Any]:
@@ -190,6 +213,7 @@ class Comparison:
                 "rounds": self.plan.rounds,
                 "lone_samples": self.plan.lone_samples,
             },
+            "warning": self.warning(),
             "sides": {each.role: _side_json(each) for each in self.sides},
             "figures": [asdict(figure) for figure in self.figures],
         }
@@ -211,6 +235,7 @@ def _side_json(each: Contender) -> dict[str, Any]:
                 "number": played.number,
                 "tokens_per_s": report.total_rate(played),
                 "foreground_s": report.foreground_end(played),
+                "client_stall_s": played.stall,
             }
             for played in each.rounds
         ],

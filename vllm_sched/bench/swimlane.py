@@ -288,9 +288,8 @@ def _numbers(lines: Sequence[Figure], role: str) -> str:
         ("all", "tokens/s", "tokens/s"),
     ]
     values = {(line.group, line.measure): show(getattr(line, role), line.unit) for line in lines}
-    return "   \u00b7   ".join(
-        f"{name} {values[group, measure]}" for group, measure, name in wanted
-    )
+    shown = (f"{name} {values[group, measure]}" for group, measure, name in wanted)
+    return "over all rounds   " + "   \u00b7   ".join(shown)
 
 
 def _rows(lines: Sequence[Figure]) -> Iterator[str]:
@@ -326,7 +325,8 @@ def _method(comparison: Comparison) -> str:
         f"turns at going first, {rounds} after a discarded one. "
         "Percentiles pool all rounds; the ratio of a rate is the median of the rounds' ratios. "
         "Tokens/s of everything counts prompts and outputs over the whole round, the same work "
-        "on both sides. A decode's gaps count while long or short prompts were about."
+        "on both sides. A decode's gaps count while long or short prompts were about. "
+        f"{comparison.warning()}"
     )
 
 

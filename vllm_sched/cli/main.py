@@ -29,12 +29,17 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return the exit status."""
+    argv = sys.argv[1:] if argv is None else argv
+    first = argv[1] if argv[:1] == ["serve"] and len(argv) > 1 else ""
+    if first.startswith("--") and first != "--help":
+        # Else the value of a flag that only vLLM knows would pass for the model.
+        print("vllm-sched serve: MODEL comes first, then the flags", file=sys.stderr)
+        return BAD_USAGE
     arguments, rest = parser().parse_known_args(argv)
+    if rest and arguments.command != "serve":
+        parser().error(f"unrecognized arguments: {' '.join(rest)}")
+    arguments.rest = rest
     try:
-        if rest and arguments.command != "serve":
-            parser().error(f"unrecognized arguments: {' '.join(rest)}")
-        if arguments.command == "serve":
-            arguments.flags = rest
         return int(arguments.func(arguments))
     except VllmSchedError as error:
         print(f"vllm-sched {arguments.command}: {error}", file=sys.stderr)

@@ -121,6 +121,8 @@ def _tell(result: Comparison, console: Console) -> None:
     failed = [each.failed for each in result.sides]
     labels = [each.side.label for each in result.sides]
     console.print(report.table(result.figures, labels, [len(some) for some in failed]))
+    if warning := result.warning():
+        console.print(warning, style="yellow", highlight=False)
     for each, some in zip(result.sides, failed, strict=True):
         _complain(console, each.role, [f"{record.klass}: {record.error}" for record in some])
 

@@ -13,7 +13,6 @@ from vllm_sched.errors import UsageError
 from vllm_sched.policies import registry
 from vllm_sched.workers import launch
 
-SCHEDULER = "vllm_sched.PolicyScheduler"
 DEFAULT_POLICY = "long_prompt"
 NO_POLICY = "none"
 TINY = "tiny"
@@ -52,13 +51,13 @@ def add_serve(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     command.add_argument(
         "--dry-run", action="store_true", help="print the equivalent `vllm serve` command only"
     )
-    command.set_defaults(func=serve, flags=[])
+    command.set_defaults(func=serve)
 
 
 def serve(arguments: argparse.Namespace) -> int:
     """Check everything that can be checked before the model loads, then start."""
     vllm_arguments = vllm_command(
-        arguments.model, arguments.policies, arguments.sets, arguments.flags
+        arguments.model, arguments.policies, arguments.sets, arguments.rest
     )
     if arguments.dry_run:
         print(shlex.join(["vllm", "serve", *vllm_arguments]))
@@ -91,7 +90,7 @@ def vllm_command(
     if config:
         additional["vllm_sched"] = config
     arguments = [_model_path(model), *_tiny_flags(model, flags), *flags]
-    arguments += ["--scheduler-cls", SCHEDULER]
+    arguments += ["--scheduler-cls", launch.scheduler_cls(flags)]
     if additional:
         arguments += ["--additional-config", json.dumps(additional)]
     return arguments

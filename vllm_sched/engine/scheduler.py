@@ -12,7 +12,7 @@ import itertools
 import logging
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
@@ -56,6 +56,7 @@ class PolicySteps(Upstream):
     """What the policies decide, around the steps of the scheduler behind this class."""
 
     default_policies: ClassVar[Mapping[str, Mapping[str, object]]] = {}
+    _policies: Sequence[Policy] = ()
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -106,7 +107,7 @@ class PolicySteps(Upstream):
         self, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any
     ) -> Any:
         """Tell the policies how long the step took."""
-        if self._in_flight:
+        if self._policies and self._in_flight:
             self._note_result(scheduler_output)
         return super().update_from_output(scheduler_output, *args, **kwargs)
 

@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from types import TracebackType
 
 SERVER_MODULE = "vllm_sched.engine.server"
-SCHEDULER_CLS = "vllm_sched.PolicyScheduler"
 # Sides that name no policy.
 DEFAULT = "default"
 NONE = "none"
@@ -63,7 +62,7 @@ QUIET_ENV = {
 }
 
 # Reads until its end of the pipe closes, which the kernel does for us however we die.
-GUARD = 'read -r _; kill -s TERM -- "-$0"; sleep 3; kill -s KILL -- "-$0"'
+GUARD = 'read -r _; kill -s TERM -- "-$0"; sleep 3; kill -s KILL -- "-$0"; rm -rf -- "$1"'
 
 
 class WorkerError(VllmSchedError):
@@ -102,7 +101,7 @@ class Side:
         """Return the vLLM flags that select this scheduler; extra flags last, so that they win."""
         if self.name == DEFAULT:
             return [*self.extra]
-        flags = ["--scheduler-cls", SCHEDULER_CLS]
+        flags = ["--scheduler-cls", scheduler_cls(self.extra)]
         if self.settings:
             flags += ["--additional-config", json.dumps({"vllm_sched": self.settings})]
         return [*flags, *self.extra]
@@ -165,7 +164,7 @@ class Worker:
                 start_new_session=True,  # a Ctrl-C on the terminal is ours to pass on
             )
         self._guard = subprocess.Popen(
-            ["sh", "-c", GUARD, str(self._process.pid)],
+            ["sh", "-c", GUARD, str(self._process.pid), str(self._folder)],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -289,6 +288,17 @@ def worker(
         env={**QUIET_ENV, **(CPU_ENV if on_a_cpu else {}), **os.environ, **(env or {})},
         deadline_s=deadline_s,
     )
+
+
+def scheduler_cls(flags: Sequence[str] = ()) -> str:
+    """Name our scheduler for `--scheduler-cls`: of the kind that vLLM will run here.
+
+    vLLM switches asynchronous scheduling off on a CPU.
+    """
+    synchronous = "--no-async-scheduling" in flags
+    with suppress(WorkerError):  # without vLLM the command can still be printed
+        synchronous = synchronous or on_cpu()
+    return f"vllm_sched.{'Sync' if synchronous else ''}PolicyScheduler"
 
 
 @functools.cache

@@ -1,0 +1,57 @@
+"""Rounds made by hand, for tests that need no worker."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from vllm_sched.bench.compare import Comparison, Contender, Plan
+from vllm_sched.bench.runner import Record, Round
+from vllm_sched.bench.workloads import long_blocks_short
+from vllm_sched.workers.launch import Side
+
+
+@dataclass
+class StillWorker:
+    """Looks like a worker; nothing runs."""
+
+    url: str = "http://127.0.0.1:1"
+    name: str = "still"
+    command: tuple[str, ...] = ("serve",)
+
+    def check(self) -> None:
+        """Be alive."""
+
+
+def record(klass: str, sent: float, ticks: list[float], *, prompt: int = 100) -> Record:
+    return Record(klass, prompt, len(ticks), sent, ticks, len(ticks))
+
+
+def canned_round(number: int, short_wait: float) -> Round:
+    """One long done at 4 s, two shorts that wait, one decode that outlasts them."""
+    return Round(
+        number,
+        (
+            record("background", -0.5, [-0.1, 1.0, 2.0, 3.0, 4.5, 4.6], prompt=24),
+            record("long", 0.0, [3.9, 4.0], prompt=12_000),
+            record("short", 0.3, [0.3 + short_wait, 0.4 + short_wait]),
+            record("short", 0.5, [0.5 + short_wait, 0.6 + short_wait]),
+        ),
+        (record("lone", 5.0, [5.01], prompt=100), record("lone", 5.1, [5.12], prompt=100)),
+    )
+
+
+def canned_comparison(
+    baseline_waits: tuple[float, ...] = (2.0,), candidate_waits: tuple[float, ...] = (0.5,)
+) -> Comparison:
+    plan = Plan("folder/model", long_blocks_short(longs=1, shorts=2, background=1))
+    plan = Plan(plan.model, plan.workload, len(baseline_waits))
+    still: Any = StillWorker()
+    sides = [
+        Contender(role, side, still, [canned_round(i, wait) for i, wait in enumerate(waits, 1)])
+        for role, side, waits in (
+            ("baseline", Side("default"), baseline_waits),
+            ("candidate", Side("long_prompt", {"long_prompt": {"a<b": 1}}), candidate_waits),
+        )
+    ]
+    return Comparison(plan, *sides)

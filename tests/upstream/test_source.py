@@ -1,0 +1,58 @@
+"""Fetching vLLM's source release: what is kept, and what a failure leaves behind."""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import tarfile
+from pathlib import Path
+
+import pytest
+
+from tests.upstream import source
+
+VERSION = "0.32.0"
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("VLLM_SCHED_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(source, "installed_version", lambda: VERSION)
+    return tmp_path / "cache"
+
+
+def write_archive(folder: Path, *names: str) -> Path:
+    archive = folder / f"vllm-{VERSION}.tar.gz"
+    with tarfile.open(archive, "w:gz") as release:
+        for name in names:
+            member = tarfile.TarInfo(f"vllm-{VERSION}/{name}")
+            release.addfile(member, io.BytesIO())
+    return archive
+
+
+def test_only_tests_and_settings_are_kept(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ("tests/v1/core/utils.py", "tests/__init__.py", "pyproject.toml", "vllm/__init__.py")
+    monkeypatch.setattr(source, "_download", lambda _, folder: write_archive(folder, *names))
+    tree = source.upstream_tests()
+    assert {str(p.relative_to(tree)) for p in tree.rglob("*") if p.is_file()} == set(names[:3])
+    assert list(cache.iterdir()) == [tree]
+
+    monkeypatch.setattr(source, "_download", None)
+    assert source.upstream_tests() == tree  # the second time it is there already
+
+
+def test_failure_leaves_nothing(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(source, "_download", lambda _, folder: write_archive(folder, "setup.py"))
+    with pytest.raises(source.SourceError, match="holds no tests"):
+        source.upstream_tests()
+    assert list(cache.iterdir()) == []
+
+
+def test_missing_pip_is_named(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "pip" else find_spec(name)
+    )
+    with pytest.raises(source.SourceError, match=r"takes .*\bpip\b"):
+        source.upstream_tests()
+    assert list(cache.iterdir()) == []

