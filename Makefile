@@ -32,7 +32,7 @@ format: setup ## let ruff rewrite what it can
 	@$(BIN)/ruff format .
 
 bench: setup ## what a step of our schedulers costs beside upstream's
-	@$(BIN)/python benchmarks/step_cost.py
+	@$(BIN)/python -m benchmarks.step_cost
 
 clean: ## remove what the commands above made
 	rm -rf .venv out .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
@@ -140,6 +141,24 @@ async def test_a_client_that_was_held_up_says_so(start: Start) -> None:
 
     played = await play(await start(handler), "m", workload(SHORT), 1)
     assert played.stall > 0.2
+
+
+@pytest.mark.parametrize("allowed", [True, False])
+async def test_the_client_goes_first_where_it_may_and_for_the_round_only(
+    start: Start, monkeypatch: pytest.MonkeyPatch, *, allowed: bool
+) -> None:
+    asked: list[int] = []
+
+    def setscheduler(_: int, policy: int, __: os.sched_param) -> None:
+        asked.append(policy)
+        if not allowed:
+            raise PermissionError
+
+    monkeypatch.setattr(os, "sched_setscheduler", setscheduler)
+    played = await play(await start(obliging), "m", workload(SHORT), 1)
+    assert not played.failed
+    first = os.SCHED_RR | os.SCHED_RESET_ON_FORK
+    assert asked == ([first, os.SCHED_OTHER] if allowed else [first])
 
 
 async def test_a_refusal_is_recorded_with_its_words(start: Start) -> None:

@@ -203,7 +203,7 @@ def test_the_command_is_the_servers_with_extra_flags_last() -> None:
     assert made.command[:3] == (sys.executable, "-m", launch.SERVER_MODULE)
     assert made.command[-5:] == (
         *("--max-num-seqs", "9"),
-        *("--scheduler-cls", "vllm_sched.PolicyScheduler"),
+        *("--scheduler-cls", "vllm_sched.SyncPolicyScheduler"),
         "--max-num-seqs=3",
     )
     assert str(made.port) in made.command
@@ -226,9 +226,26 @@ def test_the_environment_of_the_caller_wins(monkeypatch: pytest.MonkeyPatch) -> 
         pytest.fail("entered")
 
 
+@pytest.mark.parametrize(
+    ("cpu", "extra", "name"),
+    [
+        (True, [], "SyncPolicyScheduler"),
+        (False, [], "PolicyScheduler"),
+        (False, ["--no-async-scheduling"], "SyncPolicyScheduler"),
+    ],
+)
+def test_the_scheduler_is_of_the_kind_that_vllm_runs_there(
+    monkeypatch: pytest.MonkeyPatch, extra: list[str], name: str, *, cpu: bool
+) -> None:
+    monkeypatch.setattr(launch, "on_cpu", lambda: cpu)
+    flags = Side.parse("none", extra=extra).flags()
+    assert flags == ["--scheduler-cls", f"vllm_sched.{name}", *extra]
+
+
+@pytest.mark.usefixtures("_cpu")
 def test_sides_as_flags() -> None:
     assert Side.parse("default").flags() == []
-    assert Side.parse("none").flags() == ["--scheduler-cls", "vllm_sched.PolicyScheduler"]
+    assert Side.parse("none").flags() == ["--scheduler-cls", "vllm_sched.SyncPolicyScheduler"]
     side = Side.parse("long_prompt", sets=["long_prompt.max_wait_s=5"], extra=["--x"])
     *_, flag, config, extra = side.flags()
     assert (flag, extra) == ("--additional-config", "--x")

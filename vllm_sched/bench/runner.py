@@ -142,13 +142,17 @@ async def play(
         request_body(model, prompt, arrival.output_tokens)
         for prompt, arrival in zip(workload.prompts(number), workload.arrivals, strict=True)
     ]
-    async with _session() as session, _Watch() as watch:
-        client = _Client(session, f"{url}/v1/completions", on_done)
-        records = await client.play(workload.arrivals, bodies)
-        lone = [
-            await client.one(request_body(model, prompt, 1), Record("lone", len(prompt), 1))
-            for prompt in workload.lone_prompts(number, lone_samples)
-        ]
+    lone_bodies = [
+        request_body(model, prompt, 1) for prompt in workload.lone_prompts(number, lone_samples)
+    ]
+    with _ahead_of_others():
+        async with _session() as session, _Watch() as watch:
+            client = _Client(session, f"{url}/v1/completions", on_done)
+            records = await client.play(workload.arrivals, bodies)
+            lone = [
+                await client.one(body, Record("lone", workload.lone_prompt_tokens, 1))
+                for body in lone_bodies
+            ]
     return Round(number, tuple(records), tuple(lone), watch.stall)
 
 
@@ -245,10 +249,8 @@ class _Watch:
 
     def __init__(self) -> None:
         self.stall = 0.0
-        self._privilege = _ahead_of_others()
 
     async def __aenter__(self) -> Self:
-        self._privilege.__enter__()
         self._task = asyncio.create_task(self._run())
         return self
 
@@ -256,7 +258,6 @@ class _Watch:
         self._task.cancel()
         with suppress(asyncio.CancelledError):
             await self._task
-        self._privilege.__exit__(None, None, None)
 
     async def _run(self) -> None:
         while True:

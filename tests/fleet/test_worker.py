@@ -1,0 +1,179 @@
+"""`long_prompt` in a real vLLM over HTTP, with the client people use."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import re
+import urllib.request
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from openai import AsyncOpenAI
+
+from vllm_sched.workers.launch import Worker
+
+Workers = dict[str, Worker]
+DEADLINE_S = 120.0
+
+
+@asynccontextmanager
+async def client_of(worker: Worker) -> AsyncIterator[AsyncOpenAI]:
+    """Connect to a worker; nothing is retried behind the test's back."""
+    async with AsyncOpenAI(
+        base_url=f"{worker.url}/v1", api_key="none", max_retries=0, timeout=DEADLINE_S
+    ) as client:
+        yield client
+
+
+def prompt(seed: int, tokens: int) -> list[int]:
+    """Return a prompt of so many tokens that depends on the seed alone."""
+    rng = random.Random(seed)
+    return [rng.randrange(10, 400) for _ in range(tokens)]
+
+
+async def complete(client: AsyncOpenAI, tokens: list[int], output: int = 8, **more: Any) -> Any:
+    """Ask for a greedy completion of exactly that length."""
+    return await client.completions.create(
+        model="tiny",
+        prompt=tokens,
+        max_tokens=output,
+        temperature=0,
+        extra_body={"ignore_eos": True, "return_token_ids": True},
+        **more,
+    )
+
+
+def gauge(worker: Worker, name: str) -> float:
+    """Read a number from the worker's /metrics."""
+    with urllib.request.urlopen(f"{worker.url}/metrics", timeout=10) as answer:
+        text = answer.read().decode()
+    return sum(float(v) for v in re.findall(rf"^{name}\{{[^}}]*\}} (\S+)$", text, re.MULTILINE))
+
+
+async def settled(worker: Worker, running: int, waiting: int) -> None:
+    """Wait until the engine holds exactly so many requests."""
+    async with asyncio.timeout(DEADLINE_S):
+        while True:
+            held = (
+                gauge(worker, "vllm:num_requests_running"),
+                gauge(worker, "vllm:num_requests_waiting"),
+            )
+            if held == (running, waiting):
+                return
+            await asyncio.sleep(0.05)
+
+
+def test_the_engine_says_what_it_runs(workers: Workers) -> None:
+    log = workers["long_prompt"].log.read_text()
+    lines = [line for line in log.splitlines() if "policies: " in line]
+    assert len(lines) == 1
+    assert "SyncPolicyScheduler" in lines[0]
+    assert "long_prefill_token_threshold=1000" in lines[0]
+    assert "policies: " not in workers["default"].log.read_text()
+
+
+async def test_a_stream_arrives_whole(workers: Workers) -> None:
+    async with client_of(workers["long_prompt"]) as client:
+        stream = await client.chat.completions.create(
+            model="tiny",
+            messages=[{"role": "user", "content": "hello"}],
+            max_tokens=20,
+            stream=True,
+            stream_options={"include_usage": True},
+            extra_body={"ignore_eos": True},
+        )
+        chunks = [chunk async for chunk in stream]
+    assert chunks[-1].usage is not None
+    assert chunks[-1].usage.completion_tokens == 20
+    assert [c.choices[0].finish_reason for c in chunks if c.choices][-1] == "length"
+
+
+async def test_greedy_output_is_that_of_the_default_scheduler(workers: Workers) -> None:
+    sizes = [(6000, 12), (40, 24), (5000, 12), (300, 24), (7, 24), (2500, 12), (90, 24), (41, 24)]
+    answers = {}
+    for name, worker in workers.items():
+        async with client_of(worker) as client:
+            # All together, so that chunks are cut differently on the two sides.
+            done = await asyncio.gather(
+                *(complete(client, prompt(i, n), out) for i, (n, out) in enumerate(sizes))
+            )
+        answers[name] = [answer.choices[0].token_ids for answer in done]
+    assert all(len(ids) == out for ids, (_, out) in zip(answers["default"], sizes, strict=True))
+    assert answers["long_prompt"] == answers["default"]
+
+
+async def test_two_hundred_mixed_requests(workers: Workers) -> None:
+    rng = random.Random(7)
+    sizes = [rng.choice([5, 30, 100, 100, 300, 1100, 3000]) for _ in range(200)]
+    async with client_of(workers["long_prompt"]) as client:
+        done = await asyncio.gather(
+            *(complete(client, prompt(1000 + i, n), 1 + i % 6) for i, n in enumerate(sizes))
+        )
+    assert [d.usage.prompt_tokens for d in done] == sizes
+    assert [d.usage.completion_tokens for d in done] == [1 + i % 6 for i in range(200)]
+    await settled(workers["long_prompt"], running=0, waiting=0)
+
+
+async def test_shorts_overtake_a_long_that_came_first(workers: Workers) -> None:
+    finished: list[str] = []
+
+    async def run(client: AsyncOpenAI, name: str, seed: int, tokens: int) -> None:
+        await complete(client, prompt(seed, tokens), 2)
+        finished.append(name)
+
+    async with client_of(workers["long_prompt"]) as client, asyncio.TaskGroup() as group:
+        group.create_task(run(client, "long 1", 2001, 12_000))
+        group.create_task(run(client, "long 2", 2002, 12_000))
+        await asyncio.sleep(0.3)
+        for i in range(8):
+            group.create_task(run(client, f"short {i}", 2100 + i, 100))
+    assert sorted(finished[:8]) == [f"short {i}" for i in range(8)]
+    assert finished[8:] == ["long 1", "long 2"]
+
+
+@pytest.mark.parametrize("victim", ["in prefill", "held"])
+async def test_a_client_that_leaves_frees_what_it_had(workers: Workers, victim: str) -> None:
+    worker = workers["long_prompt"]
+    async with client_of(worker) as client:
+        first = asyncio.create_task(complete(client, prompt(3001, 14_000)))
+        await asyncio.sleep(0.2)
+        second = asyncio.create_task(complete(client, prompt(3002, 14_000)))
+        await settled(worker, running=1, waiting=1)
+        leaves, stays = (first, second) if victim == "in prefill" else (second, first)
+        leaves.cancel()
+        await settled(worker, running=1, waiting=0)
+        assert (await stays).usage.prompt_tokens == 14_000
+        with pytest.raises(asyncio.CancelledError):
+            await leaves
+    await settled(worker, running=0, waiting=0)
+    assert gauge(worker, "vllm:kv_cache_usage_perc") == 0
+
+
+async def test_samples_of_a_long_prompt_share_its_prefix(workers: Workers) -> None:
+    async with client_of(workers["long_prompt"]) as client:
+        done = await complete(client, prompt(4001, 3000), 4, n=3)
+    assert len(done.choices) == 3
+    assert len({tuple(choice.token_ids) for choice in done.choices}) == 1
+
+
+async def test_structured_output_beside_a_long_prompt(workers: Workers) -> None:
+    async with client_of(workers["long_prompt"]) as client:
+        long = asyncio.create_task(complete(client, prompt(5001, 9000)))
+        done = await client.completions.create(
+            model="tiny",
+            prompt="yes or no?",
+            max_tokens=8,
+            temperature=0,
+            extra_body={"structured_outputs": {"choice": ["yes", "no"]}},
+        )
+        await long
+    assert done.choices[0].text in ("yes", "no")
+
+
+async def test_logprobs_of_a_long_prompt(workers: Workers) -> None:
+    async with client_of(workers["long_prompt"]) as client:
+        done = await complete(client, prompt(6001, 2000), 2, logprobs=1, echo=True)
+    assert len(done.choices[0].logprobs.token_logprobs) == 2002
