@@ -148,6 +148,7 @@ class PolicySteps(Upstream):
             budget=self.max_num_scheduled_tokens,
             decodes=(len(running) - len(prefills)) * (1 + self.num_spec_tokens),
             prefills=prefills,
+            free_slots=self.max_num_active_reqs - len(running),
             refused=None if refused is None else refused.request_id,
         )
         for policy, counts in zip(self._policies, self.waiting.counts, strict=True):

@@ -31,6 +31,7 @@ ATTRIBUTES = (
     "kv_holding_waiting",
     "running",
     "_inflight_prefills",
+    "max_num_active_reqs",
     "max_num_scheduled_tokens",
     "kv_cache_manager",
     "need_mamba_block_aligned_split",

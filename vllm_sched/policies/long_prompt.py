@@ -8,10 +8,11 @@ prompt that does not fit into the KV cache, and a chunk that sizes itself.
 
 The chunk: a short prompt that arrives now waits for the step in progress and, with asynchronous
 scheduling, for the one queued behind it. Their length is the long prompt's chunk. So while others
-are about, a chunk may stretch a step to `long_step_stretch` times a step without prefill, which
-makes the long prompt slower by about 1 / (stretch - 1) at most; alone it gets the whole budget.
+are about, a chunk may stretch a step to `long_step_stretch` times a step without prefill, as
+measured; alone it gets the whole budget. A step that serves shorts goes without a long chunk,
+unless the one before did too.
 
-Cost per step: O(running prefills). How it fails: with a stretch too small for the model the fixed
+Cost per step: O(running prefills). How it fails: with a stretch too small for the model the base
 cost of many steps slows long prompts; with M > 1 longs share one allowance and finish together.
 """
 
@@ -39,7 +40,7 @@ SHORT, LONG = "short", "long"
 
 # Shorter steps than this are not worth dividing further.
 SHORTEST_STEP_S = 0.010
-# So many slow steps after the last one without prefill, one is made, to measure what it costs.
+# After so many slow steps one is made without prefill, to measure what it takes.
 FIRST_PROBE, PROBE_EVERY = 4, 64
 V0_THRESHOLD_SHARE = 0.04
 EMPTY = LaneCount()
@@ -65,10 +66,10 @@ class LongPromptSettings(Settings):
         " auto = sized by measured step times",
     )
     long_step_stretch: float = Field(
-        8.0,
+        15.0,
         ge=2.0,
         le=1000.0,
-        description="with share auto: a step with a long chunk over one without, in time",
+        description="with share auto: time of a step with a long chunk over one without prefill",
     )
     max_wait_s: float = Field(
         60.0,
@@ -113,7 +114,8 @@ class LongPrompt(Policy):
         # An overdue prompt waits for no place of a long one, but for one of all prefills.
         self._places_overdue = max(settings.max_num_partial_prefills, self._places + 1)
         self.pace = StepPace()
-        self._slow_steps = 0  # long steps since one without prefill was last seen
+        self._slow_steps = 0  # since one without prefill was last seen
+        self._stood_back = False  # the longs had nothing in the last step, for the shorts' sake
 
         # What follows is of the current step alone.
         self._step = Step(index=0, now=0.0, budget=0, decodes=0, prefills=())
@@ -121,6 +123,7 @@ class LongPrompt(Policy):
         self._slot = facts.max_num_batched_tokens  # tokens for one prefill
         self._long_left = self._slot  # for all long prefills together
         self._short_left = self._slot
+        self._fit_s: float | None = None  # the length of a step that one prefill may cause
         # Found long beyond what is cached; asked anew when the running prefills have changed.
         self._seen_long: set[str] = set()
 
@@ -168,61 +171,75 @@ class LongPrompt(Policy):
         if [r.request_id for r in step.prefills] != [r.request_id for r in self._step.prefills]:
             self._seen_long.clear()
         self._step = step
-        left = [r.num_tokens - r.num_computed_tokens for r in step.prefills]
-        longs = [tokens for tokens in left if self._is_long(tokens)]
-        shorts = [tokens for tokens in left if not self._is_long(tokens)]
+        settings = self.settings
+        longs = [r for r in step.prefills if self._is_long(r.num_tokens - r.num_computed_tokens)]
         self._longs = len(longs)
 
         held = lanes.get(LONG, EMPTY)
-        overdue = held.waited >= self.settings.max_wait_s
+        overdue = held.waited >= settings.max_wait_s
         places = self._places_overdue if overdue else self._places
-        num_shorts = len(shorts) + lanes.get(SHORT, EMPTY).requests
+        num_shorts = len(step.prefills) - self._longs
+        num_shorts += min(lanes.get(SHORT, EMPTY).requests, max(step.free_slots, 0))
         num_longs = self._longs + min(held.requests, max(places - self._longs, 0))
-        partial = self.settings.max_num_partial_prefills
-        sharing = max(min(num_shorts + num_longs, partial), 1)
+        sharing = max(min(num_shorts + num_longs, settings.max_num_partial_prefills), 1)
         self._slot = step.budget // sharing
+        self._fit_s = None
         if num_shorts + num_longs <= 1 and not step.decodes:
             self._long_left = step.budget  # nobody else is about
+        elif settings.long_prefill_share != "auto":
+            self._long_left = max(int(step.budget * settings.long_prefill_share), 1)
         else:
-            self._long_left = self._allowance(step, max(min(num_longs, sharing), 1), sharing)
+            self._long_left = self._size_by_time(step, num_shorts, sharing)
         # Shorts stand before longs in `running`: what the longs are due is kept from them here.
-        kept = min(sum(min(tokens, self._slot) for tokens in longs), self._long_left)
-        self._short_left = max(step.budget - step.decodes - kept, 1)
+        due = sum(self._fit(r, r.num_computed_tokens, step.budget) for r in longs)
+        self._short_left = max(step.budget - step.decodes - min(due, self._long_left), 1)
 
-    def _allowance(self, step: Step, num_longs: int, sharing: int) -> int:
-        """Tokens that all long prefills together may have in a step they share with others."""
-        share = self.settings.long_prefill_share
-        if share != "auto":
-            return max(int(step.budget * share), 1)
-        if self._longs and step.decodes and sharing == 1 and self._probe_due():
-            return 0
-        context = max((r.num_computed_tokens for r in step.prefills), default=0)
-        longest = self.settings.long_step_stretch * (self.pace.base or 0.0)
-        room = self.pace.chunk_within(max(longest, SHORTEST_STEP_S), context)
-        if room is None:
+    def _size_by_time(self, step: Step, num_shorts: int, sharing: int) -> int:
+        """Divide a step's time among those in prefill, like the budget's tokens."""
+        if (base := self.pace.base) is not None:
+            longest = max(self.settings.long_step_stretch * base, SHORTEST_STEP_S)
+            self._fit_s = base + (longest - base) / sharing
+        if not self._longs:
             return step.budget
-        # Like the budget's tokens, the step's time is divided among those in prefill.
-        return min(max(room * num_longs // sharing, 1), step.budget)
+        if num_shorts:
+            self._stood_back = not self._stood_back and self._is_slow(step)
+            return 0 if self._stood_back else step.budget
+        self._stood_back = False
+        return 0 if step.decodes and self._probe_due() else step.budget
+
+    def _is_slow(self, step: Step) -> bool:
+        """Whether an uncut chunk of the prompt furthest on would be felt."""
+        context = max(request.num_computed_tokens for request in step.prefills)
+        fitting = self.pace.chunk_within(SHORTEST_STEP_S, context)
+        return fitting is not None and fitting < self._slot
 
     def _probe_due(self) -> bool:
         """Whether to leave the chunk out once, to see how long a step takes without it."""
-        every = PROBE_EVERY if self.pace.base is not None else FIRST_PROBE
-        if self._slow_steps < every:
+        if self._slow_steps < (PROBE_EVERY if self.pace.base is not None else FIRST_PROBE):
             return False
         self._slow_steps = 0
         return True
 
     def chunk(self, request: RequestView, computed: int, tokens: int) -> int:
-        """One slot of the budget each; longs share one allowance besides."""
+        """One slot of the budget and of the step's time each; longs have one limit besides."""
         if not self.active:
             return tokens
+        granted = self._fit(request, computed, tokens)
         if self._is_long(request.num_tokens - computed):
-            granted = max(min(tokens, self._slot, self._long_left), 0)
+            granted = min(granted, self._long_left)
             self._long_left -= granted
         else:
-            granted = max(min(tokens, self._slot, self._short_left), 0)
+            granted = min(granted, self._short_left)
             self._short_left -= granted
         return granted
+
+    def _fit(self, request: RequestView, computed: int, tokens: int) -> int:
+        """Cut a chunk to the slot, and to the time that it takes at its place in the prompt."""
+        tokens = min(tokens, request.num_tokens - computed, self._slot)
+        if self._fit_s is None:
+            return tokens
+        fitting = self.pace.chunk_within(self._fit_s, computed)
+        return tokens if fitting is None else min(tokens, max(fitting, 1))
 
     def rank(self, request: RequestView) -> float:
         """Order shorts before longs, so that a long prefill is the first to be preempted.

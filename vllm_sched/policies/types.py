@@ -64,6 +64,7 @@ class Step:
     budget: int  # tokens the engine may schedule
     decodes: int  # tokens of those that running decodes need
     prefills: Sequence[RequestView]  # running requests whose prompt is not yet done
+    free_slots: int = 0  # how many more may run
     refused: str | None = None  # the request offered earlier that found no room
 
 
