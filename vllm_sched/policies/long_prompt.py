@@ -9,8 +9,9 @@ prompt that does not fit into the KV cache, and a chunk that sizes itself.
 The chunk: a short prompt that arrives now waits for the step in progress and, with asynchronous
 scheduling, for the one queued behind it. Their length is the long prompt's chunk. So while others
 are about, a chunk may stretch a step to `long_step_stretch` times a step without prefill, as
-measured; alone it gets the whole budget. A step that serves shorts goes without a long chunk,
-unless the one before did too.
+measured; alone it gets the whole budget. A step that serves shorts goes without a long chunk, four
+times in a row at most: such steps are brief, so under a steady stream of shorts the long prompt
+still has about half of the time.
 
 Cost per step: O(running prefills). How it fails: with a stretch too small for the model the base
 cost of many steps slows long prompts; with M > 1 longs share one allowance and finish together.
@@ -42,6 +43,8 @@ SHORT, LONG = "short", "long"
 SHORTEST_STEP_S = 0.010
 # After so many slow steps one is made without prefill, to measure what it takes.
 FIRST_PROBE, PROBE_EVERY = 4, 64
+# In so many steps in a row at most a long prompt has nothing because shorts are served.
+STAND_BACK = 4
 V0_THRESHOLD_SHARE = 0.04
 EMPTY = LaneCount()
 
@@ -66,7 +69,7 @@ class LongPromptSettings(Settings):
         " auto = sized by measured step times",
     )
     long_step_stretch: float = Field(
-        15.0,
+        12.0,
         ge=2.0,
         le=1000.0,
         description="with share auto: time of a step with a long chunk over one without prefill",
@@ -115,7 +118,7 @@ class LongPrompt(Policy):
         self._places_overdue = max(settings.max_num_partial_prefills, self._places + 1)
         self.pace = StepPace()
         self._slow_steps = 0  # since one without prefill was last seen
-        self._stood_back = False  # the longs had nothing in the last step, for the shorts' sake
+        self._stood_back = 0  # steps in a row in which the longs had nothing, for the shorts' sake
 
         # What follows is of the current step alone.
         self._step = Step(index=0, now=0.0, budget=0, decodes=0, prefills=())
@@ -196,16 +199,16 @@ class LongPrompt(Policy):
 
     def _size_by_time(self, step: Step, num_shorts: int, sharing: int) -> int:
         """Divide a step's time among those in prefill, like the budget's tokens."""
+        stands_back = bool(self._longs and num_shorts) and self._is_slow(step)
+        stands_back = stands_back and self._stood_back < STAND_BACK
+        self._stood_back = self._stood_back + 1 if stands_back else 0
+        if stands_back:
+            sharing = min(num_shorts, sharing)
         if (base := self.pace.base) is not None:
             longest = max(self.settings.long_step_stretch * base, SHORTEST_STEP_S)
             self._fit_s = base + (longest - base) / sharing
-        if not self._longs:
-            return step.budget
-        if num_shorts:
-            self._stood_back = not self._stood_back and self._is_slow(step)
-            return 0 if self._stood_back else step.budget
-        self._stood_back = False
-        return 0 if step.decodes and self._probe_due() else step.budget
+        probes = self._longs and not num_shorts and step.decodes and self._probe_due()
+        return 0 if stands_back or probes else step.budget
 
     def _is_slow(self, step: Step) -> bool:
         """Whether an uncut chunk of the prompt furthest on would be felt."""
