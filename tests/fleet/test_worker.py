@@ -137,10 +137,11 @@ async def test_shorts_overtake_a_long_that_came_first(workers: Workers) -> None:
 @pytest.mark.parametrize("victim", ["in prefill", "held"])
 async def test_a_client_that_leaves_frees_what_it_had(workers: Workers, victim: str) -> None:
     worker = workers["long_prompt"]
+    seed = 3000 + len(victim)  # a prompt that was computed before would be cached, so not long
     async with client_of(worker) as client:
-        first = asyncio.create_task(complete(client, prompt(3001, 14_000)))
+        first = asyncio.create_task(complete(client, prompt(seed, 14_000)))
         await asyncio.sleep(0.2)
-        second = asyncio.create_task(complete(client, prompt(3002, 14_000)))
+        second = asyncio.create_task(complete(client, prompt(-seed, 14_000)))
         await settled(worker, running=1, waiting=1)
         leaves, stays = (first, second) if victim == "in prefill" else (second, first)
         leaves.cancel()
@@ -154,9 +155,15 @@ async def test_a_client_that_leaves_frees_what_it_had(workers: Workers, victim: 
 
 async def test_samples_of_a_long_prompt_share_its_prefix(workers: Workers) -> None:
     async with client_of(workers["long_prompt"]) as client:
-        done = await complete(client, prompt(4001, 3000), 4, n=3)
-    assert len(done.choices) == 3
-    assert len({tuple(choice.token_ids) for choice in done.choices}) == 1
+        done = await client.completions.create(
+            model="tiny",
+            prompt=prompt(4001, 3000),
+            max_tokens=4,
+            n=3,
+            extra_body={"ignore_eos": True, "return_token_ids": True},
+        )
+    assert [len(choice.token_ids) for choice in done.choices] == [4, 4, 4]
+    assert done.usage.prompt_tokens == 3000
 
 
 async def test_structured_output_beside_a_long_prompt(workers: Workers) -> None:

@@ -69,7 +69,10 @@ def parse_settings(names: Sequence[str], sets: Sequence[str]) -> dict[str, dict[
             raise UsageError(f"--set {text!r} is not of the form NAME.KEY=VALUE")
         find(name)
         if name not in config:
-            raise UsageError(f"--set {text!r}: policy {name} is off; add it with --policy {name}")
+            raise UsageError(
+                f"--set {text!r}: policy {name} is off; switch it on too "
+                f"(serve: --policy {name}, compare: --candidate {name})"
+            )
         config[name][key] = _value(value)
     for name, given in config.items():
         settings_of(name, given)

@@ -1,0 +1,64 @@
+"""The tiny model: the same bytes wherever and whenever it is made."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+
+import pytest
+from transformers import AutoTokenizer
+
+from vllm_sched.workers import tiny_model
+
+
+def digest(folder: Path) -> dict[str, str]:
+    """Hash every file."""
+    return {p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in sorted(folder.iterdir())}
+
+
+def test_two_machines_make_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+    for machine in ("one", "two"):
+        monkeypatch.setenv("VLLM_SCHED_CACHE", str(tmp_path / machine))
+        made.append(tiny_model.tiny_model())
+    assert made[0] != made[1]
+    assert digest(made[0]) == digest(made[1])
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= digest(made[0]).keys()
+
+
+def test_it_is_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_SCHED_CACHE", str(tmp_path))
+    first = tiny_model.tiny_model()
+    monkeypatch.setattr(tiny_model, "_write_weights", None)  # a second making would fail
+    assert tiny_model.tiny_model() == first
+    assert [p.name for p in tmp_path.iterdir()] == [first.name]
+
+
+def test_another_recipe_is_another_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_SCHED_CACHE", str(tmp_path))
+    first = tiny_model.tiny_model()
+    monkeypatch.setitem(tiny_model.RECIPE, "seed", 1)
+    second = tiny_model.tiny_model()
+    assert digest(first)["model.safetensors"] != digest(second)["model.safetensors"]
+
+
+def test_a_failed_making_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_SCHED_CACHE", str(tmp_path))
+    monkeypatch.setattr(tiny_model, "_write_weights", lambda _: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        tiny_model.tiny_model()
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_tokenizer_uses_the_whole_vocabulary_and_gives_text_back() -> None:
+    folder = tiny_model.tiny_model()
+    tokenizer = AutoTokenizer.from_pretrained(str(folder))
+    size = json.loads((folder / "config.json").read_text())["vocab_size"]
+    assert len(tokenizer) == size == tiny_model.VOCABULARY
+    text = "a long prompt, naïve and 北京 too"
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+    chat = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "hi"}], tokenize=False, add_generation_prompt=True
+    )
+    assert chat == "<|user|>hi<|end|><|assistant|>"
