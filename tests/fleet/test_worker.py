@@ -141,7 +141,7 @@ async def test_a_client_that_leaves_frees_what_it_had(workers: Workers, victim: 
     async with client_of(worker) as client:
         first = asyncio.create_task(complete(client, prompt(seed, 14_000)))
         await asyncio.sleep(0.2)
-        second = asyncio.create_task(complete(client, prompt(-seed, 14_000)))
+        second = asyncio.create_task(complete(client, prompt(seed + 100, 14_000)))
         await settled(worker, running=1, waiting=1)
         leaves, stays = (first, second) if victim == "in prefill" else (second, first)
         leaves.cancel()

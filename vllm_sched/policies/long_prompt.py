@@ -69,7 +69,7 @@ class LongPromptSettings(Settings):
         " auto = sized by measured step times",
     )
     long_step_stretch: float = Field(
-        12.0,
+        15.0,
         ge=2.0,
         le=1000.0,
         description="with share auto: time of a step with a long chunk over one without prefill",
