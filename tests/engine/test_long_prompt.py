@@ -280,6 +280,15 @@ def test_with_shorts_in_prefill_it_gets_its_part_of_that() -> None:
     assert got["short"] == 50
 
 
+def test_with_no_short_for_a_second_its_chunks_may_be_longer(clock: list[float]) -> None:
+    scheduler = taught(loaded(8, options={"long_step_stretch": 3}, budget=512))
+    step(scheduler)
+    scheduler.add_request(make_request(1900, name="long"))
+    assert step(scheduler)["long"] == pytest.approx(80, abs=5)  # 2 x 4 ms at 0.1 ms a token
+    clock[0] += 1.5
+    assert step(scheduler)["long"] > 200  # 6.5 x 4 ms
+
+
 def test_a_running_long_stands_back_for_shorts_four_steps_in_five() -> None:
     scheduler = taught(loaded(8, options={}, budget=512))
     step(scheduler)

@@ -11,7 +11,8 @@ scheduling, for the one queued behind it. Their length is the long prompt's chun
 are about, a chunk may stretch a step to `long_step_stretch` times a step without prefill, as
 measured; alone it gets the whole budget. A step that serves shorts goes without a long chunk, four
 times in a row at most: such steps are brief, so under a steady stream of shorts the long prompt
-still has about half of the time.
+still has about half of the time. Once no short has come for a second, they may be 2.5
+times longer.
 
 Cost per step: O(running prefills). How it fails: with a stretch too small for the model the base
 cost of many steps slows long prompts; with M > 1 longs share one allowance and finish together.
@@ -19,6 +20,7 @@ cost of many steps slows long prompts; with M > 1 longs share one allowance and 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import ClassVar, Literal
 
@@ -43,6 +45,8 @@ SHORT, LONG = "short", "long"
 SHORTEST_STEP_S = 0.010
 # After so many slow steps one is made without prefill, to measure what it takes.
 FIRST_PROBE, PROBE_EVERY = 4, 64
+# With no short arriving for so long, a step may be stretched so many times further.
+QUIET_S, QUIET_STRETCH = 1.0, 2.5
 # In so many steps in a row at most a long prompt has nothing because shorts are served.
 STAND_BACK = 4
 V0_THRESHOLD_SHARE = 0.04
@@ -118,6 +122,7 @@ class LongPrompt(Policy):
         self._places_overdue = max(settings.max_num_partial_prefills, self._places + 1)
         self.pace = StepPace()
         self._slow_steps = 0  # since one without prefill was last seen
+        self._last_arrival = -math.inf  # when a short was last seen waiting
         self._stood_back = 0  # steps in a row in which the longs had nothing, for the shorts' sake
 
         # What follows is of the current step alone.
@@ -181,8 +186,11 @@ class LongPrompt(Policy):
         held = lanes.get(LONG, EMPTY)
         overdue = held.waited >= settings.max_wait_s
         places = self._places_overdue if overdue else self._places
+        waiting = lanes.get(SHORT, EMPTY)
+        if waiting.requests:
+            self._last_arrival = step.now
         num_shorts = len(step.prefills) - self._longs
-        num_shorts += min(lanes.get(SHORT, EMPTY).requests, max(step.free_slots, 0))
+        num_shorts += min(waiting.requests, max(step.free_slots, 0))
         num_longs = self._longs + min(held.requests, max(places - self._longs, 0))
         sharing = max(min(num_shorts + num_longs, settings.max_num_partial_prefills), 1)
         self._slot = step.budget // sharing
@@ -205,7 +213,10 @@ class LongPrompt(Policy):
         if stands_back:
             sharing = min(num_shorts, sharing)
         if (base := self.pace.base) is not None:
-            longest = max(self.settings.long_step_stretch * base, SHORTEST_STEP_S)
+            stretch = self.settings.long_step_stretch
+            if step.now - self._last_arrival > QUIET_S:
+                stretch *= QUIET_STRETCH
+            longest = max(stretch * base, SHORTEST_STEP_S)
             self._fit_s = base + (longest - base) / sharing
         probes = self._longs and not num_shorts and step.decodes and self._probe_due()
         return 0 if stands_back or probes else step.budget
