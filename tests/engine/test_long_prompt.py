@@ -280,7 +280,7 @@ def test_with_shorts_in_prefill_it_gets_its_part_of_that() -> None:
     assert got["short"] == 50
 
 
-def test_with_no_short_for_a_second_its_chunks_may_be_longer(clock: list[float]) -> None:
+def test_with_no_short_for_a_while_its_chunks_may_be_longer(clock: list[float]) -> None:
     scheduler = taught(loaded(8, options={"long_step_stretch": 3}, budget=512))
     step(scheduler)
     scheduler.add_request(make_request(1900, name="long"))

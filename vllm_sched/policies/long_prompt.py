@@ -11,7 +11,7 @@ scheduling, for the one queued behind it. Their length is the long prompt's chun
 are about, a chunk may stretch a step to `long_step_stretch` times a step without prefill, as
 measured; alone it gets the whole budget. A step that serves shorts goes without a long chunk, four
 times in a row at most: such steps are brief, so under a steady stream of shorts the long prompt
-still has about half of the time. Once no short has come for a second, they may be 2.5
+still has about half of the time. Once no short has come for half a second, they may be three
 times longer.
 
 Cost per step: O(running prefills). How it fails: with a stretch too small for the model the base
@@ -46,7 +46,7 @@ SHORTEST_STEP_S = 0.010
 # After so many slow steps one is made without prefill, to measure what it takes.
 FIRST_PROBE, PROBE_EVERY = 4, 64
 # With no short arriving for so long, a step may be stretched so many times further.
-QUIET_S, QUIET_STRETCH = 1.0, 2.5
+QUIET_S, QUIET_STRETCH = 0.5, 3.0
 # In so many steps in a row at most a long prompt has nothing because shorts are served.
 STAND_BACK = 4
 V0_THRESHOLD_SHARE = 0.04
@@ -73,7 +73,7 @@ class LongPromptSettings(Settings):
         " auto = sized by measured step times",
     )
     long_step_stretch: float = Field(
-        15.0,
+        12.0,
         ge=2.0,
         le=1000.0,
         description="with share auto: time of a step with a long chunk over one without prefill",
