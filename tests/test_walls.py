@@ -16,7 +16,7 @@ HEAVY = {"vllm", "torch", "transformers", "tokenizers", "safetensors"}
 # From the top of each tower down; an import only goes down, or stays on its floor.
 FLOORS = {
     "vllm_sched": ["cli", "sim", "bench", "workers", "engine", "policies", "cost", "errors"],
-    "proxy": ["app", "wire", "control", "transfer", "core", "config"],
+    "proxy": ["app", "wire", "control", "transfer", "core", "config", "errors"],
 }
 PURE = ("vllm_sched/policies", "vllm_sched/cost", "proxy/core")
 # Opening anything, waiting for anything, or reading a clock.

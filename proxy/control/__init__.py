@@ -1,0 +1,1 @@
+"""What watches and steers: probes, metrics, the admin API."""

@@ -1,0 +1,1 @@
+"""Decisions, without sockets and without a clock."""

@@ -1,0 +1,177 @@
+"""What the core takes in and gives out. All of it is plain data: no sockets, no clock.
+
+A request becomes an `Ask` (what is known of it before it ran). The router answers an `Ask` with a
+`Lease` (a worker, charged), a `Ticket` (wait in the queue) or a `Refusal` (an answer right away).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from proxy.core.fleet import Worker
+
+
+class Role(StrEnum):
+    """What a worker is for."""
+
+    SHORT = "short"
+    LONG = "long"
+    GENERAL = "general"
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+    @property
+    def serves_whole(self) -> bool:
+        """Whether it may be given a request from its prompt to its last token."""
+        return self is not Role.PREFILL
+
+
+class Reason(StrEnum):
+    """Why a request went where it went, or went nowhere. Counted, logged and shown."""
+
+    # It was placed.
+    SHORT_POOL = "short_pool"  # fits a short worker, and that was the best place
+    LONG_POOL = "long_pool"  # only long workers can hold it, or its size makes it long
+    GENERAL_POOL = "general_pool"
+    SPILL_TO_LONG = "spill_to_long"  # a short that the long pool had room for
+    SPILL_TO_SHORT = "spill_to_short"  # a long that a short worker can hold after all
+    PREFIX = "prefix"  # a cached prefix decided
+    ONLY_CHOICE = "only_choice"
+    LEAST_LOADED = "least_loaded"
+    ROUND_ROBIN = "round_robin"
+    RETRY = "retry"  # another worker had failed
+    # It waits.
+    FLEET_FULL = "fleet_full"
+    # It was refused.
+    BAD_REQUEST = "bad_request"
+    UNKNOWN_MODEL = "unknown_model"
+    TOO_LONG = "too_long"
+    QUEUE_FULL = "queue_full"
+    WAITED_TOO_LONG = "waited_too_long"
+    NO_WORKER = "no_worker"
+    DRAINING = "draining"
+
+
+@dataclass(slots=True)
+class Ask:
+    """What is known of a request before it ran."""
+
+    id: str
+    route: str  # the path's name in metrics, as in `chat/completions`
+    model: str
+    body_bytes: int
+    prompt_tokens: int  # an estimate unless `counted`
+    prompt_error: int  # it may be off by so many tokens
+    output_tokens: int | None  # the most it may write; None = whatever the model has left
+    generates: bool = True  # whether it decodes at all
+    stream: bool = False
+    samples: int = 1
+    counted: bool = False
+    prefix: tuple[int, ...] = ()  # chained hashes of the prompt's blocks, first block first
+    prefix_block_bytes: int = 0  # bytes of body that one of them stands for
+    text_bytes: int = 0  # bytes of prompt text, of which `prompt_tokens` was reckoned
+    extra_tokens: int = 0  # of those: template, tools, images
+
+
+class Outcome(StrEnum):
+    """How a leg on a worker ended."""
+
+    DONE = "done"
+    CLIENT_GONE = "client_gone"
+    REFUSED = "refused"  # a 4xx of the worker: the request's own fault
+    FAILED = "failed"  # no connection, a 5xx, a reset, a timeout
+    BUSY = "busy"  # 429 or 503 of the worker
+
+
+@dataclass(slots=True, frozen=True)
+class Usage:
+    """What a worker says it computed."""
+
+    prompt_tokens: int
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+
+
+@dataclass(slots=True, frozen=True)
+class Score:
+    """What one worker would have meant for a request; seconds."""
+
+    worker: str
+    total: float
+    wait_s: float = 0.0  # for what is ahead of it
+    prefill_s: float = 0.0  # its own, less what is cached
+    harm_s: float = 0.0  # done to those that run
+    cached_tokens: int = 0
+    note: str = ""  # why it was no candidate, if so
+
+
+@dataclass(slots=True, frozen=True)
+class Decision:
+    """Where a request goes and why."""
+
+    worker: Worker
+    reason: Reason
+    predicted_ttft_s: float | None = None
+    scores: tuple[Score, ...] = ()  # kept only when somebody asked to see them
+
+
+@dataclass(slots=True, eq=False)
+class Lease:
+    """A worker's capacity, charged for one request until released. Made by `Fleet.charge` alone."""
+
+    ask: Ask
+    decision: Decision
+    charged_at: float
+    prefill_tokens: int  # still charged as prefill; 0 once the first token was seen
+    decode_tokens: int  # still charged as output to come
+    kv_tokens: int  # prompt and output it may hold in the KV cache
+    ahead_tokens: int = 0  # prefill tokens charged to the worker before it
+    first_token_at: float | None = None
+    released: bool = False
+
+    @property
+    def worker(self) -> Worker:
+        """Whom it was charged to."""
+        return self.decision.worker
+
+
+@dataclass(slots=True, eq=False)
+class Ticket:
+    """A place in the router's queue."""
+
+    ask: Ask
+    since: float
+    deadline: float
+    tried: frozenset[str] = frozenset()
+    explain: bool = False
+    left: bool = False  # withdrawn, placed or refused: no longer queued
+
+
+@dataclass(slots=True, frozen=True)
+class Refusal:
+    """An answer without a worker, to be given in OpenAI's error shape."""
+
+    status: int
+    reason: Reason
+    message: str
+    code: str | None = None  # OpenAI's machine-readable code, as `context_length_exceeded`
+    param: str | None = None
+    retry_after_s: float | None = None
+
+
+@dataclass(slots=True)
+class Gauges:
+    """What a worker's own /metrics said last."""
+
+    at: float = 0.0
+    running: int = 0
+    waiting: int = 0
+    kv_usage: float = 0.0
+    kv_capacity_tokens: int | None = None  # blocks times block size, where it tells
+    prompt_tokens_total: float = 0.0
+    generation_tokens_total: float = 0.0
+    preemptions_total: float = 0.0
+    extra: dict[str, float] = field(default_factory=dict)

@@ -1,0 +1,34 @@
+"""What can go wrong, as one tree.
+
+ProxyError
+└── ConfigError    a fleet file that can't be used: all its problems at once; exit status 2
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+class ProxyError(Exception):
+    """Anything the router raises on purpose."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing wrong with a fleet file."""
+
+    path: str  # where in the YAML, as in `workers[1].url`; empty for the file as a whole
+    message: str  # the value, what is wrong with it, the limit, and the remedy
+
+    def __str__(self) -> str:
+        return f"{self.path}: {self.message}" if self.path else self.message
+
+
+class ConfigError(ProxyError, ValueError):
+    """A fleet file that can't be used."""
+
+    def __init__(self, source: str, problems: Sequence[Problem]) -> None:
+        self.source = source
+        self.problems = tuple(problems)
+        super().__init__("\n".join(f"{source}: {problem}" for problem in self.problems))
