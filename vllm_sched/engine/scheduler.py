@@ -31,6 +31,8 @@ from vllm_sched.policies import registry
 from vllm_sched.policies.types import EngineFacts, Gate, Policy, Step, StepResult
 
 CONFIG_KEY = "vllm_sched"
+# vLLM has two, and one per stage with pipeline parallelism.
+MOST_IN_FLIGHT = 64
 # A child of vLLM's logger: its handlers and level are the ones the operator set.
 logger = logging.getLogger("vllm.vllm_sched")
 
@@ -63,7 +65,7 @@ class PolicySteps(Upstream):
         if missing := missing_attributes(self):
             raise UnsupportedVllmError(f"vLLM {installed_version()} lacks {', '.join(missing)}")
         self._policies = self._configured_policies()
-        self._in_flight: deque[InFlight] = deque()
+        self._in_flight: deque[InFlight] = deque(maxlen=MOST_IN_FLIGHT)
         self._last_result_at = 0.0
         self._cuts_prefills = False  # in this step
         self._idle = False  # nothing runs and nothing holds blocks: every gate is open
@@ -226,10 +228,12 @@ class PolicySteps(Upstream):
         self._in_flight.append(InFlight(output, step.now, chunks))
 
     def _note_result(self, output: SchedulerOutput) -> None:
-        # Results come back in the order of their steps; an empty step leaves no note.
-        if self._in_flight[0].output is not output:
+        # Results come back in the order of their steps. An empty step left no note, and one whose
+        # result never came is forgotten here.
+        if all(step.output is not output for step in self._in_flight):
             return
-        step = self._in_flight.popleft()
+        while (step := self._in_flight.popleft()).output is not output:
+            pass
         now = self.clock()
         # The engine began it when it was scheduled, or when it was done with the one before.
         seconds = now - max(step.scheduled_at, self._last_result_at)

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import shutil
-import tempfile
 from pathlib import Path
 from typing import Any
+
+from vllm_sched.workers.cache import cached_folder
 
 CONTEXT = 32768
 VOCABULARY = 512
@@ -49,34 +48,15 @@ RECIPE: dict[str, Any] = {
 SPECIAL_TOKENS = ["<|bos|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>", "<|tool|>"]
 
 
-def cache_dir() -> Path:
-    """Where made things are kept: `VLLM_SCHED_CACHE`, else the user's cache folder."""
-    if explicit := os.environ.get("VLLM_SCHED_CACHE"):
-        return Path(explicit)
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "vllm-sched"
-
-
 def tiny_model() -> Path:
     """Return the folder of the tiny model, making it first if this machine has none."""
     digest = hashlib.sha256(json.dumps([RECIPE, SPECIAL_TOKENS], sort_keys=True).encode())
-    folder = cache_dir() / f"tiny-llama-{digest.hexdigest()[:12]}"
-    if folder.is_dir():
-        return folder
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    # Made aside and renamed: a second process sees the whole model or none of it.
-    draft = Path(tempfile.mkdtemp(prefix="tiny-llama-", dir=folder.parent))
-    try:
-        _write_tokenizer(draft)
-        _write_weights(draft)
-        draft.chmod(0o755)
-        draft.rename(folder)
-    except OSError:
-        if not folder.is_dir():  # else another process was first, with the same bytes
-            raise
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)
-    return folder
+    return cached_folder(f"tiny-llama-{digest.hexdigest()[:12]}", _write)
+
+
+def _write(folder: Path) -> None:
+    _write_tokenizer(folder)
+    _write_weights(folder)
 
 
 def _write_tokenizer(folder: Path) -> None:
