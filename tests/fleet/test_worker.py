@@ -34,15 +34,16 @@ def prompt(seed: int, tokens: int) -> list[int]:
     return [rng.randrange(10, 400) for _ in range(tokens)]
 
 
-async def complete(client: AsyncOpenAI, tokens: list[int], output: int = 8, **more: Any) -> Any:
+async def complete(
+    client: AsyncOpenAI, tokens: list[int], output: int = 8, *, model: str = "tiny", **more: Any
+) -> Any:
     """Ask for a greedy completion of exactly that length."""
     return await client.completions.create(
-        model="tiny",
+        model=model,
         prompt=tokens,
         max_tokens=output,
         temperature=0,
-        extra_body={"ignore_eos": True, "return_token_ids": True},
-        **more,
+        extra_body={"ignore_eos": True, "return_token_ids": True, **more},
     )
 
 

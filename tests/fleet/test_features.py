@@ -1,0 +1,101 @@
+"""`long_prompt` beside vLLM's other features, all switched on in one real engine."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.fleet.conftest import FLAGS, SETTINGS
+from tests.fleet.lora import make_adapter
+from tests.fleet.test_worker import client_of, complete, gauges, prompt, settled
+from vllm_sched.workers.launch import Side, Worker, worker
+from vllm_sched.workers.tiny_model import tiny_model
+
+SPECULATION = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4}
+# Repetitive, so that drafts are found and taken.
+DRAFTED = [11, 12, 13, 14] * 800
+
+
+@pytest.fixture(scope="module")
+def featured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worker]:
+    """Start a worker with adapters, speculative decoding and priorities."""
+    adapter: Path = make_adapter(tmp_path_factory.mktemp("adapter"))
+    with worker(
+        Side("long_prompt", SETTINGS),
+        model=str(tiny_model()),
+        flags=(
+            *FLAGS, "--served-model-name", "tiny",
+            "--enable-lora", "--max-lora-rank", "8", "--lora-modules", f"adapter={adapter}",
+            "--speculative-config", json.dumps(SPECULATION),
+            "--scheduling-policy", "priority",
+        ),
+        name="featured",
+        env={"VLLM_SERVER_DEV_MODE": "1"},  # for /pause and /resume
+    ) as started:  # fmt: skip
+        yield started
+
+
+def post(worker: Worker, path: str) -> None:
+    """Call one of the worker's development endpoints."""
+    request = urllib.request.Request(f"{worker.url}{path}", data=b"{}", method="POST")
+    with urllib.request.urlopen(request, timeout=10) as answer:
+        assert answer.status == 200
+
+
+async def test_drafts_are_taken_and_the_output_is_that_of_plain_decoding(
+    featured: Worker, workers: dict[str, Worker]
+) -> None:
+    prompts = [DRAFTED, prompt(7001, 2500), prompt(7002, 60), DRAFTED[:90]]
+    answers = []
+    for each in (featured, workers["default"]):
+        async with client_of(each) as client:
+            done = await asyncio.gather(*(complete(client, p, 40) for p in prompts))
+        answers.append([d.choices[0].token_ids for d in done])
+    assert answers[0] == answers[1]
+    assert gauges(featured, "spec_decode_num_accepted_tokens_total") > (0,)
+
+
+async def test_an_adapter_and_its_base_share_steps(featured: Worker) -> None:
+    async with client_of(featured) as client:
+        plain, adapted = await asyncio.gather(
+            complete(client, prompt(7101, 3000), 12),
+            complete(client, prompt(7101, 3000), 12, model="adapter"),
+        )
+    assert plain.choices[0].token_ids != adapted.choices[0].token_ids
+    assert adapted.usage.prompt_tokens == 3000
+
+
+async def test_the_urgent_go_first_among_the_long(featured: Worker) -> None:
+    finished: list[str] = []
+
+    async with client_of(featured) as client, asyncio.TaskGroup() as group:
+
+        async def run(name: str, seed: int, priority: int) -> None:
+            await complete(client, prompt(seed, 6000), 2, priority=priority)
+            finished.append(name)
+
+        group.create_task(run("first", 7201, 0))
+        await settled(featured, running=1, waiting=0)
+        group.create_task(run("patient", 7202, 5))
+        await settled(featured, running=1, waiting=1)
+        group.create_task(run("urgent", 7203, 1))
+    assert finished == ["first", "urgent", "patient"]
+
+
+async def test_a_pause_keeps_what_is_held(featured: Worker) -> None:
+    async with client_of(featured) as client:
+        first = asyncio.create_task(complete(client, prompt(7301, 9000), 2))
+        second = asyncio.create_task(complete(client, prompt(7302, 9000), 2))
+        await settled(featured, running=1, waiting=1)
+        await asyncio.to_thread(post, featured, "/pause?mode=keep")
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(asyncio.shield(first), 3)
+        await asyncio.to_thread(post, featured, "/resume")
+        done = await asyncio.gather(first, second)
+    assert [d.usage.completion_tokens for d in done] == [2, 2]
+    await settled(featured, running=0, waiting=0)
