@@ -3,9 +3,10 @@ SHELL := /usr/bin/env bash
 BIN := .venv/bin
 OUT ?= out/demo
 ROUNDS ?= 3
+FLEET ?= deploy/fleets/cpu-demo.yaml
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint format bench clean
+.PHONY: help setup demo up test lint format bench bench-router clean
 
 help: ## show this
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 18
@@ -18,6 +19,9 @@ demo: setup ## long prompts against short ones on a real vLLM: table and picture
 	@$(BIN)/vllm-sched compare --baseline default --candidate long_prompt \
 		--workload long-blocks-short --rounds $(ROUNDS) \
 		--save $(OUT)/compare.json --plot $(OUT)/compare.html
+
+up: setup ## real workers and the router in front, until Ctrl-C; FLEET=... for another file
+	@$(BIN)/vllm-sched up $(FLEET)
 
 test: setup ## all tests, real engines included
 	@$(BIN)/python -m pytest
@@ -33,6 +37,10 @@ format: setup ## let ruff rewrite what it can
 
 bench: setup ## what a step of our schedulers costs beside upstream's
 	@$(BIN)/python -m benchmarks.step_cost
+
+bench-router: setup ## what the router costs beside the Rust ones, against its targets (5 min)
+	@mkdir -p out/bench-router
+	@$(BIN)/python -m benchmarks.router --save out/bench-router/run.json
 
 clean: ## remove what the commands above made
 	rm -rf .venv out .pytest_cache .mypy_cache .ruff_cache .hypothesis

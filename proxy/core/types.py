@@ -11,7 +11,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from proxy.core.fleet import Worker
+    from proxy.core.worker import Worker
 
 
 class Role(StrEnum):
@@ -47,6 +47,7 @@ class Reason(StrEnum):
     FLEET_FULL = "fleet_full"
     # It was refused.
     BAD_REQUEST = "bad_request"
+    UNKNOWN_PATH = "unknown_path"
     UNKNOWN_MODEL = "unknown_model"
     TOO_LONG = "too_long"
     QUEUE_FULL = "queue_full"
@@ -63,17 +64,41 @@ class Ask:
     route: str  # the path's name in metrics, as in `chat/completions`
     model: str
     body_bytes: int
-    prompt_tokens: int  # an estimate unless `counted`
-    prompt_error: int  # it may be off by so many tokens
-    output_tokens: int | None  # the most it may write; None = whatever the model has left
+    prompt_tokens: int  # of all its prompts together; an estimate unless `counted`
+    prompt_error: int  # the largest of them may be off by so many tokens
+    largest_prompt: int  # tokens of the largest of its prompts: what a context must hold
+    output_tokens: int | None  # the most each sample may write; None = whatever the model has left
+    expected_output: int = 0  # what each sample is likely to write, learnt; at most the above
     generates: bool = True  # whether it decodes at all
     stream: bool = False
-    samples: int = 1
+    samples: int = 1  # sequences it decodes: prompts times `n`
+    prompts: int = 1
     counted: bool = False
+    long: bool = False  # its total budget is above the fleet's `short_limit`
     prefix: tuple[int, ...] = ()  # chained hashes of the prompt's blocks, first block first
-    prefix_block_bytes: int = 0  # bytes of body that one of them stands for
+    prefix_bytes: int = 0  # bytes of body from where the prompt starts
     text_bytes: int = 0  # bytes of prompt text, of which `prompt_tokens` was reckoned
-    extra_tokens: int = 0  # of those: template, tools, images
+    extra_tokens: int = 0  # tokens reckoned otherwise: template, images, token ids
+    countable: bool = False  # whether a worker's /tokenize understands its body
+    pinned: str = ""  # the worker that holds what it refers to, as a stored response
+
+    @property
+    def needs(self) -> int:
+        """The context that its largest prompt takes, with what one sample may write.
+
+        A worker clamps an output limit that was not stated, so one token has to do for that.
+        """
+        output = self.output_tokens
+        return self.largest_prompt + (self.generates if output is None else output)
+
+    @property
+    def budget(self) -> int:
+        """All tokens it may come to: prompts, and what every sample may write.
+
+        A client that states no limit is taken to want the usual, not the model's whole rest.
+        """
+        each = self.expected_output if self.output_tokens is None else self.output_tokens
+        return self.prompt_tokens + each * self.samples
 
 
 class Outcome(StrEnum):
@@ -108,7 +133,7 @@ class Score:
     note: str = ""  # why it was no candidate, if so
 
 
-@dataclass(slots=True, frozen=True)
+@dataclass(slots=True)
 class Decision:
     """Where a request goes and why."""
 
@@ -116,6 +141,7 @@ class Decision:
     reason: Reason
     predicted_ttft_s: float | None = None
     scores: tuple[Score, ...] = ()  # kept only when somebody asked to see them
+    cached_tokens: int = 0  # of the prompt, that the worker is believed to have
 
 
 @dataclass(slots=True, eq=False)
@@ -128,7 +154,11 @@ class Lease:
     prefill_tokens: int  # still charged as prefill; 0 once the first token was seen
     decode_tokens: int  # still charged as output to come
     kv_tokens: int  # prompt and output it may hold in the KV cache
-    ahead_tokens: int = 0  # prefill tokens charged to the worker before it
+    ahead_tokens: float = 0.0  # to prefill before its own, by what was charged and the time since
+    behind_long: float = 0.0  # of longs, if it is short itself: it may be let past them
+    trial: bool = False  # the one request let through to a worker whose breaker was open
+    decoding_before: int = 0  # samples that decoded there when its first token came
+    seen_tokens: int = 0  # output tokens seen so far, all samples together
     first_token_at: float | None = None
     released: bool = False
 
@@ -160,6 +190,7 @@ class Refusal:
     code: str | None = None  # OpenAI's machine-readable code, as `context_length_exceeded`
     param: str | None = None
     retry_after_s: float | None = None
+    scores: tuple[Score, ...] = ()  # kept only when somebody asked to see them
 
 
 @dataclass(slots=True)

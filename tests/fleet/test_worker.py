@@ -35,12 +35,19 @@ def prompt(seed: int, tokens: int) -> list[int]:
 
 
 async def complete(
-    client: AsyncOpenAI, tokens: list[int], output: int = 8, *, model: str = "tiny", **more: Any
+    client: AsyncOpenAI,
+    tokens: list[int],
+    output: int = 8,
+    *,
+    model: str = "tiny",
+    stream: bool = False,
+    **more: Any,
 ) -> Any:
     """Ask for a greedy completion of exactly that length."""
     return await client.completions.create(
         model=model,
         prompt=tokens,
+        stream=stream,
         max_tokens=output,
         temperature=0,
         extra_body={"ignore_eos": True, "return_token_ids": True, **more},

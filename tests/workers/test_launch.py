@@ -9,73 +9,20 @@ import os
 import signal
 import subprocess
 import sys
-import textwrap
-import time
 from pathlib import Path
 
 import pytest
 
+from tests.workers.servers import alive, assert_gone, eventually, family, members, script
 from vllm_sched.errors import UsageError
 from vllm_sched.workers import launch
 from vllm_sched.workers.launch import Side, Worker, WorkerError, free_port, worker
-
-# A family like vLLM's: a server that answers /health, and a child that would outlive it.
-FAMILY = """
-import http.server, os, pathlib, signal, subprocess, sys
-port, pids, deaf = int(sys.argv[1]), sys.argv[2], sys.argv[3] == "deaf"
-if deaf:
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-child = subprocess.Popen(["sleep", "600"])
-draft = pathlib.Path(pids + ".draft")
-draft.write_text(f"{os.getpid()} {child.pid}")
-draft.rename(pids)
-class Health(http.server.BaseHTTPRequestHandler):
-    def do_GET(self):
-        self.send_response(200 if self.path == "/health" else 404)
-        self.end_headers()
-http.server.HTTPServer(("127.0.0.1", port), Health).serve_forever()
-"""
-
-
-def script(code: str, *arguments: str) -> list[str]:
-    return [sys.executable, "-c", textwrap.dedent(code), *arguments]
 
 
 def fake(code: str, *arguments: str, deadline_s: float = 60.0, grace_s: float = 5.0) -> Worker:
     return Worker(
         script(code, *arguments), port=free_port(), deadline_s=deadline_s, grace_s=grace_s
     )
-
-
-def family(pids: Path, *, deaf: bool = False, grace_s: float = 5.0) -> Worker:
-    port = free_port()
-    command = script(FAMILY, str(port), str(pids), "deaf" if deaf else "polite")
-    return Worker(command, port=port, deadline_s=60.0, grace_s=grace_s)
-
-
-def members(pids: Path) -> list[int]:
-    eventually(pids.exists)
-    return [int(pid) for pid in pids.read_text().split()]
-
-
-def alive(pid: int) -> bool:
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return False
-    return stat.rpartition(")")[2].split()[0] != "Z"
-
-
-def eventually(what: object, seconds: float = 60.0) -> None:
-    assert callable(what)
-    give_up = time.monotonic() + seconds
-    while not what():
-        assert time.monotonic() < give_up, "still not so"
-        time.sleep(0.02)
-
-
-def assert_gone(pids: list[int]) -> None:
-    eventually(lambda: not any(alive(pid) for pid in pids))
 
 
 def test_it_serves_inside_the_block_and_nothing_is_left_after(tmp_path: Path) -> None:
@@ -290,3 +237,42 @@ def test_the_build_is_known_from_what_is_installed(
             ask()
     else:
         assert ask() is expected
+
+
+def test_the_family_is_bound_to_its_processors(tmp_path: Path) -> None:
+    cpu = max(os.sched_getaffinity(0))
+    like = family(tmp_path / "pids")
+    with Worker(like.command, port=like.port, cpus=[cpu]):
+        for pid in members(tmp_path / "pids"):
+            assert os.sched_getaffinity(pid) == {cpu}
+
+
+def test_a_processor_that_is_not_there_leaves_nothing(tmp_path: Path) -> None:
+    like = family(tmp_path / "pids")
+    bound = Worker(like.command, port=like.port, cpus=[1_000_000])
+    with pytest.raises(OSError, match="Invalid argument"), bound:
+        pytest.fail("entered")
+    assert bound.pid is None
+
+
+def test_a_log_of_ones_own_is_kept_and_continued(tmp_path: Path) -> None:
+    log = tmp_path / "w.log"
+    dying = Worker(script("print('here'); exit(1)"), port=free_port(), log=log)
+    for _ in range(2):
+        with pytest.raises(WorkerError, match="exit code 1"), dying:
+            pytest.fail("entered")
+    assert log.read_text() == "here\nhere\n"
+
+
+@pytest.mark.usefixtures("_cpu")
+def test_a_worker_at_a_given_place() -> None:
+    made = worker(model="m", host="::1", port=1234)
+    assert made.url == "http://[::1]:1234"
+    assert made.command[made.command.index("--host") :][:4] == ("--host", "::1", "--port", "1234")
+
+
+@pytest.mark.usefixtures("_cpu")
+def test_sides_from_policies() -> None:
+    assert Side.of({}).flags() == []
+    side = Side.of({"long_prompt": {"max_wait_s": 5}})
+    assert side == Side.parse("long_prompt", sets=["long_prompt.max_wait_s=5"])

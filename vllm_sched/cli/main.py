@@ -1,4 +1,4 @@
-"""`vllm-sched`: find the command, run it, turn an error of the user's into one line."""
+"""`vllm-sched`: find the command, run it, turn errors of the user's into a line each."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+from proxy.errors import ProxyError
 from vllm_sched import __version__
-from vllm_sched.cli import measure, serve
+from vllm_sched.cli import fleet, measure, serve
 from vllm_sched.errors import VllmSchedError
 
 BAD_USAGE = 2
@@ -24,6 +25,7 @@ def parser() -> argparse.ArgumentParser:
     commands = top.add_subparsers(dest="command", metavar="COMMAND", required=True)
     serve.add_serve(commands)
     measure.add_compare(commands)
+    fleet.add_fleet(commands)
     return top
 
 
@@ -43,6 +45,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return int(arguments.func(arguments))
     except VllmSchedError as error:
         print(f"vllm-sched {arguments.command}: {error}", file=sys.stderr)
+        return BAD_USAGE
+    except ProxyError as error:
+        for line in str(error).splitlines():
+            print(f"vllm-sched {arguments.command}: {line}", file=sys.stderr)
         return BAD_USAGE
 
 

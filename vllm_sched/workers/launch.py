@@ -34,7 +34,7 @@ from vllm_sched.errors import UsageError, VllmSchedError
 from vllm_sched.policies.registry import parse_settings
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from types import TracebackType
 
 SERVER_MODULE = "vllm_sched.engine.server"
@@ -42,6 +42,7 @@ SERVER_MODULE = "vllm_sched.engine.server"
 DEFAULT = "default"
 NONE = "none"
 
+LOOPBACK = "127.0.0.1"
 READY_S = 180.0
 GRACE_S = 10.0
 LOG_TAIL = 30
@@ -91,6 +92,11 @@ class Side:
             raise UsageError(f"{text!r}: {error} (or write {DEFAULT} or {NONE})") from None
         return cls(text, parse_settings(names, sets), tuple(extra))
 
+    @classmethod
+    def of(cls, policies: Mapping[str, Mapping[str, object]]) -> Self:
+        """Run these policies, already checked; vLLM's own scheduler if there is none."""
+        return cls("+".join(policies) or DEFAULT, policies)
+
     @property
     def label(self) -> str:
         """The name and whatever was asked for beyond it, on one line."""
@@ -119,18 +125,23 @@ class Worker:
         command: Sequence[str],
         *,
         port: int,
+        host: str = LOOPBACK,
         name: str = "worker",
         env: Mapping[str, str] | None = None,
+        cpus: Sequence[int] = (),
+        log: Path | None = None,
         deadline_s: float = READY_S,
         grace_s: float = GRACE_S,
     ) -> None:
         self.command = tuple(command)
         self.port = port
         self.name = name
-        self.url = f"http://127.0.0.1:{port}"
+        self.url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        self.cpus = tuple(cpus)
         self.deadline_s = deadline_s
         self.grace_s = grace_s
         self._env = dict(os.environ if env is None else env)
+        self._log = log
         self._folder: Path | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._guard: subprocess.Popen[bytes] | None = None
@@ -143,7 +154,9 @@ class Worker:
 
     @property
     def log(self) -> Path:
-        """Everything the family printed; it goes when the worker is stopped."""
+        """Everything the family printed; gone once it is stopped, unless a file was named."""
+        if self._log is not None:
+            return self._log
         if self._folder is None:
             raise WorkerError(f"{self.name} was not started")
         return self._folder / "worker.log"
@@ -153,7 +166,7 @@ class Worker:
         # Also the working directory: `python -m` would import from wherever it is started.
         self._folder = Path(tempfile.mkdtemp(prefix="vllm-sched-worker-"))
         self._stopping = False
-        with self.log.open("wb") as log:
+        with self.log.open("ab") as log:
             self._process = subprocess.Popen(
                 self.command,
                 cwd=self._folder,
@@ -163,6 +176,8 @@ class Worker:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,  # a Ctrl-C on the terminal is ours to pass on
             )
+        if self.cpus:  # before it has children or threads, which inherit it
+            os.sched_setaffinity(self._process.pid, self.cpus)
         self._guard = subprocess.Popen(
             ["sh", "-c", GUARD, str(self._process.pid), str(self._folder)],
             stdin=subprocess.PIPE,
@@ -189,14 +204,14 @@ class Worker:
         except (urllib.error.URLError, http.client.HTTPException, OSError):
             return False
 
-    def wait_ready(self) -> None:
+    def wait_ready(self, pause: Callable[[float], object] = time.sleep) -> None:
         """Block until the server is healthy; raise once it has died or the deadline has passed."""
         give_up = time.monotonic() + self.deadline_s
         while not self.healthy():
             self.check()
             if time.monotonic() > give_up:
                 raise self._error(f"{self.name} was not healthy within {self.deadline_s:g} s")
-            time.sleep(0.2)
+            pause(0.2)
         self.check()  # somebody healthy on this port is not yet ours
 
     def stop(self) -> None:
@@ -270,22 +285,29 @@ def worker(
     *,
     model: str,
     flags: Sequence[str] = (),
+    host: str = LOOPBACK,
+    port: int | None = None,
     env: Mapping[str, str] | None = None,
+    cpus: Sequence[int] = (),
     name: str = "worker",
+    log: Path | None = None,
     deadline_s: float = READY_S,
 ) -> Worker:
-    """Describe a vLLM worker for `model` on a free loopback port; nothing is started yet."""
+    """Describe a vLLM worker for `model`, on a free port if none is given; nothing starts yet."""
     if isinstance(side, str):
         side = Side.parse(side)
     on_a_cpu = on_cpu()
-    port = free_port()
-    where = ["--model", model, "--host", "127.0.0.1", "--port", str(port)]
+    port = free_port() if port is None else port
+    where = ["--model", model, "--host", host, "--port", str(port)]
     built_in = CPU_FLAGS if on_a_cpu else ()
     return Worker(
         [sys.executable, "-m", SERVER_MODULE, *where, *built_in, *flags, *side.flags()],
         port=port,
+        host=host,
         name=name,
         env={**QUIET_ENV, **(CPU_ENV if on_a_cpu else {}), **os.environ, **(env or {})},
+        cpus=cpus,
+        log=log,
         deadline_s=deadline_s,
     )
 
@@ -322,7 +344,7 @@ def free_port() -> int:
     """Pick a port that nobody listens on, and that was not picked here before."""
     while True:
         with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
+            probe.bind((LOOPBACK, 0))
             port = int(probe.getsockname()[1])
         # A worker takes half a minute to bind: the kernel may offer the same port again.
         if port not in _handed_out:

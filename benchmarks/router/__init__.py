@@ -1,0 +1,1 @@
+"""What a router costs beside the Rust ones: `make bench-router`."""

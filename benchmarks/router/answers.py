@@ -1,0 +1,118 @@
+"""Reads HTTP answers strictly: what a router cut, changed or made up is no answer."""
+
+from __future__ import annotations
+
+from benchmarks.router.mock import DONE, END_OF_HEAD, EVENT, LENGTH
+
+MAX_HELD_BYTES = 1 << 20
+CRLF = b"\r\n"
+EVENT_END = b"\n\n"
+
+
+class BadAnswerError(Exception):
+    """Bytes that are no whole, good answer."""
+
+
+class Answer:
+    """Reads one answer from pieces of a connection's bytes."""
+
+    __slots__ = ("_chunked", "_held", "_left", "closes", "complete", "status")
+
+    def __init__(self) -> None:
+        self.status = 0  # until the head has been read
+        self.complete = False
+        self.closes = False  # the connection, after this answer
+        self._chunked = False
+        self._held = b""
+        self._left = 0
+
+    def feed(self, data: bytes) -> bytes:
+        """Return the part of the body in this piece; `complete` tells when it was the last."""
+        if self.complete:
+            raise BadAnswerError("bytes after the end of an answer")
+        if self._held:
+            data, self._held = self._held + data, b""
+        if not self.status:
+            end = data.find(END_OF_HEAD) + len(END_OF_HEAD)
+            if end < len(END_OF_HEAD):
+                self._hold(data)
+                return b""
+            self._read_head(data[:end])
+            data = data[end:]
+        return self._feed_chunks(data) if self._chunked else self._feed_fixed(data)
+
+    def _read_head(self, head: bytes) -> None:
+        try:
+            self.status = int(head[9:12])
+        except ValueError:
+            raise BadAnswerError(f"no HTTP: {head[:20]!r}") from None
+        fields = head.lower()
+        self.closes = b"\r\nconnection: close\r\n" in fields
+        if found := LENGTH.search(head):
+            self._left = int(found[1])
+        elif b"\r\ntransfer-encoding: chunked\r\n" in fields:
+            self._chunked = True
+        else:
+            raise BadAnswerError("an answer without a length")
+
+    def _feed_fixed(self, data: bytes) -> bytes:
+        self._left -= len(data)
+        if self._left < 0:
+            raise BadAnswerError("bytes after the end of an answer")
+        self.complete = not self._left
+        return data
+
+    def _feed_chunks(self, data: bytes) -> bytes:
+        pieces, at = [], 0
+        while not self.complete and (begin := data.find(CRLF, at) + len(CRLF)) >= len(CRLF):
+            size = _chunk_size(data[at : begin - len(CRLF)])
+            end = begin + size
+            if len(data) < end + len(CRLF):
+                break
+            if data[end : end + len(CRLF)] != CRLF:
+                raise BadAnswerError("a chunk longer than it said")
+            pieces.append(data[begin:end])
+            at = end + len(CRLF)
+            self.complete = not size
+        if self.complete and at < len(data):
+            raise BadAnswerError("bytes after the end of an answer")
+        self._hold(data[at:])
+        return b"".join(pieces)
+
+    def _hold(self, data: bytes) -> None:
+        if len(data) > MAX_HELD_BYTES:
+            raise BadAnswerError("a head or chunk without an end")
+        self._held = data
+
+
+def _chunk_size(line: bytes) -> int:
+    try:
+        return int(line, 16)
+    except ValueError:
+        raise BadAnswerError(f"a bad chunk size: {line[:20]!r}") from None
+
+
+class Events:
+    """Counts a stream's events, each of which is to be just as the mock sent it."""
+
+    __slots__ = ("_held", "count", "done")
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.done = False
+        self._held = b""
+
+    def feed(self, data: bytes) -> int:
+        """Return how many events ended in this piece of the body."""
+        before = self.count
+        *whole, self._held = (self._held + data).split(EVENT_END)
+        for event in whole:
+            if self.done:
+                raise BadAnswerError("an event after the last")
+            if event == EVENT[:-2]:
+                self.count += 1
+            elif event == DONE[:-2]:
+                self.done = True
+            else:
+                raise BadAnswerError(f"a strange event: {event[:80]!r}")
+        return self.count - before

@@ -1,0 +1,214 @@
+"""The clients: connections that speak prebuilt bytes, and count what goes wrong.
+
+A wrong status, a body that is cut short or not the mock's, a missing event, an answer that never
+comes: each is an error, and a measurement with errors says so.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Collection
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import cast
+
+from benchmarks.router.answers import Answer, BadAnswerError, Events
+from benchmarks.router.prompts import Prompts
+
+HOST = "127.0.0.1"
+OK = 200
+CONNECT_S = 5.0
+FINISH_S = 10.0  # for answers still due when a measurement is over
+PAUSE_S = 0.05  # before a new connection where one failed
+BODY_START = b'{"id": "chatcmpl-'
+BODY_END = b"}}"
+
+
+@dataclass
+class Tally:
+    """What happened since it was made."""
+
+    done: int = 0  # whole good answers
+    events: int = 0  # of streams
+    latencies: list[float] = field(default_factory=list)  # seconds, of answers
+
+
+class Exchange(asyncio.Protocol):
+    """A connection with at most one request under way; how it ended is in `ended`."""
+
+    def __init__(self, load: Load) -> None:
+        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.failed = False
+        self._load = load
+        self._transport: asyncio.Transport
+        self._answer: Answer | None = None
+        self._sent_at = 0.0
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Ask at once."""
+        self._transport = cast("asyncio.Transport", transport)  # uvloop's derives from nothing
+        self._ask()
+
+    def _ask(self) -> None:
+        self._answer = Answer()
+        self._sent_at = time.perf_counter()
+        self._transport.writelines(self._load.prompts.next())
+
+    def data_received(self, data: bytes) -> None:
+        """Read on; anything that is not the mock's answer ends the connection."""
+        try:
+            if self._answer is None:
+                raise BadAnswerError("bytes without a request")
+            self._read(self._answer, self._answer.feed(data))
+        except BadAnswerError as error:
+            self.fail(str(error))
+
+    def _read(self, answer: Answer, body: bytes) -> None:
+        raise NotImplementedError
+
+    def fail(self, why: str) -> None:
+        """Count an error and break off."""
+        if not self.failed:
+            self.failed = True
+            self._load.errors[why] += 1
+            self._transport.abort()
+
+    def close(self) -> None:
+        """Leave, all being well."""
+        self._answer = None
+        self._transport.close()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        """Count an answer that was not whole."""
+        if self._answer is not None:
+            self.fail(f"cut off: {error}" if error else "cut off")
+        if not self.ended.done():
+            self.ended.set_result(None)
+
+
+class Asker(Exchange):
+    """Asks again as soon as it has the answer."""
+
+    _body = b""
+
+    def _read(self, answer: Answer, body: bytes) -> None:
+        self._body += body
+        if not answer.complete:
+            return
+        load, took = self._load, time.perf_counter() - self._sent_at
+        if answer.status != OK:
+            load.errors[f"HTTP {answer.status}"] += 1
+        elif not (self._body.startswith(BODY_START) and self._body.endswith(BODY_END)):
+            load.errors[f"not the mock's answer: {self._body[:80]!r}"] += 1
+        else:
+            load.tally.done += 1
+            load.tally.latencies.append(took)
+        self._body = b""
+        if load.stopping or answer.closes:
+            self.close()
+        else:
+            self._ask()
+
+
+class Listener(Exchange):
+    """Asks for one stream and follows it to its end."""
+
+    def __init__(self, load: Load) -> None:
+        super().__init__(load)
+        self._events = Events()
+
+    def _read(self, answer: Answer, body: bytes) -> None:
+        load, events = self._load, self._events
+        if answer.status not in (0, OK):
+            raise BadAnswerError(f"HTTP {answer.status}")
+        new = events.feed(body)
+        load.tally.events += new
+        if new and new == events.count:
+            load.open += 1
+            load.most_open = max(load.most_open, load.open)
+        if not answer.complete:
+            return
+        if not events.done:
+            raise BadAnswerError("a stream without its end")
+        if events.count != load.prompts.events:
+            raise BadAnswerError(f"a stream of {events.count} events of {load.prompts.events}")
+        load.tally.done += 1
+        self.close()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        """One fewer is open."""
+        self._load.open -= bool(self._events.count)
+        super().connection_lost(error)
+
+
+class Load:
+    """Many connections to one port; what they have seen is in `tally`, ever anew, and `errors`."""
+
+    def __init__(self, port: int, prompts: Prompts) -> None:
+        self.port = port
+        self.prompts = prompts
+        self.tally = Tally()
+        self.errors: Counter[str] = Counter()
+        self.stopping = False
+        self.open = self.most_open = 0  # streams that have begun and not ended
+        self.exchanges: set[Exchange] = set()
+
+    async def connect(self, kind: type[Exchange]) -> None:
+        """Open a connection and see it to its end; what fails is counted."""
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(CONNECT_S):
+                _, exchange = await loop.create_connection(lambda: kind(self), HOST, self.port)
+        except OSError as error:  # a timeout is one too
+            self.errors[f"no connection: {error or 'too slow'}"] += 1
+            await asyncio.sleep(PAUSE_S)
+            return
+        self.exchanges.add(exchange)
+        await exchange.ended
+        self.exchanges.remove(exchange)
+        if exchange.failed:
+            await asyncio.sleep(PAUSE_S)
+
+    async def finish(self, tasks: Collection[asyncio.Task[None]]) -> None:
+        """Wait for answers that are due; those that do not come are errors."""
+        self.stopping = True
+        _, late = await asyncio.wait(tasks, timeout=FINISH_S)
+        for exchange in [*self.exchanges]:
+            exchange.fail(f"no answer within {FINISH_S:g} s")
+        for task in late:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+@asynccontextmanager
+async def closed_loop(port: int, prompts: Prompts, connections: int) -> AsyncIterator[Load]:
+    """Keep so many requests under way, each connection asking again when it has its answer."""
+    load = Load(port, prompts)
+
+    async def keep_asking() -> None:
+        while not load.stopping:
+            await load.connect(Asker)
+
+    tasks = [asyncio.create_task(keep_asking()) for _ in range(connections)]
+    try:
+        yield load
+    finally:
+        await load.finish(tasks)
+
+
+@asynccontextmanager
+async def streams(port: int, prompts: Prompts, count: int, over_s: float) -> AsyncIterator[Load]:
+    """Start so many streams, evenly over a time; leaving waits for the end of all."""
+    load = Load(port, prompts)
+
+    async def follow(number: int) -> None:
+        await asyncio.sleep(number * over_s / count)
+        await load.connect(Listener)
+
+    tasks = [asyncio.create_task(follow(number)) for number in range(count)]
+    try:
+        yield load
+    finally:
+        await load.finish(tasks)

@@ -1,0 +1,159 @@
+"""Plays the same load against every side in turns, and keeps what came of it.
+
+Sides take turns within each kind of load, in another order each round, so that a slow minute of
+the machine hits all of them. What a side did before its window opened is warm-up and not counted;
+its errors always are.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+from benchmarks.router.load import Load, Tally, closed_loop, streams
+from benchmarks.router.processes import Memory, cpu_seconds, memory
+from benchmarks.router.prompts import Pace, Prompts
+from benchmarks.router.stage import Side
+from vllm_sched.bench.report import percentile
+
+KIB = 1024
+STREAM_BYTES = KIB
+TAIL_S = 0.5  # streams go on for so long after their window
+
+
+@dataclass(frozen=True)
+class Closed:
+    """Requests under way all the time, so many at once."""
+
+    body_bytes: int
+    connections: int
+
+
+@dataclass(frozen=True)
+class Paced:
+    """Streams that all run at the same time."""
+
+    streams: int
+    gap_ms: int
+    start_s: float  # they start one after the other within this time
+
+
+Kind = Closed | Paced
+
+CHUNKS, MANY_STREAMS, ONE_BY_ONE = "chunks", "streams", "c1"
+LOADS: dict[str, Kind] = {
+    "1kb-c32": Closed(KIB, 32),
+    "1kb-c256": Closed(KIB, 256),
+    "100kb-c32": Closed(100 * KIB, 32),
+    "100kb-c256": Closed(100 * KIB, 256),
+    ONE_BY_ONE: Closed(KIB, 1),
+    CHUNKS: Paced(64, gap_ms=25, start_s=0.025),  # a gap: chunks come evenly
+    MANY_STREAMS: Paced(2000, gap_ms=500, start_s=2.0),
+}
+ONCE = (MANY_STREAMS,)  # the others are played every round
+
+
+@dataclass(frozen=True)
+class Times:
+    """How long things take, in seconds."""
+
+    warm_up: float = 0.4
+    closed: float = 1.2
+    paced: float = 3.0
+
+
+QUICK = Times(warm_up=0.2, closed=0.4, paced=1.0)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What one side did in one window."""
+
+    load: str
+    side: str
+    round: int
+    seconds: float
+    done: int
+    events: int
+    cpu_s: float
+    p50_s: float | None
+    p99_s: float | None
+    most_open: int  # streams at the same time
+    errors: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Results:
+    """All windows, and what the routers held in memory after them."""
+
+    samples: list[Sample]
+    memory: dict[str, Memory]
+
+
+async def measure(
+    sides: Sequence[Side],
+    loads: Sequence[str],
+    rounds: int,
+    times: Times,
+    tell: Callable[[str], None],
+) -> Results:
+    """Play every round; the first side is the bare worker, which no stream is measured on."""
+    samples = []
+    for number in range(1, rounds + 1):
+        for name in loads:
+            if name in ONCE and number < rounds:
+                continue
+            kind = LOADS[name]
+            some = list(sides if isinstance(kind, Closed) else sides[1:])
+            shift = number % len(some) if some else 0
+            for side in some[shift:] + some[:shift]:
+                tell(f"round {number} of {rounds}: {name}, {side.name}")
+                samples.append(await play(side, name, number, times))
+    held = {side.name: memory(pids) for side in sides if (pids := side.pids())}
+    return Results(samples, held)
+
+
+async def play(side: Side, name: str, number: int, times: Times) -> Sample:
+    """Put one load on one side and look at it through a window."""
+    kind = LOADS[name]
+    seconds = times.closed if isinstance(kind, Closed) else times.paced
+    seed = number << 8 | [*LOADS].index(name)
+    gc.collect()  # now rather than in the window, with answers piling up
+    pids = side.pids()
+    async with _loaded(side, kind, seed, times) as load:
+        gc.disable()
+        try:
+            load.tally = Tally()
+            begin, before = time.perf_counter(), cpu_seconds(pids)
+            await asyncio.sleep(seconds)
+            used, took = cpu_seconds(pids) - before, time.perf_counter() - begin
+            tally, load.tally = load.tally, Tally()
+        finally:
+            gc.enable()
+    assert side.pids() == pids  # or else some of the CPU time was not counted
+    return Sample(
+        name, side.name, number, took, tally.done, tally.events, used,
+        percentile(tally.latencies, 50), percentile(tally.latencies, 99),
+        load.most_open, dict(load.errors),
+    )  # fmt: skip
+
+
+@asynccontextmanager
+async def _loaded(side: Side, kind: Kind, seed: int, times: Times) -> AsyncIterator[Load]:
+    """Bring the load up to strength."""
+    if isinstance(kind, Closed):
+        prompts = Prompts(kind.body_bytes, seed=seed)
+        async with closed_loop(side.port, prompts, kind.connections) as load:
+            await asyncio.sleep(times.warm_up)
+            yield load
+        return
+    lasts = kind.start_s + times.warm_up + times.paced + TAIL_S
+    pace = Pace(max(2, round(lasts * 1000 / kind.gap_ms)), kind.gap_ms)
+    prompts = Prompts(STREAM_BYTES, seed=seed, pace=pace)
+    async with streams(side.port, prompts, kind.streams, kind.start_s) as load:
+        await asyncio.sleep(kind.start_s + times.warm_up)
+        yield load

@@ -1,0 +1,223 @@
+"""Workers that cost next to nothing, so that what is measured is the router in front of them.
+
+    python -m benchmarks.router.mock 9001 9002
+
+They speak as much HTTP as routers do: one request at a time on a connection, bodies with a length.
+A completion with `"stream":true` in a body of at most `READ_BYTES` is paced: `max_tokens` events,
+one every so many milliseconds as its text says (`gap-25ms`: routers may drop fields, but not text).
+Larger bodies go by unread.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import functools
+import json
+import re
+import signal
+from collections.abc import Sequence
+from http import HTTPStatus
+from typing import cast
+
+import uvloop
+
+MODEL = "mock"
+MAX_MODEL_LEN = 131_072
+READ_BYTES = 8192
+
+EVENT = (
+    b'data: {"id":"chatcmpl-8f3c61d2a7","object":"chat.completion.chunk","created":1780000000,'
+    b'"model":"mock","choices":[{"index":0,"delta":{"content":" token"},"logprobs":null,'
+    b'"finish_reason":null}]}\n\n'
+)
+DONE = b"data: [DONE]\n\n"
+STREAM_HEAD = (
+    b"HTTP/1.1 200 OK\r\nserver: uvicorn\r\ncontent-type: text/event-stream; charset=utf-8\r\n"
+    b"transfer-encoding: chunked\r\n\r\n"
+)
+END_OF_HEAD = b"\r\n\r\n"
+LENGTH = re.compile(rb"\r\ncontent-length:\s*(\d+)", re.IGNORECASE)
+# One of the routers measured here renames the field.
+MAX_TOKENS = re.compile(rb'"max_(?:completion_)?tokens":\s*(\d+)')
+GAP = re.compile(rb"gap-(\d+)ms")
+STREAM = re.compile(rb'"stream":\s*true')
+COMPLETIONS = (b"POST /v1/chat/completions", b"POST /v1/completions")
+BYTES_PER_TOKEN = 4
+
+
+def chunk(payload: bytes) -> bytes:
+    """Frame one piece of a chunked body."""
+    return b"%x\r\n%b\r\n" % (len(payload), payload)
+
+
+EVENT_CHUNK = chunk(EVENT)
+LAST_CHUNKS = chunk(DONE) + b"0\r\n\r\n"
+
+
+def answer(body: bytes, status: int = 200, kind: bytes = b"application/json") -> bytes:
+    """Frame a whole answer."""
+    phrase = HTTPStatus(status).phrase.encode()
+    head = b"HTTP/1.1 %d %b\r\nserver: uvicorn\r\ncontent-type: %b\r\ncontent-length: %d\r\n\r\n"
+    return head % (status, phrase, kind, len(body)) + body
+
+
+@functools.lru_cache(maxsize=4096)
+def completion(body_bytes: int) -> bytes:
+    """Answer a completion; its usage goes by the size of the request."""
+    prompt = body_bytes // BYTES_PER_TOKEN
+    message = {"role": "assistant", "content": "Sixteen tokens of the very same answer. " * 2}
+    return answer(
+        json.dumps(
+            {
+                "id": "chatcmpl-8f3c61d2a7",
+                "object": "chat.completion",
+                "created": 1780000000,
+                "model": MODEL,
+                "choices": [{"index": 0, "message": message, "finish_reason": "stop"}],
+                "usage": {
+                    "prompt_tokens": prompt,
+                    "completion_tokens": 16,
+                    "total_tokens": prompt + 16,
+                },
+            }
+        ).encode()
+    )
+
+
+@functools.cache
+def gauges() -> bytes:
+    """Make a page of metrics as long as a real worker's; only the first lines matter to anyone."""
+    label = f'{{engine="0",model_name="{MODEL}"}}'
+    lines = [
+        f"vllm:num_requests_running{label} 4.0",
+        f"vllm:num_requests_waiting{label} 0.0",
+        f"vllm:kv_cache_usage_perc{label} 0.05",
+        f"vllm:prompt_tokens_total{label} 1.0e+06",
+        f"vllm:generation_tokens_total{label} 1.0e+06",
+        f"vllm:num_preemptions_total{label} 0.0",
+        'vllm:cache_config_info{block_size="16",engine="0",num_gpu_blocks="262144"} 1.0',
+    ]
+    for number in range(24):
+        name = f"vllm:made_up_{number}_seconds"
+        lines += [f"# HELP {name} Stands for the histograms.", f"# TYPE {name} histogram"]
+        lines += [
+            f'{name}_bucket{{engine="0",le="{2**power / 1000}",model_name="{MODEL}"}} 1000.0'
+            for power in range(20)
+        ]
+        lines += [f"{name}_sum{label} 100.0", f"{name}_count{label} 1000.0"]
+    return answer("\n".join([*lines, ""]).encode(), kind=b"text/plain; version=0.0.4")
+
+
+def fixed(start: bytes) -> bytes:
+    """Answer whatever is not a completion, by the start of its request line."""
+    if start.startswith(b"GET /health "):
+        return answer(b"")
+    if start.startswith(b"GET /metrics "):
+        return gauges()
+    if start.startswith(b"GET /v1/models "):
+        served = {"id": MODEL, "object": "model", "max_model_len": MAX_MODEL_LEN}
+        return answer(json.dumps({"object": "list", "data": [served]}).encode())
+    if start.startswith(b"POST /tokenize "):
+        return answer(b'{"count":256,"max_model_len":%d,"tokens":[]}' % MAX_MODEL_LEN)
+    return answer(b'{"error":{"message":"no such path","code":404}}', 404)
+
+
+class Worker(asyncio.Protocol):
+    """One connection from a router."""
+
+    def __init__(self) -> None:
+        self._transport: asyncio.Transport
+        self._held = b""  # the beginning of a request
+        self._unread = 0  # bytes of a large body still to come
+        self._reply = b""  # given once they have come
+        self._timer: asyncio.TimerHandle | None = None
+        self._due = self._gap_s = 0.0
+        self._events_left = 0
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Keep the transport."""
+        self._transport = cast("asyncio.Transport", transport)  # uvloop's derives from nothing
+
+    def data_received(self, data: bytes) -> None:
+        """Answer every request that is complete."""
+        if self._unread:
+            if len(data) < self._unread:
+                self._unread -= len(data)
+                return
+            data, self._unread = data[self._unread :], 0
+            self._transport.write(self._reply)
+        elif self._held:
+            data = self._held + data
+        while (begin := data.find(END_OF_HEAD)) >= 0:
+            begin += len(END_OF_HEAD)
+            length = int(found[1]) if (found := LENGTH.search(data, 0, begin)) else 0
+            if length > READ_BYTES:
+                self._reply = self._reply_to(data[:64], length)
+                data, self._unread = self._pass_by(data, begin + length)
+            elif len(data) < begin + length:
+                break
+            else:
+                self._serve(data[:64], data[begin : begin + length])
+                data = data[begin + length :]
+        self._held = data
+
+    def _pass_by(self, data: bytes, end: int) -> tuple[bytes, int]:
+        """Split off a large request; return what is after it, or how much of it is missing."""
+        if len(data) < end:
+            return b"", end - len(data)
+        self._transport.write(self._reply)
+        return data[end:], 0
+
+    def _reply_to(self, start: bytes, body_bytes: int) -> bytes:
+        return completion(body_bytes) if start.startswith(COMPLETIONS) else fixed(start)
+
+    def _serve(self, start: bytes, body: bytes) -> None:
+        if start.startswith(COMPLETIONS) and STREAM.search(body):
+            tokens, gap = MAX_TOKENS.search(body), GAP.search(body)
+            self._events_left = int(tokens[1]) if tokens else 16
+            self._gap_s = int(gap[1]) / 1000 if gap else 0.0
+            self._due = asyncio.get_running_loop().time()
+            self._transport.write(STREAM_HEAD)
+            self._beat()
+        else:
+            self._transport.write(self._reply_to(start, len(body)))
+
+    def _beat(self) -> None:
+        """Send one event; the next is due by the clock, however late this one was."""
+        self._timer = None
+        self._events_left -= 1
+        if self._events_left <= 0:
+            self._transport.write(EVENT_CHUNK + LAST_CHUNKS)
+            return
+        self._transport.write(EVENT_CHUNK)
+        self._due += self._gap_s
+        self._timer = asyncio.get_running_loop().call_at(self._due, self._beat)
+
+    def connection_lost(self, error: Exception | None) -> None:  # noqa: ARG002 - asyncio's name
+        """Stop streaming to somebody who left."""
+        if self._timer is not None:
+            self._timer.cancel()
+
+
+async def serve(ports: Sequence[int]) -> None:
+    """Be a worker on each of these ports until told to stop."""
+    loop, stop = asyncio.get_running_loop(), asyncio.Event()
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(signum, stop.set)
+    servers = [await loop.create_server(Worker, "127.0.0.1", p, backlog=4096) for p in ports]
+    await stop.wait()
+    for server in servers:
+        server.close()
+
+
+def main() -> None:
+    """Read the ports and serve."""
+    parser = argparse.ArgumentParser(description="mock vLLM workers")
+    parser.add_argument("ports", type=int, nargs="+")
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(serve(parser.parse_args().ports))
+
+
+if __name__ == "__main__":
+    main()

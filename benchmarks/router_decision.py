@@ -1,0 +1,143 @@
+"""What the router's core costs: CPU per request, and per decision among many workers.
+
+    python -m benchmarks.router_decision
+
+The first figure is a request's whole life in the core: its 1 KB chat body read and sized, placed by
+the adaptive rule with prefix affinity among four workers, its first token, its end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+
+from proxy.core.fleet import Fleet
+from proxy.core.router import Router, RouterSettings
+from proxy.core.routes import Route, find
+from proxy.core.types import Ask, Lease, Outcome, Role, Usage
+from proxy.core.worker import WorkerSpec
+
+MODEL = "tiny"
+ROUNDS = 7
+
+
+def make_router(workers: int) -> Router:
+    """Make half a fleet of short workers and half of long ones."""
+    fleet = Fleet()
+    for i in range(workers):
+        role = Role.LONG if i % 2 else Role.SHORT
+        limit = 65_536 if i % 2 else 8192
+        fleet.add(WorkerSpec(f"w{i}", f"http://w{i}", role, MODEL, limit, max_requests=256))
+        fleet.probe_ok(f"w{i}", 0.0)
+    return Router(RouterSettings(), fleet)
+
+
+def chat_body(number: int, size: int) -> bytes:
+    """Write a chat of some length: a system prompt that all share, a question of its own."""
+    system = "You are a helpful assistant who answers briefly and in plain words. " * 5
+    question = f"Question {number}: " + "why is the sky blue at noon? " * (size // 29)
+    messages = [{"role": "system", "content": system}, {"role": "user", "content": question}]
+    body = {"model": MODEL, "messages": messages, "max_tokens": 128, "stream": True}
+    return json.dumps(body).encode()
+
+
+def cpu_us(work: Callable[[], int]) -> float:
+    """Return the median CPU microseconds of one unit of work."""
+    figures = []
+    for _ in range(ROUNDS):
+        start = time.process_time()
+        units = work()
+        figures.append((time.process_time() - start) / units * 1e6)
+    return statistics.median(figures)
+
+
+def placed(router: Router, ask: Ask, now: float) -> Lease:
+    """Place a request that must find room."""
+    lease = router.submit(ask, now)
+    assert isinstance(lease, Lease), lease
+    return lease
+
+
+def read(router: Router, route: Route, body: bytes) -> Ask:
+    """Read a body that must be sound."""
+    ask = router.read(route, body, b"application/json", "id")
+    assert isinstance(ask, Ask), ask
+    return ask
+
+
+def whole_life(requests: int) -> float:
+    """Measure a request's whole life among four workers, thirty-two at a time."""
+    router, route = make_router(4), find("POST", "/v1/chat/completions")
+    assert isinstance(route, Route)
+    bodies = [chat_body(i, 640) for i in range(512)]
+    usage = Usage(prompt_tokens=230, completion_tokens=128)
+    now = 0.0
+
+    def work() -> int:
+        nonlocal now
+        running: list[Lease] = []
+        for i in range(requests):
+            now += 0.001
+            running.append(placed(router, read(router, route, bodies[i % 512]), now))
+            router.first_token(running[-1], now + 0.02)
+            if len(running) == 32:
+                router.finish(running.pop(0), now + 0.03, Outcome.DONE, usage)
+        for lease in running:
+            router.finish(lease, now, Outcome.DONE, usage)
+        return requests
+
+    return cpu_us(work)
+
+
+def reading(size: int, requests: int) -> float:
+    """Measure the reading of a body alone."""
+    router, route = make_router(4), find("POST", "/v1/chat/completions")
+    assert isinstance(route, Route)
+    body = chat_body(0, size)
+
+    def work() -> int:
+        for _ in range(requests):
+            read(router, route, body)
+        return requests
+
+    return cpu_us(work)
+
+
+def decision(workers: int, decisions: int) -> float:
+    """Measure a placement and its release in a fleet already at work."""
+    router, route = make_router(workers), find("POST", "/v1/chat/completions")
+    assert isinstance(route, Route)
+    now = 0.0
+    for i in range(workers * 8):
+        now += 0.0001
+        lease = placed(router, read(router, route, chat_body(i, 640)), now)
+        router.first_token(lease, now + 0.02)
+    asks = [read(router, route, chat_body(i, 640)) for i in range(512)]
+
+    def work() -> int:
+        nonlocal now
+        for i in range(decisions):
+            now += 0.0001
+            lease = placed(router, asks[i % 512], now)
+            router.finish(lease, now, Outcome.CLIENT_GONE)
+        return decisions
+
+    return cpu_us(work)
+
+
+def main() -> None:
+    """Print the figures."""
+    parser = argparse.ArgumentParser(description="CPU cost of the router's core")
+    parser.add_argument("--requests", type=int, default=5000)
+    requests = parser.parse_args().requests
+    print(f"whole life of a 1 KB chat request, 4 workers: {whole_life(requests):6.1f} us")
+    print(f"placement and release, 1000 workers:          {decision(1000, requests):6.1f} us")
+    print(f"reading a 1 KB body:                          {reading(640, requests):6.1f} us")
+    print(f"reading a 100 KB body:                        {reading(99_000, 500):6.1f} us")
+
+
+if __name__ == "__main__":
+    main()

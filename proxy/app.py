@@ -1,0 +1,243 @@
+"""The router as a process: what it is made of, and how it starts, reloads, drains and stops.
+
+SIGHUP reads the fleet file again. SIGTERM and SIGINT drain; a second one stops at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import uvloop
+
+from proxy.config import FleetConfig, WorkerConfig, load
+from proxy.control.admin import admin_app
+from proxy.control.admin_server import AdminServer
+from proxy.control.metrics import Metrics
+from proxy.control.probe import Prober
+from proxy.control.recent import Recent
+from proxy.core.fleet import Fleet
+from proxy.core.router import Router, RouterSettings
+from proxy.core.types import Role
+from proxy.core.worker import WorkerSpec
+from proxy.errors import ConfigError, Problem, ProxyError
+from proxy.wire.server import Wire
+from proxy.wire.settings import WireSettings
+
+logger = logging.getLogger(__name__)
+
+# What only a start can change.
+BOUND = ("host", "port", "admin")
+INTERRUPTED = 130
+
+
+class App:
+    """A router and its surroundings, from one fleet file."""
+
+    def __init__(self, config: FleetConfig, source: Path | None = None) -> None:
+        self.config = config
+        self.source = source
+        probe = config.router.probe
+        self.fleet = Fleet(down_after=probe.down_after, up_after=probe.up_after)
+        for spec in specs(config):
+            self.fleet.add(spec)
+        self.router = Router(router_settings(config), self.fleet)
+        self.metrics = Metrics(self.router)
+        self.wire = Wire(self.router, wire_settings(config), self.metrics)
+        self.prober = Prober(self.router, probe)
+        self._admin: AdminServer | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def start(self) -> None:
+        """Listen on both ports and begin to probe."""
+        router = self.config.router
+        try:
+            self._admin = AdminServer(admin_app(self), router.admin.host, router.admin.port)
+            await self.wire.start(router.host, router.port)
+        except OSError as error:
+            await self.stop()
+            raise ProxyError(
+                f"the router can't listen: {error}; choose another host or port under `router`"
+            ) from None
+        self._tasks = [
+            asyncio.create_task(self.prober.run(), name="probes"),
+            asyncio.create_task(self._admin.run(), name="admin"),
+        ]
+
+    @property
+    def url(self) -> str:
+        """Where clients find it."""
+        return _url(self.config.router.host, self.wire.port)
+
+    @property
+    def admin_url(self) -> str:
+        """Where operators find it."""
+        admin = self.config.router.admin
+        return _url(admin.host, self._admin.port if self._admin else admin.port)
+
+    @property
+    def recent(self) -> Recent:
+        """The last requests."""
+        return self.metrics.recent
+
+    def add_worker(self, worker: WorkerConfig) -> None:
+        """Take in a worker until the next reload."""
+        self.fleet.add(_spec(worker, self.config))
+
+    def remove_worker(self, name: str) -> None:
+        """Take out a worker until the next reload; its requests in flight finish."""
+        self.fleet.remove(name)
+
+    def reload(self) -> list[str]:
+        """Read the fleet file again; return what will change only with the next start.
+
+        A file that can't be used changes nothing.
+        """
+        if self.source is None:
+            raise ProxyError("this router was not started from a file; there is nothing to reload")
+        config = self._placed(load(self.source))
+        late = [
+            f"router.{name}"
+            for name in BOUND
+            if getattr(config.router, name) != getattr(self.config.router, name)
+        ]
+        self.config = config
+        probe = self.prober.settings = config.router.probe
+        self.fleet.down_after, self.fleet.up_after = probe.down_after, probe.up_after
+        self.router.reconfigure(router_settings(config), specs(config))
+        self.wire.reconfigure(wire_settings(config))
+        logger.info("read %s again: %d workers", self.source, len(self.fleet))
+        if late:
+            logger.warning("%s: the change takes a restart", ", ".join(late))
+        return late
+
+    def _placed(self, config: FleetConfig) -> FleetConfig:
+        """Give workers without a URL the one that they were started with."""
+        known = {worker.name: worker.url for worker in self.config.workers}
+        workers: list[WorkerConfig] = []
+        problems: list[Problem] = []
+        for index, worker in enumerate(config.workers):
+            if worker.url is None and known.get(worker.name) is None:
+                why = "is missing, and a reload starts no worker; give it, or restart"
+                problems.append(Problem(f"workers[{index}].url", why))
+            workers.append(worker.model_copy(update={"url": worker.url or known.get(worker.name)}))
+        if problems:
+            raise ConfigError(str(self.source), problems)
+        return config.model_copy(update={"workers": tuple(workers)})
+
+    async def drain(self) -> None:
+        """Take nothing new, let requests in flight finish, and stop."""
+        await self.wire.drain(self.config.router.drain_s)
+        await self.stop()
+
+    async def stop(self) -> None:
+        """Stop now."""
+        await self.wire.close()
+        for task in self._tasks[:1]:
+            task.cancel()
+        if self._admin is not None:
+            self._admin.stop()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+
+def specs(config: FleetConfig) -> list[WorkerSpec]:
+    """Tell the core of the workers."""
+    return [_spec(worker, config) for worker in config.workers]
+
+
+def _spec(worker: WorkerConfig, config: FleetConfig) -> WorkerSpec:
+    return WorkerSpec(
+        worker.name,
+        worker.url or "",
+        Role(worker.role),
+        config.model_of(worker),
+        worker.stated_max_model_len,
+        worker.max_requests,
+        worker.api_key,
+    )
+
+
+def router_settings(config: FleetConfig) -> RouterSettings:
+    """Tell the core what the file says about routing."""
+    routing, router = config.routing, config.router
+    return RouterSettings(
+        policy=routing.policy,
+        short_limit=routing.short_limit,
+        prefix_affinity=routing.prefix_affinity,
+        tokenize=routing.tokenize,
+        max_attempts=router.retries.attempts,
+        retry_budget=router.retries.budget,
+        queue_requests=router.queue.max_requests,
+        queue_bytes=router.queue.max_bytes,
+        queue_wait_s=router.queue.max_wait_s,
+    )
+
+
+def wire_settings(config: FleetConfig) -> WireSettings:
+    """Tell the data path its limits."""
+    router = config.router
+    return WireSettings(
+        max_body_bytes=router.max_body_bytes,
+        max_header_bytes=router.max_header_bytes,
+        **router.timeouts.model_dump(),
+    )
+
+
+def _url(host: str, port: int) -> str:
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+async def serve(
+    config: FleetConfig,
+    *,
+    source: Path | None = None,
+    on_ready: Callable[[App], None] | None = None,
+) -> int:
+    """Run a router until a signal ends it; return the exit status."""
+    app = App(config, source)
+    loop = asyncio.get_running_loop()
+    asked: list[signal.Signals] = []
+    first, second = asyncio.Event(), asyncio.Event()
+
+    def leave(number: signal.Signals) -> None:
+        (second if asked else first).set()
+        asked.append(number)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, partial(leave, number))
+    loop.add_signal_handler(signal.SIGHUP, partial(_reload, app))
+    await app.start()
+    if on_ready is not None:
+        on_ready(app)
+    await first.wait()
+    logger.info("draining for at most %g s", app.config.router.drain_s)
+    draining = asyncio.ensure_future(app.drain())
+    hurried = asyncio.ensure_future(second.wait())
+    await asyncio.wait((draining, hurried), return_when=asyncio.FIRST_COMPLETED)
+    for task in (draining, hurried):
+        task.cancel()
+    await asyncio.gather(draining, hurried, return_exceptions=True)
+    await app.stop()
+    return INTERRUPTED if asked[0] is signal.SIGINT else 0
+
+
+def _reload(app: App) -> None:
+    try:
+        app.reload()
+    except ProxyError as error:
+        logger.error("the fleet file was not taken:\n%s", error)
+
+
+def run(source: Path, *, config: FleetConfig) -> int:
+    """Run a router in a loop of its own, and say where it is."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+
+    def tell(app: App) -> None:
+        print(f"router {app.url}/v1, admin {app.admin_url}", file=sys.stderr, flush=True)  # noqa: T201
+
+    return uvloop.run(serve(config, source=source, on_ready=tell))

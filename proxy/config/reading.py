@@ -1,0 +1,195 @@
+"""From a file's text to a `FleetConfig`, or to all that is wrong with it at once."""
+
+from __future__ import annotations
+
+import difflib
+import re
+import typing
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from proxy.config.checks import CHECKS, Check, Draft
+from proxy.config.models import Block, FleetConfig, RouterConfig, RoutingConfig, WorkerConfig
+from proxy.config.showing import HIDDEN, is_secret
+from proxy.errors import ConfigError, Problem
+
+LATER_ROLES = ("prefill", "decode")
+LONGEST_VALUE = 60
+MERGE = "tag:yaml.org,2002:merge"
+USER_AND_PASSWORD = re.compile(r"//[^/]*@")
+# Their messages say all; the others gain from knowing what the field is for.
+PLAIN = {"bool_type", "literal_error", "model_type", "string_type", "value_error"}
+# What pydantic calls by Python's names is said in the file's.
+WORDS = {
+    "bool_type": "write true or false",
+    "dict_type": "must be a block of keys and values; {} is an empty one",
+    "extra_forbidden": "is not known here",
+    "float_type": "must be a number",
+    "int_from_float": "must be a whole number",
+    "int_type": "must be a whole number",
+    "missing": "is missing",
+    "model_type": "must be a block of keys and values",
+    "string_pattern_mismatch": "has characters that can't be here",
+    "string_too_short": "is empty; leave it out or give some text",
+    "string_type": 'must be text; put it in quotes, as "..."',
+    "tuple_type": "must be a list",
+}
+
+Some = TypeVar("Some", bound=Block)
+
+
+def load(path: Path, *, also: Sequence[Check] = ()) -> FleetConfig:
+    """Read a fleet file; `also` are checks beyond our own."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        problem = f"is not UTF-8 text (byte {error.start}); save it as such"
+    except OSError as error:
+        problem = f"can't be read: {error.strerror}; check the path and its permissions"
+    else:
+        return parse(text, str(path), also=also)
+    raise ConfigError(str(path), [Problem("", problem)])
+
+
+def parse(text: str, source: str, *, also: Sequence[Check] = ()) -> FleetConfig:
+    """Read a fleet file's text; `source` names it in errors."""
+    try:
+        data = yaml.load(text, Loader=_Loader)  # noqa: S506 - a SafeLoader, see below
+    except yaml.YAMLError as error:
+        raise ConfigError(source, [_bad_yaml(error)]) from None
+    if not isinstance(data, dict):
+        what = "is empty" if data is None else f"is {_value(data)}, not keys and values"
+        raise ConfigError(source, [Problem("", f"{what}; begin with model: and workers:")])
+    problems: list[Problem] = []
+    config = None
+    try:
+        config = FleetConfig.model_validate(data)
+    except ValidationError as error:
+        problems += map(_problem, error.errors(include_url=False))
+    draft = _draft(data)
+    for check in (*CHECKS, *also):
+        problems += check(draft)
+    if problems or config is None:
+        raise ConfigError(source, problems)
+    return config
+
+
+def _draft(data: Mapping[str, Any]) -> Draft:
+    """Keep what is right by itself, so that it can be checked beside the rest."""
+    given = data.get("workers")
+    each = enumerate(given) if isinstance(given, list) else ()
+    workers = {index: _valid(WorkerConfig, raw) for index, raw in each}
+    return Draft(
+        workers={index: worker for index, worker in workers.items() if worker is not None},
+        router=_valid(RouterConfig, data.get("router", {})),
+        routing=_valid(RoutingConfig, data.get("routing", {})),
+    )
+
+
+def _valid(kind: type[Some], raw: object) -> Some | None:
+    try:
+        return kind.model_validate(raw)
+    except ValidationError:
+        return None
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML, in which a key may not come twice: else the first one would go unnoticed."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        seen: set[Hashable] = set()
+        for key_node, _ in node.value:
+            if key_node.tag == MERGE:
+                continue
+            key = self.construct_object(key_node, deep=True)
+            if isinstance(key, Hashable) and key in seen:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"{key!r} comes a second time; keep one", key_node.start_mark
+                )
+            seen.add(key)
+        return super().construct_mapping(node, deep)
+
+
+def _bad_yaml(error: yaml.YAMLError) -> Problem:
+    mark = getattr(error, "problem_mark", None)
+    if mark is None:
+        return Problem("", f"is not YAML: {str(error).splitlines()[0]}")
+    what = getattr(error, "problem", None) or "can't be read"
+    return Problem(f"line {mark.line + 1}, column {mark.column + 1}", f"not YAML: {what}")
+
+
+def _problem(error: ErrorDetails) -> Problem:
+    """Say one of pydantic's complaints in the file's own terms."""
+    location = error["loc"]
+    kind, value = error["type"], error["input"]
+    parent, field = _place(location)
+    what = WORDS.get(kind) or error["msg"].removeprefix("Value error, ").replace("Input s", "s")
+    if kind == "extra_forbidden":
+        return Problem(_path(location), f"{what}; {_nearest(str(location[-1]), parent)}")
+    if kind == "literal_error" and value in LATER_ROLES:
+        what = "comes with the hand-over, not in this version; use short, long or general"
+    said = what if kind == "missing" else f"{_shown(location, value)}: {what}"
+    if parent is not None and field is not None and kind not in PLAIN:
+        info = parent.model_fields[field]
+        said += f" ({info.description})"
+        if isinstance(info.default, (str, int, float)):
+            said += f"; default {info.default}"
+    return Problem(_path(location), said)
+
+
+def _path(location: Sequence[int | str]) -> str:
+    """Write a location as `workers[1].url`."""
+    return "".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in location).lstrip(".")
+
+
+def _place(location: Sequence[int | str]) -> tuple[type[BaseModel] | None, str | None]:
+    """Return the innermost block that a location leads into, and which of its fields it names."""
+    block: type[BaseModel] | None = FleetConfig
+    for depth, part in enumerate(location):
+        if isinstance(part, int):
+            continue
+        if block is None or part not in block.model_fields:
+            return block, None
+        inner = next(_blocks(block.model_fields[part].annotation), None)
+        if inner is None or depth == len(location) - 1:
+            return block, part
+        block = inner
+    return block, None
+
+
+def _blocks(annotation: object) -> Iterator[type[BaseModel]]:
+    """Find the block in `Block | None` or `tuple[Block, ...]`."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for argument in typing.get_args(annotation):
+        yield from _blocks(argument)
+
+
+def _nearest(name: str, block: type[BaseModel] | None) -> str:
+    known = list(block.model_fields) if block else []
+    if close := difflib.get_close_matches(name, known, n=1):
+        return f"did you mean {close[0]}?"
+    return f"leave it out; valid: {', '.join(known)}"
+
+
+def _shown(location: Sequence[int | str], value: object) -> str:
+    if any(is_secret(str(part)) for part in location):
+        return HIDDEN
+    return USER_AND_PASSWORD.sub(f"//{HIDDEN}@", _value(value))
+
+
+def _value(value: object) -> str:
+    """Write a value as the file may have it, cut to a bearable length."""
+    text = repr(value) if isinstance(value, str) else yaml_text(value)
+    return text if len(text) <= LONGEST_VALUE else f"{text[:LONGEST_VALUE]}..."
+
+
+def yaml_text(value: object) -> str:
+    """Write a value on one line of YAML."""
+    text = yaml.safe_dump(value, default_flow_style=True, width=float("inf"))
+    return text.removesuffix("\n").removesuffix("\n...")

@@ -1,0 +1,43 @@
+"""A fleet file as it may be shown to people: defaults filled in, secrets hidden."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from proxy.config.models import FleetConfig
+
+HIDDEN = "***"
+# Names of variables and flags whose value is nobody's business.
+SECRET = re.compile(r"secret|passw|(key|token|credentials?)$", re.IGNORECASE)
+
+
+def is_secret(name: str) -> bool:
+    """Whether a variable or flag of that name holds a secret."""
+    return SECRET.search(name) is not None
+
+
+def shown(config: FleetConfig) -> dict[str, Any]:
+    """Return the whole configuration as plain data."""
+    data = config.model_dump(mode="json")
+    for worker in data["workers"]:
+        if worker["api_key"] is not None:
+            worker["api_key"] = HIDDEN
+        if launch := worker["launch"]:
+            launch["args"] = _without_secrets(launch["args"])
+            launch["env"] = {k: HIDDEN if is_secret(k) else v for k, v in launch["env"].items()}
+    return data
+
+
+def _without_secrets(args: list[str]) -> list[str]:
+    kept: list[str] = []
+    after_secret = False
+    for word in args:
+        flag, equals, _ = word.partition("=")
+        is_flag = word.startswith("--")
+        if is_flag and equals and is_secret(flag):
+            kept.append(f"{flag}={HIDDEN}")
+        else:
+            kept.append(HIDDEN if after_secret and not is_flag else word)
+        after_secret = is_flag and not equals and is_secret(flag)
+    return kept

@@ -1,0 +1,197 @@
+"""The admin API: workers, decisions, configuration; on a port of its own.
+
+Every handler is a coroutine, even where nothing is awaited: the fleet belongs to the event loop,
+and FastAPI runs plain functions in threads.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from http import HTTPStatus
+from typing import Annotated, Any, Protocol
+
+from fastapi import APIRouter, FastAPI, Query
+
+from proxy.config import FleetConfig, WorkerConfig, shown
+from proxy.control.admin_errors import HANDLED, INVALID, AdminError, ErrorAnswer, answer
+from proxy.control.gate import Gate
+from proxy.control.metrics import Metrics
+from proxy.control.recent import KEPT, Entry
+from proxy.control.shapes import (
+    Explanation,
+    Question,
+    Reloaded,
+    Removed,
+    WorkerShown,
+    ask_of,
+    shown_answer,
+    shown_worker,
+)
+from proxy.core.refusals import unknown_model
+from proxy.core.router import Router
+from proxy.core.types import Reason, Role
+from proxy.core.worker import Worker, WorkerSpec
+from proxy.errors import Problem
+
+CHAT = "chat/completions"
+
+
+class AdminState(Protocol):
+    """The running router, as the admin API needs it."""
+
+    @property
+    def router(self) -> Router:
+        """Decisions and workers."""
+
+    @property
+    def metrics(self) -> Metrics:
+        """Counts, and the last requests."""
+
+    @property
+    def config(self) -> FleetConfig:
+        """What the fleet file said when it was read last."""
+
+    def reload(self) -> list[str]:
+        """Read the fleet file again; return what will change only with the next start.
+
+        Raises `ProxyError` if it can't be used, and then nothing has changed.
+        """
+
+
+def admin_app(state: AdminState, clock: Callable[[], float] = time.monotonic) -> FastAPI:
+    """Make the API."""
+    problem = {"model": ErrorAnswer}
+    app = FastAPI(
+        title="vllm-sched router",
+        description="Workers, decisions and configuration of a running router.",
+        responses={"4XX": problem, 422: problem},
+    )
+    app.add_middleware(Gate, host=state.config.router.admin.host)
+    for kind in HANDLED:
+        app.add_exception_handler(kind, answer)
+    app.include_router(worker_routes(state, clock), prefix="/admin/workers", tags=["workers"])
+    app.include_router(decision_routes(state, clock), prefix="/admin", tags=["decisions"])
+    app.include_router(config_routes(state), prefix="/admin", tags=["configuration"])
+    return app
+
+
+def worker_routes(state: AdminState, clock: Callable[[], float]) -> APIRouter:
+    """List, add, drain, remove."""
+    api = APIRouter()
+
+    def find(name: str) -> Worker:
+        if (worker := state.router.fleet.get(name)) is None:
+            raise AdminError(HTTPStatus.NOT_FOUND, "no_such_worker", f"no worker is named {name!r}")
+        return worker
+
+    def drain(name: str, *, draining: bool) -> WorkerShown:
+        worker = find(name)
+        state.router.fleet.drain(name, draining=draining)
+        return shown_worker(worker, clock())
+
+    @api.get("", summary="List the workers")
+    async def workers() -> list[WorkerShown]:
+        now = clock()
+        return [shown_worker(worker, now) for worker in state.router.fleet]
+
+    @api.post("", status_code=HTTPStatus.CREATED, summary="Add a worker")
+    async def add(worker: WorkerConfig) -> WorkerShown:
+        """Add it; it gets requests once it was probed. A reload of the fleet file removes it."""
+        refuse_conflicts(worker, list(state.router.fleet))
+        added = state.router.fleet.add(spec_of(worker, state.config))
+        return shown_worker(added, clock())
+
+    @api.post("/{name}/drain", summary="Give a worker nothing new; what it has, it finishes")
+    async def drain_worker(name: str) -> WorkerShown:
+        return drain(name, draining=True)
+
+    @api.post("/{name}/undrain", summary="Give a worker requests again")
+    async def undrain_worker(name: str) -> WorkerShown:
+        return drain(name, draining=False)
+
+    @api.delete("/{name}", summary="Take a worker out at once; what it has, it finishes")
+    async def remove(name: str) -> Removed:
+        worker = find(name)
+        state.router.fleet.remove(name)
+        return Removed(name=name, requests=worker.requests)
+
+    return api
+
+
+def spec_of(worker: WorkerConfig, config: FleetConfig) -> WorkerSpec:
+    """Say in the core's words what a fleet file, or the API, says of a worker."""
+    return WorkerSpec(
+        name=worker.name,
+        url=worker.url or "",
+        role=Role(worker.role),
+        model=config.model_of(worker),
+        max_model_len=worker.stated_max_model_len,
+        max_requests=worker.max_requests,
+        api_key=worker.api_key,
+    )
+
+
+def refuse_conflicts(worker: WorkerConfig, others: list[Worker]) -> None:
+    """Raise where a worker can't join the others."""
+    problems = []
+    if worker.url is None:
+        problems.append(Problem("url", "is missing; write it as http://host:port"))
+    if worker.launch is not None:
+        problems.append(Problem("launch", "only `vllm-sched up` starts workers; leave it out"))
+    if problems:
+        raise AdminError(INVALID, "invalid", "this worker can't be added", problems)
+    for other in others:
+        if other.name == worker.name or other.url == worker.url:
+            message = f"worker {other.name!r} at {other.url} is in the fleet already"
+            raise AdminError(HTTPStatus.CONFLICT, "conflict", message)
+
+
+def decision_routes(state: AdminState, clock: Callable[[], float]) -> APIRouter:
+    """Show what was decided, and what would be."""
+    api = APIRouter()
+
+    @api.get("/decisions", summary="Show the last requests, newest first")
+    async def decisions(
+        limit: Annotated[int, Query(ge=1, le=KEPT)] = 100,
+        model: str | None = None,
+        worker: str | None = None,
+        reason: Reason | None = None,
+        status: int | None = None,
+    ) -> list[Entry]:
+        chosen = state.metrics.recent.newest(
+            limit, model=model, worker=worker, reason=reason, status=status
+        )
+        return list(chosen)
+
+    @api.post("/explain", summary="Say where a request would go now, and why")
+    async def explain(question: Question) -> Explanation:
+        router = state.router
+        model = question.model or state.config.model
+        if not router.fleet.serves(model):
+            return shown_answer(unknown_model(model, router.fleet.models()))
+        usual = int(router.sizer.learnt(model, CHAT).output)
+        limit = router.settings.short_limit
+        ask = ask_of(question, model, usual_output=usual, short_limit=limit)
+        return shown_answer(router.explain(ask, clock()))
+
+    return api
+
+
+def config_routes(state: AdminState) -> APIRouter:
+    """Show the configuration, and take a new one."""
+    api = APIRouter()
+
+    @api.get("/config", summary="Show the fleet file with its defaults; secrets are hidden")
+    async def config() -> dict[str, Any]:
+        return shown(state.config)
+
+    @api.post("/reload", summary="Read the fleet file again")
+    async def reload() -> Reloaded:
+        """Take what it says, unless anything is wrong in it. Requests in flight are not touched."""
+        late = state.reload()
+        return Reloaded(
+            workers=tuple(worker.name for worker in state.router.fleet), needs_restart=tuple(late)
+        )
+
+    return api

@@ -1,0 +1,50 @@
+"""The admin API on its own port, in the router's event loop."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import uvicorn
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+
+
+class AdminServer:
+    """Listens from the start, so that a port in use is an error of the start."""
+
+    def __init__(self, app: FastAPI, host: str, port: int) -> None:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._socket = socket.create_server((host, port), family=family)
+        self._serves = False
+        self._server = _Server(
+            uvicorn.Config(app, log_config=None, access_log=False, lifespan="off", ws="none")
+        )
+
+    @property
+    def port(self) -> int:
+        """Where it listens."""
+        port: int = self._socket.getsockname()[1]
+        return port
+
+    async def run(self) -> None:
+        """Serve until `stop`."""
+        self._serves = not self._server.should_exit
+        if self._serves:
+            await self._server.serve(sockets=[self._socket])
+
+    def stop(self) -> None:
+        """End `run` soon; answers under way are not waited for."""
+        self._server.should_exit = self._server.force_exit = True
+        if not self._serves:
+            self._socket.close()  # else it is the server's, which has yet to forget it
+
+
+class _Server(uvicorn.Server):
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Leave the signals to the router."""
+        yield

@@ -1,0 +1,57 @@
+"""Who may speak to the admin API.
+
+Listening on loopback keeps other machines out, but not web pages: a page whose name resolves to
+127.0.0.1 is let in by the browser. Such a page's name stands in the Host header, and a page from
+anywhere names itself in Origin. Both must be ours.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from http import HTTPStatus
+from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from proxy.control.admin_errors import error_response
+
+
+class Gate:
+    """Lets in requests to an address, to `localhost`, or to the `host` of the configuration."""
+
+    def __init__(self, app: ASGIApp, host: str) -> None:
+        self._app = app
+        self._names = {"localhost", host.lower()}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on, or refuse it."""
+        if scope["type"] == "http" and (why := self._objection(Headers(scope=scope))):
+            await error_response(HTTPStatus.FORBIDDEN, "forbidden", why)(scope, receive, send)
+            return
+        await self._app(scope, receive, send)
+
+    def _objection(self, headers: Headers) -> str | None:
+        hosts = headers.getlist("host")
+        if len(hosts) != 1 or not self._is_ours(hosts[0]):
+            return "the Host header names somebody else; use the address of the admin API"
+        origin = headers.get("origin")
+        if origin is not None and origin not in (f"http://{hosts[0]}", f"https://{hosts[0]}"):
+            return "the admin API takes no requests from other web pages"
+        return None
+
+    def _is_ours(self, host: str) -> bool:
+        try:
+            name = urlsplit(f"//{host}").hostname or ""
+        except ValueError:
+            return False
+        return name in self._names or is_address(name)
+
+
+def is_address(name: str) -> bool:
+    """Whether it is an IP address: those need no resolving, so nobody else can point them here."""
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True

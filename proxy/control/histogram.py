@@ -1,0 +1,42 @@
+"""A histogram that costs a quarter of a microsecond to feed."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from itertools import accumulate
+
+TTFT_BOUNDS = (
+    0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0,
+    20.0, 40.0, 80.0, 120.0,
+)  # fmt: skip
+GAP_BOUNDS = (
+    0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5,
+    0.75, 1.0, 2.5, 5.0,
+)  # fmt: skip
+DURATION_BOUNDS = (
+    0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 60.0, 120.0, 240.0,
+    600.0, 1800.0,
+)  # fmt: skip
+WAIT_BOUNDS = (
+    0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0,
+)  # fmt: skip
+
+
+class Histogram:
+    """Counts per bucket, and the sum; a value on a bound belongs to the bucket below it."""
+
+    __slots__ = ("bounds", "counts", "total")
+
+    def __init__(self, bounds: tuple[float, ...]) -> None:
+        self.bounds = bounds
+        self.counts = [0] * (len(bounds) + 1)
+        self.total = 0.0
+
+    def observe(self, value: float) -> None:
+        """Count one value."""
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.total += value
+
+    def cumulative(self) -> list[int]:
+        """Count what is at or below each bound, and everything last."""
+        return list(accumulate(self.counts))

@@ -1,0 +1,169 @@
+"""Ask every worker how it is, each second.
+
+Each worker has a task of its own, so one that hangs delays nobody. What counts as health is /health
+alone, and the models when they are asked for: a worker whose /metrics is out of order still serves.
+The models are asked for at first, and whenever the worker may have been started anew.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import aiohttp
+
+from proxy.config import ProbeConfig
+from proxy.control.questions import Models, ProbeError, Questions, open_session
+from proxy.control.worker_metrics import parse
+from proxy.core.types import Gauges
+from proxy.core.worker import Worker
+
+if TYPE_CHECKING:
+    from proxy.core.router import Router
+
+logger = logging.getLogger(__name__)
+
+LOOK_AROUND_S = 0.2  # for workers that were added
+
+
+class Prober:
+    """Watches all workers of a router's fleet; `settings` may be replaced at any time."""
+
+    def __init__(
+        self,
+        router: Router,
+        settings: ProbeConfig,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.fleet = router.fleet
+        self.settings = settings
+        self.clock = clock
+
+    async def run(self) -> None:
+        """Probe until cancelled."""
+        watches: dict[Worker, asyncio.Task[None]] = {}
+        async with open_session() as session:
+            try:
+                while True:
+                    watches = {w: task for w, task in watches.items() if not task.done()}
+                    for worker in self.fleet:
+                        if worker not in watches:
+                            watches[worker] = asyncio.create_task(self._watch(worker, session))
+                    await asyncio.sleep(LOOK_AROUND_S)
+            finally:
+                for task in watches.values():
+                    task.cancel()
+                await asyncio.gather(*watches.values(), return_exceptions=True)
+
+    async def _watch(self, worker: Worker, session: aiohttp.ClientSession) -> None:
+        watch = Watch(self, worker, session)
+        while watch.of_interest:
+            started = self.clock()
+            await watch.once()
+            # Not in step with each other: a page is parsed on the loop that relays the streams.
+            pause = self.settings.interval_s * random.uniform(0.9, 1.1)
+            await asyncio.sleep(max(pause - (self.clock() - started), 0))
+
+
+class Watch:
+    """One worker under observation."""
+
+    def __init__(self, prober: Prober, worker: Worker, session: aiohttp.ClientSession) -> None:
+        self._prober = prober
+        self._fleet = prober.fleet
+        self._worker = worker
+        self._session = session
+        self._models_known = False
+        self._gauges: Gauges | None = None
+        self._said: str | None = None  # the complaint that was logged last
+
+    @property
+    def of_interest(self) -> bool:
+        """Whether it is still in the fleet; a namesake added later is somebody else."""
+        return self._fleet.get(self._worker.name) is self._worker
+
+    async def once(self) -> None:
+        """Probe it, and tell the fleet."""
+        why = None
+        try:
+            models, gauges = await self._ask()
+        except ProbeError as error:
+            why = str(error)
+        except Exception as error:  # whatever it is, watching must go on
+            logger.exception("worker %s: the probe itself failed", self._worker.name)
+            why = repr(error)
+        if not self.of_interest:
+            return
+        if why is not None:
+            self._failed(why)
+            return
+        self._succeeded(models, gauges)
+
+    async def _ask(self) -> tuple[Models | None, Gauges | None]:
+        """Ask what has to be asked; models are None when they are known already."""
+        spec = self._worker.spec
+        timeout_s = self._prober.settings.timeout_s
+        questions = Questions(self._session, spec.url, spec.api_key, timeout_s)
+        await questions.health()
+        gauges = await self._read_gauges(questions)
+        if restarted(self._gauges, gauges):
+            self._models_known = False
+            # Its cache is as empty as its new process.
+            self._fleet.prefixes.forget(self._worker.index)
+        return (None if self._models_known else await questions.served()), gauges
+
+    async def _read_gauges(self, questions: Questions) -> Gauges | None:
+        try:
+            return parse(await questions.metrics(), self._prober.clock())
+        except ProbeError as error:
+            logger.debug("worker %s: %s", self._worker.name, error)
+            return None
+
+    def _succeeded(self, models: Models | None, gauges: Gauges | None) -> None:
+        name = self._worker.name
+        self._models_known = True
+        if models is not None:
+            self._take(models)
+        if gauges:
+            self._gauges = gauges
+            self._fleet.set_gauges(name, gauges)
+        if self._fleet.probe_ok(name, self._prober.clock()):
+            logger.info("worker %s is up", name)
+            self._said = None
+
+    def _take(self, models: Models) -> None:
+        """Tell the fleet what the worker serves, before it can be given anything."""
+        worker = self._worker
+        if not models:
+            logger.warning("worker %s does not list its models to us: see its api_key", worker.name)
+            return
+        lengths = [length for length in models.values() if length is not None]
+        length = models.get(worker.model) or min(lengths, default=None)
+        self._fleet.set_served(worker.name, models, length)
+        if worker.model not in models:
+            names = ", ".join(models)
+            logger.warning("worker %s serves %s, not %s", worker.name, names, worker.model)
+
+    def _failed(self, why: str) -> None:
+        # It may come back with another model: ask again then.
+        self._models_known = False
+        self._fleet.probe_failed(self._worker.name, self._prober.clock())
+        if not self._worker.up and why != self._said:
+            logger.warning("worker %s is down: %s", self._worker.name, why)
+            self._said = why
+
+
+def restarted(before: Gauges | None, after: Gauges | None) -> bool:
+    """Whether a worker was started anew between two pages: it says so, or its counts fell."""
+    if before is None or after is None:
+        return False
+    if before.extra.get("started") != after.extra.get("started"):
+        return True
+    return (
+        after.prompt_tokens_total < before.prompt_tokens_total
+        or after.generation_tokens_total < before.generation_tokens_total
+    )

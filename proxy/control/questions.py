@@ -1,0 +1,106 @@
+"""What a worker is asked over HTTP, and how little of an answer is believed."""
+
+from __future__ import annotations
+
+from http import HTTPStatus
+from typing import Any
+
+import aiohttp
+import orjson
+
+from proxy.errors import ProxyError
+
+MAX_PAGE_BYTES = 8 << 20
+MAX_MODELS = 1000
+MAX_NAME = 200
+# The worker is alive, but lists its models to nobody, or not to us.
+KEPT_FROM_US = (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN, HTTPStatus.NOT_FOUND)
+
+
+class ProbeError(ProxyError):
+    """A worker that did not answer as a healthy one does; the message says what it did."""
+
+
+Models = dict[str, int | None]  # by name, with the longest context where that is told
+
+
+def open_session() -> aiohttp.ClientSession:
+    """Open a client for all workers: no limit on connections, or a few hung ones block the rest."""
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0),
+        cookie_jar=aiohttp.DummyCookieJar(),
+        # Nor would we want to unpack a bomb.
+        headers={"Accept-Encoding": "identity"},
+        auto_decompress=False,
+    )
+
+
+class Questions:
+    """Those for one worker."""
+
+    def __init__(
+        self, session: aiohttp.ClientSession, url: str, api_key: str | None, timeout_s: float
+    ) -> None:
+        self._session = session
+        self._url = url
+        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self._timeout = aiohttp.ClientTimeout(total=timeout_s)
+
+    async def health(self) -> None:
+        """Raise unless /health is 200."""
+        status, _ = await self._get("/health")
+        if status != HTTPStatus.OK:
+            raise ProbeError(f"GET /health: status {status}")
+
+    async def metrics(self) -> bytes:
+        """Fetch /metrics."""
+        status, page = await self._get("/metrics")
+        if status != HTTPStatus.OK:
+            raise ProbeError(f"GET /metrics: status {status}")
+        return page
+
+    async def served(self) -> Models:
+        """Read /v1/models; nothing if that is not for us."""
+        status, body = await self._get("/v1/models")
+        if status in KEPT_FROM_US:
+            return {}
+        if status != HTTPStatus.OK:
+            raise ProbeError(f"GET /v1/models: status {status}")
+        return read_models(body)
+
+    async def _get(self, path: str) -> tuple[int, bytes]:
+        try:
+            async with self._session.get(
+                self._url + path,
+                headers=self._headers,
+                timeout=self._timeout,
+                allow_redirects=False,
+            ) as answer:
+                body = bytearray()
+                async for chunk in answer.content.iter_any():
+                    body += chunk
+                    if len(body) > MAX_PAGE_BYTES:
+                        raise ProbeError(f"GET {path}: more than {MAX_PAGE_BYTES} bytes")
+                return answer.status, bytes(body)
+        except TimeoutError:
+            raise ProbeError(f"GET {path}: no answer in time") from None
+        except (aiohttp.ClientError, OSError, ValueError) as error:
+            raise ProbeError(f"GET {path}: {error or type(error).__name__}") from None
+
+
+def read_models(body: bytes) -> Models:
+    """Read a list of models; raise if it is none."""
+    models: Models = {}
+    try:
+        cards: Any = orjson.loads(body)["data"]
+        models = {str(card["id"])[:MAX_NAME]: _length(card) for card in cards[:MAX_MODELS]}
+    except (ValueError, TypeError, KeyError, AttributeError):
+        pass
+    if not models:
+        raise ProbeError("GET /v1/models: no list of models")
+    return models
+
+
+def _length(card: dict[str, Any]) -> int | None:
+    length = card.get("max_model_len")
+    return length if type(length) is int and length > 0 else None

@@ -1,0 +1,102 @@
+"""The last requests and where they went, for somebody who asks why."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from proxy.core.types import Ask, Decision, Reason
+
+KEPT = 1000
+# Clients choose ids and models: a thousand huge ones must not be kept.
+MAX_TEXT = 200
+
+
+@dataclass(slots=True)
+class Entry:
+    """One request that was answered."""
+
+    id: str
+    time: float  # when it was answered, seconds since 1970
+    model: str
+    route: str
+    worker: str | None  # None: refused
+    reason: Reason
+    status: int
+    body_bytes: int
+    prompt_tokens: int
+    counted: bool  # whether a worker counted them; else an estimate
+    output_tokens: int | None  # the most it was allowed
+    predicted_ttft_s: float | None  # counted from when it was placed
+    ttft_s: float | None  # counted from its arrival
+    queue_s: float
+    duration_s: float
+
+
+class Recent:
+    """A ring of them; the newest push out the oldest."""
+
+    def __init__(self, kept: int = KEPT, clock: Callable[[], float] = time.time) -> None:
+        self._entries: deque[Entry] = deque(maxlen=kept)
+        self._clock = clock
+
+    def __len__(self) -> int:
+        """Count what is kept."""
+        return len(self._entries)
+
+    def add(
+        self,
+        ask: Ask,
+        decision: Decision | None,
+        reason: Reason,
+        status: int,
+        ttft_s: float | None,
+        duration_s: float,
+        queue_s: float,
+    ) -> None:
+        """Keep an answered request; one that was refused has no decision."""
+        self._entries.append(
+            Entry(
+                id=ask.id[:MAX_TEXT],
+                time=self._clock(),
+                model=ask.model[:MAX_TEXT],
+                route=ask.route,
+                worker=decision.worker.name if decision else None,
+                reason=reason,
+                status=status,
+                body_bytes=ask.body_bytes,
+                prompt_tokens=ask.prompt_tokens,
+                counted=ask.counted,
+                output_tokens=ask.output_tokens,
+                predicted_ttft_s=decision.predicted_ttft_s if decision else None,
+                ttft_s=ttft_s,
+                queue_s=queue_s,
+                duration_s=duration_s,
+            )
+        )
+
+    def newest(
+        self,
+        limit: int,
+        *,
+        model: str | None = None,
+        worker: str | None = None,
+        reason: Reason | None = None,
+        status: int | None = None,
+    ) -> Iterator[Entry]:
+        """Yield up to `limit` entries that match, newest first."""
+        for entry in reversed(self._entries):
+            if limit <= 0:
+                return
+            if model is not None and entry.model != model:
+                continue
+            if worker is not None and entry.worker != worker:
+                continue
+            if reason is not None and entry.reason is not reason:
+                continue
+            if status is not None and entry.status != status:
+                continue
+            limit -= 1
+            yield entry

@@ -1,0 +1,162 @@
+"""What a scrape shows: the counts of `Metrics`, and the state of the router at that moment."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Literal
+
+from prometheus_client import ProcessCollector
+
+from proxy.control.exposition import Family, Page
+from proxy.control.histogram import Histogram
+from proxy.core.worker import Worker
+
+if TYPE_CHECKING:
+    from proxy.control.metrics import Metrics
+
+WORKER = ("worker", "role")
+
+BUILD = Family("proxy_build_info", "gauge", "The router's version; always 1.", ("version",))
+REQUESTS = Family(
+    "proxy_requests",
+    "counter",
+    "Requests answered, by where they went, why, and the status the client got.",
+    ("route", "model", "worker", "reason", "status"),
+)
+RETRIES = Family(
+    "proxy_retries",
+    "counter",
+    "Requests that failed on a worker before its first byte and were sent elsewhere.",
+    ("worker", "why"),
+)
+DECISIONS = Family(
+    "proxy_decisions", "counter", "Decisions of the routing rule.", ("model", "reason")
+)
+QUEUE_REQUESTS = Family("proxy_queue_requests", "gauge", "Requests that wait in the router.")
+QUEUE_BYTES = Family("proxy_queue_bytes", "gauge", "Bytes of the bodies that wait in the router.")
+CLIENTS = Family("proxy_client_connections", "gauge", "Open connections of clients.")
+UPSTREAM = Family(
+    "proxy_upstream_connections", "gauge", "Open connections to workers.", ("worker", "state")
+)
+BYTES_PER_TOKEN = Family(
+    "proxy_bytes_per_token",
+    "gauge",
+    "Bytes of prompt text per token, learnt from usage.",
+    ("model", "route"),
+)
+
+TTFT = Family(
+    "proxy_ttft_seconds",
+    "histogram",
+    "From a request's arrival to its first token, wait in the router included.",
+    ("pool", "model"),
+)
+PREDICTED_TTFT = Family(
+    "proxy_predicted_ttft_seconds",
+    "histogram",
+    "The same as predicted when it was placed, for requests that had a first token.",
+    ("pool", "model"),
+)
+DURATIONS = Family(
+    "proxy_request_duration_seconds",
+    "histogram",
+    "From a request's arrival to the last byte of its answer.",
+    ("pool", "route"),
+)
+WAITS = Family(
+    "proxy_queue_wait_seconds", "histogram", "Time in the router's queue.", ("pool", "model")
+)
+GAPS = Family(
+    "proxy_inter_token_latency_seconds",
+    "histogram",
+    "Time between two events of a stream, as they came from the worker.",
+    ("pool",),
+)
+
+
+def gauge(name: str, text: str) -> Family:
+    """Describe a gauge that each worker has."""
+    return Family(f"proxy_worker_{name}", "gauge", text, WORKER)
+
+
+INFLIGHT = gauge("inflight_requests", "Requests charged to the worker.")
+PREFILL = gauge("prefill_tokens", "Prompt tokens charged that it has yet to prefill.")
+DECODE = gauge("decode_tokens", "Output tokens charged that it has yet to write.")
+KV = gauge("kv_tokens", "Tokens that the requests charged to it may hold in its cache.")
+UP = gauge("up", "Whether its probes succeed.")
+BREAKER = gauge("breaker_open", "Whether requests are kept from it because others failed.")
+DRAINING = gauge("draining", "Whether it is given nothing new.")
+
+process = ProcessCollector(registry=None)
+
+
+def render(metrics: Metrics, *, openmetrics: bool) -> tuple[bytes, str]:
+    """Write all families; return the page and its content type."""
+    page = Page(openmetrics=openmetrics)
+    page.values(BUILD, [((metrics.version,), 1)])
+    _counts(page, metrics)
+    _histograms(page, metrics)
+    _workers(page, list(metrics.router.fleet))
+    _router(page, metrics)
+    _process(page)
+    return page.finish()
+
+
+def _counts(page: Page, metrics: Metrics) -> None:
+    requests: Counter[tuple[str, ...]] = Counter()
+    for (route, model, worker, _, reason, status), series in metrics.requests.items():
+        requests[route, model, worker, reason, str(status)] += series.count
+    page.values(REQUESTS, requests.items())
+    page.values(RETRIES, metrics.retries.items())
+    decisions: Counter[tuple[str, str]] = Counter()
+    for (model, reason), count in metrics.router.decisions.items():
+        decisions[metrics.model_label(model), reason.value] += count
+    page.values(DECISIONS, decisions.items())
+
+
+def _histograms(page: Page, metrics: Metrics) -> None:
+    tables: tuple[tuple[Family, Mapping[tuple[str, str], Histogram]], ...] = (
+        (TTFT, metrics.ttft),
+        (PREDICTED_TTFT, metrics.predicted),
+        (DURATIONS, metrics.durations),
+        (WAITS, metrics.waits),
+    )
+    for family, table in tables:
+        page.histograms(family, table.items())
+    page.histograms(GAPS, (((pool,), gaps) for pool, gaps in metrics.gaps.items()))
+
+
+def _workers(page: Page, workers: list[Worker]) -> None:
+    rows = [((worker.name, worker.role.value), worker) for worker in workers]
+    page.values(INFLIGHT, ((labels, w.requests) for labels, w in rows))
+    page.values(PREFILL, ((labels, w.prefill_tokens) for labels, w in rows))
+    page.values(DECODE, ((labels, w.decode_tokens) for labels, w in rows))
+    page.values(KV, ((labels, w.kv_tokens) for labels, w in rows))
+    page.values(UP, ((labels, w.up) for labels, w in rows))
+    page.values(BREAKER, ((labels, not w.breaker.closed) for labels, w in rows))
+    page.values(DRAINING, ((labels, w.draining) for labels, w in rows))
+
+
+def _router(page: Page, metrics: Metrics) -> None:
+    queue = metrics.router.queue
+    page.values(QUEUE_REQUESTS, [((), len(queue))])
+    page.values(QUEUE_BYTES, [((), queue.bytes)])
+    page.values(CLIENTS, [((), metrics.client_connections)])
+    connections = metrics.upstream_connections()
+    page.values(UPSTREAM, (((worker, state), count) for worker, state, count in connections))
+    page.values(BYTES_PER_TOKEN, _learnt(metrics))
+
+
+def _learnt(metrics: Metrics) -> Iterator[tuple[tuple[str, str], float]]:
+    for route, model in dict.fromkeys((key[0], key[1]) for key in metrics.requests):
+        learnt = metrics.router.sizer.learnt(model, route)
+        if learnt.weight:
+            yield (model, route), round(learnt.bytes_per_token, 3)
+
+
+def _process(page: Page) -> None:
+    for family in process.collect():
+        kind: Literal["counter", "gauge"] = "counter" if family.type == "counter" else "gauge"
+        rows = [((), sample.value) for sample in family.samples]
+        page.values(Family(family.name, kind, family.documentation), rows)

@@ -1,0 +1,153 @@
+"""What the admin API takes and gives, as it stands in its OpenAPI document."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from proxy.core.types import Ask, Decision, Reason, Refusal, Role, Score
+from proxy.core.worker import Worker
+
+State = Literal["starting", "up", "down", "resting", "draining", "drained"]
+
+
+class EngineShown(BaseModel):
+    """What a worker's own /metrics said."""
+
+    age_s: float
+    running: int
+    waiting: int
+    kv_usage: float
+    kv_capacity_tokens: int | None
+
+
+class WorkerShown(BaseModel):
+    """A worker, how it fares, and what is charged to it."""
+
+    name: str
+    url: str
+    role: Role
+    model: str
+    serves: tuple[str, ...]
+    state: State = Field(description="resting: it failed or was busy, and is left alone a while")
+    max_model_len: int | None
+    max_requests: int | None
+    requests: int = Field(description="in flight")
+    prefill_tokens: int
+    decode_tokens: int
+    kv_tokens: int
+    prefill_tokens_per_s: float | None = Field(description="learnt; null until it was")
+    engine: EngineShown | None
+
+
+class Removed(BaseModel):
+    """A worker that was taken out."""
+
+    name: str
+    requests: int = Field(description="still in flight on it; they finish by themselves")
+
+
+class Reloaded(BaseModel):
+    """The fleet after its file was read again."""
+
+    workers: tuple[str, ...]
+    needs_restart: tuple[str, ...] = Field(description="settings that changed, but not yet here")
+
+
+class Question(BaseModel):
+    """A request that is not made: where would it go?"""
+
+    model_config = ConfigDict(extra="forbid")
+
+    prompt_tokens: int = Field(ge=1)
+    max_tokens: int | None = Field(None, ge=1, description="null: the client states none")
+    model: str | None = Field(None, description="null: the fleet's")
+
+
+class Explanation(BaseModel):
+    """Where it would go, or what its client would be told; and what every worker offers."""
+
+    worker: str | None
+    reason: Reason
+    predicted_ttft_s: float | None = None
+    status: int | None = None
+    message: str | None = None
+    retry_after_s: float | None = None
+    scores: tuple[Score, ...]
+
+
+def shown_worker(worker: Worker, now: float) -> WorkerShown:
+    """Describe a worker."""
+    pace, gauges = worker.pace, worker.gauges
+    return WorkerShown(
+        name=worker.name,
+        url=worker.url,
+        role=worker.role,
+        model=worker.model,
+        serves=worker.models,
+        state=state(worker),
+        max_model_len=worker.max_model_len,
+        max_requests=worker.max_requests,
+        requests=worker.requests,
+        prefill_tokens=worker.prefill_tokens,
+        decode_tokens=worker.decode_tokens,
+        kv_tokens=worker.kv_tokens,
+        prefill_tokens_per_s=round(1 / pace.token_s, 1) if pace.prefills else None,
+        engine=gauges
+        and EngineShown(
+            age_s=round(now - gauges.at, 3),
+            running=gauges.running,
+            waiting=gauges.waiting,
+            kv_usage=gauges.kv_usage,
+            kv_capacity_tokens=gauges.kv_capacity_tokens,
+        ),
+    )
+
+
+def state(worker: Worker) -> State:
+    """Name the state of a worker; of several, the one that keeps requests from it longest."""
+    if worker.draining:
+        return "draining" if worker.requests else "drained"
+    if not worker.up:
+        return "down" if worker.probed else "starting"
+    return "up" if worker.breaker.closed else "resting"
+
+
+def shown_answer(answer: Decision | Refusal) -> Explanation:
+    """Describe what became of a question."""
+    if isinstance(answer, Decision):
+        return Explanation(
+            worker=answer.worker.name,
+            reason=answer.reason,
+            predicted_ttft_s=answer.predicted_ttft_s,
+            scores=answer.scores,
+        )
+    return Explanation(
+        worker=None,
+        reason=answer.reason,
+        status=answer.status,
+        message=answer.message,
+        retry_after_s=answer.retry_after_s,
+        scores=answer.scores,
+    )
+
+
+def ask_of(question: Question, model: str, *, usual_output: int, short_limit: int) -> Ask:
+    """Make the ask that such a request would become, were it a chat."""
+    limit = question.max_tokens
+    tokens = question.prompt_tokens
+    ask = Ask(
+        id="explain",
+        route="chat/completions",
+        model=model,
+        body_bytes=0,
+        prompt_tokens=tokens,
+        prompt_error=0,
+        largest_prompt=tokens,
+        output_tokens=limit,
+        expected_output=usual_output if limit is None else min(limit, usual_output),
+        counted=True,
+    )
+    ask.long = ask.budget > short_limit
+    return ask

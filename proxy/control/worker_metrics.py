@@ -1,0 +1,87 @@
+"""Read a worker's /metrics: the few lines that are wanted, found by bytes, nothing else looked at.
+
+A vLLM page is 100 KB and more of histograms, and is read from every worker every second on the
+event loop that relays the streams: a full parser needs 10 ms for it, this one 0.1 ms.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from proxy.core.types import Gauges
+
+# With what ends the name, as longer names begin with these.
+RUNNING = b"vllm:num_requests_running{"
+WAITING = b"vllm:num_requests_waiting{"
+KV_USAGE = b"vllm:kv_cache_usage_perc{"
+CACHE_CONFIG = b"vllm:cache_config_info{"
+PROMPT_TOKENS = b"vllm:prompt_tokens_total{"
+GENERATION_TOKENS = b"vllm:generation_tokens_total{"
+PREEMPTIONS = b"vllm:num_preemptions_total{"
+# Not vLLM's: when the process came up. Told by one that runs a single API server.
+STARTED = b"process_start_time_seconds "
+
+ABSURD = 1e18
+
+BLOCK_SIZE = re.compile(rb'[{,]block_size="(\d{1,9})"')
+NUM_BLOCKS = re.compile(rb'[{,]num_gpu_blocks="(\d{1,12})"')
+
+
+def parse(page: bytes, at: float) -> Gauges | None:
+    """Return what the page says at time `at`; None if it is no vLLM page.
+
+    The engines of a data-parallel worker are summed, their cache usage averaged.
+    """
+    running = values(page, RUNNING)
+    if not running:
+        return None
+    usage = values(page, KV_USAGE)
+    return Gauges(
+        at=at,
+        running=int(sum(running)),
+        waiting=int(sum(values(page, WAITING))),
+        kv_usage=sum(usage) / len(usage) if usage else 0.0,
+        kv_capacity_tokens=capacity(page),
+        prompt_tokens_total=sum(values(page, PROMPT_TOKENS)),
+        generation_tokens_total=sum(values(page, GENERATION_TOKENS)),
+        preemptions_total=sum(values(page, PREEMPTIONS)),
+        extra={"started": started} if (started := sum(values(page, STARTED))) else {},
+    )
+
+
+def lines(page: bytes, start: bytes) -> Iterator[bytes]:
+    """Yield the lines of a metric; they stand together, after its HELP and TYPE."""
+    at = 0 if page.startswith(start) else page.find(b"\n" + start) + 1
+    while page.startswith(start, at):
+        end = page.find(b"\n", at)
+        if end < 0:
+            yield page[at:]
+            return
+        yield page[at:end]
+        at = end + 1
+
+
+def values(page: bytes, start: bytes) -> list[float]:
+    """Return a metric's numbers, one per engine; lines that make no sense are left out."""
+    found = []
+    for line in lines(page, start):
+        # A label's value may hold blanks and braces, what follows the labels never.
+        fields = line[max(line.rfind(b"}") + 1, len(start)) :].split()
+        try:
+            value = float(fields[0])
+        except (IndexError, ValueError):
+            continue
+        if 0 <= value < ABSURD:
+            found.append(value)
+    return found
+
+
+def capacity(page: bytes) -> int | None:
+    """Return how many tokens the KV cache holds, over all engines; None if that is not told."""
+    total = 0
+    for line in lines(page, CACHE_CONFIG):
+        size, blocks = BLOCK_SIZE.search(line), NUM_BLOCKS.search(line)
+        if size and blocks:
+            total += int(size[1]) * int(blocks[1])
+    return total or None

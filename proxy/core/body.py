@@ -1,0 +1,266 @@
+"""How much a request's body asks to be read: bytes of text, and tokens that need no estimate.
+
+It looks at the parsed body once and only at what becomes prompt. Nothing here trusts a type: what
+is not as it should be counts for nothing, and the worker will say 400 in its own words.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+
+from proxy.core.routes import Shape
+
+# What a chat template adds around each message, and once per conversation.
+TOKENS_PER_MESSAGE, TOKENS_PER_CHAT = 4, 3
+# What is not text has no size before it is decoded: usual ones, which `vague` says are guesses.
+IMAGE_TOKENS, AUDIO_TOKENS, VIDEO_TOKENS = 1024, 512, 4096
+# Beyond this no limit is meant, and arithmetic on charges should stay sane.
+MOST = 2**31
+
+JSON = Any
+
+
+@dataclass(slots=True)
+class Extent:
+    """What was found."""
+
+    text: int = 0  # bytes, all prompts together
+    tokens: int = 0  # that need no estimate, all prompts together
+    vague: int = 0  # of those, guessed: images and their like
+    largest_text: int = -1  # of the largest prompt alone; -1 where there is but one
+    largest_tokens: int = 0
+    prompts: int = 1
+    plain: bool = False  # one prompt of text alone, which /tokenize can count
+
+
+def measure(shape: Shape, body: dict[str, JSON]) -> Extent:
+    """Read what matters of a body."""
+    extent = Extent()
+    reader = READERS.get(shape)
+    if reader is not None:
+        reader(extent, body)
+    return extent
+
+
+def count(value: object) -> int | None:
+    """Read a number of tokens as vLLM would; None for what it would refuse or what is absent."""
+    if type(value) is int:
+        return min(value, MOST) if value >= 0 else None
+    if type(value) is float and math.isfinite(value) and value >= 0 and value.is_integer():
+        return int(min(value, MOST))
+    if type(value) is str and value.isascii() and value.isdigit() and len(value) < 20:
+        return min(int(value), MOST)
+    return None
+
+
+def text_bytes(text: str) -> int:
+    """Its length in UTF-8."""
+    return len(text) if text.isascii() else len(text.encode("utf-8", "surrogatepass"))
+
+
+def json_bytes(value: JSON) -> int:
+    """Its length as JSON, as a chat template would print it."""
+    try:
+        return len(orjson.dumps(value))
+    except (TypeError, RecursionError):  # nested deeper than it can print
+        return 0
+
+
+def _conversation(extent: Extent, messages: JSON) -> None:
+    if type(messages) is not list:
+        return
+    extent.tokens += TOKENS_PER_CHAT + TOKENS_PER_MESSAGE * len(messages)
+    text = 0
+    for message in messages:
+        if type(message) is not dict:
+            continue
+        content = message.get("content")
+        if type(content) is str:
+            text += len(content) if content.isascii() else text_bytes(content)
+        elif type(content) is list:
+            _parts(extent, content)
+        if len(message) > 2:  # beyond role and content: tool calls, names, thoughts
+            for key, value in message.items():
+                if key not in ("role", "content"):
+                    text += _loose(value)
+    extent.text += text
+
+
+def _loose(value: JSON) -> int:
+    if type(value) is str:
+        return text_bytes(value)
+    return json_bytes(value) if type(value) in (list, dict) else 0
+
+
+def _parts(extent: Extent, parts: Iterable[JSON]) -> None:
+    for part in parts:
+        if type(part) is str:
+            extent.text += text_bytes(part)
+        elif type(part) is dict:
+            _part(extent, part)
+
+
+def _part(extent: Extent, part: dict[str, JSON]) -> None:
+    text = part.get("text")
+    if type(text) is str:
+        extent.text += text_bytes(text)
+        return
+    kind = part.get("type")
+    kind = kind if type(kind) is str else ""
+    for word, tokens in (("image", IMAGE_TOKENS), ("audio", AUDIO_TOKENS), ("video", VIDEO_TOKENS)):
+        if word in kind:
+            extent.tokens += tokens
+            extent.vague += tokens
+            return
+    inner = part.get("content")  # the result of a tool
+    if type(inner) is list:
+        _parts(extent, inner)
+    else:
+        extent.text += _loose(inner if inner is not None else part)
+
+
+def _chat(extent: Extent, body: dict[str, JSON]) -> None:
+    _conversation(extent, body.get("messages"))
+    system = body.get("system")
+    if system is not None:
+        _parts(extent, system if type(system) is list else [system])
+    tools = body.get("tools")
+    if tools:
+        extent.text += _loose(tools)
+    extent.plain = not extent.vague
+
+
+def _chats(extent: Extent, body: dict[str, JSON]) -> None:
+    conversations = body.get("messages")
+    if type(conversations) is list:
+        _many(extent, conversations, _conversation)
+
+
+def _many(extent: Extent, prompts: list[JSON], read: Callable[[Extent, JSON], None]) -> None:
+    extent.prompts = max(len(prompts), 1)
+    largest, largest_size = Extent(), -1
+    for prompt in prompts:
+        one = Extent()
+        read(one, prompt)
+        extent.text += one.text
+        extent.tokens += one.tokens
+        extent.vague += one.vague
+        size = one.text + 4 * one.tokens
+        if size > largest_size:
+            largest, largest_size = one, size
+    extent.largest_text, extent.largest_tokens = largest.text, largest.tokens
+
+
+def _one(extent: Extent, prompt: JSON) -> None:
+    """Text, token ids, or content in parts."""
+    if type(prompt) is str:
+        extent.text += text_bytes(prompt)
+    elif type(prompt) is list:
+        if prompt and type(prompt[0]) is int:
+            extent.tokens += len(prompt)
+        else:
+            _parts(extent, prompt)
+    elif type(prompt) is dict:
+        _parts(extent, [prompt] if type(prompt.get("content")) is not list else prompt["content"])
+
+
+def _prompt(extent: Extent, prompt: JSON) -> None:
+    if type(prompt) is list and prompt and type(prompt[0]) is not int:
+        if type(prompt[0]) is dict and "role" in prompt[0]:
+            _conversation(extent, prompt)
+        else:
+            _many(extent, prompt, _one)
+    else:
+        _one(extent, prompt)
+
+
+def _completion(extent: Extent, body: dict[str, JSON]) -> None:
+    prompt = body.get("prompt")
+    _prompt(extent, prompt)
+    extent.plain = type(prompt) is str
+
+
+def _input(extent: Extent, body: dict[str, JSON]) -> None:
+    for key in ("input", "messages", "texts", "inputs", "images"):
+        value = body.get(key)
+        if value is None:
+            continue
+        if key == "images" and type(value) is list:
+            extent.tokens += IMAGE_TOKENS * len(value)
+            extent.vague += IMAGE_TOKENS * len(value)
+            extent.largest_text, extent.largest_tokens = 0, IMAGE_TOKENS
+        elif key == "messages":
+            _conversation(extent, value)
+        else:
+            _prompt(extent, value)
+        return
+
+
+def _response(extent: Extent, body: dict[str, JSON]) -> None:
+    items = body.get("input")
+    if type(items) is list:
+        _conversation(extent, items)
+    else:
+        _one(extent, items)
+        extent.tokens += TOKENS_PER_CHAT + TOKENS_PER_MESSAGE
+    extent.text += _loose(body.get("instructions"))
+    if body.get("tools"):
+        extent.text += _loose(body["tools"])
+
+
+def _tokens(extent: Extent, body: dict[str, JSON]) -> None:
+    ids = body.get("token_ids")
+    if type(ids) is list:
+        extent.tokens = len(ids)
+
+
+PAIR_KEYS = (("query", "queries", "data_1", "text_1"), ("documents", "items", "data_2", "text_2"))
+
+
+def _pairs(extent: Extent, body: dict[str, JSON]) -> None:
+    sides: list[list[Extent]] = []
+    for keys in PAIR_KEYS:
+        value = next((body[key] for key in keys if body.get(key) is not None), "")
+        many = type(value) is list and bool(value) and type(value[0]) is not int
+        side = []
+        for prompt in value if many else [value]:
+            one = Extent()
+            _one(one, prompt)
+            side.append(one)
+        sides.append(side)
+    left, right = sides
+    repeats = len(right) if len(left) == 1 else 1  # one query is read again for each document
+    extent.prompts = max(len(right), 1)
+    extent.text = repeats * sum(x.text for x in left) + sum(x.text for x in right)
+    extent.tokens = repeats * sum(x.tokens for x in left) + sum(x.tokens for x in right)
+    extent.vague = repeats * sum(x.vague for x in left) + sum(x.vague for x in right)
+    extent.largest_text = max(x.text for x in left) + max(x.text for x in right)
+    extent.largest_tokens = max(x.tokens for x in left) + max(x.tokens for x in right)
+
+
+def _state(extent: Extent, body: dict[str, JSON]) -> None:
+    for key in ("state", "questions", "instructions"):
+        extent.text += _loose(body.get(key))
+
+
+def _form(extent: Extent, body: dict[str, JSON]) -> None:
+    extent.tokens = extent.vague = AUDIO_TOKENS
+    extent.text = _loose(body.get("prompt"))
+
+
+READERS: dict[Shape, Callable[[Extent, dict[str, JSON]], None]] = {
+    Shape.CHAT: _chat,
+    Shape.CHATS: _chats,
+    Shape.PROMPT: _completion,
+    Shape.INPUT: _input,
+    Shape.RESPONSE: _response,
+    Shape.TOKENS: _tokens,
+    Shape.PAIRS: _pairs,
+    Shape.STATE: _state,
+    Shape.FORM: _form,
+}

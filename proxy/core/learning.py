@@ -1,0 +1,44 @@
+"""What a finished request says of its worker."""
+
+from __future__ import annotations
+
+from proxy.core.fleet import Fleet
+from proxy.core.types import Lease, Outcome, Usage
+
+ENOUGH_STEPS = 4  # fewer say little of a step's time
+FAILED, BUSY, CLIENT_GONE = Outcome.FAILED, Outcome.BUSY, Outcome.CLIENT_GONE
+SLOW_TO_TRUST = 0.1
+
+
+def judge(
+    fleet: Fleet, lease: Lease, now: float, outcome: Outcome, retry_after_s: float | None
+) -> None:
+    """Tell the breaker. Only the trial closes one that is open: others were sent before."""
+    worker = lease.worker
+    if outcome is FAILED or outcome is BUSY:
+        fleet.failed(worker, now, retry_after_s, busy=outcome is BUSY)
+    elif outcome is CLIENT_GONE:
+        if lease.trial:
+            worker.breaker.abandoned()
+    elif lease.trial or worker.breaker.closed:
+        fleet.succeeded(worker)
+
+
+def learn(lease: Lease, now: float, usage: Usage, decoding: int) -> None:
+    """Learn the worker's pace, and how far to trust in its cache."""
+    ask, worker = lease.ask, lease.worker
+    if ask.generates:
+        steps = usage.completion_tokens // max(ask.samples, 1) - 1
+        beside = (lease.decoding_before + decoding) / 2
+        if lease.first_token_at is None:
+            if not ask.stream and steps >= 0:
+                tokens = lease.ahead_tokens + ask.prompt_tokens - lease.decision.cached_tokens
+                whole_s = now - lease.charged_at
+                worker.pace.saw_whole(tokens, lease.behind_long, beside, steps, whole_s, now)
+        elif ask.stream and steps >= ENOUGH_STEPS:
+            worker.pace.saw_steps(beside, (now - lease.first_token_at) / steps, now)
+    if usage.cached_tokens:
+        worker.reports_cache = True
+    if worker.reports_cache and lease.decision.cached_tokens:
+        had = min(usage.cached_tokens / lease.decision.cached_tokens, 1.0)
+        worker.trust += SLOW_TO_TRUST * (had - worker.trust)

@@ -1,0 +1,74 @@
+"""Who may be given a request now; and if nobody, why."""
+
+from __future__ import annotations
+
+from proxy.core import refusals
+from proxy.core.fleet import Fleet
+from proxy.core.pool import HOLDERS
+from proxy.core.prefix import COVERED, deepest
+from proxy.core.routing.view import View
+from proxy.core.traffic import Traffic
+from proxy.core.types import Ask, Refusal
+from proxy.core.worker import Held, Worker
+
+
+def look(
+    fleet: Fleet,
+    ask: Ask,
+    now: float,
+    traffic: Traffic,
+    tried: frozenset[str],
+    *,
+    longs_waiting: bool,
+    explain: bool,
+) -> View:
+    """Gather the workers that may be given a request now, and what they may have cached."""
+    pool = fleet.pool(ask.model)
+    held: Held = []
+    holders: list[Worker] = []
+    if ask.prefix and (matches := fleet.prefixes.matches(ask.prefix)):
+        per_byte = ask.prompt_tokens / ask.prefix_bytes
+        held = [(int(COVERED[blocks] * per_byte), workers) for blocks, workers in matches]
+        if pool.ranked:
+            holders = [fleet.by_index[i] for i in deepest(matches, HOLDERS) if i in fleet.by_index]
+    if ask.pinned:
+        worker = fleet.get(ask.pinned)
+        found = [worker] if worker and worker.up and worker.takes(now) else []
+    else:
+        found = pool.open_to(ask, now, fleet.resting, holders)
+    if tried:
+        found = [worker for worker in found if worker.name not in tried]
+    return View(ask, now, found, pool, traffic, held, longs_waiting, tried, explain)
+
+
+def hopeless(fleet: Fleet, ask: Ask, now: float, tried: frozenset[str]) -> Refusal | None:
+    """Say why waiting would not help; None if it would."""
+    workers = [w for w in fleet.of(ask.model) if w.role.serves_whole and not w.draining]
+    if ask.pinned:
+        workers = [w for w in (fleet.get(ask.pinned),) if w is not None]
+    holders = [w for w in workers if w.may_hold(ask)]
+    if workers and not holders:
+        return refusals.too_long(ask, max(w.limit for w in workers))
+    live = [w for w in holders if w.up]
+    left = [w for w in live if w.name not in tried]
+    if live and not left:
+        return refusals.nobody_left("no other worker can take it")
+    if any(w.breaker.closed or w.breaker.busy for w in left):
+        return None
+    soonest = min((w.breaker.until - now for w in left), default=None)
+    return refusals.no_worker(ask.model, soonest)
+
+
+def note(worker: Worker, ask: Ask, now: float) -> str:
+    """Say why a worker was no candidate."""
+    breaker = worker.breaker
+    reasons = (
+        (not worker.role.serves_whole, "prefills only"),
+        (worker.draining, "draining"),
+        (not worker.up, "down"),
+        (not breaker.lets_pass(now), "busy" if breaker.busy else "failed lately"),
+        (not worker.may_hold(ask), f"too small: holds {worker.limit} tokens"),
+        (not worker.surely_holds(ask), f"may be too small: holds {worker.limit} tokens"),
+        (worker.full, "full"),
+    )
+    return next((text for holds, text in reasons if holds), "")

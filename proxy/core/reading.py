@@ -1,0 +1,139 @@
+"""From the bytes of a request to what the router must know of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import orjson
+
+from proxy.core import refusals
+from proxy.core.fleet import Fleet
+from proxy.core.forms import form_fields
+from proxy.core.routes import Route, Shape
+from proxy.core.sizing import Sizer
+from proxy.core.types import Ask, Refusal
+from proxy.core.worker import Worker
+
+# The key where each kind of body begins its prompt. A quote inside a JSON string is escaped, so
+# that these bytes are found nowhere but at a key (or a string of that very text, which is as good).
+PROMPT_KEYS = {
+    Shape.CHAT: b'"messages"',
+    Shape.PROMPT: b'"prompt"',
+    Shape.RESPONSE: b'"input"',
+    Shape.TOKENS: b'"token_ids"',
+}
+# By these names they cost a tenth: Python 3.11 looks a member of an enum up in Python.
+EMPTY, FORM, RESPONSE, PROMPT = Shape.EMPTY, Shape.FORM, Shape.RESPONSE, Shape.PROMPT
+KEYS_BEFORE = (b'"tools"', b'"system"', b'"instructions"')
+SHORTEST_BEFORE = 40  # in front of a prompt so near the start there is no other of them
+COUNTED_BYTES = 65_536  # a longer body is not worth sending twice
+MOST_RESPONSES = 10_000  # remembered, of those that workers store
+
+
+class Reader:
+    """Reads requests for one fleet."""
+
+    def __init__(self, fleet: Fleet, sizer: Sizer, short_limit: int) -> None:
+        self.short_limit = short_limit
+        self._fleet = fleet
+        self._sizer = sizer
+        self._responses: dict[str, str] = {}  # and the worker that stores each
+
+    def read(
+        self, route: Route, body: bytes, content_type: bytes, request_id: str, *, hashed: bool
+    ) -> Ask | Refusal:
+        """Read a body: which model, and how large; or say what is wrong with it."""
+        shape = route.shape
+        if shape is EMPTY:
+            return self._by_id(route, request_id)
+        if shape is FORM:
+            fields: Any = form_fields(body, content_type)
+        else:
+            try:
+                fields = orjson.loads(body)
+            except orjson.JSONDecodeError as error:
+                return refusals.bad_request(f"The body is not JSON: {error}")
+            if type(fields) is not dict:
+                return refusals.bad_request("The body must be a JSON object.")
+        model = fields.get("model")
+        if type(model) is not str or not self._fleet.serves(model):
+            model = self._only_model(model)
+            if isinstance(model, Refusal):
+                return model
+        ask = self._sizer.ask(route, model, fields, len(body), request_id)
+        ask.long = ask.budget > self.short_limit
+        if hashed:
+            self._hash(ask, shape, body)
+        if shape is RESPONSE:
+            ask.pinned = self._holder(fields.get("previous_response_id"))
+        return ask
+
+    def _only_model(self, named: object) -> str | Refusal:
+        """Take the fleet's model where none is named; vLLM needs no name either."""
+        known = self._fleet.models()
+        if named is None or named == "":
+            if len(known) == 1:
+                return known[0]
+            return refusals.bad_request("The body must name a `model`.", "model")
+        if type(named) is str:
+            return refusals.unknown_model(named, known)
+        return refusals.bad_request("`model` must be a string.", "model")
+
+    def _by_id(self, route: Route, request_id: str) -> Ask | Refusal:
+        """Ask the worker that stores a response; any other says in its own words that none is."""
+        holder = self._holder(route.response_id)
+        worker = self._fleet.get(holder)
+        model = worker.model if worker else next(iter(self._fleet.models()), "")
+        ask = self._sizer.ask(route, model, {}, 0, request_id)
+        ask.pinned = holder
+        return ask
+
+    def _holder(self, response_id: object) -> str:
+        holder = self._responses.get(response_id, "") if type(response_id) is str else ""
+        return holder if holder in self._fleet else ""
+
+    def remember(self, response_id: str, worker: str) -> None:
+        """Note which worker stores a response; the oldest are forgotten."""
+        responses = self._responses
+        responses[response_id] = worker
+        if len(responses) > MOST_RESPONSES:
+            del responses[next(iter(responses))]
+
+    def _hash(self, ask: Ask, shape: Shape, body: bytes) -> None:
+        start = prompt_start(shape, body)
+        if start >= 0:
+            ask.prefix = self._fleet.prefixes.hashes(ask.model, body, start)
+            ask.prefix_bytes = len(body) - start
+
+    # Counting
+
+    def counter_for(self, ask: Ask) -> Worker | None:
+        """Name the worker whose /tokenize should count an ask; None if the estimate will do."""
+        if not ask.countable or ask.counted or ask.body_bytes > COUNTED_BYTES:
+            return None
+        pool = self._fleet.pool(ask.model)
+        error = ask.prompt_error
+        near = pool.mixed and abs(ask.budget - self.short_limit) <= error
+        if not near and not any(abs(ask.needs - limit) <= error for limit in pool.boundaries):
+            return None
+        well = (worker for worker in pool.members if worker.breaker.closed)
+        return min(well, key=lambda worker: (worker.requests, worker.index), default=None)
+
+    def counted(self, ask: Ask, prompt_tokens: int) -> None:
+        """Take a worker's count."""
+        self._sizer.counted(ask, prompt_tokens)
+        ask.long = ask.budget > self.short_limit
+
+
+def prompt_start(shape: Shape, body: bytes) -> int:
+    """Find where a body's prompt begins; -1 where prefixes are of no use."""
+    key = PROMPT_KEYS.get(shape)
+    if key is None:
+        return -1
+    start = body.find(key)
+    if start > SHORTEST_BEFORE and shape is not PROMPT:
+        for before in KEYS_BEFORE:  # a template prints tools and system first
+            found = body.find(before, 0, start)
+            if found >= 0:
+                start = found
+    return start

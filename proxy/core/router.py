@@ -1,0 +1,275 @@
+"""Which worker serves a request, when, or why none does.
+
+    ask = router.read(route, body, content_type, request_id)
+    answer = router.submit(ask, now)       # a Lease, a Ticket or a Refusal
+    router.first_token(lease, now); router.tokens(lease, 1); ...
+    router.finish(lease, now, outcome, usage)
+    for ticket, answer in router.due(now): ...
+
+Every lease must be finished once, on whichever way out; every ticket ends once, in `due` or by
+`withdraw`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from proxy.core import learning, placing, refusals
+from proxy.core.fleet import Fleet
+from proxy.core.queue import Queue
+from proxy.core.reading import Reader
+from proxy.core.retries import RetryBudget
+from proxy.core.routes import Route
+from proxy.core.routing.registry import rule
+from proxy.core.routing.view import View
+from proxy.core.sizing import Sizer
+from proxy.core.traffic import Traffic
+from proxy.core.types import (
+    Ask,
+    Decision,
+    Lease,
+    Outcome,
+    Reason,
+    Refusal,
+    Role,
+    Score,
+    Ticket,
+    Usage,
+)
+from proxy.core.worker import Worker, WorkerSpec
+
+DONE = Outcome.DONE  # looked up once: see reading.py
+NOBODY: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class RouterSettings:
+    """What the operator chose."""
+
+    policy: str = "adaptive"
+    short_limit: int = 10_000
+    prefix_affinity: bool = True
+    tokenize: bool = True
+    max_attempts: int = 3
+    retry_budget: float = 0.2
+    queue_requests: int = 1024
+    queue_bytes: int = 256 * 2**20
+    queue_wait_s: float = 30.0
+
+
+class Router:
+    """See the module's text."""
+
+    def __init__(self, settings: RouterSettings, fleet: Fleet) -> None:
+        self.settings = settings
+        self.fleet = fleet
+        self.sizer = Sizer()
+        self.prefixes = fleet.prefixes
+        self.queue = Queue(settings.queue_requests, settings.queue_bytes, settings.queue_wait_s)
+        self.decisions: dict[tuple[str, Reason], int] = {}
+        self.draining = False
+        self._reader = Reader(fleet, self.sizer, settings.short_limit)
+        self._rule = rule(settings.policy)
+        self._retries = RetryBudget(settings.retry_budget)
+        self._traffic: dict[str, Traffic] = {}
+        fleet.rank_by(self._rule.rank)
+
+    # Reading
+
+    def read(
+        self, route: Route, body: bytes, content_type: bytes, request_id: str
+    ) -> Ask | Refusal:
+        """Read a request's body."""
+        ask = self._reader.read(
+            route, body, content_type, request_id, hashed=self.settings.prefix_affinity
+        )
+        return self._refused("", ask) if isinstance(ask, Refusal) else ask
+
+    def counter_for(self, ask: Ask) -> Worker | None:
+        """Name the worker whose /tokenize should count an ask; None if the estimate will do."""
+        return self._reader.counter_for(ask) if self.settings.tokenize else None
+
+    def tokenize_body(self, ask: Ask, body: bytes) -> bytes:  # noqa: ARG002
+        """Return what to send to /tokenize: the body itself, whose other fields it ignores."""
+        return body
+
+    def counted(self, ask: Ask, prompt_tokens: int) -> None:
+        """Take a worker's count."""
+        self._reader.counted(ask, prompt_tokens)
+
+    def remember(self, response_id: str, worker: str) -> None:
+        """Note which worker holds a stored response."""
+        self._reader.remember(response_id, worker)
+
+    # Placing
+
+    def submit(
+        self,
+        ask: Ask,
+        now: float,
+        *,
+        tried: frozenset[str] = NOBODY,
+        explain: bool = False,
+    ) -> Lease | Ticket | Refusal:
+        """Place a request, let it wait, or refuse it. `tried` names the workers that failed it."""
+        if self.draining:
+            return self._refused(ask.model, refusals.draining())
+        self.fleet.settle(now)
+        if tried:
+            if (refusal := self._no_retry(ask, now, tried)) is not None:
+                return refusal
+        else:
+            self._retries.earn()
+            self._saw(ask, now)
+        # Whoever waits goes first.
+        if tried or ask.pinned or not self.queue.waiting(ask.model, long=ask.long):
+            lease = self._place(ask, now, tried, explain=explain)
+            if lease is not None:
+                return lease
+        refusal = placing.hopeless(self.fleet, ask, now, tried)
+        if refusal is None and not self.queue.room_for(ask):
+            refusal = refusals.queue_full(self.queue.retry_after_s(now))
+        if refusal is not None:
+            return self._refused(ask.model, refusal)
+        self._count(ask.model, Reason.FLEET_FULL)
+        return self.queue.push(ask, now, tried, explain=explain)
+
+    def withdraw(self, ticket: Ticket, now: float) -> None:  # noqa: ARG002
+        """Take a request out of the queue, because its client left."""
+        self.queue.remove(ticket)
+
+    def due(self, now: float) -> list[tuple[Ticket, Lease | Refusal]]:
+        """Take those out of the queue whose turn or time has come."""
+        if not len(self.queue):
+            return []
+        self.fleet.settle(now)
+
+        def end(ticket: Ticket) -> Lease | Refusal | None:
+            ask = ticket.ask
+            if now >= ticket.deadline:
+                rest_s = self.queue.retry_after_s(now)
+                return self._refused(
+                    ask.model, refusals.waited_too_long(now - ticket.since, rest_s)
+                )
+            lease = self._place(ask, now, ticket.tried, explain=ticket.explain)
+            if lease is not None:
+                return lease
+            refusal = placing.hopeless(self.fleet, ask, now, ticket.tried)
+            return refusal and self._refused(ask.model, refusal)
+
+        return self.queue.leave(end)
+
+    def _no_retry(self, ask: Ask, now: float, tried: frozenset[str]) -> Refusal | None:
+        if len(tried) >= self.settings.max_attempts:
+            why = "it was tried as often as it may be"
+        elif not self._retries.spend(now):
+            why = "too many requests are being retried"
+        else:
+            return None
+        return self._refused(ask.model, refusals.nobody_left(why))
+
+    def _place(self, ask: Ask, now: float, tried: frozenset[str], *, explain: bool) -> Lease | None:
+        view = self._look(ask, now, tried, explain=explain)
+        decision = self._rule.choose(view) if view.candidates else None
+        if decision is None:
+            return None
+        if tried:
+            decision = replace(decision, reason=Reason.RETRY)
+        worker = decision.worker
+        lease = self.fleet.charge(ask, decision, now)
+        if ask.prefix:
+            self.prefixes.record(ask.prefix, worker.index)
+        self._count(ask.model, decision.reason)
+        return lease
+
+    def _look(self, ask: Ask, now: float, tried: frozenset[str], *, explain: bool) -> View:
+        waiting = bool(self.queue.waiting(ask.model, long=True))
+        traffic = self._traffic_of(ask.model)
+        return placing.look(
+            self.fleet, ask, now, traffic, tried, longs_waiting=waiting, explain=explain
+        )
+
+    def _saw(self, ask: Ask, now: float) -> None:
+        traffic = self._traffic_of(ask.model)
+        if not ask.long:
+            traffic.saw_short(now)
+            return
+        paces = [w.pace.token_s for w in self.fleet.of(ask.model) if w.role is not Role.SHORT]
+        traffic.saw_long(now, ask.prompt_tokens * min(paces, default=0.0))
+
+    def _traffic_of(self, model: str) -> Traffic:
+        found = self._traffic.get(model)
+        if found is None:
+            found = self._traffic[model] = Traffic()
+        return found
+
+    # Leases
+
+    def first_token(self, lease: Lease, now: float) -> None:
+        """Note the first token of a stream, or the first byte where nothing is generated."""
+        self.fleet.first_token(lease, now)
+
+    def tokens(self, lease: Lease, count: int) -> None:
+        """Note output tokens."""
+        self.fleet.tokens(lease, count)
+
+    def finish(
+        self,
+        lease: Lease,
+        now: float,
+        outcome: Outcome,
+        usage: Usage | None = None,
+        retry_after_s: float | None = None,
+    ) -> None:
+        """Release what was charged, and learn from how it went."""
+        worker = lease.worker
+        decoding = worker.decoding
+        if not self.fleet.release(lease):
+            return
+        self.queue.freed(now)
+        learning.judge(self.fleet, lease, now, outcome, retry_after_s)
+        if outcome is DONE and usage is not None:
+            self.sizer.learn(lease.ask, usage, now)
+            learning.learn(lease, now, usage, decoding)
+
+    # Telling
+
+    def explain(self, ask: Ask, now: float) -> Decision | Refusal:
+        """Say where a request would go now, with the score of every worker."""
+        self.fleet.settle(now)
+        view = self._look(ask, now, NOBODY, explain=True)
+        decision = self._rule.choose(view) if view.candidates else None
+        scored = {score.worker: score for score in decision.scores} if decision else {}
+        scores = tuple(
+            scored.get(w.name) or Score(w.name, 0.0, note=placing.note(w, ask, now))
+            for w in self.fleet.of(ask.model)
+        )
+        if decision is not None:
+            return replace(decision, scores=scores)
+        if (refusal := placing.hopeless(self.fleet, ask, now, NOBODY)) is None:
+            message = "Every worker that can hold it is full: it would wait in the queue."
+            refusal = Refusal(429, Reason.FLEET_FULL, message)
+        return replace(refusal, scores=scores)
+
+    def _refused(self, model: str, refusal: Refusal) -> Refusal:
+        self._count(model, refusal.reason)
+        return refusal
+
+    def _count(self, model: str, reason: Reason) -> None:
+        key = (model, reason)
+        self.decisions[key] = self.decisions.get(key, 0) + 1
+
+    # Changing
+
+    def reconfigure(self, settings: RouterSettings, workers: Iterable[WorkerSpec]) -> None:
+        """Take a new fleet file: what is learnt of workers that stay is kept."""
+        self.settings = settings
+        self._reader.short_limit = settings.short_limit
+        self._rule = rule(settings.policy)
+        self._retries.share = settings.retry_budget
+        queue = self.queue
+        queue.most, queue.most_bytes = settings.queue_requests, settings.queue_bytes
+        queue.max_wait_s = settings.queue_wait_s
+        self.fleet.rank_by(self._rule.rank)
+        self.fleet.replace(workers)

@@ -1,0 +1,23 @@
+"""The routing rules by name."""
+
+from __future__ import annotations
+
+from proxy.core.routing.adaptive import Adaptive
+from proxy.core.routing.least_loaded import LeastLoaded
+from proxy.core.routing.length import Length
+from proxy.core.routing.round_robin import RoundRobin
+from proxy.core.routing.view import Rule
+
+RULES: dict[str, type[Rule]] = {
+    rule.name: rule for rule in (Adaptive, Length, LeastLoaded, RoundRobin)
+}
+
+
+def rule(name: str) -> Rule:
+    """Make a rule; `ValueError` lists the names there are."""
+    try:
+        return RULES[name]()
+    except KeyError:
+        raise ValueError(
+            f"no routing policy {name!r}; there are: {', '.join(sorted(RULES))}"
+        ) from None

@@ -1,0 +1,71 @@
+"""What a routing rule is shown, and what it must be able to say."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from proxy.core.pool import Pool
+from proxy.core.traffic import Traffic
+from proxy.core.types import Ask, Decision, Reason
+from proxy.core.worker import Held, Worker
+
+WRONG = 2  # the misfit of the other size's pool
+
+SHORT_REASONS = Reason.SHORT_POOL, Reason.GENERAL_POOL, Reason.SPILL_TO_LONG
+LONG_REASONS = Reason.LONG_POOL, Reason.GENERAL_POOL, Reason.SPILL_TO_SHORT
+ONLY_CHOICE = Reason.ONLY_CHOICE
+
+
+@dataclass(slots=True)
+class View:
+    """The moment of one decision."""
+
+    ask: Ask
+    now: float
+    candidates: list[Worker]  # each may be given it now; never empty
+    pool: Pool  # all that is live of the model
+    traffic: Traffic
+    held: Held  # how much of the prompt is cached, and where
+    longs_waiting: bool  # in the router's queue, for this model
+    tried: frozenset[str]
+    explain: bool  # whether somebody wants to see the scores
+
+
+class Rule:
+    """A way to choose. One file each; the registry knows them by name."""
+
+    name: ClassVar[str]
+
+    def choose(self, view: View) -> Decision | None:
+        """Choose a worker, or none: then the request waits."""
+        raise NotImplementedError
+
+    def rank(self, worker: Worker) -> float:
+        """Say where a worker stands in a group too large to be looked at whole; least first."""
+        raise NotImplementedError
+
+
+def reason_for(worker: Worker, view: View) -> Reason:
+    """Say why a worker was right, where its pool and its load decided."""
+    own, general, other = LONG_REASONS if view.ask.long else SHORT_REASONS
+    misfit = worker.misfit[view.ask.long]
+    if not misfit:
+        return own
+    if len(view.candidates) == 1:
+        return ONLY_CHOICE
+    return general if misfit < WRONG else other
+
+
+def own_pool_is_full(view: View) -> bool:
+    """Whether a worker meant for this size is there, well, and merely full."""
+    long = view.ask.long
+    fitting = {group.limit for group in view.pool.holding(view.ask)}
+    return any(
+        worker.misfit[long] < WRONG
+        and worker.limit in fitting
+        and worker.full
+        and worker.breaker.lets_pass(view.now)
+        and worker.name not in view.tried
+        for worker in view.pool.members
+    )

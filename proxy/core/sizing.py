@@ -1,0 +1,166 @@
+"""How many tokens a request will come to, without a tokenizer.
+
+Idea: workers say in `usage` how many tokens a prompt had. Bytes of prompt text over those tokens is
+a steady number per model and kind of request, so an average that forgets, and the average distance
+from it, give an estimate and an error band. What is written is learnt in the same way, for clients
+that state no limit, which most chat clients do not.
+
+Cost: one division per request. How it fails: languages and code mixed under one model widen the
+band, and then more requests near a boundary are counted by a worker; until the first answers come,
+the band is half of the estimate.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from proxy.core.body import count, measure
+from proxy.core.routes import Route, Shape
+from proxy.core.types import Ask, Usage
+
+TOKENS, PROMPT = Shape.TOKENS, Shape.PROMPT  # looked up once: see reading.py
+BYTES_PER_TOKEN = 4.0
+FIRST_BAND, LEAST_BAND, MOST_BAND = 0.5, 0.02, 0.6
+SPREADS = 3.0  # the band is so many mean distances wide, each way
+FORGET = 0.05
+FULL_WEIGHT_BYTES = 2000  # a template's own tokens blur what shorter texts say
+EVERY_S, YOUNG = 0.01, 50
+USUAL_OUTPUT = 256  # until answers tell
+COMPLETION_OUTPUT = 16  # vLLM's own when /v1/completions states none
+MOST_SAMPLES = 4096
+COUNTABLE = ("chat/completions", "completions")
+
+
+@dataclass(slots=True)
+class Learnt:
+    """What usage has taught of one model on one route."""
+
+    bytes_per_token: float = BYTES_PER_TOKEN
+    spread: float = 0.0  # mean distance of single requests from it, as a share
+    weight: float = 0.0  # how much was seen
+    output: float = USUAL_OUTPUT
+    outputs: int = 0
+    at: float = 0.0
+
+    @property
+    def band(self) -> float:
+        """How far off an estimate may be, as a share of it."""
+        band = SPREADS * self.spread + FIRST_BAND / (1.0 + self.weight)
+        return min(max(band, LEAST_BAND), MOST_BAND)
+
+    def see_prompt(self, text_bytes: int, tokens: int) -> None:
+        """Learn from one prompt of known size."""
+        ratio = min(max(text_bytes / tokens, 0.25), 64.0)
+        if self.weight > 4.0:  # one odd prompt must not move it far
+            ratio = min(max(ratio, self.bytes_per_token / 2), self.bytes_per_token * 2)
+        weight = min(text_bytes / FULL_WEIGHT_BYTES, 1.0)
+        self.weight += weight
+        step = max(weight / self.weight, FORGET * weight)
+        off = abs(ratio / self.bytes_per_token - 1.0)
+        if self.weight > weight:  # the first only says where the middle is
+            self.spread += step * (off - self.spread)
+        self.bytes_per_token += step * (ratio - self.bytes_per_token)
+
+    def see_output(self, tokens: float) -> None:
+        """Learn from one finished answer."""
+        self.outputs += 1
+        self.output += max(1.0 / self.outputs, FORGET) * (tokens - self.output)
+
+
+class Sizer:
+    """Estimates sizes, and learns from what workers say."""
+
+    def __init__(self) -> None:
+        self._learnt: dict[tuple[str, str], Learnt] = {}
+
+    def learnt(self, model: str, route: str) -> Learnt:
+        """Show what is known of a model on a route; the models are the fleet's, so few."""
+        key = (model, route)
+        found = self._learnt.get(key)
+        if found is None:
+            found = self._learnt[key] = Learnt()
+        return found
+
+    def ask(
+        self, route: Route, model: str, body: dict[str, Any], body_bytes: int, request_id: str
+    ) -> Ask:
+        """Size a parsed body."""
+        extent = measure(route.shape, body)
+        learnt = self.learnt(model, route.name)
+        per_token = learnt.bytes_per_token
+        prompt = largest = int(extent.text / per_token) + extent.tokens
+        error = int(extent.text / per_token * learnt.band)
+        if extent.largest_text >= 0:
+            largest = int(extent.largest_text / per_token) + extent.largest_tokens
+            error = int(extent.largest_text / per_token * learnt.band)
+        if extent.vague:
+            error += min(extent.vague // 2, largest)
+        output, samples = _output(route, body) if route.generates else (None, 1)
+        # Positional, and the rest set after: this is done for every request.
+        ask = Ask(request_id, route.name, model, body_bytes, prompt, error, largest, output)
+        ask.extra_tokens = extent.tokens
+        ask.text_bytes = 0 if extent.vague else extent.text
+        ask.counted = not error
+        ask.countable = extent.plain and route.name in COUNTABLE
+        if route.generates:
+            usual = learnt.output
+            ask.expected_output = int(usual if output is None or output > usual else output)
+            ask.stream = body.get("stream") in (True, "true")
+            ask.samples = samples * extent.prompts
+        else:
+            ask.generates = False
+        if route.truncates or "truncate_prompt_tokens" in body:
+            _cut(ask, body, extent.prompts)
+        return ask
+
+    def counted(self, ask: Ask, prompt_tokens: int) -> None:
+        """Take a worker's own count of the one prompt of an ask."""
+        ask.prompt_tokens = ask.largest_prompt = prompt_tokens
+        ask.prompt_error = 0
+        ask.counted = True
+
+    def learn(self, ask: Ask, usage: Usage, now: float) -> None:
+        """Learn from an answer's usage; a hundred answers a second say enough."""
+        learnt = self.learnt(ask.model, ask.route)
+        if now - learnt.at < EVERY_S and learnt.outputs > YOUNG:
+            return
+        learnt.at = now
+        tokens = usage.prompt_tokens - ask.extra_tokens
+        if ask.text_bytes and tokens > 0:
+            learnt.see_prompt(ask.text_bytes, tokens)
+        if ask.generates and usage.completion_tokens > 0:
+            learnt.see_output(usage.completion_tokens / max(ask.samples, 1))
+
+
+def _output(route: Route, body: dict[str, Any]) -> tuple[int | None, int]:
+    """Read how much each sample may write, and how many samples each prompt has."""
+    if route.shape is TOKENS:
+        inner = body.get("sampling_params")
+        body = inner if type(inner) is dict else {}
+    output = None
+    for key in ("max_completion_tokens", "max_tokens", "max_output_tokens"):
+        if body.get(key) is not None:
+            output = count(body[key])
+            break
+    else:
+        if route.shape is PROMPT:
+            output = COMPLETION_OUTPUT
+    samples = 1
+    for key in ("n", "best_of"):
+        if key in body:
+            samples = max(samples, min(count(body[key]) or 1, MOST_SAMPLES))
+    return output, samples
+
+
+def _cut(ask: Ask, body: dict[str, Any], prompts: int) -> None:
+    """Heed that the worker cuts prompts off: at so many tokens, or else where its context ends."""
+    most = count(body.get("truncate_prompt_tokens"))
+    if most is None:
+        ask.prompt_error = ask.largest_prompt
+    else:
+        ask.prompt_tokens = min(ask.prompt_tokens, most * prompts)
+        ask.largest_prompt = min(ask.largest_prompt, most)
+        ask.prompt_error = min(ask.prompt_error, most)
+    ask.text_bytes = 0
+    ask.countable = False

@@ -1,0 +1,64 @@
+"""What has been asked lately, per model: the tide that the pools' reserve follows.
+
+Two counts that fade with the same memory: shorts asked, and seconds of prefill that longs brought.
+"""
+
+from __future__ import annotations
+
+from math import exp
+
+MEMORY_S = 20.0
+LATELY = 0.05  # a long counts as late news until so much of it is left: three memories
+
+
+class Traffic:
+    """One model's."""
+
+    __slots__ = ("_at", "_long_s", "_longs", "_shorts")
+
+    def __init__(self) -> None:
+        self._at = 0.0
+        self._shorts = 0.0
+        self._longs = 0.0
+        self._long_s = 0.0
+
+    def _fade(self, now: float) -> None:
+        if now > self._at:
+            left = exp((self._at - now) / MEMORY_S)
+            self._shorts *= left
+            self._longs *= left
+            self._long_s *= left
+            self._at = now
+
+    @property
+    def any_long(self) -> bool:
+        """Whether there ever was a long."""
+        return self._longs > 0.0
+
+    def saw_short(self, now: float) -> None:
+        """Count a short."""
+        self._fade(now)
+        self._shorts += 1.0
+
+    def saw_long(self, now: float, prefill_s: float) -> None:
+        """Count a long, and how long its prefill will keep a worker."""
+        self._fade(now)
+        self._longs += 1.0
+        self._long_s += prefill_s
+
+    def shorts_per_s(self, now: float) -> float:
+        """How often shorts are asked."""
+        self._fade(now)
+        return self._shorts / MEMORY_S
+
+    def long_share(self, now: float) -> float:
+        """How many workers' whole time the longs' prefill takes."""
+        self._fade(now)
+        return self._long_s / MEMORY_S
+
+    def longs_lately(self, now: float) -> bool:
+        """Whether a long came not long ago."""
+        if not self._longs:
+            return False
+        self._fade(now)
+        return self._longs > LATELY

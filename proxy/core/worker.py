@@ -1,0 +1,184 @@
+"""One worker as the router sees it: what it is, how it fares, and what is charged to it."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from proxy.core.breaker import Breaker
+from proxy.core.predict import Pace
+from proxy.core.types import Ask, Gauges, Role
+
+if TYPE_CHECKING:
+    from proxy.core.pool import Group
+
+# Of the predicted wait for prefills ahead, what is left at least while any of them is still about:
+# one that takes longer than predicted has not vanished.
+LEAST_WAIT_SHARE = 0.2
+NO_LIMIT = sys.maxsize
+# How badly a role suits a short and a long, where costs are equal.
+MISFIT = {Role.SHORT: (0, 2), Role.LONG: (2, 0)}
+# So many tokens of a prompt, and a mask of the workers that hold them; the most tokens first.
+Held = list[tuple[int, int]]
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSpec:
+    """What the operator states of a worker."""
+
+    name: str
+    url: str
+    role: Role
+    model: str
+    max_model_len: int | None = None  # None = as the worker says
+    max_requests: int | None = None  # in flight; None = no limit of its own
+    api_key: str | None = field(default=None, repr=False)
+
+
+class Worker:
+    """A worker. Only the fleet changes one."""
+
+    __slots__ = (
+        "bit",
+        "breaker",
+        "decode_tokens",
+        "decoding",
+        "draining",
+        "failed_probes",
+        "free_at",
+        "gauges",
+        "good_probes",
+        "index",
+        "key",
+        "kv_capacity",
+        "kv_tokens",
+        "long_tokens",
+        "max_model_len",
+        "misfit",
+        "models",
+        "most",
+        "name",
+        "pace",
+        "prefill_tokens",
+        "probed",
+        "ranked_in",
+        "reports_cache",
+        "requests",
+        "role",
+        "served",
+        "shut",
+        "spec",
+        "strangers",
+        "strangers_before",
+        "told_max_model_len",
+        "trust",
+        "up",
+    )
+
+    def __init__(self, spec: WorkerSpec, index: int) -> None:
+        self.index = index  # its bit in the prefix index; another's once it is gone
+        self.bit = 1 << index
+        self.name = spec.name
+        self.told_max_model_len: int | None = None  # by its /v1/models
+        self.respecify(spec)
+        self.models: tuple[str, ...] = (spec.model,)
+
+        self.up = False
+        self.probed = False  # until the first probe answers, nothing is known
+        self.draining = False
+        self.good_probes = self.failed_probes = 0  # in a row
+        self.breaker = Breaker()
+        self.pace = Pace()
+        self.gauges: Gauges | None = None
+        self.kv_capacity = 0  # tokens; 0 = not known
+        self.strangers = self.strangers_before = 0  # requests on it that are not the router's
+        self.trust = 1.0  # share of the cached prefix we expected that it really had
+        self.reports_cache = False
+
+        self.requests = 0
+        self.prefill_tokens = 0  # of requests that wait for their first token
+        self.long_tokens = 0  # of those, the longs'
+        self.decode_tokens = 0  # still to be written
+        self.kv_tokens = 0
+        self.decoding = 0  # sequences past their first token
+        self.free_at = 0.0  # when its prefills should be done
+
+        self.served = 0  # when it was last given a request, in requests of the whole fleet
+        self.shut = False  # full, or its breaker is not closed
+        self.ranked_in: tuple[Group, ...] = ()
+        self.key = 0.0  # its place there
+
+    def __repr__(self) -> str:
+        """Name it: what the eye wants in a failing test."""
+        return f"<Worker {self.name} {self.role} {self.requests} requests>"
+
+    def respecify(self, spec: WorkerSpec) -> None:
+        """Take what the operator states."""
+        self.spec = spec
+        self.role = spec.role
+        self.misfit = MISFIT.get(spec.role, (1, 1))
+        self.most = NO_LIMIT if spec.max_requests is None else spec.max_requests
+        self.max_model_len = spec.max_model_len or self.told_max_model_len
+
+    @property
+    def url(self) -> str:
+        """Where it listens."""
+        return self.spec.url
+
+    @property
+    def model(self) -> str:
+        """The name it goes by in the fleet file."""
+        return self.spec.model
+
+    @property
+    def max_requests(self) -> int | None:
+        """How many requests it may have in flight."""
+        return self.spec.max_requests
+
+    @property
+    def live(self) -> bool:
+        """Whether it may be given anything at all."""
+        return self.up and not self.draining and self.role.serves_whole
+
+    @property
+    def limit(self) -> int:
+        """The context that it can hold, as far as is known."""
+        return self.max_model_len or NO_LIMIT
+
+    @property
+    def full(self) -> bool:
+        """Whether it has as many requests as it may."""
+        return self.requests >= self.most
+
+    def takes(self, now: float) -> bool:
+        """Whether it has room and its breaker lets a request pass."""
+        return not self.shut or (self.requests < self.most and self.breaker.lets_pass(now))
+
+    def may_hold(self, ask: Ask) -> bool:
+        """Whether it can hold a request if the estimate is too high by as much as it may be."""
+        return ask.needs - ask.prompt_error <= self.limit
+
+    def surely_holds(self, ask: Ask) -> bool:
+        """Whether it can hold a request even if the estimate is as low as it may be."""
+        return ask.needs + ask.prompt_error <= self.limit
+
+    def cached(self, held: Held) -> int:
+        """Reckon how many tokens of a prompt it has cached."""
+        for tokens, holders in held:
+            if holders & self.bit:
+                return int(tokens * self.trust)
+        return 0
+
+    def wait_s(self, now: float, *, for_long: bool) -> float:
+        """Predict how long the prefills that are charged to it will keep a new one waiting."""
+        pace = self.pace
+        most = pace.token_s * self.prefill_tokens
+        wait = self.free_at - now
+        if wait > most:
+            wait = most
+        elif wait < most * LEAST_WAIT_SHARE:
+            wait = most * LEAST_WAIT_SHARE
+        if self.long_tokens and not for_long:
+            wait -= wait * (1.0 - pace.passing) * self.long_tokens / self.prefill_tokens
+        return wait

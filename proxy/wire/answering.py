@@ -1,0 +1,126 @@
+"""A worker's answer on its way to the client: the head rewritten, the body framed anew.
+
+Nothing is written before the body's first byte is there: until then another worker can still be
+asked, and a stream's head comes long before its first token.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+from proxy.wire.http import EVENT_STREAM, JSON, LAST_CHUNK, status_line
+from proxy.wire.response import NO_CONTENT, NOT_MODIFIED, OK
+from proxy.wire.sse import TAIL, EventStream, usage_in
+
+if TYPE_CHECKING:
+    from proxy.core.types import Decision, Usage
+    from proxy.wire.request import Request
+    from proxy.wire.response import Head
+    from proxy.wire.upstream import Trouble
+
+RESPONSE_ID = re.compile(rb'"id"\s*:\s*"(resp_[^"\\]{1,200})"')
+RESPONSE_ID_BYTES = 4096
+
+
+class Answering:
+    """The answer to one request."""
+
+    __slots__ = (
+        "_chunked",
+        "_head",
+        "_stream",
+        "_tail",
+        "has_begun",
+        "keep_alive",
+        "status",
+        "tokens",
+    )
+
+    def __init__(
+        self, request: Request, head: Head, decision: Decision | None, *, keep_alive: bool
+    ) -> None:
+        self.status = head.status
+        self.keep_alive = keep_alive
+        self.has_begun = False  # the client has part of it
+        self.tokens = 0  # carried by what `take` returned last
+        self._stream: EventStream | None = None
+        self._tail: bytes | None = None  # of a JSON body, where usage will be
+        self._chunked = False
+        self._head = self._compose(request, head, decision)
+        kind = head.special.get(b"content-type", b"")
+        if self.status == OK and b"content-encoding" not in head.special:
+            if kind.startswith(EVENT_STREAM) and head.length is None:
+                self._stream = EventStream()
+            elif kind.startswith(JSON):
+                self._tail = b""
+
+    def take(self, body: bytes, ended: bool) -> bytes:
+        """Take in a piece of body; returns what the client is to be sent, perhaps nothing yet."""
+        stream = self._stream
+        if stream is not None:
+            body = stream.feed(body)
+            self.tokens = stream.tokens
+            if ended:
+                body += stream.rest()
+        elif self._tail is not None:
+            self._tail = (self._tail + body)[-TAIL:]
+        if not self._chunked:
+            data = body
+        elif body:
+            data = b"%x\r\n%b\r\n" % (len(body), body)
+            if ended:
+                data += LAST_CHUNK
+        else:
+            data = LAST_CHUNK if ended else b""
+        if not self.has_begun and (data or ended):
+            self.has_begun = True
+            return self._head + data
+        return data
+
+    def last_words(self, trouble: Trouble) -> bytes | None:
+        """Write the end of an answer whose worker is gone; None if it can only be broken off."""
+        stream = self._stream
+        if stream is None or stream.torn:
+            return None
+        event = stream.error_event("The worker failed while it answered.", f"worker_{trouble}")
+        return b"%x\r\n%b\r\n%b" % (len(event), event, LAST_CHUNK) if self._chunked else event
+
+    def usage(self) -> Usage | None:
+        """Return what the worker says it computed."""
+        if self._stream is not None:
+            return self._stream.usage()
+        return usage_in(self._tail) if self._tail else None
+
+    def response_id(self, body: bytes) -> str | None:
+        """Read the id of a stored response from the first piece of body."""
+        found = RESPONSE_ID.search(body, 0, RESPONSE_ID_BYTES) if self.status == OK else None
+        return found[1].decode("latin-1") if found else None
+
+    def _compose(self, request: Request, head: Head, decision: Decision | None) -> bytes:
+        pieces = [status_line(head.status), *head.lines, b"X-Request-Id: ", request.id, b"\r\n"]
+        if decision is not None and request.head.explain:
+            pieces += (b"X-Route: ", route_header(decision), b"\r\n")
+        if head.length is not None:
+            pieces += (b"Content-Length: ", head.length, b"\r\n")
+        elif head.status not in (NO_CONTENT, NOT_MODIFIED):
+            if request.head.http_1_0:
+                self.keep_alive = False
+            else:
+                self._chunked = True
+                pieces.append(b"Transfer-Encoding: chunked\r\n")
+        if not self.keep_alive:
+            pieces.append(b"Connection: close\r\n")
+        elif request.head.http_1_0:
+            pieces.append(b"Connection: keep-alive\r\n")
+        pieces.append(b"\r\n")
+        return b"".join(pieces)
+
+
+def route_header(decision: Decision) -> bytes:
+    """Write where a request went and why: `s0; reason=short_pool; s0=0.012; l0=0.250 (busy)`."""
+    parts = [decision.worker.name, f"reason={decision.reason}"]
+    for score in decision.scores:
+        note = f" ({score.note})" if score.note else ""
+        parts.append(f"{score.worker}={score.total:.4f}{note}")
+    return "; ".join(parts).encode("ascii", "replace")

@@ -1,0 +1,216 @@
+"""The client's side: one connection, its requests in turn, and what it may not keep us waiting for.
+
+A client that closes its sending half is taken to be gone, as one that closes altogether: nothing
+tells the two apart, and an engine that writes for nobody costs more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import struct
+from collections.abc import Callable
+from math import inf
+from typing import TYPE_CHECKING, cast
+
+from proxy.core import refusals
+from proxy.core.types import Reason, Refusal
+from proxy.wire.http import CONTINUE, RefusedError, refuse
+from proxy.wire.local import local_answer
+from proxy.wire.relay import Exchange
+from proxy.wire.request import Reading, Request, RequestReader
+
+if TYPE_CHECKING:
+    from proxy.wire.server import Wire
+
+# Sent ahead of its turn; beyond that the client has to wait.
+MAX_AHEAD = 256 << 10
+RESET_ON_CLOSE = struct.pack("ii", 1, 0)
+
+
+class ClientConnection(asyncio.Protocol):
+    """One connection of a client."""
+
+    __slots__ = (
+        "_ahead",
+        "_exchange",
+        "_last_words",
+        "_leaving",
+        "_reader",
+        "_reading_paused",
+        "_taking",
+        "_transport",
+        "_waits_for",
+        "_wire",
+        "deadline",
+        "writable",
+        "write",
+    )
+
+    def __init__(self, wire: Wire) -> None:
+        settings = wire.settings
+        self.deadline = inf
+        self.writable = True
+        self.write: Callable[[bytes], None]
+        self._wire = wire
+        self._reader = RequestReader(
+            wire.judge, max_head=settings.max_header_bytes, max_body=settings.max_body_bytes
+        )
+        self._transport: asyncio.Transport
+        self._exchange: Exchange | None = None
+        self._last_words: Refusal | None = None  # to say once what came before is answered
+        self._leaving = False
+        self._taking = False
+        self._reading_paused = False
+        self._ahead = 0
+        self._waits_for = Reading.NOTHING
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Wait for a request."""
+        self._transport = cast("asyncio.Transport", transport)
+        self.write = self._transport.write
+        self._wire.client_came(self)
+        self._rest(self._wire.clock())
+
+    def data_received(self, data: bytes) -> None:
+        """Read requests, and take their turns."""
+        if self._leaving or self._last_words is not None:
+            return
+        try:
+            self._reader.feed(data)
+        except RefusedError as error:
+            self._last_words = error.refusal
+        if self._exchange is None:
+            self._take_turns(self._wire.clock())
+            return
+        self._ahead += len(data)
+        if self._ahead > MAX_AHEAD and not self._reading_paused:
+            self._reading_paused = True
+            self._transport.pause_reading()
+
+    def eof_received(self) -> None:
+        """Take the client for gone; the transport closes itself."""
+        self._gone()
+
+    def connection_lost(self, error: Exception | None) -> None:  # noqa: ARG002
+        """Drop what was done for the client."""
+        self._wire.client_left(self)
+        self._gone()
+
+    def pause_writing(self) -> None:
+        """Take no more from the worker than the client takes from us."""
+        self.writable = False
+        if self._exchange is not None:
+            self.deadline = self._wire.clock() + self._wire.settings.idle_s
+            self._exchange.pause()
+
+    def resume_writing(self) -> None:
+        """Go on."""
+        self.writable = True
+        now = self._wire.clock()
+        if self._exchange is None:
+            self._take_turns(now)
+        else:
+            self.deadline = inf
+            self._exchange.resume(now)
+
+    def done(self, now: float, *, keep_alive: bool) -> None:
+        """Hear from the exchange that its answer is written."""
+        self._exchange = None
+        if keep_alive:
+            self._take_turns(now)
+        else:
+            self.leave(now)
+
+    def break_off(self) -> None:
+        """End an answer that can't be completed, so that no reader can take it for a whole one."""
+        self._leaving = True
+        self._exchange = None
+        # A plain close ends a body whose end is the connection's: as if it were complete.
+        raw = self._transport.get_extra_info("socket")
+        raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET_ON_CLOSE)
+        self._transport.abort()
+
+    def leave(self, now: float) -> None:
+        """Close, once everything written is sent."""
+        self._leaving = True
+        self.deadline = now + self._wire.settings.idle_s
+        self._transport.close()
+
+    def abort(self) -> None:
+        """Close now."""
+        self._transport.abort()
+
+    def expire(self, now: float) -> None:
+        """Act on a deadline that has passed."""
+        if self._leaving or self._exchange is not None:
+            self._transport.abort()
+        elif self._reader.state is Reading.NOTHING:
+            self.leave(now)
+        else:
+            self._part(now, Refusal(408, Reason.BAD_REQUEST, "the request took too long to come"))
+
+    def _take_turns(self, now: float) -> None:
+        """Answer requests that are ready, one after the other."""
+        if self._taking:
+            return
+        self._taking = True
+        ready = self._reader.ready
+        while ready and self._exchange is None and self.writable and not self._leaving:
+            self._answer(now, ready.popleft())
+        self._taking = False
+        if self._exchange is None and not self._leaving and not ready:
+            if self._last_words is not None:
+                self._part(now, self._last_words)
+            else:
+                self._rest(now)
+
+    def _answer(self, now: float, request: Request) -> None:
+        wire, head = self._wire, request.head
+        if not request.id:
+            request.id = wire.new_id()
+        if head.route is not None and not wire.draining:
+            self.deadline = inf
+            self._exchange = Exchange(wire, self, request, head.route)
+            self._exchange.start(now)
+            return
+        keep_alive = head.keep_alive and not wire.draining
+        if head.route is None and head.refusal is None:
+            self.write(local_answer(wire, request, keep_alive=keep_alive))
+        else:
+            refusal = head.refusal or refusals.draining()
+            wire.refused(refusal)
+            bodiless = head.method == "HEAD"
+            self.write(refuse(refusal, request.id, keep_alive=keep_alive, bodiless=bodiless))
+        self.done(now, keep_alive=keep_alive)
+
+    def _rest(self, now: float) -> None:
+        """Wait for more of the client, with the patience that is due to what comes next."""
+        reader, settings = self._reader, self._wire.settings
+        if self._reading_paused:
+            self._reading_paused = False
+            self._transport.resume_reading()
+        self._ahead = 0
+        if reader.state is Reading.HEAD:
+            if self._waits_for is not Reading.HEAD:
+                self.deadline = now + settings.client_header_s
+        else:
+            self.deadline = now + settings.client_idle_s
+            if reader.state is Reading.BODY and reader.awaits_continue:
+                reader.awaits_continue = False
+                self.write(CONTINUE)
+        self._waits_for = reader.state
+
+    def _part(self, now: float, refusal: Refusal) -> None:
+        """Say why, and close; listen a little longer, or the answer may be lost to a reset."""
+        self._leaving = True
+        self._wire.refused(refusal)
+        self.write(refuse(refusal, b"", keep_alive=False))
+        self.deadline = now + self._wire.settings.linger_s
+        self._transport.write_eof()
+
+    def _gone(self) -> None:
+        self._leaving = True
+        exchange, self._exchange = self._exchange, None
+        if exchange is not None:
+            exchange.gone(self._wire.clock())

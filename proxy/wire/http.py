@@ -1,0 +1,144 @@
+"""HTTP as the router speaks it: headers that stay behind, answers of its own, and their errors.
+
+What is ambiguous is refused, not repaired: two servers that read one message differently are how
+requests get smuggled. llhttp, strict as it is by default, refuses most of it; `request` and
+`response` add what it lets pass.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from http import HTTPStatus
+
+import orjson
+
+from proxy.core.types import Reason, Refusal
+
+JSON = b"application/json"
+EVENT_STREAM = b"text/event-stream"
+CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+LAST_CHUNK = b"0\r\n\r\n"
+
+# Headers that are looked at, by whether they pass on as they are. Those of one hop do not (RFC
+# 9110, 7.6.1), nor do those that are written anew: framing, Host, the id.
+REQUEST_HEADERS = {
+    b"accept": True,
+    b"authorization": False,
+    b"connection": False,
+    b"content-length": False,
+    b"content-type": True,
+    b"expect": False,
+    b"host": False,
+    b"http2-settings": False,
+    b"keep-alive": False,
+    b"proxy-authorization": False,
+    b"proxy-connection": False,
+    b"te": False,
+    b"trailer": False,
+    b"transfer-encoding": False,
+    b"upgrade": False,
+    b"x-explain": False,
+    b"x-request-id": False,
+}
+RESPONSE_HEADERS = {
+    b"connection": False,
+    b"content-encoding": True,
+    b"content-length": False,
+    b"content-type": True,
+    b"keep-alive": False,
+    b"proxy-authenticate": False,
+    b"proxy-connection": False,
+    b"retry-after": True,
+    b"te": False,
+    b"trailer": False,
+    b"transfer-encoding": False,
+    b"upgrade": False,
+    b"x-request-id": False,
+    b"x-route": False,
+}
+
+STATUS_LINES = {
+    status.value: b"HTTP/1.1 %d %s\r\n" % (status, status.phrase.encode()) for status in HTTPStatus
+}
+
+
+class RefusedError(Exception):
+    """The end of a connection: who can tell where the next request would start?"""
+
+    def __init__(self, refusal: Refusal) -> None:
+        super().__init__(refusal.message)
+        self.refusal = refusal
+
+
+def malformed(message: str, status: int = 400) -> RefusedError:
+    """Describe what is wrong with a message."""
+    return RefusedError(Refusal(status, Reason.BAD_REQUEST, message))
+
+
+def status_line(status: int) -> bytes:
+    """Return the first line of an answer."""
+    return STATUS_LINES.get(status) or b"HTTP/1.1 %d \r\n" % status
+
+
+def tokens(value: bytes) -> list[bytes]:
+    """Split a header that is a list."""
+    return [token.strip().lower() for token in value.split(b",")]
+
+
+def without(lines: list[bytes], names: Iterable[bytes]) -> list[bytes]:
+    """Leave out headers by name; a header is four pieces: name, colon, value, line end."""
+    drop = frozenset(names)
+    kept = [at for at in range(0, len(lines), 4) if lines[at].lower() not in drop]
+    return [piece for at in kept for piece in lines[at : at + 4]]
+
+
+def error(status: int, message: str, code: str | None = None, param: str | None = None) -> bytes:
+    """Write an error in OpenAI's shape."""
+    body = {"message": message, "type": error_type(status), "param": param, "code": code}
+    return orjson.dumps({"error": body})
+
+
+def error_type(status: int) -> str:
+    """Name the kind of error, as OpenAI does."""
+    if status == HTTPStatus.TOO_MANY_REQUESTS:
+        return "rate_limit_error"
+    if status >= HTTPStatus.INTERNAL_SERVER_ERROR:
+        return "server_error"
+    return "invalid_request_error"
+
+
+def answer(
+    status: int,
+    body: bytes,
+    content_type: bytes = JSON,
+    *,
+    headers: Iterable[tuple[bytes, bytes]] = (),
+    keep_alive: bool = True,
+    bodiless: bool = False,
+) -> bytes:
+    """Write an answer of the router's own; `bodiless` for HEAD."""
+    pieces = [status_line(status)]
+    for name, value in headers:
+        pieces += (name, b": ", value, b"\r\n")
+    if body:
+        pieces += (b"Content-Type: ", content_type, b"\r\n")
+    # HTTP/1.0 must be told that it may go on, HTTP/1.1 that it may not; each ignores the other.
+    pieces.append(b"Connection: keep-alive\r\n" if keep_alive else b"Connection: close\r\n")
+    pieces.append(b"Content-Length: %d\r\n\r\n" % len(body))
+    if not bodiless:
+        pieces.append(body)
+    return b"".join(pieces)
+
+
+def refuse(
+    refusal: Refusal, request_id: bytes, *, keep_alive: bool = True, bodiless: bool = False
+) -> bytes:
+    """Write an answer that says no."""
+    headers = [(b"X-Request-Id", request_id)] if request_id else []
+    if refusal.retry_after_s is not None:
+        headers.append((b"Retry-After", b"%d" % max(1, math.ceil(refusal.retry_after_s))))
+    if refusal.status == HTTPStatus.METHOD_NOT_ALLOWED and refusal.param:
+        headers.append((b"Allow", refusal.param.encode()))
+    body = error(refusal.status, refusal.message, refusal.code, refusal.param)
+    return answer(refusal.status, body, headers=headers, keep_alive=keep_alive, bodiless=bodiless)

@@ -1,0 +1,79 @@
+"""What the router answers itself: that it lives, that it can serve, its models, its counts."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import orjson
+
+from proxy.core.types import Reason, Refusal
+from proxy.wire.http import JSON, answer, refuse
+
+if TYPE_CHECKING:
+    from proxy.core.fleet import Fleet
+    from proxy.wire.request import Request, RequestHead
+    from proxy.wire.server import Wire
+
+PATHS = frozenset(["/health", "/ready", "/v1/models", "/metrics"])
+METHODS = frozenset(["GET", "HEAD"])
+OPENMETRICS = b"application/openmetrics-text"
+
+
+def local_refusal(head: RequestHead) -> Refusal | None:
+    """Refuse other methods than those that read."""
+    if head.method in METHODS:
+        return None
+    message = f"{head.path} takes GET, not {head.method}"
+    return Refusal(405, Reason.UNKNOWN_PATH, message, param="GET, HEAD")
+
+
+def local_answer(wire: Wire, request: Request, *, keep_alive: bool) -> bytes:
+    """Answer a request for one of `PATHS`."""
+    fleet, head = wire.router.fleet, request.head
+    bodiless = head.method == "HEAD"
+    body, content_type = b"", JSON
+    if head.path == "/ready":
+        if wire.draining or not live(fleet):
+            why = "the router is shutting down" if wire.draining else "no worker is up"
+            refusal = Refusal(503, Reason.NO_WORKER, why, retry_after_s=1.0)
+            return refuse(refusal, request.id, keep_alive=keep_alive, bodiless=bodiless)
+    elif head.path == "/v1/models":
+        body = models(fleet)
+    elif head.path == "/metrics":
+        openmetrics = OPENMETRICS in head.special.get(b"accept", b"")
+        body, kind = wire.metrics.render(openmetrics)
+        content_type = kind.encode()
+    headers = [(b"X-Request-Id", request.id)]
+    return answer(
+        200, body, content_type, headers=headers, keep_alive=keep_alive, bodiless=bodiless
+    )
+
+
+def live(fleet: Fleet) -> bool:
+    """Whether anything can be served."""
+    return any(worker.up and not worker.draining for worker in fleet)
+
+
+def models(fleet: Fleet) -> bytes:
+    """List what live workers serve, each model once, with the longest context that one offers."""
+    longest: dict[str, int | None] = {}
+    for worker in fleet:
+        if not worker.up:
+            continue
+        for model in worker.models:
+            limits = [limit for limit in (longest.get(model), worker.max_model_len) if limit]
+            longest[model] = max(limits, default=None)
+    cards: list[dict[str, Any]] = [
+        {
+            "id": model,
+            "object": "model",
+            "created": 0,
+            "owned_by": "vllm",
+            "root": model,
+            "parent": None,
+            "max_model_len": limit,
+            "permission": [],
+        }
+        for model, limit in longest.items()
+    ]
+    return orjson.dumps({"object": "list", "data": cards})

@@ -1,0 +1,343 @@
+"""One request on its way: read, placed, sent to a worker, answered; whatever happens in between.
+
+    start -> (a worker counts tokens) -> (waits in the queue) -> sent -> answering -> done
+                                               ^                  |
+                                               +-- another worker-+  until the client got a byte
+
+Callbacks only: a request costs no task, no timer and no future. Each way out goes through `_books`,
+once; each lease is finished once, each ticket withdrawn or placed.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from proxy.core.types import Decision, Lease, Outcome, Reason, Refusal, Ticket
+from proxy.wire.answering import Answering
+from proxy.wire.counting import TokenCount
+from proxy.wire.http import refuse
+from proxy.wire.upstream import Trouble
+
+if TYPE_CHECKING:
+    from proxy.core.routes import Route
+    from proxy.core.types import Ask
+    from proxy.wire.client import ClientConnection
+    from proxy.wire.request import Request
+    from proxy.wire.response import Head
+    from proxy.wire.server import Wire
+    from proxy.wire.upstream import Pool, WorkerConnection
+
+CLIENT_GONE = 499  # as nginx calls it; in metrics alone
+BAD_GATEWAY, GATEWAY_TIMEOUT = 502, 504
+# What a worker can't do at all is not its failure.
+NOT_IMPLEMENTED, HTTP_VERSION = 501, 505
+TOO_MANY, UNAVAILABLE, SERVER_ERROR = 429, 503, 500
+NONE = "none"
+STORING = "responses"  # the route whose answers may be asked for again
+# Bodies up to this size are sent in one piece with their head.
+SMALL = 1 << 16
+
+
+class Exchange:
+    """One request and its answer."""
+
+    __slots__ = (
+        "_answering",
+        "_ask",
+        "_client",
+        "_count",
+        "_decision",
+        "_first_token_at",
+        "_last_refusal",
+        "_last_token_at",
+        "_lease",
+        "_pool_name",
+        "_queue_s",
+        "_request",
+        "_route",
+        "_started",
+        "_ticket",
+        "_tried",
+        "_wire",
+        "connection",
+    )
+
+    def __init__(
+        self, wire: Wire, client: ClientConnection, request: Request, route: Route
+    ) -> None:
+        self.connection: WorkerConnection | None = None
+        self._wire = wire
+        self._client = client
+        self._request = request
+        self._route = route
+        self._ask: Ask | None = None
+        self._count: TokenCount | None = None
+        self._ticket: Ticket | None = None
+        self._lease: Lease | None = None
+        self._decision: Decision | None = None
+        self._answering: Answering | None = None
+        self._last_refusal: Refusal | None = None  # of another try, while an error passes on
+        self._tried: frozenset[str] = frozenset()
+        self._pool_name = NONE
+        self._started = 0.0
+        self._queue_s = 0.0
+        self._first_token_at: float | None = None
+        self._last_token_at = 0.0
+
+    # To a worker
+
+    def start(self, now: float) -> None:
+        """Read the body, and find out where it goes."""
+        self._started = now
+        self._wire.exchanges.add(self)
+        request, router = self._request, self._wire.router
+        content_type = request.head.special.get(b"content-type", b"")
+        request_id = request.id.decode("latin-1")
+        ask = router.read(self._route, request.body, content_type, request_id)
+        if isinstance(ask, Refusal):
+            self._refuse(now, ask)
+            return
+        self._ask = ask
+        counter = router.counter_for(ask)
+        if counter is None:
+            self._place(now, ask)
+            return
+        self._count = self._wire.count(now, self._counted)
+        pool = self._wire.pools.of(counter)
+        body = router.tokenize_body(ask, request.body)
+        self._count.ask(now, pool, body, pool.authorization or request.head.authorization)
+
+    def _counted(self, now: float, tokens: int | None) -> None:
+        count, ask = self._count, self._ask
+        if count is None or ask is None:
+            return
+        self._count = None
+        self._wire.counting.discard(count)
+        if tokens is not None:
+            self._wire.router.counted(ask, tokens)
+        self._place(now, ask)
+
+    def _place(self, now: float, ask: Ask) -> None:
+        explain = self._request.head.explain
+        placed = self._wire.router.submit(ask, now, tried=self._tried, explain=explain)
+        if isinstance(placed, Ticket):
+            self._wait(placed)
+        else:
+            self.placed(now, placed)
+
+    def _wait(self, ticket: Ticket) -> None:
+        self._ticket = ticket
+        self._wire.queued[ticket] = self
+
+    def placed(self, now: float, placed: Lease | Refusal) -> None:
+        """Go to the worker that has room, or hear that none will."""
+        if (ticket := self._ticket) is not None:
+            self._queue_s += now - ticket.since
+            self._ticket = None
+        if isinstance(placed, Refusal):
+            self._refuse(now, placed)
+            return
+        self._lease = placed
+        self._decision = placed.decision
+        worker = placed.decision.worker
+        self._pool_name = worker.role.value
+        pool = self._wire.pools.of(worker)
+        pool.send(now, self, self._to_worker(pool))
+
+    def _to_worker(self, pool: Pool) -> tuple[bytes, ...]:
+        """Write the request as this worker is to get it."""
+        request, head = self._request, self._request.head
+        body = request.body
+        authorization = pool.authorization or head.authorization
+        own = b"X-Request-Id: %b\r\n\r\n" % request.id
+        if body or head.method != "GET":
+            own = b"Content-Length: %d\r\n%b" % (len(body), own)
+        if len(body) > SMALL:
+            return b"".join((head.start, pool.host, authorization, head.lines, own)), body
+        return (b"".join((head.start, pool.host, authorization, head.lines, own, body)),)
+
+    # From the worker
+
+    def begun(self, now: float, head: Head) -> None:
+        """Pass the answer on, unless it says that another worker should be asked."""
+        status = head.status
+        if (status >= SERVER_ERROR and status not in (NOT_IMPLEMENTED, HTTP_VERSION)) or (
+            status == TOO_MANY
+        ):
+            outcome = Outcome.BUSY if status in (TOO_MANY, UNAVAILABLE) else Outcome.FAILED
+            refusal = self._try_another(now, outcome, Trouble.STATUS, head.retry_after_s)
+            if refusal is None:
+                return
+            self._last_refusal = refusal
+        keep_alive = self._request.head.keep_alive and not self._wire.draining
+        self._answering = Answering(self._request, head, self._decision, keep_alive=keep_alive)
+
+    def received(self, now: float, body: bytes, ended: bool) -> None:
+        """Pass on a piece of the answer."""
+        answering = self._answering
+        if answering is None:
+            return
+        if ended:
+            self.connection = None
+        if not answering.has_begun and (body or ended):
+            self._first_bytes(now, body)
+        data = answering.take(body, ended)
+        if answering.tokens:
+            self._saw_tokens(now, answering.tokens)
+        if data:
+            self._client.write(data)
+        if ended:
+            self._finish(now, answering)
+
+    def lost(self, now: float, trouble: Trouble) -> None:
+        """Try another worker; where the client has part of an answer already, show that it ends."""
+        self.connection = None
+        answering = self._answering
+        if answering is None or not answering.has_begun:
+            self._answering = None
+            refusal = self._last_refusal or self._try_another(now, Outcome.FAILED, trouble)
+            if refusal is None:
+                return
+            if refusal.status == BAD_GATEWAY and trouble is Trouble.TIMEOUT:
+                refusal = _timed_out(refusal)
+            self._refuse(now, refusal)
+            return
+        if self._lease is not None:
+            self._wire.router.finish(self._lease, now, Outcome.FAILED)
+        self._books(now, BAD_GATEWAY)
+        last = answering.last_words(trouble)
+        if last is None:
+            self._client.break_off()
+        else:
+            self._client.write(last)
+            self._client.done(now, keep_alive=False)
+        self._wire.settle(now)
+
+    def _try_another(
+        self,
+        now: float,
+        outcome: Outcome,
+        trouble: Trouble,
+        retry_after_s: float | None = None,
+    ) -> Refusal | None:
+        """Give up on this worker; a refusal if no other is to be asked."""
+        lease, ask, wire = self._lease, self._ask, self._wire
+        if lease is None or ask is None:
+            return self._last_refusal
+        self._lease = None
+        name = lease.worker.name
+        wire.router.finish(lease, now, outcome, None, retry_after_s)
+        self._tried |= {name}
+        placed = wire.router.submit(ask, now, tried=self._tried, explain=self._request.head.explain)
+        if not isinstance(placed, Refusal):
+            wire.metrics.retried(name, trouble.value)
+            connection, self.connection = self.connection, None
+            if connection is not None:
+                connection.drop()
+            if isinstance(placed, Ticket):
+                self._wait(placed)
+            else:
+                self.placed(now, placed)
+        wire.settle(now)
+        return placed if isinstance(placed, Refusal) else None
+
+    def _first_bytes(self, now: float, body: bytes) -> None:
+        """No other worker will be asked from here on."""
+        self._request.body = b""
+        lease, answering = self._lease, self._answering
+        if lease is None or answering is None:
+            return
+        if not lease.ask.generates:
+            self._wire.router.first_token(lease, now)
+        if self._route.name == STORING and (response_id := answering.response_id(body)):
+            self._wire.router.remember(response_id, lease.worker.name)
+
+    def _saw_tokens(self, now: float, tokens: int) -> None:
+        if self._first_token_at is None:
+            self._first_token_at = now
+            if self._lease is not None:
+                self._wire.router.first_token(self._lease, now)
+        else:
+            self._wire.metrics.chunk_gap(self._pool_name, now - self._last_token_at)
+        self._last_token_at = now
+        if self._lease is not None:
+            self._wire.router.tokens(self._lease, tokens)
+
+    # To the client
+
+    def _finish(self, now: float, answering: Answering) -> None:
+        wire, status = self._wire, answering.status
+        if self._lease is not None:
+            refused = 400 <= status < 500
+            outcome = Outcome.REFUSED if refused else Outcome.DONE
+            wire.router.finish(self._lease, now, outcome, answering.usage())
+        self._books(now, status)
+        self._client.done(now, keep_alive=answering.keep_alive)
+        wire.settle(now)
+
+    def _refuse(self, now: float, refusal: Refusal) -> None:
+        keep_alive = self._request.head.keep_alive and not self._wire.draining
+        self._books(now, refusal.status, refusal.reason)
+        self._client.write(refuse(refusal, self._request.id, keep_alive=keep_alive))
+        self._client.done(now, keep_alive=keep_alive)
+
+    def pause(self) -> None:
+        """Take no more from the worker: the client does not keep up."""
+        if self.connection is not None:
+            self.connection.pause()
+
+    def resume(self, now: float) -> None:
+        """Go on."""
+        if self.connection is not None:
+            self.connection.resume(now)
+
+    def gone(self, now: float) -> None:
+        """Stop everything that is done for the client."""
+        wire = self._wire
+        if (count := self._count) is not None:
+            self._count = None
+            wire.counting.discard(count)
+            count.drop()
+        if (ticket := self._ticket) is not None:
+            del wire.queued[ticket]
+            wire.router.withdraw(ticket, now)
+        if self.connection is not None:
+            self.connection.drop()
+            self.connection = None
+        if self._lease is not None:
+            wire.router.finish(self._lease, now, Outcome.CLIENT_GONE)
+        self._books(now, CLIENT_GONE)
+        wire.settle(now)
+
+    def _books(self, now: float, status: int, reason: Reason | None = None) -> None:
+        """Count the request, whichever way it ended."""
+        wire, ask, decision = self._wire, self._ask, self._decision
+        wire.exchange_over(self)
+        first, worker, predicted = self._first_token_at, NONE, None
+        ttft_s = None if first is None else first - self._started
+        duration_s = now - self._started
+        if decision is not None:
+            worker, predicted = decision.worker.name, decision.predicted_ttft_s
+            reason = reason or decision.reason
+        elif reason is None:
+            reason = Reason.FLEET_FULL  # it was still waiting
+        wire.metrics.request_done(
+            self._route.name,
+            ask.model if ask else "",
+            worker,
+            reason,
+            status,
+            ttft_s,
+            duration_s,
+            self._queue_s,
+            self._pool_name,
+            predicted,
+        )
+        if ask is not None:
+            wire.metrics.recent.add(
+                ask, decision, reason, status, ttft_s, duration_s, self._queue_s
+            )
+
+
+def _timed_out(refusal: Refusal) -> Refusal:
+    return Refusal(GATEWAY_TIMEOUT, refusal.reason, refusal.message, "timeout")

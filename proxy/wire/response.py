@@ -1,0 +1,135 @@
+"""Reading a worker's answers: bytes in; a head, pieces of body and an end out."""
+
+from __future__ import annotations
+
+import httptools
+
+from proxy.wire.http import RESPONSE_HEADERS, tokens, without
+
+OK, NO_CONTENT, NOT_MODIFIED = 200, 204, 304
+HANDLED_CONNECTION = frozenset([b"", b"close", b"keep-alive"])
+
+
+class AnswerError(Exception):
+    """A worker that does not speak HTTP, or not to us."""
+
+
+class Head:
+    """How an answer begins."""
+
+    __slots__ = ("length", "lines", "special", "status", "until_close")
+
+    def __init__(self) -> None:
+        self.status = 0
+        self.lines: list[bytes] = []  # headers that pass on, four pieces each
+        self.special: dict[bytes, bytes] = {}  # headers that are looked at
+        self.length: bytes | None = None  # None: only its framing, or the end, will tell
+        self.until_close = False
+
+    @property
+    def retry_after_s(self) -> float | None:
+        """For how long it asks to be left alone; the form that names a date is not read."""
+        value = self.special.get(b"retry-after", b"").strip()
+        return float(value) if value.isdigit() else None
+
+
+class AnswerReader:
+    """The answers of one connection, one at a time."""
+
+    __slots__ = (
+        "_interim",
+        "_parser",
+        "_reading",
+        "_surplus",
+        "ended",
+        "head",
+        "pieces",
+        "reusable",
+    )
+
+    def __init__(self) -> None:
+        self._parser = httptools.HttpResponseParser(self)
+        self.expect()
+
+    def expect(self) -> None:
+        """Get ready for the next answer."""
+        self.head: Head | None = None  # set once it is whole
+        self.pieces: list[bytes] = []  # of the body; the owner takes them
+        self.ended = False
+        self.reusable = False  # whether the connection may serve another request, once ended
+        self._reading = Head()
+        self._interim = False
+        self._surplus = False
+
+    def feed(self, data: bytes) -> None:
+        """Take in bytes; raises `AnswerError`, after which nothing more may be fed."""
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserUpgrade:
+            raise AnswerError("it switched protocols") from None
+        except httptools.HttpParserError as error:
+            if not self.ended:
+                raise AnswerError(str(error)) from None
+            self._surplus = True
+        if self._surplus:
+            # Said after its answer: whose would that be?
+            self.reusable = False
+
+    def finish(self) -> bool:
+        """Take in the end of the connection; tells whether it is a proper end of the answer."""
+        if self.head is not None and self.head.until_close:
+            self.ended = True
+        return self.ended
+
+    def on_message_begin(self) -> None:
+        """Notice what nobody asked for."""
+        self._surplus = self.ended
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Sort a header; trailers are dropped."""
+        if self.head is not None:
+            return
+        head = self._reading
+        key = name.lower()
+        passes = RESPONSE_HEADERS.get(key)
+        if passes is None or passes:
+            head.lines += (name, b": ", value, b"\r\n")
+        if passes is not None:
+            head.special[key] = value
+
+    def on_headers_complete(self) -> None:
+        """Hand the head over, unless it is a 1xx."""
+        if self.ended:
+            return
+        status = self._parser.get_status_code()
+        if status < OK:
+            self._interim = True
+            self._reading = Head()
+            return
+        head = self._reading
+        head.status = status
+        special = head.special
+        head.length = special.get(b"content-length")
+        coding = special.get(b"transfer-encoding")
+        if coding is not None and coding.strip().lower() != b"chunked":
+            raise AnswerError("its Transfer-Encoding is not chunked")
+        if head.length is None and coding is None:
+            head.until_close = status not in (NO_CONTENT, NOT_MODIFIED)
+        if (connection := special.get(b"connection")) is not None:
+            named = set(tokens(connection)) - HANDLED_CONNECTION
+            if named:
+                head.lines = without(head.lines, named)
+        self.head = head
+
+    def on_body(self, piece: bytes) -> None:
+        """Collect a piece of the body."""
+        if not self.ended:
+            self.pieces.append(piece)
+
+    def on_message_complete(self) -> None:
+        """Note the end, unless it is that of a 1xx."""
+        if self._interim:
+            self._interim = False
+        elif not self.ended:
+            self.ended = True
+            self.reusable = self._parser.should_keep_alive()

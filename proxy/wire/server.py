@@ -1,0 +1,193 @@
+"""The router on its port: listens, keeps deadlines, drains.
+
+wire = Wire(router, WireSettings(), Metrics(router))
+await wire.start("127.0.0.1", 8000)
+...
+await wire.drain(30.0)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import time
+from collections.abc import Callable
+from itertools import count
+from typing import TYPE_CHECKING
+
+from proxy.core.routes import find
+from proxy.core.types import Refusal, Ticket
+from proxy.wire import local
+from proxy.wire.client import ClientConnection
+from proxy.wire.counting import TokenCount
+from proxy.wire.settings import WireSettings
+from proxy.wire.upstream import Pools
+
+if TYPE_CHECKING:
+    from proxy.control.metrics import Metrics
+    from proxy.core.router import Router
+    from proxy.wire.relay import Exchange
+    from proxy.wire.request import RequestHead
+
+BACKLOG = 4096
+# Queue and token counts are looked at every tick, all connections at every fourth.
+TICK_S = 0.05
+SWEEP_TICKS = 4
+CLOSE_S = 1.0  # at least, for written answers to be sent
+NONE = "none"
+
+
+class Wire:
+    """The data path: clients on one side, workers on the other, the router's core in between."""
+
+    def __init__(
+        self,
+        router: Router,
+        settings: WireSettings,
+        metrics: Metrics,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.router = router
+        self.settings = settings
+        self.metrics = metrics
+        self.clock = clock
+        self.draining = False
+        self.clients: set[ClientConnection] = set()
+        self.exchanges: set[Exchange] = set()
+        self.queued: dict[Ticket, Exchange] = {}
+        self.counting: set[TokenCount] = set()
+        self.pools = Pools(settings, clock)
+        self._servers: list[asyncio.Server] = []
+        self._timer: asyncio.TimerHandle | None = None
+        self._ticks = 0
+        self._quiet: asyncio.Future[None] | None = None
+        self._ids = count(1)
+        self._id_prefix = os.urandom(8).hex().encode()
+        metrics.upstream_connections = self.pools.counts
+
+    @property
+    def port(self) -> int:
+        """Where it listens."""
+        port: int = self._servers[0].sockets[0].getsockname()[1]
+        return port
+
+    async def start(self, host: str, port: int, *, sock: socket.socket | None = None) -> None:
+        """Listen, on a socket of the caller's if there is one."""
+        loop = asyncio.get_running_loop()
+
+        def client() -> ClientConnection:
+            return ClientConnection(self)
+
+        if sock is not None:
+            server = await loop.create_server(client, sock=sock, backlog=BACKLOG)
+        else:
+            server = await loop.create_server(client, host, port, backlog=BACKLOG)
+        self._servers.append(server)
+        if self._timer is None:
+            self._timer = loop.call_later(TICK_S, self._tick)
+
+    async def drain(self, deadline_s: float) -> None:
+        """Take nothing new, let the old finish until the deadline, then close."""
+        give_up = self.clock() + deadline_s
+        self.draining = True
+        for server in self._servers:
+            server.close()
+        await self._until(lambda: not self.exchanges, give_up)
+        now = self.clock()
+        for client in list(self.clients):
+            client.leave(now)
+        await self._until(lambda: not self.clients, max(give_up, now + CLOSE_S))
+        await self.close()
+
+    async def close(self) -> None:
+        """Close everything now."""
+        self.draining = True
+        for server in self._servers:
+            server.close()
+        for client in list(self.clients):
+            client.abort()
+        await self._until(lambda: not self.clients, self.clock() + CLOSE_S)
+        self.pools.close()
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def reconfigure(self, settings: WireSettings) -> None:
+        """Take new limits; requests in flight keep theirs."""
+        self.settings = settings
+        self.pools.reconfigure(settings)
+
+    # For clients and exchanges
+
+    def judge(self, head: RequestHead) -> None:
+        """Say where a request goes by its head, or why nowhere."""
+        if head.path in local.PATHS:
+            head.refusal = local.local_refusal(head)
+            return
+        route = find(head.method, head.path)
+        if isinstance(route, Refusal):
+            head.refusal = route
+        else:
+            head.route = route
+
+    def count(self, now: float, done: Callable[[float, int | None], None]) -> TokenCount:
+        """Prepare a question to a worker's /tokenize."""
+        question = TokenCount(now + self.settings.count_s, done)
+        self.counting.add(question)
+        return question
+
+    def settle(self, now: float) -> None:
+        """Send off those that may leave the queue."""
+        if not self.queued:
+            return
+        for ticket, placed in self.router.due(now):
+            self.queued.pop(ticket).placed(now, placed)
+
+    def refused(self, refusal: Refusal) -> None:
+        """Count a request that came to nothing before it was read."""
+        self.metrics.request_done(NONE, "", NONE, refusal.reason, refusal.status, None, 0.0, 0.0)
+
+    def exchange_over(self, exchange: Exchange) -> None:
+        """Forget an exchange."""
+        self.exchanges.discard(exchange)
+        if not self.exchanges:
+            self._wake()
+
+    def client_came(self, client: ClientConnection) -> None:
+        """Keep a connection."""
+        self.clients.add(client)
+        self.metrics.client_connections = len(self.clients)
+
+    def client_left(self, client: ClientConnection) -> None:
+        """Forget a connection."""
+        self.clients.discard(client)
+        self.metrics.client_connections = len(self.clients)
+        if not self.clients:
+            self._wake()
+
+    def new_id(self) -> bytes:
+        """Make an id for a request that came without one."""
+        return b"%s-%x" % (self._id_prefix, next(self._ids))
+
+    def _wake(self) -> None:
+        if self._quiet is not None and not self._quiet.done():
+            self._quiet.set_result(None)
+
+    async def _until(self, over: Callable[[], bool], give_up: float) -> None:
+        while not over() and (left := give_up - self.clock()) > 0:
+            self._quiet = asyncio.get_running_loop().create_future()
+            await asyncio.wait([self._quiet], timeout=left)
+        self._quiet = None
+
+    def _tick(self) -> None:
+        self._timer = asyncio.get_running_loop().call_later(TICK_S, self._tick)
+        now = self.clock()
+        for question in [each for each in self.counting if each.deadline < now]:
+            question.expire(now)
+        self.settle(now)
+        self._ticks += 1
+        if self._ticks % SWEEP_TICKS == 0:
+            for client in [each for each in self.clients if each.deadline < now]:
+                client.expire(now)
+            self.pools.sweep(now)

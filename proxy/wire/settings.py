@@ -1,0 +1,20 @@
+"""What the wire is told."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class WireSettings:
+    """Limits on size and on patience; seconds."""
+
+    max_body_bytes: int = 64 << 20
+    max_header_bytes: int = 64 << 10
+    connect_s: float = 3.0  # until a worker takes the connection
+    first_byte_s: float = 600.0  # until its answer begins
+    idle_s: float = 300.0  # between two pieces of it; also how long a client may take none
+    client_idle_s: float = 75.0  # between two requests, or two pieces of a body
+    client_header_s: float = 10.0  # for a request's head
+    count_s: float = 0.15  # for a worker to count tokens, before the estimate has to do
+    linger_s: float = 2.0  # for a refused client to read the answer while it still sends

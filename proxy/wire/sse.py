@@ -1,0 +1,124 @@
+"""What can be learnt from a stream of events while it passes, at a microsecond or two per piece.
+
+Only whole events are let through. So a client never sees half of one followed by an error, and
+the error event that tells it of a worker's death always starts on a line of its own.
+
+An event counts as a token once it carries text. Chat streams open with a delta that names the role
+and has no text; typed streams (responses, messages) say `delta` in the name of those that have.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import deque
+from typing import Any
+
+import orjson
+
+from proxy.core.types import Usage
+from proxy.wire.http import error_type
+
+MAX_HELD = 1 << 20
+# Where usage is looked for: in a body's last bytes, in a stream's last pieces (the event that has
+# it may be followed by one or two that end the stream).
+TAIL = 1 << 16
+LAST_PIECES = 3
+USAGE_BYTES = 1024
+
+USAGE = b'"usage":'
+PROMPT = re.compile(rb'"(?:prompt|input)_tokens"\s*:\s*(\d+)')
+WRITTEN = re.compile(rb'"(?:completion|output)_tokens"\s*:\s*(\d+)')
+CACHED = re.compile(rb'"cached_tokens"\s*:\s*(\d+)')
+
+
+class EventStream:
+    """The events of one answer."""
+
+    __slots__ = ("_held", "_last", "_started", "named", "tokens", "torn")
+
+    def __init__(self) -> None:
+        self.named = False  # whether its events have types, as `event: response.created`
+        self.torn = False  # an event too large to hold back has passed in part
+        self.tokens = 0  # carried by what `feed` returned last
+        self._held = b""
+        self._started = False  # a token was seen
+        self._last: deque[bytes] = deque(maxlen=LAST_PIECES)
+
+    def feed(self, data: bytes) -> bytes:
+        """Take in a piece of body; returns the whole events there are now."""
+        if self._held:
+            data = self._held + data
+            self._held = b""
+        if not data.endswith(b"\n\n"):
+            end = _end_of_events(data)
+            data, self._held = data[:end], data[end:]
+            if len(self._held) > MAX_HELD:
+                self.torn = True
+            if self.torn:
+                data, self._held = data + self._held, b""
+        if not data:
+            self.tokens = 0
+            return data
+        self._last.append(data)
+        self.tokens = data.count(b"\n\n") or data.count(b"\r\n\r\n")
+        if not self._started:
+            self._open(data)
+        return data
+
+    def rest(self) -> bytes:
+        """Return what was held back, now that the answer has ended."""
+        return self._held
+
+    def usage(self) -> Usage | None:
+        """Return what the last events say of it."""
+        return usage_in(b"".join(self._last))
+
+    def error_event(self, message: str, code: str) -> bytes:
+        """Write the event that ends a stream whose worker is gone, in the stream's own manner."""
+        body: dict[str, Any] = {"type": "error"} if self.named else {}
+        body["error"] = {"message": message, "type": error_type(502), "param": None, "code": code}
+        name = b"event: error\n" if self.named else b""
+        return b"%bdata: %b\n\n" % (name, orjson.dumps(body))
+
+    def _open(self, data: bytes) -> None:
+        """Count no token before the first event that carries one."""
+        events = data.replace(b"\r\n", b"\n").split(b"\n\n")[:-1]
+        self.named = self.named or data.startswith(b"event:")
+        while events and not carries_token(events[0]):
+            del events[0]
+        self.tokens = len(events)
+        self._started = bool(events)
+
+
+def carries_token(event: bytes) -> bool:
+    """Whether an event has text in it, or whatever else was generated."""
+    if event.startswith(b"event:"):
+        return b"delta" in event.partition(b"\n")[0]
+    opens = b'"role":"assistant"' in event and (
+        b'"content":""' in event or b'"content":null' in event
+    )
+    return event.startswith(b"data:") and (not opens or b'"tool_calls":[{' in event)
+
+
+def usage_in(text: bytes) -> Usage | None:
+    """Read the last `usage` of a JSON text, or of its last part, without parsing the rest.
+
+    Quotes inside strings are escaped, so the key can't be met in what a model wrote.
+    """
+    at = text.rfind(USAGE, max(0, len(text) - TAIL))
+    if at < 0:
+        return None
+    end = at + USAGE_BYTES
+    prompt = PROMPT.search(text, at, end)
+    if prompt is None:
+        return None
+    written = WRITTEN.search(text, at, end)
+    cached = CACHED.search(text, at, end)
+    return Usage(int(prompt[1]), int(written[1]) if written else 0, int(cached[1]) if cached else 0)
+
+
+def _end_of_events(data: bytes) -> int:
+    """Find where the last whole event ends."""
+    if (end := data.rfind(b"\n\n")) >= 0:
+        return end + 2
+    return end + 4 if (end := data.rfind(b"\r\n\r\n")) >= 0 else 0

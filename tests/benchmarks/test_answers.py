@@ -1,0 +1,72 @@
+"""Reading answers: whole ones in any pieces, and nothing that only looks like one."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.router.answers import Answer, BadAnswerError, Events
+from benchmarks.router.mock import DONE, EVENT, LAST_CHUNKS, STREAM_HEAD, answer, chunk
+
+WHOLE = answer(b'{"a": 1}')
+CHUNKED = STREAM_HEAD + chunk(EVENT) + chunk(EVENT + EVENT[:9]) + chunk(EVENT[9:]) + LAST_CHUNKS
+
+
+def read(raw: bytes, size: int) -> tuple[Answer, bytes]:
+    found, body = Answer(), b""
+    for begin in range(0, len(raw), size):
+        assert not found.complete
+        body += found.feed(raw[begin : begin + size])
+    return found, body
+
+
+@pytest.mark.parametrize("size", [1, 2, 7, 100, 10_000])
+def test_pieces_of_any_size(size: int) -> None:
+    found, body = read(WHOLE, size)
+    assert (found.status, found.complete, found.closes, body) == (200, True, False, b'{"a": 1}')
+    found, body = read(CHUNKED, size)
+    assert (found.complete, body) == (True, EVENT * 3 + DONE)
+
+
+def test_a_status_and_a_last_answer_are_told() -> None:
+    found, _ = read(b"HTTP/1.1 429 Slow\r\nConnection: close\r\nContent-Length: 0\r\n\r\n", 1000)
+    assert (found.status, found.complete, found.closes) == (429, True, True)
+
+
+@pytest.mark.parametrize("raw", [WHOLE, CHUNKED])
+def test_a_cut_answer_is_not_complete(raw: bytes) -> None:
+    for end in (10, len(raw) // 2, len(raw) - 1):
+        found = Answer()
+        found.feed(raw[:end])
+        assert not found.complete
+
+
+@pytest.mark.parametrize(
+    ("raw", "why"),
+    [
+        (WHOLE + b"x", "after the end"),
+        (CHUNKED + b"x", "after the end"),
+        (b"SSH-2.0-OpenSSH_9.6 \r\n\r\n", "no HTTP"),
+        (b"HTTP/1.1 200 OK\r\n\r\n", "without a length"),
+        (STREAM_HEAD + b"zz\r\n", "bad chunk size"),
+        (STREAM_HEAD + b"2\r\nabcd\r\n", "longer than it said"),
+        (b"x" * (2 << 20), "without an end"),
+    ],
+)
+def test_what_is_no_answer(raw: bytes, why: str) -> None:
+    with pytest.raises(BadAnswerError, match=why):
+        Answer().feed(raw)
+
+
+@pytest.mark.parametrize("size", [1, 50, 10_000])
+def test_events_are_counted_wherever_they_are_cut(size: int) -> None:
+    events, raw = Events(), EVENT * 5 + DONE
+    new = [events.feed(raw[begin : begin + size]) for begin in range(0, len(raw), size)]
+    assert (events.count, sum(new), events.done) == (5, 5, True)
+
+
+@pytest.mark.parametrize(
+    "raw", [b'data: {"error": {"message": "gone"}}\n\n', EVENT[:30] + b"\n\n", DONE + EVENT]
+)
+def test_an_event_the_mock_did_not_send(raw: bytes) -> None:
+    with pytest.raises(BadAnswerError, match="event"):
+        Events().feed(raw)

@@ -1,0 +1,139 @@
+"""The load generator: it gets answers, and owns up to every one that it did not get."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from benchmarks.router import load as clients
+from benchmarks.router.load import Load, closed_loop, streams
+from benchmarks.router.mock import DONE, EVENT, LAST_CHUNKS, STREAM_HEAD, answer, chunk, completion
+from benchmarks.router.prompts import Pace, Prompts
+from tests.benchmarks.servers import answering, mock_worker, until
+from vllm_sched.workers.launch import free_port
+
+GOOD = completion(1024)
+PACE = Pace(events=5, gap_ms=1)
+
+
+async def closed_against(reply: bytes, *, then_close: bool = False) -> Load:
+    """Ask until a few things have happened."""
+    async with (
+        answering(reply, then_close=then_close) as port,
+        closed_loop(port, Prompts(1024, seed=1), connections=2) as load,
+    ):
+        await until(lambda: load.tally.done + load.errors.total() >= 6)
+    return load
+
+
+async def streams_against(reply: bytes, *, then_close: bool = False) -> Load:
+    async with (
+        answering(reply, then_close=then_close) as port,
+        streams(port, Prompts(1024, seed=1, pace=PACE), count=3, over_s=0.0) as load,
+    ):
+        await until(lambda: load.tally.done + load.errors.total() >= 3)
+    return load
+
+
+@pytest.mark.parametrize("size", [1024, 100 * 1024])
+async def test_a_closed_loop_keeps_so_many_under_way(size: int) -> None:
+    async with (
+        mock_worker() as port,
+        closed_loop(port, Prompts(size, seed=1), connections=3) as load,
+    ):
+        await until(lambda: load.tally.done >= 50)
+    assert load.errors == Counter()
+    assert len(load.tally.latencies) == load.tally.done
+    assert all(0 < seconds < 10 for seconds in load.tally.latencies)
+
+
+async def test_streams_run_side_by_side_to_their_end() -> None:
+    pace = Pace(events=4, gap_ms=100)
+    async with (
+        mock_worker() as port,
+        streams(port, Prompts(1024, seed=1, pace=pace), count=20, over_s=0.02) as load,
+    ):
+        await until(lambda: load.most_open == 20)
+        assert load.open == 20
+    assert load.errors == Counter()
+    assert (load.tally.done, load.tally.events, load.open) == (20, 80, 0)
+
+
+async def test_a_wrong_status_is_an_error() -> None:
+    load = await closed_against(answer(b"{}", 503))
+    assert [*load.errors] == ["HTTP 503"]
+    assert (load.tally.done, load.tally.latencies) == (0, [])
+
+
+async def test_a_cut_answer_is_an_error() -> None:
+    load = await closed_against(GOOD[:-5], then_close=True)
+    assert [*load.errors] == ["cut off"]
+    assert load.tally.done == 0
+
+
+async def test_another_body_is_an_error() -> None:
+    load = await closed_against(answer(b'{"error": {"message": "no"}}'))
+    assert "not the mock's answer" in next(iter(load.errors))
+    assert load.tally.done == 0
+
+
+async def test_bytes_too_many_are_an_error() -> None:
+    load = await closed_against(GOOD + b"x")
+    assert next(iter(load.errors)).startswith("bytes ")
+
+
+async def test_a_chunked_answer_is_as_good() -> None:
+    body = GOOD.partition(b"\r\n\r\n")[2]
+    load = await closed_against(STREAM_HEAD + chunk(body) + b"0\r\n\r\n")
+    assert load.errors == Counter()
+    assert load.tally.done >= 6
+
+
+async def test_a_server_that_closes_after_each_answer_is_asked_again() -> None:
+    last = GOOD.replace(b"server: uvicorn", b"connection: close", 1)
+    load = await closed_against(last, then_close=True)
+    assert load.errors == Counter()
+    assert load.tally.done >= 6
+
+
+async def test_nobody_there_is_an_error() -> None:
+    async with closed_loop(free_port(), Prompts(1024, seed=1), connections=1) as load:
+        await until(lambda: load.errors)
+    assert next(iter(load.errors)).startswith("no connection")
+
+
+async def test_no_answer_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(clients, "FINISH_S", 0.05)
+    async with answering(b"") as port, closed_loop(port, Prompts(1024, seed=1), 3) as load:
+        await until(lambda: len(load.exchanges) == 3)
+    assert load.errors == Counter({"no answer within 0.05 s": 3})
+
+
+async def test_a_stream_that_lacks_an_event_is_an_error() -> None:
+    load = await streams_against(STREAM_HEAD + chunk(EVENT) * 4 + LAST_CHUNKS)
+    assert load.errors == Counter({"a stream of 4 events of 5": 3})
+    assert load.open == 0
+
+
+async def test_a_stream_without_its_last_word_is_an_error() -> None:
+    load = await streams_against(STREAM_HEAD + chunk(EVENT) * 5 + b"0\r\n\r\n")
+    assert load.errors == Counter({"a stream without its end": 3})
+
+
+async def test_a_stream_cut_off_is_an_error() -> None:
+    load = await streams_against(STREAM_HEAD + chunk(EVENT) * 5 + chunk(DONE), then_close=True)
+    assert load.errors == Counter({"cut off": 3})
+    assert load.open == 0
+
+
+async def test_an_error_event_is_an_error() -> None:
+    sorry = b'data: {"error": {"message": "worker died"}}\n\n'
+    load = await streams_against(STREAM_HEAD + chunk(EVENT) + chunk(sorry))
+    assert all("worker died" in kind for kind in load.errors)
+    assert load.errors.total() == 3
+
+
+async def test_a_stream_refused_is_an_error() -> None:
+    load = await streams_against(answer(b"{}", 429))
+    assert load.errors == Counter({"HTTP 429": 3})

@@ -1,0 +1,104 @@
+"""The whole command, with a mock worker in the place of the router."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from benchmarks.router import __main__ as command
+from benchmarks.router import mock, opponents, report, stage
+from benchmarks.router.stage import OURS
+from vllm_sched.workers.launch import Worker, free_port
+
+
+def stand_in(program: Sequence[str], port: int) -> Worker:
+    return Worker(program, port=port, name=OURS, deadline_s=20, grace_s=2)
+
+
+@pytest.fixture(autouse=True)
+def a_mock_for_a_router(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    port = free_port()
+    router = stand_in([sys.executable, mock.__file__, str(port)], port)
+    monkeypatch.setattr(stage, "our_router", lambda *_: router)
+    monkeypatch.setattr(command, "FOLDER", tmp_path)
+
+
+def test_it_measures_prints_and_saves(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "run.json"
+    only = ["--only", "c1", "chunks"]
+    assert command.main(["--quick", "--without-peers", *only, "--save", str(path)]) == 0
+    printed = capsys.readouterr().out
+    assert "added p50, c=1" in printed
+    assert "Medians of 1 rounds" in printed
+    saved = json.loads(path.read_text())
+    assert {sample["side"] for sample in saved["samples"]} == {"direct", OURS}
+    figures = {figure["title"]: figure for figure in saved["figures"]}
+    # It has no router's work to do, but what it does is seen.
+    assert 0 < figures["CPU per chunk, 64 streams"]["values"][OURS] < 1000
+    resident = figures["resident after load"]
+    assert 5 < resident["values"][OURS] < 120
+    assert resident["met"] is True
+    assert figures["added p50, c=1"]["met"] is None
+    assert saved["facts"]["rounds"] == 1
+    assert saved["memory"][OURS]["rss"] > 0
+
+
+def test_a_decision_needs_no_router(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(stage, "our_router", None)
+    monkeypatch.setattr(command, "WORKERS", 10)
+    assert command.main(["--only", "decision"]) == 0
+    printed = capsys.readouterr().out
+    assert "a decision" in printed
+    assert "resident" not in printed
+
+
+def test_failed_requests_show_in_the_exit_status(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wrong = {OURS: Counter({"c1: cut off": 3})}
+    monkeypatch.setattr(report, "errors", lambda _: wrong)
+    assert command.main(["--quick", "--without-peers", "--only", "c1"]) == 1
+    assert "vllm-sched: 3 x c1: cut off" in capsys.readouterr().out
+
+
+def test_a_router_that_does_not_start_is_told_with_its_words(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    router = stand_in(["sh", "-c", "echo out of luck; exit 3"], free_port())
+    monkeypatch.setattr(stage, "our_router", lambda *_: router)
+    assert command.main(["--quick", "--without-peers", "--only", "c1"]) == 1
+    printed = capsys.readouterr().out
+    assert "died with exit code 3" in printed
+    assert "out of luck" in printed
+
+
+def test_opponents_that_cannot_be_had_end_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(opponents, "INSTALL_S", 0.0)
+    assert command.main(["--quick", "--only", "c1"]) == 1
+    assert "--without-peers" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["--rounds", "0"], "at least 1"),
+        (["--save", "/nowhere/at/all.json"], "make it first"),
+        (["--only", "nothing"], "invalid choice"),
+    ],
+)
+def test_bad_arguments(
+    arguments: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        command.main(arguments)
+    assert stopped.value.code == 2
+    assert complaint in capsys.readouterr().err

@@ -1,0 +1,125 @@
+"""The mock worker: what routers need of one."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import sys
+
+import pytest
+
+from benchmarks.router import mock
+from tests.benchmarks.servers import mock_worker
+from vllm_sched.workers.launch import Worker, free_port
+
+
+async def ask(*pieces: bytes, answers: int = 1) -> bytes:
+    """Send pieces apart; return what comes back until so many answers with a length are whole."""
+    async with mock_worker() as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        for piece in pieces:
+            writer.write(piece)
+            await writer.drain()
+            await asyncio.sleep(0.01)  # so that the pieces are read one by one
+        found = b""
+        async with asyncio.timeout(5):
+            for _ in range(answers):
+                head = await reader.readuntil(mock.END_OF_HEAD)
+                length = mock.LENGTH.search(head)
+                found += head
+                found += (
+                    await reader.readexactly(int(length[1]))
+                    if length
+                    else await reader.readuntil(b"0\r\n\r\n")
+                )
+        writer.close()
+        await writer.wait_closed()
+        return found
+
+
+def post(path: str, body: bytes) -> bytes:
+    return b"POST %b HTTP/1.1\r\ncontent-length: %d\r\n\r\n%b" % (path.encode(), len(body), body)
+
+
+def body_of(raw: bytes) -> bytes:
+    return raw.partition(mock.END_OF_HEAD)[2]
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+async def test_a_completion_has_a_usage_that_goes_by_its_size(path: str) -> None:
+    found = json.loads(body_of(await ask(post(path, b"x" * 400))))
+    assert found["usage"]["prompt_tokens"] == 100
+
+
+async def test_requests_in_any_pieces() -> None:
+    small, large = (post("/v1/completions", b"x" * size) for size in (4000, 40_000))
+    for request in (small, large):
+        alone = await ask(request)
+        assert alone.startswith(b"HTTP/1.1 200 OK\r\n")
+        for cut in (5, request.index(b"\r\n\r\n") + 2, request.index(b"xx"), len(request) - 1):
+            assert await ask(request[:cut], request[cut:]) == alone
+    first, second = await ask(large), await ask(small)
+    assert await ask(small + large, answers=2) == second + first
+    assert await ask(large + small, answers=2) == first + second
+    assert await ask(large[:-9], large[-9:] + small, answers=2) == first + second
+
+
+async def test_what_else_a_worker_answers() -> None:
+    assert (await ask(b"GET /health HTTP/1.1\r\n\r\n")).startswith(b"HTTP/1.1 200")
+    models = json.loads(body_of(await ask(b"GET /v1/models HTTP/1.1\r\n\r\n")))
+    assert models["data"][0]["id"] == mock.MODEL
+    assert models["data"][0]["max_model_len"] == mock.MAX_MODEL_LEN
+    metrics = body_of(await ask(b"GET /metrics HTTP/1.1\r\n\r\n"))
+    assert b"\nvllm:num_requests_waiting{" in metrics
+    assert len(metrics) > 30_000  # a real one is not short either
+    assert json.loads(body_of(await ask(post("/tokenize", b"{}"))))["count"] == 256
+    assert (await ask(b"GET /other HTTP/1.1\r\n\r\n")).startswith(b"HTTP/1.1 404 Not Found\r\n")
+
+
+@pytest.mark.parametrize("field", ["max_tokens", "max_completion_tokens"])
+async def test_a_stream_has_as_many_events_as_asked_for(field: str) -> None:
+    asked = {"stream": True, field: 7, "user": "gap-1ms"}
+    for text in (json.dumps(asked), json.dumps(asked, separators=(",", ":"))):
+        raw = await ask(post("/v1/chat/completions", text.encode()))
+        assert raw.count(mock.EVENT_CHUNK) == 7
+        assert raw.endswith(mock.EVENT_CHUNK + mock.LAST_CHUNKS)
+
+
+async def test_the_gap_is_kept() -> None:
+    clock = asyncio.get_running_loop().time
+    begin = clock()
+    await ask(post("/v1/completions", b'{"stream":true,"max_tokens":5,"user":"gap-50ms"}'))
+    assert 0.19 < clock() - begin < 2
+
+
+async def test_a_stream_that_is_left_ends() -> None:
+    worker = mock.Worker()
+    sent: list[bytes] = []
+
+    class Recorder(asyncio.Transport):
+        def write(self, data: bytes | bytearray | memoryview) -> None:
+            sent.append(bytes(data))
+
+    worker.connection_made(Recorder())
+    worker.data_received(
+        post("/v1/completions", b'{"stream":true,"max_tokens":9,"user":"gap-1ms"}')
+    )
+    assert len(sent) == 2  # the head and the first event
+    worker.connection_lost(None)
+    await asyncio.sleep(0.02)
+    assert len(sent) == 2
+
+
+async def test_it_serves_on_all_its_ports_until_told_to_stop() -> None:
+    ports = [free_port(), free_port()]
+    command = [sys.executable, mock.__file__, *map(str, ports)]
+    async with Worker(command, port=ports[0], name="mock", deadline_s=20) as worker:
+        for port in ports:
+            _, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.close()
+            await writer.wait_closed()
+        process = worker._process
+        assert process is not None
+        process.send_signal(signal.SIGTERM)
+        assert await asyncio.to_thread(process.wait, 10) == 0

@@ -1,0 +1,65 @@
+"""What processes use, as the kernel counts it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from benchmarks.router.processes import cpu_seconds, memory, running_on, tree
+
+# A parent that sleeps while its child burns CPU time and holds memory.
+CHILD = "held = b'x' * 50_000_000; print(flush=True)\nwhile True: pass"
+PARENT = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {CHILD!r}])"
+DEADLINE_S = 20.0
+
+
+@pytest.fixture
+def parent() -> Iterator[int]:
+    command = [sys.executable, "-c", PARENT]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+        try:
+            assert process.stdout is not None
+            process.stdout.readline()
+            yield process.pid
+        finally:
+            for pid in reversed(tree(process.pid)):
+                os.kill(pid, 9)
+
+
+def test_children_count(parent: int) -> None:
+    pids = tree(parent)
+    assert len(pids) == 2
+    assert memory(pids).rss > memory(pids).pss > 50_000_000
+    begin, give_up = cpu_seconds(pids), time.monotonic() + DEADLINE_S
+    while cpu_seconds(pids) < begin + 0.05:
+        assert time.monotonic() < give_up
+
+
+def test_cpu_time_is_what_the_process_itself_would_say() -> None:
+    before = time.process_time()
+    found = cpu_seconds([os.getpid()])
+    assert before <= found <= time.process_time()
+
+
+def test_a_process_that_is_gone_is_an_error() -> None:
+    process = subprocess.Popen(["true"])
+    process.wait()
+    with pytest.raises(OSError, match="argument"):
+        cpu_seconds([process.pid])
+
+
+def test_cpus_are_given_back_and_passed_on() -> None:
+    before = os.sched_getaffinity(0)
+    one = frozenset({min(before)})
+    shown = "import os; print(*os.sched_getaffinity(0))"
+    with running_on(one):
+        told = subprocess.run([sys.executable, "-c", shown], capture_output=True, check=True)
+    assert {int(cpu) for cpu in told.stdout.split()} == one
+    assert os.sched_getaffinity(0) == before
+    with running_on(None):
+        assert os.sched_getaffinity(0) == before

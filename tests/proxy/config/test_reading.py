@@ -1,0 +1,270 @@
+"""Fleet files as people write them, and every mistake told with its place and remedy."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from proxy.config import Draft, load, parse, shown
+from proxy.config.models import Block
+from proxy.errors import ConfigError, Problem
+
+GOOD = """
+model: tiny
+workers:
+  - {name: s0, role: short, url: "http://127.0.0.1:9001"}
+  - name: l0
+    role: long
+    url: http://127.0.0.1:9002/
+    launch:
+      args: [--max-model-len, "16384"]
+      policies: {long_prompt: {}}
+      cpus: [1]
+      env: {}
+router: {host: 127.0.0.1, port: 8000, admin: {host: 127.0.0.1, port: 8001}}
+routing: {policy: adaptive, short_limit: 10000}
+"""
+
+
+def problems(text: str) -> dict[str, str]:
+    """Return what is wrong with a text, by path."""
+    with pytest.raises(ConfigError) as caught:
+        parse(text, "fleet.yaml")
+    assert str(caught.value).splitlines() == [f"fleet.yaml: {p}" for p in caught.value.problems]
+    return {problem.path: problem.message for problem in caught.value.problems}
+
+
+def worker(**fields: Any) -> str:
+    """Write a file whose only worker has these fields."""
+    fields = {"name": "s0", "url": "http://127.0.0.1:9001"} | fields
+    return yaml.safe_dump({"model": "m", "workers": [fields]})
+
+
+def test_the_issues_example_is_read() -> None:
+    config = parse(GOOD, "fleet.yaml")
+    short, long = config.workers
+    assert (short.name, short.role, short.url) == ("s0", "short", "http://127.0.0.1:9001")
+    assert long.url == "http://127.0.0.1:9002"
+    assert long.address == ("127.0.0.1", 9002)
+    assert long.launch is not None
+    assert long.launch.args == ("--max-model-len", "16384")
+    assert (long.launch.policies, long.launch.cpus) == ({"long_prompt": {}}, (1,))
+    assert config.routing.short_limit == 10_000
+    assert config.model_of(short) == "tiny"
+
+
+def test_what_is_not_said_has_its_default() -> None:
+    config = parse("model: m\nworkers: [{name: a, url: 'http://a'}]", "fleet.yaml")
+    assert config.workers[0].role == "general"
+    assert config.workers[0].address == ("a", 80)
+    router = config.router
+    assert (router.port, router.admin.port, router.max_body_bytes) == (8000, 8001, 64 << 20)
+    assert (router.queue.max_bytes, router.retries.attempts) == (256 << 20, 3)
+    assert (config.routing.policy, config.routing.prefix_affinity) == ("adaptive", True)
+
+
+def test_it_can_not_be_changed() -> None:
+    with pytest.raises(ValidationError, match="frozen"):
+        parse(GOOD, "fleet.yaml").model = "other"  # type: ignore[misc]
+
+
+def test_everything_wrong_is_told_at_once() -> None:
+    text = """
+        model: 7
+        workers:
+          - {name: s0, role: fast, url: "http://127.0.0.1:9001"}
+          - {name: s1, url: "127.0.0.1:9002", max_model_len: 0}
+          - {name: s2, url: "http://127.0.0.1:9003", launch: {args: [1]}}
+          - {name: s3, url: "http://127.0.0.1:9004"}
+          - {name: s3, url: "http://127.0.0.1:9005"}
+        router: {queue: {max_wait_s: -1}}
+        routing: {polcy: length}
+    """
+    found = problems(text)
+    assert set(found) == {
+        "model",
+        "workers[0].role",
+        "workers[1].url",
+        "workers[1].max_model_len",
+        "workers[2].launch.args[0]",
+        "workers[4].name",
+        "router.queue.max_wait_s",
+        "routing.polcy",
+    }
+    assert found["routing.polcy"] == "is not known here; did you mean policy?"
+    assert found["router.queue.max_wait_s"] == (
+        "-1: should be greater than 0 (refused with 429 after that); default 30.0"
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "path", "words"),
+    [
+        ("", "", ["is empty", "begin with model:"]),
+        ("- 1", "", ["is [1]", "not keys and values"]),
+        ("model: [", "line 1, column 9", ["not YAML"]),
+        ("model: a\nmodel: b", "line 2, column 1", ["'model' comes a second time"]),
+        ("model: a\x00", "", ["not YAML"]),
+        ("model: a", "workers", ["is missing", "vLLM servers"]),
+        ("model: a\nworkers: []", "workers", ["at least one is needed"]),
+        ("model: a\nworkers: {a: 1}", "workers", ["{a: 1}", "must be a list"]),
+        ("model: a\nworkers: [7]", "workers[0]", ["7", "keys and values"]),
+        (worker(launch={"env": {"A": 1}}), "workers[0].launch.env.A", ["1", "in quotes"]),
+        (worker(launch={"lauch": 1}), "workers[0].launch.lauch", ["valid: model, args"]),
+        (worker(role="prefill"), "workers[0].role", ["hand-over", "use short, long or general"]),
+        (worker(role="decode"), "workers[0].role", ["not in this version"]),
+        (worker(role="fast"), "workers[0].role", ["'fast'", "'short', 'long' or 'general'"]),
+        (worker(name="a b"), "workers[0].name", ["'a b'", "64 at most"]),
+        (worker(name="a" * 65), "workers[0].name", ["64 at most"]),
+        (worker(max_requests=True), "workers[0].max_requests", ["true", "whole number"]),
+        (worker(model=""), "workers[0].model", ["is empty"]),
+    ],
+)
+def test_mistakes(text: str, path: str, words: list[str]) -> None:
+    found = problems(text)
+    assert list(found) == [path]
+    for word in words:
+        assert word in found[path]
+
+
+@pytest.mark.parametrize(
+    ("url", "words"),
+    [
+        ("127.0.0.1:9001", "only http://"),
+        ("https://a:1", "only http://"),
+        ("http://a:1/v1", "leave out '/v1'"),
+        ("http://a:1?x=1", "leave out '?x=1'"),
+        ("http://a:99999", "1 to 65535"),
+        ("http://a:0", "port 0"),
+        ("http://a:x", "1 to 65535"),
+        ("http://:80", "no host"),
+        ("http://a b", "no host"),
+        ("http://[::1", "IPv6"),
+    ],
+)
+def test_bad_urls(url: str, words: str) -> None:
+    found = problems(worker(url=url))
+    assert list(found) == ["workers[0].url"]
+    assert repr(url) in found["workers[0].url"]
+    assert words in found["workers[0].url"]
+
+
+def test_ipv6_has_an_address() -> None:
+    config = parse(worker(url="http://[::1]:9001"), "fleet.yaml")
+    assert config.workers[0].address == ("::1", 9001)
+
+
+def test_a_long_value_is_cut() -> None:
+    assert len(problems(worker(role="x" * 5000))["workers[0].role"]) < 200
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"api_key": 123456},
+        {"api_key": "123\n456"},
+        {"launch": {"env": {"HF_TOKEN": 123456}}},
+        {"url": "http://user:123456@a:1"},
+    ],
+)
+def test_no_error_tells_a_secret(fields: dict[str, Any]) -> None:
+    (message,) = problems(worker(**fields)).values()
+    assert "123" not in message
+    assert "***" in message
+
+
+def test_anchors_may_be_used_to_say_things_once() -> None:
+    config = parse(
+        "model: m\n"
+        "workers:\n"
+        "- &a {name: a, role: short, url: 'http://a', max_requests: 5}\n"
+        "- {<<: *a, name: b, url: 'http://b'}\n",
+        "fleet.yaml",
+    )
+    assert config.workers[1].max_requests == 5
+    assert config.workers[1].name == "b"
+
+
+def test_files_that_can_not_be_read(tmp_path: Path) -> None:
+    for path, words in (
+        (tmp_path / "none.yaml", "No such file"),
+        (tmp_path, "directory"),
+        (tmp_path / "bytes.yaml", "not UTF-8"),
+    ):
+        (tmp_path / "bytes.yaml").write_bytes(b"model: \xff")
+        with pytest.raises(ConfigError, match=words) as caught:
+            load(path)
+        assert caught.value.source == str(path)
+
+
+def test_a_caller_may_add_checks_that_see_what_is_right() -> None:
+    seen: list[list[str]] = []
+
+    def check(draft: Draft) -> list[Problem]:
+        seen.append([worker.name for worker in draft.workers.values()])
+        return [Problem("workers[1].launch", "no")]
+
+    text = "model: m\nworkers: [{name: a, url: x}, {name: b, url: 'http://b'}]"
+    with pytest.raises(ConfigError) as caught:
+        parse(text, "fleet.yaml", also=[check])
+    assert seen == [["b"]]
+    assert [p.path for p in caught.value.problems] == ["workers[0].url", "workers[1].launch"]
+
+
+def test_what_is_shown_is_whole_and_without_secrets() -> None:
+    args = ["--hf-token", "secret1", "--tokenizer", "t", "--x-key=secret2", "--max-num-seqs", "4"]
+    env = {"HF_TOKEN": "secret3", "OMP_NUM_THREADS": "1", "MY_SECRET_ID": "secret4"}
+    config = parse(worker(api_key="secret5", launch={"args": args, "env": env}), "fleet.yaml")
+    text = yaml.safe_dump(shown(config))
+    assert "secret" not in text
+    data = shown(config)
+    assert data["router"]["timeouts"]["connect_s"] == 3.0
+    launch = data["workers"][0]["launch"]
+    assert launch["args"] == [
+        "--hf-token", "***", "--tokenizer", "t", "--x-key=***", "--max-num-seqs", "4",
+    ]  # fmt: skip
+    assert launch["env"] == {"HF_TOKEN": "***", "OMP_NUM_THREADS": "1", "MY_SECRET_ID": "***"}
+
+
+def test_what_is_shown_can_be_read_again() -> None:
+    config = parse(GOOD, "fleet.yaml")
+    assert parse(yaml.safe_dump(shown(config)), "again.yaml") == config
+
+
+def test_a_key_is_not_in_the_repr() -> None:
+    config = parse(worker(api_key="hush"), "fleet.yaml")
+    assert config.workers[0].api_key == "hush"
+    assert "hush" not in repr(config)
+
+
+# Whatever YAML can hold, under the keys that mean something.
+KEYS = st.sampled_from(
+    ["model", "workers", "name", "url", "role", "launch", "args", "env", "router", "admin", "port"]
+) | st.none() | st.integers() | st.text(max_size=3)  # fmt: skip
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8) | st.dates(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS, inner, max_size=4),
+    max_leaves=12,
+)
+
+
+@given(st.dictionaries(KEYS, VALUES, max_size=5))
+def test_any_file_is_good_or_has_problems(data: dict[Any, Any]) -> None:
+    with suppress(ConfigError):
+        parse(yaml.safe_dump(data), "fleet.yaml")
+
+
+BLOCKS = Block.__subclasses__()
+
+
+@pytest.mark.parametrize("block", BLOCKS, ids=[block.__name__ for block in BLOCKS])
+def test_every_setting_says_what_it_is(block: type[Block]) -> None:
+    for name, info in block.model_fields.items():
+        assert info.description or isinstance(info.default, Block), name

@@ -1,0 +1,285 @@
+"""What is counted, and what a scrape shows of it."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import timeit
+from collections.abc import Iterable
+
+import pytest
+from prometheus_client import Metric
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as read_openmetrics
+from prometheus_client.parser import text_string_to_metric_families as read_text
+
+from proxy.control import metrics as metrics_module
+from proxy.control.metrics import MAX_MODELS, NONE, Metrics
+from proxy.core.fleet import Fleet
+from proxy.core.router import Router, RouterSettings
+from proxy.core.types import Ask, Decision, Reason, Role
+from proxy.core.worker import WorkerSpec
+
+CHAT = "chat/completions"
+
+
+@pytest.fixture
+def router() -> Router:
+    """Make a router over one short and one long worker."""
+    fleet = Fleet()
+    fleet.add(WorkerSpec("s0", "http://127.0.0.1:1", Role.SHORT, "tiny"))
+    fleet.add(WorkerSpec("l0", "http://127.0.0.1:2", Role.LONG, "tiny"))
+    return Router(RouterSettings(), fleet)
+
+
+@pytest.fixture
+def metrics(router: Router) -> Metrics:
+    """Make its counts."""
+    return Metrics(router, version="1.2.3")
+
+
+def ask(**more: object) -> Ask:
+    """Make a small one."""
+    facts = {
+        "id": "r1", "route": CHAT, "model": "tiny", "body_bytes": 400, "prompt_tokens": 100,
+        "prompt_error": 10, "largest_prompt": 100, "output_tokens": 20,
+    }  # fmt: skip
+    return Ask(**(facts | more))  # type: ignore[arg-type]
+
+
+def done(metrics: Metrics, **more: object) -> None:
+    """Count a request that went well, but for what is said."""
+    facts = {
+        "route": CHAT, "model": "tiny", "worker": "s0", "reason": Reason.SHORT_POOL, "status": 200,
+        "ttft_s": 0.03, "duration_s": 1.5, "queue_s": 0.0, "pool": Role.SHORT,
+        "predicted_ttft_s": 0.02,
+    }  # fmt: skip
+    metrics.request_done(**(facts | more))  # type: ignore[arg-type]
+
+
+def families(metrics: Metrics, *, openmetrics: bool = False) -> dict[str, Metric]:
+    """Scrape, and parse."""
+    text, _ = metrics.render(openmetrics)
+    read = read_openmetrics if openmetrics else read_text
+    found: Iterable[Metric] = read(text.decode())
+    return {family.name: family for family in found}
+
+
+def value(metrics: Metrics, sample_name: str, **labels: str) -> float | None:
+    """Scrape one sample; None if there is none with just these labels."""
+    for family in families(metrics).values():
+        for sample in family.samples:
+            if sample.name == sample_name and sample.labels == labels:
+                return float(sample.value)
+    return None
+
+
+def requests_total(metrics: Metrics, **labels: str) -> float | None:
+    """Scrape the count of requests that went well, but for what is said."""
+    facts = {
+        "route": CHAT, "model": "tiny", "worker": "s0", "reason": "short_pool", "status": "200",
+    }  # fmt: skip
+    return value(metrics, "proxy_requests_total", **(facts | labels))
+
+
+def test_requests_are_told_apart_by_all_their_labels(metrics: Metrics) -> None:
+    done(metrics)
+    done(metrics)
+    done(metrics, status=500)
+    done(metrics, worker="l0", pool=Role.LONG, reason=Reason.SPILL_TO_LONG)
+    assert requests_total(metrics) == 2
+    assert requests_total(metrics, status="500") == 1
+    assert requests_total(metrics, worker="l0", reason="spill_to_long") == 1
+
+
+def test_times_go_to_their_pool(metrics: Metrics) -> None:
+    done(metrics, ttft_s=0.03, predicted_ttft_s=0.5, queue_s=0.25)
+    done(metrics, ttft_s=9.0, worker="l0", pool=Role.LONG, queue_s=0.7)
+    short, long = ({"pool": pool, "model": "tiny"} for pool in ("short", "long"))
+    assert value(metrics, "proxy_ttft_seconds_sum", **short) == 0.03
+    assert value(metrics, "proxy_ttft_seconds_sum", **long) == 9.0
+    assert value(metrics, "proxy_ttft_seconds_bucket", le="0.04", **short) == 1
+    assert value(metrics, "proxy_ttft_seconds_bucket", le="0.02", **short) == 0
+    # The real one has the wait in it, so the predicted one must.
+    assert value(metrics, "proxy_predicted_ttft_seconds_sum", **short) == 0.75
+    assert value(metrics, "proxy_queue_wait_seconds_sum", **long) == 0.7
+    duration = {"pool": "short", "route": CHAT}
+    assert value(metrics, "proxy_request_duration_seconds_sum", **duration) == 1.5
+
+
+def test_one_without_a_first_token_has_no_ttft_and_no_prediction(metrics: Metrics) -> None:
+    done(metrics, ttft_s=None)
+    labels = {"pool": "short", "model": "tiny"}
+    assert value(metrics, "proxy_ttft_seconds_count", **labels) == 0
+    assert value(metrics, "proxy_predicted_ttft_seconds_count", **labels) == 0
+
+
+def test_a_refused_request_has_neither_worker_nor_pool(metrics: Metrics) -> None:
+    metrics.request_done(CHAT, "tiny", NONE, Reason.QUEUE_FULL, 429, None, 0.001, 0.0)
+    assert requests_total(metrics, worker="none", reason="queue_full", status="429") == 1
+
+
+def test_gaps_and_retries(metrics: Metrics) -> None:
+    metrics.chunk_gap(Role.SHORT, 0.0123)
+    metrics.chunk_gap(Role.SHORT, 0.0125)
+    metrics.retried("s0", "connect")
+    metrics.retried("s0", "connect")
+    gap = {"pool": "short", "le": "0.015"}
+    assert value(metrics, "proxy_inter_token_latency_seconds_bucket", **gap) == 2
+    assert value(metrics, "proxy_retries_total", worker="s0", why="connect") == 2
+
+
+def test_charges_and_states_are_the_fleet_s_own(metrics: Metrics, router: Router) -> None:
+    worker, other = router.fleet
+    router.fleet.charge(ask(expected_output=20), Decision(worker, Reason.SHORT_POOL), now=0.0)
+    router.fleet.probe_ok("s0", now=0.0)
+    router.fleet.drain("l0")
+    router.fleet.failed(other, 0.0, busy=True)
+    s0, l0 = {"worker": "s0", "role": "short"}, {"worker": "l0", "role": "long"}
+    assert value(metrics, "proxy_worker_inflight_requests", **s0) == 1
+    assert value(metrics, "proxy_worker_prefill_tokens", **s0) == 100
+    assert value(metrics, "proxy_worker_decode_tokens", **s0) == 20
+    assert value(metrics, "proxy_worker_kv_tokens", **s0) == 120
+    assert value(metrics, "proxy_worker_inflight_requests", **l0) == 0
+    for name, here, there in (("up", 1, 0), ("breaker_open", 0, 1), ("draining", 0, 1)):
+        assert value(metrics, f"proxy_worker_{name}", **s0) == here
+        assert value(metrics, f"proxy_worker_{name}", **l0) == there
+
+
+def test_decisions_and_the_queue_are_the_router_s_own(metrics: Metrics, router: Router) -> None:
+    router.fleet.probe_ok("s0", now=0.0)
+    router.submit(ask(), 0.0)
+    router.queue.push(ask(body_bytes=500), 0.0)
+    reasons = {
+        sample.labels["reason"]: sample.value
+        for sample in families(metrics)["proxy_decisions"].samples
+    }
+    assert sum(reasons.values()) == 1
+    assert value(metrics, "proxy_queue_requests") == 1
+    assert value(metrics, "proxy_queue_bytes") == 500
+
+
+def test_bytes_per_token_once_learnt(metrics: Metrics, router: Router) -> None:
+    done(metrics)
+    assert value(metrics, "proxy_bytes_per_token", model="tiny", route=CHAT) is None
+    router.sizer.learnt("tiny", CHAT).see_prompt(3000, 1000)
+    learnt = value(metrics, "proxy_bytes_per_token", model="tiny", route=CHAT)
+    assert learnt == router.sizer.learnt("tiny", CHAT).bytes_per_token == 3
+
+
+def test_connections(metrics: Metrics) -> None:
+    metrics.client_connections = 7
+    metrics.upstream_connections = lambda: [("s0", "idle", 3), ("s0", "busy", 4)]
+    assert value(metrics, "proxy_client_connections") == 7
+    assert value(metrics, "proxy_upstream_connections", worker="s0", state="busy") == 4
+
+
+def test_the_version_and_the_process_are_shown(metrics: Metrics) -> None:
+    assert value(metrics, "proxy_build_info", version="1.2.3") == 1
+    resident = value(metrics, "process_resident_memory_bytes")
+    assert resident is not None
+    assert resident > 1e6
+
+
+def test_models_that_clients_make_up_are_other(metrics: Metrics, router: Router) -> None:
+    for number in range(500):
+        made_up = f"no-such-{number}"
+        metrics.request_done(CHAT, made_up, NONE, Reason.UNKNOWN_MODEL, 404, None, 0.001, 0.0)
+        router.decisions[made_up, Reason.UNKNOWN_MODEL] = 1
+    assert len(metrics.requests) == 1
+    unknown = {"worker": "none", "reason": "unknown_model", "status": "404"}
+    assert requests_total(metrics, model="other", **unknown) == 500
+    decisions = {"model": "other", "reason": "unknown_model"}
+    assert value(metrics, "proxy_decisions_total", **decisions) == 500
+    done(metrics)
+    assert requests_total(metrics) == 1  # the real one keeps its name
+
+
+def test_beyond_a_hundred_models_the_rest_is_other(metrics: Metrics, router: Router) -> None:
+    names = [f"adapter-{number}" for number in range(MAX_MODELS + 5)]
+    router.fleet.set_served("s0", ["tiny", *names])
+    for name in names:
+        done(metrics, model=name)
+    assert requests_total(metrics, model=names[0]) == 1
+    assert requests_total(metrics, model="other") == 5
+
+
+def test_unknown_paths_are_other(metrics: Metrics) -> None:
+    for path in ("/etc/passwd", "../x", ""):
+        done(metrics, route=path)
+    done(metrics, route="responses/id")
+    assert requests_total(metrics, route="other") == 3
+    assert requests_total(metrics, route="responses/id") == 1
+
+
+def test_workers_that_left_make_room(metrics: Metrics, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics_module, "MAX_SERIES", 10)
+    done(metrics)
+    metrics.request_done(CHAT, "tiny", NONE, Reason.QUEUE_FULL, 429, None, 0.001, 0.0)
+    metrics.retried("gone-0", "connect")
+    for number in range(100):
+        done(metrics, worker=f"gone-{number}")
+    assert len(metrics.requests) <= 10
+    assert metrics.retries == {}
+    assert requests_total(metrics) == 1
+    assert requests_total(metrics, worker="none", reason="queue_full", status="429") == 1
+
+
+def full(metrics: Metrics, router: Router) -> None:
+    """Have every family hold something."""
+    for status in (200, 400, 500):
+        done(metrics, status=status)
+    metrics.chunk_gap("short", 0.01)
+    metrics.retried("s0", "connect")
+    metrics.upstream_connections = lambda: [("s0", "idle", 3)]
+    router.sizer.learnt("tiny", CHAT).see_prompt(3000, 1000)
+    router.decisions["tiny", Reason.PREFIX] = 3
+
+
+@pytest.mark.parametrize("openmetrics", [False, True])
+def test_every_family_is_there_in_both_formats(
+    metrics: Metrics, router: Router, openmetrics: bool
+) -> None:
+    full(metrics, router)
+    found = families(metrics, openmetrics=openmetrics)
+    ours = {name for name in found if name.startswith("proxy_")}
+    assert ours == {
+        "proxy_build_info", "proxy_requests", "proxy_retries", "proxy_decisions",
+        "proxy_queue_requests", "proxy_queue_bytes", "proxy_client_connections",
+        "proxy_upstream_connections", "proxy_bytes_per_token", "proxy_ttft_seconds",
+        "proxy_predicted_ttft_seconds", "proxy_request_duration_seconds",
+        "proxy_queue_wait_seconds", "proxy_inter_token_latency_seconds",
+        "proxy_worker_inflight_requests", "proxy_worker_prefill_tokens",
+        "proxy_worker_decode_tokens", "proxy_worker_kv_tokens", "proxy_worker_up",
+        "proxy_worker_breaker_open", "proxy_worker_draining",
+    }  # fmt: skip
+    for name in ours:
+        assert found[name].samples, name
+        assert found[name].documentation, name
+        assert ":" not in name
+    assert found["proxy_requests"].type == "counter"
+    assert found["proxy_ttft_seconds"].type == "histogram"
+
+
+def test_prometheus_itself_has_no_complaint(metrics: Metrics, router: Router) -> None:
+    full(metrics, router)
+    page, _ = metrics.render()
+    assert b"\n\n" not in page
+    if promtool := shutil.which("promtool"):
+        checked = subprocess.run(
+            [promtool, "check", "metrics"], input=page, capture_output=True, check=False
+        )
+        assert checked.returncode == 0, checked.stderr.decode()
+
+
+def test_counting_costs_little(metrics: Metrics) -> None:
+    def finish() -> None:
+        metrics.request_done(
+            CHAT, "tiny", "s0", Reason.SHORT_POOL, 200, 0.03, 1.5, 0.0, Role.SHORT, 0.02
+        )
+
+    def gap() -> None:
+        metrics.chunk_gap(Role.SHORT, 0.0123)
+
+    # A handful of times what it takes on an idle machine.
+    assert min(timeit.repeat(finish, number=1000, repeat=20)) / 1000 < 5e-6
+    assert min(timeit.repeat(gap, number=1000, repeat=20)) / 1000 < 1e-6

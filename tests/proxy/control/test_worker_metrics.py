@@ -1,0 +1,109 @@
+"""The few numbers that are read from a worker's page."""
+
+from __future__ import annotations
+
+import timeit
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from proxy.control.worker_metrics import parse
+from tests.proxy.control.vllm_page import STARTED, Engine, vllm_page
+
+BUSY = Engine(
+    running=3, waiting=5, usage=0.25, prompt_tokens=1000, generation_tokens=200, preemptions=2
+)
+PAGE = vllm_page(BUSY)
+ONE = b'vllm:num_requests_running{engine="0"} '
+
+
+def test_one_engine() -> None:
+    gauges = parse(vllm_page(BUSY), at=12.5)
+    assert gauges is not None
+    assert gauges.at == 12.5
+    assert (gauges.running, gauges.waiting, gauges.kv_usage) == (3, 5, 0.25)
+    assert gauges.kv_capacity_tokens == 16_000
+    assert gauges.prompt_tokens_total == 1000
+    assert gauges.generation_tokens_total == 200
+    assert gauges.preemptions_total == 2
+    assert gauges.extra == {"started": STARTED}
+
+
+def test_engines_of_a_data_parallel_worker_come_together() -> None:
+    gauges = parse(vllm_page(BUSY, Engine(running=1, usage=0.75, prompt_tokens=5)), at=0)
+    assert gauges is not None
+    assert (gauges.running, gauges.waiting) == (4, 5)
+    assert gauges.kv_usage == 0.5  # the mean
+    assert gauges.kv_capacity_tokens == 32_000
+    assert gauges.prompt_tokens_total == 1005
+
+
+def test_a_cache_whose_size_is_not_known_yet() -> None:
+    gauges = parse(vllm_page(BUSY, num_blocks=None), at=0)
+    assert gauges is not None
+    assert gauges.kv_capacity_tokens is None
+
+
+def test_several_api_servers_do_not_tell_when_they_started() -> None:
+    gauges = parse(vllm_page(BUSY, started=None), at=0)
+    assert gauges is not None
+    assert gauges.extra == {}
+
+
+@pytest.mark.parametrize("model", ['a "} 9', "b\\", "c\nvllm:num_requests_running{} 9", "d}{e f"])
+def test_a_model_name_that_looks_like_the_format(model: str) -> None:
+    gauges = parse(vllm_page(BUSY, model=model), at=0)
+    assert gauges is not None
+    assert gauges.running == 3
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        ONE + b"3",
+        ONE + b"3\n",
+        ONE + b"3.0 1700000000000\n",
+        b"\n\n" + ONE + b"3e0\n",
+        ONE + b"3\r\n",
+    ],
+)
+def test_how_the_line_may_stand(line: bytes) -> None:
+    gauges = parse(line, at=0)
+    assert gauges is not None
+    assert gauges.running == 3
+
+
+@pytest.mark.parametrize("value", [b"", b"NaN", b"+Inf", b"-1", b"1e300", b"x", b"0x3", b"\xff"])
+def test_numbers_that_make_no_sense_are_left_out(value: bytes) -> None:
+    assert parse(ONE + value, at=0) is None
+    gauges = parse(ONE + b"3\n" + ONE + value, at=0)
+    assert gauges is not None
+    assert gauges.running == 3
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        b"",
+        b"<html>vllm:num_requests_running{</html>",
+        b"vllm:num_requests_running_x{} 1",
+        b"\0" * 99,
+    ],
+)
+def test_what_is_no_vllm_page(page: bytes) -> None:
+    assert parse(page, at=0) is None
+
+
+@settings(deadline=None)  # a busy machine is no failure
+@given(st.binary(), st.integers(0, 2000), st.integers(0, 50))
+def test_any_damage_is_survived(junk: bytes, at: int, gone: int) -> None:
+    start = PAGE.index(b"# HELP vllm:num_requests_running") + at
+    parse(PAGE[:start] + junk + PAGE[start + gone :], at=0)
+
+
+def test_a_page_of_real_size_costs_little() -> None:
+    page = vllm_page(*[BUSY] * 2)
+    assert 95_000 < len(page) < 200_000
+    took = min(timeit.repeat(lambda: parse(page, 0), number=5, repeat=20)) / 5
+    assert took < 200e-6

@@ -1,0 +1,233 @@
+"""The router as a process: start, reload, drain and stop."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import aiohttp
+import pytest
+
+from proxy.app import App, serve
+from proxy.config import load
+from proxy.errors import ConfigError, ProxyError
+from tests.proxy.wire import scripts
+from tests.proxy.wire.client import Client, chat, get
+from tests.proxy.wire.fake_worker import FakeWorker
+
+DEADLINE_S = 15.0
+
+
+@pytest.fixture
+async def fakes() -> AsyncIterator[list[FakeWorker]]:
+    """Two workers."""
+    made = [FakeWorker("a"), FakeWorker("b")]
+    for each in made:
+        await each.listen()
+    yield made
+    for each in made:
+        await each.stop()
+
+
+def written(path: Path, *fakes: FakeWorker, more: str = "") -> Path:
+    """Write a fleet file for these workers, with free ports for the router."""
+    workers = "".join(f"  - {{name: {f.name}, url: '{f.url}'}}\n" for f in fakes)
+    router = "router: {port: 0, admin: {port: 0}, drain_s: 5.0, probe: {interval_s: 0.05}}\n"
+    path.write_text(f"model: tiny\nworkers:\n{workers}{router}{more}")
+    return path
+
+
+async def ready(app: App, *names: str) -> None:
+    """Wait until the workers of these names are up."""
+    async with asyncio.timeout(DEADLINE_S):
+        while True:
+            if {worker.name for worker in app.fleet if worker.up} == set(names):
+                return
+            await asyncio.sleep(0.01)
+
+
+@pytest.fixture
+async def app(tmp_path: Path, fakes: list[FakeWorker]) -> AsyncIterator[App]:
+    """Run a router before both workers."""
+    source = written(tmp_path / "fleet.yaml", *fakes)
+    running = App(load(source), source)
+    await running.start()
+    await ready(running, "a", "b")
+    yield running
+    await running.stop()
+
+
+async def ask(app: App, data: bytes) -> int:
+    """Ask once; return the status."""
+    client = await Client.connect(app.wire.port)
+    try:
+        return (await client.ask(data)).status
+    finally:
+        client.close()
+
+
+async def test_it_serves_and_tells(app: App) -> None:
+    assert await ask(app, chat()) == 200
+    assert await ask(app, get("/ready")) == 200
+    async with aiohttp.ClientSession() as session:
+        async with session.get(f"{app.admin_url}/admin/workers") as answer:
+            assert [worker["name"] for worker in await answer.json()] == ["a", "b"]
+        async with session.get(f"{app.admin_url}/admin/decisions") as answer:
+            assert [entry["status"] for entry in await answer.json()] == [200]
+        async with session.get(f"{app.url}/metrics") as answer:
+            assert "proxy_requests_total{" in await answer.text()
+
+
+async def test_a_reload_takes_a_worker_out_and_leaves_its_request_alone(
+    app: App, fakes: list[FakeWorker], tmp_path: Path
+) -> None:
+    opening = asyncio.Event()
+    for each in fakes:
+        each.always(scripts.gated(opening, scripts.answer()))
+    asked = [asyncio.create_task(ask(app, chat())) for _ in range(2)]
+    await asyncio.gather(*(each.got() for each in fakes))
+    written(tmp_path / "fleet.yaml", fakes[1])
+    assert app.reload() == []
+    assert [worker.name for worker in app.fleet] == ["b"]
+    opening.set()
+    assert await asyncio.gather(*asked) == [200, 200]
+    fakes[1].always(scripts.answer())
+    assert [await ask(app, chat()) for _ in range(3)] == [200] * 3
+    assert len(fakes[0].served) == 1
+
+
+async def test_a_reload_with_a_mistake_changes_nothing(
+    app: App, fakes: list[FakeWorker], tmp_path: Path
+) -> None:
+    written(tmp_path / "fleet.yaml", fakes[0], more="routing: {policy: fastest}\n")
+    with pytest.raises(ConfigError, match=r"routing\.policy"):
+        app.reload()
+    assert [worker.name for worker in app.fleet] == ["a", "b"]
+    assert app.config.routing.policy == "adaptive"
+
+
+async def test_a_reload_says_what_takes_a_restart(app: App, tmp_path: Path) -> None:
+    source = tmp_path / "fleet.yaml"
+    source.write_text(source.read_text().replace("{port: 0, admin", "{port: 9, admin"))
+    assert app.reload() == ["router.port"]
+
+
+async def test_what_was_not_read_from_a_file_is_not_read_again(app: App) -> None:
+    app.source = None
+    with pytest.raises(ProxyError, match="not started from a file"):
+        app.reload()
+
+
+async def test_a_port_in_use_is_a_clear_error(tmp_path: Path, fakes: list[FakeWorker]) -> None:
+    source = written(tmp_path / "fleet.yaml", *fakes)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        source.write_text(source.read_text().replace("{port: 0, admin", f"{{port: {port}, admin"))
+        with pytest.raises(ProxyError, match=f"can't listen.*{port}"):
+            await serve(load(source), source=source)
+
+
+@pytest.fixture
+async def process(
+    tmp_path: Path, fakes: list[FakeWorker]
+) -> AsyncIterator[tuple[asyncio.subprocess.Process, int]]:
+    """Run the router as its users do; give the process and the port."""
+    source = written(tmp_path / "fleet.yaml", *fakes)
+    command = [sys.executable, "-m", "vllm_sched.cli.main", "router", str(source)]
+    started = await asyncio.create_subprocess_exec(
+        *command, stderr=subprocess.PIPE, env={**os.environ, "PYTHONUNBUFFERED": "1"}
+    )
+    try:
+        yield started, await listening(started)
+    finally:
+        if started.returncode is None:
+            started.kill()
+        await started.communicate()
+
+
+async def listening(process: asyncio.subprocess.Process) -> int:
+    """Read the port from what the process says, once both workers are up."""
+    assert process.stderr is not None
+    said: list[str] = []
+    async with asyncio.timeout(DEADLINE_S):
+        while sum("is up" in line for line in said) < 2 or not any("/v1" in line for line in said):
+            line = (await process.stderr.readline()).decode()
+            assert line, f"it ended: {''.join(said)}"
+            said.append(line)
+    [address] = [line for line in said if "/v1" in line]
+    return int(address.split("/v1")[0].rsplit(":", 1)[1])
+
+
+async def test_sigterm_drains(
+    process: tuple[asyncio.subprocess.Process, int], fakes: list[FakeWorker]
+) -> None:
+    started, port = process
+    opening = asyncio.Event()
+    for each in fakes:
+        each.always(scripts.gated(opening, scripts.answer()))
+    client = await Client.connect(port)
+    await client.send(chat())
+    arrivals = [asyncio.create_task(each.got(within=DEADLINE_S)) for each in fakes]
+    _, pending = await asyncio.wait(arrivals, return_when=asyncio.FIRST_COMPLETED)
+    for task in pending:
+        task.cancel()
+    started.send_signal(signal.SIGTERM)
+    async with asyncio.timeout(DEADLINE_S):
+        while True:
+            try:
+                (await Client.connect(port)).close()
+            except ConnectionRefusedError:
+                break
+            await asyncio.sleep(0.01)
+    assert started.returncode is None
+    opening.set()
+    assert (await client.answer()).status == 200
+    client.close()
+    assert await asyncio.wait_for(started.wait(), DEADLINE_S) == 0
+
+
+async def test_a_second_signal_stops_at_once(
+    process: tuple[asyncio.subprocess.Process, int], fakes: list[FakeWorker]
+) -> None:
+    started, port = process
+    for each in fakes:
+        each.always(scripts.stall)
+    client = await Client.connect(port)
+    await client.send(chat())
+    arrivals = [asyncio.create_task(each.got(within=DEADLINE_S)) for each in fakes]
+    _, pending = await asyncio.wait(arrivals, return_when=asyncio.FIRST_COMPLETED)
+    for task in pending:
+        task.cancel()
+    started.send_signal(signal.SIGINT)
+    await asyncio.sleep(0.2)
+    assert started.returncode is None
+    started.send_signal(signal.SIGINT)
+    assert await asyncio.wait_for(started.wait(), 4.0) == 130
+    client.close()
+
+
+async def test_sighup_reloads(
+    process: tuple[asyncio.subprocess.Process, int], fakes: list[FakeWorker], tmp_path: Path
+) -> None:
+    started, port = process
+    written(tmp_path / "fleet.yaml", fakes[0], more="nonsense: 1\n")
+    started.send_signal(signal.SIGHUP)
+    assert started.stderr is not None
+    async with asyncio.timeout(DEADLINE_S):
+        while b"was not taken" not in await started.stderr.readline():
+            pass
+    written(tmp_path / "fleet.yaml", fakes[0])
+    started.send_signal(signal.SIGHUP)
+    async with asyncio.timeout(DEADLINE_S):
+        while b"again: 1 workers" not in await started.stderr.readline():
+            pass
+    client = await Client.connect(port)
+    assert [(await client.ask(chat())).status for _ in range(3)] == [200] * 3
+    client.close()
+    assert not fakes[1].served

@@ -1,0 +1,57 @@
+"""A real router on real sockets, in the loop of the test; and what each test must leave behind."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, Protocol
+
+import pytest
+import uvloop
+
+from tests.proxy.wire.site import Fake, Site, eventually, sockets
+
+
+class Start(Protocol):
+    """How a test starts a router: before the workers named, one if none is."""
+
+    def __call__(self, *fakes: Fake, router: Any = ..., wire: Any = ...) -> Awaitable[Site]:
+        """Start workers and a router with settings that differ from the defaults."""
+
+
+def pytest_asyncio_loop_factories() -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
+    """Run on what the router runs on."""
+    return {"uvloop": uvloop.new_event_loop}
+
+
+@pytest.fixture
+async def start() -> AsyncIterator[Start]:
+    """Start routers, and see at the end that no charge, ticket, task or socket is left of them."""
+    sites: list[Site] = []
+    tasks, open_before = asyncio.all_tasks(), sockets()
+
+    async def begin(
+        *fakes: Fake, router: dict[str, Any] | None = None, wire: dict[str, Any] | None = None
+    ) -> Site:
+        site = Site(router or {}, wire or {})
+        sites.append(site)
+        await site.start(fakes or (Fake(),))
+        return site
+
+    yield begin
+    for site in sites:
+        await site.stop()
+
+    def left() -> set[asyncio.Task[Any]]:
+        return asyncio.all_tasks() - tasks - {asyncio.current_task()}
+
+    await eventually(lambda: not left(), lambda: f"tasks are left: {left()}")
+    await eventually(
+        lambda: sockets() <= open_before, lambda: f"{sockets() - open_before} sockets are left"
+    )
+
+
+@pytest.fixture
+async def site(start: Start) -> Site:
+    """Start a router before one worker, all settings at their defaults."""
+    return await start()

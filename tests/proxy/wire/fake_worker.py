@@ -1,0 +1,357 @@
+"""A worker that does as it is told: a server of raw bytes, strict about what it is sent.
+
+Each request becomes a `Call`, which records what came and when its peer left, and is answered by a
+`Script`: a coroutine that writes whatever it likes, as slowly as it likes, or breaks off. Ready-made
+scripts are in `scripts.py`. Bytes that a careful server would refuse are kept in `faults`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import struct
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+from tests.proxy.wire import scripts
+
+RST = struct.pack("ii", 1, 0)  # SO_LINGER: what is unsent is dropped, and the peer gets a reset
+
+
+class PeerGoneError(Exception):
+    """The peer closed while a script was writing."""
+
+
+@dataclass(eq=False)
+class Call:
+    """One request as it came, and the means to answer it."""
+
+    head: bytes  # request line and headers, as sent
+    connection: Connection
+    body: bytes = b""  # without its framing
+    arrived: float = field(default_factory=time.monotonic)
+    lost: asyncio.Event = field(default_factory=asyncio.Event)  # the peer left before the end
+    answered: asyncio.Event = field(default_factory=asyncio.Event)  # the script ran to its end
+
+    @property
+    def method(self) -> bytes:
+        """The verb."""
+        return self.head.split(b" ", 1)[0]
+
+    @property
+    def target(self) -> bytes:
+        """The path, and what follows it."""
+        return self.head.split(b" ", 2)[1]
+
+    @property
+    def path(self) -> str:
+        """The path alone."""
+        return self.target.partition(b"?")[0].decode("latin-1")
+
+    @property
+    def headers(self) -> list[tuple[bytes, bytes]]:
+        """Names in lower case, values trimmed, in the order sent."""
+        lines = self.head.split(b"\r\n")[1:]
+        split = (line.partition(b":") for line in lines if line)
+        return [(name.lower(), value.strip(b" \t")) for name, _, value in split]
+
+    def all(self, name: bytes) -> list[bytes]:
+        """Return every value of a header."""
+        return [value for key, value in self.headers if key == name.lower()]
+
+    def json(self) -> Any:
+        """Return the body, read as JSON."""
+        return json.loads(self.body)
+
+    async def send(self, data: bytes) -> None:
+        """Write, and wait until the socket takes more."""
+        await self.connection.send(data)
+
+    def close(self) -> None:
+        """Send what was written, then close."""
+        self.connection.transport.close()
+
+    def reset(self) -> None:
+        """Break the connection off, so that the peer gets a reset."""
+        self.connection.reset()
+
+
+Script = Callable[[Call], Awaitable[None]]
+
+
+class Connection(asyncio.Protocol):
+    """One connection from the router."""
+
+    def __init__(self, worker: FakeWorker) -> None:
+        self.worker = worker
+        self.calls: list[Call] = []
+        self.gone = asyncio.Event()
+        self.stalled = asyncio.Event()  # the peer takes no more for now
+        self.flows = asyncio.Event()
+        self.flows.set()
+        self.sent = 0
+        self.transport: asyncio.Transport
+        self._buffer = bytearray()
+        self._task: asyncio.Task[None] | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = cast("asyncio.Transport", transport)
+        self.transport.set_write_buffer_limits(high=64 * 1024)
+        self.worker.connections.append(self)
+        if not self.worker.reads:
+            asyncio.get_running_loop().call_soon(self.transport.pause_reading)
+
+    def data_received(self, data: bytes) -> None:
+        self._buffer += data
+        if self.worker.cuts_left and len(self._buffer) > self.worker.cut_after:
+            self.worker.cuts_left -= 1
+            self.reset()
+        elif self._task is not None:
+            self.worker.faults.append("bytes came before the last answer was complete")
+        else:
+            self._next()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        del exc
+        self.gone.set()
+        self.flows.set()
+        if self.calls and not self.calls[-1].answered.is_set():
+            self.calls[-1].lost.set()
+
+    def pause_writing(self) -> None:
+        self.flows.clear()
+        self.stalled.set()
+
+    def resume_writing(self) -> None:
+        self.stalled.clear()
+        self.flows.set()
+
+    async def send(self, data: bytes) -> None:
+        if self.gone.is_set() or self.transport.is_closing():
+            raise PeerGoneError
+        self.transport.write(data)
+        self.sent += len(data)
+        await self.flows.wait()
+
+    def reset(self) -> None:
+        raw = self.transport.get_extra_info("socket")
+        raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RST)
+        self.transport.abort()
+
+    def _next(self) -> None:
+        """Start on the next request if all of it is here."""
+        end = self._buffer.find(b"\r\n\r\n")
+        if end < 0:
+            return
+        head = bytes(self._buffer[: end + 4])
+        call = Call(head, self)
+        try:
+            taken = self._read_body(call, end + 4)
+        except ValueError as error:
+            self.worker.faults.append(f"{error} in {head!r}")
+            self.transport.abort()
+            return
+        if taken is None:
+            return
+        del self._buffer[:taken]
+        self.calls.append(call)
+        self.worker.arrive(call)
+        self._task = asyncio.get_running_loop().create_task(self._answer(call))
+
+    def _read_body(self, call: Call, start: int) -> int | None:
+        """Fill in the body; return where it ends, or None while bytes are missing."""
+        lengths, codings = call.all(b"content-length"), call.all(b"transfer-encoding")
+        if (lengths and codings) or len(lengths) > 1 or codings not in ([], [b"chunked"]):
+            raise ValueError("ambiguous framing")
+        if codings:
+            return self._read_chunks(call, start)
+        length = int(lengths[0]) if lengths else 0
+        if len(self._buffer) < start + length:
+            return None
+        call.body = bytes(self._buffer[start : start + length])
+        return start + length
+
+    def _read_chunks(self, call: Call, start: int) -> int | None:
+        """Join the chunks up to the last one, with CRLFs where they belong."""
+        at, pieces = start, []
+        while (line := self._buffer.find(b"\r\n", at)) >= 0:
+            size = int(self._buffer[at:line], 16)
+            at = line + 2 + size + 2
+            if len(self._buffer) < at:
+                return None
+            if self._buffer[at - 2 : at] != b"\r\n":
+                raise ValueError("a chunk of another size than stated")
+            pieces.append(bytes(self._buffer[line + 2 : at - 2]))
+            if not size:
+                call.body = b"".join(pieces)
+                return at
+        return None
+
+    async def _answer(self, call: Call) -> None:
+        try:
+            await self.worker.script_for(call)(call)
+        except PeerGoneError:
+            return
+        except Exception as error:  # a test's own mistake, which nobody else would hear of
+            self.worker.faults.append(f"its script failed: {error!r}")
+            self.transport.abort()
+            return
+        if call.lost.is_set():
+            return
+        call.answered.set()
+        self._task = None
+        if not self.transport.is_closing():
+            self._next()
+
+    async def end(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        self.transport.abort()
+        await self.gone.wait()
+
+
+class FakeWorker:
+    """A server on a loopback port; its scripts may change at any time."""
+
+    def __init__(self, name: str = "w0", *, model: str = "tiny", max_model_len: int = 16384) -> None:
+        self.name, self.model, self.max_model_len = name, model, max_model_len
+        self.connections: list[Connection] = []
+        self.calls: list[Call] = []
+        self.faults: list[str] = []
+        self.reads = True
+        self.cuts_left = 0  # so many requests are reset while they come,
+        self.cut_after = 0  # after so many bytes
+        self.port = 0
+        self._waiting: set[asyncio.Event] = set()
+        self._server: asyncio.Server | None = None
+        self._deaf: list[socket.socket] = []
+        self._next: deque[Script] = deque()
+        self._paths: dict[str, Script] = {
+            "/health": scripts.answer(body=b"", content_type=b"text/plain"),
+            "/metrics": scripts.answer(body=scripts.METRICS, content_type=b"text/plain"),
+            "/v1/models": scripts.models(model, max_model_len),
+            "/tokenize": scripts.tokenize,
+        }
+        self._default: Script = scripts.obey(name)
+
+    @property
+    def url(self) -> str:
+        """Where it listens."""
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def served(self) -> list[Call]:
+        """The calls that were neither probes nor counts of tokens."""
+        return [call for call in self.calls if call.path not in self._paths]
+
+    @property
+    def open(self) -> list[Connection]:
+        """The connections its peer has not closed."""
+        return [each for each in self.connections if not each.gone.is_set()]
+
+    def always(self, script: Script, path: str | None = None) -> None:
+        """Answer all calls so, or those to one path."""
+        if path is None:
+            self._default = script
+        else:
+            self._paths[path] = script
+
+    def then(self, *answers: Script) -> None:
+        """Answer the next calls so, one each, before the usual script has its turn again."""
+        self._next.extend(answers)
+
+    def script_for(self, call: Call) -> Script:
+        """Return how a call is to be answered."""
+        if call.path in self._paths:
+            return self._paths[call.path]
+        return self._next.popleft() if self._next else self._default
+
+    async def listen(self, *, backlog: int = 1000) -> None:
+        """Take connections, on the port it had if it had one."""
+        loop = asyncio.get_running_loop()
+        self._server = await loop.create_server(
+            lambda: Connection(self), "127.0.0.1", self.port, backlog=backlog
+        )
+        self.port = self._server.sockets[0].getsockname()[1]
+
+    async def hang(self) -> None:
+        """Let new connections hang: they are neither taken nor refused.
+
+        The kernel lets as many as fit into a listening socket's queue be made; these are filled.
+        """
+        await self.refuse()
+        deaf = socket.create_server(("127.0.0.1", self.port), backlog=0)
+        self._deaf = [deaf]
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(0.1):
+                while True:
+                    filler = socket.socket()
+                    filler.setblocking(False)
+                    self._deaf.append(filler)
+                    await loop.sock_connect(filler, deaf.getsockname())
+        except TimeoutError:
+            pass
+
+    async def wake(self) -> None:
+        """Take the connections that hang."""
+        deaf, *fillers = self._deaf
+        for each in fillers:
+            each.close()
+        self._deaf = []
+        deaf.listen(1000)
+        deaf.setblocking(False)
+        loop = asyncio.get_running_loop()
+        self._server = await loop.create_server(lambda: Connection(self), sock=deaf)
+
+    async def refuse(self) -> None:
+        """Close the listening socket; connections made live on."""
+        for each in self._deaf:
+            each.close()
+        self._deaf = []
+        if self._server is not None:
+            self._server.close()
+            self._server = None
+            await asyncio.sleep(0)
+
+    async def die(self) -> None:
+        """Refuse, and reset all connections."""
+        await self.refuse()
+        for each in self.open:
+            each.reset()
+            await each.end()
+
+    async def stop(self) -> None:
+        """Leave nothing open."""
+        await self.refuse()
+        for each in self.connections:
+            await each.end()
+
+    def arrive(self, call: Call) -> None:
+        """Note a call, and wake those who wait for one."""
+        self.calls.append(call)
+        for event in self._waiting:
+            event.set()
+
+    async def got(self, number: int = 1, *, path: str | None = None, within: float = 5.0) -> Call:
+        """Wait until so many calls have come (to a path), and return the last of them."""
+        arrived = asyncio.Event()
+        self._waiting.add(arrived)
+        try:
+            async with asyncio.timeout(within):
+                while len(calls := self._calls_to(path)) < number:
+                    arrived.clear()
+                    await arrived.wait()
+        finally:
+            self._waiting.discard(arrived)
+        return calls[number - 1]
+
+    def _calls_to(self, path: str | None) -> list[Call]:
+        if path is None:
+            return self.served
+        return [call for call in self.calls if call.path == path]

@@ -1,0 +1,223 @@
+"""Answers for the fake worker, from the usual to the broken."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tests.proxy.wire.fake_worker import Call
+
+    Script = Callable[[Call], Awaitable[None]]
+
+Headers = Iterable[tuple[bytes, bytes]]
+LAST_CHUNK = b"0\r\n\r\n"
+DONE = b"data: [DONE]\n\n"
+METRICS = (
+    b"# TYPE vllm:num_requests_running gauge\n"
+    b'vllm:num_requests_running{engine="0",model_name="tiny"} 0.0\n'
+    b"# TYPE vllm:num_requests_waiting gauge\n"
+    b'vllm:num_requests_waiting{engine="0",model_name="tiny"} 0.0\n'
+    b"# TYPE vllm:kv_cache_usage_perc gauge\n"
+    b'vllm:kv_cache_usage_perc{engine="0",model_name="tiny"} 0.0\n'
+)
+SSE = b"text/event-stream; charset=utf-8"
+
+
+def head(status: int, *headers: tuple[bytes, bytes]) -> bytes:
+    """Return a response's head; framing is up to the caller."""
+    lines = [b"HTTP/1.1 %d Whatever" % status, *(b"%s: %s" % pair for pair in headers)]
+    return b"\r\n".join(lines) + b"\r\n\r\n"
+
+
+def chunk(data: bytes) -> bytes:
+    """Frame bytes as one chunk."""
+    return b"%x\r\n%s\r\n" % (len(data), data)
+
+
+def event(data: Any) -> bytes:
+    """Return an event of a stream."""
+    return b"data: " + json.dumps(data).encode() + b"\n\n"
+
+
+def token(text: str) -> bytes:
+    """Return an event with a piece of a chat's answer."""
+    choice = {"index": 0, "delta": {"content": text}, "finish_reason": None}
+    return event({"id": "c", "object": "chat.completion.chunk", "created": 1, "model": "tiny",
+                  "choices": [choice]})  # fmt: skip
+
+
+def usage_event(prompt: int, completion: int) -> bytes:
+    """Return the event that tells what was computed."""
+    return event({"id": "c", "object": "chat.completion.chunk", "created": 1, "model": "tiny",
+                  "choices": [], "usage": usage(prompt, completion)})  # fmt: skip
+
+
+def usage(prompt: int, completion: int) -> dict[str, int]:
+    """Return a usage block."""
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+    }
+
+
+def answer(
+    status: int = 200,
+    body: bytes = b"{}",
+    *headers: tuple[bytes, bytes],
+    content_type: bytes = b"application/json",
+    framing: str = "length",
+) -> Script:
+    """Answer with a whole body: of a stated length, in one chunk, or ended by closing."""
+
+    async def run(call: Call) -> None:
+        lead = [(b"content-type", content_type), *headers]
+        if framing == "chunked":
+            await call.send(head(status, *lead, (b"transfer-encoding", b"chunked")))
+            await call.send((chunk(body) if body else b"") + LAST_CHUNK)
+        elif framing == "close":
+            await call.send(head(status, *lead, (b"connection", b"close")) + body)
+            call.close()
+        else:
+            lead.append((b"content-length", b"%d" % len(body)))
+            await call.send(head(status, *lead) + (b"" if call.method == b"HEAD" else body))
+
+    return run
+
+
+def error(status: int, message: str = "no", *headers: tuple[bytes, bytes]) -> Script:
+    """Answer with an error as vLLM words it."""
+    body = {"error": {"message": message, "type": "x", "param": None, "code": status}}
+    return answer(status, json.dumps(body).encode(), *headers)
+
+
+def raw(*pieces: bytes, gap_s: float = 0.0, end: str = "keep") -> Script:
+    """Send bytes as they are; then keep the connection, `close` it, `reset` it or `stall`."""
+
+    async def run(call: Call) -> None:
+        for number, piece in enumerate(pieces):
+            if number and gap_s:
+                await asyncio.sleep(gap_s)
+            await call.send(piece)
+        await finish(call, end)
+
+    return run
+
+
+async def finish(call: Call, end: str) -> None:
+    """End an answer in one of four ways."""
+    if end == "close":
+        call.close()
+    elif end == "reset":
+        await asyncio.sleep(0.02)  # what was sent should arrive: a reset overtakes it
+        call.reset()
+    elif end == "stall":
+        await call.lost.wait()
+
+
+async def stall(call: Call) -> None:
+    """Never answer."""
+    await call.lost.wait()
+
+
+async def reset(call: Call) -> None:
+    """Reset instead of answering."""
+    call.reset()
+
+
+async def hang_up(call: Call) -> None:
+    """Close instead of answering."""
+    call.close()
+
+
+def stream(
+    count: int,
+    *,
+    gap_s: float = 0.0,
+    end: str = "done",
+    text: str = "tok ",
+    with_usage: bool = False,
+) -> Script:
+    """Stream tokens; end as a worker does, or after so many `close`, `reset` or `stall`."""
+
+    async def run(call: Call) -> None:
+        await call.send(head(200, (b"content-type", SSE), (b"transfer-encoding", b"chunked")))
+        for number in range(count):
+            if gap_s:
+                await asyncio.sleep(gap_s)
+            await call.send(chunk(token(text + str(number))))
+        if end != "done":
+            await finish(call, end)
+            return
+        tail = chunk(usage_event(count_of(call), count)) if with_usage else b""
+        await call.send(tail + chunk(DONE) + LAST_CHUNK)
+
+    return run
+
+
+def drip(data: bytes, *, size: int = 1, gap_s: float = 0.0) -> Script:
+    """Send bytes a few at a time, each in a segment of its own."""
+
+    async def run(call: Call) -> None:
+        for at in range(0, len(data), size):
+            await call.send(data[at : at + size])
+            await asyncio.sleep(gap_s)
+
+    return run
+
+
+def gated(opening: asyncio.Event, script: Script) -> Script:
+    """Answer once a gate opens; nothing before."""
+
+    async def run(call: Call) -> None:
+        gate, lost = (asyncio.ensure_future(each.wait()) for each in (opening, call.lost))
+        try:
+            await asyncio.wait((gate, lost), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            gate.cancel()
+            lost.cancel()
+        if not call.lost.is_set():
+            await script(call)
+
+    return run
+
+
+def models(name: str, max_model_len: int) -> Script:
+    """Answer as vLLM's /v1/models does."""
+    card = {"id": name, "object": "model", "created": 1, "owned_by": "vllm", "root": name,
+            "parent": None, "max_model_len": max_model_len, "permission": []}  # fmt: skip
+    return answer(body=json.dumps({"object": "list", "data": [card]}).encode())
+
+
+def count_of(call: Call) -> int:
+    """Count four bytes of a body as a token."""
+    return len(call.body) // 4
+
+
+async def tokenize(call: Call) -> None:
+    """Answer as vLLM's /tokenize does."""
+    body = {"count": count_of(call), "max_model_len": 16384, "tokens": [], "token_strs": None}
+    await answer(body=json.dumps(body).encode())(call)
+
+
+def obey(name: str) -> Script:
+    """Serve as asked: a stream of three tokens if the body wants one, else a whole answer."""
+
+    async def run(call: Call) -> None:
+        try:
+            asked = json.loads(call.body)
+        except ValueError:
+            asked = None
+        if isinstance(asked, dict) and asked.get("stream") is True:
+            await stream(3, with_usage=True)(call)
+            return
+        choice = {"index": 0, "message": {"role": "assistant", "content": name},
+                  "finish_reason": "stop"}  # fmt: skip
+        body = {"id": "c", "object": "chat.completion", "created": 1, "model": "tiny",
+                "choices": [choice], "usage": usage(count_of(call), 1)}  # fmt: skip
+        await answer(200, json.dumps(body).encode(), (b"x-worker", name.encode()))(call)
+
+    return run

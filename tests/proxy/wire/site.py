@@ -1,0 +1,203 @@
+"""A router on a free port, before fake workers; and the check that nothing is left of a test."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import stat
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from proxy.control.metrics import Metrics
+from proxy.core.fleet import Fleet
+from proxy.core.router import Router, RouterSettings
+from proxy.core.types import Role
+from proxy.core.worker import Worker, WorkerSpec
+from proxy.wire.server import Wire
+from proxy.wire.settings import WireSettings
+from tests.proxy.wire.client import DEADLINE_S, Answer, Client
+from tests.proxy.wire.fake_worker import Call, FakeWorker, Script
+
+
+@dataclass
+class Fake:
+    """A worker to be started."""
+
+    name: str = "w0"
+    role: Role = Role.GENERAL
+    model: str = "tiny"
+    max_model_len: int = 16384
+    max_requests: int | None = None
+    api_key: str | None = None
+    up: bool = True
+
+
+class Site:
+    """All that a test talks to."""
+
+    def __init__(self, router: dict[str, Any], wire: dict[str, Any]) -> None:
+        self.fleet = Fleet()
+        self.router = Router(RouterSettings(**router), self.fleet)
+        self.metrics = Metrics(self.router)
+        self.wire = Wire(self.router, WireSettings(**wire), self.metrics, self.clock)
+        self.skipped = 0.0
+        self.fakes: dict[str, FakeWorker] = {}
+        self.charged: list[Worker] = []  # every worker there ever was
+        self.clients: list[Client] = []
+
+    def clock(self) -> float:
+        """Tell the time, as the router sees it."""
+        return time.monotonic() + self.skipped
+
+    def skip(self, seconds: float) -> None:
+        """Let time pass for the router."""
+        self.skipped += seconds
+
+    @property
+    def port(self) -> int:
+        """Where the router listens."""
+        return self.wire.port
+
+    @property
+    def fake(self) -> FakeWorker:
+        """The only worker."""
+        [only] = self.fakes.values()
+        return only
+
+    async def start(self, fakes: tuple[Fake, ...]) -> None:
+        """Start workers, then the router."""
+        for each in fakes:
+            await self.add(each)
+        await self.wire.start("127.0.0.1", 0)
+
+    async def add(self, each: Fake) -> FakeWorker:
+        """Start one more worker and take it in."""
+        fake = FakeWorker(each.name, model=each.model, max_model_len=each.max_model_len)
+        await fake.listen()
+        self.fakes[each.name] = fake
+        self.charged.append(self.fleet.add(spec_of(each, fake.url)))
+        if each.up:
+            self.up(each.name)
+            self.fleet.set_served(each.name, (each.model,), each.max_model_len)
+        return fake
+
+    def up(self, name: str) -> None:
+        """Tell the fleet what good probes would."""
+        for _ in range(2):
+            self.fleet.probe_ok(name, self.clock())
+
+    def down(self, name: str) -> None:
+        """Tell the fleet what bad probes would."""
+        for _ in range(3):
+            self.fleet.probe_failed(name, self.clock())
+
+    def served(self) -> list[Call]:
+        """Return the calls to all workers but probes and counts, in the order they came."""
+        calls = [call for fake in self.fakes.values() for call in fake.served]
+        return sorted(calls, key=lambda call: call.arrived)
+
+    def always(self, script: Script) -> None:
+        """Let all workers answer so."""
+        for fake in self.fakes.values():
+            fake.always(script)
+
+    def worker(self, name: str = "w0") -> Worker:
+        """Look at the router's view of a worker."""
+        worker = self.fleet.get(name)
+        assert worker is not None
+        return worker
+
+    async def client(self, **options: Any) -> Client:
+        """Connect."""
+        client = await Client.connect(self.port, **options)
+        self.clients.append(client)
+        return client
+
+    async def ask(self, data: bytes, *, within: float = DEADLINE_S) -> Answer:
+        """Connect, ask one thing, and close."""
+        client = await self.client()
+        try:
+            return await client.ask(data, within=within)
+        finally:
+            client.close()
+
+    def charges(self) -> dict[str, tuple[int, ...]]:
+        """Return what is charged to workers, of those with any of it."""
+        charges = {
+            each.name: (
+                each.requests,
+                each.prefill_tokens,
+                each.decode_tokens,
+                each.kv_tokens,
+                each.decoding,
+            )
+            for each in self.charged
+        }
+        return {name: each for name, each in charges.items() if any(each)}
+
+    def unfinished(self) -> str:
+        """Say what is still under way; empty when nothing is."""
+        counts = self.metrics.upstream_connections()
+        left = {
+            "charges": self.charges(),
+            "queued": len(self.router.queue),
+            "queued bytes": self.router.queue.bytes,
+            "connections at work": [each for each in counts if each[1] == "busy" and each[2] > 0],
+        }
+        return ", ".join(f"{name}: {value}" for name, value in left.items() if value)
+
+    async def settled(self) -> None:
+        """Wait until nothing is under way: no charge, no ticket, no busy connection."""
+        await eventually(lambda: not self.unfinished(), self.unfinished)
+
+    async def stop(self) -> None:
+        """Close everything; nothing may be left, and no worker may have had cause to complain."""
+        for client in self.clients:
+            client.close()
+        try:
+            await self.settled()
+            await eventually(lambda: not self.wire.clients, lambda: "clients are left")
+        finally:
+            await self.wire.close()
+            for fake in self.fakes.values():
+                await fake.stop()
+        faults = {name: fake.faults for name, fake in self.fakes.items() if fake.faults}
+        assert not faults, faults
+
+
+def spec_of(each: Fake, url: str) -> WorkerSpec:
+    """Return what an operator would state of a worker."""
+    return WorkerSpec(
+        each.name,
+        url,
+        each.role,
+        each.model,
+        max_requests=each.max_requests,
+        api_key=each.api_key,
+    )
+
+
+async def eventually(
+    what: Callable[[], object],
+    why: Callable[[], object] = lambda: "still not so",
+    *,
+    within: float = 3.0,
+) -> None:
+    """Wait for what no event tells."""
+    give_up = time.monotonic() + within
+    while not what():
+        assert time.monotonic() < give_up, why()
+        await asyncio.sleep(0.005)
+
+
+def sockets() -> int:
+    """Count this process's open sockets."""
+    count = 0
+    for fd in os.listdir("/proc/self/fd"):  # noqa: PTH208  # numbers are wanted, not paths
+        try:
+            count += stat.S_ISSOCK(os.fstat(int(fd)).st_mode)
+        except OSError:
+            continue  # the listing's own
+    return count

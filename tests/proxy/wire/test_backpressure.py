@@ -1,0 +1,135 @@
+"""A side that does not keep up holds the other back; nothing is heaped up in between."""
+
+from __future__ import annotations
+
+import asyncio
+
+from tests.proxy.wire import scripts
+from tests.proxy.wire.client import chat, get
+from tests.proxy.wire.conftest import Start
+from tests.proxy.wire.fake_worker import Call
+from tests.proxy.wire.site import Fake, Site, eventually
+
+PIECE = 64 * 1024
+TOTAL = 64 << 20
+# What two sockets and three programs may hold between them; the kernel's own buffers are most of it.
+IN_BETWEEN = 24 << 20
+
+
+def flood(total: int = TOTAL) -> scripts.Script:
+    """Send much, as fast as it is taken."""
+
+    async def run(call: Call) -> None:
+        head = (b"content-type", scripts.SSE), (b"transfer-encoding", b"chunked")
+        await call.send(scripts.head(200, *head))
+        for number in range(total // PIECE):
+            await call.send(scripts.chunk(b"data: %s\n\n" % (b"%08d" % number).ljust(PIECE - 8)))
+        await call.send(scripts.LAST_CHUNK)
+
+    return run
+
+
+def expected(total: int = TOTAL) -> list[bytes]:
+    return [b"%08d" % number for number in range(total // PIECE)]
+
+
+async def stalled(call: Call) -> int:
+    """Wait until the worker can send no more; return how much it has sent."""
+    sent = -1
+    async with asyncio.timeout(10):
+        while sent != call.connection.sent or not call.connection.stalled.is_set():
+            sent = call.connection.sent
+            await asyncio.sleep(0.1)
+    return sent
+
+
+async def test_a_client_that_does_not_read_stalls_its_worker(start: Start) -> None:
+    site = await start()
+    site.fake.always(flood())
+    client = await site.client(limit=1024, rcvbuf=8192)
+    await client.send(chat(stream=True))
+    call = await site.fake.got()
+    assert await stalled(call) < IN_BETWEEN
+    # Others are served meanwhile.
+    site.fake.always(scripts.stream(3))
+    assert (await site.ask(chat(stream=True))).body.endswith(scripts.DONE)
+    assert (await site.ask(get("/health"))).status == 200
+    # Then everything arrives.
+    client.reader._limit = 1 << 20  # type: ignore[attr-defined]
+    answer = await client.answer(within=20.0)
+    events = answer.body.split(b"\n\n")[:-1]
+    assert [event.removeprefix(b"data: ").rstrip() for event in events] == expected()
+
+
+async def test_a_client_that_reads_slowly_gets_everything(start: Start) -> None:
+    total = 8 << 20
+    site = await start(wire={"idle_s": 0.5})
+    site.fake.always(flood(total))
+    client = await site.client(rcvbuf=65536)
+    await client.send(chat(stream=True))
+    await client.head()
+    pieces = []
+    while piece := await client.piece():
+        pieces.append(piece)
+        if len(pieces) % 8 == 0:
+            await asyncio.sleep(0.02)
+    events = b"".join(pieces).split(b"\n\n")[:-1]
+    assert [event.removeprefix(b"data: ").rstrip() for event in events] == expected(total)
+
+
+async def test_a_body_without_events_is_held_back_as_well(site: Site) -> None:
+    body = b"0123456789abcdef" * (TOTAL // 16)
+    site.fake.always(scripts.answer(200, body, content_type=b"application/octet-stream"))
+
+    async def in_pieces(call: Call) -> None:
+        await call.send(scripts.head(200, (b"content-length", b"%d" % TOTAL)))
+        for at in range(0, TOTAL, PIECE):
+            await call.send(body[at : at + PIECE])
+
+    site.fake.always(in_pieces)
+    client = await site.client(limit=1024, rcvbuf=8192)
+    await client.send(chat())
+    assert await stalled(await site.fake.got()) < IN_BETWEEN
+    client.reader._limit = 1 << 20  # type: ignore[attr-defined]
+    assert (await client.answer(within=20.0)).body == body
+
+
+async def test_a_client_that_never_reads_again_is_given_up(start: Start) -> None:
+    """Or its worker would hold the blocks of that request for ever."""
+    site = await start(wire={"idle_s": 0.3})
+    site.fake.always(flood())
+    client = await site.client(limit=1024, rcvbuf=8192)
+    await client.send(chat(stream=True))
+    call = await site.fake.got()
+    async with asyncio.timeout(5):
+        await call.lost.wait()
+    await site.settled()
+    await eventually(lambda: not site.wire.clients)
+
+
+async def test_a_worker_in_a_pause_is_not_taken_for_hung(start: Start) -> None:
+    """The client's pause is not the worker's silence."""
+    total = 16 << 20
+    site = await start(wire={"idle_s": 1.0, "first_byte_s": 0.3})
+    site.fake.always(flood(total))
+    client = await site.client(limit=1024, rcvbuf=8192)
+    await client.send(chat(stream=True))
+    call = await site.fake.got()
+    await stalled(call)
+    await asyncio.sleep(0.4)
+    client.reader._limit = 1 << 20  # type: ignore[attr-defined]
+    answer = await client.answer(within=20.0)
+    assert len(answer.body.split(b"\n\n")) == total // PIECE + 1
+
+
+async def test_many_slow_readers_at_once(start: Start) -> None:
+    site = await start(Fake("w0"), Fake("w1"))
+    site.always(flood(4 << 20))
+    clients = [await site.client(limit=1024, rcvbuf=8192) for _ in range(20)]
+    for client in clients:
+        await client.send(chat(stream=True))
+    await eventually(lambda: len(site.served()) == 20)
+    for client in clients:
+        client.reader._limit = 1 << 20  # type: ignore[attr-defined]
+    answers = await asyncio.gather(*(client.answer(within=20.0) for client in clients))
+    assert {len(answer.body) for answer in answers} == {len(answers[0].body)}

@@ -1,0 +1,151 @@
+"""A worker that fails is left alone for a while, and for as long as it asks."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from email.utils import formatdate
+
+import pytest
+
+from tests.proxy.wire import scripts
+from tests.proxy.wire.client import chat
+from tests.proxy.wire.conftest import Start
+from tests.proxy.wire.fake_worker import Script
+from tests.proxy.wire.site import Fake, Site, eventually
+
+TURNS = {"policy": "round_robin"}
+
+
+async def two(start: Start, script: Script) -> Site:
+    """Start two workers, of which the first is ill."""
+    site = await start(Fake("w0"), Fake("w1"), router=TURNS)
+    site.fakes["w0"].always(script)
+    return site
+
+
+async def ask(site: Site, times: int) -> int:
+    """Ask so often; return how often the ill one was asked."""
+    before = len(site.fakes["w0"].served)
+    for _ in range(times):
+        assert (await site.ask(chat())).status == 200
+    return len(site.fakes["w0"].served) - before
+
+
+@pytest.mark.parametrize("status", [500, 502, 504])
+async def test_failures_in_a_row_open_it(start: Start, status: int) -> None:
+    """Failover that ignores 5xx is a complaint about a peer."""
+    site = await two(start, scripts.error(status))
+    assert await ask(site, 20) == 3
+
+
+@pytest.mark.parametrize("script", [scripts.reset, scripts.hang_up], ids=["reset", "close"])
+async def test_broken_connections_open_it(start: Start, script: Script) -> None:
+    site = await two(start, script)
+    assert await ask(site, 20) == 3
+
+
+@pytest.mark.parametrize("status", [429, 503])
+async def test_one_plea_opens_it(start: Start, status: int) -> None:
+    site = await two(start, scripts.error(status))
+    assert await ask(site, 20) == 1
+
+
+@pytest.mark.parametrize("status", [429, 503])
+async def test_its_retry_after_is_honoured(start: Start, status: int) -> None:
+    site = await two(start, scripts.error(status, "busy", (b"Retry-After", b"30")))
+    assert await ask(site, 6) == 1
+    site.skip(28)
+    assert await ask(site, 6) == 0
+    site.skip(4)
+    site.fakes["w0"].always(scripts.answer())
+    assert await ask(site, 6) >= 2
+
+
+async def test_a_retry_after_may_be_a_date(start: Start) -> None:
+    date = formatdate(time.time() + 30, usegmt=True).encode()
+    site = await two(start, scripts.error(503, "busy", (b"Retry-After", date)))
+    assert await ask(site, 6) == 1
+    site.skip(26)
+    assert await ask(site, 6) == 0
+
+
+@pytest.mark.parametrize("value", [b"soon", b"-5", b"", b"1e400", b"nan", b"99999999999999999999"])
+async def test_a_retry_after_that_is_nonsense_does_no_harm(start: Start, value: bytes) -> None:
+    site = await two(start, scripts.error(503, "busy", (b"Retry-After", value)))
+    await ask(site, 6)
+    site.fakes["w0"].always(scripts.answer())
+    site.skip(3600)
+    assert await ask(site, 10) >= 2
+
+
+async def test_the_first_success_closes_it(start: Start) -> None:
+    site = await two(start, scripts.error(500))
+    await ask(site, 10)
+    site.fakes["w0"].always(scripts.answer())
+    site.skip(1.0)
+    assert await ask(site, 10) >= 4
+
+
+async def test_one_request_goes_on_trial_and_no_more(start: Start) -> None:
+    site = await two(start, scripts.error(500))
+    await ask(site, 10)
+    gate = asyncio.Event()
+    site.fakes["w0"].always(scripts.gated(gate, scripts.answer()))
+    site.skip(1.0)
+    tried = len(site.fakes["w0"].served)
+    asking = [asyncio.create_task(site.ask(chat())) for _ in range(20)]
+    await eventually(lambda: sum(task.done() for task in asking) == 19)
+    assert len(site.fakes["w0"].served) == tried + 1
+    gate.set()
+    await asyncio.gather(*asking)
+    assert await ask(site, 10) >= 4
+
+
+async def test_a_trial_whose_client_leaves_is_held_again(start: Start) -> None:
+    site = await two(start, scripts.error(500))
+    await ask(site, 10)
+    site.fakes["w0"].always(scripts.stall)
+    site.skip(1.0)
+    tried = len(site.fakes["w0"].served)
+    clients = [await site.client() for _ in range(2)]
+    for client in clients:
+        await client.send(chat())
+    await site.fakes["w0"].got(tried + 1)
+    for client in clients:
+        client.close()
+    await site.settled()
+    site.fakes["w0"].always(scripts.answer())
+    assert await ask(site, 10) >= 4
+
+
+async def test_4xx_does_not_open_it(start: Start) -> None:
+    site = await two(start, scripts.error(400))
+    site.fakes["w1"].always(scripts.error(400))
+    for _ in range(10):
+        assert (await site.ask(chat())).status == 400
+    assert len(site.fakes["w0"].served) == 5
+
+
+async def test_with_all_open_it_is_503_and_told_how_long(start: Start) -> None:
+    site = await start(Fake("w0"), router=TURNS)
+    site.fake.always(scripts.error(500))
+    for _ in range(3):
+        assert (await site.ask(chat())).status == 500
+    answer = await site.ask(chat())
+    assert answer.status == 503
+    answer.error()
+    assert int(answer.one(b"retry-after")) >= 1
+    assert len(site.fake.served) == 3
+
+
+async def test_requests_wait_for_a_worker_that_is_only_busy(start: Start) -> None:
+    """Its 429 passes on once; who comes meanwhile waits in the queue."""
+    site = await start(Fake("w0"))
+    site.fake.then(scripts.error(429, "busy", (b"Retry-After", b"5")))
+    answer = await site.ask(chat())
+    assert (answer.status, answer.one(b"retry-after")) == (429, b"5")
+    asking = asyncio.create_task(site.ask(chat()))
+    await eventually(lambda: len(site.router.queue) == 1)
+    site.skip(6)
+    assert (await asking).status == 200

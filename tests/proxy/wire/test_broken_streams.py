@@ -1,0 +1,135 @@
+"""A worker that fails after its answer has begun: the client sees it, and no fake end.
+
+Peers cut the stream off without a word, or invent a `finish_reason`.
+"""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.proxy.wire import scripts
+from tests.proxy.wire.client import Client, chat, request
+from tests.proxy.wire.conftest import Start
+from tests.proxy.wire.fake_worker import Script
+from tests.proxy.wire.site import Fake, Site
+
+SSE_HEAD = scripts.head(200, (b"content-type", scripts.SSE), (b"transfer-encoding", b"chunked"))
+FIRST = [scripts.token("a"), scripts.token("b")]
+CHUNKS = b"".join(map(scripts.chunk, FIRST))
+HALF = scripts.token("never seen")[:-7]
+FAILURES: dict[str, Script] = {
+    "close": scripts.raw(SSE_HEAD + CHUNKS, end="close"),
+    "reset": scripts.raw(SSE_HEAD + CHUNKS, end="reset"),
+    "stall": scripts.raw(SSE_HEAD + CHUNKS, end="stall"),
+    "a bad chunk": scripts.raw(SSE_HEAD + CHUNKS, b"zz\r\n\r\n", gap_s=0.03, end="stall"),
+    "half an event": scripts.raw(SSE_HEAD + CHUNKS + scripts.chunk(HALF), end="close"),
+    "half an event, reset": scripts.raw(SSE_HEAD + CHUNKS, scripts.chunk(HALF), end="reset"),
+    "half a chunk": scripts.raw(SSE_HEAD + CHUNKS + b"40\r\n" + HALF[:20], end="close"),
+    "half an event, stalled": scripts.raw(SSE_HEAD + CHUNKS + scripts.chunk(HALF), end="stall"),
+}
+
+
+async def read_events(client: Client) -> list[bytes]:
+    """Read a stream that ends well as HTTP; the error event is its last."""
+    answer = await client.answer()
+    assert answer.status == 200
+    assert answer.body.endswith(b"\n\n")
+    return answer.body.split(b"\n\n")[:-1]
+
+
+@pytest.mark.parametrize("name", FAILURES)
+async def test_the_stream_ends_with_an_error_event(start: Start, name: str) -> None:
+    site = await start(Fake("w0"), Fake("w1"), wire={"idle_s": 0.3})
+    site.always(FAILURES[name])
+    client = await site.client()
+    await client.send(chat(stream=True))
+    *tokens, last = await read_events(client)
+    assert tokens == [event.removesuffix(b"\n\n") for event in FIRST]
+    error = json.loads(last.removeprefix(b"data: "))["error"]
+    assert error["message"]
+    assert error["type"] == "server_error"
+    assert {"param", "code"} <= set(error)
+    assert await client.closed() == b""
+    assert len(site.served()) == 1
+    await site.settled()
+
+
+async def test_http_1_0_gets_the_event_too(site: Site) -> None:
+    site.fake.then(FAILURES["reset"])
+    client = await site.client()
+    await client.send(chat(stream=True).replace(b"HTTP/1.1", b"HTTP/1.0"))
+    await client.head()
+    body = await client.closed()
+    assert b'"error"' in body.split(b"\n\n")[-2]
+    assert b"[DONE]" not in body
+
+
+async def test_events_with_types_get_one_of_their_kind(site: Site) -> None:
+    """As /v1/responses and /v1/messages stream."""
+    typed = b'event: response.output_text.delta\ndata: {"type": "x", "delta": "a"}\n\n'
+    site.fake.then(scripts.raw(SSE_HEAD + scripts.chunk(typed), end="reset"))
+    body = b'{"model": "tiny", "input": "hi", "stream": true}'
+    client = await site.client()
+    await client.send(request(body, path="/v1/responses"))
+    *_, last = await read_events(client)
+    name, data = last.split(b"\n")
+    assert name == b"event: error"
+    parsed = json.loads(data.removeprefix(b"data: "))
+    assert parsed["type"] == "error"
+    assert parsed["error"]["message"]
+
+
+async def test_a_stream_that_ended_well_gets_no_error(site: Site) -> None:
+    """Some close the connection after [DONE] and the last chunk."""
+    tail = scripts.chunk(scripts.DONE) + scripts.LAST_CHUNK
+    for end in ("keep", "close", "reset"):
+        site.fake.then(scripts.raw(SSE_HEAD + CHUNKS + tail, end=end))
+        answer = await site.ask(chat(stream=True))
+        assert answer.body == b"".join(FIRST) + scripts.DONE
+
+
+async def test_what_a_worker_calls_the_end_is_the_end(site: Site) -> None:
+    """A whole body without [DONE] passes as it is: nothing is made up, either way."""
+    site.fake.then(scripts.raw(SSE_HEAD + CHUNKS + scripts.LAST_CHUNK))
+    assert (await site.ask(chat(stream=True))).body == b"".join(FIRST)
+
+
+async def test_a_workers_own_error_event_passes(site: Site) -> None:
+    event = scripts.event({"error": {"message": "EngineDeadError", "code": 500}})
+    tail = scripts.chunk(event) + scripts.chunk(scripts.DONE) + scripts.LAST_CHUNK
+    site.fake.then(scripts.raw(SSE_HEAD + CHUNKS + tail))
+    assert (await site.ask(chat(stream=True))).body == b"".join(FIRST) + event + scripts.DONE
+
+
+async def test_requests_sent_ahead_on_that_connection_are_not_answered(site: Site) -> None:
+    site.fake.then(FAILURES["reset"])
+    client = await site.client()
+    await client.send(chat(stream=True) + chat())
+    await read_events(client)
+    assert await client.closed() == b""
+    assert len(site.fake.served) == 1
+
+
+async def test_a_stream_of_a_stated_length_is_broken_off(site: Site) -> None:
+    """No event fits into a body whose length is promised."""
+    head = scripts.head(200, (b"content-type", scripts.SSE), (b"content-length", b"5000"))
+    site.fake.then(scripts.raw(head + FIRST[0], end="reset"))
+    client = await site.client()
+    await client.send(chat(stream=True))
+    head_read = await client.head()
+    if head_read.all(b"content-length"):
+        rest = await client.closed()
+        assert len(rest) < 5000
+        assert b"[DONE]" not in rest
+    else:
+        assert b'"error"' in await client.body(head_read)
+
+
+async def test_it_counts_as_a_failure_of_the_worker(start: Start) -> None:
+    site = await start(Fake("w0"), Fake("w1"), router={"policy": "round_robin"})
+    site.fakes["w0"].always(FAILURES["reset"])
+    for _ in range(12):
+        await site.ask(chat(stream=True))
+    assert len(site.fakes["w0"].served) == 3

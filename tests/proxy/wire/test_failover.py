@@ -1,0 +1,258 @@
+"""A worker that fails before its answer has begun: another one gets the same bytes."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from tests.proxy.wire import scripts
+from tests.proxy.wire.client import BrokenError, chat, request
+from tests.proxy.wire.conftest import Start
+from tests.proxy.wire.fake_worker import Call, Script
+from tests.proxy.wire.site import Fake, Site, eventually
+
+HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n"
+FAILURES: dict[str, Script] = {
+    "reset": scripts.reset,
+    "close": scripts.hang_up,
+    "half a head": scripts.raw(HEAD, end="reset"),
+    "half a head, closed": scripts.raw(HEAD, end="close"),
+    "a head alone": scripts.raw(HEAD + b"Content-Length: 9\r\n\r\n", end="reset"),
+    "a head alone, closed": scripts.raw(HEAD + b"Content-Length: 9\r\n\r\n", end="close"),
+    "a stream's head alone": scripts.stream(0, end="reset"),
+    "500": scripts.error(500),
+    "502": scripts.error(502),
+    "503": scripts.error(503),
+    "504": scripts.error(504),
+    "599": scripts.error(599),
+    "429": scripts.error(429),
+    "500 with a large body": scripts.answer(500, b"x" * (1 << 20)),
+    "500 in chunks": scripts.answer(500, b"no", framing="chunked"),
+    "500 that never ends": scripts.raw(
+        b"HTTP/1.1 500 X\r\nContent-Length: 9\r\n\r\nno", end="stall"
+    ),
+    "stall": scripts.stall,
+    "stall after the head": scripts.stream(0, end="stall"),
+}
+
+
+def first_fails(script: Script) -> Script:
+    """Fail whoever is asked first, and let all others serve."""
+    asked: list[Call] = []
+
+    async def run(call: Call) -> None:
+        asked.append(call)
+        if len(asked) == 1:
+            await script(call)
+        else:
+            await scripts.obey(call.connection.worker.name)(call)
+
+    return run
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("name", FAILURES)
+async def test_another_worker_gets_the_same_request(
+    start: Start, name: str, stream: bool
+) -> None:
+    site = await start(Fake("w0"), Fake("w1"), wire={"first_byte_s": 0.3, "idle_s": 0.3})
+    site.always(first_fails(FAILURES[name]))
+    data = chat("hello \u00e9", b"X-Other: kept", b"traceparent: 00-a-b-01", stream=stream)
+    answer = await site.ask(data)
+    assert answer.status == 200
+    if stream:
+        assert answer.body.endswith(scripts.DONE)
+        assert answer.body.count(b"data: ") == 5
+    first, second = site.served()
+    assert first.connection.worker is not second.connection.worker
+    assert first.body == second.body == data.partition(b"\r\n\r\n")[2]
+
+    def passed(call: Call) -> list[tuple[bytes, bytes]]:
+        return [pair for pair in call.headers if pair[0] != b"host"]
+
+    assert passed(first) == passed(second)
+
+
+async def test_a_large_body_is_sent_again_whole(start: Start) -> None:
+    site = await start(Fake("w0"), Fake("w1"))
+    for name in site.fakes:
+        site.worker(name).max_model_len = None
+    site.always(first_fails(scripts.reset))
+    body = b'{"model": "tiny", "prompt": "%s", "max_tokens": 1}' % (b"0.70 \\u00e9 " * 400_000)
+    answer = await site.ask(request(body, path="/v1/completions", chunks=(50_000,)), within=10.0)
+    assert answer.status == 200
+    assert [call.body == body for call in site.served()] == [True, True]
+
+
+async def test_one_that_breaks_off_while_the_request_is_sent_is_replaced(start: Start) -> None:
+    """It reads a part of the body and resets."""
+    site = await start(Fake("w0"), Fake("w1"))
+    for name, fake in site.fakes.items():
+        fake.cut_after = 100_000
+        site.worker(name).max_model_len = None
+    site.fakes["w0"].cuts_left = 1
+    body = b'{"model": "tiny", "prompt": "%s", "max_tokens": 1}' % (b"x" * 3_000_000)
+    for _ in range(2):
+        assert (await site.ask(request(body, path="/v1/completions"))).status == 200
+    assert site.fakes["w0"].cuts_left == 0
+
+
+@pytest.mark.parametrize("how", ["refuses", "hangs"])
+async def test_a_worker_that_can_not_be_reached_is_replaced(start: Start, how: str) -> None:
+    site = await start(
+        Fake("w0"), Fake("w1"), router={"policy": "round_robin"}, wire={"connect_s": 0.2}
+    )
+    fake = site.fakes["w0"]
+    await (fake.refuse() if how == "refuses" else fake.hang())
+    for _ in range(4):
+        assert (await site.ask(chat())).status == 200
+    assert len(site.fakes["w1"].served) == 4
+
+
+async def test_a_worker_that_died_with_connections_open_is_replaced(start: Start) -> None:
+    site = await start(Fake("w0"), Fake("w1"), router={"policy": "round_robin"})
+    for _ in range(4):
+        await site.ask(chat())
+    await site.fakes["w0"].die()
+    for _ in range(6):
+        assert (await site.ask(chat())).status == 200
+    assert len(site.fakes["w1"].served) == 8
+
+
+@pytest.mark.parametrize("status", [400, 401, 403, 404, 408, 409, 413, 415, 422, 499, 501, 505])
+async def test_an_answer_that_blames_the_request_is_final(start: Start, status: int) -> None:
+    site = await start(Fake("w0"), Fake("w1"))
+    site.always(scripts.error(status, "your own fault", (b"x-detail", b"1")))
+    answer = await site.ask(chat())
+    assert answer.status == status
+    assert answer.json()["error"]["message"] == "your own fault"
+    assert answer.one(b"x-detail") == b"1"
+    assert len(site.served()) == 1
+
+
+@pytest.mark.parametrize("status", [500, 502, 503, 504, 429])
+async def test_when_all_fail_the_last_answer_passes_on(start: Start, status: int) -> None:
+    site = await start(Fake("w0"), Fake("w1"))
+    for name, fake in site.fakes.items():
+        fake.always(scripts.error(status, f"{name} is ill", (b"x-detail", name.encode())))
+    answer = await site.ask(chat())
+    assert answer.status == status
+    last = site.served()[-1].connection.worker.name
+    assert answer.json()["error"]["message"] == f"{last} is ill"
+    assert answer.one(b"x-detail") == last.encode()
+    assert len(site.served()) == 2
+
+
+async def test_the_only_workers_500_passes_on(site: Site) -> None:
+    site.fake.then(scripts.error(500, "out of memory"))
+    answer = await site.ask(chat())
+    assert answer.status == 500
+    assert answer.json()["error"]["message"] == "out of memory"
+
+
+@pytest.mark.parametrize(
+    ("script", "status"),
+    [(scripts.reset, 502), (scripts.hang_up, 502), (scripts.stall, 504)],
+    ids=["reset", "close", "stall"],
+)
+async def test_when_nobody_answers_it_is_a_gateways_error(
+    start: Start, script: Script, status: int
+) -> None:
+    site = await start(Fake("w0"), Fake("w1"), wire={"first_byte_s": 0.2})
+    site.always(script)
+    client = await site.client()
+    answer = await client.ask(chat())
+    assert answer.status == status
+    assert answer.error()["type"] == "server_error"
+    assert len(site.served()) == 2
+    site.always(scripts.obey("well"))
+    assert (await client.ask(chat())).status == 200  # the client's connection lives on
+
+
+@pytest.mark.parametrize("attempts", [1, 2, 3])
+async def test_a_request_is_tried_so_often_and_no_more(start: Start, attempts: int) -> None:
+    fakes = [Fake(f"w{n}") for n in range(5)]
+    site = await start(*fakes, router={"max_attempts": attempts})
+    site.always(scripts.error(500))
+    assert (await site.ask(chat())).status == 500
+    tried = [call.connection.worker.name for call in site.served()]
+    assert len(tried) == len(set(tried)) == attempts
+
+
+async def test_retries_have_a_budget(start: Start) -> None:
+    """A fleet that fails everything is not asked three times over."""
+    site = await start(*(Fake(f"w{n}") for n in range(40)), router={"retry_budget": 0.1})
+    site.always(scripts.error(500))
+    asked = 40
+    for _ in range(asked):
+        assert (await site.ask(chat())).status == 500
+    retries = len(site.served()) - asked
+    assert 1 <= retries <= 10 + 0.1 * asked + 3
+
+
+async def test_without_a_budget_nothing_is_tried_again(start: Start) -> None:
+    site = await start(Fake("w0"), Fake("w1"), router={"retry_budget": 0.0})
+    site.always(scripts.error(500))
+    assert (await site.ask(chat())).status == 500
+    assert len(site.served()) == 1
+
+
+async def test_an_answer_that_has_begun_is_never_tried_again(start: Start) -> None:
+    site = await start(Fake("w0"), Fake("w1"))
+    head = HEAD + b"Content-Length: 9\r\n\r\n"
+    site.always(scripts.raw(head, b"{", gap_s=0.02, end="reset"))
+    client = await site.client()
+    await client.send(chat())
+    with pytest.raises((BrokenError, ConnectionError)):
+        await client.answer()
+    assert len(site.served()) == 1
+
+
+async def test_the_failed_one_is_let_go(start: Start) -> None:
+    """Its charge is released and its connection closed while the other still works."""
+    site = await start(Fake("w0"), Fake("w1"), wire={"first_byte_s": 0.4})
+    gate = asyncio.Event()
+    asked: list[Call] = []
+
+    async def run(call: Call) -> None:
+        asked.append(call)
+        if len(asked) == 1:
+            await call.lost.wait()
+        else:
+            await scripts.gated(gate, scripts.answer())(call)
+
+    site.always(run)
+    client = await site.client()
+    await client.send(chat())
+    await eventually(lambda: len(asked) == 2)
+    async with asyncio.timeout(0.15):
+        await asked[0].lost.wait()
+    assert site.worker(asked[0].connection.worker.name).requests == 0
+    assert site.worker(asked[1].connection.worker.name).requests == 1
+    gate.set()
+    assert (await client.answer()).status == 200
+
+
+async def test_a_retry_says_so_when_asked(start: Start) -> None:
+    site = await start(Fake("w0"), Fake("w1"))
+    site.always(first_fails(scripts.reset))
+    answer = await site.ask(chat("hi", b"X-Explain: 1"))
+    assert b"reason=retry" in answer.one(b"x-route")
+    assert answer.one(b"x-route").startswith(site.served()[1].connection.worker.name.encode())
+
+
+async def test_a_worker_that_fails_fast_does_not_swallow_everything(start: Start) -> None:
+    """It always looks idle."""
+    site = await start(Fake("w0"), Fake("w1"))
+    site.fakes["w0"].always(scripts.error(500))
+    site.fakes["w1"].always(scripts.answer(200, b"{}"))
+
+    async def one() -> int:
+        return (await site.ask(chat())).status
+
+    statuses = await asyncio.gather(*(one() for _ in range(100)))
+    assert statuses.count(200) >= 95
+    for _ in range(20):
+        assert await one() == 200
+    assert len(site.fakes["w0"].served) < 60

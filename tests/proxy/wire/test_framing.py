@@ -1,0 +1,336 @@
+"""Where a message ends must never be in doubt: what is ambiguous is refused, on both sides."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from tests.proxy.wire import scripts
+from tests.proxy.wire.client import BrokenError, chat, get
+from tests.proxy.wire.conftest import Start
+from tests.proxy.wire.fake_worker import Call
+from tests.proxy.wire.site import Fake, Site
+
+POST = b"POST /v1/chat/completions HTTP/1.1\r\n"
+HOST = b"Host: a\r\n"
+BODY = b'{"model": "tiny", "messages": []}'
+LENGTH = b"Content-Length: %d\r\n" % len(BODY)
+CHUNKED = b"Transfer-Encoding: chunked\r\n"
+CHUNKS = b"%x\r\n%s\r\n0\r\n\r\n" % (len(BODY), BODY)
+SMUGGLED = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\n" + LENGTH + b"\r\n" + BODY
+
+AMBIGUOUS = {
+    "length and chunks": POST + HOST + LENGTH + CHUNKED + b"\r\n" + CHUNKS,
+    "chunks and length": POST + HOST + CHUNKED + LENGTH + b"\r\n" + CHUNKS,
+    "two lengths": POST + HOST + LENGTH + b"Content-Length: 1\r\n\r\n" + BODY,
+    "the same length twice": POST + HOST + LENGTH + LENGTH + b"\r\n" + BODY,
+    "a list of lengths": POST + HOST + b"Content-Length: 33, 33\r\n\r\n" + BODY,
+    "a signed length": POST + HOST + b"Content-Length: +33\r\n\r\n" + BODY,
+    "a negative length": POST + HOST + b"Content-Length: -1\r\n\r\n" + BODY,
+    "a hexadecimal length": POST + HOST + b"Content-Length: 0x21\r\n\r\n" + BODY,
+    "a length with a gap": POST + HOST + b"Content-Length: 3 3\r\n\r\n" + BODY,
+    "an empty length": POST + HOST + b"Content-Length: \r\n\r\n" + BODY,
+    "a length beyond 64 bits": POST + HOST + b"Content-Length: 18446744073709551649\r\n\r\n" + BODY,
+    "two codings": POST + HOST + CHUNKED + CHUNKED + b"\r\n" + CHUNKS,
+    "gzip": POST + HOST + b"Transfer-Encoding: gzip\r\n\r\n" + CHUNKS,
+    "gzip, chunked": POST + HOST + b"Transfer-Encoding: gzip, chunked\r\n\r\n" + CHUNKS,
+    "chunked, gzip": POST + HOST + b"Transfer-Encoding: chunked, gzip\r\n\r\n" + CHUNKS,
+    "chunked, identity": POST + HOST + b"Transfer-Encoding: chunked, identity\r\n\r\n" + CHUNKS,
+    "identity": POST + HOST + b"Transfer-Encoding: identity\r\n\r\n" + CHUNKS,
+    "xchunked": POST + HOST + b"Transfer-Encoding: xchunked\r\n\r\n" + CHUNKS,
+    "chunked and something": POST + HOST + b"Transfer-Encoding: chunked;x=y\r\n\r\n" + CHUNKS,
+    "chunked in quotes": POST + HOST + b'Transfer-Encoding: "chunked"\r\n\r\n' + CHUNKS,
+    "chunked behind a tab": POST + HOST + b"Transfer-Encoding:\x0bchunked\r\n\r\n" + CHUNKS,
+    "chunked, folded": POST + HOST + b"Transfer-Encoding:\r\n chunked\r\n\r\n" + CHUNKS,
+    "a folded header": POST + HOST + b"X: a\r\n b\r\n" + LENGTH + b"\r\n" + BODY,
+    "a folded first header": POST + b" X: a\r\n" + HOST + LENGTH + b"\r\n" + BODY,
+    "space before the colon": POST + HOST + b"Content-Length : 33\r\n\r\n" + BODY,
+    "tab before the colon": POST + HOST + b"Transfer-Encoding\t: chunked\r\n\r\n" + CHUNKS,
+    "no colon": POST + HOST + b"Content-Length 33\r\n\r\n" + BODY,
+    "an empty name": POST + HOST + b": x\r\n" + LENGTH + b"\r\n" + BODY,
+    "a NUL in a value": POST + HOST + b"X: a\x00b\r\n" + LENGTH + b"\r\n" + BODY,
+    "a CR in a value": POST + HOST + b"X: a\rContent-Length: 0\r\n" + LENGTH + b"\r\n" + BODY,
+    "a NUL in a name": POST + HOST + b"X\x00: a\r\n" + LENGTH + b"\r\n" + BODY,
+    "no host": POST + LENGTH + b"\r\n" + BODY,
+    "two hosts": POST + HOST + b"Host: b\r\n" + LENGTH + b"\r\n" + BODY,
+    "chunks in HTTP/1.0": POST.replace(b"1.1", b"1.0") + CHUNKED + b"\r\n" + CHUNKS,
+    "HTTP/2.0": POST.replace(b"1.1", b"2.0") + HOST + LENGTH + b"\r\n" + BODY,
+    "HTTP/1.2": POST.replace(b"1.1", b"1.2") + HOST + LENGTH + b"\r\n" + BODY,
+    "HTTP/0.9": b"GET /health\r\n",
+    "HTTP/1.10": POST.replace(b"1.1", b"1.10") + HOST + LENGTH + b"\r\n" + BODY,
+    "a lower-case protocol": POST.replace(b"HTTP", b"http") + HOST + LENGTH + b"\r\n" + BODY,
+    "a gap in the target": b"POST /v1/chat/completions x HTTP/1.1\r\n" + HOST + b"\r\n",
+    "an odd method": b"P@ST /v1/chat/completions HTTP/1.1\r\n" + HOST + b"\r\n",
+    "a control byte in the target": b"GET /health\x01 HTTP/1.1\r\n" + HOST + b"\r\n",
+    "TLS": b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(40),
+    "an HTTP/2 preface": b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+    "CONNECT": b"CONNECT worker:80 HTTP/1.1\r\nHost: worker:80\r\n\r\n",
+}
+BAD_CHUNKS = {
+    "no hex": b"zz\r\n" + BODY + b"\r\n0\r\n\r\n",
+    "an empty size": b"\r\n" + BODY + b"\r\n0\r\n\r\n",
+    "0x": b"0x21\r\n" + BODY + b"\r\n0\r\n\r\n",
+    "a sign": b"+21\r\n" + BODY + b"\r\n0\r\n\r\n",
+    "a negative size": b"-1\r\n" + BODY + b"\r\n0\r\n\r\n",
+    "a gap before the size": b" 21\r\n" + BODY + b"\r\n0\r\n\r\n",
+    "too short": b"10\r\n" + BODY + b"\r\n0\r\n\r\n",
+    "too large for 64 bits": b"10000000000000021\r\n" + BODY + b"\r\n0\r\n\r\n",
+    "no end of line after it": b"21\r\n" + BODY + b"0\r\n\r\n",
+    "a bare LF after it": b"21\r\n" + BODY + b"\n0\r\n\r\n",
+    "a bare LF after the size": b"21\n" + BODY + b"\r\n0\r\n\r\n",
+    "a bare CR after the size": b"21\r" + BODY + b"\r\n0\r\n\r\n",
+    "an extension with a CR": b"21;a\rb\r\n" + BODY + b"\r\n0\r\n\r\n",
+}
+
+
+@pytest.mark.parametrize("name", AMBIGUOUS)
+async def test_an_ambiguous_request_is_refused_and_the_connection_closed(
+    start: Start, name: str
+) -> None:
+    site = await start(wire={"linger_s": 0.05})
+    client = await site.client()
+    await client.send(AMBIGUOUS[name] + SMUGGLED)
+    answer = await client.answer()
+    assert 400 <= answer.status < 600, answer
+    assert answer.status not in (404, 429)
+    answer.error()
+    assert await client.closed() == b""  # nothing after it was taken for a request
+    assert site.fake.calls == []
+
+
+@pytest.mark.parametrize("name", BAD_CHUNKS)
+async def test_a_bad_chunk_is_refused_and_the_connection_closed(start: Start, name: str) -> None:
+    site = await start(wire={"linger_s": 0.05})
+    client = await site.client()
+    await client.send(POST + HOST + CHUNKED + b"\r\n" + BAD_CHUNKS[name] + SMUGGLED)
+    answer = await client.answer()
+    assert answer.status == 400
+    answer.error()
+    assert await client.closed() == b""
+    assert site.fake.calls == []
+
+
+async def test_chunk_extensions_and_trailers_stay_behind(site: Site) -> None:
+    client = await site.client()
+    half = len(BODY) // 2
+    chunks = (
+        b'%x;name="value"\r\n%s\r\n' % (half, BODY[:half])
+        + b"%X\r\n%s\r\n" % (len(BODY) - half, BODY[half:])
+        + b"000\r\nX-Trailer: 1\r\nAuthorization: Bearer no\r\n\r\n"
+    )
+    await client.send(POST + HOST + b"Trailer: X-Trailer\r\n" + CHUNKED + b"\r\n" + chunks + chat())
+    assert (await client.answer()).status == 200
+    assert (await client.answer()).status == 200
+    first, second = site.fake.served
+    assert first.body == BODY
+    assert b"railer" not in first.head
+    assert b"Bearer no" not in first.head + second.head
+
+
+async def test_trailers_without_end_are_cut_off(start: Start) -> None:
+    site = await start(wire={"max_header_bytes": 4096, "linger_s": 0.1})
+    client = await site.client()
+    data = POST + HOST + CHUNKED + b"\r\n" + CHUNKS[:-2]
+    client.writer.write(data + b"X: y\r\n" * 100_000)
+    assert (await client.answer()).status in (400, 431)
+    await client.closed()
+    assert site.fake.calls == []
+
+
+async def test_chunk_extensions_without_end_are_cut_off(start: Start) -> None:
+    site = await start(wire={"max_header_bytes": 4096, "linger_s": 0.1})
+    client = await site.client()
+    client.writer.write(POST + HOST + CHUNKED + b"\r\n1;" + b"x" * 500_000)
+    assert (await client.answer()).status in (400, 431)
+    await client.closed()
+
+
+async def test_chunked_is_read_in_any_case(site: Site) -> None:
+    client = await site.client()
+    await client.send(POST + HOST + b"tRANSFER-eNCODING:  Chunked \r\n\r\n" + CHUNKS)
+    assert (await client.answer()).status == 200
+    assert site.fake.served[0].body == BODY
+
+
+async def test_a_body_of_a_get_belongs_to_it(site: Site) -> None:
+    client = await site.client()
+    await client.send(b"GET /health HTTP/1.1\r\n" + HOST + LENGTH + b"\r\n" + BODY + get("/ready"))
+    assert [(await client.answer()).status for _ in range(2)] == [200, 200]
+
+
+async def test_a_refused_path_still_has_its_body_read(site: Site) -> None:
+    """Or else the body would be taken for the next request."""
+    client = await site.client()
+    body = get("/v1/models")
+    head = b"POST /nowhere HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n" % len(body)
+    await client.send(head + body + get("/health"))
+    assert (await client.answer()).status == 404
+    answer = await client.answer()
+    assert answer.status == 200
+    assert b"data" not in answer.body
+
+
+# What workers may send
+
+HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n"
+GARBAGE = {
+    "no HTTP": b"SSH-2.0-OpenSSH_9.6\r\n\r\n",
+    "no status": b"HTTP/1.1 OK\r\n\r\n",
+    "length and chunks": HEAD + b"Content-Length: 2\r\nTransfer-Encoding: chunked\r\n\r\n{}",
+    "two lengths": HEAD + b"Content-Length: 2\r\nContent-Length: 3\r\n\r\n{}",
+    "a bad length": HEAD + b"Content-Length: two\r\n\r\n{}",
+    "gzip coding": HEAD + b"Transfer-Encoding: gzip\r\n\r\n{}",
+    "gzip, chunked": HEAD + b"Transfer-Encoding: gzip, chunked\r\n\r\n2\r\n{}\r\n0\r\n\r\n",
+    "a bad first chunk": HEAD + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n{}\r\n0\r\n\r\n",
+    "a folded header": HEAD + b"X: a\r\n b\r\nContent-Length: 2\r\n\r\n{}",
+    "a NUL in a header": HEAD + b"X: a\x00b\r\nContent-Length: 2\r\n\r\n{}",
+    "switching protocols": b"HTTP/1.1 101 Switching Protocols\r\nUpgrade: x\r\n"
+    b"Connection: upgrade\r\n\r\n",
+}
+
+
+@pytest.mark.parametrize("name", GARBAGE)
+async def test_a_worker_that_speaks_no_http_is_a_failed_worker(start: Start, name: str) -> None:
+    site = await start(Fake("w0"), Fake("w1"), router={"policy": "round_robin"})
+    garbage = scripts.raw(GARBAGE[name], end="stall")
+    site.fakes["w0"].always(garbage)
+    for _ in range(2):
+        assert (await site.ask(chat())).json()["choices"][0]["message"]["content"] == "w1"
+    assert site.fakes["w0"].served != []
+    site.fakes["w1"].always(garbage)
+    answer = await site.ask(chat())
+    assert answer.status == 502
+    answer.error()
+
+
+@pytest.mark.parametrize(
+    "pieces",
+    [
+        (HEAD + b"Content-Length: 100\r\n\r\n", b'{"half": '),
+        (HEAD + b"Transfer-Encoding: chunked\r\n\r\n", b'9\r\n{"half": \r\n'),
+        (HEAD + b"Transfer-Encoding: chunked\r\n\r\n", b'20\r\n{"half": '),
+        (HEAD + b"Transfer-Encoding: chunked\r\n\r\n", b'9\r\n{"half": \r\n', b"zz\r\n{}\r\n"),
+        (HEAD + b"Transfer-Encoding: chunked\r\n\r\n", b'9\r\n{"half": \r\n', b"2\r\n{}XX0\r\n\r\n"),
+    ],
+    ids=["length too long", "no last chunk", "half a chunk", "bad second chunk", "bad chunk end"],
+)
+@pytest.mark.parametrize("end", ["close", "reset"])
+async def test_a_body_cut_short_reaches_the_client_as_broken(
+    site: Site, pieces: tuple[bytes, ...], end: str
+) -> None:
+    site.fake.then(scripts.raw(*pieces, gap_s=0.03, end=end))
+    client = await site.client()
+    await client.send(chat())
+    with pytest.raises((BrokenError, ConnectionError)):
+        await client.answer()
+    assert (await site.ask(chat())).status == 200  # the next one is served
+
+
+async def test_an_answer_without_framing_ends_with_the_connection(site: Site) -> None:
+    site.fake.then(scripts.raw(HEAD + b'\r\n{"a":', b" 1}", gap_s=0.03, end="close"))
+    client = await site.client()
+    answer = await client.ask(chat())
+    assert answer.body == b'{"a": 1}'
+    assert answer.all(b"transfer-encoding") + answer.all(b"content-length") != []
+    assert (await client.ask(chat())).status == 200
+
+
+async def test_an_answer_without_framing_that_is_reset_is_broken(site: Site) -> None:
+    site.fake.then(scripts.raw(HEAD + b'\r\n{"a":', end="reset"))
+    client = await site.client()
+    await client.send(chat())
+    with pytest.raises((BrokenError, ConnectionError)):
+        await client.answer()
+
+
+async def test_a_broken_answer_to_http_1_0_does_not_look_whole(site: Site) -> None:
+    """Its end is the end of the connection: only a reset tells."""
+    pieces = HEAD + b"Transfer-Encoding: chunked\r\n\r\n", b'9\r\n{"half": \r\n'
+    site.fake.then(scripts.raw(*pieces, gap_s=0.03, end="close"))
+    client = await site.client()
+    await client.send(chat().replace(b"HTTP/1.1", b"HTTP/1.0"))
+    assert (await client.head()).status == 200
+    with pytest.raises(ConnectionError):
+        async with asyncio.timeout(2):
+            await client.reader.read()
+
+
+async def test_bytes_after_an_answer_belong_to_nobody(site: Site) -> None:
+    """Such a connection is not used again: they might be taken for the next one's answer."""
+    forged = b"HTTP/1.1 200 OK\r\nContent-Length: 6\r\n\r\nforged"
+    site.fake.then(scripts.raw(HEAD + b"Content-Length: 2\r\n\r\n{}" + forged))
+    client = await site.client()
+    assert (await client.ask(chat())).body == b"{}"
+    assert b"forged" not in (await client.ask(chat())).body
+    assert len(site.fake.connections) == 2
+
+
+async def test_bytes_that_come_later_belong_to_nobody_either(site: Site) -> None:
+    forged = b"HTTP/1.1 200 OK\r\nContent-Length: 6\r\n\r\nforged"
+    sent = asyncio.Event()
+
+    async def talk_on(call: Call) -> None:
+        await call.send(HEAD + b"Content-Length: 2\r\n\r\n{}")
+        await asyncio.sleep(0.05)
+        await call.send(forged)
+        sent.set()
+
+    site.fake.then(talk_on)
+    client = await site.client()
+    assert (await client.ask(chat())).body == b"{}"
+    await sent.wait()
+    await asyncio.sleep(0.02)
+    assert b"forged" not in (await client.ask(chat())).body
+
+
+async def test_interim_answers_are_passed_over(site: Site) -> None:
+    early = b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 103 Early Hints\r\nLink: </a>\r\n\r\n"
+    site.fake.then(scripts.raw(early + HEAD + b"Content-Length: 2\r\n\r\n{}"))
+    client = await site.client()
+    answer = await client.ask(chat())
+    assert (answer.status, answer.body) == (200, b"{}")
+    assert (await client.ask(chat())).status == 200
+
+
+@pytest.mark.parametrize("status", [204, 304])
+async def test_an_answer_that_has_no_body_ends_with_its_head(site: Site, status: int) -> None:
+    site.fake.then(scripts.raw(b"HTTP/1.1 %d X\r\nETag: a\r\n\r\n" % status))
+    client = await site.client()
+    answer = await client.ask(chat())
+    assert (answer.status, answer.all(b"etag")) == (status, [b"a"])
+    assert answer.all(b"transfer-encoding") == []
+    assert (await client.ask(chat())).status == 200
+
+
+async def test_an_answer_that_drips_in_is_whole(site: Site) -> None:
+    body = b'{"a": 0.70}'
+    whole = HEAD + b"Transfer-Encoding: chunked\r\n\r\n" + scripts.chunk(body) + scripts.LAST_CHUNK
+    site.fake.then(scripts.drip(whole))
+    assert (await site.ask(chat())).body == body
+
+
+async def test_a_worker_may_answer_in_http_1_0(site: Site) -> None:
+    head = HEAD.replace(b"1.1", b"1.0")
+    site.fake.then(
+        scripts.raw(head + b"Content-Length: 2\r\n\r\n{}", end="close"),
+        scripts.raw(head + b"\r\n{}", end="close"),
+    )
+    client = await site.client()
+    for _ in range(2):
+        answer = await client.ask(chat())
+        assert (answer.version, answer.body) == (b"HTTP/1.1", b"{}")
+
+
+async def test_headers_of_a_worker_without_end_are_cut_off(start: Start) -> None:
+    site = await start(Fake("w0"))
+
+    async def pour(call: Call) -> None:
+        await call.send(HEAD)
+        while not call.connection.gone.is_set() and call.connection.sent < 64 << 20:
+            await call.send(b"X: " + b"y" * 65536 + b"\r\n")
+
+    site.fake.always(pour)
+    answer = await site.ask(chat(), within=2.0)
+    assert answer.status == 502
+    assert site.fake.connections[0].sent < 32 << 20

@@ -1,0 +1,196 @@
+"""Which headers pass, which stay behind, and which are made."""
+
+from __future__ import annotations
+
+import pytest
+
+from proxy.core.types import Role
+from tests.proxy.wire import scripts
+from tests.proxy.wire.client import chat, get, request
+from tests.proxy.wire.conftest import Start
+from tests.proxy.wire.site import Fake, Site
+
+BODY = b'{"model": "tiny", "messages": []}'
+
+
+async def test_headers_pass_as_they_are(site: Site) -> None:
+    lines = (
+        b"traceparent: 00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01",
+        b"tracestate: a=1,b=2",
+        b"baggage: k=v",
+        b"User-Agent: OpenAI/Python 3",
+        b"X-Stainless-Lang: python",
+        b"Accept: text/event-stream",
+        b"OpenAI-Organization: org",
+        b"X-Latin: caf\xe9",
+        b"X-Empty:",
+        b"X-Twice: 1",
+        b"X-Twice: 2",
+        b"Cookie: a=b; c=d",
+        b"x-data-parallel-rank: 1",
+    )
+    assert (await site.ask(request(BODY, *lines))).status == 200
+    [call] = site.fake.served
+    for line in lines:
+        name, _, value = line.partition(b":")
+        assert value.strip() in call.all(name), name
+    assert call.all(b"x-twice") == [b"1", b"2"]
+    assert call.all(b"content-type") == [b"application/json"]
+    assert call.all(b"content-length") == [b"%d" % len(BODY)]
+
+
+async def test_headers_of_one_hop_stay_behind(site: Site) -> None:
+    lines = (
+        b"Connection: keep-alive, X-Secret, TE",
+        b"X-Secret: mine",
+        b"Keep-Alive: timeout=5",
+        b"Proxy-Connection: keep-alive",
+        b"Proxy-Authorization: Basic abc",
+        b"TE: trailers",
+        b"Trailer: X",
+        b"Upgrade: websocket",
+    )
+    assert (await site.ask(request(BODY, *lines))).status == 200
+    [call] = site.fake.served
+    names = {name for name, _ in call.headers}
+    assert not names & {
+        b"x-secret", b"keep-alive", b"proxy-connection", b"proxy-authorization", b"te",
+        b"trailer", b"upgrade", b"transfer-encoding",
+    }  # fmt: skip
+
+
+async def test_connection_can_not_take_away_what_matters(site: Site) -> None:
+    """Naming a header there must not remove what the router itself writes."""
+    lines = (
+        b"Connection: close, Content-Length, Host, Content-Type, X-Request-Id",
+        b"X-Request-Id: a",
+    )
+    assert (await site.ask(request(BODY, *lines))).status == 200
+    [call] = site.fake.served
+    assert call.body == BODY
+    assert len(call.all(b"host")) == 1
+    assert call.all(b"x-request-id") != []
+
+
+async def test_the_host_is_the_workers(site: Site) -> None:
+    await site.ask(request(BODY))
+    assert site.fake.served[0].all(b"host") == [b"127.0.0.1:%d" % site.fake.port]
+
+
+async def test_headers_of_answers_pass_but_those_of_one_hop(site: Site) -> None:
+    passing = (
+        (b"x-custom", b"caf\xe9"),
+        (b"set-cookie", b"a=1"),
+        (b"set-cookie", b"b=2"),
+        (b"x-ratelimit-remaining", b"7"),
+        (b"server", b"uvicorn"),
+        (b"date", b"Sat, 21 Nov 2026 00:00:00 GMT"),
+        (b"cache-control", b"no-store"),
+    )
+    staying = (
+        (b"connection", b"x-inner"),
+        (b"x-inner", b"1"),
+        (b"keep-alive", b"timeout=5"),
+        (b"proxy-authenticate", b"Basic"),
+        (b"trailer", b"X"),
+        (b"upgrade", b"h2"),
+    )
+    site.fake.then(scripts.answer(200, b"{}", *passing, *staying))
+    answer = await site.ask(request(BODY))
+    for name, value in passing:
+        assert value in answer.all(name), name
+    assert answer.all(b"set-cookie") == [b"a=1", b"b=2"]
+    for name, _ in staying[1:]:
+        assert answer.all(name) == [], name
+    assert b"x-inner" not in b",".join(answer.all(b"connection"))
+
+
+async def test_a_request_id_is_kept(site: Site) -> None:
+    answer = await site.ask(request(BODY, b"X-Request-Id: mine-1"))
+    assert site.fake.served[0].all(b"x-request-id") == [b"mine-1"]
+    assert answer.all(b"x-request-id") == [b"mine-1"]
+
+
+async def test_a_request_id_is_made(site: Site) -> None:
+    client = await site.client()
+    ids = [(await client.ask(request(BODY))).one(b"x-request-id") for _ in range(10)]
+    assert len(set(ids)) == 10
+    assert [call.all(b"x-request-id") for call in site.fake.served] == [[each] for each in ids]
+
+
+async def test_answers_of_the_routers_own_have_an_id_too(site: Site) -> None:
+    for data in (get("/health"), get("/nowhere"), request(b"{"), request(b'{"model": "x"}')):
+        named = data.replace(b"\r\n\r\n", b"\r\nX-Request-Id: mine\r\n\r\n", 1)
+        assert (await site.ask(named)).all(b"x-request-id") == [b"mine"]
+        assert len((await site.ask(data)).one(b"x-request-id")) > 8
+
+
+async def test_the_workers_own_id_does_not_double_it(site: Site) -> None:
+    site.fake.then(scripts.answer(200, b"{}", (b"X-Request-Id", b"theirs")))
+    answer = await site.ask(request(BODY, b"X-Request-Id: mine"))
+    assert answer.all(b"x-request-id") == [b"mine"]
+
+
+async def test_the_clients_authorization_passes(site: Site) -> None:
+    await site.ask(request(BODY, b"Authorization: Bearer theirs"))
+    await site.ask(request(BODY))
+    first, second = site.fake.served
+    assert first.all(b"authorization") == [b"Bearer theirs"]
+    assert second.all(b"authorization") == []
+
+
+async def test_a_workers_own_key_takes_its_place(start: Start) -> None:
+    site = await start(
+        Fake("w0", api_key="secret0", max_model_len=4096), Fake("w1", max_model_len=4096),
+        router={"policy": "round_robin"},
+    )  # fmt: skip
+    for _ in range(4):
+        answer = await site.ask(request(BODY, b"Authorization: Bearer theirs", b"X-Explain: 1"))
+        assert b"secret0" not in answer.body + repr(answer.headers).encode()
+    for call in site.fakes["w0"].served:
+        assert call.all(b"authorization") == [b"Bearer secret0"]
+    for call in site.fakes["w1"].served:
+        assert call.all(b"authorization") == [b"Bearer theirs"]
+    assert len(site.fakes["w0"].served) == len(site.fakes["w1"].served) == 2
+
+
+async def test_the_key_goes_to_tokenize_as_well(start: Start) -> None:
+    site = await start(
+        Fake("w0", api_key="secret0", max_model_len=2048), Fake("w1", api_key="secret1")
+    )
+    await site.ask(chat("word " * 1600, b"Authorization: Bearer theirs"))
+    [(name, call)] = [
+        (name, call)
+        for name, fake in site.fakes.items()
+        for call in fake.calls
+        if call.path == "/tokenize"
+    ]
+    assert call.all(b"authorization") == [b"Bearer secret" + name[1:].encode()]
+
+
+async def test_an_answer_says_where_it_came_from_when_asked(start: Start) -> None:
+    site = await start(Fake("s0", role=Role.SHORT), Fake("l0", role=Role.LONG))
+    assert (await site.ask(chat())).all(b"x-route") == []
+    for data in (chat("hi", b"X-Explain: 1"), chat("hi", b"x-explain: true", stream=True)):
+        answer = await site.ask(data)
+        route = answer.one(b"x-route").decode()
+        worker, reason, *scores = route.split("; ")
+        assert worker in ("s0", "l0")
+        assert reason.partition("=")[0] == "reason"
+        assert reason.partition("=")[2] in {"short_pool", "spill_to_long", "prefix"}
+        assert {score.partition("=")[0] for score in scores} == {"s0", "l0"}
+    assert not any(call.all(b"x-explain") for f in site.fakes.values() for call in f.served)
+
+
+async def test_a_worker_can_not_forge_the_route(site: Site) -> None:
+    site.fake.then(scripts.answer(200, b"{}", (b"X-Route", b"forged")))
+    assert (await site.ask(chat())).all(b"x-route") == []
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_the_status_passes(site: Site, stream: bool) -> None:
+    for status in (200, 201, 202, 299, 400, 401, 403, 404, 409, 422):
+        site.fake.then(scripts.error(status, "so"))
+        answer = await site.ask(chat(stream=stream))
+        assert answer.status == status
+        assert answer.json()["error"]["message"] == "so"

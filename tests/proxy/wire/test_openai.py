@@ -1,0 +1,155 @@
+"""The client most people have is the judge: it must see what happened, and nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+
+import openai
+import pytest
+from openai import AsyncOpenAI
+
+from tests.proxy.wire import scripts
+from tests.proxy.wire.client import chat
+from tests.proxy.wire.conftest import Start
+from tests.proxy.wire.site import Fake, Site
+
+MESSAGES = [{"role": "user", "content": "hi"}]
+
+
+@pytest.fixture
+async def client(site: Site) -> AsyncIterator[AsyncOpenAI]:
+    """The official client, which does not try again by itself."""
+    url = f"http://127.0.0.1:{site.port}/v1"
+    async with AsyncOpenAI(base_url=url, api_key="theirs", max_retries=0, timeout=5) as client:
+        yield client
+
+
+async def test_a_chat(site: Site, client: AsyncOpenAI) -> None:
+    done = await client.chat.completions.create(model="tiny", messages=MESSAGES, temperature=0.7)
+    assert done.choices[0].message.content == "w0"
+    assert done.usage is not None
+    [call] = site.fake.served
+    assert call.all(b"authorization") == [b"Bearer theirs"]
+    assert b"0.7" in call.body
+
+
+async def test_a_stream(site: Site, client: AsyncOpenAI) -> None:
+    stream = await client.chat.completions.create(model="tiny", messages=MESSAGES, stream=True)
+    text = "".join(
+        [event.choices[0].delta.content or "" async for event in stream if event.choices]
+    )
+    assert text == "tok 0tok 1tok 2"
+    assert len(site.fake.served) == 1
+
+
+async def test_completions_embeddings_and_models(site: Site, client: AsyncOpenAI) -> None:
+    choice = {"index": 0, "text": "yes", "logprobs": None, "finish_reason": "stop"}
+    body = {"id": "c", "object": "text_completion", "created": 1, "model": "tiny",
+            "choices": [choice]}  # fmt: skip
+    site.fake.then(scripts.answer(200, json.dumps(body).encode()))
+    done = await client.completions.create(model="tiny", prompt=[1, 2, 3], max_tokens=1)
+    assert done.choices[0].text == "yes"
+    vector = {"object": "embedding", "index": 0, "embedding": [0.5, -1.0]}
+    body = {"object": "list", "model": "tiny", "data": [vector],
+            "usage": {"prompt_tokens": 1, "total_tokens": 1}}  # fmt: skip
+    site.fake.then(scripts.answer(200, json.dumps(body).encode()))
+    made = await client.embeddings.create(model="tiny", input="x", encoding_format="float")
+    assert made.data[0].embedding == [0.5, -1.0]
+    assert [model.id async for model in client.models.list()] == ["tiny"]
+
+
+async def test_tools_pass(site: Site, client: AsyncOpenAI) -> None:
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+    await client.chat.completions.create(
+        model="tiny", messages=MESSAGES, tools=[tool], tool_choice="auto"
+    )
+    assert site.fake.served[0].json()["tools"] == [tool]
+
+
+@pytest.mark.parametrize("end", ["close", "reset"])
+async def test_a_worker_that_dies_in_mid_stream_raises(
+    site: Site, client: AsyncOpenAI, end: str
+) -> None:
+    site.fake.then(scripts.stream(3, end=end))
+    stream = await client.chat.completions.create(model="tiny", messages=MESSAGES, stream=True)
+    seen = []
+    with pytest.raises(openai.APIError, match="worker"):
+        async for event in stream:
+            seen.append(event.choices[0].delta.content)
+    assert seen == ["tok 0", "tok 1", "tok 2"]
+
+
+async def test_a_worker_that_dies_in_a_body_raises(site: Site, client: AsyncOpenAI) -> None:
+    head = scripts.head(200, (b"content-type", b"application/json"), (b"content-length", b"99"))
+    site.fake.then(scripts.raw(head, b'{"id": ', gap_s=0.02, end="reset"))
+    with pytest.raises(openai.APIConnectionError):
+        await client.chat.completions.create(model="tiny", messages=MESSAGES)
+
+
+async def test_errors_have_the_class_they_should(site: Site, client: AsyncOpenAI) -> None:
+    async def caught(model: str = "tiny", text: str = "hi") -> openai.APIStatusError:
+        messages = [{"role": "user", "content": text}]
+        with pytest.raises(openai.APIStatusError) as error:
+            await client.chat.completions.create(model=model, messages=messages, max_tokens=1)
+        return error.value
+
+    assert isinstance(missing := await caught("huge"), openai.NotFoundError)
+    assert missing.code == "model_not_found"
+    assert isinstance(long := await caught(text="word " * 60_000), openai.BadRequestError)
+    assert long.code == "context_length_exceeded"
+    site.fake.then(scripts.error(400, "theirs"))
+    assert isinstance(theirs := await caught(), openai.BadRequestError)
+    assert "theirs" in theirs.message
+    site.fake.then(scripts.error(500, "ill"))
+    assert isinstance(await caught(), openai.InternalServerError)
+    site.down("w0")
+    gone = await caught()
+    assert gone.status_code == 503
+    assert int(gone.response.headers["retry-after"]) >= 1
+
+
+async def test_a_full_queue_is_its_rate_limit(start: Start) -> None:
+    site = await start(Fake("w0", max_requests=1), router={"queue_requests": 0})
+    site.fake.always(scripts.stall)
+    other = await site.client()
+    await other.send(chat())
+    await site.fake.got()
+    url = f"http://127.0.0.1:{site.port}/v1"
+    async with AsyncOpenAI(base_url=url, api_key="x", max_retries=0) as client:
+        with pytest.raises(openai.RateLimitError) as error:
+            await client.chat.completions.create(model="tiny", messages=MESSAGES)
+    assert int(error.value.response.headers["retry-after"]) >= 1
+
+
+async def test_leaving_a_stream_stops_the_worker(site: Site, client: AsyncOpenAI) -> None:
+    site.fake.then(scripts.stream(100_000, gap_s=0.002))
+    stream = await client.chat.completions.create(model="tiny", messages=MESSAGES, stream=True)
+    async for _ in stream:
+        break
+    await stream.close()
+    async with asyncio.timeout(1):
+        await site.fake.served[0].lost.wait()
+    await site.settled()
+
+
+async def test_a_task_cancelled_stops_the_worker(site: Site, client: AsyncOpenAI) -> None:
+    site.fake.then(scripts.stall)
+    asking = asyncio.create_task(
+        client.chat.completions.create(model="tiny", messages=MESSAGES)
+    )
+    call = await site.fake.got()
+    asking.cancel()
+    async with asyncio.timeout(1):
+        await call.lost.wait()
+    with pytest.raises(asyncio.CancelledError):
+        await asking
+
+
+async def test_the_request_id_is_theirs_to_see(site: Site, client: AsyncOpenAI) -> None:
+    done = await client.chat.completions.create(
+        model="tiny", messages=MESSAGES, extra_headers={"X-Request-Id": "mine"}
+    )
+    assert done._request_id == "mine"
+    assert site.fake.served[0].all(b"x-request-id") == [b"mine"]

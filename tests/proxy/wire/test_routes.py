@@ -1,0 +1,292 @@
+"""What passes, what does not, and what the router answers itself."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from proxy.core.types import Role
+from tests.proxy.wire import scripts
+from tests.proxy.wire.client import Client, chat, get, request
+from tests.proxy.wire.conftest import Start
+from tests.proxy.wire.fake_worker import Script
+from tests.proxy.wire.site import Fake, Site
+
+# As vLLM 0.32's own routers list them.
+POSTS = [
+    "/v1/chat/completions",
+    "/v1/chat/completions/batch",
+    "/v1/chat/completions/render",
+    "/v1/chat/completions/derender",
+    "/v1/completions",
+    "/v1/completions/render",
+    "/v1/completions/derender",
+    "/v1/responses",
+    "/v1/responses/render",
+    "/v1/embeddings",
+    "/v1/score",
+    "/v1/rerank",
+    "/v1/messages",
+    "/v1/messages/count_tokens",
+    "/v1/messages/render",
+    "/v1/audio/transcriptions",
+    "/v1/audio/translations",
+    "/tokenize",
+    "/detokenize",
+    "/pooling",
+    "/classify",
+    "/score",
+    "/rerank",
+    "/v2/rerank",
+    "/v2/embed",
+    "/inference/v1/generate",
+]
+OPERATORS = [
+    "/v1/load_lora_adapter",
+    "/v1/unload_lora_adapter",
+    "/sleep",
+    "/wake_up",
+    "/pause",
+    "/resume",
+    "/collective_rpc",
+    "/reset_prefix_cache",
+    "/update_weights",
+    "/scale_elastic_ep",
+    "/start_profile",
+    "/invocations",
+    "/abort_requests",
+]
+TRICKS = [
+    "//v1/chat/completions",
+    "/v1/../sleep",
+    "/v1/chat/completions/../../../sleep",
+    "/v1/chat/completions/",
+    "/v1/chat%2Fcompletions",
+    "/%76%31/chat/completions",
+    "/V1/chat/completions",
+    "/v1/responses/../../sleep",
+    "/v1/responses/../cancel",
+    "/v1/responses/%2e%2e/cancel",
+    "/v1/responses/a/b/cancel",
+    "/v1/responses//cancel",
+    "/v1/responses/a%2f..%2f..%2fsleep/cancel",
+    "/v1/chat/completions;x=/sleep",
+    "/v1",
+    "/",
+    "/admin/workers",
+    "/v1/nothing",
+]
+
+
+@pytest.mark.parametrize("path", POSTS)
+async def test_every_route_passes(site: Site, path: str) -> None:
+    body = b'{"model": "tiny", "prompt": "x", "input": "x", "query": "x", "documents": ["y"]}'
+    site.fake.always(scripts.answer(200, b'{"ok": 1}'))
+    site.fake.always(scripts.answer(200, b'{"ok": 1}'), "/tokenize")
+    answer = await site.ask(request(body, path=path + "?trace=1&a=%20b"))
+    assert (answer.status, answer.body) == (200, b'{"ok": 1}')
+    call = site.fake.calls[-1]
+    assert (call.method, call.target) == (b"POST", path.encode() + b"?trace=1&a=%20b")
+    assert call.body == body
+
+
+@pytest.mark.parametrize("path", [*OPERATORS, *TRICKS])
+async def test_other_paths_are_404_and_reach_no_worker(site: Site, path: str) -> None:
+    for data in (request(path=path), get(path)):
+        answer = await site.ask(data)
+        assert answer.status == 404
+        assert answer.error()["type"] == "invalid_request_error"
+    assert site.fake.calls == []
+
+
+@pytest.mark.parametrize("method", ["GET", "PUT", "DELETE", "PATCH", "OPTIONS"])
+async def test_another_method_is_405_and_told_which(site: Site, method: str) -> None:
+    answer = await site.ask(request(b"", path="/v1/chat/completions", method=method))
+    assert answer.status == 405
+    assert answer.one(b"allow") == b"POST"
+    assert "error" in answer.json()
+    answer = await site.ask(request(b"{}", path="/v1/models", method="POST"))
+    assert answer.status == 405
+    assert b"GET" in answer.one(b"allow")
+    assert site.fake.calls == []
+
+
+async def test_after_a_404_the_connection_goes_on(site: Site) -> None:
+    client = await site.client()
+    assert (await client.ask(request(path="/nowhere"))).status == 404
+    assert (await client.ask(get("/nowhere"))).status == 404
+    assert (await client.ask(chat())).status == 200
+
+
+async def test_a_target_in_absolute_form_is_read_as_its_path(site: Site) -> None:
+    answer = await site.ask(request(path="http://router:80/v1/chat/completions?a=1"))
+    assert answer.status == 200
+    assert site.fake.served[0].target == b"/v1/chat/completions?a=1"
+
+
+async def test_a_stored_response_is_asked_of_the_worker_that_has_it(start: Start) -> None:
+    site = await start(Fake("w0"), Fake("w1"))
+    for number in range(6):
+        body = b'{"id": "resp_%d", "object": "response"}' % number
+        for fake in site.fakes.values():
+            fake.always(scripts.answer(200, body))
+        data = b'{"model": "tiny", "input": "x", "store": true}'
+        made = await site.ask(request(data, path="/v1/responses"))
+        assert made.status == 200
+        owner = next(f for f in site.fakes.values() if f.served)
+        for fake in site.fakes.values():
+            fake.calls.clear()
+        path = f"/v1/responses/resp_{number}"
+        assert (await site.ask(get(path))).body == body
+        assert (await site.ask(request(b"", path=path + "/cancel"))).body == body
+        assert [call.path for call in owner.calls] == [path, path + "/cancel"]
+        owner.calls.clear()
+
+
+async def test_an_unknown_model_is_404_in_openais_words(site: Site) -> None:
+    answer = await site.ask(request(b'{"model": "huge", "messages": []}'))
+    assert answer.status == 404
+    assert answer.error()["code"] == "model_not_found"
+    assert "huge" in answer.error()["message"]
+    assert site.fake.calls == []
+
+
+async def test_each_model_goes_to_its_workers(start: Start) -> None:
+    site = await start(Fake("w0", model="tiny"), Fake("w1", model="other"))
+    for _ in range(4):
+        await site.ask(request(b'{"model": "other", "messages": [], "max_tokens": 1}'))
+    assert len(site.fakes["w1"].served) == 4
+    assert site.fakes["w0"].served == []
+
+
+async def test_what_nobody_can_hold_is_400_in_openais_shape(start: Start) -> None:
+    site = await start(Fake("w0", max_model_len=2048), Fake("w1", max_model_len=1024))
+    answer = await site.ask(chat("word " * 20_000))
+    assert answer.status == 400
+    error = answer.error()
+    assert error["code"] == "context_length_exceeded"
+    assert "2048" in error["message"]
+    assert not any(fake.served for fake in site.fakes.values())
+
+
+async def test_a_worker_never_gets_what_exceeds_it(start: Start) -> None:
+    site = await start(
+        Fake("s0", role=Role.SHORT, max_model_len=2048),
+        Fake("l0", role=Role.LONG, max_model_len=65536),
+    )
+    for _ in range(5):
+        assert (await site.ask(chat("word " * 8000))).status == 200
+        assert (await site.ask(chat("hi", max_tokens=4000))).status == 200
+    assert site.fakes["s0"].served == []
+    assert len(site.fakes["l0"].served) == 10
+
+
+NEAR = chat("word " * 1600)  # estimated at some 2,000 tokens, and 16 more for the output
+
+
+def counts(site: Site) -> int:
+    return sum(call.path == "/tokenize" for fake in site.fakes.values() for call in fake.calls)
+
+
+async def test_near_a_boundary_the_workers_own_count_decides(start: Start) -> None:
+    site = await start(
+        Fake("w0", max_model_len=2048), Fake("w1"), router={"policy": "round_robin"}
+    )
+
+    def count(tokens: int) -> Script:
+        return scripts.answer(200, json.dumps({"count": tokens, "tokens": []}).encode())
+
+    for fake in site.fakes.values():
+        fake.always(count(5000), "/tokenize")
+    for _ in range(3):
+        assert (await site.ask(NEAR)).status == 200
+    assert counts(site) == 3
+    assert site.fakes["w0"].served == []
+    for fake in site.fakes.values():
+        fake.always(count(1000), "/tokenize")
+    for _ in range(2):
+        assert (await site.ask(NEAR)).status == 200
+    assert len(site.fakes["w0"].served) == 1
+
+
+@pytest.mark.parametrize(
+    "script",
+    [scripts.stall, scripts.reset, scripts.error(500), scripts.answer(200, b"junk")],
+    ids=["stall", "reset", "500", "junk"],
+)
+async def test_a_count_that_does_not_come_is_done_without(start: Start, script: Script) -> None:
+    site = await start(Fake("w0", max_model_len=2048), Fake("w1"), wire={"count_s": 0.1})
+    for fake in site.fakes.values():
+        fake.always(script, "/tokenize")
+    assert (await site.ask(NEAR, within=2.0)).status == 200
+    assert counts(site) == 1
+    assert site.fakes["w0"].served == []  # it can't be sure to hold it
+
+
+async def test_a_long_body_is_not_sent_twice(start: Start) -> None:
+    site = await start(Fake("w0", max_model_len=65536), Fake("w1", max_model_len=131072))
+    assert (await site.ask(chat("word " * 50_000))).status == 200
+    assert counts(site) == 0
+
+
+async def test_the_routers_own_paths(site: Site) -> None:
+    client = await site.client()
+    assert (await client.ask(get("/health"))).status == 200
+    assert (await client.ask(get("/ready"))).status == 200
+    answer = await client.ask(get("/metrics"))
+    assert answer.status == 200
+    assert b"proxy_" in answer.body
+    assert answer.one(b"content-type").startswith(b"text/plain")
+    answer = await client.ask(get("/metrics", b"Accept: application/openmetrics-text; version=1.0.0"))
+    assert answer.body.endswith(b"# EOF\n")
+    assert site.fake.calls == []
+
+
+async def models(client: Client) -> list[str]:
+    answer = await client.ask(get("/v1/models"))
+    assert answer.status == 200
+    listed = answer.json()
+    assert listed["object"] == "list"
+    return sorted(card["id"] for card in listed["data"])
+
+
+async def test_models_are_those_of_live_workers(start: Start) -> None:
+    """A peer answers 500 when one worker is down."""
+    site = await start(Fake("w0"), Fake("w1"), Fake("w2", model="other"))
+    client = await site.client()
+    assert await models(client) == ["other", "tiny"]
+    await site.fakes["w2"].die()
+    site.down("w2")
+    assert await models(client) == ["tiny"]
+    site.down("w0")
+    assert await models(client) == ["tiny"]
+    site.down("w1")
+    assert await models(client) == []
+    site.up("w2")
+    assert await models(client) == ["other"]
+
+
+async def test_ready_says_whether_anything_can_be_served(start: Start) -> None:
+    site = await start(Fake("w0", up=False))
+    client = await site.client()
+    assert (await client.ask(get("/ready"))).status == 503
+    assert (await client.ask(get("/health"))).status == 200
+    site.up("w0")
+    assert (await client.ask(get("/ready"))).status == 200
+
+
+async def test_requests_show_in_the_metrics(site: Site) -> None:
+    for _ in range(3):
+        await site.ask(chat(stream=True))
+    await site.ask(get("/nowhere"))
+    page = (await site.ask(get("/metrics"))).body.decode()
+    counted = [
+        line
+        for line in page.splitlines()
+        if line.startswith("proxy_requests_total")
+        and 'route="chat/completions"' in line
+        and 'worker="w0"' in line
+        and 'status="200"' in line
+    ]
+    assert [float(line.rpartition(" ")[2]) for line in counted] == [3.0]

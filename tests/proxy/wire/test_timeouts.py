@@ -1,0 +1,133 @@
+"""Patience: with connecting, with the first byte, between pieces. One hung worker hurts only its own."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import pytest
+
+from tests.proxy.wire import scripts
+from tests.proxy.wire.client import BrokenError, chat
+from tests.proxy.wire.conftest import Start
+from tests.proxy.wire.site import Fake, eventually
+
+
+async def test_connecting(start: Start) -> None:
+    site = await start(wire={"connect_s": 0.3})
+    await site.fake.hang()
+    begun = time.monotonic()
+    answer = await site.ask(chat())
+    assert answer.status == 504
+    answer.error()
+    assert 0.25 < time.monotonic() - begun < 1.0
+
+
+async def test_the_first_byte(start: Start) -> None:
+    site = await start(wire={"first_byte_s": 0.3})
+    site.fake.always(scripts.stall)
+    begun = time.monotonic()
+    answer = await site.ask(chat())
+    assert answer.status == 504
+    assert answer.error()["code"] == "timeout"
+    assert 0.25 < time.monotonic() - begun < 1.0
+    async with asyncio.timeout(1):
+        await site.fake.served[0].lost.wait()  # the worker need not go on
+
+
+async def test_the_first_byte_of_a_head_that_drips(start: Start) -> None:
+    """Bytes of a head that never ends are no answer."""
+    site = await start(wire={"first_byte_s": 0.3, "idle_s": 0.3})
+    site.fake.always(scripts.drip(b"HTTP/1.1 200 OK\r\n" + b"X: y\r\n" * 1000, size=3, gap_s=0.02))
+    answer = await site.ask(chat(), within=2.0)
+    assert answer.status in (502, 504)
+
+
+async def test_between_pieces_of_a_stream(start: Start) -> None:
+    site = await start(wire={"idle_s": 0.3})
+    site.fake.always(scripts.stream(2, end="stall"))
+    begun = time.monotonic()
+    answer = await site.ask(chat(stream=True))
+    assert 0.25 < time.monotonic() - begun < 1.0
+    assert b'"error"' in answer.body
+    async with asyncio.timeout(1):
+        await site.fake.served[0].lost.wait()
+
+
+async def test_between_pieces_of_a_body(start: Start) -> None:
+    site = await start(wire={"idle_s": 0.3})
+    head = scripts.head(200, (b"content-type", b"application/json"), (b"content-length", b"9"))
+    site.fake.always(scripts.raw(head + b"{", end="stall"))
+    client = await site.client()
+    await client.send(chat())
+    with pytest.raises((BrokenError, ConnectionError)):
+        await client.answer()
+
+
+async def test_slow_and_steady_is_no_timeout(start: Start) -> None:
+    site = await start(wire={"idle_s": 0.4, "first_byte_s": 0.4})
+    site.fake.always(scripts.stream(12, gap_s=0.1))
+    answer = await site.ask(chat(stream=True))
+    assert answer.body.endswith(scripts.DONE)
+    assert answer.body.count(b"tok ") == 12
+
+
+async def test_comments_that_keep_a_stream_alive_count_as_signs_of_life(start: Start) -> None:
+    site = await start(wire={"idle_s": 0.4, "first_byte_s": 0.4})
+    head = scripts.head(200, (b"content-type", scripts.SSE), (b"transfer-encoding", b"chunked"))
+    beats = [scripts.chunk(b": keep-alive\n\n")] * 8
+    tail = scripts.chunk(scripts.token("late")) + scripts.chunk(scripts.DONE) + scripts.LAST_CHUNK
+    site.fake.always(scripts.raw(head, *beats, tail, gap_s=0.1))
+    answer = await site.ask(chat(stream=True))
+    assert answer.body.endswith(scripts.token("late") + scripts.DONE)
+
+
+async def test_a_worker_that_does_not_read_its_request(start: Start) -> None:
+    site = await start(wire={"first_byte_s": 0.4})
+    site.worker().max_model_len = None
+    site.fake.reads = False
+    answer = await site.ask(chat("x" * (12 << 20), max_tokens=1), within=5.0)
+    assert answer.status == 504
+
+
+async def test_a_hung_worker_hurts_only_its_own(start: Start) -> None:
+    """One hung backend hangs a peer altogether."""
+    site = await start(
+        Fake("w0"), Fake("w1"), router={"policy": "round_robin"}, wire={"first_byte_s": 0.5}
+    )
+    site.fakes["w0"].always(scripts.stall)
+    times: list[float] = []
+
+    async def one() -> None:
+        begun = time.monotonic()
+        assert (await site.ask(chat())).status in (200, 504)
+        times.append(time.monotonic() - begun)
+
+    asking = [asyncio.create_task(one()) for _ in range(40)]
+    await eventually(lambda: len(times) >= 20, within=0.4)
+    assert max(times) < 0.3
+    await asyncio.gather(*asking)
+    # By now it is known to be ill, and nobody has to wait for it any more.
+    times.clear()
+    await asyncio.gather(*(one() for _ in range(20)))
+    assert max(times) < 0.3
+
+
+async def test_one_that_hangs_in_connecting_hurts_only_its_own(start: Start) -> None:
+    site = await start(
+        Fake("w0"), Fake("w1"), router={"policy": "round_robin"}, wire={"connect_s": 0.5}
+    )
+    await site.fakes["w0"].hang()
+    asking = [asyncio.create_task(site.ask(chat())) for _ in range(20)]
+    await eventually(lambda: sum(task.done() for task in asking) >= 10, within=0.4)
+    assert {answer.status for answer in await asyncio.gather(*asking)} <= {200, 504}
+
+
+async def test_a_worker_slow_to_accept_is_waited_for(start: Start) -> None:
+    site = await start(wire={"connect_s": 2.0})
+    await site.fake.hang()
+    asking = asyncio.create_task(site.ask(chat()))
+    await eventually(lambda: site.worker().requests == 1)
+    await asyncio.sleep(0.1)
+    await site.fake.wake()
+    assert (await asking).status == 200

@@ -1,0 +1,113 @@
+"""`vllm-sched router`, `up`, `check` and `explain`: what is done with a fleet file."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TypeAlias
+
+import yaml
+
+from proxy.config import Draft, FleetConfig, WorkerConfig, load, shown
+from proxy.errors import ConfigError, Problem
+from vllm_sched.cli import explain, up
+from vllm_sched.cli.text import columns
+from vllm_sched.errors import UsageError
+from vllm_sched.policies import registry
+
+Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
+
+
+def add_fleet(commands: Commands) -> None:
+    """Describe the commands."""
+    router = _command(commands, "router", "serve a fleet of workers that run already")
+    router.set_defaults(func=lambda given: _router(given.fleet))
+
+    starter = _command(commands, "up", "start the workers that have a launch: block, and serve")
+    up.add_options(starter)
+    starter.set_defaults(func=lambda given: up.up(given.fleet, read(given.fleet), given.log_dir))
+
+    check = _command(commands, "check", "say all that is wrong with a fleet file, or what will run")
+    check.add_argument(
+        "--print-config",
+        action="store_true",
+        help="print the file with all defaults filled in and secrets hidden",
+    )
+    check.set_defaults(func=lambda given: _check(given.fleet, given.print_config))
+
+    asked = _command(commands, "explain", "say where a request would go, and why")
+    explain.add_options(asked)
+    asked.set_defaults(func=lambda given: explain.explain(given, read(given.fleet)))
+
+
+def _command(commands: Commands, name: str, what: str) -> argparse.ArgumentParser:
+    command = commands.add_parser(
+        name, help=what, description=f"{what[0].upper()}{what[1:]}.", allow_abbrev=False
+    )
+    command.add_argument("fleet", type=Path, metavar="FLEET.yaml", help="the fleet file")
+    return command
+
+
+def read(path: Path) -> FleetConfig:
+    """Read a fleet file; policies are checked too, which the router knows nothing of."""
+    return load(path, also=[policies])
+
+
+def policies(draft: Draft) -> Iterator[Problem]:
+    """Check the policies that workers are launched with."""
+    for index, worker in draft.workers.items():
+        for name, given in (worker.launch.policies if worker.launch else {}).items():
+            try:
+                registry.settings_of(name, given)
+            except UsageError as error:
+                yield Problem(f"workers[{index}].launch.policies", str(error))
+
+
+def _router(path: Path) -> int:
+    config = read(path)
+    if problems := [
+        Problem(
+            f"workers[{index}].url",
+            "is missing, and this command starts no worker; give it, or use `vllm-sched up`",
+        )
+        for index, worker in enumerate(config.workers)
+        if worker.url is None
+    ]:
+        raise ConfigError(str(path), problems)
+    from proxy.app import run
+
+    return run(path, config=config)
+
+
+def _check(path: Path, print_config: bool) -> int:
+    config = read(path)
+    if print_config:
+        print(yaml.safe_dump(shown(config), sort_keys=False), end="")
+        return 0
+    router, routing = config.router, config.routing
+    print(f"{path}: good")
+    admin = router.admin
+    print(f"router  http://{router.host}:{router.port}, admin http://{admin.host}:{admin.port}")
+    print(f"routing {routing.policy}, long above {routing.short_limit} tokens")
+    rows = [_summary(config, worker) for worker in config.workers]
+    print(columns([("worker", "role", "url", "model", "context", "started by"), *rows]))
+    return 0
+
+
+def _summary(config: FleetConfig, worker: WorkerConfig) -> tuple[str, ...]:
+    length = worker.stated_max_model_len
+    launched = "somebody else"
+    if worker.launch is not None:
+        how = [*worker.launch.policies]
+        if worker.launch.cpus:
+            how.append(f"cpus {' '.join(map(str, worker.launch.cpus))}")
+        launched = f"up ({', '.join(how)})" if how else "up"
+    return (
+        worker.name,
+        worker.role,
+        worker.url or "a free port",
+        config.model_of(worker),
+        "is asked" if length is None else str(length),
+        launched,
+    )

@@ -1,0 +1,136 @@
+"""How workers fare, for people: a live table while they load, lines of text otherwise."""
+
+from __future__ import annotations
+
+import threading
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Self
+
+from rich.live import Live
+from rich.table import Table
+
+from vllm_sched.workers.supervise import News, State
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from pathlib import Path
+    from types import TracebackType
+
+    from rich.console import Console
+
+# So many deaths in a row are a crash loop. The end of the log is shown at the first and then.
+LOOP = 3
+# A reader of our lines that is gone (rich makes an exit of a broken pipe) must not end the thread
+# that keeps a worker.
+GONE = (OSError, SystemExit)
+COLOURS = {State.READY: "green", State.DIED: "red", State.STARTING: "cyan"}
+
+
+@dataclass
+class _Row:
+    """A worker's line in the table."""
+
+    state: State = State.QUEUED
+    since: float = 0.0
+    took: float | None = None  # for the state that lasts, not for the one that goes on
+    ready: bool = False  # at least once
+
+
+class Progress:
+    """Takes `News` from any thread; a context manager around the whole run."""
+
+    def __init__(
+        self,
+        console: Console,
+        logs: Mapping[str, Path],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._console = console
+        self._logs = logs
+        self._clock = clock
+        self._began = clock()
+        self._rows = {name: _Row(since=self._began) for name in logs}
+        self._lock = threading.Lock()
+        self._live: Live | None = None
+
+    def tell(self, news: News) -> None:
+        """Show what happened to a worker."""
+        with self._lock, suppress(*GONE):
+            row = self._rows[news.worker]
+            row.state, row.since = news.state, self._clock()
+            row.took = news.seconds if news.state is State.READY else None
+            self._write(news)
+            if news.state is State.READY and not row.ready:
+                row.ready = True
+                if all(each.ready for each in self._rows.values()):
+                    self._all_ready()
+            if all(each.state is State.STOPPED for each in self._rows.values()):
+                self._line("the workers are stopped", "dim")
+
+    def _write(self, news: News) -> None:
+        name = news.worker
+        if news.state is State.DIED:
+            self._line(_obituary(news, self._logs[name]), "red")
+        elif self._live is None:
+            if news.state is State.STARTING:
+                self._line(f"{name}: starting; log: {self._logs[name]}", "dim")
+            elif news.state is State.READY:
+                self._line(f"{name}: ready after {news.seconds:.0f} s", "green")
+
+    def _all_ready(self) -> None:
+        self._end_live()
+        seconds = self._clock() - self._began
+        count = len(self._rows)
+        what = "the worker is" if count == 1 else f"all {count} workers are"
+        self._line(f"{what} ready after {seconds:.0f} s", "green")
+
+    def _line(self, text: str, style: str) -> None:
+        self._console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
+
+    def _table(self) -> Table:
+        now = self._clock()
+        table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
+        table.add_column(no_wrap=True)
+        table.add_column(no_wrap=True)
+        table.add_column(justify="right", no_wrap=True)
+        table.add_column(style="dim", overflow="fold")
+        for name, row in self._rows.items():
+            seconds = now - row.since if row.took is None else row.took
+            state = f"[{COLOURS.get(row.state, 'dim')}]{row.state}[/]"
+            table.add_row(name, state, f"{seconds:.0f} s", str(self._logs[name]))
+        return table
+
+    def _end_live(self) -> None:
+        live, self._live = self._live, None
+        if live is not None:
+            live.stop()
+
+    def __enter__(self) -> Self:
+        """Show the table, where there is a terminal to show it on."""
+        if self._console.is_terminal:
+            # Few refreshes: the router lives in this process too.
+            self._live = Live(
+                get_renderable=self._table, console=self._console, refresh_per_second=2
+            )
+            self._live.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Leave the table as it is."""
+        with self._lock, suppress(*GONE):
+            self._end_live()
+
+
+def _obituary(news: News, log: Path) -> str:
+    what, *tail = news.error.splitlines()
+    what = what.removesuffix("; the end of its log:")
+    loop = f"crash loop, {news.deaths} deaths in a row: " if news.deaths >= LOOP else ""
+    head = f"{loop}{what}, {news.seconds:.0f} s old; again in {news.again_s:g} s; log: {log}"
+    return "\n    ".join([head, *tail]) if news.deaths in (1, LOOP) else head

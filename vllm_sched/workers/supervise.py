@@ -1,0 +1,214 @@
+"""Keep workers alive: start them, tell how they fare, start again those that die.
+
+Every worker has a thread of its own, and only that thread touches it: there is nothing to lock,
+and `Keeper.run` reads like what it does. What happens is told as `News` from those threads.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import defaultdict
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TYPE_CHECKING, Protocol, Self
+
+from vllm_sched.workers.launch import WorkerError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from types import TracebackType
+
+# Pauses before a worker is started again: doubled with each death in a row.
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 30.0
+# A worker that was ready for so long has not died in a row with the time before.
+SETTLED_S = 60.0
+WATCH_S = 1.0
+# One that runs but has not answered for so long hangs, and counts as dead.
+ASK_S, HUNG_S = 10.0, 60.0
+
+
+class State(StrEnum):
+    """How a worker fares."""
+
+    QUEUED = "queued"  # another one loads on its device
+    STARTING = "starting"
+    READY = "ready"
+    DIED = "died"
+    STOPPED = "stopped"
+
+
+@dataclass(frozen=True, slots=True)
+class News:
+    """A worker's new state."""
+
+    worker: str
+    state: State
+    seconds: float = 0.0  # READY: that the start took; DIED: that it had lived
+    error: str = ""  # DIED: of what, and the last lines of its log
+    deaths: int = 0  # DIED: in a row
+    again_s: float = 0.0  # DIED: until it is started again
+
+
+class Keepable(Protocol):
+    """The part of `launch.Worker` that matters here."""
+
+    name: str
+
+    def start(self) -> None:
+        """Spawn it."""
+
+    def wait_ready(self, pause: Callable[[float], object]) -> None:
+        """Return once it serves; raise `WorkerError` if it won't."""
+
+    def check(self) -> None:
+        """Raise `WorkerError` if it is dead."""
+
+    def healthy(self) -> bool:
+        """Whether it answers."""
+
+    def stop(self) -> None:
+        """End it, whatever state it is in."""
+
+
+class _StopRequested(Exception):  # noqa: N818 - not an error
+    """Leaves whatever the keeper is waiting for."""
+
+
+class Keeper:
+    """One worker, kept alive until told to stop.
+
+    `wait` sleeps for some seconds and returns whether to stop, as `threading.Event.wait` does.
+    `turn` is held while the worker loads.
+    """
+
+    def __init__(
+        self,
+        worker: Keepable,
+        tell: Callable[[News], None],
+        *,
+        wait: Callable[[float], bool],
+        turn: AbstractContextManager[object] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._worker = worker
+        self._tell = tell
+        self._wait = wait
+        self._turn = turn or nullcontext()
+        self._clock = clock
+        self._deaths = 0
+        self._next_pause_s = FIRST_PAUSE_S
+
+    def run(self) -> None:
+        """Keep it; when this returns the worker is stopped."""
+        try:
+            with suppress(_StopRequested):
+                while True:
+                    self._live()
+        finally:
+            self._worker.stop()
+            self._tell(News(self._worker.name, State.STOPPED))
+
+    def _live(self) -> None:
+        """One life, from its start to the pause after its death."""
+        name = self._worker.name
+        ready_at: float | None = None
+        self._tell(News(name, State.QUEUED))
+        with self._turn:
+            self._pause(0)  # it may have been a long wait
+            born = self._clock()
+            self._tell(News(name, State.STARTING))
+            try:
+                self._worker.start()
+                self._worker.wait_ready(self._pause)
+            except (WorkerError, OSError) as error:
+                death: Exception = error
+            else:
+                ready_at = self._clock()
+        if ready_at is not None:
+            self._tell(News(name, State.READY, ready_at - born))
+            death = self._watch()
+        now = self._clock()
+        if ready_at is not None and now - ready_at >= SETTLED_S:
+            self._deaths, self._next_pause_s = 0, FIRST_PAUSE_S
+        self._deaths += 1
+        pause, self._next_pause_s = self._next_pause_s, min(self._next_pause_s * 2, LONGEST_PAUSE_S)
+        self._worker.stop()  # its children may still live
+        self._tell(News(name, State.DIED, now - born, str(death), self._deaths, pause))
+        self._pause(pause)
+
+    def _watch(self) -> WorkerError:
+        """Wait for its death and return what of."""
+        answered = asked = self._clock()
+        while True:
+            self._pause(WATCH_S)
+            try:
+                self._worker.check()
+            except WorkerError as error:
+                return error
+            if self._clock() - asked < ASK_S:
+                continue
+            asked = self._clock()
+            if self._worker.healthy():
+                answered = asked
+            elif asked - answered >= HUNG_S:
+                name = self._worker.name
+                return WorkerError(f"{name} has not answered /health for {HUNG_S:g} s")
+
+    def _pause(self, seconds: float) -> None:
+        if self._wait(seconds):
+            raise _StopRequested
+
+
+class Supervisor:
+    """Keeps a set of workers alive from `start` to `stop`; a context manager too.
+
+    `devices` names what each worker loads on, if anything: two on one device load one after the
+    other, as vLLM measures the free memory meanwhile. `tell` is called from several threads.
+    """
+
+    def __init__(
+        self,
+        workers: Sequence[Keepable],
+        tell: Callable[[News], None],
+        *,
+        devices: Sequence[str | None] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._stopping = threading.Event()
+        turns: dict[str, threading.Lock] = defaultdict(threading.Lock)
+        self._threads = []
+        for worker, device in zip(workers, devices or [None] * len(workers), strict=True):
+            turn = None if device is None else turns[device]
+            keeper = Keeper(worker, tell, wait=self._stopping.wait, turn=turn, clock=clock)
+            # A daemon: a second Ctrl-C ends us at once, and the workers' guards do the rest.
+            self._threads.append(
+                threading.Thread(target=keeper.run, name=f"keep {worker.name}", daemon=True)
+            )
+
+    def start(self) -> None:
+        """Start all workers and return at once."""
+        for thread in self._threads:
+            thread.start()
+
+    def stop(self) -> None:
+        """Stop all workers together and return when nothing is left of them."""
+        self._stopping.set()
+        for thread in self._threads:
+            if thread.ident is not None:
+                thread.join()
+
+    def __enter__(self) -> Self:
+        """Start."""
+        self.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Stop."""
+        self.stop()
