@@ -6,7 +6,7 @@ ROUNDS ?= 3
 FLEET ?= deploy/fleets/cpu-demo.yaml
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo up test lint format bench bench-router clean
+.PHONY: help setup demo compare up test lint format bench bench-router clean
 
 help: ## show this
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 18
@@ -14,7 +14,12 @@ help: ## show this
 setup: ## build .venv (the other commands do it when needed)
 	@scripts/setup.sh
 
-demo: setup ## long prompts against short ones on a real vLLM: table and picture in out/demo/
+demo: setup ## a fleet of real vLLM workers, long prompts against short ones: picture in out/demo/
+	@mkdir -p $(OUT)
+	@$(BIN)/vllm-sched demo $(FLEET) --rounds $(ROUNDS) \
+		--save $(OUT)/demo.json --plot $(OUT)/demo.html
+
+compare: setup ## the same inside one worker: vLLM's scheduler against ours, in out/demo/
 	@mkdir -p $(OUT)
 	@$(BIN)/vllm-sched compare --baseline default --candidate long_prompt \
 		--workload long-blocks-short --rounds $(ROUNDS) \

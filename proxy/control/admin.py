@@ -16,8 +16,7 @@ from fastapi import APIRouter, FastAPI, Query
 from proxy.config import FleetConfig, WorkerConfig, shown
 from proxy.control.admin_errors import HANDLED, INVALID, AdminError, ErrorAnswer, answer
 from proxy.control.gate import Gate
-from proxy.control.metrics import Metrics
-from proxy.control.recent import KEPT, Entry
+from proxy.control.recent import KEPT, Entry, Recent
 from proxy.control.shapes import (
     Explanation,
     Question,
@@ -30,8 +29,8 @@ from proxy.control.shapes import (
 )
 from proxy.core.refusals import unknown_model
 from proxy.core.router import Router
-from proxy.core.types import Reason, Role
-from proxy.core.worker import Worker, WorkerSpec
+from proxy.core.types import Reason
+from proxy.core.worker import Worker
 from proxy.errors import Problem
 
 CHAT = "chat/completions"
@@ -45,12 +44,18 @@ class AdminState(Protocol):
         """Decisions and workers."""
 
     @property
-    def metrics(self) -> Metrics:
-        """Counts, and the last requests."""
+    def recent(self) -> Recent:
+        """The last requests."""
 
     @property
     def config(self) -> FleetConfig:
         """What the fleet file said when it was read last."""
+
+    def add_worker(self, worker: WorkerConfig) -> None:
+        """Take in a worker that has a URL, and whose name and URL are new."""
+
+    def remove_worker(self, name: str) -> None:
+        """Take out a worker that is there; its requests in flight finish."""
 
     def reload(self) -> list[str]:
         """Read the fleet file again; return what will change only with the next start.
@@ -99,8 +104,8 @@ def worker_routes(state: AdminState, clock: Callable[[], float]) -> APIRouter:
     async def add(worker: WorkerConfig) -> WorkerShown:
         """Add it; it gets requests once it was probed. A reload of the fleet file removes it."""
         refuse_conflicts(worker, list(state.router.fleet))
-        added = state.router.fleet.add(spec_of(worker, state.config))
-        return shown_worker(added, clock())
+        state.add_worker(worker)
+        return shown_worker(find(worker.name), clock())
 
     @api.post("/{name}/drain", summary="Give a worker nothing new; what it has, it finishes")
     async def drain_worker(name: str) -> WorkerShown:
@@ -113,23 +118,10 @@ def worker_routes(state: AdminState, clock: Callable[[], float]) -> APIRouter:
     @api.delete("/{name}", summary="Take a worker out at once; what it has, it finishes")
     async def remove(name: str) -> Removed:
         worker = find(name)
-        state.router.fleet.remove(name)
+        state.remove_worker(name)
         return Removed(name=name, requests=worker.requests)
 
     return api
-
-
-def spec_of(worker: WorkerConfig, config: FleetConfig) -> WorkerSpec:
-    """Say in the core's words what a fleet file, or the API, says of a worker."""
-    return WorkerSpec(
-        name=worker.name,
-        url=worker.url or "",
-        role=Role(worker.role),
-        model=config.model_of(worker),
-        max_model_len=worker.stated_max_model_len,
-        max_requests=worker.max_requests,
-        api_key=worker.api_key,
-    )
 
 
 def refuse_conflicts(worker: WorkerConfig, others: list[Worker]) -> None:
@@ -159,7 +151,7 @@ def decision_routes(state: AdminState, clock: Callable[[], float]) -> APIRouter:
         reason: Reason | None = None,
         status: int | None = None,
     ) -> list[Entry]:
-        chosen = state.metrics.recent.newest(
+        chosen = state.recent.newest(
             limit, model=model, worker=worker, reason=reason, status=status
         )
         return list(chosen)

@@ -66,9 +66,8 @@ def histogram(
 class Metrics:
     """All counts of one router."""
 
-    def __init__(self, router: Router, version: str = "") -> None:
+    def __init__(self, router: Router) -> None:
         self.router = router
-        self.version = version
         self.recent = Recent()
         self.client_connections = 0
         # Replaced by whoever owns the connections.

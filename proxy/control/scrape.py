@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from importlib import metadata
 from typing import TYPE_CHECKING, Literal
 
 from prometheus_client import ProcessCollector
@@ -15,6 +16,7 @@ from proxy.core.worker import Worker
 if TYPE_CHECKING:
     from proxy.control.metrics import Metrics
 
+VERSION = metadata.version("vllm-sched")
 WORKER = ("worker", "role")
 
 BUILD = Family("proxy_build_info", "gauge", "The router's version; always 1.", ("version",))
@@ -94,7 +96,7 @@ process = ProcessCollector(registry=None)
 def render(metrics: Metrics, *, openmetrics: bool) -> tuple[bytes, str]:
     """Write all families; return the page and its content type."""
     page = Page(openmetrics=openmetrics)
-    page.values(BUILD, [((metrics.version,), 1)])
+    page.values(BUILD, [((VERSION,), 1)])
     _counts(page, metrics)
     _histograms(page, metrics)
     _workers(page, list(metrics.router.fleet))

@@ -84,7 +84,7 @@ def _conversation(extent: Extent, messages: JSON) -> None:
             text += len(content) if content.isascii() else text_bytes(content)
         elif type(content) is list:
             _parts(extent, content)
-        if len(message) > 2:  # beyond role and content: tool calls, names, thoughts
+        if len(message) > 2 or content is None:  # tool calls, names, thoughts
             for key, value in message.items():
                 if key not in ("role", "content"):
                     text += _loose(value)
@@ -97,15 +97,15 @@ def _loose(value: JSON) -> int:
     return json_bytes(value) if type(value) in (list, dict) else 0
 
 
-def _parts(extent: Extent, parts: Iterable[JSON]) -> None:
+def _parts(extent: Extent, parts: Iterable[JSON], *, nested: bool = False) -> None:
     for part in parts:
         if type(part) is str:
             extent.text += text_bytes(part)
         elif type(part) is dict:
-            _part(extent, part)
+            _part(extent, part, nested=nested)
 
 
-def _part(extent: Extent, part: dict[str, JSON]) -> None:
+def _part(extent: Extent, part: dict[str, JSON], *, nested: bool) -> None:
     text = part.get("text")
     if type(text) is str:
         extent.text += text_bytes(text)
@@ -118,8 +118,8 @@ def _part(extent: Extent, part: dict[str, JSON]) -> None:
             extent.vague += tokens
             return
     inner = part.get("content")  # the result of a tool
-    if type(inner) is list:
-        _parts(extent, inner)
+    if type(inner) is list and not nested:
+        _parts(extent, inner, nested=True)
     else:
         extent.text += _loose(inner if inner is not None else part)
 

@@ -2,7 +2,8 @@
 
 Closed, it lets everything pass. A few failures in a row, or one plea of the worker itself to stay
 away (429, 503), open it for a while that doubles each time, or for as long as the worker asked.
-Then it lets one request through: that one's end closes it or opens it again.
+Then one request at a time is let through on trial: its first token closes the breaker, its failure
+opens it again. A trial that has told nothing yet after a while does not bar the next.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from enum import StrEnum
 
 FAILURES = 3
 FIRST_REST_S, LONGEST_REST_S = 0.5, 30.0
+TRIAL_S = 2.0
 LONGEST_ASKED_S = 300.0  # a worker's Retry-After beyond this is not believed
 
 
@@ -25,15 +27,20 @@ class State(StrEnum):
 class Breaker:
     """One worker's."""
 
-    __slots__ = ("_failures", "_on_trial", "_openings", "busy", "closed", "until")
+    __slots__ = ("_failures", "_openings", "_tried_at", "busy", "closed", "until")
 
     def __init__(self) -> None:
         self.closed = True
         self.busy = False  # opened because the worker was busy, not because it failed
         self.until = 0.0
-        self._failures = 0
+        self._failures = 0  # in a row
         self._openings = 0
-        self._on_trial = False
+        self._tried_at: float | None = None
+
+    @property
+    def spotless(self) -> bool:
+        """Whether nothing has failed since the last success."""
+        return self.closed and not self._failures
 
     def state(self, now: float) -> State:
         """Name the state."""
@@ -43,39 +50,41 @@ class Breaker:
 
     def lets_pass(self, now: float) -> bool:
         """Whether a request may be sent."""
-        return self.closed or (now >= self.until and not self._on_trial)
+        if self.closed:
+            return True
+        return now >= self.until and (self._tried_at is None or now - self._tried_at >= TRIAL_S)
 
-    def sent(self) -> bool:
-        """Note that a request was sent; tell whether it is the trial."""
+    def sent(self, now: float) -> bool:
+        """Note that a request was sent; tell whether it is a trial."""
         if self.closed:
             return False
-        self._on_trial = True
+        self._tried_at = now
         return True
 
     def succeeded(self) -> None:
         """Close."""
-        if not self.closed or self._failures:
-            self.closed = True
-            self.busy = self._on_trial = False
-            self._failures = self._openings = 0
+        self.closed = True
+        self.busy = False
+        self._failures = self._openings = 0
+        self._tried_at = None
 
     def failed(self, now: float, retry_after_s: float | None = None, *, busy: bool = False) -> None:
         """Count a failure, and open once they are too many."""
+        asked = retry_after_s if retry_after_s is not None and retry_after_s >= 0 else None
         self._failures += 1
-        asked = retry_after_s is not None
-        if self.closed and self._failures < FAILURES and not busy and not asked:
+        if self.closed and self._failures < FAILURES and not busy and asked is None:
             return
-        if not self.closed and not self._on_trial and now < self.until and not asked:
+        if not self.closed and now < self.until and asked is None:
             return  # others that were under way fail too: known already
         rest = min(FIRST_REST_S * 2.0 ** min(self._openings, 16), LONGEST_REST_S)
-        if retry_after_s is not None:
-            rest = min(max(retry_after_s, 0.0), LONGEST_ASKED_S)
+        if asked is not None:
+            rest = min(asked, LONGEST_ASKED_S)
         self.closed = False
         self.busy = busy
-        self._on_trial = False
+        self._tried_at = None
         self._openings += 1
         self.until = max(self.until, now + rest)
 
     def abandoned(self) -> None:
         """Note that the trial ended without telling anything: another may be sent."""
-        self._on_trial = False
+        self._tried_at = None

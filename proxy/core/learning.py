@@ -20,7 +20,7 @@ def judge(
     elif outcome is CLIENT_GONE:
         if lease.trial:
             worker.breaker.abandoned()
-    elif lease.trial or worker.breaker.closed:
+    elif not worker.breaker.spotless and (lease.trial or worker.breaker.closed):
         fleet.succeeded(worker)
 
 

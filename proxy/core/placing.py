@@ -33,12 +33,17 @@ def look(
             holders = [fleet.by_index[i] for i in deepest(matches, HOLDERS) if i in fleet.by_index]
     if ask.pinned:
         worker = fleet.get(ask.pinned)
-        found = [worker] if worker and worker.up and worker.takes(now) else []
+        found = [worker] if worker and _is_ready(worker, ask, now) else []
     else:
         found = pool.open_to(ask, now, fleet.resting, holders)
     if tried:
         found = [worker for worker in found if worker.name not in tried]
     return View(ask, now, found, pool, traffic, held, longs_waiting, tried, explain)
+
+
+def _is_ready(worker: Worker, ask: Ask, now: float) -> bool:
+    """Whether the one worker that can answer may be asked; it may even be draining."""
+    return worker.up and worker.takes(now) and worker.may_hold(ask)
 
 
 def hopeless(fleet: Fleet, ask: Ask, now: float, tried: frozenset[str]) -> Refusal | None:

@@ -54,14 +54,27 @@ class Group:
 class Pool:
     """What is live of one model; made anew whenever that changes."""
 
-    __slots__ = ("boundaries", "groups", "least", "longs", "members", "most", "ranked", "shorts")
+    __slots__ = (
+        "all",
+        "bits",
+        "boundaries",
+        "for_longs",
+        "groups",
+        "least",
+        "longs",
+        "members",
+        "most",
+        "ranked",
+        "shorts",
+    )
 
     def __init__(self, workers: Sequence[Worker]) -> None:
-        self.members = frozenset(worker for worker in workers if worker.live)
+        self.all = [worker for worker in workers if worker.live]
+        self.bits = sum(worker.bit for worker in self.all)
+        self.members = frozenset(self.all)
         groups: dict[tuple[Role, int], list[Worker]] = {}
-        for worker in workers:
-            if worker in self.members:
-                groups.setdefault((worker.role, worker.limit), []).append(worker)
+        for worker in self.all:
+            groups.setdefault((worker.role, worker.limit), []).append(worker)
         self.groups = [Group(role, limit, members) for (role, limit), members in groups.items()]
         for group in self.groups:
             if group.ranked:
@@ -71,6 +84,7 @@ class Pool:
         limits = sorted({group.limit for group in self.groups})
         self.least, self.most = (limits[0], limits[-1]) if limits else (0, 0)
         self.boundaries = limits[:-1]  # where a longer request has fewer workers
+        self.for_longs = [worker for worker in self.all if worker.role is not Role.SHORT]
         self.shorts = sum(len(g.workers) for g in self.groups if g.role is Role.SHORT)
         self.longs = sum(len(g.workers) for g in self.groups if g.role is Role.LONG)
 
@@ -79,14 +93,12 @@ class Pool:
         """Whether size decides where a request goes."""
         return bool(self.shorts or self.longs) and len({g.role for g in self.groups}) > 1
 
-    def holding(self, ask: Ask) -> Sequence[Group]:
+    def holding(self, ask: Ask) -> list[Group]:
         """Return the groups that can hold a request.
 
         Where an estimate leaves it open for all, the longest should try.
         """
         needs, error = ask.needs, ask.prompt_error
-        if needs + error <= self.least:
-            return self.groups  # nearly always
         sure = [group for group in self.groups if needs + error <= group.limit]
         if sure or needs - error > self.most:
             return sure
@@ -96,8 +108,12 @@ class Pool:
         self, ask: Ask, now: float, resting: Collection[Worker], holders: Collection[Worker]
     ) -> list[Worker]:
         """Return the workers to look at for a request, each of which may be given it."""
-        groups = self.holding(ask)
-        found = groups[0].first() if len(groups) == 1 else [w for g in groups for w in g.first()]
+        if ask.needs + ask.prompt_error <= self.least and not self.ranked:  # nearly always
+            groups = self.groups
+            found = [worker for worker in self.all if not worker.shut]
+        else:
+            groups = self.holding(ask)
+            found = [worker for group in groups for worker in group.first()]
         if not resting and not holders:
             return found
         for worker in (*resting, *holders):

@@ -31,7 +31,7 @@ LEAST = 1e-9
 LEAST_PASSING = 0.02
 MOST_BLAME = log(8.0)
 LEAST_RATE = 0.08  # of an observation's say, once many were seen
-EVERY_S, YOUNG = 0.01, 50  # then a hundred observations a second are enough
+REST_S, YOUNG = 0.01, 50  # after so many observations, a hundred a second are enough
 
 
 class Pace:
@@ -40,12 +40,13 @@ class Pace:
     __slots__ = (
         "base_s",
         "each_s",
+        "end_due",
+        "first_due",
         "fixed_s",
         "passing",
         "prefills",
         "seen_at",
         "steps",
-        "steps_at",
         "token_s",
     )
 
@@ -58,7 +59,8 @@ class Pace:
         self.prefills = 0.0  # how much was seen of each form
         self.steps = 0.0
         self.seen_at = 0.0  # when a first token was last learnt from
-        self.steps_at = 0.0
+        self.first_due = 0.0  # from when on the next first token, and the next end, may teach it
+        self.end_due = 0.0
 
     def step_s(self, sequences: float) -> float:
         """Predict the time of a step with so many sequences decoding."""
@@ -72,10 +74,10 @@ class Pace:
         self, tokens: float, behind_long: float, seconds: float, now: float, weight: float = 1.0
     ) -> None:
         """Learn from a time to first token."""
-        if now - self.seen_at < EVERY_S and self.prefills > YOUNG:
-            return
         self.prefills += weight
         self.seen_at = now
+        if self.prefills > YOUNG:
+            self.first_due = now + REST_S
         predicted = self.first_token_s(tokens, behind_long)
         blame = _blame(predicted, seconds, weight, self.prefills) / predicted
         stood = self.passing * self.token_s * behind_long
@@ -87,10 +89,9 @@ class Pace:
 
     def saw_steps(self, sequences: float, seconds: float, now: float, weight: float = 1.0) -> None:
         """Learn from the mean time of a request's steps."""
-        if now - self.steps_at < EVERY_S and self.steps > YOUNG:
-            return
         self.steps += weight
-        self.steps_at = now
+        if self.steps > YOUNG:
+            self.end_due = now + REST_S
         predicted = self.step_s(sequences)
         blame = _blame(predicted, seconds, weight, self.steps) / predicted
         grown = self.each_s * sequences

@@ -67,7 +67,7 @@ class PrefixIndex:
         young, old = self._young, self._old
         alive = -1
         for depth, block in enumerate(hashes):
-            holders = alive & (young.get(block, 0) | old.get(block, 0))
+            holders = alive & (young.get(block) or old.get(block, 0))
             if holders != alive:
                 if depth:
                     found.append((depth, alive))

@@ -2,8 +2,8 @@
 
 Each model has a lane for shorts and one for longs, first come first served, so that a long that
 waits for a long worker does not hold shorts up. Retries and requests that only one worker can
-answer have a lane of their own, looked through whole: the one at its head may wait for a worker
-that the next does not want.
+answer have a lane of their own, of which more than the head is looked at: that one may wait for a
+worker which the next does not want.
 
 Bounded by count, by bytes of bodies and by time. How fast places became free lately says how long
 one who is turned away should stay away.
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from itertools import islice
 from math import ceil
 
 from proxy.core.types import Ask, Lease, Refusal, Ticket
@@ -20,6 +21,7 @@ from proxy.core.types import Ask, Lease, Refusal, Ticket
 SPAN_S = 5.0  # over which places that became free are counted
 LONGEST_RETRY_S = 120
 APART = "apart"
+LOOK = 16  # tickets looked at in that lane
 Lane = tuple[str, str]
 End = Lease | Refusal
 
@@ -82,7 +84,7 @@ class Queue:
             tickets = self._lanes[lane]
             apart = lane[1] == APART
             some = False
-            for ticket in list(tickets) if apart else [tickets[0]]:
+            for ticket in [*islice(tickets, LOOK if apart else 1)]:
                 ended = end(ticket)
                 if ended is not None:
                     self.remove(ticket)

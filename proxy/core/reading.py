@@ -107,13 +107,13 @@ class Reader:
 
     # Counting
 
-    def counter_for(self, ask: Ask) -> Worker | None:
+    def counter_for(self, ask: Ask, *, by_size: bool) -> Worker | None:
         """Name the worker whose /tokenize should count an ask; None if the estimate will do."""
         if not ask.countable or ask.counted or ask.body_bytes > COUNTED_BYTES:
             return None
         pool = self._fleet.pool(ask.model)
         error = ask.prompt_error
-        near = pool.mixed and abs(ask.budget - self.short_limit) <= error
+        near = by_size and pool.mixed and abs(ask.budget - self.short_limit) <= error
         if not near and not any(abs(ask.needs - limit) <= error for limit in pool.boundaries):
             return None
         well = (worker for worker in pool.members if worker.breaker.closed)

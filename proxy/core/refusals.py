@@ -29,13 +29,15 @@ def too_long(ask: Ask, limit: int) -> Refusal:
         f"({about}{ask.largest_prompt} in the prompt, {output} for the output). "
         "Please reduce the length of the prompt or of the output."
     )
-    return Refusal(400, Reason.TOO_LONG, message, "context_length_exceeded", "messages")
+    param = "messages" if ask.route.startswith(("chat", "messages")) else "prompt"
+    return Refusal(400, Reason.TOO_LONG, message, "context_length_exceeded", param)
 
 
 def no_worker(model: str, retry_after_s: float | None = None) -> Refusal:
     """503: nobody is there to serve it now."""
     message = f"No worker of the model `{model}` can take this request now."
-    return Refusal(503, Reason.NO_WORKER, message, "no_worker", retry_after_s=retry_after_s or 1.0)
+    rest_s = max(retry_after_s or 0.0, 1.0)
+    return Refusal(503, Reason.NO_WORKER, message, "no_worker", retry_after_s=rest_s)
 
 
 def nobody_left(why: str) -> Refusal:

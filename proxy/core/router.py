@@ -32,7 +32,6 @@ from proxy.core.types import (
     Outcome,
     Reason,
     Refusal,
-    Role,
     Score,
     Ticket,
     Usage,
@@ -81,14 +80,15 @@ class Router:
         self, route: Route, body: bytes, content_type: bytes, request_id: str
     ) -> Ask | Refusal:
         """Read a request's body."""
-        ask = self._reader.read(
-            route, body, content_type, request_id, hashed=self.settings.prefix_affinity
-        )
+        hashed = self._rule.affine and self.settings.prefix_affinity
+        ask = self._reader.read(route, body, content_type, request_id, hashed=hashed)
         return self._refused("", ask) if isinstance(ask, Refusal) else ask
 
     def counter_for(self, ask: Ask) -> Worker | None:
         """Name the worker whose /tokenize should count an ask; None if the estimate will do."""
-        return self._reader.counter_for(ask) if self.settings.tokenize else None
+        if not self.settings.tokenize:
+            return None
+        return self._reader.counter_for(ask, by_size=self._rule.by_size)
 
     def tokenize_body(self, ask: Ask, body: bytes) -> bytes:  # noqa: ARG002
         """Return what to send to /tokenize: the body itself, whose other fields it ignores."""
@@ -123,17 +123,18 @@ class Router:
             self._retries.earn()
             self._saw(ask, now)
         # Whoever waits goes first.
-        if tried or ask.pinned or not self.queue.waiting(ask.model, long=ask.long):
+        queue = self.queue
+        if not len(queue) or tried or ask.pinned or not queue.waiting(ask.model, long=ask.long):
             lease = self._place(ask, now, tried, explain=explain)
             if lease is not None:
                 return lease
         refusal = placing.hopeless(self.fleet, ask, now, tried)
-        if refusal is None and not self.queue.room_for(ask):
-            refusal = refusals.queue_full(self.queue.retry_after_s(now))
+        if refusal is None and not queue.room_for(ask):
+            refusal = refusals.queue_full(queue.retry_after_s(now))
         if refusal is not None:
             return self._refused(ask.model, refusal)
         self._count(ask.model, Reason.FLEET_FULL)
-        return self.queue.push(ask, now, tried, explain=explain)
+        return queue.push(ask, now, tried, explain=explain)
 
     def withdraw(self, ticket: Ticket, now: float) -> None:  # noqa: ARG002
         """Take a request out of the queue, because its client left."""
@@ -184,7 +185,7 @@ class Router:
         return lease
 
     def _look(self, ask: Ask, now: float, tried: frozenset[str], *, explain: bool) -> View:
-        waiting = bool(self.queue.waiting(ask.model, long=True))
+        waiting = len(self.queue) > 0 and self.queue.waiting(ask.model, long=True) > 0
         traffic = self._traffic_of(ask.model)
         return placing.look(
             self.fleet, ask, now, traffic, tried, longs_waiting=waiting, explain=explain
@@ -195,8 +196,10 @@ class Router:
         if not ask.long:
             traffic.saw_short(now)
             return
-        paces = [w.pace.token_s for w in self.fleet.of(ask.model) if w.role is not Role.SHORT]
-        traffic.saw_long(now, ask.prompt_tokens * min(paces, default=0.0))
+        pool = self.fleet.pool(ask.model)
+        likely = pool.for_longs or pool.all
+        token_s = likely[0].pace.token_s if likely else 0.0
+        traffic.saw_long(now, ask.prompt_tokens * token_s)
 
     def _traffic_of(self, model: str) -> Traffic:
         found = self._traffic.get(model)
@@ -229,8 +232,8 @@ class Router:
             return
         self.queue.freed(now)
         learning.judge(self.fleet, lease, now, outcome, retry_after_s)
-        if outcome is DONE and usage is not None:
-            self.sizer.learn(lease.ask, usage, now)
+        if outcome is DONE and usage is not None and now >= worker.pace.end_due:
+            self.sizer.learn(lease.ask, usage)
             learning.learn(lease, now, usage, decoding)
 
     # Telling
@@ -242,7 +245,8 @@ class Router:
         decision = self._rule.choose(view) if view.candidates else None
         scored = {score.worker: score for score in decision.scores} if decision else {}
         scores = tuple(
-            scored.get(w.name) or Score(w.name, 0.0, note=placing.note(w, ask, now))
+            scored.get(w.name)
+            or Score(w.name, 0.0, note=placing.note(w, ask, now) or self._rule.note(w))
             for w in self.fleet.of(ask.model)
         )
         if decision is not None:

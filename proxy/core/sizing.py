@@ -25,9 +25,9 @@ FIRST_BAND, LEAST_BAND, MOST_BAND = 0.5, 0.02, 0.6
 SPREADS = 3.0  # the band is so many mean distances wide, each way
 FORGET = 0.05
 FULL_WEIGHT_BYTES = 2000  # a template's own tokens blur what shorter texts say
-EVERY_S, YOUNG = 0.01, 50
 USUAL_OUTPUT = 256  # until answers tell
 COMPLETION_OUTPUT = 16  # vLLM's own when /v1/completions states none
+OUTPUT_KEYS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
 MOST_SAMPLES = 4096
 COUNTABLE = ("chat/completions", "completions")
 
@@ -41,7 +41,6 @@ class Learnt:
     weight: float = 0.0  # how much was seen
     output: float = USUAL_OUTPUT
     outputs: int = 0
-    at: float = 0.0
 
     @property
     def band(self) -> float:
@@ -107,9 +106,9 @@ class Sizer:
             usual = learnt.output
             ask.expected_output = int(usual if output is None or output > usual else output)
             ask.stream = body.get("stream") in (True, "true")
-            ask.samples = samples * extent.prompts
         else:
             ask.generates = False
+        ask.samples = samples * extent.prompts
         if route.truncates or "truncate_prompt_tokens" in body:
             _cut(ask, body, extent.prompts)
         return ask
@@ -120,12 +119,9 @@ class Sizer:
         ask.prompt_error = 0
         ask.counted = True
 
-    def learn(self, ask: Ask, usage: Usage, now: float) -> None:
-        """Learn from an answer's usage; a hundred answers a second say enough."""
+    def learn(self, ask: Ask, usage: Usage) -> None:
+        """Learn from an answer's usage."""
         learnt = self.learnt(ask.model, ask.route)
-        if now - learnt.at < EVERY_S and learnt.outputs > YOUNG:
-            return
-        learnt.at = now
         tokens = usage.prompt_tokens - ask.extra_tokens
         if ask.text_bytes and tokens > 0:
             learnt.see_prompt(ask.text_bytes, tokens)
@@ -139,17 +135,17 @@ def _output(route: Route, body: dict[str, Any]) -> tuple[int | None, int]:
         inner = body.get("sampling_params")
         body = inner if type(inner) is dict else {}
     output = None
-    for key in ("max_completion_tokens", "max_tokens", "max_output_tokens"):
-        if body.get(key) is not None:
+    for key in OUTPUT_KEYS:
+        if key in body and body[key] is not None:
             output = count(body[key])
             break
     else:
         if route.shape is PROMPT:
             output = COMPLETION_OUTPUT
     samples = 1
-    for key in ("n", "best_of"):
-        if key in body:
-            samples = max(samples, min(count(body[key]) or 1, MOST_SAMPLES))
+    if "n" in body or "best_of" in body:
+        for key in ("n", "best_of"):
+            samples = max(samples, min(count(body.get(key)) or 1, MOST_SAMPLES))
     return output, samples
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from math import exp
 
 MEMORY_S = 20.0
+TICK_S = 0.5  # fine enough to count by
 LATELY = 0.05  # a long counts as late news until so much of it is left: three memories
 
 
@@ -37,8 +38,9 @@ class Traffic:
 
     def saw_short(self, now: float) -> None:
         """Count a short."""
-        self._fade(now)
         self._shorts += 1.0
+        if now - self._at > TICK_S:
+            self._fade(now)
 
     def saw_long(self, now: float, prefill_s: float) -> None:
         """Count a long, and how long its prefill will keep a worker."""

@@ -71,8 +71,7 @@ class Ask:
     expected_output: int = 0  # what each sample is likely to write, learnt; at most the above
     generates: bool = True  # whether it decodes at all
     stream: bool = False
-    samples: int = 1  # sequences it decodes: prompts times `n`
-    prompts: int = 1
+    samples: int = 1  # sequences an engine makes of it: prompts times `n`
     counted: bool = False
     long: bool = False  # its total budget is above the fleet's `short_limit`
     prefix: tuple[int, ...] = ()  # chained hashes of the prompt's blocks, first block first
@@ -150,6 +149,7 @@ class Lease:
 
     ask: Ask
     decision: Decision
+    worker: Worker  # whom it was charged to: the decision's
     charged_at: float
     prefill_tokens: int  # still charged as prefill; 0 once the first token was seen
     decode_tokens: int  # still charged as output to come
@@ -161,11 +161,6 @@ class Lease:
     seen_tokens: int = 0  # output tokens seen so far, all samples together
     first_token_at: float | None = None
     released: bool = False
-
-    @property
-    def worker(self) -> Worker:
-        """Whom it was charged to."""
-        return self.decision.worker
 
 
 @dataclass(slots=True, eq=False)

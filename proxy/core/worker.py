@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 # Of the predicted wait for prefills ahead, what is left at least while any of them is still about:
 # one that takes longer than predicted has not vanished.
 LEAST_WAIT_SHARE = 0.2
+STALL = 0.3  # of a prefill's time that those who decode beside it lose
 NO_LIMIT = sys.maxsize
 # How badly a role suits a short and a long, where costs are equal.
 MISFIT = {Role.SHORT: (0, 2), Role.LONG: (2, 0)}
@@ -46,6 +47,7 @@ class Worker:
         "decoding",
         "draining",
         "failed_probes",
+        "flat_price",
         "free_at",
         "gauges",
         "good_probes",
@@ -55,17 +57,21 @@ class Worker:
         "kv_tokens",
         "long_tokens",
         "max_model_len",
-        "misfit",
+        "misfit_long",
+        "misfit_short",
         "models",
         "most",
         "name",
+        "output_price",
         "pace",
         "prefill_tokens",
         "probed",
+        "prompt_price",
         "ranked_in",
         "reports_cache",
         "requests",
         "role",
+        "sequences",
         "served",
         "shut",
         "spec",
@@ -97,12 +103,15 @@ class Worker:
         self.reports_cache = False
 
         self.requests = 0
+        self.sequences = 0  # as the engine counts: one for each prompt, and each of its samples
         self.prefill_tokens = 0  # of requests that wait for their first token
         self.long_tokens = 0  # of those, the longs'
         self.decode_tokens = 0  # still to be written
         self.kv_tokens = 0
         self.decoding = 0  # sequences past their first token
         self.free_at = 0.0  # when its prefills should be done
+
+        self.reprice()
 
         self.served = 0  # when it was last given a request, in requests of the whole fleet
         self.shut = False  # full, or its breaker is not closed
@@ -117,7 +126,7 @@ class Worker:
         """Take what the operator states."""
         self.spec = spec
         self.role = spec.role
-        self.misfit = MISFIT.get(spec.role, (1, 1))
+        self.misfit_short, self.misfit_long = MISFIT.get(spec.role, (1, 1))
         self.most = NO_LIMIT if spec.max_requests is None else spec.max_requests
         self.max_model_len = spec.max_model_len or self.told_max_model_len
 
@@ -170,8 +179,27 @@ class Worker:
                 return int(tokens * self.trust)
         return 0
 
+    def reprice(self) -> None:
+        """Reckon what a token costs here now, in seconds: its own time, and that of others.
+
+        Those that decode beside a prefill lose some of its time, and each step is the longer for
+        one more sequence.
+        """
+        pace, others = self.pace, self.decoding + self.strangers
+        self.flat_price = pace.fixed_s
+        self.prompt_price = pace.token_s * (1.0 + STALL * others)
+        self.output_price = pace.each_s * others
+
+    def ttft_s(self, now: float, tokens: int, *, for_long: bool) -> float:
+        """Predict the time to first token of a request with so many tokens to prefill."""
+        pace = self.pace
+        wait = self.wait_s(now, for_long=for_long) if self.prefill_tokens else 0.0
+        return pace.fixed_s + wait + pace.token_s * tokens
+
     def wait_s(self, now: float, *, for_long: bool) -> float:
         """Predict how long the prefills that are charged to it will keep a new one waiting."""
+        if not self.prefill_tokens:
+            return 0.0
         pace = self.pace
         most = pace.token_s * self.prefill_tokens
         wait = self.free_at - now

@@ -8,7 +8,9 @@ requests get smuggled. llhttp, strict as it is by default, refuses most of it; `
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterable
+from email.utils import parsedate_to_datetime
 from http import HTTPStatus
 
 import orjson
@@ -79,6 +81,17 @@ def malformed(message: str, status: int = 400) -> RefusedError:
 def status_line(status: int) -> bytes:
     """Return the first line of an answer."""
     return STATUS_LINES.get(status) or b"HTTP/1.1 %d \r\n" % status
+
+
+def seconds(value: bytes) -> float | None:
+    """Read a Retry-After, which may be a number or a date."""
+    if value.isdigit():
+        return float(value)
+    try:
+        until = parsedate_to_datetime(value.decode("latin-1")).timestamp()
+    except ValueError:
+        return None
+    return max(until - time.time(), 0.0)
 
 
 def tokens(value: bytes) -> list[bytes]:

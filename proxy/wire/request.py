@@ -242,7 +242,9 @@ class RequestReader:
         if self._framing:
             return
         head, parser = self._head, self._parser
-        if self._quiet > self._max_head and sum(map(len, self._lines)) > self._max_head:
+        if self._quiet > self._max_head and (
+            len(head.target) + sum(map(len, self._lines)) > self._max_head
+        ):
             raise malformed(f"more than {self._max_head} bytes of header", 431)
         self._quiet = 0
         self.state = Reading.BODY

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import httptools
 
-from proxy.wire.http import RESPONSE_HEADERS, tokens, without
+from proxy.wire.http import RESPONSE_HEADERS, seconds, tokens, without
 
+# More than one read of the transport, which may hold a small head and the body's beginning.
+MAX_QUIET = 1 << 19
 OK, NO_CONTENT, NOT_MODIFIED = 200, 204, 304
 HANDLED_CONNECTION = frozenset([b"", b"close", b"keep-alive"])
 
@@ -28,9 +30,9 @@ class Head:
 
     @property
     def retry_after_s(self) -> float | None:
-        """For how long it asks to be left alone; the form that names a date is not read."""
-        value = self.special.get(b"retry-after", b"").strip()
-        return float(value) if value.isdigit() else None
+        """For how long it asks to be left alone."""
+        value = self.special.get(b"retry-after")
+        return seconds(value.strip()) if value is not None else None
 
 
 class AnswerReader:
@@ -39,6 +41,7 @@ class AnswerReader:
     __slots__ = (
         "_interim",
         "_parser",
+        "_quiet",
         "_reading",
         "_surplus",
         "ended",
@@ -60,9 +63,11 @@ class AnswerReader:
         self._reading = Head()
         self._interim = False
         self._surplus = False
+        self._quiet = 0  # bytes since anything came of them
 
     def feed(self, data: bytes) -> None:
         """Take in bytes; raises `AnswerError`, after which nothing more may be fed."""
+        self._quiet += len(data)
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserUpgrade:
@@ -71,6 +76,8 @@ class AnswerReader:
             if not self.ended:
                 raise AnswerError(str(error)) from None
             self._surplus = True
+        if self._quiet > MAX_QUIET:
+            raise AnswerError("headers, or framing, without end")
         if self._surplus:
             # Said after its answer: whose would that be?
             self.reusable = False
@@ -101,6 +108,7 @@ class AnswerReader:
         """Hand the head over, unless it is a 1xx."""
         if self.ended:
             return
+        self._quiet = 0
         status = self._parser.get_status_code()
         if status < OK:
             self._interim = True
@@ -123,11 +131,13 @@ class AnswerReader:
 
     def on_body(self, piece: bytes) -> None:
         """Collect a piece of the body."""
+        self._quiet = 0
         if not self.ended:
             self.pieces.append(piece)
 
     def on_message_complete(self) -> None:
         """Note the end, unless it is that of a 1xx."""
+        self._quiet = 0
         if self._interim:
             self._interim = False
         elif not self.ended:

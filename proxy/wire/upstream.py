@@ -96,7 +96,7 @@ class WorkerConnection(asyncio.Protocol):
     def drop(self) -> None:
         """Walk away: whatever the worker does for the caller, it may stop doing."""
         self.caller = None
-        self._pool.open.discard(self)
+        self._pool.forget(self)
         if self._transport is not None:
             self._transport.abort()
         elif self.opening is not None:
@@ -147,7 +147,6 @@ class WorkerConnection(asyncio.Protocol):
         if caller is None:
             self.drop()  # it speaks though nobody asked
             return
-        self.deadline = now + self._pool.settings.idle_s
         try:
             reader.feed(data)
         except AnswerError:
@@ -160,7 +159,7 @@ class WorkerConnection(asyncio.Protocol):
 
     def connection_lost(self, error: Exception | None) -> None:
         """See whether that was the end, an accident, or nothing to anybody."""
-        self._pool.open.discard(self)
+        self._pool.forget(self)
         caller = self.caller
         if caller is None:
             return
@@ -191,6 +190,8 @@ class WorkerConnection(asyncio.Protocol):
         if ended:
             # Before the caller hears of it: what waits for room will want this connection.
             self._release(now)
+        elif body and not self._paused:
+            self.deadline = now + self._pool.settings.idle_s
         if body or ended:
             caller.received(now, body, ended)
 
@@ -244,11 +245,16 @@ class Pool:
         connection.send(now, caller, request)
         connection.opening = asyncio.get_running_loop().create_task(self._open(connection))
 
+    def forget(self, connection: WorkerConnection) -> None:
+        """Let a closed connection go."""
+        self.open.discard(connection)
+        if connection in self.idle:
+            self.idle.remove(connection)
+
     def sweep(self, now: float) -> None:
         """Act on deadlines that have passed."""
         for connection in [each for each in self.open if each.deadline < now]:
             connection.expire(now)
-        self.idle = [each for each in self.idle if each.is_usable()]
 
     async def _open(self, connection: WorkerConnection) -> None:
         host, port = self._where
@@ -309,6 +315,6 @@ class Pools:
                 connection.drop()
 
     def _retire(self, pool: Pool) -> None:
-        for connection in pool.idle:
+        for connection in list(pool.idle):
             connection.drop()
         self._retired.append(pool)

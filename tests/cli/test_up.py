@@ -176,6 +176,12 @@ def test_nothing_to_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert "use `vllm-sched router`" in capsys.readouterr().err
 
 
+def test_logs_need_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = written(tmp_path, started("a"))
+    assert main(["up", path, "--log-dir", path]) == 2
+    assert f"--log-dir {path}: File exists" in capsys.readouterr().err
+
+
 def worker_of(tmp_path: Path, worker: dict[str, Any], **blocks: Any) -> launch.Worker:
     """Return how the only worker of a fleet would be launched."""
     config = up.placed(proxy.app.load(Path(written(tmp_path, worker, **blocks))))

@@ -56,6 +56,16 @@ def test_one_that_dies_at_once_is_told_with_the_end_of_its_log() -> None:
     assert len(lines) == 1 + launch.LOG_TAIL
 
 
+def test_the_end_of_a_log_is_that_which_says_something() -> None:
+    noise = ["nanobind: leaked 3 types!", ' - leaked type "x"', " - ... skipped remainder"]
+    code = f"print('x' * 200_000); print('boom'); print(*{noise!r}, sep='\\n'); exit(1)"
+    with pytest.raises(WorkerError) as caught, fake(code):
+        pytest.fail("entered")
+    lines = str(caught.value).splitlines()
+    assert lines[-1] == "boom"
+    assert len(lines[1]) < 100_000
+
+
 def test_one_that_never_gets_healthy_is_given_up_and_killed(tmp_path: Path) -> None:
     pids = tmp_path / "pids"
     code = "import os, pathlib, sys, time; pathlib.Path(sys.argv[1]).write_text(str(os.getpid()))"

@@ -18,7 +18,7 @@ from vllm_sched.bench.workloads import CLASSES, SHORT
 from vllm_sched.workers.launch import Side, Worker, on_cpu, worker
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Sequence
+    from collections.abc import AsyncIterator, Mapping, Sequence
     from pathlib import Path
     from types import TracebackType
 
@@ -45,11 +45,12 @@ class Plan:
 
 @dataclass
 class Contender:
-    """A scheduler, the worker that runs it, and what has been measured on it."""
+    """One side: what it is called, the server it is, and what has been measured on it."""
 
     role: str
-    side: Side
+    label: str
     worker: Worker
+    facts: Mapping[str, object] = field(default_factory=dict)  # about it, for the JSON
     rounds: list[Round] = field(default_factory=list)
 
     @property
@@ -104,7 +105,9 @@ def contender(role: str, side: Side, plan: Plan, *, sharing: int = 2) -> Contend
     # Each takes nearly the whole accelerator unless told otherwise.
     share = [] if on_cpu() else ["--gpu-memory-utilization", f"{0.85 / sharing:.2f}"]
     flags = [*share, *plan.workload.worker_flags]
-    return Contender(role, side, worker(side, model=plan.model, flags=flags, name=role))
+    facts = {"scheduler": side.name, "policies": side.settings}
+    started = worker(side, model=plan.model, flags=flags, name=role)
+    return Contender(role, side.label, started, facts)
 
 
 @asynccontextmanager
@@ -134,7 +137,7 @@ async def measure(contenders: Sequence[Contender], plan: Plan, narrator: Narrato
         await _play(each, plan, plan.workload.shrunk(), 0, narrator)
     for number in range(1, plan.rounds + 1):
         for each in contenders if number % 2 else reversed(contenders):
-            narrator.step(f"round {number} of {plan.rounds}, {each.role} ({each.side.label})")
+            narrator.step(f"round {number} of {plan.rounds}, {each.role} ({each.label})")
             each.rounds.append(await _play(each, plan, plan.workload, number, narrator))
 
 
@@ -225,8 +228,7 @@ class Comparison:
 
 def _side_json(each: Contender) -> dict[str, Any]:
     return {
-        "scheduler": each.side.name,
-        "policies": each.side.settings,
+        **each.facts,
         "command": each.worker.command,
         **report.serve_summary(each.rounds),
         "classes": {k: report.serve_summary(each.rounds, k) for k in (*CLASSES, "lone")},

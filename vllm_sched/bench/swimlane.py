@@ -145,7 +145,7 @@ def write(comparison: Comparison, path: Path) -> None:
     index = comparison.typical()
     lines = comparison.figures
     panels = [
-        Panel(each.role, each.side.label, each.rounds[index], _numbers(lines, each.role))
+        Panel(each.role, each.label, each.rounds[index], _numbers(lines, each.role))
         for each in comparison.sides
     ]
     workload = comparison.plan.workload
@@ -156,7 +156,7 @@ def write(comparison: Comparison, path: Path) -> None:
     )
     svg = swimlane(panels, title=title, subtitle=notes)
     if path.suffix == ".html":
-        roles = [f"{each.role}: {each.side.label}" for each in comparison.sides]
+        roles = [f"{each.role}: {each.label}" for each in comparison.sides]
         path.write_text(
             page(svg, title=title, lines=lines, roles=roles, notes=_method(comparison)),
             encoding="utf-8",

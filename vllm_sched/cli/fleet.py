@@ -11,7 +11,7 @@ import yaml
 
 from proxy.config import Draft, FleetConfig, WorkerConfig, load, shown
 from proxy.errors import ConfigError, Problem
-from vllm_sched.cli import explain, up
+from vllm_sched.cli import demo, explain, up
 from vllm_sched.cli.text import columns
 from vllm_sched.errors import UsageError
 from vllm_sched.policies import registry
@@ -27,6 +27,10 @@ def add_fleet(commands: Commands) -> None:
     starter = _command(commands, "up", "start the workers that have a launch: block, and serve")
     up.add_options(starter)
     starter.set_defaults(func=lambda given: up.up(given.fleet, read(given.fleet), given.log_dir))
+
+    shown = _command(commands, "demo", "show on this machine what a fleet's pools are worth")
+    demo.add_options(shown)
+    shown.set_defaults(func=lambda arguments: demo.demo(arguments, read(arguments.fleet)))
 
     check = _command(commands, "check", "say all that is wrong with a fleet file, or what will run")
     check.add_argument(

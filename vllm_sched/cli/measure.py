@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,7 +19,7 @@ from vllm_sched.workers.tiny_model import tiny_model
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Sequence
+    from collections.abc import Awaitable, Callable, Sequence
 
     from vllm_sched.bench.compare import Comparison
 
@@ -60,6 +61,12 @@ def add_compare(subparsers: argparse._SubParsersAction[argparse.ArgumentParser])
             help=f"an extra vLLM flag for the {role}, as --{role}-arg=--flag=value; "
             "may be repeated",
         )
+    add_options(parser)
+    parser.set_defaults(func=run_compare)
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Describe what any comparison takes: the workload, and where its result goes."""
     parser.add_argument(
         "--workload",
         default="long-blocks-short",
@@ -73,20 +80,28 @@ def add_compare(subparsers: argparse._SubParsersAction[argparse.ArgumentParser])
     parser.add_argument(
         "--plot", type=Path, metavar="FILE", help="draw the swimlanes into an .html or .svg"
     )
-    parser.set_defaults(func=run_compare)
 
 
 def run_compare(args: argparse.Namespace) -> int:
     """Run the command; 1 when a worker or a request failed."""
-    _check(args)
+    check(args)
     baseline = Side.parse(args.baseline, extra=args.baseline_arg)
     candidate = Side.parse(args.candidate, sets=args.sets, extra=args.candidate_arg)
     workload = build(args.workload, longs=args.longs, seed=args.seed)
     plan = Plan(args.model or str(tiny_model()), workload, args.rounds)
+    return measured(partial(compare, baseline, candidate, plan), args)
+
+
+def measured(measure: Callable[[Narrator], Awaitable[Comparison]], args: argparse.Namespace) -> int:
+    """Measure, show and keep the result; 1 when a server or a request failed."""
     console = Console()
+
+    async def run(narrator: Narrator) -> Comparison:
+        return await measure(narrator)
+
     try:
         with Narrator(console) as narrator:
-            result = asyncio.run(compare(baseline, candidate, plan, narrator))
+            result = asyncio.run(run(narrator))
     except WorkerError as error:
         print(f"vllm-sched: {error}", file=sys.stderr)
         return 1
@@ -103,7 +118,7 @@ def run_compare(args: argparse.Namespace) -> int:
     return int(result.failed)
 
 
-def _check(args: argparse.Namespace) -> None:
+def check(args: argparse.Namespace) -> None:
     """Refuse what would only fail after minutes of measuring."""
     for option in ("longs", "rounds"):
         if (value := getattr(args, option)) < 1:
@@ -119,7 +134,7 @@ def _check(args: argparse.Namespace) -> None:
 
 def _tell(result: Comparison, console: Console) -> None:
     failed = [each.failed for each in result.sides]
-    labels = [each.side.label for each in result.sides]
+    labels = [each.label for each in result.sides]
     console.print(report.table(result.figures, labels, [len(some) for some in failed]))
     if warning := result.warning():
         console.print(warning, style="yellow", highlight=False)

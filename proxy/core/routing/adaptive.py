@@ -24,126 +24,130 @@ contexts than its pace says gets somewhat too many of them.
 
 from __future__ import annotations
 
+from operator import attrgetter
+
 from proxy.core.routing.view import WRONG, Rule, View, reason_for
 from proxy.core.types import Decision, Reason, Score
 from proxy.core.worker import Worker
 
-STALL = 0.3  # of a prefill's time that those who decode beside it lose
 SAME, SAME_S = 0.03, 0.001  # costs this close are equal
 RESERVE = 0.25  # of a long worker, while longs are about
 KV_FULL = 0.95
 # A request as they come, to put the workers of a large group in order.
 USUAL_PROMPT, USUAL_OUTPUT = 500, 100
-
-# Total, wait, prefill, harm; tokens cached, and the seconds that these save.
-Cost = tuple[float, float, float, float, int, float]
 PREFIX = Reason.PREFIX
+SUITS_SHORT = attrgetter("misfit_short", "requests", "served")
+SUITS_LONG = attrgetter("misfit_long", "requests", "served")
 
 
 class Adaptive(Rule):
     """See the module's text."""
 
     name = "adaptive"
+    by_size = True
+    affine = True
 
     def choose(self, view: View) -> Decision | None:
         """Choose the least cost."""
-        candidates = view.candidates
-        if view.pool.longs and not view.ask.long and longs_are_about(view):
+        ask, held, candidates = view.ask, view.held, view.candidates
+        if view.pool.longs and longs_are_about(view):
             candidates = [w for w in candidates if not reserved(w, view)]
             if not candidates:
                 return None
-        costs = reckon(candidates, view)
-        best = cheapest(candidates, costs, view.ask.long)
-        worker, (total, wait, prefill, _, cached, saved) = candidates[best], costs[best]
+        costs, uncached = reckon(candidates, view)
+        worker = cheapest(candidates, costs, long=ask.long)
         reason = reason_for(worker, view)
-        if saved and any(cost[0] + cost[5] < total + saved for cost in costs):
-            reason = PREFIX  # another would have been cheaper had nothing been cached
-        scores: tuple[Score, ...] = ()
-        if view.explain:
-            scores = tuple(
-                Score(w.name, *cost[:5]) for w, cost in zip(candidates, costs, strict=True)
-            )
-        ttft_s = worker.pace.fixed_s + wait + prefill
+        cached = worker.cached(held) if held else 0
+        if cached and cheapest(candidates, uncached, long=ask.long) is not worker:
+            reason = PREFIX
+        ttft_s = worker.ttft_s(view.now, ask.prompt_tokens - cached, for_long=ask.long)
+        scores = tuple(score(w, view) for w in candidates) if view.explain else ()
         return Decision(worker, reason, ttft_s, scores, cached)
 
     def rank(self, worker: Worker) -> float:
         """Reckon the cost of a usual request."""
-        pace = worker.pace
-        prefill = pace.token_s * USUAL_PROMPT
-        harm = worker.decoding * (STALL * prefill + USUAL_OUTPUT * pace.each_s)
-        return pace.fixed_s + pace.token_s * worker.prefill_tokens + prefill + harm
+        usual = worker.prompt_price * USUAL_PROMPT + worker.output_price * USUAL_OUTPUT
+        return worker.pace.fixed_s + worker.pace.token_s * worker.prefill_tokens + usual
+
+    def note(self, worker: Worker) -> str:  # noqa: ARG002
+        """Say why one is left out that could have taken it."""
+        return "kept for longs, or others look better"
 
 
-def reckon(candidates: list[Worker], view: View) -> list[Cost]:
-    """Reckon what each placement costs, in seconds."""
+def reckon(candidates: list[Worker], view: View) -> tuple[list[float], list[float]]:
+    """Reckon what each placement costs, in seconds; and what it would with nothing cached."""
     ask, now, held = view.ask, view.now, view.held
     long, prompt = ask.long, ask.prompt_tokens
     output = ask.expected_output * ask.samples
-    costs: list[Cost] = []
+    mixed = long or view.traffic.any_long
+    costs: list[float] = []
+    uncached: list[float] = []
     for worker in candidates:
-        pace = worker.pace
-        token_s = pace.token_s
-        prefill, cached, saved = token_s * prompt, 0, 0.0
-        if held and (cached := worker.cached(held)):
-            saved = token_s * cached
-            prefill -= saved
-        wait = worker.wait_s(now, for_long=long) if worker.prefill_tokens else 0.0
+        cost = worker.flat_price + worker.prompt_price * prompt + worker.output_price * output
+        if worker.prefill_tokens:
+            cost += worker.wait_s(now, for_long=long)
         if worker.kv_capacity:
-            wait += kv_wait_s(worker, prompt + output)
-        harm = 0.0
-        if decoding := worker.decoding + worker.strangers:
-            harm = decoding * (STALL * prefill + output * pace.each_s)
-            saved += decoding * STALL * saved
-        if worker.misfit[long] == WRONG:
-            harm += misfit_s(worker, view, prefill)
-        costs.append((pace.fixed_s + wait + prefill + harm, wait, prefill, harm, cached, saved))
-    return costs
+            cost += kv_wait_s(worker, prompt + output)
+        if mixed:
+            cost += misfit_s(worker, view)
+        if held:
+            uncached.append(cost)
+            cost -= worker.prompt_price * worker.cached(held)
+        costs.append(cost)
+    return costs, uncached
 
 
-def misfit_s(worker: Worker, view: View, prefill_s: float) -> float:
+def cheapest(candidates: list[Worker], costs: list[float], *, long: bool) -> Worker:
+    """Return the least cost; among equals, who suits, who has the least, and who waited."""
+    near = min(costs) * (1.0 + SAME) + SAME_S
+    close = [worker for worker, cost in zip(candidates, costs, strict=True) if cost <= near]
+    return min(close, key=SUITS_LONG if long else SUITS_SHORT) if len(close) > 1 else close[0]
+
+
+def score(worker: Worker, view: View) -> Score:
+    """Take a cost apart, for those who want to know."""
+    ask, now, pace = view.ask, view.now, worker.pace
+    total = reckon([worker], view)[0][0]
+    cached = worker.cached(view.held)
+    prefill = pace.token_s * (ask.prompt_tokens - cached)
+    wait = worker.wait_s(now, for_long=ask.long)
+    wait += kv_wait_s(worker, ask.prompt_tokens + ask.expected_output * ask.samples)
+    return Score(worker.name, total, wait, prefill, total - wait - prefill - pace.fixed_s, cached)
+
+
+def misfit_s(worker: Worker, view: View) -> float:
     """Reckon the delay between the sizes, where one is put into the other's pool."""
     ask, traffic, now = view.ask, view.traffic, view.now
     if ask.long:
-        rate = traffic.shorts_per_s(now) / view.pool.shorts
-        return rate * prefill_s * prefill_s / 2.0
-    if not traffic.any_long:
+        if worker.misfit_long < WRONG:
+            return 0.0
+        prefill = worker.pace.token_s * ask.prompt_tokens
+        return traffic.shorts_per_s(now) / max(view.pool.shorts, 1) * prefill * prefill / 2.0
+    if worker.misfit_short < WRONG:
         return 0.0
-    share = min(traffic.long_share(now) / view.pool.longs, 1.0)
+    share = min(traffic.long_share(now) / max(view.pool.longs, 1), 1.0)
     return share * ask.expected_output * worker.pace.step_s(worker.decoding)
 
 
 def kv_wait_s(worker: Worker, need: int) -> float:
-    """Reckon how long until enough of the KV cache is free."""
+    """Reckon how long until enough of the KV cache is free, as far as its size is known."""
     over = worker.kv_tokens + need - KV_FULL * worker.kv_capacity
-    if over <= 0 or not worker.kv_tokens:
+    if over <= 0 or not worker.kv_capacity or not worker.kv_tokens:
         return 0.0
     left_each = worker.decode_tokens / max(worker.decoding, 1)
     return min(over / worker.kv_tokens, 1.0) * left_each * worker.pace.step_s(worker.decoding)
 
 
-def cheapest(candidates: list[Worker], costs: list[Cost], long: bool) -> int:
-    """Return the place of the least cost; among equals, of who suits, has least, and waited."""
-    if len(costs) == 1:
-        return 0
-    near = min(costs)[0] * (1.0 + SAME) + SAME_S
-    best = -1
-    best_key = (0, 0, 0)
-    for place, worker in enumerate(candidates):
-        if costs[place][0] <= near:
-            key = (worker.misfit[long], worker.requests, worker.served)
-            if best < 0 or key < best_key:
-                best, best_key = place, key
-    return best
-
-
 def longs_are_about(view: View) -> bool:
-    """Whether there is a reserve to keep."""
+    """Whether there is a reserve to keep from this request."""
+    if view.ask.long or view.ask.pinned:
+        return False
     return view.longs_waiting or view.traffic.longs_lately(view.now)
 
 
 def reserved(worker: Worker, view: View) -> bool:
     """Whether what is left of a worker is kept for longs."""
-    if worker.misfit[False] != WRONG:
+    if worker.misfit_short < WRONG:
         return False
     if view.longs_waiting:
         return True

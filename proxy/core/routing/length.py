@@ -9,7 +9,7 @@ their workers idle, and when many are, they queue beside idle short ones.
 from __future__ import annotations
 
 from proxy.core.routing.least_loaded import load
-from proxy.core.routing.view import WRONG, Rule, View, own_pool_is_full, reason_for
+from proxy.core.routing.view import Rule, View, own_pool_is_full, reason_for, suits
 from proxy.core.types import Decision
 from proxy.core.worker import Worker
 
@@ -18,11 +18,12 @@ class Length(Rule):
     """See the module's text."""
 
     name = "length"
+    by_size = True
 
     def choose(self, view: View) -> Decision | None:
         """Choose the least loaded of the pool."""
         long = view.ask.long
-        pool = [w for w in view.candidates if w.misfit[long] < WRONG]
+        pool = [w for w in view.candidates if suits(w, long=long)]
         if not pool:
             if own_pool_is_full(view):
                 return None

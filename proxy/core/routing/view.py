@@ -36,6 +36,8 @@ class Rule:
     """A way to choose. One file each; the registry knows them by name."""
 
     name: ClassVar[str]
+    by_size: ClassVar[bool] = False  # whether longs and shorts are different to it
+    affine: ClassVar[bool] = False  # whether it heeds what is cached where
 
     def choose(self, view: View) -> Decision | None:
         """Choose a worker, or none: then the request waits."""
@@ -45,11 +47,15 @@ class Rule:
         """Say where a worker stands in a group too large to be looked at whole; least first."""
         raise NotImplementedError
 
+    def note(self, worker: Worker) -> str:
+        """Say something of a candidate that was given no score."""
+        return f"{worker.requests} requests"
+
 
 def reason_for(worker: Worker, view: View) -> Reason:
     """Say why a worker was right, where its pool and its load decided."""
     own, general, other = LONG_REASONS if view.ask.long else SHORT_REASONS
-    misfit = worker.misfit[view.ask.long]
+    misfit = worker.misfit_long if view.ask.long else worker.misfit_short
     if not misfit:
         return own
     if len(view.candidates) == 1:
@@ -57,12 +63,17 @@ def reason_for(worker: Worker, view: View) -> Reason:
     return general if misfit < WRONG else other
 
 
+def suits(worker: Worker, *, long: bool) -> bool:
+    """Whether a worker is there for requests of this size, be it among others."""
+    return (worker.misfit_long if long else worker.misfit_short) < WRONG
+
+
 def own_pool_is_full(view: View) -> bool:
     """Whether a worker meant for this size is there, well, and merely full."""
     long = view.ask.long
     fitting = {group.limit for group in view.pool.holding(view.ask)}
     return any(
-        worker.misfit[long] < WRONG
+        suits(worker, long=long)
         and worker.limit in fitting
         and worker.full
         and worker.breaker.lets_pass(view.now)

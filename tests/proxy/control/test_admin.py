@@ -8,13 +8,13 @@ from typing import Any
 import httpx
 import pytest
 
-from proxy.config import FleetConfig, parse
-from proxy.control.admin import admin_app, spec_of
-from proxy.control.metrics import Metrics
+from proxy.config import FleetConfig, WorkerConfig, parse
+from proxy.control.admin import admin_app
+from proxy.control.recent import Recent
 from proxy.core.fleet import Fleet
 from proxy.core.router import Router, RouterSettings
-from proxy.core.types import Ask, Decision, Gauges, Reason
-from proxy.core.worker import Worker
+from proxy.core.types import Ask, Decision, Gauges, Reason, Role
+from proxy.core.worker import Worker, WorkerSpec
 from proxy.errors import ConfigError, Problem, ProxyError
 
 FLEET = """
@@ -32,13 +32,28 @@ class State:
 
     def __init__(self) -> None:
         self.config: FleetConfig = parse(FLEET, "fleet.yaml")
-        fleet = Fleet()
+        self.router = Router(RouterSettings(short_limit=1000), Fleet())
         for worker in self.config.workers:
-            fleet.add(spec_of(worker, self.config))
-        self.router = Router(RouterSettings(short_limit=1000), fleet)
-        self.metrics = Metrics(self.router)
+            self.add_worker(worker)
+        self.recent = Recent()
         self.fault: Exception | None = None
         self.reloads = 0
+
+    def add_worker(self, worker: WorkerConfig) -> None:
+        """Put it into the fleet."""
+        spec = WorkerSpec(
+            worker.name,
+            worker.url or "",
+            Role(worker.role),
+            self.config.model_of(worker),
+            worker.max_model_len,
+            api_key=worker.api_key,
+        )
+        self.router.fleet.add(spec)
+
+    def remove_worker(self, name: str) -> None:
+        """Take it out."""
+        self.router.fleet.remove(name)
 
     def reload(self) -> list[str]:
         """Pretend to read the file again."""
@@ -218,7 +233,7 @@ async def test_no_such_worker(api: httpx.AsyncClient, method: str, path: str) ->
 async def test_decisions_are_filtered(state: State, api: httpx.AsyncClient) -> None:
     for number, name in enumerate(["s0", "l0", "s0"]):
         lease = charge(state, name, request=f"r{number}")
-        recent = state.metrics.recent
+        recent = state.recent
         recent.add(lease.ask, lease.decision, Reason.SHORT_POOL, 200, 0.1, 1.0, 0.0)
     everything = (await api.get("/admin/decisions")).json()
     assert [entry["id"] for entry in everything] == ["r2", "r1", "r0"]

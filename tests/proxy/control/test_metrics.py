@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import timeit
 from collections.abc import Iterable
+from importlib import metadata
 
 import pytest
 from prometheus_client import Metric
@@ -34,7 +35,7 @@ def router() -> Router:
 @pytest.fixture
 def metrics(router: Router) -> Metrics:
     """Make its counts."""
-    return Metrics(router, version="1.2.3")
+    return Metrics(router)
 
 
 def ask(**more: object) -> Ask:
@@ -174,7 +175,7 @@ def test_connections(metrics: Metrics) -> None:
 
 
 def test_the_version_and_the_process_are_shown(metrics: Metrics) -> None:
-    assert value(metrics, "proxy_build_info", version="1.2.3") == 1
+    assert value(metrics, "proxy_build_info", version=metadata.version("vllm-sched")) == 1
     resident = value(metrics, "process_resident_memory_bytes")
     assert resident is not None
     assert resident > 1e6

@@ -1,8 +1,8 @@
 """A worker that does as it is told: a server of raw bytes, strict about what it is sent.
 
 Each request becomes a `Call`, which records what came and when its peer left, and is answered by a
-`Script`: a coroutine that writes whatever it likes, as slowly as it likes, or breaks off. Ready-made
-scripts are in `scripts.py`. Bytes that a careful server would refuse are kept in `faults`.
+`Script`: a coroutine that writes whatever it likes, as slowly as it likes, or breaks off. There are
+ready-made ones in `scripts.py`. What a careful server would refuse is kept in `faults`.
 """
 
 from __future__ import annotations
@@ -138,6 +138,8 @@ class Connection(asyncio.Protocol):
         await self.flows.wait()
 
     def reset(self) -> None:
+        if self.transport.is_closing():
+            return
         raw = self.transport.get_extra_info("socket")
         raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RST)
         self.transport.abort()
@@ -218,7 +220,9 @@ class Connection(asyncio.Protocol):
 class FakeWorker:
     """A server on a loopback port; its scripts may change at any time."""
 
-    def __init__(self, name: str = "w0", *, model: str = "tiny", max_model_len: int = 16384) -> None:
+    def __init__(
+        self, name: str = "w0", *, model: str = "tiny", max_model_len: int = 16384
+    ) -> None:
         self.name, self.model, self.max_model_len = name, model, max_model_len
         self.connections: list[Connection] = []
         self.calls: list[Call] = []

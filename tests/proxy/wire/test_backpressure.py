@@ -12,7 +12,7 @@ from tests.proxy.wire.site import Fake, Site, eventually
 
 PIECE = 64 * 1024
 TOTAL = 64 << 20
-# What two sockets and three programs may hold between them; the kernel's own buffers are most of it.
+# What two connections and three programs may hold; the kernel's own buffers are most of it.
 IN_BETWEEN = 24 << 20
 
 

@@ -26,9 +26,8 @@ ODD = {
     "large numbers": PLAIN[:-1] + b', "seed": 9007199254740993, "y": 1e308, "z": -0}',
     "unknown fields": PLAIN[:-1] + b', "vllm_xargs": {"a": [1, {"b": []}]}, "": {}}',
     "key order": b'{"z": 1, "messages": [], "a": 2, "model": "tiny"}',
-    "HTTP inside": PLAIN[:-1] + b', "user": "\r\n\r\nGET /health HTTP/1.1\\r\\n"}'.replace(
-        b"\r\n", b"\\r\\n"
-    ),
+    "HTTP inside": PLAIN[:-1]
+    + b', "user": "\r\n\r\nGET /health HTTP/1.1\\r\\n"}'.replace(b"\r\n", b"\\r\\n"),
 }
 
 
@@ -142,9 +141,7 @@ async def test_a_stream_passes_byte_for_byte(site: Site, name: str, size: int) -
     if size < 100 and len(body) > 10_000:
         size = 30_011
     pieces = [body[at : at + size] for at in range(0, len(body), size)]
-    head = scripts.head(
-        200, (b"content-type", scripts.SSE), (b"transfer-encoding", b"chunked")
-    )
+    head = scripts.head(200, (b"content-type", scripts.SSE), (b"transfer-encoding", b"chunked"))
     site.fake.then(scripts.raw(head, *map(scripts.chunk, pieces), scripts.LAST_CHUNK))
     answer = await site.ask(request(PLAIN[:-1] + b', "stream": true}'))
     assert answer.body == body

@@ -97,9 +97,7 @@ async def test_in_the_middle_of_a_body_without_events(
     await site.settled()
 
 
-async def test_while_it_waits_in_the_queue(
-    start: Start, leave: Callable[[Client], None]
-) -> None:
+async def test_while_it_waits_in_the_queue(start: Start, leave: Callable[[Client], None]) -> None:
     site = await start(Fake("w0", max_requests=1))
     site.fake.then(scripts.stall)
     first, second = await site.client(), await site.client()
@@ -144,9 +142,7 @@ async def test_while_tokens_are_counted(start: Start, leave: Callable[[Client], 
     assert not any(fake.served for fake in site.fakes.values())
 
 
-async def test_while_the_connection_is_made(
-    start: Start, leave: Callable[[Client], None]
-) -> None:
+async def test_while_the_connection_is_made(start: Start, leave: Callable[[Client], None]) -> None:
     """The worker takes none for now: its listening queue is full."""
     site = await start(wire={"connect_s": 30.0})
     await site.fake.hang()
@@ -168,9 +164,7 @@ async def test_while_its_body_is_still_on_its_way(
     assert site.fake.calls == []
 
 
-async def test_while_another_worker_is_tried(
-    start: Start, leave: Callable[[Client], None]
-) -> None:
+async def test_while_another_worker_is_tried(start: Start, leave: Callable[[Client], None]) -> None:
     site = await start(Fake("w0"), Fake("w1"), router={"policy": "round_robin"})
     resets = asyncio.Event()
 

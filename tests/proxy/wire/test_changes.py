@@ -63,9 +63,7 @@ async def test_a_worker_that_moves_is_asked_where_it_is_now(start: Start) -> Non
     await site.ask(chat())
     other = site.fakes["w1"]
     before = len(other.served)
-    site.router.reconfigure(
-        RouterSettings(), [replace(site.worker("w0").spec, url=other.url)]
-    )
+    site.router.reconfigure(RouterSettings(), [replace(site.worker("w0").spec, url=other.url)])
     site.charged.append(site.worker("w0"))
     site.up("w0")
     assert (await site.ask(chat())).status == 200

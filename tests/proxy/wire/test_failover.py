@@ -53,9 +53,7 @@ def first_fails(script: Script) -> Script:
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("name", FAILURES)
-async def test_another_worker_gets_the_same_request(
-    start: Start, name: str, stream: bool
-) -> None:
+async def test_another_worker_gets_the_same_request(start: Start, name: str, stream: bool) -> None:
     site = await start(Fake("w0"), Fake("w1"), wire={"first_byte_s": 0.3, "idle_s": 0.3})
     site.always(first_fails(FAILURES[name]))
     data = chat("hello \u00e9", b"X-Other: kept", b"traceparent: 00-a-b-01", stream=stream)

@@ -211,7 +211,11 @@ async def test_a_worker_that_speaks_no_http_is_a_failed_worker(start: Start, nam
         (HEAD + b"Transfer-Encoding: chunked\r\n\r\n", b'9\r\n{"half": \r\n'),
         (HEAD + b"Transfer-Encoding: chunked\r\n\r\n", b'20\r\n{"half": '),
         (HEAD + b"Transfer-Encoding: chunked\r\n\r\n", b'9\r\n{"half": \r\n', b"zz\r\n{}\r\n"),
-        (HEAD + b"Transfer-Encoding: chunked\r\n\r\n", b'9\r\n{"half": \r\n', b"2\r\n{}XX0\r\n\r\n"),
+        (
+            HEAD + b"Transfer-Encoding: chunked\r\n\r\n",
+            b'9\r\n{"half": \r\n',
+            b"2\r\n{}XX0\r\n\r\n",
+        ),
     ],
     ids=["length too long", "no last chunk", "half a chunk", "bad second chunk", "bad chunk end"],
 )

@@ -74,6 +74,25 @@ async def test_a_great_many_requests_sent_ahead_wait_outside(start: Start) -> No
     await sending
 
 
+async def test_a_heap_of_small_requests_is_answered(site: Site) -> None:
+    """Whatever is answered at once must not be answered from within the one before."""
+    client = await site.client()
+    count = 3000
+    sending = asyncio.create_task(client.send(get("/health") * count + get("/nowhere") * count))
+    for number in range(2 * count):
+        assert (await client.answer()).status == (200 if number < count else 404)
+    await sending
+
+
+async def test_who_asks_much_and_reads_nothing_is_not_read(site: Site) -> None:
+    client = await site.client(limit=1024, rcvbuf=4096)
+    await client.send(get("/metrics"))
+    client.writer.write(get("/metrics") * 500_000)
+    with pytest.raises(TimeoutError):
+        await client.send(b"", within=0.5)
+    assert client.writer.transport.get_write_buffer_size() > 8 << 20
+
+
 @pytest.mark.parametrize("chunks", [None, (10,)], ids=["fixed", "chunked"])
 async def test_a_client_that_asks_first_is_told_to_go_on(
     site: Site, chunks: tuple[int, ...] | None
@@ -307,9 +326,7 @@ async def test_headers_within_the_limit_pass(site: Site) -> None:
 
 
 @pytest.mark.parametrize("chunks", [None, (1000,)], ids=["fixed", "chunked"])
-async def test_a_body_beyond_the_limit_is_413(
-    start: Start, chunks: tuple[int, ...] | None
-) -> None:
+async def test_a_body_beyond_the_limit_is_413(start: Start, chunks: tuple[int, ...] | None) -> None:
     site = await start(wire={"max_body_bytes": 10_000, "linger_s": 0.5})
     fits = BODY[:-1] + b" " * (10_000 - len(BODY)) + b"}"
     assert (await site.ask(request(fits, chunks=chunks))).status == 200

@@ -10,7 +10,7 @@ from proxy.core.types import Role
 from tests.proxy.wire import scripts
 from tests.proxy.wire.client import chat
 from tests.proxy.wire.conftest import Start
-from tests.proxy.wire.fake_worker import Script
+from tests.proxy.wire.fake_worker import Call
 from tests.proxy.wire.site import Fake, Site, eventually
 
 
@@ -39,23 +39,61 @@ async def test_load_is_tokens_and_not_requests(start: Start) -> None:
     site.always(scripts.stall)
     await send(site, chat("a " + "word " * 8000))
     await send(site, *(chat(f"short {n}") for n in range(6)))
-    long_at = max(range(2), key=lambda n: sum(len(c.body) for c in list(site.fakes.values())[n].served))
+    long_at = max(
+        range(2), key=lambda n: sum(len(c.body) for c in list(site.fakes.values())[n].served)
+    )
     assert loads(site)[1 - long_at] >= 5
 
 
-@pytest.mark.parametrize("answer", [scripts.stall, scripts.stream(1, end="stall")])
-async def test_one_prefix_does_not_draw_all_to_one_worker(start: Start, answer: Script) -> None:
-    """The death spiral of prefix affinity: one worker drowns while others idle."""
+SYSTEM = "you are a helpful assistant. " * 300
+
+
+def questions(number: int, start: int = 0, system: str = SYSTEM) -> list[bytes]:
+    return [
+        chat(f"{system}question {n}", stream=True, max_tokens=500)
+        for n in range(start, start + number)
+    ]
+
+
+async def known_prefix(start: Start) -> Site:
+    """Start two workers, of which one knows a long system prompt."""
     site = await start(Fake("w0"), Fake("w1"))
-    system = "you are a helpful assistant. " * 300
+    site.always(scripts.stream(3, gap_s=0.03))
     for _ in range(5):
-        assert (await site.ask(chat(system))).status == 200
+        assert (await site.ask(chat(SYSTEM, stream=True))).status == 200
     for fake in site.fakes.values():
         fake.calls.clear()
-    site.always(answer)
-    for number in range(80):
-        await send(site, chat(f"{system}question {number}", stream=True, max_tokens=500))
-    assert min(loads(site)) >= 10
+    return site
+
+
+async def test_one_prefix_does_not_draw_all_to_one_worker(start: Start) -> None:
+    """The death spiral of prefix affinity: one worker drowns while others idle."""
+    site = await known_prefix(start)
+    site.always(scripts.stream(1, end="stall"))
+    for batch in range(15):
+        await send(site, *questions(20, batch * 20))
+    assert min(loads(site)) >= 60
+
+
+@pytest.mark.parametrize("system", [SYSTEM, ""], ids=["one prefix", "none"])
+async def test_a_worker_whose_answers_are_overdue_is_not_given_more(
+    start: Start, system: str
+) -> None:
+    """It hangs while its /health is well: what it holds would time out, in minutes."""
+    site = await known_prefix(start)
+    site.always(scripts.stall)
+    await send(site, *questions(20, system=system))
+    hung = max(site.fakes.values(), key=lambda fake: len(fake.served))
+    for fake in site.fakes.values():
+        if fake is not hung:
+            fake.always(scripts.stream(2))
+    before = len(hung.served)
+    site.skip(10)
+    for number in range(50):
+        client = await site.client()
+        await client.send(questions(1, 100 + number, system)[0])
+    await eventually(lambda: len(site.served()) == 70)
+    assert len(hung.served) - before <= 25
 
 
 async def test_a_prefix_brings_the_next_question_to_the_same_worker(start: Start) -> None:
@@ -90,6 +128,30 @@ async def test_what_was_charged_goes_down_as_tokens_come(start: Start) -> None:
     await eventually(lambda: worker.prefill_tokens == 0 and worker.decoding == 1)
     await eventually(lambda: worker.decode_tokens in (before - 10, before - 9))
     assert worker.requests == 1
+
+
+@pytest.mark.parametrize("stream", [1, "yes", False])
+async def test_a_stream_nobody_expected_is_released_whole(start: Start, stream: object) -> None:
+    """`stream: 1` is true to a worker; the router takes such requests to decode after a while."""
+    site = await start(Fake("w0"))
+    gate = asyncio.Event()
+
+    async def first_then_rest(call: Call) -> None:
+        head = (b"content-type", scripts.SSE), (b"transfer-encoding", b"chunked")
+        await call.send(scripts.head(200, *head) + scripts.chunk(scripts.token("a")))
+        await gate.wait()
+        await call.send(scripts.chunk(scripts.DONE) + scripts.LAST_CHUNK)
+
+    site.fake.then(first_then_rest)
+    client = await site.client()
+    await client.send(chat(stream=stream))
+    await client.head()
+    site.skip(60)
+    assert (await site.ask(chat())).status == 200
+    gate.set()
+    while await client.piece():
+        pass
+    await site.settled()
 
 
 @pytest.mark.parametrize("policy", ["adaptive", "length"])

@@ -190,9 +190,7 @@ def counts(site: Site) -> int:
 
 
 async def test_near_a_boundary_the_workers_own_count_decides(start: Start) -> None:
-    site = await start(
-        Fake("w0", max_model_len=2048), Fake("w1"), router={"policy": "round_robin"}
-    )
+    site = await start(Fake("w0", max_model_len=2048), Fake("w1"), router={"policy": "round_robin"})
 
     def count(tokens: int) -> Script:
         return scripts.answer(200, json.dumps({"count": tokens, "tokens": []}).encode())
@@ -238,7 +236,9 @@ async def test_the_routers_own_paths(site: Site) -> None:
     assert answer.status == 200
     assert b"proxy_" in answer.body
     assert answer.one(b"content-type").startswith(b"text/plain")
-    answer = await client.ask(get("/metrics", b"Accept: application/openmetrics-text; version=1.0.0"))
+    answer = await client.ask(
+        get("/metrics", b"Accept: application/openmetrics-text; version=1.0.0")
+    )
     assert answer.body.endswith(b"# EOF\n")
     assert site.fake.calls == []
 

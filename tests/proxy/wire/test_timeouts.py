@@ -1,4 +1,7 @@
-"""Patience: with connecting, with the first byte, between pieces. One hung worker hurts only its own."""
+"""Patience: with connecting, with the first byte, between pieces.
+
+A hung worker hurts only its own requests.
+"""
 
 from __future__ import annotations
 

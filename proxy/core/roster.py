@@ -1,0 +1,261 @@
+"""The workers by name: who is here, for which models, and how they fare.
+
+Workers come and go, and change, while requests are under way: what is known of one stays with its
+object, and a namesake that is added later is another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from itertools import count
+from math import inf
+
+from proxy.core.pool import NO_POOL, Pool
+from proxy.core.prefix import PrefixIndex
+from proxy.core.types import Gauges
+from proxy.core.worker import Worker, WorkerSpec
+
+STALE_S = 10.0  # a worker that had nothing to do for so long is given the benefit of the doubt
+FORGIVE = 0.1
+
+
+class Roster:
+    """The workers by name. `Fleet` adds what is charged to them."""
+
+    def __init__(self, *, down_after: int = 3, up_after: int = 2) -> None:
+        self.version = 0  # changes whenever a worker comes, goes, or becomes another
+        self.down_after = down_after
+        self.up_after = up_after
+        self.prefixes = PrefixIndex()
+        self.by_index: dict[int, Worker] = {}
+        self.resting: set[Worker] = set()  # with a breaker that is not closed
+        self._rank: Callable[[Worker], float] = lambda worker: worker.requests
+        self._workers: dict[str, Worker] = {}
+        self._by_model: dict[str, list[Worker]] = {}
+        self._pools: dict[str, Pool] = {}
+        self._leaving: set[Worker] = set()  # removed, with leases in flight
+        self._numbers = count(1)
+
+    def __iter__(self) -> Iterator[Worker]:
+        """All of them, in the order they came."""
+        return iter(self._workers.values())
+
+    def __len__(self) -> int:
+        """How many there are."""
+        return len(self._workers)
+
+    def __contains__(self, name: object) -> bool:
+        """Whether a worker of that name is here."""
+        return name in self._workers
+
+    def get(self, name: str) -> Worker | None:
+        """Find a worker by name."""
+        return self._workers.get(name)
+
+    def models(self) -> tuple[str, ...]:
+        """Every model some worker is for, live or not."""
+        return tuple(self._by_model)
+
+    def serves(self, model: str) -> bool:
+        """Whether some worker is for a model, live or not."""
+        return model in self._by_model
+
+    def of(self, model: str) -> list[Worker]:
+        """List the workers of a model, live or not. Not to be changed."""
+        return self._by_model.get(model, [])
+
+    def pool(self, model: str) -> Pool:
+        """Return what is live of a model."""
+        found = self._pools.get(model)
+        return found if found is not None else self._make_pool(model)
+
+    def _make_pool(self, model: str) -> Pool:
+        workers = self._by_model.get(model)
+        if not workers:
+            return NO_POOL
+        for other, pool in self._pools.items():  # adapters: the same workers by other names
+            if self._by_model[other] == workers:
+                self._pools[model] = pool
+                return pool
+        for worker in workers:
+            worker.key = inf if worker.shut else self._rank(worker)
+        pool = self._pools[model] = Pool(workers)
+        return pool
+
+    def rank_by(self, rank: Callable[[Worker], float]) -> None:
+        """Keep large groups in this order, the least first."""
+        self._rank = rank
+        self._live_changed()
+
+    # Who is here
+
+    def add(self, spec: WorkerSpec) -> Worker:
+        """Take in a worker; it has to be probed before it is given anything."""
+        if spec.name in self._workers:
+            raise ValueError(f"worker {spec.name!r} is in the fleet already")
+        taken = {*self.by_index, *(worker.index for worker in self._leaving)}
+        worker = Worker(spec, next(i for i in count() if i not in taken))
+        worker.served = next(self._numbers)
+        self._workers[spec.name] = self.by_index[worker.index] = worker
+        self._changed()
+        return worker
+
+    def remove(self, name: str) -> Worker | None:
+        """Take a worker out; its leases in flight are still released to it."""
+        worker = self._workers.pop(name, None)
+        if worker is not None:
+            worker.draining = True
+            self.resting.discard(worker)
+            del self.by_index[worker.index]
+            self.prefixes.forget(worker.index)
+            if worker.requests:
+                self._leaving.add(worker)
+            self._changed()
+        return worker
+
+    def replace(self, specs: Iterable[WorkerSpec]) -> None:
+        """Become these workers; one whose address and model stay keeps all that is known of it."""
+        wanted = {spec.name: spec for spec in specs}
+        for worker in list(self):
+            spec = wanted.get(worker.name)
+            if spec is None or (spec.url, spec.model) != (worker.url, worker.model):
+                self.remove(worker.name)
+        for name, spec in wanted.items():
+            known = self._workers.get(name)
+            if known is None:
+                self.add(spec)
+            else:
+                known.respecify(spec)
+                self.moved(known)
+        self._changed()
+
+    def drain(self, name: str, *, draining: bool = True) -> bool:
+        """Give a worker nothing more, or something again; False when there is none of the name."""
+        worker = self._workers.get(name)
+        if worker is None:
+            return False
+        worker.draining = draining
+        self._live_changed()
+        return True
+
+    def set_served(
+        self, name: str, models: Iterable[str], max_model_len: int | None = None
+    ) -> None:
+        """Take what a worker's /v1/models says; a length stated in the fleet file stands."""
+        worker = self._workers.get(name)
+        if worker is not None:
+            worker.models = tuple(models) or (worker.model,)
+            worker.told_max_model_len = max_model_len
+            worker.respecify(worker.spec)
+            self._changed()
+
+    def _changed(self) -> None:
+        by_model: dict[str, list[Worker]] = {}
+        for worker in self:
+            for model in dict.fromkeys((worker.model, *worker.models)):
+                workers = by_model.setdefault(model, [])
+                if model in worker.models:
+                    workers.append(worker)
+        self._by_model = by_model
+        self._live_changed()
+
+    def _live_changed(self) -> None:
+        self.version += 1
+        for pool in self._pools.values():
+            if pool.ranked:
+                for worker in pool.members:
+                    worker.ranked_in = ()
+        self._pools.clear()
+
+    # How they fare
+
+    def probe_ok(self, name: str, now: float) -> bool:
+        """Take a probe's good answer; True if the worker has just come up."""
+        worker = self._workers.get(name)
+        if worker is None:
+            return False
+        worker.failed_probes = 0
+        worker.good_probes += 1
+        if worker.up or (worker.probed and worker.good_probes < self.up_after):
+            return False
+        if worker.probed:  # it was down: nothing says that its cache is what it was
+            self.prefixes.forget(worker.index)
+        worker.up = worker.probed = True
+        worker.pace.seen_at = now
+        if not worker.pace.prefills:
+            self._borrow(worker)
+        self._live_changed()
+        return True
+
+    def probe_failed(self, name: str, now: float) -> bool:  # noqa: ARG002
+        """Take a probe's failure; True if the worker has just gone down."""
+        worker = self._workers.get(name)
+        if worker is None:
+            return False
+        worker.good_probes = 0
+        worker.failed_probes += 1
+        worker.probed = True
+        if not worker.up or worker.failed_probes < self.down_after:
+            return False
+        worker.up = False
+        self._live_changed()
+        return True
+
+    def failed(
+        self, worker: Worker, now: float, retry_after_s: float | None = None, *, busy: bool = False
+    ) -> None:
+        """Note that a request failed on a worker."""
+        worker.breaker.failed(now, retry_after_s, busy=busy)
+        if not worker.breaker.closed and worker.name in self._workers:
+            self.resting.add(worker)
+        self.moved(worker)
+
+    def succeeded(self, worker: Worker) -> None:
+        """Note that a request was answered."""
+        breaker = worker.breaker
+        if not breaker.closed:
+            self.resting.discard(worker)
+        breaker.succeeded()
+        self.moved(worker)
+
+    def set_gauges(self, name: str, gauges: Gauges) -> None:
+        """Take what a worker's /metrics says."""
+        worker = self._workers.get(name)
+        if worker is None:
+            return
+        worker.gauges = gauges
+        worker.kv_capacity = gauges.kv_capacity_tokens or 0
+        # The page is a moment old: only what two of them show is nobody's request of ours.
+        strangers = max(gauges.running + gauges.waiting - worker.sequences, 0)
+        worker.strangers = min(strangers, worker.strangers_before)
+        worker.strangers_before = strangers
+        if gauges.at - worker.pace.seen_at > STALE_S and not worker.requests:
+            self._forgive(worker)
+        worker.reprice()
+        self.moved(worker)
+
+    def _forgive(self, worker: Worker) -> None:
+        """Let a worker that looks slow be tried again: it may have been a bad moment."""
+        peers = [w.pace for w in self.of(worker.model) if w.pace.prefills]
+        best = min(peers, key=lambda pace: pace.token_s, default=worker.pace)
+        if best.token_s < worker.pace.token_s:
+            worker.pace.adopt(best, FORGIVE)
+
+    def _borrow(self, worker: Worker) -> None:
+        """Take a new worker to be like the best known of its model."""
+        peers = [w for w in self.of(worker.model) if w.pace.prefills]
+        if peers:
+            worker.pace.adopt(max(peers, key=lambda w: w.pace.prefills).pace)
+            worker.reprice()
+
+    def moved(self, worker: Worker) -> None:
+        """Keep what pools rely on true: a worker's load has changed."""
+        worker.shut = worker.requests >= worker.most or not worker.breaker.closed
+        if worker.ranked_in:
+            key = inf if worker.shut else self._rank(worker)
+            if key != worker.key:
+                for group in worker.ranked_in:
+                    group.drop(worker)
+                worker.key = key
+                for group in worker.ranked_in:
+                    group.put(worker)
