@@ -1,19 +1,18 @@
-"""A toy fleet in virtual time: engines with a prefill speed and a shared step, clients, a router."""
+"""A toy fleet in virtual time: engines with a prefill speed and a shared step, and a router."""
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import count
 from statistics import quantiles
+from typing import Any
 
 from proxy.core.fleet import Fleet
 from proxy.core.router import Router, RouterSettings
-from proxy.core.types import Ask, Lease, Outcome, Refusal, Role, Ticket, Usage
+from proxy.core.types import Ask, Lease, Outcome, Refusal, Ticket, Usage
 from proxy.core.worker import WorkerSpec
-
-MODEL = "toy"
 
 
 @dataclass(frozen=True)
@@ -25,6 +24,9 @@ class Speed:
     each_s: float = 5e-4  # more for each sequence that decodes
     budget: int = 2048  # tokens in a step
     shorts_pass: bool = False  # whether shorts are prefilled before longs
+
+
+Speeds = Speed | dict[str, Speed]
 
 
 @dataclass(eq=False)
@@ -96,7 +98,7 @@ class Engine:
 class Toy:
     """Plays requests through a router to toy engines."""
 
-    def __init__(self, *specs: WorkerSpec, speed: Speed | dict[str, Speed], **settings: object):
+    def __init__(self, *specs: WorkerSpec, speed: Speeds, **settings: Any) -> None:
         self.now = 0.0
         self.fleet = Fleet()
         self.engines: dict[str, Engine] = {}
@@ -105,7 +107,7 @@ class Toy:
             self.fleet.probe_ok(spec.name, 0.0)
             own = speed if isinstance(speed, Speed) else speed[spec.name]
             self.engines[spec.name] = Engine(own)
-        self.router = Router(RouterSettings(**settings), self.fleet)  # type: ignore[arg-type]
+        self.router = Router(RouterSettings(**settings), self.fleet)
         self.jobs: list[Job] = []
         self._waiting: dict[Ticket, Job] = {}
         self._events: list[tuple[float, int, Callable[[], None]]] = []
@@ -185,35 +187,6 @@ class Toy:
             self._placed(self._waiting.pop(ticket), placed)
 
 
-def spec(name: str, role: Role, limit: int | None = None, most: int | None = None) -> WorkerSpec:
-    """Describe a toy worker."""
-    return WorkerSpec(name, f"http://{name}", role, MODEL, limit, most)
-
-
-_ids: Iterator[int] = count()
-
-
-def ask(
-    prompt: int, output: int, *, prefix: tuple[int, ...] = (), stream: bool = True, wire: int = 0
-) -> Ask:
-    """Make a request of known size."""
-    return Ask(
-        f"r{next(_ids)}",
-        "chat/completions",
-        MODEL,
-        wire or prompt * 4,
-        prompt,
-        0,
-        prompt,
-        output,
-        expected_output=output,
-        stream=stream,
-        counted=True,
-        prefix=prefix,
-        prefix_bytes=prompt * 4,
-    )
-
-
 def p99(values: list[float]) -> float:
-    """The 99th percentile."""
+    """Return the 99th percentile."""
     return quantiles(values, n=100, method="inclusive")[-1]

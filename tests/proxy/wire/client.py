@@ -193,6 +193,10 @@ class Client:
             except ConnectionError:
                 return b""
 
+    def read_on(self) -> None:
+        """Take as much as usual, after a start with a small limit."""
+        self.reader._limit = 1 << 20  # type: ignore[attr-defined]
+
     def half_close(self) -> None:
         """Say that nothing more will be sent."""
         self.writer.write_eof()

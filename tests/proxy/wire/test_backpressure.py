@@ -55,7 +55,7 @@ async def test_a_client_that_does_not_read_stalls_its_worker(start: Start) -> No
     assert (await site.ask(chat(stream=True))).body.endswith(scripts.DONE)
     assert (await site.ask(get("/health"))).status == 200
     # Then everything arrives.
-    client.reader._limit = 1 << 20  # type: ignore[attr-defined]
+    client.read_on()
     answer = await client.answer(within=20.0)
     events = answer.body.split(b"\n\n")[:-1]
     assert [event.removeprefix(b"data: ").rstrip() for event in events] == expected()
@@ -90,7 +90,7 @@ async def test_a_body_without_events_is_held_back_as_well(site: Site) -> None:
     client = await site.client(limit=1024, rcvbuf=8192)
     await client.send(chat())
     assert await stalled(await site.fake.got()) < IN_BETWEEN
-    client.reader._limit = 1 << 20  # type: ignore[attr-defined]
+    client.read_on()
     assert (await client.answer(within=20.0)).body == body
 
 
@@ -117,7 +117,7 @@ async def test_a_worker_in_a_pause_is_not_taken_for_hung(start: Start) -> None:
     call = await site.fake.got()
     await stalled(call)
     await asyncio.sleep(0.4)
-    client.reader._limit = 1 << 20  # type: ignore[attr-defined]
+    client.read_on()
     answer = await client.answer(within=20.0)
     assert len(answer.body.split(b"\n\n")) == total // PIECE + 1
 
@@ -130,6 +130,6 @@ async def test_many_slow_readers_at_once(start: Start) -> None:
         await client.send(chat(stream=True))
     await eventually(lambda: len(site.served()) == 20)
     for client in clients:
-        client.reader._limit = 1 << 20  # type: ignore[attr-defined]
+        client.read_on()
     answers = await asyncio.gather(*(client.answer(within=20.0) for client in clients))
     assert {len(answer.body) for answer in answers} == {len(answers[0].body)}

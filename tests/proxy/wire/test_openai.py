@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator
+from typing import Any
 
 import openai
 import pytest
@@ -15,7 +16,7 @@ from tests.proxy.wire.client import chat
 from tests.proxy.wire.conftest import Start
 from tests.proxy.wire.site import Fake, Site
 
-MESSAGES = [{"role": "user", "content": "hi"}]
+MESSAGES: Any = [{"role": "user", "content": "hi"}]
 
 
 @pytest.fixture

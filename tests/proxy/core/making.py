@@ -1,0 +1,139 @@
+"""Fleets, routers and requests, as tests need them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from itertools import count
+from typing import Any
+
+from proxy.core.fleet import Fleet
+from proxy.core.router import Router, RouterSettings
+from proxy.core.routes import Route, find
+from proxy.core.types import Ask, Lease, Refusal, Role, Ticket
+from proxy.core.worker import Worker, WorkerSpec
+
+MODEL = "m"
+SHORT, LONG, GENERAL = Role.SHORT, Role.LONG, Role.GENERAL
+_ids = count()
+
+
+def spec(
+    name: str,
+    role: Role = GENERAL,
+    limit: int | None = None,
+    most: int | None = None,
+    model: str = MODEL,
+) -> WorkerSpec:
+    """Describe a worker."""
+    return WorkerSpec(name, f"http://{name}", role, model, limit, most)
+
+
+def fleet_of(*specs: WorkerSpec) -> Fleet:
+    """Make a fleet whose workers are all up."""
+    fleet = Fleet()
+    for one in specs:
+        fleet.add(one)
+        fleet.probe_ok(one.name, 0.0)
+    return fleet
+
+
+def router_of(*specs: WorkerSpec, **settings: Any) -> Router:
+    """Make a router for a fleet whose workers are all up."""
+    return Router(RouterSettings(**settings), fleet_of(*specs))
+
+
+def worker_of(router: Router, name: str) -> Worker:
+    """Find a worker that is there."""
+    worker = router.fleet.get(name)
+    assert worker is not None
+    return worker
+
+
+def ask(
+    prompt: int = 100,
+    output: int | None = 50,
+    *,
+    long: bool = False,
+    error: int = 0,
+    samples: int = 1,
+    stream: bool = True,
+    generates: bool = True,
+    size: int | None = None,
+    prefix: tuple[int, ...] = (),
+    model: str = MODEL,
+) -> Ask:
+    """Make a request of known size."""
+    made = Ask(
+        f"r{next(_ids)}",
+        "chat/completions",
+        model,
+        prompt * 4 if size is None else size,
+        prompt,
+        error,
+        prompt,
+        output,
+        expected_output=50 if output is None else output,
+        generates=generates,
+        stream=stream,
+        samples=samples,
+        counted=not error,
+        long=long,
+        prefix=prefix,
+    )
+    made.prefix_bytes = prompt * 4
+    return made
+
+
+def route(path: str = "/v1/chat/completions", method: str = "POST") -> Route:
+    """Find a route that exists."""
+    found = find(method, path)
+    assert isinstance(found, Route)
+    return found
+
+
+def read(
+    router: Router, body: dict[str, Any] | bytes, path: str = "/v1/chat/completions"
+) -> Ask | Refusal:
+    """Read a body."""
+    raw = body if isinstance(body, bytes) else json.dumps(body).encode()
+    return router.read(route(path), raw, b"application/json", "id")
+
+
+def sized(router: Router, body: dict[str, Any], path: str = "/v1/chat/completions") -> Ask:
+    """Read a body that is in order."""
+    found = read(router, body, path)
+    assert isinstance(found, Ask), found
+    return found
+
+
+def chat(*contents: object, **fields: object) -> dict[str, Any]:
+    """Write a chat."""
+    return {"messages": [{"role": "user", "content": one} for one in contents], **fields}
+
+
+def placed(answer: Lease | Ticket | Refusal) -> Lease:
+    """Insist on a lease."""
+    assert isinstance(answer, Lease), answer
+    return answer
+
+
+def waits(answer: Lease | Ticket | Refusal) -> Ticket:
+    """Insist on a ticket."""
+    assert isinstance(answer, Ticket), answer
+    return answer
+
+
+def refused(answer: object) -> Refusal:
+    """Insist on a refusal."""
+    assert isinstance(answer, Refusal), answer
+    return answer
+
+
+def idle(workers: Iterable[Worker]) -> bool:
+    """Whether nothing is charged to any of them."""
+    return all(
+        not any((w.requests, w.sequences, w.prefill_tokens, w.long_tokens, w.decode_tokens))
+        and not any((w.kv_tokens, w.decoding))
+        for w in workers
+    )

@@ -1,0 +1,166 @@
+"""What a body asks to be read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import orjson
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from proxy.core.body import (
+    IMAGE_TOKENS,
+    MOST,
+    TOKENS_PER_CHAT,
+    TOKENS_PER_MESSAGE,
+    Extent,
+    count,
+    measure,
+)
+from proxy.core.routes import Shape
+from tests.proxy.core.making import chat
+
+TEMPLATE = TOKENS_PER_CHAT + TOKENS_PER_MESSAGE
+
+
+def test_a_chat_is_its_text_and_its_template() -> None:
+    extent = measure(Shape.CHAT, chat("four", "five!"))
+    assert (extent.text, extent.tokens) == (9, TEMPLATE + TOKENS_PER_MESSAGE)
+    assert extent.plain
+
+
+def test_text_is_counted_in_bytes_as_it_is_not_as_it_is_escaped() -> None:
+    content = orjson.loads(b'"a\\n\\u00e9\\"\\ud83d\\ude00"')
+    assert measure(Shape.CHAT, chat(content)).text == 1 + 1 + 2 + 1 + 4
+
+
+def test_tools_and_calls_count_as_they_are_printed() -> None:
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    plain = measure(Shape.CHAT, chat("x")).text
+    assert measure(Shape.CHAT, chat("x", tools=tools)).text == plain + len(orjson.dumps(tools))
+    calls = {"messages": [{"role": "assistant", "tool_calls": tools}]}
+    assert measure(Shape.CHAT, calls).text == len(orjson.dumps(tools))
+
+
+def test_images_have_a_stated_size_and_their_bytes_are_no_text() -> None:
+    picture = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "A" * 99_999}}
+    extent = measure(Shape.CHAT, chat([{"type": "text", "text": "what?"}, picture, picture]))
+    assert extent.text == 5
+    assert extent.tokens == TEMPLATE + 2 * IMAGE_TOKENS
+    assert extent.vague == 2 * IMAGE_TOKENS
+    assert not extent.plain
+
+
+def test_a_tools_result_in_parts_is_read() -> None:
+    result = {"type": "tool_result", "content": [{"type": "text", "text": "1234"}]}
+    assert measure(Shape.CHAT, chat([result])).text == 4
+
+
+def test_system_prompts_beside_the_messages() -> None:
+    assert measure(Shape.CHAT, chat("x", system="abc")).text == 4
+    parts = [{"type": "text", "text": "abc"}]
+    assert measure(Shape.CHAT, chat("x", system=parts)).text == 4
+
+
+def test_token_ids_are_exact() -> None:
+    extent = measure(Shape.PROMPT, {"prompt": [1, 2, 3]})
+    assert (extent.text, extent.tokens, extent.prompts) == (0, 3, 1)
+    assert measure(Shape.TOKENS, {"token_ids": [1] * 7}).tokens == 7
+
+
+def test_a_list_of_prompts_is_their_sum_and_the_largest_apart() -> None:
+    extent = measure(Shape.PROMPT, {"prompt": ["a" * 10, "b" * 30, "c" * 20]})
+    assert (extent.text, extent.prompts, extent.largest_text) == (60, 3, 30)
+    extent = measure(Shape.PROMPT, {"prompt": [[1, 2], [1, 2, 3, 4]]})
+    assert (extent.tokens, extent.prompts, extent.largest_tokens) == (6, 2, 4)
+
+
+def test_inputs_of_embeddings() -> None:
+    assert measure(Shape.INPUT, {"input": "abc"}).text == 3
+    assert measure(Shape.INPUT, {"input": ["abc", "d"]}).prompts == 2
+    assert measure(Shape.INPUT, {"texts": ["abc", "d"]}).text == 4
+    assert measure(Shape.INPUT, chat("abc")).text == 3
+    assert measure(Shape.INPUT, {"images": ["data:..."] * 2}).tokens == 2 * IMAGE_TOKENS
+
+
+def test_responses() -> None:
+    extent = measure(Shape.RESPONSE, {"input": "abc", "instructions": "de"})
+    assert (extent.text, extent.tokens) == (5, TEMPLATE)
+    items = [{"role": "user", "content": [{"type": "input_text", "text": "abc"}]}]
+    assert measure(Shape.RESPONSE, {"input": items}).text == 3
+
+
+def test_one_query_is_read_again_for_each_document() -> None:
+    extent = measure(Shape.PAIRS, {"query": "qq", "documents": ["a", "bbb"]})
+    assert (extent.text, extent.prompts, extent.largest_text) == (2 + 1 + 2 + 3, 2, 5)
+    extent = measure(Shape.PAIRS, {"text_1": ["a", "bb"], "text_2": ["ccc", "dddd"]})
+    assert (extent.text, extent.prompts) == (10, 2)
+
+
+def test_conversations_in_a_batch_are_prompts() -> None:
+    batch = {"messages": [chat("abc")["messages"], chat("de")["messages"]]}
+    extent = measure(Shape.CHATS, batch)
+    assert (extent.text, extent.prompts, extent.largest_text) == (5, 2, 3)
+
+
+@pytest.mark.parametrize(
+    ("value", "tokens"),
+    [
+        (0, 0),
+        (7, 7),
+        (7.0, 7),
+        ("7", 7),
+        (10**30, MOST),
+        (1e300, MOST),
+        (-1, None),
+        (-1.0, None),
+        (0.5, None),
+        (float("inf"), None),
+        (float("nan"), None),
+        ("seven", None),
+        ("-7", None),
+        ("9" * 50, None),
+        ("٣", None),
+        (True, None),
+        (None, None),
+        ([], None),
+        ({}, None),
+    ],
+)
+def test_numbers_as_clients_write_them(value: object, tokens: int | None) -> None:
+    assert count(value) == tokens
+
+
+@given(st.one_of(st.integers(), st.floats(), st.text(), st.booleans(), st.none()))
+def test_a_number_is_sane_or_none(value: object) -> None:
+    assert (tokens := count(value)) is None or 0 <= tokens <= MOST
+
+
+KEYS = [
+    *("messages", "prompt", "input", "texts", "inputs", "images", "token_ids", "query", "queries"),
+    *("documents", "items", "data_1", "text_1", "tools", "system", "instructions", "state"),
+    *("questions", "content", "text", "type", "role", "tool_calls"),
+]
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.sampled_from(KEYS), inner),
+    max_leaves=20,
+)
+
+
+@given(st.sampled_from(Shape), st.dictionaries(st.sampled_from(KEYS), JSON))
+def test_no_body_breaks_it(shape: Shape, body: dict[str, Any]) -> None:
+    extent = measure(shape, body)
+    assert extent.text >= 0
+    assert extent.tokens >= extent.vague >= 0
+    assert extent.prompts >= 1
+
+
+@pytest.mark.parametrize("shape", list(Shape))
+@pytest.mark.parametrize("key", ["messages", "prompt", "input", "tools", "documents", "state"])
+def test_the_deepest_nesting_does_not_break_it(shape: Shape, key: str) -> None:
+    deep: Any = "x"
+    for _ in range(500):
+        deep = [{"content": deep}]
+    assert isinstance(measure(shape, {key: deep}), Extent)

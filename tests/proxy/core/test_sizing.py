@@ -1,0 +1,173 @@
+"""Sizes, estimated and learnt."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from proxy.core.body import TOKENS_PER_CHAT, TOKENS_PER_MESSAGE
+from proxy.core.routes import ROUTES
+from proxy.core.sizing import FIRST_BAND, USUAL_OUTPUT, Sizer
+from proxy.core.types import Ask, Usage
+from tests.proxy.core.making import chat, route
+
+TEMPLATE = TOKENS_PER_CHAT + TOKENS_PER_MESSAGE
+
+
+def size(
+    body: dict[str, Any], path: str = "/v1/chat/completions", sizer: Sizer | None = None
+) -> Ask:
+    """Size a body."""
+    return (sizer or Sizer()).ask(route(path), "m", body, 1000, "id")
+
+
+def test_before_anything_is_learnt_a_token_is_four_bytes_and_the_band_wide() -> None:
+    ask = size(chat("x" * 4000))
+    assert ask.prompt_tokens == 1000 + TEMPLATE
+    assert ask.prompt_error == 1000 * FIRST_BAND
+    assert not ask.counted
+
+
+def test_bytes_per_token_are_learnt_and_the_band_narrows() -> None:
+    sizer, noise = Sizer(), random.Random(1)
+    for _ in range(200):
+        ask = size(chat("x" * noise.randint(500, 20_000)), sizer=sizer)
+        tokens = int(ask.text_bytes / (2.5 * noise.uniform(0.97, 1.03))) + TEMPLATE
+        sizer.learn(ask, Usage(tokens, 10))
+    ask = size(chat("x" * 10_000), sizer=sizer)
+    assert ask.prompt_tokens == pytest.approx(4000, rel=0.05)
+    assert ask.prompt_error < 0.15 * ask.prompt_tokens
+
+
+def test_the_band_holds_most_of_what_comes() -> None:
+    sizer, noise, inside = Sizer(), random.Random(2), 0
+    for i in range(400):
+        ask = size(chat("x" * 8000), sizer=sizer)
+        tokens = int(8000 / noise.gauss(3.5, 0.3)) + TEMPLATE
+        inside += i >= 100 and abs(tokens - ask.prompt_tokens) <= ask.prompt_error
+        sizer.learn(ask, Usage(tokens, 10))
+    assert inside >= 0.95 * 300
+
+
+def test_one_odd_prompt_moves_it_little() -> None:
+    sizer = Sizer()
+    for _ in range(50):
+        sizer.learn(size(chat("x" * 4000), sizer=sizer), Usage(1000 + TEMPLATE, 10))
+    sizer.learn(size(chat("x" * 4000), sizer=sizer), Usage(40_000, 10))
+    assert size(chat("x" * 4000), sizer=sizer).prompt_tokens == pytest.approx(1000, rel=0.06)
+
+
+def test_short_prompts_say_little() -> None:
+    sizer = Sizer()
+    for _ in range(10):
+        sizer.learn(size(chat("hi"), sizer=sizer), Usage(30, 10))  # a template's own words
+    assert sizer.learnt("m", "chat/completions").weight < 0.1
+
+
+def test_routes_and_models_learn_apart() -> None:
+    sizer = Sizer()
+    sizer.learn(size(chat("x" * 4000), sizer=sizer), Usage(4000, 10))
+    assert sizer.learnt("m", "chat/completions").bytes_per_token < 2
+    assert sizer.learnt("m", "completions").bytes_per_token == 4
+    assert sizer.learnt("n", "chat/completions").bytes_per_token == 4
+
+
+def test_token_ids_are_exact_and_need_no_count() -> None:
+    ask = size({"prompt": [1] * 5000}, "/v1/completions")
+    assert (ask.prompt_tokens, ask.prompt_error, ask.counted) == (5000, 0, True)
+
+
+def test_a_list_of_prompts() -> None:
+    ask = size({"prompt": ["x" * 400, "y" * 4000], "max_tokens": 9, "n": 2}, "/v1/completions")
+    assert (ask.prompt_tokens, ask.largest_prompt, ask.samples) == (1100, 1000, 4)
+    assert ask.needs == 1009
+    assert ask.budget == 1100 + 4 * 9
+
+
+@pytest.mark.parametrize("key", ["max_tokens", "max_completion_tokens"])
+@pytest.mark.parametrize("value", [7, 7.0, "7"])
+def test_limits_as_they_are_written(key: str, value: object) -> None:
+    assert size(chat("x", **{key: value})).output_tokens == 7
+
+
+def test_the_newer_limit_wins_and_null_is_none() -> None:
+    assert size(chat("x", max_tokens=9, max_completion_tokens=7)).output_tokens == 7
+    assert size(chat("x", max_tokens=9, max_completion_tokens=None)).output_tokens == 9
+    assert size(chat("x", max_tokens=None)).output_tokens is None
+
+
+def test_other_routes_say_it_otherwise() -> None:
+    assert size({"input": "x", "max_output_tokens": 5}, "/v1/responses").output_tokens == 5
+    assert size({"prompt": "x"}, "/v1/completions").output_tokens == 16
+    body = {"token_ids": [1], "sampling_params": {"max_tokens": 8, "n": 3}}
+    ask = size(body, "/inference/v1/generate")
+    assert (ask.output_tokens, ask.samples) == (8, 3)
+
+
+@pytest.mark.parametrize("value", [-1, 1.5, "many", [], {}, True])
+def test_a_limit_that_makes_no_sense_is_none(value: object) -> None:
+    assert size(chat("x", max_tokens=value)).output_tokens is None
+
+
+def test_without_a_limit_the_usual_is_expected_and_one_token_must_fit() -> None:
+    sizer = Sizer()
+    ask = size(chat("x" * 40), sizer=sizer)
+    assert ask.expected_output == USUAL_OUTPUT
+    assert ask.needs == ask.largest_prompt + 1
+    for _ in range(100):
+        sizer.learn(ask, Usage(20, 40))
+    assert size(chat("x" * 40), sizer=sizer).expected_output == pytest.approx(40, abs=3)
+    assert size(chat("x" * 40, max_tokens=9000), sizer=sizer).expected_output < 50
+    assert size(chat("x" * 40, max_tokens=5), sizer=sizer).expected_output == 5
+
+
+def test_what_does_not_generate_writes_nothing() -> None:
+    ask = size({"input": ["x" * 40] * 3}, "/v1/embeddings")
+    assert (ask.generates, ask.expected_output, ask.samples) == (False, 0, 3)
+    assert ask.needs == ask.largest_prompt == 10
+
+
+def test_images_are_guesses_and_teach_nothing() -> None:
+    sizer = Sizer()
+    parts = [{"type": "text", "text": "x" * 4000}, {"type": "image_url", "image_url": {}}]
+    ask = size(chat(parts), sizer=sizer)
+    assert ask.prompt_error > 1000 * FIRST_BAND
+    assert not ask.countable
+    sizer.learn(ask, Usage(9000, 10))
+    assert sizer.learnt("m", "chat/completions").bytes_per_token == 4
+
+
+def test_a_prompt_that_is_cut_off_is_no_longer_than_that() -> None:
+    ask = size({"input": "x" * 40_000, "truncate_prompt_tokens": 512}, "/v1/embeddings")
+    assert (ask.prompt_tokens, ask.largest_prompt) == (512, 512)
+    for ask in (
+        size({"input": "x" * 40_000, "truncate_prompt_tokens": -1}, "/v1/embeddings"),
+        size({"texts": ["x" * 40_000]}, "/v2/embed"),
+    ):
+        assert ask.needs - ask.prompt_error == 0
+
+
+def test_a_count_ends_all_doubt() -> None:
+    sizer = Sizer()
+    ask = size(chat("x" * 4000), sizer=sizer)
+    assert ask.countable
+    sizer.counted(ask, 1234)
+    assert (ask.prompt_tokens, ask.largest_prompt, ask.prompt_error) == (1234, 1234, 0)
+
+
+NUMBERS = st.one_of(st.integers(), st.floats(allow_nan=False), st.text(max_size=4), st.none())
+
+
+@given(st.sampled_from(sorted(ROUTES)), NUMBERS, NUMBERS, NUMBERS, NUMBERS)
+def test_no_number_breaks_it(path: str, limit: Any, n: Any, cut: Any, stream: Any) -> None:
+    body = chat("x" * 100, max_tokens=limit, n=n, best_of=n, truncate_prompt_tokens=cut)
+    body |= {"prompt": ["x", "y"], "stream": stream, "sampling_params": {"max_tokens": limit}}
+    ask = size(body, path)
+    assert ask.needs - ask.prompt_error >= 0
+    assert 0 <= ask.expected_output <= (ask.output_tokens or USUAL_OUTPUT)
+    assert ask.samples >= 1
+    assert ask.budget >= ask.prompt_tokens >= 0
