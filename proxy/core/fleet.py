@@ -29,7 +29,8 @@ class Fleet(Roster):
     def charge(self, ask: Ask, decision: Decision, now: float) -> Lease:
         """Charge a request to a worker."""
         worker = decision.worker
-        prefill = ask.prompt_tokens - decision.cached_tokens or 1
+        cached = int(decision.cached_tokens * (1.0 - worker.pace.missing))
+        prefill = ask.prompt_tokens - cached or 1
         decode = ask.expected_output * ask.samples
         lease = Lease(ask, decision, worker, now, prefill, decode, ask.prompt_tokens + decode)
         pace = worker.pace
@@ -60,7 +61,7 @@ class Fleet(Roster):
         silent = self._silent
         while silent and (silent[0][0] <= now or silent[0][2].released):
             lease = heappop(silent)[2]
-            if not lease.released:
+            if lease.prefill_tokens:
                 self._prefilled(lease, now)
 
     def first_token(self, lease: Lease, now: float) -> None:
@@ -70,14 +71,15 @@ class Fleet(Roster):
         lease.first_token_at = now
         if lease.trial:
             self.succeeded(lease.worker)
-        tokens = lease.prefill_tokens
-        if not tokens:
+        if not lease.prefill_tokens:
             return
-        worker = lease.worker
+        ask, worker = lease.ask, lease.worker
         pace = worker.pace
-        if now >= pace.first_due and (lease.ask.stream or not lease.ask.generates):
-            tokens_ahead = tokens + lease.ahead_tokens
-            pace.saw_first_token(tokens_ahead, lease.behind_long, now - lease.charged_at, now)
+        if now >= pace.first_due and (ask.stream or not ask.generates):
+            cached = lease.decision.cached_tokens
+            tokens = lease.ahead_tokens + ask.prompt_tokens - cached
+            seconds = now - lease.charged_at
+            pace.saw_first_token(tokens, lease.behind_long, cached, seconds, now)
             if pace.prefills <= LENDS:
                 self._lend(worker)
         self._prefilled(lease, now)

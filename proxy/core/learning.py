@@ -7,7 +7,6 @@ from proxy.core.types import Lease, Outcome, Usage
 
 ENOUGH_STEPS = 4  # fewer say little of a step's time
 FAILED, BUSY, CLIENT_GONE = Outcome.FAILED, Outcome.BUSY, Outcome.CLIENT_GONE
-SLOW_TO_TRUST = 0.1
 
 
 def judge(
@@ -25,20 +24,20 @@ def judge(
 
 
 def learn(lease: Lease, now: float, usage: Usage, decoding: int) -> None:
-    """Learn the worker's pace, and how far to trust in its cache."""
-    ask, worker = lease.ask, lease.worker
+    """Learn the worker's pace, and whether it has cached what it should have."""
+    ask, worker, cached = lease.ask, lease.worker, lease.decision.cached_tokens
+    pace = worker.pace
     if ask.generates:
         steps = usage.completion_tokens // max(ask.samples, 1) - 1
         beside = (lease.decoding_before + decoding) / 2
-        if lease.first_token_at is None:
-            if not ask.stream and steps >= 0:
-                tokens = lease.ahead_tokens + ask.prompt_tokens - lease.decision.cached_tokens
-                whole_s = now - lease.charged_at
-                worker.pace.saw_whole(tokens, lease.behind_long, beside, steps, whole_s, now)
-        elif ask.stream and steps >= ENOUGH_STEPS:
-            worker.pace.saw_steps(beside, (now - lease.first_token_at) / steps, now)
+        if lease.first_token_at is not None:
+            if ask.stream and steps >= ENOUGH_STEPS:
+                pace.saw_steps(beside, (now - lease.first_token_at) / steps, now)
+        elif not ask.stream and steps >= 0:
+            tokens = lease.ahead_tokens + ask.prompt_tokens - cached
+            whole_s = now - lease.charged_at
+            pace.saw_whole(tokens, lease.behind_long, cached, beside, steps, whole_s, now)
     if usage.cached_tokens:
         worker.reports_cache = True
-    if worker.reports_cache and lease.decision.cached_tokens:
-        had = min(usage.cached_tokens / lease.decision.cached_tokens, 1.0)
-        worker.trust += SLOW_TO_TRUST * (had - worker.trust)
+    if worker.reports_cache and cached:
+        pace.saw_cached(min(usage.cached_tokens / cached, 1.0))

@@ -28,7 +28,10 @@ def look(
     holders: list[Worker] = []
     if ask.prefix and (matches := fleet.prefixes.matches(ask.prefix)):
         per_byte = ask.prompt_tokens / ask.prefix_bytes
-        held = [(int(COVERED[blocks] * per_byte), workers) for blocks, workers in matches]
+        held = [
+            (min(int(COVERED[blocks] * per_byte), ask.prompt_tokens), workers)
+            for blocks, workers in matches
+        ]
         if pool.ranked:
             holders = [fleet.by_index[i] for i in deepest(matches, HOLDERS) if i in fleet.by_index]
     if ask.pinned:

@@ -5,9 +5,11 @@ Two forms are assumed, each of a fixed part and parts that grow:
     time to first token = fixed + seconds per prefill token x tokens, its own and those ahead
     time of a step      = base  + seconds per decoding sequence x sequences
 
-Of a long prompt's tokens ahead of a short one only a share counts, `passing`: a worker may let
-shorts past, as vllm-sched's `long_prompt` policy does, and then a busy long worker is a good place
-for them. Whether it does is learnt like the rest.
+Two kinds of tokens count for a share only, which is learnt like the rest. Those of longs ahead of
+a short count for `passing`: a worker may let shorts past, as vllm-sched's `long_prompt` policy
+does, and then a busy long worker is a good place for them. Those of its own that the worker was
+sent before count for `missing`: it may have evicted them, or keep no cache at all, and must not
+drown in prompts that were thought to cost nothing.
 
 Idea: compare each observation with its prediction, and multiply each part by the ratio to the power
 of that part's share in the prediction: what made up most of the time takes most of the blame. Parts
@@ -28,10 +30,13 @@ from math import exp, log
 FIXED_S, TOKEN_S = 0.02, 1e-4
 STEP_S, EACH_S = 0.02, 2e-4
 LEAST = 1e-9
-LEAST_PASSING = 0.02
+LEAST_SHARE = 0.01
+MISSING = 0.05
 MOST_BLAME = log(8.0)
 LEAST_RATE = 0.08  # of an observation's say, once many were seen
 REST_S, YOUNG = 0.01, 50  # after so many observations, a hundred a second are enough
+SLOWLY = 0.1
+PARTS = ("fixed_s", "token_s", "passing", "missing", "base_s", "each_s")
 
 
 class Pace:
@@ -43,6 +48,7 @@ class Pace:
         "end_due",
         "first_due",
         "fixed_s",
+        "missing",
         "passing",
         "prefills",
         "seen_at",
@@ -54,6 +60,7 @@ class Pace:
         self.fixed_s = FIXED_S
         self.token_s = TOKEN_S
         self.passing = 1.0
+        self.missing = MISSING
         self.base_s = STEP_S
         self.each_s = EACH_S
         self.prefills = 0.0  # how much was seen of each form
@@ -66,26 +73,38 @@ class Pace:
         """Predict the time of a step with so many sequences decoding."""
         return self.base_s + self.each_s * sequences
 
-    def first_token_s(self, tokens: float, behind_long: float = 0.0) -> float:
-        """Predict the time to a first token, with so many tokens to prefill until then."""
-        return self.fixed_s + self.token_s * (tokens + self.passing * behind_long)
+    def first_token_s(self, tokens: float, behind: float = 0.0, cached: float = 0.0) -> float:
+        """Predict the time to a first token.
+
+        With so many tokens to prefill until then, those of longs ahead (`behind`) and those that
+        should be cached apart.
+        """
+        counted = tokens + self.passing * behind + self.missing * cached
+        return self.fixed_s + self.token_s * counted
 
     def saw_first_token(
-        self, tokens: float, behind_long: float, seconds: float, now: float, weight: float = 1.0
+        self,
+        tokens: float,
+        behind: float,
+        cached: float,
+        seconds: float,
+        now: float,
+        weight: float = 1.0,
     ) -> None:
         """Learn from a time to first token."""
         self.prefills += weight
         self.seen_at = now
         if self.prefills > YOUNG:
             self.first_due = now + REST_S
-        predicted = self.first_token_s(tokens, behind_long)
+        predicted = self.first_token_s(tokens, behind, cached)
         blame = _blame(predicted, seconds, weight, self.prefills) / predicted
-        stood = self.passing * self.token_s * behind_long
-        if stood:
-            self.passing = min(max(self.passing * exp(blame * stood), LEAST_PASSING), 1.0)
-        grown = self.token_s * tokens
-        self.token_s = max(self.token_s * exp(blame * grown), LEAST)
-        self.fixed_s = max(self.fixed_s * exp(blame * (predicted - grown - stood)), LEAST)
+        flat, token_s = self.fixed_s, self.token_s
+        if behind:
+            self.passing = _share(self.passing, blame * token_s * self.passing * behind)
+        if cached:
+            self.missing = _share(self.missing, blame * token_s * self.missing * cached)
+        self.token_s = max(token_s * exp(blame * token_s * tokens), LEAST)
+        self.fixed_s = max(flat * exp(blame * flat), LEAST)
 
     def saw_steps(self, sequences: float, seconds: float, now: float, weight: float = 1.0) -> None:
         """Learn from the mean time of a request's steps."""
@@ -101,23 +120,28 @@ class Pace:
     def saw_whole(
         self,
         tokens: float,
-        behind_long: float,
+        behind: float,
+        cached: float,
         sequences: float,
         steps: int,
         seconds: float,
         now: float,
     ) -> None:
         """Learn from a request of which only the end was seen: each form takes its share."""
-        first, step = self.first_token_s(tokens, behind_long), self.step_s(sequences)
+        first, step = self.first_token_s(tokens, behind, cached), self.step_s(sequences)
         whole = first + steps * step
         ratio, share = seconds / whole, first / whole
-        self.saw_first_token(tokens, behind_long, first * ratio, now, share)
+        self.saw_first_token(tokens, behind, cached, first * ratio, now, share)
         if steps:
             self.saw_steps(sequences, step * ratio, now, 1.0 - share)
 
+    def saw_cached(self, had: float) -> None:
+        """Learn what share of the tokens that should be cached was, where a worker says so."""
+        self.missing = _share(self.missing + SLOWLY * (1.0 - had - self.missing), 0.0)
+
     def adopt(self, other: Pace, share: float = 1.0) -> None:
         """Move towards another's: all the way for a worker of which nothing is known."""
-        for part in ("fixed_s", "token_s", "passing", "base_s", "each_s"):
+        for part in PARTS:
             mine, theirs = getattr(self, part), getattr(other, part)
             setattr(self, part, mine ** (1.0 - share) * theirs**share)
 
@@ -127,3 +151,7 @@ def _blame(predicted: float, seconds: float, weight: float, seen: float) -> floa
     ratio = log(max(seconds, LEAST) / predicted)
     rate = max(weight / max(seen, 1.0), LEAST_RATE * weight)
     return rate * min(max(ratio, -MOST_BLAME), MOST_BLAME)
+
+
+def _share(share: float, move: float) -> float:
+    return min(max(share * exp(move), LEAST_SHARE), 1.0)

@@ -8,11 +8,11 @@ and-ing masks gives every worker's match at once, however many workers there are
 Memory: two generations of `GENERATION` hashes; when the young one is full the old one goes, so what
 is used stays and what is not is forgotten in time. An entry is about 140 bytes with few workers and
 270 with a thousand: 9 to 18 MB in all, and never more. Cost: a hash and two look-ups per block, at
-most 104 blocks (2.2 MB of prompt; a longer one is as good as unique by then).
+most 96 blocks (1.3 MB of prompt; a longer one is as good as unique by then).
 
 How it fails: bytes are not tokens, so equal prompts written with other spaces do not match; a
-worker that evicted a prefix is still believed to hold it, which is why the belief is weighed with
-what the worker reports of its cache (`Worker.trust`).
+worker that evicted a prefix is still believed to hold it, which is why it is learnt how much of
+what should be cached is missing (`Pace.missing`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from itertools import accumulate
 from xxhash import xxh3_64_intdigest
 
 GENERATION = 32_768
-BLOCKS = (512,) * 32 + (4096,) * 32 + (65_536,) * 32
+BLOCKS = (512,) * 32 + (2048,) * 24 + (8192,) * 24 + (65_536,) * 16
 ENDS = tuple(accumulate(BLOCKS))
 FEW = 8
 COVERED = (0, *ENDS)  # bytes that so many blocks stand for
@@ -83,6 +83,8 @@ class PrefixIndex:
         """Note that a worker was sent these blocks."""
         young, old = self._young, self._old
         bit = 1 << worker
+        if hashes and young.get(hashes[-1], 0) & bit:
+            return  # and with it all that is in front of it
         for block in hashes:
             holders = young.get(block)
             if holders is None:

@@ -206,7 +206,7 @@ class Roster:
     ) -> None:
         """Note that a request failed on a worker."""
         worker.breaker.failed(now, retry_after_s, busy=busy)
-        if not worker.breaker.closed and worker.name in self._workers:
+        if not worker.breaker.closed and self._workers.get(worker.name) is worker:
             self.resting.add(worker)
         self.moved(worker)
 

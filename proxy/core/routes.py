@@ -7,6 +7,7 @@ is `/v1/realtime`, which is a web socket.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
 from enum import IntEnum, auto
 
@@ -78,6 +79,8 @@ ROUTES: dict[str, Route] = {
     ),
 }
 RESPONSES = "/v1/responses/"
+# No dots and no escapes: the path goes on to a worker as it is, and `..` would lead elsewhere.
+ID = re.compile(r"[A-Za-z0-9_-]{1,200}")
 GET_RESPONSE = Route("responses/id", Shape.EMPTY, method="GET")
 CANCEL_RESPONSE = Route("responses/cancel", Shape.EMPTY)
 
@@ -97,7 +100,7 @@ def _stored(path: str) -> Route | None:
     """Read `/v1/responses/{id}` and `/v1/responses/{id}/cancel`."""
     if not path.startswith(RESPONSES):
         return None
-    response_id, _, action = path.removeprefix(RESPONSES).partition("/")
-    if not response_id or action not in ("", "cancel"):
+    response_id, slash, action = path.removeprefix(RESPONSES).partition("/")
+    if not ID.fullmatch(response_id) or (slash and action != "cancel"):
         return None
     return replace(CANCEL_RESPONSE if action else GET_RESPONSE, response_id=response_id)

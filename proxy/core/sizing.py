@@ -39,14 +39,9 @@ class Learnt:
     bytes_per_token: float = BYTES_PER_TOKEN
     spread: float = 0.0  # mean distance of single requests from it, as a share
     weight: float = 0.0  # how much was seen
+    band: float = FIRST_BAND  # how far off an estimate may be, as a share of it
     output: float = USUAL_OUTPUT
     outputs: int = 0
-
-    @property
-    def band(self) -> float:
-        """How far off an estimate may be, as a share of it."""
-        band = SPREADS * self.spread + FIRST_BAND / (1.0 + self.weight)
-        return min(max(band, LEAST_BAND), MOST_BAND)
 
     def see_prompt(self, text_bytes: int, tokens: int) -> None:
         """Learn from one prompt of known size."""
@@ -60,6 +55,8 @@ class Learnt:
         if self.weight > weight:  # the first only says where the middle is
             self.spread += step * (off - self.spread)
         self.bytes_per_token += step * (ratio - self.bytes_per_token)
+        band = SPREADS * self.spread + FIRST_BAND / (1.0 + self.weight)
+        self.band = min(max(band, LEAST_BAND), MOST_BAND)
 
     def see_output(self, tokens: float) -> None:
         """Learn from one finished answer."""

@@ -38,9 +38,9 @@ class Traffic:
 
     def saw_short(self, now: float) -> None:
         """Count a short."""
-        self._shorts += 1.0
         if now - self._at > TICK_S:
             self._fade(now)
+        self._shorts += 1.0
 
     def saw_long(self, now: float, prefill_s: float) -> None:
         """Count a long, and how long its prefill will keep a worker."""

@@ -140,7 +140,7 @@ class Decision:
     reason: Reason
     predicted_ttft_s: float | None = None
     scores: tuple[Score, ...] = ()  # kept only when somebody asked to see them
-    cached_tokens: int = 0  # of the prompt, that the worker is believed to have
+    cached_tokens: int = 0  # of the prompt, that the worker should have in its cache
 
 
 @dataclass(slots=True, eq=False)

@@ -43,6 +43,7 @@ class Worker:
     __slots__ = (
         "bit",
         "breaker",
+        "cached_price",
         "decode_tokens",
         "decoding",
         "draining",
@@ -78,7 +79,6 @@ class Worker:
         "strangers",
         "strangers_before",
         "told_max_model_len",
-        "trust",
         "up",
     )
 
@@ -99,7 +99,6 @@ class Worker:
         self.gauges: Gauges | None = None
         self.kv_capacity = 0  # tokens; 0 = not known
         self.strangers = self.strangers_before = 0  # requests on it that are not the router's
-        self.trust = 1.0  # share of the cached prefix we expected that it really had
         self.reports_cache = False
 
         self.requests = 0
@@ -173,28 +172,28 @@ class Worker:
         return ask.needs + ask.prompt_error <= self.limit
 
     def cached(self, held: Held) -> int:
-        """Reckon how many tokens of a prompt it has cached."""
+        """Reckon how many tokens of a prompt it should have cached."""
         for tokens, holders in held:
             if holders & self.bit:
-                return int(tokens * self.trust)
+                return tokens
         return 0
 
     def reprice(self) -> None:
         """Reckon what a token costs here now, in seconds: its own time, and that of others.
 
         Those that decode beside a prefill lose some of its time, and each step is the longer for
-        one more sequence.
+        one more sequence. The third price is what a token saves that should be cached.
         """
         pace, others = self.pace, self.decoding + self.strangers
         self.flat_price = pace.fixed_s
         self.prompt_price = pace.token_s * (1.0 + STALL * others)
         self.output_price = pace.each_s * others
+        self.cached_price = self.prompt_price * (1.0 - pace.missing)
 
-    def ttft_s(self, now: float, tokens: int, *, for_long: bool) -> float:
-        """Predict the time to first token of a request with so many tokens to prefill."""
-        pace = self.pace
-        wait = self.wait_s(now, for_long=for_long) if self.prefill_tokens else 0.0
-        return pace.fixed_s + wait + pace.token_s * tokens
+    def ttft_s(self, ask: Ask, now: float, cached: int) -> float:
+        """Predict a request's time to first token, with so many of its tokens cached."""
+        wait = self.wait_s(now, for_long=ask.long) if self.prefill_tokens else 0.0
+        return wait + self.pace.first_token_s(ask.prompt_tokens - cached, 0.0, cached)
 
     def wait_s(self, now: float, *, for_long: bool) -> float:
         """Predict how long the prefills that are charged to it will keep a new one waiting."""

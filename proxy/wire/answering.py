@@ -10,6 +10,7 @@ import re
 from typing import TYPE_CHECKING
 
 from proxy.wire.http import EVENT_STREAM, JSON, LAST_CHUNK, status_line
+from proxy.wire.own_answers import route_header
 from proxy.wire.response import NO_CONTENT, NOT_MODIFIED, OK
 from proxy.wire.sse import TAIL, EventStream, usage_in
 
@@ -17,10 +18,10 @@ if TYPE_CHECKING:
     from proxy.core.types import Decision, Usage
     from proxy.wire.request import Request
     from proxy.wire.response import Head
-    from proxy.wire.upstream import Trouble
+    from proxy.wire.worker_connection import Trouble
 
 RESPONSE_ID = re.compile(rb'"id"\s*:\s*"(resp_[^"\\]{1,200})"')
-RESPONSE_ID_BYTES = 4096
+RESPONSE_ID_BYTES = 8192
 
 
 class Answering:
@@ -92,15 +93,11 @@ class Answering:
             return self._stream.usage()
         return usage_in(self._tail) if self._tail else None
 
-    def response_id(self, body: bytes) -> str | None:
-        """Read the id of a stored response from the first piece of body."""
-        found = RESPONSE_ID.search(body, 0, RESPONSE_ID_BYTES) if self.status == OK else None
-        return found[1].decode("latin-1") if found else None
-
     def _compose(self, request: Request, head: Head, decision: Decision | None) -> bytes:
         pieces = [status_line(head.status), *head.lines, b"X-Request-Id: ", request.id, b"\r\n"]
         if decision is not None and request.head.explain:
-            pieces += (b"X-Route: ", route_header(decision), b"\r\n")
+            route = route_header(decision.worker.name, decision.reason, decision.scores)
+            pieces += (b"X-Route: ", route, b"\r\n")
         if head.length is not None:
             pieces += (b"Content-Length: ", head.length, b"\r\n")
         elif head.status not in (NO_CONTENT, NOT_MODIFIED):
@@ -117,10 +114,7 @@ class Answering:
         return b"".join(pieces)
 
 
-def route_header(decision: Decision) -> bytes:
-    """Write where a request went and why: `s0; reason=short_pool; s0=0.012; l0=0.250 (busy)`."""
-    parts = [decision.worker.name, f"reason={decision.reason}"]
-    for score in decision.scores:
-        note = f" ({score.note})" if score.note else ""
-        parts.append(f"{score.worker}={score.total:.4f}{note}")
-    return "; ".join(parts).encode("ascii", "replace")
+def response_id_in(data: bytes) -> str | None:
+    """Read the id of a stored response from an answer's first bytes."""
+    found = RESPONSE_ID.search(data, 0, RESPONSE_ID_BYTES)
+    return found[1].decode("latin-1") if found else None

@@ -15,10 +15,12 @@ from typing import TYPE_CHECKING, cast
 
 from proxy.core import refusals
 from proxy.core.types import Reason, Refusal
-from proxy.wire.http import CONTINUE, RefusedError, refuse
+from proxy.wire.http import CONTINUE, RefusedError
 from proxy.wire.local import local_answer
+from proxy.wire.own_answers import refuse
 from proxy.wire.relay import Exchange
-from proxy.wire.request import Reading, Request, RequestReader
+from proxy.wire.request import Request
+from proxy.wire.request_reader import Reading, RequestReader
 
 if TYPE_CHECKING:
     from proxy.wire.server import Wire
@@ -144,6 +146,7 @@ class ClientConnection(asyncio.Protocol):
     def expire(self, now: float) -> None:
         """Act on a deadline that has passed."""
         if self._leaving or self._exchange is not None:
+            self._gone()
             self._transport.abort()
         elif self._reader.state is Reading.NOTHING:
             self.leave(now)
@@ -180,8 +183,7 @@ class ClientConnection(asyncio.Protocol):
         else:
             refusal = head.refusal or refusals.draining()
             wire.refused(refusal)
-            bodiless = head.method == "HEAD"
-            self.write(refuse(refusal, request.id, keep_alive=keep_alive, bodiless=bodiless))
+            self.write(refuse(refusal, request, keep_alive=keep_alive))
         self.done(now, keep_alive=keep_alive)
 
     def _rest(self, now: float) -> None:
@@ -196,8 +198,7 @@ class ClientConnection(asyncio.Protocol):
                 self.deadline = now + settings.client_header_s
         else:
             self.deadline = now + settings.client_idle_s
-            if reader.state is Reading.BODY and reader.awaits_continue:
-                reader.awaits_continue = False
+            if reader.owes_continue():
                 self.write(CONTINUE)
         self._waits_for = reader.state
 
@@ -205,7 +206,7 @@ class ClientConnection(asyncio.Protocol):
         """Say why, and close; listen a little longer, or the answer may be lost to a reset."""
         self._leaving = True
         self._wire.refused(refusal)
-        self.write(refuse(refusal, b"", keep_alive=False))
+        self.write(refuse(refusal, None, keep_alive=False))
         self.deadline = now + self._wire.settings.linger_s
         self._transport.write_eof()
 

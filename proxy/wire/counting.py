@@ -11,7 +11,8 @@ from proxy.wire.http import JSON
 from proxy.wire.response import OK, Head
 
 if TYPE_CHECKING:
-    from proxy.wire.upstream import Pool, Trouble, WorkerConnection
+    from proxy.wire.upstream import Pool
+    from proxy.wire.worker_connection import Trouble, WorkerConnection
 
 MAX_ANSWER = 1 << 20
 

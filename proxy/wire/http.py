@@ -7,17 +7,19 @@ requests get smuggled. llhttp, strict as it is by default, refuses most of it; `
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Iterable
 from email.utils import parsedate_to_datetime
 from http import HTTPStatus
-
-import orjson
+from typing import TYPE_CHECKING
 
 from proxy.core.types import Reason, Refusal
 
+if TYPE_CHECKING:
+    pass
+
 JSON = b"application/json"
+NONE = "none"  # in place of a worker, where there is none
 EVENT_STREAM = b"text/event-stream"
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 LAST_CHUNK = b"0\r\n\r\n"
@@ -104,54 +106,3 @@ def without(lines: list[bytes], names: Iterable[bytes]) -> list[bytes]:
     drop = frozenset(names)
     kept = [at for at in range(0, len(lines), 4) if lines[at].lower() not in drop]
     return [piece for at in kept for piece in lines[at : at + 4]]
-
-
-def error(status: int, message: str, code: str | None = None, param: str | None = None) -> bytes:
-    """Write an error in OpenAI's shape."""
-    body = {"message": message, "type": error_type(status), "param": param, "code": code}
-    return orjson.dumps({"error": body})
-
-
-def error_type(status: int) -> str:
-    """Name the kind of error, as OpenAI does."""
-    if status == HTTPStatus.TOO_MANY_REQUESTS:
-        return "rate_limit_error"
-    if status >= HTTPStatus.INTERNAL_SERVER_ERROR:
-        return "server_error"
-    return "invalid_request_error"
-
-
-def answer(
-    status: int,
-    body: bytes,
-    content_type: bytes = JSON,
-    *,
-    headers: Iterable[tuple[bytes, bytes]] = (),
-    keep_alive: bool = True,
-    bodiless: bool = False,
-) -> bytes:
-    """Write an answer of the router's own; `bodiless` for HEAD."""
-    pieces = [status_line(status)]
-    for name, value in headers:
-        pieces += (name, b": ", value, b"\r\n")
-    if body:
-        pieces += (b"Content-Type: ", content_type, b"\r\n")
-    # HTTP/1.0 must be told that it may go on, HTTP/1.1 that it may not; each ignores the other.
-    pieces.append(b"Connection: keep-alive\r\n" if keep_alive else b"Connection: close\r\n")
-    pieces.append(b"Content-Length: %d\r\n\r\n" % len(body))
-    if not bodiless:
-        pieces.append(body)
-    return b"".join(pieces)
-
-
-def refuse(
-    refusal: Refusal, request_id: bytes, *, keep_alive: bool = True, bodiless: bool = False
-) -> bytes:
-    """Write an answer that says no."""
-    headers = [(b"X-Request-Id", request_id)] if request_id else []
-    if refusal.retry_after_s is not None:
-        headers.append((b"Retry-After", b"%d" % max(1, math.ceil(refusal.retry_after_s))))
-    if refusal.status == HTTPStatus.METHOD_NOT_ALLOWED and refusal.param:
-        headers.append((b"Allow", refusal.param.encode()))
-    body = error(refusal.status, refusal.message, refusal.code, refusal.param)
-    return answer(refusal.status, body, headers=headers, keep_alive=keep_alive, bodiless=bodiless)

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from proxy.core.types import Reason, Refusal
-from proxy.wire.http import JSON, answer, refuse
+from proxy.wire.http import JSON
+from proxy.wire.own_answers import answer, refuse
 
 if TYPE_CHECKING:
     from proxy.core.fleet import Fleet
@@ -36,7 +37,7 @@ def local_answer(wire: Wire, request: Request, *, keep_alive: bool) -> bytes:
         if wire.draining or not live(fleet):
             why = "the router is shutting down" if wire.draining else "no worker is up"
             refusal = Refusal(503, Reason.NO_WORKER, why, retry_after_s=1.0)
-            return refuse(refusal, request.id, keep_alive=keep_alive, bodiless=bodiless)
+            return refuse(refusal, request, keep_alive=keep_alive)
     elif head.path == "/v1/models":
         body = models(fleet)
     elif head.path == "/metrics":

@@ -13,10 +13,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from proxy.core.types import Decision, Lease, Outcome, Reason, Refusal, Ticket
-from proxy.wire.answering import Answering
+from proxy.wire.answering import Answering, response_id_in
 from proxy.wire.counting import TokenCount
-from proxy.wire.http import refuse
-from proxy.wire.upstream import Trouble
+from proxy.wire.http import NONE
+from proxy.wire.own_answers import refuse
+from proxy.wire.response import OK
+from proxy.wire.worker_connection import Trouble
 
 if TYPE_CHECKING:
     from proxy.core.routes import Route
@@ -25,14 +27,14 @@ if TYPE_CHECKING:
     from proxy.wire.request import Request
     from proxy.wire.response import Head
     from proxy.wire.server import Wire
-    from proxy.wire.upstream import Pool, WorkerConnection
+    from proxy.wire.upstream import Pool
+    from proxy.wire.worker_connection import WorkerConnection
 
 CLIENT_GONE = 499  # as nginx calls it; in metrics alone
-BAD_GATEWAY, GATEWAY_TIMEOUT = 502, 504
+BAD_REQUEST, BAD_GATEWAY, GATEWAY_TIMEOUT = 400, 502, 504
 # What a worker can't do at all is not its failure.
 NOT_IMPLEMENTED, HTTP_VERSION = 501, 505
 TOO_MANY, UNAVAILABLE, SERVER_ERROR = 429, 503, 500
-NONE = "none"
 STORING = "responses"  # the route whose answers may be asked for again
 # Bodies up to this size are sent in one piece with their head.
 SMALL = 1 << 16
@@ -140,7 +142,7 @@ class Exchange:
         self._lease = placed
         self._decision = placed.decision
         worker = placed.decision.worker
-        self._pool_name = worker.role.value
+        self._pool_name = worker.role
         pool = self._wire.pools.of(worker)
         pool.send(now, self, self._to_worker(pool))
 
@@ -179,9 +181,10 @@ class Exchange:
             return
         if ended:
             self.connection = None
-        if not answering.has_begun and (body or ended):
-            self._first_bytes(now, body)
+        had_begun = answering.has_begun
         data = answering.take(body, ended)
+        if not had_begun and answering.has_begun:
+            self._first_bytes(now, data)
         if answering.tokens:
             self._saw_tokens(now, answering.tokens)
         if data:
@@ -241,15 +244,15 @@ class Exchange:
         wire.settle(now)
         return placed if isinstance(placed, Refusal) else None
 
-    def _first_bytes(self, now: float, body: bytes) -> None:
+    def _first_bytes(self, now: float, data: bytes) -> None:
         """No other worker will be asked from here on."""
         self._request.body = b""
         lease, answering = self._lease, self._answering
-        if lease is None or answering is None:
+        if lease is None or answering is None or answering.status != OK:
             return
         if not lease.ask.generates:
             self._wire.router.first_token(lease, now)
-        if self._route.name == STORING and (response_id := answering.response_id(body)):
+        if self._route.name == STORING and (response_id := response_id_in(data)):
             self._wire.router.remember(response_id, lease.worker.name)
 
     def _saw_tokens(self, now: float, tokens: int) -> None:
@@ -268,8 +271,7 @@ class Exchange:
     def _finish(self, now: float, answering: Answering) -> None:
         wire, status = self._wire, answering.status
         if self._lease is not None:
-            refused = 400 <= status < 500
-            outcome = Outcome.REFUSED if refused else Outcome.DONE
+            outcome = Outcome.DONE if status < BAD_REQUEST else Outcome.REFUSED
             wire.router.finish(self._lease, now, outcome, answering.usage())
         self._books(now, status)
         self._client.done(now, keep_alive=answering.keep_alive)
@@ -278,7 +280,7 @@ class Exchange:
     def _refuse(self, now: float, refusal: Refusal) -> None:
         keep_alive = self._request.head.keep_alive and not self._wire.draining
         self._books(now, refusal.status, refusal.reason)
-        self._client.write(refuse(refusal, self._request.id, keep_alive=keep_alive))
+        self._client.write(refuse(refusal, self._request, keep_alive=keep_alive))
         self._client.done(now, keep_alive=keep_alive)
 
     def pause(self) -> None:

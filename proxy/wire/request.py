@@ -1,20 +1,11 @@
-"""Reading requests: bytes in, whole requests out.
+"""What a request is, once read, and what is refused of its head.
 
-llhttp does the parsing and refuses what is malformed. What it would let pass and is refused here:
-a transfer coding other than plain `chunked`, chunks in HTTP/1.0, other versions, no or two Hosts,
-headers without end. What it would stop at and passes here: `Upgrade`, which a server may ignore
-(Java's client asks for h2c with every first POST, body and all).
-
-A client's heads are alike: over one connection, only the digits of Content-Length change. Such a
-head is read once. The same bytes around other digits mean the same, so the next one costs two
-comparisons, where parsing took a third of all that a small request costs.
+llhttp has refused what is malformed. What it lets pass and is refused here: a transfer coding other
+than plain `chunked`, chunks in HTTP/1.0, other versions, no or two Hosts, too large a body.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable
-from enum import Enum, auto
 from typing import TYPE_CHECKING
 
 import httptools
@@ -26,10 +17,6 @@ if TYPE_CHECKING:
     from proxy.core.routes import Route
 
 HANDLED_CONNECTION = frozenset([b"", b"close", b"keep-alive", b"upgrade"])
-# Heads with these are read anew each time.
-NEVER_KNOWN = frozenset([b"expect", b"transfer-encoding", b"upgrade"])
-LENGTH = b"\r\ncontent-length:"
-MAX_DIGITS = 18
 
 
 class RequestHead:
@@ -37,6 +24,7 @@ class RequestHead:
 
     __slots__ = (
         "authorization",
+        "awaits_continue",
         "explain",
         "http_1_0",
         "id",
@@ -44,6 +32,7 @@ class RequestHead:
         "lines",
         "method",
         "path",
+        "pieces",
         "refusal",
         "route",
         "special",
@@ -53,19 +42,80 @@ class RequestHead:
 
     def __init__(self) -> None:
         self.method = ""
-        self.target = b""  # path and query, as sent on
+        self.target = b""  # path and query
         self.path = ""
-        self.start = b""  # the request line for the worker
-        self.lines = b""  # headers that pass on, ready to be sent
+        self.start = b""  # the request line for the worker, up to the name of its host
+        self.pieces: list[bytes] = []  # of the headers that pass on, four for each
+        self.lines = b""  # those, ready to be sent
         self.authorization = b""  # so is this one, unless the worker has a key of its own
         self.special: dict[bytes, bytes] = {}  # headers that are looked at
         self.id = b""  # the client's, if it gave one
         self.http_1_0 = False
         self.keep_alive = True
         self.explain = False
+        self.awaits_continue = False
         # Set by whoever judges it: where it goes on, or why it does not.
         self.route: Route | None = None
         self.refusal: Refusal | None = None
+
+    @property
+    def size(self) -> int:
+        """Bytes of it that were kept."""
+        return len(self.target) + sum(map(len, self.pieces))
+
+    def add(self, name: bytes, value: bytes) -> None:
+        """Sort a header."""
+        key = name.lower()
+        passes = REQUEST_HEADERS.get(key)
+        if passes is not False:
+            self.pieces += (name, b": ", value, b"\r\n")
+        if passes is not None:
+            special = self.special
+            special[key] = value if key not in special else special[key] + b", " + value
+
+    def complete(self, method: str, version: str, max_body: int) -> None:
+        """Check it, and prepare what is sent on; raises `RefusedError`."""
+        self.method = method
+        if version != "1.1":
+            if version != "1.0":
+                raise malformed(f"HTTP/{version} is not spoken here", 505)
+            self.http_1_0 = True
+        if not self.target.startswith(b"/"):
+            self.target = _origin_form(self.target, method)
+        self.path = self.target.partition(b"?")[0].decode("latin-1")
+        self.start = b"%b %b HTTP/1.1\r\nHost: " % (method.encode(), self.target)
+        self._check_framing(max_body)
+        self._check_expectation()
+        special = self.special
+        host = special.get(b"host")
+        if (host is None and not self.http_1_0) or (host is not None and b"," in host):
+            raise malformed("a request names one Host")
+        if (connection := special.get(b"connection")) is not None:
+            named = set(tokens(connection)) - HANDLED_CONNECTION
+            if named:
+                self.pieces = without(self.pieces, named)
+        self.lines = b"".join(self.pieces)
+        if (authorization := special.get(b"authorization")) is not None:
+            self.authorization = b"Authorization: %b\r\n" % authorization
+        self.id = special.get(b"x-request-id", b"")
+        self.explain = b"x-explain" in special
+
+    def _check_framing(self, max_body: int) -> None:
+        if (length := self.special.get(b"content-length")) is not None:
+            if int(length) > max_body:
+                raise too_large(max_body)
+        elif (coding := self.special.get(b"transfer-encoding")) is not None and (
+            coding.strip().lower() != b"chunked" or self.http_1_0
+        ):
+            raise malformed("the only Transfer-Encoding understood is chunked")
+
+    def _check_expectation(self) -> None:
+        expected = self.special.get(b"expect")
+        if expected is None or self.http_1_0:
+            return
+        if expected.strip().lower() != b"100-continue":
+            raise malformed("the only expectation met is 100-continue", 417)
+        self.awaits_continue = True
 
 
 class Request:
@@ -79,259 +129,9 @@ class Request:
         self.id = head.id
 
 
-class Reading(Enum):
-    """What a reader is in the middle of."""
-
-    NOTHING = auto()
-    HEAD = auto()
-    BODY = auto()
-
-
-class RequestReader:
-    """The requests of one connection. `judge` sees each head as soon as it is there."""
-
-    __slots__ = (
-        "_begun",
-        "_body_left",
-        "_framing",
-        "_head",
-        "_judge",
-        "_known",
-        "_last",
-        "_lines",
-        "_max_body",
-        "_max_head",
-        "_missing",
-        "_parser",
-        "_pieces",
-        "_quiet",
-        "awaits_continue",
-        "ready",
-        "state",
-    )
-
-    def __init__(
-        self, judge: Callable[[RequestHead], None], *, max_head: int, max_body: int
-    ) -> None:
-        self.ready: deque[Request] = deque()
-        self.state = Reading.NOTHING
-        self.awaits_continue = False
-        self._judge = judge
-        self._max_head = max_head
-        self._max_body = max_body
-        self._parser = httptools.HttpRequestParser(self)
-        self._head = RequestHead()
-        self._lines: list[bytes] = []  # four pieces for each header that passes on
-        self._pieces: list[bytes] = []
-        self._begun = 0  # requests that began in the bytes fed last
-        self._body_left = 0
-        self._quiet = 0  # bytes since anything came of them: a head, or framing without end
-        self._last = False  # the client said that nothing follows
-        self._framing = b""  # set while the head of a refused upgrade is read again
-        self._known: tuple[bytes, bytes, RequestHead] | None = None
-        self._missing = 0  # bytes of the body of a request whose head was known
-
-    def feed(self, data: bytes) -> None:
-        """Take in bytes; raises `RefusedError`, after which nothing more may be fed."""
-        if self._missing:
-            self._feed_body(data)
-        elif self.state is Reading.NOTHING and self._known is not None:
-            before, after, head = self._known
-            if data.startswith(before):
-                at = len(before)
-                end = data.find(b"\r", at, at + MAX_DIGITS)
-                digits = data[at:end]
-                if digits.isdigit() and data.startswith(after, end):
-                    self._feed_known(head, int(digits), data[end + len(after) :])
-                    return
-            self._parse(data)
-        else:
-            self._parse(data)
-
-    def _feed_known(self, head: RequestHead, length: int, data: bytes) -> None:
-        if length > self._max_body:
-            raise self._too_large()
-        self._head = head
-        if len(data) == length:
-            self.ready.append(Request(head, data))
-            return
-        self.state = Reading.BODY
-        self._pieces = []
-        self._missing = length
-        self._feed_body(data)
-
-    def _feed_body(self, data: bytes) -> None:
-        left = self._missing - len(data)
-        rest = b""
-        if left < 0:
-            rest = data[self._missing :]
-            data = data[: self._missing]
-        self._pieces.append(data)
-        self._missing = max(left, 0)
-        if left <= 0:
-            self.state = Reading.NOTHING
-            self.ready.append(Request(self._head, b"".join(self._pieces)))
-            self._pieces = []
-            if rest:
-                self.feed(rest)
-
-    def _parse(self, data: bytes) -> None:
-        if self._last and self.state is Reading.NOTHING:
-            return
-        starts = self.state is Reading.NOTHING
-        self._begun = 0
-        self._quiet += len(data)
-        try:
-            self._parser.feed_data(data)
-        except httptools.HttpParserUpgrade as stop:
-            self._ignore_upgrade(data[stop.args[0] :])
-        except httptools.HttpParserCallbackError as error:
-            raise error.__context__ or error from None
-        except httptools.HttpParserError as error:
-            if not (self._last and self.state is Reading.NOTHING):
-                raise malformed(f"malformed HTTP: {error}") from None
-        if self._quiet > self._max_head:
-            raise malformed(f"more than {self._max_head} bytes of header", 431)
-        if starts and self._begun == 1 and self.state is not Reading.HEAD:
-            self._get_to_know(data)
-
-    def _get_to_know(self, data: bytes) -> None:
-        """Remember the one head in these bytes, which begin with it."""
-        head = self._head
-        length = head.special.get(b"content-length", b"")
-        end = data.find(b"\r\n\r\n") + 4
-        at = data[:end].lower().find(LENGTH)
-        self._known = None
-        if (
-            at >= 0
-            and length.isdigit()
-            and head.keep_alive
-            and head.refusal is None
-            and not NEVER_KNOWN & head.special.keys()
-        ):
-            at = data.find(length, at + len(LENGTH))
-            self._known = data[:at], data[at + len(length) : end], head
-
-    def on_message_begin(self) -> None:
-        """Start anew."""
-        self._begun += 1
-        if not self._framing:
-            self._head = RequestHead()
-            self._lines = []
-            self.state = Reading.HEAD
-
-    def on_url(self, url: bytes) -> None:
-        """Take in the target, or a piece of it."""
-        if not self._framing:
-            self._head.target += url
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        """Sort a header; trailers are dropped."""
-        if self.state is not Reading.HEAD:
-            return
-        key = name.lower()
-        passes = REQUEST_HEADERS.get(key)
-        if passes is not False:
-            self._lines += (name, b": ", value, b"\r\n")
-        if passes is not None:
-            special = self._head.special
-            special[key] = value if key not in special else special[key] + b", " + value
-
-    def on_headers_complete(self) -> None:
-        """Check the head, have it judged, and get ready for the body."""
-        if self._framing:
-            return
-        head, parser = self._head, self._parser
-        if self._quiet > self._max_head and (
-            len(head.target) + sum(map(len, self._lines)) > self._max_head
-        ):
-            raise malformed(f"more than {self._max_head} bytes of header", 431)
-        self._quiet = 0
-        self.state = Reading.BODY
-        self._pieces = []
-        self._body_left = self._max_body
-        head.method = parser.get_method().decode()
-        head.keep_alive = parser.should_keep_alive()
-        self._last = not head.keep_alive
-        version = parser.get_http_version()
-        if version != "1.1":
-            if version != "1.0":
-                raise malformed(f"HTTP/{version} is not spoken here", 505)
-            head.http_1_0 = True
-        if not head.target.startswith(b"/"):
-            head.target = _origin_form(head.target, head.method)
-        head.path = head.target.partition(b"?")[0].decode("latin-1")
-        head.start = b"%b %b HTTP/1.1\r\nHost: " % (parser.get_method(), head.target)
-        self._check_special(head)
-        head.lines = b"".join(self._lines)
-        self._judge(head)
-        if self.awaits_continue and head.refusal is not None:
-            # Its body may or may not follow: nobody can tell where the next request starts.
-            raise RefusedError(head.refusal)
-
-    def on_body(self, piece: bytes) -> None:
-        """Collect the body, within bounds."""
-        self._quiet = 0
-        self._body_left -= len(piece)
-        if self._body_left < 0:
-            raise self._too_large()
-        if self._head.refusal is None:
-            self._pieces.append(piece)
-
-    def on_message_complete(self) -> None:
-        """Hand the request over."""
-        if self._parser.should_upgrade():
-            return  # llhttp believes that; its body comes yet
-        pieces, self._pieces = self._pieces, []
-        self._quiet = 0
-        self._framing = b""
-        self.awaits_continue = False
-        self.state = Reading.NOTHING
-        self.ready.append(Request(self._head, b"".join(pieces)))
-
-    def _check_special(self, head: RequestHead) -> None:
-        special = head.special
-        host = special.get(b"host")
-        if (host is None and not head.http_1_0) or (host is not None and b"," in host):
-            raise malformed("a request names one Host")
-        if (length := special.get(b"content-length")) is not None:
-            if int(length) > self._max_body:
-                raise self._too_large()
-        elif (coding := special.get(b"transfer-encoding")) is not None and (
-            coding.strip().lower() != b"chunked" or head.http_1_0
-        ):
-            raise malformed("the only Transfer-Encoding understood is chunked")
-        if (expected := special.get(b"expect")) is not None and not head.http_1_0:
-            if expected.strip().lower() != b"100-continue":
-                raise malformed("the only expectation met is 100-continue", 417)
-            self.awaits_continue = True
-        if (connection := special.get(b"connection")) is not None:
-            named = set(tokens(connection)) - HANDLED_CONNECTION
-            if named:
-                self._lines = without(self._lines, named)
-        if (authorization := special.get(b"authorization")) is not None:
-            head.authorization = b"Authorization: %b\r\n" % authorization
-        head.id = special.get(b"x-request-id", b"")
-        head.explain = b"x-explain" in special
-
-    def _ignore_upgrade(self, rest: bytes) -> None:
-        """Read on as if no upgrade had been asked for: a new parser, told the framing alone."""
-        special = self._head.special
-        if self._head.method == "CONNECT":
-            raise malformed("this is no tunnel", 405)
-        if (length := special.get(b"content-length")) is not None:
-            self._framing = b"Content-Length: %d\r\n" % int(length)
-        elif b"transfer-encoding" in special:
-            self._framing = b"Transfer-Encoding: chunked\r\n"
-        else:
-            self._framing = b"Content-Length: 0\r\n"
-        self._parser = httptools.HttpRequestParser(self)
-        self._parser.feed_data(b"POST / HTTP/1.1\r\n" + self._framing + b"\r\n")
-        if rest:
-            self.feed(rest)
-
-    def _too_large(self) -> RefusedError:
-        return malformed(f"a body has at most {self._max_body} bytes here", 413)
+def too_large(max_body: int) -> RefusedError:
+    """Describe a body beyond the limit."""
+    return malformed(f"a body has at most {max_body} bytes here", 413)
 
 
 def _origin_form(target: bytes, method: str) -> bytes:

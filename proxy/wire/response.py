@@ -65,6 +65,11 @@ class AnswerReader:
         self._surplus = False
         self._quiet = 0  # bytes since anything came of them
 
+    @property
+    def untouched(self) -> bool:
+        """Whether nothing came of an answer yet."""
+        return self.head is None and not self._quiet
+
     def feed(self, data: bytes) -> None:
         """Take in bytes; raises `AnswerError`, after which nothing more may be fed."""
         self._quiet += len(data)

@@ -21,6 +21,7 @@ from proxy.core.types import Refusal, Ticket
 from proxy.wire import local
 from proxy.wire.client import ClientConnection
 from proxy.wire.counting import TokenCount
+from proxy.wire.http import NONE
 from proxy.wire.settings import WireSettings
 from proxy.wire.upstream import Pools
 
@@ -35,7 +36,6 @@ BACKLOG = 4096
 TICK_S = 0.05
 SWEEP_TICKS = 4
 CLOSE_S = 1.0  # at least, for written answers to be sent
-NONE = "none"
 
 
 class Wire:
@@ -52,6 +52,7 @@ class Wire:
         self.settings = settings
         self.metrics = metrics
         self.clock = clock
+        self.port = 0  # known once it listens
         self.draining = False
         self.clients: set[ClientConnection] = set()
         self.exchanges: set[Exchange] = set()
@@ -66,12 +67,6 @@ class Wire:
         self._id_prefix = os.urandom(8).hex().encode()
         metrics.upstream_connections = self.pools.counts
 
-    @property
-    def port(self) -> int:
-        """Where it listens."""
-        port: int = self._servers[0].sockets[0].getsockname()[1]
-        return port
-
     async def start(self, host: str, port: int, *, sock: socket.socket | None = None) -> None:
         """Listen, on a socket of the caller's if there is one."""
         loop = asyncio.get_running_loop()
@@ -84,6 +79,7 @@ class Wire:
         else:
             server = await loop.create_server(client, host, port, backlog=BACKLOG)
         self._servers.append(server)
+        self.port = int(server.sockets[0].getsockname()[1])
         if self._timer is None:
             self._timer = loop.call_later(TICK_S, self._tick)
 

@@ -16,7 +16,7 @@ from typing import Any
 import orjson
 
 from proxy.core.types import Usage
-from proxy.wire.http import error_type
+from proxy.wire.own_answers import error_type
 
 MAX_HELD = 1 << 20
 # Where usage is looked for: in a body's last bytes, in a stream's last pieces (the event that has

@@ -58,9 +58,10 @@ class Adaptive(Rule):
         worker = cheapest(candidates, costs, long=ask.long)
         reason = reason_for(worker, view)
         cached = worker.cached(held) if held else 0
-        if cached and cheapest(candidates, uncached, long=ask.long) is not worker:
+        uneven = cached and view.pool.bits & ~held[0][1]  # not everybody has as much
+        if uneven and cheapest(candidates, uncached, long=ask.long) is not worker:
             reason = PREFIX
-        ttft_s = worker.ttft_s(view.now, ask.prompt_tokens - cached, for_long=ask.long)
+        ttft_s = worker.ttft_s(ask, view.now, cached)
         scores = tuple(score(w, view) for w in candidates) if view.explain else ()
         return Decision(worker, reason, ttft_s, scores, cached)
 
@@ -92,7 +93,7 @@ def reckon(candidates: list[Worker], view: View) -> tuple[list[float], list[floa
             cost += misfit_s(worker, view)
         if held:
             uncached.append(cost)
-            cost -= worker.prompt_price * worker.cached(held)
+            cost -= worker.cached_price * worker.cached(held)
         costs.append(cost)
     return costs, uncached
 
@@ -109,7 +110,7 @@ def score(worker: Worker, view: View) -> Score:
     ask, now, pace = view.ask, view.now, worker.pace
     total = reckon([worker], view)[0][0]
     cached = worker.cached(view.held)
-    prefill = pace.token_s * (ask.prompt_tokens - cached)
+    prefill = pace.first_token_s(ask.prompt_tokens - cached, 0.0, cached) - pace.fixed_s
     wait = worker.wait_s(now, for_long=ask.long)
     wait += kv_wait_s(worker, ask.prompt_tokens + ask.expected_output * ask.samples)
     return Score(worker.name, total, wait, prefill, total - wait - prefill - pace.fixed_s, cached)

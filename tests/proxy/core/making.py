@@ -8,6 +8,7 @@ from itertools import count
 from typing import Any
 
 from proxy.core.fleet import Fleet
+from proxy.core.prefix import COVERED
 from proxy.core.router import Router, RouterSettings
 from proxy.core.routes import Route, find
 from proxy.core.types import Ask, Lease, Refusal, Role, Ticket
@@ -41,6 +42,11 @@ def fleet_of(*specs: WorkerSpec) -> Fleet:
 def router_of(*specs: WorkerSpec, **settings: Any) -> Router:
     """Make a router for a fleet whose workers are all up."""
     return Router(RouterSettings(**settings), fleet_of(*specs))
+
+
+def members(fleet: Fleet) -> list[Worker]:
+    """List a fleet's workers in the order they came."""
+    return list(fleet)
 
 
 def worker_of(router: Router, name: str) -> Worker:
@@ -81,7 +87,7 @@ def ask(
         long=long,
         prefix=prefix,
     )
-    made.prefix_bytes = prompt * 4
+    made.prefix_bytes = max(prompt * 4, COVERED[len(prefix)])
     return made
 
 

@@ -1,0 +1,80 @@
+"""Answers of the router's own, and errors in OpenAI's shape."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from http import HTTPStatus
+from typing import TYPE_CHECKING
+
+import orjson
+
+from proxy.core.types import Reason, Refusal, Score
+from proxy.wire.http import JSON, NONE, status_line
+
+if TYPE_CHECKING:
+    from proxy.wire.request import Request
+
+
+def error(status: int, message: str, code: str | None = None, param: str | None = None) -> bytes:
+    """Write an error in OpenAI's shape."""
+    body = {"message": message, "type": error_type(status), "param": param, "code": code}
+    return orjson.dumps({"error": body})
+
+
+def error_type(status: int) -> str:
+    """Name the kind of error, as OpenAI does."""
+    if status == HTTPStatus.TOO_MANY_REQUESTS:
+        return "rate_limit_error"
+    if status >= HTTPStatus.INTERNAL_SERVER_ERROR:
+        return "server_error"
+    return "invalid_request_error"
+
+
+def route_header(worker: str, reason: Reason, scores: Iterable[Score]) -> bytes:
+    """Write where a request went and why: `s0; reason=short_pool; s0=0.0120; l0=0.2500 (busy)`."""
+    parts = [worker, f"reason={reason}"]
+    for score in scores:
+        note = f" ({score.note})" if score.note else ""
+        parts.append(f"{score.worker}={score.total:.4f}{note}")
+    return "; ".join(parts).encode("ascii", "replace")
+
+
+def answer(
+    status: int,
+    body: bytes,
+    content_type: bytes = JSON,
+    *,
+    headers: Iterable[tuple[bytes, bytes]] = (),
+    keep_alive: bool = True,
+    bodiless: bool = False,
+) -> bytes:
+    """Write an answer of the router's own; `bodiless` for HEAD."""
+    pieces = [status_line(status)]
+    for name, value in headers:
+        pieces += (name, b": ", value, b"\r\n")
+    if body:
+        pieces += (b"Content-Type: ", content_type, b"\r\n")
+    # HTTP/1.0 must be told that it may go on, HTTP/1.1 that it may not; each ignores the other.
+    pieces.append(b"Connection: keep-alive\r\n" if keep_alive else b"Connection: close\r\n")
+    pieces.append(b"Content-Length: %d\r\n\r\n" % len(body))
+    if not bodiless:
+        pieces.append(body)
+    return b"".join(pieces)
+
+
+def refuse(refusal: Refusal, request: Request | None, *, keep_alive: bool = True) -> bytes:
+    """Write an answer that says no, perhaps to what could not be read as a request."""
+    headers: list[tuple[bytes, bytes]] = []
+    bodiless = False
+    if request is not None:
+        headers.append((b"X-Request-Id", request.id))
+        bodiless = request.head.method == "HEAD"
+        if request.head.explain:
+            headers.append((b"X-Route", route_header(NONE, refusal.reason, refusal.scores)))
+    if refusal.retry_after_s is not None:
+        headers.append((b"Retry-After", b"%d" % max(1, math.ceil(refusal.retry_after_s))))
+    if refusal.status == HTTPStatus.METHOD_NOT_ALLOWED and refusal.param:
+        headers.append((b"Allow", refusal.param.encode()))
+    body = error(refusal.status, refusal.message, refusal.code, refusal.param)
+    return answer(refusal.status, body, headers=headers, keep_alive=keep_alive, bodiless=bodiless)

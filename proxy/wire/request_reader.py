@@ -1,0 +1,233 @@
+"""Reading requests: bytes in, whole requests out.
+
+llhttp does the parsing. What it would stop at and passes here: `Upgrade`, which a server may ignore
+(Java's client asks for h2c with every first POST, body and all).
+
+A client's heads are alike: over one connection, only the digits of Content-Length change. Such a
+head is read once. The same bytes around other digits mean the same, so the next one costs two
+comparisons, where parsing took a third of all that a small request costs.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from enum import Enum, auto
+
+import httptools
+
+from proxy.wire.http import RefusedError, malformed
+from proxy.wire.request import Request, RequestHead, too_large
+
+# Heads with these are read anew each time.
+NEVER_KNOWN = frozenset([b"expect", b"transfer-encoding", b"upgrade"])
+LENGTH = b"\r\ncontent-length:"
+MAX_DIGITS = 18
+
+
+class Reading(Enum):
+    """What a reader is in the middle of."""
+
+    NOTHING = auto()
+    HEAD = auto()
+    BODY = auto()
+
+
+class RequestReader:
+    """The requests of one connection. `judge` sees each head as soon as it is there."""
+
+    __slots__ = (
+        "_begun",
+        "_body_left",
+        "_framing",
+        "_head",
+        "_judge",
+        "_known",
+        "_last",
+        "_max_body",
+        "_max_head",
+        "_missing",
+        "_parser",
+        "_pieces",
+        "_quiet",
+        "ready",
+        "state",
+    )
+
+    def __init__(
+        self, judge: Callable[[RequestHead], None], *, max_head: int, max_body: int
+    ) -> None:
+        self.ready: deque[Request] = deque()
+        self.state = Reading.NOTHING
+        self._judge = judge
+        self._max_head = max_head
+        self._max_body = max_body
+        self._parser = httptools.HttpRequestParser(self)
+        self._head = RequestHead()
+        self._pieces: list[bytes] = []
+        self._begun = 0  # requests that began in the bytes fed last
+        self._body_left = 0
+        self._quiet = 0  # bytes since anything came of them: a head, or framing without end
+        self._last = False  # the client said that nothing follows
+        self._framing = b""  # set while the head of a refused upgrade is read again
+        self._known: tuple[bytes, bytes, RequestHead] | None = None
+        self._missing = 0  # bytes of the body of a request whose head was known
+
+    def owes_continue(self) -> bool:
+        """Whether a client waits to be told to send its body; it is told once."""
+        owes = self.state is Reading.BODY and self._head.awaits_continue
+        if owes:
+            self._head.awaits_continue = False
+        return owes
+
+    def feed(self, data: bytes) -> None:
+        """Take in bytes; raises `RefusedError`, after which nothing more may be fed."""
+        if self._missing:
+            self._feed_body(data)
+        elif self.state is Reading.NOTHING and self._known is not None:
+            before, after, head = self._known
+            if data.startswith(before):
+                at = len(before)
+                end = data.find(b"\r", at, at + MAX_DIGITS)
+                digits = data[at:end]
+                if digits.isdigit() and data.startswith(after, end):
+                    self._feed_known(head, int(digits), data[end + len(after) :])
+                    return
+            self._parse(data)
+        else:
+            self._parse(data)
+
+    def _feed_known(self, head: RequestHead, length: int, data: bytes) -> None:
+        if length > self._max_body:
+            raise too_large(self._max_body)
+        self._head = head
+        if len(data) == length:
+            self.ready.append(Request(head, data))
+            return
+        self.state = Reading.BODY
+        self._pieces = []
+        self._missing = length
+        self._feed_body(data)
+
+    def _feed_body(self, data: bytes) -> None:
+        left = self._missing - len(data)
+        rest = b""
+        if left < 0:
+            rest = data[self._missing :]
+            data = data[: self._missing]
+        self._pieces.append(data)
+        self._missing = max(left, 0)
+        if left <= 0:
+            self.state = Reading.NOTHING
+            self.ready.append(Request(self._head, b"".join(self._pieces)))
+            self._pieces = []
+            if rest:
+                self.feed(rest)
+
+    def _parse(self, data: bytes) -> None:
+        if self._last and self.state is Reading.NOTHING:
+            return
+        starts = self.state is Reading.NOTHING
+        self._begun = 0
+        self._quiet += len(data)
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserUpgrade as stop:
+            self._ignore_upgrade(data[stop.args[0] :])
+        except httptools.HttpParserCallbackError as error:
+            raise error.__context__ or error from None
+        except httptools.HttpParserError as error:
+            if not (self._last and self.state is Reading.NOTHING):
+                raise malformed(f"malformed HTTP: {error}") from None
+        if self._quiet > self._max_head:
+            raise malformed(f"more than {self._max_head} bytes of header", 431)
+        if starts and self._begun == 1 and self.state is not Reading.HEAD:
+            self._get_to_know(data)
+
+    def _get_to_know(self, data: bytes) -> None:
+        """Remember the one head in these bytes, which begin with it."""
+        head = self._head
+        length = head.special.get(b"content-length", b"")
+        end = data.find(b"\r\n\r\n") + 4
+        at = data[:end].lower().find(LENGTH)
+        self._known = None
+        if (
+            at >= 0
+            and length.isdigit()
+            and head.keep_alive
+            and head.refusal is None
+            and not NEVER_KNOWN & head.special.keys()
+        ):
+            at = data.find(length, at + len(LENGTH))
+            self._known = data[:at], data[at + len(length) : end], head
+
+    def on_message_begin(self) -> None:
+        """Start anew."""
+        self._begun += 1
+        if not self._framing:
+            self._head = RequestHead()
+            self.state = Reading.HEAD
+
+    def on_url(self, url: bytes) -> None:
+        """Take in the target, or a piece of it."""
+        if not self._framing:
+            self._head.target += url
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Sort a header; trailers are dropped."""
+        if self.state is Reading.HEAD:
+            self._head.add(name, value)
+
+    def on_headers_complete(self) -> None:
+        """Check the head, have it judged, and get ready for the body."""
+        if self._framing:
+            return
+        head, parser = self._head, self._parser
+        if self._quiet > self._max_head and head.size > self._max_head:
+            raise malformed(f"more than {self._max_head} bytes of header", 431)
+        self._quiet = 0
+        self.state = Reading.BODY
+        self._pieces = []
+        self._body_left = self._max_body
+        head.keep_alive = parser.should_keep_alive()
+        self._last = not head.keep_alive
+        head.complete(parser.get_method().decode(), parser.get_http_version(), self._max_body)
+        self._judge(head)
+        if head.awaits_continue and head.refusal is not None:
+            # Its body may or may not follow: nobody can tell where the next request starts.
+            raise RefusedError(head.refusal)
+
+    def on_body(self, piece: bytes) -> None:
+        """Collect the body, within bounds."""
+        self._quiet = 0
+        self._body_left -= len(piece)
+        if self._body_left < 0:
+            raise too_large(self._max_body)
+        if self._head.refusal is None:
+            self._pieces.append(piece)
+
+    def on_message_complete(self) -> None:
+        """Hand the request over."""
+        if self._parser.should_upgrade():
+            return  # llhttp believes that; its body comes yet
+        pieces, self._pieces = self._pieces, []
+        self._quiet = 0
+        self._framing = b""
+        self.state = Reading.NOTHING
+        self.ready.append(Request(self._head, b"".join(pieces)))
+
+    def _ignore_upgrade(self, rest: bytes) -> None:
+        """Read on as if no upgrade had been asked for: a new parser, told the framing alone."""
+        special = self._head.special
+        if self._head.method == "CONNECT":
+            raise malformed("this is no tunnel", 405)
+        if (length := special.get(b"content-length")) is not None:
+            self._framing = b"Content-Length: %d\r\n" % int(length)
+        elif b"transfer-encoding" in special:
+            self._framing = b"Transfer-Encoding: chunked\r\n"
+        else:
+            self._framing = b"Content-Length: 0\r\n"
+        self._parser = httptools.HttpRequestParser(self)
+        self._parser.feed_data(b"POST / HTTP/1.1\r\n" + self._framing + b"\r\n")
+        if rest:
+            self.feed(rest)

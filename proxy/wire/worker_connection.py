@@ -1,0 +1,210 @@
+"""One connection to a worker.
+
+A worker may close an idle connection just as a request is put on it. Such a request was never
+read, so it goes out again at once on a fresh connection, and nobody calls the worker failed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from enum import StrEnum
+from math import inf
+from typing import TYPE_CHECKING, Protocol, cast
+
+from proxy.wire.response import AnswerError, AnswerReader, Head
+
+if TYPE_CHECKING:
+    from proxy.wire.upstream import Pool
+
+# uvicorn closes what was idle for 5 s.
+MAX_IDLE_S = 4.0
+# A request unanswered for longer was read: what killed the connection then was no old age.
+STALE_S = 1.0
+
+
+class Trouble(StrEnum):
+    """How a worker failed a request; a label in metrics."""
+
+    CONNECT = "connect"
+    RESET = "reset"
+    TIMEOUT = "timeout"
+    BROKEN = "broken"  # what it said was no HTTP
+    STATUS = "status"  # it answered with a 5xx or 429
+
+
+class Caller(Protocol):
+    """Who waits for a worker's answer. After `received(ended=True)` or `lost` it hears no more."""
+
+    connection: WorkerConnection | None
+
+    def begun(self, now: float, head: Head) -> None:
+        """Hear that the head of the answer is there."""
+
+    def received(self, now: float, body: bytes, ended: bool) -> None:
+        """Take a piece of the body, perhaps empty, perhaps the last."""
+
+    def lost(self, now: float, trouble: Trouble) -> None:
+        """Hear that there will be no (more of the) answer."""
+
+
+class WorkerConnection(asyncio.Protocol):
+    """One connection to a worker, from before it is made."""
+
+    __slots__ = (
+        "_begun",
+        "_paused",
+        "_pool",
+        "_reader",
+        "_request",
+        "_sent_at",
+        "_transport",
+        "_used",
+        "caller",
+        "deadline",
+        "opening",
+    )
+
+    def __init__(self, pool: Pool) -> None:
+        self.caller: Caller | None = None
+        self.deadline = inf
+        self.opening: asyncio.Task[None] | None = None
+        self._pool = pool
+        self._reader = AnswerReader()
+        self._transport: asyncio.Transport | None = None
+        self._request: tuple[bytes, ...] = ()
+        self._sent_at = 0.0
+        self._used = False  # an answer came over it before
+        self._begun = False
+        self._paused = False
+
+    def send(self, now: float, caller: Caller, request: tuple[bytes, ...]) -> None:
+        """Put a request on the connection, or keep it until there is one."""
+        self.caller = caller
+        self._request = request
+        self._sent_at = now
+        settings = self._pool.settings
+        if self._transport is None:
+            self.deadline = now + settings.connect_s
+            return
+        self.deadline = now + settings.first_byte_s
+        for piece in request:
+            self._transport.write(piece)
+
+    def drop(self) -> None:
+        """Walk away: whatever the worker does for the caller, it may stop doing."""
+        self.caller = None
+        self._pool.forget(self)
+        if self._transport is not None:
+            self._transport.abort()
+        elif self.opening is not None:
+            self.opening.cancel()
+
+    def pause(self) -> None:
+        """Take no more for now; the worker's silence is not its own meanwhile."""
+        if self._transport is not None and not self._paused:
+            self._paused = True
+            self.deadline = inf
+            self._transport.pause_reading()
+
+    def resume(self, now: float) -> None:
+        """Take more again."""
+        if self._transport is not None and self._paused:
+            self._paused = False
+            self.deadline = now + self._pool.settings.idle_s
+            self._transport.resume_reading()
+
+    def expire(self, now: float) -> None:
+        """Act on a deadline that has passed."""
+        self.fail(now, Trouble.TIMEOUT)
+
+    def fail(self, now: float, trouble: Trouble) -> None:
+        """Close, and tell the caller if there is one."""
+        caller, self.caller = self.caller, None
+        self.drop()
+        if caller is not None:
+            caller.lost(now, trouble)
+
+    def is_usable(self) -> bool:
+        """Whether an idle connection may serve again."""
+        return self._transport is not None and not self._transport.is_closing()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Send what waits."""
+        self._transport = cast("asyncio.Transport", transport)
+        self.opening = None
+        if self.caller is None:
+            self._transport.abort()
+        else:
+            self.send(self._pool.clock(), self.caller, self._request)
+
+    def data_received(self, data: bytes) -> None:
+        """Pass on what the worker says."""
+        caller, reader = self.caller, self._reader
+        now = self._pool.clock()
+        if caller is None:
+            self.drop()  # it speaks though nobody asked
+            return
+        try:
+            reader.feed(data)
+        except AnswerError:
+            self.fail(now, Trouble.BROKEN)
+            return
+        self._tell(now, caller)
+
+    def eof_received(self) -> None:
+        """Take it for the end, whatever of the request may still wait to be sent."""
+        self.connection_lost(None)
+        self.drop()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        """See whether that was the end, an accident, or nothing to anybody."""
+        self._pool.forget(self)
+        caller = self.caller
+        if caller is None:
+            return
+        now = self._pool.clock()
+        if error is None and self._reader.finish():
+            self._tell(now, caller)
+        elif self._used and self._reader.untouched and now - self._sent_at < STALE_S:
+            self.caller = None
+            self._pool.open_for(now, caller, self._request)
+        else:
+            self.fail(now, Trouble.RESET)
+
+    def _tell(self, now: float, caller: Caller) -> None:
+        """Hand over what was read. In between, the caller may drop the connection."""
+        reader = self._reader
+        head = reader.head
+        if head is None:
+            return
+        body = b"".join(reader.pieces) if reader.pieces else b""
+        ended = reader.ended
+        reader.pieces = []
+        if not self._begun:
+            self._begun = True
+            self._request = ()
+            caller.begun(now, head)
+            if self.caller is not caller:
+                return
+        if ended:
+            # Before the caller hears of it: what waits for room will want this connection.
+            self._release(now)
+        elif body and not self._paused:
+            self.deadline = now + self._pool.settings.idle_s
+        if body or ended:
+            caller.received(now, body, ended)
+
+    def _release(self, now: float) -> None:
+        transport = self._transport
+        self.caller = None
+        # A worker that answered before it had read all may never read the rest.
+        if not self._reader.reusable or transport is None or transport.get_write_buffer_size():
+            self.drop()
+            return
+        if self._paused:
+            self.resume(now)
+        self._used = True
+        self._begun = False
+        self._reader.expect()
+        self.deadline = now + MAX_IDLE_S
+        self._pool.idle.append(self)

@@ -1,0 +1,46 @@
+"""Pools by size, whatever the load."""
+
+from __future__ import annotations
+
+from proxy.core.types import Outcome, Reason
+from tests.proxy.core.making import LONG, SHORT, ask, placed, router_of, spec, waits, worker_of
+
+
+def test_each_size_keeps_to_its_pool() -> None:
+    router = router_of(spec("s", SHORT), spec("l", LONG), policy="length")
+    shorts = [placed(router.submit(ask(), 0.0)) for _ in range(20)]
+    longs = [placed(router.submit(ask(long=True), 0.0)) for _ in range(3)]
+    assert {lease.worker.name for lease in shorts} == {"s"}
+    assert {lease.worker.name for lease in longs} == {"l"}
+    assert shorts[0].decision.reason is Reason.SHORT_POOL
+    assert longs[0].decision.reason is Reason.LONG_POOL
+
+
+def test_general_workers_belong_to_both() -> None:
+    router = router_of(spec("s", SHORT), spec("g"), policy="length")
+    assert {placed(router.submit(ask(), 0.0)).worker.name for _ in range(2)} == {"s", "g"}
+    lease = placed(router.submit(ask(long=True), 0.0))
+    assert (lease.worker.name, lease.decision.reason) == ("g", Reason.GENERAL_POOL)
+
+
+def test_a_full_pool_is_waited_for() -> None:
+    router = router_of(spec("s", SHORT, most=1), spec("l", LONG), policy="length")
+    lease = placed(router.submit(ask(), 0.0))
+    ticket = waits(router.submit(ask(), 0.0))
+    assert router.due(0.5) == []
+    router.finish(lease, 1.0, Outcome.DONE)
+    assert [gone for gone, _ in router.due(1.0)] == [ticket]
+
+
+def test_a_pool_with_nobody_left_is_not() -> None:
+    router = router_of(spec("s", SHORT, 8192), spec("l", LONG, 65_536), policy="length")
+    router.fleet.failed(worker_of(router, "s"), 0.0, 60.0)
+    lease = placed(router.submit(ask(), 0.0))
+    assert (lease.worker.name, lease.decision.reason) == ("l", Reason.ONLY_CHOICE)
+    retry = placed(router.submit(ask(), 0.0, tried=frozenset({"s"})))
+    assert retry.worker.name == "l"
+
+
+def test_a_long_that_its_pool_is_too_small_for_does_not_exist() -> None:
+    router = router_of(spec("s", SHORT, 65_536), spec("l", LONG, 8192), policy="length")
+    assert placed(router.submit(ask(20_000, long=True), 0.0)).worker.name == "s"

@@ -1,0 +1,29 @@
+"""The rules by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from proxy.core import routing
+from proxy.core.routing.registry import RULES, rule
+
+RULE_FILES = {"registry", "view", "__init__"}
+
+
+def test_every_rule_is_one_file_and_in_the_registry() -> None:
+    files = {path.stem for path in Path(routing.__path__[0]).glob("*.py")} - RULE_FILES
+    assert set(RULES) == files
+    assert all(rule(name).name == name for name in RULES)
+
+
+def test_every_rule_tells_its_idea_its_cost_and_how_it_fails() -> None:
+    for kind in RULES.values():
+        text = __import__(kind.__module__, fromlist=["x"]).__doc__
+        assert all(word in text for word in ("Idea:", "Cost:", "How it fails:"))
+
+
+def test_an_unknown_name_is_met_with_the_names_there_are() -> None:
+    with pytest.raises(ValueError, match="no routing policy 'x'; there are: adaptive, least"):
+        rule("x")

@@ -1,0 +1,144 @@
+"""Charges."""
+
+from __future__ import annotations
+
+import pytest
+
+from proxy.core.fleet import Fleet
+from proxy.core.types import Ask, Decision, Lease, Reason
+from tests.proxy.core.making import ask, fleet_of, idle, members, spec
+
+
+def charge(fleet: Fleet, one: Ask, now: float = 0.0, *, cached: int = 0) -> Lease:
+    """Charge to the first worker."""
+    decision = Decision(members(fleet)[0], Reason.ONLY_CHOICE, cached_tokens=cached)
+    return fleet.charge(one, decision, now)
+
+
+@pytest.fixture
+def fleet() -> Fleet:
+    """Make a fleet of one."""
+    return fleet_of(spec("a"))
+
+
+def test_a_request_is_charged_when_it_is_sent(fleet: Fleet) -> None:
+    charge(fleet, ask(1000, 50, samples=2, long=True))
+    worker = members(fleet)[0]
+    assert (worker.requests, worker.sequences) == (1, 2)
+    assert (worker.prefill_tokens, worker.long_tokens, worker.decode_tokens) == (1000, 1000, 100)
+    assert (worker.kv_tokens, worker.decoding) == (1100, 0)
+
+
+def test_what_is_cached_is_not_charged(fleet: Fleet) -> None:
+    members(fleet)[0].pace.missing = 0.0
+    charge(fleet, ask(1000), cached=900)
+    assert members(fleet)[0].prefill_tokens == 100
+    assert members(fleet)[0].kv_tokens == 1050
+
+
+def test_its_first_token_moves_it_from_prefill_to_decode(fleet: Fleet) -> None:
+    lease = charge(fleet, ask(1000, 50, samples=2, long=True))
+    worker = members(fleet)[0]
+    for _ in range(2):
+        fleet.first_token(lease, 1.0)
+        assert (worker.prefill_tokens, worker.long_tokens, worker.decoding) == (0, 0, 2)
+    assert lease.first_token_at == 1.0
+    assert worker.pace.prefills == 1
+
+
+def test_tokens_are_paid_off_but_not_twice(fleet: Fleet) -> None:
+    lease = charge(fleet, ask(100, 50))
+    fleet.tokens(lease, 20)
+    assert members(fleet)[0].decode_tokens == 30
+    fleet.tokens(lease, 70)
+    assert members(fleet)[0].decode_tokens == 0
+    assert lease.seen_tokens == 90
+
+
+@pytest.mark.parametrize("begun", [False, True])
+@pytest.mark.parametrize("written", [0, 20, 999])
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("generates", [False, True])
+def test_everything_is_given_back_once(
+    fleet: Fleet, begun: bool, written: int, stream: bool, generates: bool
+) -> None:
+    lease = charge(fleet, ask(1000, 50, samples=3, stream=stream, generates=generates, long=True))
+    other = charge(fleet, ask(7, 7))
+    if begun:
+        fleet.first_token(lease, 1.0)
+    fleet.tokens(lease, written)
+    assert fleet.release(lease)
+    assert not fleet.release(lease)
+    fleet.first_token(lease, 2.0)
+    fleet.tokens(lease, 5)
+    assert members(fleet)[0].requests == 1
+    assert members(fleet)[0].prefill_tokens == 7
+    fleet.release(other)
+    assert idle(fleet)
+
+
+def test_one_without_a_stream_is_taken_to_decode_when_it_should(fleet: Fleet) -> None:
+    worker = members(fleet)[0]
+    lease = charge(fleet, ask(1000, 50, stream=False))
+    fleet.settle(0.01)
+    assert worker.decoding == 0
+    fleet.settle(10.0)
+    assert (worker.decoding, worker.prefill_tokens) == (1, 0)
+    assert worker.pace.prefills == 0  # nothing was seen
+    fleet.release(lease)
+    assert idle(fleet)
+
+
+def test_what_was_released_before_is_not_settled(fleet: Fleet) -> None:
+    lease = charge(fleet, ask(1000, 50, stream=False))
+    fleet.release(lease)
+    fleet.settle(10.0)
+    assert idle(fleet)
+
+
+def test_the_wait_shrinks_as_time_goes_but_never_to_nothing(fleet: Fleet) -> None:
+    worker = members(fleet)[0]
+    worker.pace.token_s = 1e-3
+    lease = charge(fleet, ask(10_000))
+    waits = [worker.wait_s(now, for_long=False) for now in (0.0, 5.0, 9.9, 60.0)]
+    assert waits == pytest.approx([10.0, 5.0, 2.0, 2.0])
+    fleet.first_token(lease, 61.0)
+    assert worker.wait_s(61.0, for_long=False) == 0.0
+
+
+def test_behind_longs_a_short_waits_as_far_as_it_is_not_let_past(fleet: Fleet) -> None:
+    worker = members(fleet)[0]
+    worker.pace.token_s, worker.pace.passing = 1e-3, 0.1
+    charge(fleet, ask(9000, long=True))
+    charge(fleet, ask(1000))
+    assert worker.wait_s(0.0, for_long=True) == pytest.approx(10.0)
+    assert worker.wait_s(0.0, for_long=False) == pytest.approx(1.9)
+
+
+def test_a_worker_of_which_nothing_is_known_is_lent_what_another_learnt() -> None:
+    fleet = fleet_of(spec("a"), spec("b"))
+    fleet.first_token(charge(fleet, ask(1000)), 5.0)
+    assert members(fleet)[1].pace.token_s == members(fleet)[0].pace.token_s
+    assert members(fleet)[1].pace.prefills == 0
+
+
+def test_a_trial_that_begins_to_answer_closes_the_breaker(fleet: Fleet) -> None:
+    worker = members(fleet)[0]
+    fleet.failed(worker, 0.0, 1.0)
+    assert fleet.resting == {worker}
+    lease = charge(fleet, ask(), 1.0)
+    assert lease.trial
+    fleet.first_token(lease, 1.5)
+    assert worker.breaker.closed
+    assert fleet.resting == set()
+
+
+def test_prices_follow_those_who_decode(fleet: Fleet) -> None:
+    worker = members(fleet)[0]
+    alone = worker.prompt_price
+    lease = charge(fleet, ask(samples=4))
+    fleet.first_token(lease, 0.1)
+    assert worker.prompt_price > alone
+    assert worker.output_price == pytest.approx(4 * worker.pace.each_s)
+    fleet.release(lease)
+    assert worker.output_price == 0

@@ -1,0 +1,139 @@
+"""The queue."""
+
+from __future__ import annotations
+
+from proxy.core.queue import LONGEST_RETRY_S, SPAN_S, End, Queue
+from proxy.core.types import Reason, Refusal, Ticket
+from tests.proxy.core.making import ask
+
+END = Refusal(429, Reason.QUEUE_FULL, "over")
+
+
+def queue(most: int = 10, most_bytes: int = 10_000, wait: float = 30.0) -> Queue:
+    """Make a queue."""
+    return Queue(most, most_bytes, wait)
+
+
+def leave(waiting: Queue, *tickets: Ticket) -> list[Ticket]:
+    """Let go these, and say who went in which order."""
+
+    def end(ticket: Ticket) -> End | None:
+        return END if ticket in tickets else None
+
+    return [ticket for ticket, _ in waiting.leave(end)]
+
+
+def test_first_come_first_served_within_a_size() -> None:
+    waiting = queue()
+    a, b, c = (waiting.push(ask(), float(i)) for i in range(3))
+    assert leave(waiting, b, c) == []
+    assert leave(waiting, a, b) == [a, b]
+    assert leave(waiting, c) == [c]
+
+
+def test_longs_do_not_hold_shorts_up_nor_the_reverse() -> None:
+    waiting = queue()
+    long, short = waiting.push(ask(long=True), 0.0), waiting.push(ask(), 1.0)
+    assert leave(waiting, short) == [short]
+    other = waiting.push(ask(), 2.0)
+    assert leave(waiting, long) == [long]
+    assert leave(waiting, other) == [other]
+
+
+def test_the_oldest_of_all_goes_first() -> None:
+    waiting = queue()
+    tickets = [waiting.push(ask(long=bool(i % 2)), float(i)) for i in range(6)]
+    assert leave(waiting, *tickets) == tickets
+
+
+def test_models_wait_apart() -> None:
+    waiting = queue()
+    waiting.push(ask(model="a"), 0.0)
+    b = waiting.push(ask(model="b"), 1.0)
+    assert leave(waiting, b) == [b]
+    assert waiting.waiting("a", long=False) == 1
+    assert waiting.waiting("b", long=False) == 0
+
+
+def test_a_retry_that_waits_for_another_worker_holds_nobody_up() -> None:
+    waiting = queue()
+    waiting.push(ask(), 0.0, frozenset({"w"}))
+    pinned = ask()
+    pinned.pinned = "v"
+    b, c = waiting.push(pinned, 1.0), waiting.push(ask(), 2.0)
+    assert leave(waiting, b, c) == [b, c]
+
+
+def test_it_is_bounded_by_count() -> None:
+    waiting = queue(most=2)
+    for _ in range(2):
+        assert waiting.room_for(ask())
+        waiting.push(ask(), 0.0)
+    assert not waiting.room_for(ask())
+
+
+def test_it_is_bounded_by_bytes() -> None:
+    waiting = queue(most_bytes=1000)
+    ticket = waiting.push(ask(size=600), 0.0)
+    assert not waiting.room_for(ask(size=500))
+    assert waiting.room_for(ask(size=400))
+    waiting.remove(ticket)
+    assert waiting.room_for(ask(size=1000))
+
+
+def test_a_ticket_leaves_once() -> None:
+    waiting = queue()
+    ticket = waiting.push(ask(size=5), 0.0)
+    assert waiting.remove(ticket)
+    assert not waiting.remove(ticket)
+    assert (len(waiting), waiting.bytes, ticket.left) == (0, 0, True)
+    assert leave(waiting, ticket) == []
+
+
+def test_the_deadline_is_the_wait_it_was_promised() -> None:
+    waiting = queue(wait=7.0)
+    ticket = waiting.push(ask(), 3.0)
+    waiting.max_wait_s = 1.0
+    assert ticket.deadline == 10.0
+
+
+def test_retry_after_follows_the_drain() -> None:
+    waiting = queue(most=1000)
+    for _ in range(40):
+        waiting.push(ask(), 0.0)
+    for i in range(100):  # four a second
+        waiting.freed(100 + i / 4)
+    assert waiting.retry_after_s(125.0) == 11
+
+
+def test_retry_after_without_a_drain_is_the_wait() -> None:
+    waiting = queue(wait=30.0)
+    assert waiting.retry_after_s(0.0) == 30
+    assert queue(wait=0.2).retry_after_s(0.0) == 1
+    assert queue(wait=1e6).retry_after_s(0.0) == LONGEST_RETRY_S
+
+
+def test_retry_after_is_at_least_a_second() -> None:
+    waiting = queue()
+    for i in range(10_000):
+        waiting.freed(i / 1000)
+    assert waiting.retry_after_s(10.0) == 1
+
+
+def test_a_drain_of_long_ago_counts_for_less() -> None:
+    waiting = queue(most=1000)
+    for i in range(1000):
+        waiting.freed(i / 100)
+    for _ in range(50):
+        waiting.push(ask(), 0.0)
+    for i in range(30):  # one a second since
+        waiting.freed(10.0 + i)
+    assert waiting.retry_after_s(40.0) > 50 / (1000 / 10 + SPAN_S)
+    assert waiting.retry_after_s(40.0) >= 25
+
+
+def test_tickets_are_what_was_asked() -> None:
+    one = ask()
+    ticket = queue().push(one, 1.0, frozenset({"w"}), explain=True)
+    assert ticket.ask is one
+    assert (ticket.since, ticket.tried, ticket.explain) == (1.0, frozenset({"w"}), True)

@@ -1,0 +1,153 @@
+"""Who is here, and how they fare."""
+
+from __future__ import annotations
+
+import pytest
+
+from proxy.core.fleet import Fleet
+from proxy.core.prefix import BLOCKS
+from proxy.core.roster import STALE_S
+from proxy.core.types import Decision, Gauges, Reason
+from tests.proxy.core.making import LONG, MODEL, SHORT, ask, fleet_of, members, spec
+
+
+def test_a_worker_comes_up_with_its_first_good_probe() -> None:
+    fleet = Fleet()
+    worker = fleet.add(spec("a"))
+    assert not worker.up
+    assert fleet.probe_ok("a", 0.0)
+    assert worker.up
+    assert not fleet.probe_ok("a", 1.0)
+
+
+def test_it_takes_several_to_go_down_and_to_come_back() -> None:
+    fleet = fleet_of(spec("a"))
+    worker = members(fleet)[0]
+    assert [fleet.probe_failed("a", 0.0) for _ in range(4)] == [False, False, True, False]
+    assert not worker.up
+    assert [fleet.probe_ok("a", 0.0) for _ in range(3)] == [False, True, False]
+    assert worker.up
+
+
+def test_a_flutter_changes_nothing() -> None:
+    fleet = fleet_of(spec("a"))
+    version = fleet.version
+    for _ in range(10):
+        fleet.probe_failed("a", 0.0)
+        fleet.probe_failed("a", 0.0)
+        fleet.probe_ok("a", 0.0)
+    assert fleet.version == version
+
+
+def test_probes_of_a_worker_that_left_are_nobodys() -> None:
+    fleet = Fleet()
+    assert not fleet.probe_ok("gone", 0.0)
+    assert not fleet.probe_failed("gone", 0.0)
+    assert not fleet.drain("gone")
+    assert fleet.remove("gone") is None
+    fleet.set_served("gone", ["m"])
+    fleet.set_gauges("gone", Gauges())
+
+
+def test_names_are_unique() -> None:
+    fleet = fleet_of(spec("a"))
+    with pytest.raises(ValueError, match="'a' is in the fleet already"):
+        fleet.add(spec("a"))
+
+
+def test_what_a_worker_says_it_serves_counts() -> None:
+    fleet = fleet_of(spec("a"))
+    fleet.set_served("a", ["other", "adapter"], 4096)
+    assert members(fleet)[0].max_model_len == 4096
+    assert fleet.of("adapter") == fleet.of("other") == [members(fleet)[0]]
+    assert fleet.of(MODEL) == []
+    assert fleet.serves(MODEL)  # the fleet file says so: 503, not 404
+    fleet.set_served("a", [])
+    assert fleet.of(MODEL) == [members(fleet)[0]]
+
+
+def test_a_length_that_the_operator_states_stands() -> None:
+    fleet = fleet_of(spec("a", limit=1000))
+    fleet.set_served("a", [MODEL], 4096)
+    assert members(fleet)[0].max_model_len == 1000
+
+
+def test_an_index_is_used_again_only_when_nothing_is_in_flight() -> None:
+    fleet = fleet_of(spec("a"), spec("b"))
+    lease = fleet.charge(ask(), Decision(members(fleet)[0], Reason.ONLY_CHOICE), 0.0)
+    fleet.remove("a")
+    assert fleet.add(spec("c")).index == 2
+    fleet.release(lease)
+    assert fleet.add(spec("d")).index == 0
+
+
+def test_the_cache_of_one_that_left_or_was_down_is_forgotten() -> None:
+    fleet = fleet_of(spec("a"), spec("b"))
+    hashes = fleet.prefixes.hashes(MODEL, b"x" * BLOCKS[0])
+    for index in (0, 1):
+        fleet.prefixes.record(hashes, index)
+    for _ in range(3):
+        fleet.probe_failed("a", 0.0)
+    fleet.probe_ok("a", 0.0)
+    fleet.probe_ok("a", 0.0)
+    assert fleet.prefixes.matches(hashes) == [(1, 0b10)]
+    fleet.remove("b")
+    assert fleet.prefixes.matches(hashes) == []
+
+
+def test_a_new_list_keeps_what_is_known_of_those_that_stay() -> None:
+    fleet = fleet_of(spec("a", SHORT, 1000), spec("b"), spec("c"))
+    a, b, _ = members(fleet)
+    lease = fleet.charge(ask(), Decision(a, Reason.ONLY_CHOICE), 0.0)
+    a.pace.token_s = 0.5
+    moved = spec("b")
+    moved = type(moved)("b", "http://elsewhere", moved.role, moved.model)
+    fleet.replace([spec("a", LONG, 2000, most=7), moved, spec("d")])
+    assert [worker.name for worker in fleet] == ["a", "b", "d"]
+    assert fleet.get("a") is a
+    assert (a.role, a.max_model_len, a.max_requests) == (LONG, 2000, 7)
+    assert (a.up, a.requests, a.pace.token_s) == (True, 1, 0.5)
+    assert fleet.get("b") is not b
+    assert not members(fleet)[1].up
+    fleet.release(lease)
+    assert a.requests == 0
+
+
+def test_a_length_no_longer_stated_is_the_workers_own() -> None:
+    fleet = fleet_of(spec("a", limit=1000))
+    fleet.set_served("a", [MODEL], 4096)
+    fleet.replace([spec("a")])
+    assert members(fleet)[0].max_model_len == 4096
+
+
+def test_strangers_are_what_two_pages_show_beyond_our_own() -> None:
+    fleet = fleet_of(spec("a"))
+    worker = members(fleet)[0]
+    fleet.charge(ask(samples=3), Decision(worker, Reason.ONLY_CHOICE), 0.0)
+    fleet.set_gauges("a", Gauges(at=1.0, running=8))
+    assert worker.strangers == 0
+    fleet.set_gauges("a", Gauges(at=2.0, running=5, waiting=2))
+    assert worker.strangers == 4
+    fleet.set_gauges("a", Gauges(at=3.0, running=3))
+    assert worker.strangers == 0
+
+
+def test_one_that_looked_slow_is_forgiven_with_time() -> None:
+    fleet = fleet_of(spec("a"), spec("b"))
+    a, b = members(fleet)
+    for worker, seconds in ((a, 10.0), (b, 0.1)):
+        for i in range(20):
+            worker.pace.saw_first_token(1000, 0.0, 0.0, seconds, now=i / 20)
+    slow = a.pace.token_s
+    for second in range(120):
+        fleet.set_gauges("a", Gauges(at=STALE_S + 1 + second))
+    assert a.pace.token_s < 1.1 * b.pace.token_s < slow
+
+
+def test_a_newcomer_is_taken_to_be_like_its_peers() -> None:
+    fleet = fleet_of(spec("a"))
+    for i in range(20):
+        members(fleet)[0].pace.saw_first_token(1000, 0.0, 0.0, 10.0, now=i / 20)
+    fleet.add(spec("b"))
+    fleet.probe_ok("b", 2.0)
+    assert members(fleet)[1].pace.token_s == pytest.approx(members(fleet)[0].pace.token_s)

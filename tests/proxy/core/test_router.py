@@ -1,0 +1,430 @@
+"""The router as its callers see it."""
+
+from __future__ import annotations
+
+import pytest
+
+from proxy.core.fleet import Fleet
+from proxy.core.router import Router, RouterSettings
+from proxy.core.types import Lease, Outcome, Reason, Refusal, Score, Usage
+from tests.proxy.core.making import (
+    GENERAL,
+    LONG,
+    MODEL,
+    SHORT,
+    ask,
+    chat,
+    idle,
+    placed,
+    refused,
+    router_of,
+    sized,
+    spec,
+    waits,
+    worker_of,
+)
+
+# Who may not be served
+
+
+def test_what_nobody_can_hold_is_400_in_the_words_clients_know() -> None:
+    router = router_of(spec("s", SHORT, 8192), spec("l", LONG, 16_384))
+    refusal = refused(router.submit(ask(16_000, 500), 0.0))
+    assert (refusal.status, refusal.reason) == (400, Reason.TOO_LONG)
+    assert refusal.code == "context_length_exceeded"
+    assert "maximum context length is 16384 tokens" in refusal.message
+    assert "16500" in refusal.message
+
+
+def test_it_is_not_400_because_the_one_that_could_is_down() -> None:
+    router = router_of(spec("s", SHORT, 8192), spec("l", LONG, 16_384))
+    for _ in range(3):
+        router.fleet.probe_failed("l", 0.0)
+    assert refused(router.submit(ask(16_000, 100), 0.0)).status == 503
+
+
+def test_an_estimate_that_may_be_right_is_for_the_worker_to_judge() -> None:
+    router = router_of(spec("s", SHORT, 8192), spec("l", LONG, 16_384))
+    assert placed(router.submit(ask(17_000, 100, error=2000), 0.0)).worker.name == "l"
+    assert refused(router.submit(ask(19_000, 100, error=2000), 0.0)).status == 400
+
+
+def test_an_output_that_was_not_limited_needs_one_token() -> None:
+    router = router_of(spec("l", LONG, 16_384))
+    placed(router.submit(ask(16_383, None), 0.0))
+    assert refused(router.submit(ask(16_384, None), 0.0)).status == 400
+
+
+def test_nobody_live_is_503_and_says_when() -> None:
+    router = router_of(spec("a"))
+    router.fleet.failed(worker_of(router, "a"), 0.0, 7.0)
+    refusal = refused(router.submit(ask(), 0.0))
+    assert (refusal.status, refusal.reason, refusal.retry_after_s) == (503, Reason.NO_WORKER, 7.0)
+    assert refused(Router(RouterSettings(), Fleet()).submit(ask(), 0.0)).status == 503
+
+
+def test_a_worker_never_probed_is_given_nothing() -> None:
+    fleet = Fleet()
+    fleet.add(spec("a"))
+    assert refused(Router(RouterSettings(), fleet).submit(ask(), 0.0)).status == 503
+
+
+def test_draining_refuses_the_new_and_ends_the_old() -> None:
+    router = router_of(spec("a", most=1))
+    lease, ticket = placed(router.submit(ask(), 0.0)), waits(router.submit(ask(), 0.0))
+    router.draining = True
+    assert refused(router.submit(ask(), 0.0)).reason is Reason.DRAINING
+    router.finish(lease, 1.0, Outcome.DONE)
+    assert [(t, placed(end).worker.name) for t, end in router.due(1.0)] == [(ticket, "a")]
+
+
+# The queue
+
+
+def test_a_full_fleet_lets_wait_and_then_serves_in_order() -> None:
+    router = router_of(spec("a", most=1))
+    lease = placed(router.submit(ask(), 0.0))
+    tickets = [waits(router.submit(ask(), 0.1)) for _ in range(2)]
+    assert router.due(0.5) == []
+    router.finish(lease, 1.0, Outcome.DONE)
+    [(ticket, end)] = router.due(1.0)
+    assert ticket is tickets[0]
+    router.finish(placed(end), 2.0, Outcome.DONE)
+    assert [t for t, _ in router.due(2.0)] == [tickets[1]]
+
+
+def test_nobody_slips_past_those_who_wait() -> None:
+    router = router_of(spec("a", most=1))
+    lease = placed(router.submit(ask(), 0.0))
+    first = waits(router.submit(ask(), 0.1))
+    router.finish(lease, 1.0, Outcome.DONE)
+    waits(router.submit(ask(), 1.0))
+    assert [t for t, _ in router.due(1.0)] == [first]
+
+
+def test_one_too_many_is_429_with_a_time() -> None:
+    router = router_of(spec("a", most=1), queue_requests=1, queue_wait_s=12.0)
+    placed(router.submit(ask(), 0.0))
+    waits(router.submit(ask(), 0.0))
+    refusal = refused(router.submit(ask(), 0.0))
+    assert (refusal.status, refusal.reason, refusal.retry_after_s) == (429, Reason.QUEUE_FULL, 12)
+
+
+def test_who_waited_too_long_is_429() -> None:
+    router = router_of(spec("a", most=1), queue_wait_s=5.0)
+    placed(router.submit(ask(), 0.0))
+    ticket = waits(router.submit(ask(), 1.0))
+    assert router.due(5.9) == []
+    [(gone, end)] = router.due(6.0)
+    assert gone is ticket
+    assert (refused(end).status, refused(end).reason) == (429, Reason.WAITED_TOO_LONG)
+    assert router.due(7.0) == []
+
+
+def test_a_withdrawn_ticket_never_comes_up() -> None:
+    router = router_of(spec("a", most=1))
+    lease = placed(router.submit(ask(), 0.0))
+    ticket = waits(router.submit(ask(), 0.0))
+    router.withdraw(ticket, 0.5)
+    router.withdraw(ticket, 0.5)
+    router.finish(lease, 1.0, Outcome.DONE)
+    assert router.due(1.0) == []
+    assert idle(router.fleet)
+
+
+def test_those_who_wait_hear_when_nobody_is_left() -> None:
+    router = router_of(spec("a", most=1))
+    placed(router.submit(ask(), 0.0))
+    waits(router.submit(ask(), 0.0))
+    for _ in range(3):
+        router.fleet.probe_failed("a", 0.0)
+    [(_, end)] = router.due(1.0)
+    assert refused(end).status == 503
+
+
+def test_a_worker_that_is_busy_is_waited_for() -> None:
+    router = router_of(spec("a"))
+    lease = placed(router.submit(ask(), 0.0))
+    router.finish(lease, 0.0, Outcome.BUSY, retry_after_s=2.0)
+    ticket = waits(router.submit(ask(), 0.1))
+    assert router.due(1.9) == []
+    assert [t for t, _ in router.due(2.0)] == [ticket]
+
+
+# Retries
+
+
+def test_a_retry_goes_to_another_and_says_so() -> None:
+    router = router_of(spec("a"), spec("b"))
+    first = placed(router.submit(ask(), 0.0))
+    router.finish(first, 0.1, Outcome.FAILED)
+    second = placed(router.submit(first.ask, 0.1, tried=frozenset({first.worker.name})))
+    assert second.worker is not first.worker
+    assert second.decision.reason is Reason.RETRY
+
+
+def test_with_nobody_left_to_try_it_is_502() -> None:
+    router = router_of(spec("a"), spec("b"))
+    refusal = refused(router.submit(ask(), 0.0, tried=frozenset({"a", "b"})))
+    assert (refusal.status, refusal.reason) == (502, Reason.NO_WORKER)
+
+
+def test_attempts_are_bounded() -> None:
+    router = router_of(*(spec(name) for name in "abcde"), max_attempts=2)
+    placed(router.submit(ask(), 0.0, tried=frozenset({"a"})))
+    assert refused(router.submit(ask(), 0.0, tried=frozenset({"a", "b"}))).status == 502
+
+
+def test_so_are_all_retries_together() -> None:
+    router = router_of(*(spec(name) for name in "abcde"), retry_budget=0.1)
+    ends = [router.submit(ask(), 0.0, tried=frozenset({"a"})) for _ in range(30)]
+    assert sum(isinstance(end, Lease) for end in ends) == 10
+    assert all(refused(end).status == 502 for end in ends[10:])
+
+
+def test_a_retry_waits_for_a_full_fleet_like_others() -> None:
+    router = router_of(spec("a"), spec("b", most=1))
+    lease = placed(router.submit(ask(), 0.0, tried=frozenset({"a"})))
+    ticket = waits(router.submit(ask(), 0.0, tried=frozenset({"a"})))
+    assert router.due(0.1) == []  # a is idle, but has failed it
+    router.finish(lease, 1.0, Outcome.DONE)
+    [(gone, end)] = router.due(1.0)
+    assert gone is ticket
+    assert placed(end).worker.name == "b"
+
+
+# How it ends
+
+
+@pytest.mark.parametrize("outcome", list(Outcome))
+def test_each_way_out_releases_once(outcome: Outcome) -> None:
+    router = router_of(spec("a"))
+    lease = placed(router.submit(ask(), 0.0))
+    router.first_token(lease, 0.1)
+    for _ in range(2):
+        router.finish(lease, 1.0, outcome, Usage(100, 50))
+        assert idle(router.fleet)
+
+
+def test_a_few_failures_in_a_row_send_requests_elsewhere() -> None:
+    router = router_of(spec("a"), spec("b"))
+    failed = 0
+    for i in range(20):
+        lease = placed(router.submit(ask(), i / 100))
+        bad = lease.worker.name == "a"
+        failed += bad
+        router.finish(lease, i / 100, Outcome.FAILED if bad else Outcome.DONE)
+    assert failed == 3
+
+
+def test_a_clients_own_fault_is_no_failure_of_the_worker() -> None:
+    router = router_of(spec("a"))
+    for i in range(10):
+        router.finish(placed(router.submit(ask(), float(i))), i + 0.5, Outcome.REFUSED)
+        router.finish(placed(router.submit(ask(), float(i))), i + 0.5, Outcome.CLIENT_GONE)
+    assert worker_of(router, "a").breaker.spotless
+
+
+def test_an_old_request_that_ends_well_does_not_close_a_breaker() -> None:
+    router = router_of(spec("a"))
+    worker = worker_of(router, "a")
+    old = placed(router.submit(ask(), 0.0))
+    router.fleet.failed(worker, 1.0, 60.0)
+    router.finish(old, 2.0, Outcome.DONE)
+    assert not worker.breaker.closed
+
+
+def test_a_trial_that_ends_well_does() -> None:
+    router = router_of(spec("a"))
+    worker = worker_of(router, "a")
+    router.fleet.failed(worker, 0.0, 1.0)
+    router.finish(placed(router.submit(ask(stream=False), 1.0)), 2.0, Outcome.DONE)
+    assert worker.breaker.closed
+    assert router.fleet.resting == set()
+
+
+def test_a_trial_whose_client_left_lets_another_try() -> None:
+    router = router_of(spec("a"))
+    router.fleet.failed(worker_of(router, "a"), 0.0, 1.0)
+    lease = placed(router.submit(ask(), 1.0))
+    assert refused(router.submit(ask(), 1.1)).status == 503
+    router.finish(lease, 1.2, Outcome.CLIENT_GONE)
+    placed(router.submit(ask(), 1.2))
+
+
+def test_usage_teaches_size_and_pace() -> None:
+    router = router_of(spec("a"), prefix_affinity=False)
+    worker = worker_of(router, "a")
+    for i in range(60):
+        one = sized(router, chat("x" * 4000, stream=True, max_tokens=500))
+        lease = placed(router.submit(one, float(i)))
+        router.first_token(lease, i + 0.2)
+        router.finish(lease, i + 0.7, Outcome.DONE, Usage(2000, 51))
+    assert sized(router, chat("x" * 4000)).prompt_tokens == pytest.approx(2000, rel=0.1)
+    assert sized(router, chat("x", max_tokens=500)).expected_output == pytest.approx(51, abs=5)
+    assert worker.pace.first_token_s(2000) == pytest.approx(0.2, rel=0.2)
+    assert worker.pace.step_s(1) == pytest.approx(0.01, rel=0.2)
+
+
+def test_answers_without_a_stream_teach_the_pace_too() -> None:
+    router = router_of(spec("a"))
+    pace = worker_of(router, "a").pace
+    for i in range(100):
+        lease = placed(router.submit(ask(1000, 50, stream=False), 10.0 * i))
+        router.finish(lease, 10.0 * i + 4.0, Outcome.DONE, Usage(1000, 51))
+    whole = pace.first_token_s(1000) + 50 * pace.step_s(0.5)
+    assert whole == pytest.approx(4.0, rel=0.2)
+
+
+def test_a_cache_that_is_smaller_than_believed_is_trusted_less() -> None:
+    router = router_of(spec("a"))
+    worker = worker_of(router, "a")
+    for i in range(40):
+        lease = placed(router.submit(sized(router, chat("x" * 9000, stream=True)), float(i)))
+        cached = lease.decision.cached_tokens // 4
+        router.finish(lease, i + 0.5, Outcome.DONE, Usage(2500, 10, cached))
+    assert worker.pace.missing == pytest.approx(0.75, abs=0.05)
+
+
+@pytest.mark.parametrize(("keeps", "missing"), [(True, 0.0), (False, 0.9)])
+def test_one_that_reports_no_cache_is_known_by_its_times(keeps: bool, missing: float) -> None:
+    router = router_of(spec("a"))
+    for i in range(200):
+        letter = "xy"[i % 2]
+        text = letter * 9000 if i % 4 < 2 else f"{i:09d}" * 1000  # known, or new
+        lease = placed(router.submit(sized(router, chat(text, stream=True)), float(i)))
+        tokens = lease.ask.prompt_tokens
+        if keeps:
+            tokens -= lease.decision.cached_tokens
+        router.first_token(lease, i + 0.02 + 2e-4 * tokens)
+        router.finish(lease, i + 0.9, Outcome.DONE, Usage(2257, 10))
+    assert worker_of(router, "a").pace.missing == pytest.approx(missing, abs=0.2)
+
+
+# Telling
+
+
+def scores(told: object) -> dict[str, Score]:
+    """Return the scores by worker."""
+    return {score.worker: score for score in getattr(told, "scores")}  # noqa: B009
+
+
+def test_explain_scores_every_worker_and_charges_nobody() -> None:
+    router = router_of(
+        spec("s", SHORT, 8192), spec("l", LONG, 65_536), spec("t", SHORT, 512), spec("d")
+    )
+    router.fleet.drain("d")
+    told = router.explain(ask(1000, 50), 0.0)
+    assert not isinstance(told, Refusal)
+    assert told.worker.name == "s"
+    assert told.predicted_ttft_s is not None
+    by_name = scores(told)
+    assert set(by_name) == {"s", "l", "t", "d"}
+    assert 0 < by_name["s"].total <= by_name["l"].total
+    assert by_name["t"].note == "too small: holds 512 tokens"
+    assert by_name["d"].note == "draining"
+    assert idle(router.fleet)
+    assert router.decisions == {}
+
+
+def test_explain_says_why_not() -> None:
+    router = router_of(spec("a", GENERAL, 1000, most=1), spec("b", GENERAL, 100))
+    assert refused(router.explain(ask(5000), 0.0)).reason is Reason.TOO_LONG
+    placed(router.submit(ask(500), 0.0))
+    told = refused(router.explain(ask(500), 0.0))
+    assert told.reason is Reason.FLEET_FULL
+    assert scores(told)["a"].note == "full"
+    router.fleet.failed(worker_of(router, "b"), 0.0, 9.0, busy=True)
+    assert scores(router.explain(ask(50), 0.0))["b"].note == "busy"
+
+
+@pytest.mark.parametrize("policy", ["adaptive", "length", "least_loaded", "round_robin"])
+def test_every_policy_explains_itself(policy: str) -> None:
+    router = router_of(spec("s", SHORT), spec("l", LONG), spec("g"), policy=policy)
+    told = router.explain(ask(), 0.0)
+    assert not isinstance(told, Refusal)
+    assert all(score.total > 0 or score.note for score in told.scores)
+
+
+def test_scores_go_with_a_decision_when_asked_for() -> None:
+    router = router_of(spec("a"), spec("b"))
+    assert placed(router.submit(ask(), 0.0)).decision.scores == ()
+    assert len(placed(router.submit(ask(), 0.0, explain=True)).decision.scores) == 2
+
+
+def test_every_decision_is_counted_by_its_reason() -> None:
+    router = router_of(spec("s", SHORT, 8192, most=1), queue_requests=1)
+    placed(router.submit(ask(), 0.0))
+    waits(router.submit(ask(), 0.0))
+    refused(router.submit(ask(), 0.0))
+    refused(router.submit(ask(10_000), 0.0))
+    assert router.decisions == {
+        (MODEL, Reason.SHORT_POOL): 1,
+        (MODEL, Reason.FLEET_FULL): 1,
+        (MODEL, Reason.QUEUE_FULL): 1,
+        (MODEL, Reason.TOO_LONG): 1,
+    }
+
+
+# Changing
+
+
+def test_a_reload_touches_nothing_in_flight() -> None:
+    router = router_of(spec("a"), spec("b"))
+    leases = [placed(router.submit(ask(), 0.0)) for _ in range(4)]
+    worker = worker_of(router, "a")
+    router.reconfigure(
+        RouterSettings(policy="round_robin", short_limit=5, queue_requests=7), [spec("a")]
+    )
+    assert worker_of(router, "a") is worker
+    assert router.queue.most == 7
+    assert sized(router, chat("x" * 400)).long
+    lease = placed(router.submit(ask(), 1.0))
+    assert (lease.worker.name, lease.decision.reason) == ("a", Reason.ROUND_ROBIN)
+    for one in (*leases, lease):
+        router.finish(one, 2.0, Outcome.DONE, Usage(100, 50))
+    assert idle({one.worker for one in leases})
+
+
+def test_those_who_wait_for_a_worker_that_a_reload_removed_hear_of_it() -> None:
+    router = router_of(spec("a", most=1))
+    placed(router.submit(ask(), 0.0))
+    waits(router.submit(ask(), 0.0))
+    router.reconfigure(RouterSettings(), [spec("b", model="other")])
+    [(_, end)] = router.due(1.0)
+    assert refused(end).status == 503
+
+
+def test_an_unknown_policy_is_refused_with_the_names() -> None:
+    with pytest.raises(ValueError, match="adaptive, least_loaded, length, round_robin"):
+        Router(RouterSettings(policy="best"), Fleet())
+
+
+# Pinned
+
+
+def test_a_pinned_request_goes_to_its_worker_even_if_that_drains() -> None:
+    router = router_of(spec("a"), spec("b", GENERAL, 1000))
+    one = ask(100)
+    one.pinned = "b"
+    router.fleet.drain("b")
+    assert placed(router.submit(one, 0.0)).worker.name == "b"
+    large = ask(5000)
+    large.pinned = "b"
+    assert refused(router.submit(large, 0.0)).reason is Reason.TOO_LONG
+    for _ in range(3):
+        router.fleet.probe_failed("b", 0.0)
+    assert refused(router.submit(one, 0.0)).status == 503
+
+
+def test_a_pinned_request_waits_for_its_worker_alone() -> None:
+    router = router_of(spec("a"), spec("b", most=1))
+    first, second = ask(), ask()
+    first.pinned = second.pinned = "b"
+    lease = placed(router.submit(first, 0.0))
+    ticket = waits(router.submit(second, 0.0))
+    placed(router.submit(ask(), 0.1))
+    router.finish(lease, 1.0, Outcome.DONE)
+    [(gone, end)] = router.due(1.0)
+    assert gone is ticket
+    assert placed(end).worker.name == "b"

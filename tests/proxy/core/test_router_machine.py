@@ -1,0 +1,257 @@
+"""The router under any sequence of events: what must hold whatever happens."""
+
+from __future__ import annotations
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+)
+
+from proxy.core.fleet import Fleet
+from proxy.core.router import Router, RouterSettings
+from proxy.core.types import Gauges, Lease, Outcome, Refusal, Role, Ticket, Usage
+from proxy.core.worker import Worker, WorkerSpec
+from tests.proxy.core.making import MODEL, ask, idle
+
+NAMES = st.sampled_from([f"w{i}" for i in range(5)])
+MOST_WAITING, MOST_BYTES, WAIT_S = 4, 40_000, 5.0
+ROLES = st.sampled_from([Role.SHORT, Role.LONG, Role.GENERAL, Role.PREFILL, Role.DECODE])
+
+
+class RouterMachine(RuleBasedStateMachine):
+    """Submits, ends and changes at random."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0.0
+        self.fleet = Fleet()
+        self.workers: set[Worker] = set()  # all there ever were
+        self.leases: list[Lease] = []
+        self.tickets: list[Ticket] = []
+
+    @initialize(policy=st.sampled_from(["adaptive", "length", "least_loaded", "round_robin"]))
+    def begin(self, policy: str) -> None:
+        self.router = Router(self.settings(policy), self.fleet)
+
+    def settings(self, policy: str) -> RouterSettings:
+        return RouterSettings(
+            policy,
+            short_limit=1000,
+            queue_requests=MOST_WAITING,
+            queue_bytes=MOST_BYTES,
+            queue_wait_s=WAIT_S,
+        )
+
+    # Workers
+
+    @rule(
+        name=NAMES,
+        role=ROLES,
+        limit=st.sampled_from([None, 500, 2000, 8000]),
+        most=st.sampled_from([None, 1, 2]),
+    )
+    def add(self, name: str, role: Role, limit: int | None, most: int | None) -> None:
+        if name not in self.fleet:
+            self.workers.add(
+                self.fleet.add(WorkerSpec(name, f"http://{name}", role, MODEL, limit, most))
+            )
+            self.fleet.probe_ok(name, self.now)
+
+    @rule(name=NAMES)
+    def remove(self, name: str) -> None:
+        self.fleet.remove(name)
+
+    @rule(name=NAMES, draining=st.booleans())
+    def drain(self, name: str, draining: bool) -> None:
+        self.fleet.drain(name, draining=draining)
+
+    @rule(name=NAMES, times=st.integers(1, 3), good=st.booleans())
+    def probe(self, name: str, times: int, good: bool) -> None:
+        for _ in range(times):
+            (self.fleet.probe_ok if good else self.fleet.probe_failed)(name, self.now)
+
+    @rule(name=NAMES, limit=st.sampled_from([None, 500, 8000]))
+    def served(self, name: str, limit: int | None) -> None:
+        self.fleet.set_served(name, [MODEL], limit)
+
+    @rule(name=NAMES, running=st.integers(0, 9), usage=st.floats(0, 1))
+    def gauges(self, name: str, running: int, usage: float) -> None:
+        capacity = 5000 if running % 2 else None
+        told = Gauges(self.now, running, kv_usage=usage, kv_capacity_tokens=capacity)
+        self.fleet.set_gauges(name, told)
+
+    @rule(policy=st.sampled_from(["adaptive", "length", "round_robin"]))
+    def reload(self, policy: str) -> None:
+        specs = [worker.spec for worker in self.fleet]
+        self.router.reconfigure(self.settings(policy), specs)
+
+    # Requests
+
+    @rule(
+        prompt=st.sampled_from([0, 10, 400, 900, 5000]),
+        error=st.sampled_from([0, 100, 1000]),
+        output=st.sampled_from([None, 0, 50, 1500]),
+        samples=st.integers(1, 3),
+        stream=st.booleans(),
+        generates=st.booleans(),
+        prefix=st.sampled_from([(), (1,), (1, 2), (3, 4, 5)]),
+        tried=st.frozensets(NAMES, max_size=2),
+        pinned=st.sampled_from(["", "", "", "w0"]),
+    )
+    def submit(
+        self,
+        prompt: int,
+        error: int,
+        output: int | None,
+        samples: int,
+        stream: bool,
+        generates: bool,
+        prefix: tuple[int, ...],
+        tried: frozenset[str],
+        pinned: str,
+    ) -> None:
+        one = ask(
+            prompt,
+            output,
+            error=min(error, prompt),
+            samples=samples,
+            stream=stream,
+            generates=generates,
+            prefix=prefix if prompt else (),
+            size=prompt * 4 + 1,
+        )
+        one.long = one.budget > 1000
+        one.pinned = pinned
+        waiting_before = [t.ask for t in self.tickets if t.ask.long == one.long and plain(t)]
+        placed = self.router.submit(one, self.now, tried=tried)
+        if isinstance(placed, Lease):
+            self.check_placed(placed, tried)
+            assert not waiting_before or tried or pinned
+        elif isinstance(placed, Ticket):
+            self.tickets.append(placed)
+        else:
+            assert placed.status in (400, 429, 502, 503)
+
+    def check_placed(self, lease: Lease, tried: frozenset[str]) -> None:
+        worker, one = lease.worker, lease.ask
+        assert self.fleet.get(worker.name) is worker
+        assert worker.up
+        assert worker.role.serves_whole or one.pinned
+        assert not worker.draining or one.pinned
+        assert worker.name not in tried
+        assert one.pinned in ("", worker.name)
+        assert worker.max_requests is None or worker.requests <= worker.max_requests
+        limit = worker.max_model_len
+        assert limit is None or one.needs - one.prompt_error <= limit
+        if limit is not None and one.needs + one.prompt_error > limit and not one.pinned:
+            assert all(
+                w.max_model_len is not None and w.max_model_len <= limit
+                for w in self.fleet
+                if w.live
+            )
+        assert worker.breaker.closed or (lease.trial and self.now >= worker.breaker.until)
+        self.leases.append(lease)
+
+    @rule(wait=st.sampled_from([0.0, 0.01, 0.5, 3.0, 6.0]))
+    def time_passes(self, wait: float) -> None:
+        self.now += wait
+        waiting = {id(ticket) for ticket in self.tickets}
+        for ticket, end in self.router.due(self.now):
+            assert id(ticket) in waiting, "an end for one that waits, and only one"
+            waiting.remove(id(ticket))
+            assert ticket.left
+            same = [t for t in self.tickets if t.ask.long == ticket.ask.long and plain(t)]
+            assert not plain(ticket) or same[0] is ticket, "first come first served"
+            self.tickets.remove(ticket)
+            if isinstance(end, Lease):
+                assert self.now < ticket.deadline
+                self.check_placed(end, ticket.tried)
+            else:
+                assert isinstance(end, Refusal)
+        assert all(self.now < ticket.deadline for ticket in self.tickets)
+
+    @precondition(lambda self: self.leases)
+    @rule(data=st.data())
+    def first_token(self, data: st.DataObject) -> None:
+        self.router.first_token(data.draw(st.sampled_from(self.leases)), self.now)
+
+    @precondition(lambda self: self.leases)
+    @rule(data=st.data(), count=st.integers(0, 80))
+    def tokens(self, data: st.DataObject, count: int) -> None:
+        self.router.tokens(data.draw(st.sampled_from(self.leases)), count)
+
+    @precondition(lambda self: self.leases)
+    @rule(
+        data=st.data(),
+        outcome=st.sampled_from(Outcome),
+        written=st.integers(0, 100),
+        rest=st.sampled_from([None, 0.0, 2.0]),
+        twice=st.booleans(),
+    )
+    def finish(
+        self, data: st.DataObject, outcome: Outcome, written: int, rest: float | None, twice: bool
+    ) -> None:
+        lease = data.draw(st.sampled_from(self.leases))
+        self.leases.remove(lease)
+        for _ in range(1 + twice):
+            usage = Usage(lease.ask.prompt_tokens, written, written // 2)
+            self.router.finish(lease, self.now, outcome, usage, rest)
+
+    @precondition(lambda self: self.tickets)
+    @rule(data=st.data())
+    def withdraw(self, data: st.DataObject) -> None:
+        ticket = data.draw(st.sampled_from(self.tickets))
+        self.tickets.remove(ticket)
+        self.router.withdraw(ticket, self.now)
+
+    @rule(prompt=st.sampled_from([10, 5000]))
+    def explain(self, prompt: int) -> None:
+        before = [(w.requests, w.prefill_tokens) for w in self.fleet]
+        told = self.router.explain(ask(prompt), self.now)
+        assert len(told.scores) == len(self.fleet)
+        assert [w.requests for w in self.fleet] == [requests for requests, _ in before]
+
+    # What must hold
+
+    @invariant()
+    def the_queue_keeps_its_bounds(self) -> None:
+        if hasattr(self, "router"):
+            assert len(self.router.queue) == len(self.tickets) <= MOST_WAITING
+            assert self.router.queue.bytes == sum(t.ask.body_bytes for t in self.tickets)
+            assert self.router.queue.bytes <= MOST_BYTES
+
+    @invariant()
+    def charges_are_what_the_leases_say(self) -> None:
+        for worker in self.workers:
+            own = [lease for lease in self.leases if lease.worker is worker]
+            assert worker.requests == len(own)
+            assert worker.prefill_tokens == sum(lease.prefill_tokens for lease in own)
+            assert worker.decode_tokens == sum(lease.decode_tokens for lease in own)
+            assert worker.kv_tokens == sum(lease.kv_tokens for lease in own)
+            assert worker.decoding <= sum(lease.ask.samples for lease in own)
+            assert worker.shut == (worker.full or not worker.breaker.closed), (
+                "what pools rely on is true"
+            )
+
+    @invariant()
+    def those_at_rest_are_known(self) -> None:
+        assert self.fleet.resting == {w for w in self.fleet if not w.breaker.closed}
+
+    def teardown(self) -> None:
+        for lease in self.leases:
+            self.router.finish(lease, self.now, Outcome.DONE)
+        assert idle(self.workers)
+
+
+def plain(ticket: Ticket) -> bool:
+    """Whether it waits in the line of its size, not apart."""
+    return not ticket.tried and not ticket.ask.pinned
+
+
+TestRouter = RouterMachine.TestCase
+TestRouter.settings = settings(max_examples=400, stateful_step_count=50, deadline=None)

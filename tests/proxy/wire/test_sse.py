@@ -1,0 +1,129 @@
+"""Streams of events: held back until whole, counted, and ended visibly."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from proxy.core.types import Usage
+from proxy.wire.sse import MAX_HELD, TAIL, EventStream, carries_token, usage_in
+
+ROLE = b'data: {"choices":[{"index":0,"delta":{"role":"assistant","content":""}}]}\n\n'
+TOKEN = b'data: {"choices":[{"index":0,"delta":{"content":"a"}}]}\n\n'
+USAGE = (
+    b'data: {"choices":[],"usage":{"prompt_tokens":7,"total_tokens":10,"completion_tokens":3,'
+    b'"prompt_tokens_details":{"cached_tokens":4}}}\n\n'
+)
+DONE = b"data: [DONE]\n\n"
+
+
+@pytest.mark.parametrize("size", [1, 2, 7, 50, 1000])
+def test_only_whole_events_pass_and_nothing_is_lost(size: int) -> None:
+    stream, whole, out, tokens = EventStream(), ROLE + 5 * TOKEN + USAGE + DONE, b"", 0
+    for at in range(0, len(whole), size):
+        passed = stream.feed(whole[at : at + size])
+        assert passed.endswith(b"\n\n") or not passed
+        out += passed
+        tokens += stream.tokens
+    assert out + stream.rest() == whole
+    assert tokens == 5 + 2  # the two that end it count too: they cost nothing and tell nothing
+    assert stream.usage() == Usage(7, 3, 4)
+
+
+def test_the_event_that_opens_a_chat_is_no_token() -> None:
+    stream = EventStream()
+    stream.feed(ROLE)
+    assert stream.tokens == 0
+    stream.feed(ROLE + TOKEN)
+    assert stream.tokens == 1
+    stream.feed(TOKEN)
+    assert stream.tokens == 1
+
+
+def test_carriage_returns_are_understood() -> None:
+    stream = EventStream()
+    event = TOKEN.replace(b"\n", b"\r\n")
+    assert stream.feed(event + event[:9]) == event
+    assert stream.tokens == 1
+    assert stream.feed(event[9:-1]) == b""
+    assert stream.feed(b"\n") == event
+
+
+def test_an_endless_event_passes_in_part_and_is_known_as_torn() -> None:
+    stream = EventStream()
+    assert stream.feed(b"data: " + b"x" * (MAX_HELD - 6)) == b""
+    assert not stream.torn
+    assert len(stream.feed(b"xy")) == MAX_HELD + 2
+    assert stream.torn
+    assert stream.feed(b"z") == b"z"
+
+
+@pytest.mark.parametrize(
+    ("event", "carries"),
+    [
+        (TOKEN, True),
+        (ROLE, False),
+        (b'data: {"choices":[{"delta":{"role":"assistant","content":null}}]}', False),
+        (b'data: {"choices":[{"delta":{"role":"assistant","content":"hi"}}]}', True),
+        (
+            b'data: {"choices":[{"delta":{"role":"assistant","content":null,"tool_calls":[{}]}}]}',
+            True,
+        ),
+        (b'data: {"choices":[{"text":"a"}]}', True),
+        (b": ping", False),
+        (b"event: response.created\ndata: {}", False),
+        (b"event: response.output_text.delta\ndata: {}", True),
+        (b'event: message_start\ndata: {"delta":1}', False),
+        (b"event: content_block_delta\ndata: {}", True),
+    ],
+)
+def test_which_events_carry_a_token(event: bytes, carries: bool) -> None:
+    assert carries_token(event) is carries
+
+
+def test_an_error_event_in_the_stream_s_own_manner() -> None:
+    stream = EventStream()
+    stream.feed(TOKEN)
+    plain = stream.error_event("gone", "worker_reset")
+    assert plain.startswith(b"data: ")
+    assert plain.endswith(b"\n\n")
+    error = {"message": "gone", "type": "server_error", "param": None, "code": "worker_reset"}
+    assert json.loads(plain[6:]) == {"error": error}
+    stream = EventStream()
+    stream.feed(b"event: response.created\ndata: {}\n\n")
+    name, data = stream.error_event("gone", "worker_reset").split(b"\n", 1)
+    assert name == b"event: error"
+    assert json.loads(data[6:]) == {"type": "error", "error": error}
+
+
+@pytest.mark.parametrize(
+    ("text", "usage"),
+    [
+        (
+            b'{"a":1,"usage":{"prompt_tokens":7,"total_tokens":9,"completion_tokens":2}}',
+            Usage(7, 2),
+        ),
+        (b'{"usage": {"prompt_tokens": 7, "total_tokens": 7}}', Usage(7)),
+        (
+            b'{"usage":{"input_tokens":7,"input_tokens_details":{"cached_tokens":5},'
+            b'"output_tokens":2},"user":null}',
+            Usage(7, 2, 5),
+        ),
+        (b'{"usage":null}', None),
+        (b"{}", None),
+        (b'{"text":"\\"usage\\":{\\"prompt_tokens\\":1}"}', None),
+        (b'{"usage":{"prompt_tokens":7}}' + b" " * TAIL, None),
+        (b" " * TAIL + b'{"usage":{"prompt_tokens":7}}', Usage(7)),
+    ],
+)
+def test_usage_is_read_from_the_end_of_a_body(text: bytes, usage: Usage | None) -> None:
+    assert usage_in(text) == usage
+
+
+def test_the_last_usage_counts() -> None:
+    stream = EventStream()
+    for written in (1, 2, 3):
+        stream.feed(b'data: {"usage":{"prompt_tokens":7,"completion_tokens":%d}}\n\n' % written)
+    stream.feed(DONE)
+    assert stream.usage() == Usage(7, 3)

@@ -1,0 +1,262 @@
+"""Connections to workers without sockets: reuse, age, deadlines, and who hears of what."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from math import inf
+
+import pytest
+
+from proxy.core.fleet import Fleet
+from proxy.core.types import Role
+from proxy.core.worker import WorkerSpec
+from proxy.wire.response import Head
+from proxy.wire.settings import WireSettings
+from proxy.wire.upstream import Pool, Pools
+from proxy.wire.worker_connection import MAX_IDLE_S, STALE_S, Caller, Trouble, WorkerConnection
+
+SETTINGS = WireSettings(connect_s=3.0, first_byte_s=60.0, idle_s=20.0)
+SPEC = WorkerSpec("w0", "http://127.0.0.1:9", Role.GENERAL, "tiny")
+HEAD = b"HTTP/1.1 200 OK\r\nContent-Length: 3\r\n\r\n"
+
+
+class Wire:
+    """A transport that only remembers."""
+
+    def __init__(self) -> None:
+        self.written = b""
+        self.unsent = 0
+        self.closed = self.paused = False
+
+    def write(self, data: bytes) -> None:
+        self.written += data
+
+    def abort(self) -> None:
+        self.closed = True
+
+    def is_closing(self) -> bool:
+        return self.closed
+
+    def get_write_buffer_size(self) -> int:
+        return self.unsent
+
+    def pause_reading(self) -> None:
+        self.paused = True
+
+    def resume_reading(self) -> None:
+        self.paused = False
+
+
+@dataclass
+class Listener:
+    """A caller that remembers what it heard."""
+
+    drops: bool = False
+    connection: WorkerConnection | None = None
+    heard: list[object] = field(default_factory=list)
+
+    def begun(self, now: float, head: Head) -> None:
+        del now
+        self.heard.append(head.status)
+        if self.drops and self.connection is not None:
+            self.connection.drop()
+
+    def received(self, now: float, body: bytes, ended: bool) -> None:
+        del now
+        self.heard.append((body, ended))
+
+    def lost(self, now: float, trouble: Trouble) -> None:
+        del now
+        self.heard.append(trouble)
+
+
+class Quick(Pool):
+    """A pool whose connections are made at once."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+        super().__init__(SPEC, SETTINGS, lambda: self.now)
+        self.wires: dict[WorkerConnection, Wire] = {}
+
+    def open_for(self, now: float, caller: Caller, request: tuple[bytes, ...]) -> None:
+        connection = WorkerConnection(self)
+        caller.connection = connection
+        self.open.add(connection)
+        connection.send(now, caller, request)
+        wire = self.wires[connection] = Wire()
+        connection.connection_made(wire)  # type: ignore[arg-type]
+
+    def asked(self, *, drops: bool = False) -> tuple[Listener, WorkerConnection, Wire]:
+        listener = Listener(drops)
+        self.send(self.now, listener, (b"request",))
+        assert listener.connection is not None
+        return listener, listener.connection, self.wires[listener.connection]
+
+    def used(self) -> tuple[Listener, WorkerConnection, Wire]:
+        """Ask on a connection that served before."""
+        _, first, _ = self.asked()
+        first.data_received(HEAD + b"abc")
+        listener, connection, wire = self.asked()
+        assert connection is first
+        return listener, connection, wire
+
+
+@pytest.fixture
+def pool() -> Quick:
+    return Quick()
+
+
+def test_an_answer_is_heard_in_pieces(pool: Quick) -> None:
+    listener, connection, wire = pool.asked()
+    assert wire.written == b"request"
+    for piece in (HEAD[:9], HEAD[9:], b"a", b"bc"):
+        connection.data_received(piece)
+    assert listener.heard == [200, (b"a", False), (b"bc", True)]
+    assert pool.idle == [connection]
+
+
+def test_the_connection_used_last_is_used_first(pool: Quick) -> None:
+    first, second = pool.asked()[1], pool.asked()[1]
+    for connection in (first, second):
+        connection.data_received(HEAD + b"abc")
+    assert pool.asked()[1] is second
+    assert pool.asked()[1] is first
+
+
+def test_a_closed_connection_is_passed_over(pool: Quick) -> None:
+    _, first, wire = pool.asked()
+    first.data_received(HEAD + b"abc")
+    wire.closed = True
+    assert pool.asked()[1] is not first
+
+
+def test_an_idle_connection_is_given_up_before_the_worker_does(pool: Quick) -> None:
+    _, connection, wire = pool.asked()
+    connection.data_received(HEAD + b"abc")
+    assert connection.deadline == pool.now + MAX_IDLE_S
+    pool.sweep(pool.now + MAX_IDLE_S + 0.1)
+    assert wire.closed
+    assert not pool.idle
+    assert not pool.open
+
+
+def test_a_connection_that_went_stale_is_replaced_in_silence(pool: Quick) -> None:
+    listener, connection, _ = pool.used()
+    connection.connection_lost(None)
+    assert listener.heard == []
+    assert listener.connection is not connection
+    assert listener.connection is not None
+    assert pool.wires[listener.connection].written == b"request"
+    listener.connection.connection_lost(ConnectionResetError())
+    assert listener.heard == [Trouble.RESET]
+
+
+@pytest.mark.parametrize("what", ["fresh", "heard", "late"])
+def test_what_was_not_stale_is_trouble(pool: Quick, what: str) -> None:
+    listener, connection, _ = pool.asked() if what == "fresh" else pool.used()
+    if what == "heard":
+        connection.data_received(b"HTTP")
+    if what == "late":
+        pool.now += STALE_S + 0.1
+    connection.connection_lost(ConnectionResetError())
+    assert listener.heard == [Trouble.RESET]
+    assert listener.connection is connection
+
+
+def test_a_body_that_ends_with_its_connection(pool: Quick) -> None:
+    listener, connection, _ = pool.asked()
+    connection.data_received(b"HTTP/1.1 200 OK\r\n\r\nabc")
+    connection.eof_received()
+    connection.connection_lost(None)
+    assert listener.heard == [200, (b"abc", False), (b"", True)]
+    assert not pool.open
+
+
+def test_a_reset_is_no_end(pool: Quick) -> None:
+    listener, connection, _ = pool.asked()
+    connection.data_received(b"HTTP/1.1 200 OK\r\n\r\nabc")
+    connection.connection_lost(ConnectionResetError())
+    assert listener.heard == [200, (b"abc", False), Trouble.RESET]
+
+
+def test_what_is_no_answer_is_broken(pool: Quick) -> None:
+    listener, connection, wire = pool.asked()
+    connection.data_received(b"220 smtp\r\n")
+    assert listener.heard == [Trouble.BROKEN]
+    assert wire.closed
+
+
+def test_a_worker_that_speaks_unasked_is_hung_up_on(pool: Quick) -> None:
+    _, connection, wire = pool.asked()
+    connection.data_received(HEAD + b"abc")
+    connection.data_received(b"HTTP/1.1 408 Request Timeout\r\n\r\n")
+    assert wire.closed
+    assert not pool.idle
+
+
+def test_surplus_bytes_end_the_connection_not_the_answer(pool: Quick) -> None:
+    listener, connection, wire = pool.asked()
+    connection.data_received(HEAD + b"abcd")
+    assert listener.heard == [200, (b"abc", True)]
+    assert wire.closed
+
+
+def test_an_answer_before_the_whole_request_is_sent_ends_the_connection(pool: Quick) -> None:
+    listener, connection, wire = pool.asked()
+    wire.unsent = 1
+    connection.data_received(HEAD + b"abc")
+    assert listener.heard == [200, (b"abc", True)]
+    assert wire.closed
+    assert not pool.idle
+
+
+def test_a_caller_that_drops_the_connection_hears_no_more(pool: Quick) -> None:
+    listener, connection, wire = pool.asked(drops=True)
+    connection.data_received(HEAD + b"abc")
+    assert listener.heard == [200]
+    assert wire.closed
+    assert not pool.open
+
+
+def test_patience(pool: Quick) -> None:
+    listener, connection, _ = pool.asked()
+    assert connection.deadline == pool.now + 60
+    pool.now += 50
+    connection.data_received(HEAD)
+    assert connection.deadline == 160  # a head is not what the client waits for
+    connection.data_received(b"a")
+    assert connection.deadline == pool.now + 20
+    pool.sweep(pool.now + 19)
+    assert Trouble.TIMEOUT not in listener.heard
+    pool.sweep(pool.now + 21)
+    assert listener.heard[-1] is Trouble.TIMEOUT
+
+
+def test_silence_of_a_worker_that_is_not_listened_to_does_not_count(pool: Quick) -> None:
+    listener, connection, wire = pool.asked()
+    connection.data_received(HEAD + b"a")
+    connection.pause()
+    connection.data_received(b"b")  # was on its way
+    assert wire.paused
+    assert connection.deadline == inf
+    connection.resume(500.0)
+    assert not wire.paused
+    assert connection.deadline == 520
+    connection.pause()
+    connection.data_received(b"c")
+    assert listener.heard[-1] == (b"c", True)
+    assert not wire.paused  # or the next answer would never be read
+
+
+def test_pools_follow_the_fleet() -> None:
+    fleet, pools = Fleet(), Pools(SETTINGS, lambda: 0.0)
+    old = pools.of(fleet.add(SPEC))
+    assert pools.of(fleet.add(WorkerSpec("w1", SPEC.url, Role.LONG, "tiny"))) is not old
+    fleet.remove("w0")
+    same = fleet.add(WorkerSpec("w0", SPEC.url, Role.SHORT, "tiny"))
+    assert pools.of(same) is old
+    fleet.remove("w0")
+    keyed = fleet.add(WorkerSpec("w0", SPEC.url, Role.SHORT, "tiny", api_key="k"))
+    assert pools.of(keyed) is not old
+    assert pools.of(keyed).authorization == b"Authorization: Bearer k\r\n"
+    assert pools.of(keyed).host == b"127.0.0.1:9\r\n"
