@@ -92,9 +92,8 @@ def launches(draft: Draft) -> Iterator[Problem]:
                 yield Problem(f"{path}[{place}]", f"{name!r}: {ours[name]}; leave it out here")
         told, flagged = worker.max_model_len, worker.flag_max_model_len
         if told and flagged and told > flagged:
-            yield Problem(
-                path, f"--max-model-len {flagged}: less than max_model_len, {told}; drop one of them"
-            )
+            why = f"--max-model-len {flagged}: less than max_model_len, {told}; drop one of them"
+            yield Problem(path, why)
 
 
 def limits(draft: Draft) -> Iterator[Problem]:

@@ -23,17 +23,13 @@ from proxy.control.shapes import (
     Reloaded,
     Removed,
     WorkerShown,
-    ask_of,
-    shown_answer,
+    explanation,
     shown_worker,
 )
-from proxy.core.refusals import unknown_model
 from proxy.core.router import Router
 from proxy.core.types import Reason
 from proxy.core.worker import Worker
 from proxy.errors import Problem
-
-CHAT = "chat/completions"
 
 
 class AdminState(Protocol):
@@ -158,14 +154,7 @@ def decision_routes(state: AdminState, clock: Callable[[], float]) -> APIRouter:
 
     @api.post("/explain", summary="Say where a request would go now, and why")
     async def explain(question: Question) -> Explanation:
-        router = state.router
-        model = question.model or state.config.model
-        if not router.fleet.serves(model):
-            return shown_answer(unknown_model(model, router.fleet.models()))
-        usual = int(router.sizer.learnt(model, CHAT).output)
-        limit = router.settings.short_limit
-        ask = ask_of(question, model, usual_output=usual, short_limit=limit)
-        return shown_answer(router.explain(ask, clock()))
+        return explanation(state.router, question, state.config.model, clock())
 
     return api
 

@@ -80,6 +80,7 @@ class Watch:
         self._models_known = False
         self._gauges: Gauges | None = None
         self._said: str | None = None  # the complaint that was logged last
+        self._been_up = False
 
     @property
     def of_interest(self) -> bool:
@@ -133,6 +134,7 @@ class Watch:
             self._fleet.set_gauges(name, gauges)
         if self._fleet.probe_ok(name, self._prober.clock()):
             logger.info("worker %s is up", name)
+            self._been_up = True
             self._said = None
 
     def _take(self, models: Models) -> None:
@@ -153,7 +155,10 @@ class Watch:
         self._models_known = False
         self._fleet.probe_failed(self._worker.name, self._prober.clock())
         if not self._worker.up and why != self._said:
-            logger.warning("worker %s is down: %s", self._worker.name, why)
+            if self._been_up:
+                logger.warning("worker %s is down: %s", self._worker.name, why)
+            else:  # it may still load
+                logger.info("worker %s is not up yet: %s", self._worker.name, why)
             self._said = why
 
 

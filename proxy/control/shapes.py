@@ -6,9 +6,12 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from proxy.core.refusals import unknown_model
+from proxy.core.router import Router
 from proxy.core.types import Ask, Decision, Reason, Refusal, Role, Score
 from proxy.core.worker import Worker
 
+CHAT = "chat/completions"
 State = Literal["starting", "up", "down", "resting", "draining", "drained"]
 
 
@@ -133,13 +136,24 @@ def shown_answer(answer: Decision | Refusal) -> Explanation:
     )
 
 
+def explanation(router: Router, question: Question, fleets_model: str, now: float) -> Explanation:
+    """Say where such a request would go now."""
+    model = question.model or fleets_model
+    if model not in (known := router.fleet.models()):
+        return shown_answer(unknown_model(model, known))
+    usual = int(router.sizer.learnt(model, CHAT).output)
+    limit = router.settings.short_limit
+    ask = ask_of(question, model, usual_output=usual, short_limit=limit)
+    return shown_answer(router.explain(ask, now))
+
+
 def ask_of(question: Question, model: str, *, usual_output: int, short_limit: int) -> Ask:
     """Make the ask that such a request would become, were it a chat."""
     limit = question.max_tokens
     tokens = question.prompt_tokens
     ask = Ask(
         id="explain",
-        route="chat/completions",
+        route=CHAT,
         model=model,
         body_bytes=0,
         prompt_tokens=tokens,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from proxy.core import refusals
 from proxy.core.fleet import Fleet
-from proxy.core.pool import HOLDERS
+from proxy.core.pool import HOLDERS, Pool
 from proxy.core.prefix import COVERED, deepest
 from proxy.core.routing.view import View
 from proxy.core.traffic import Traffic
@@ -41,7 +41,17 @@ def look(
         found = pool.open_to(ask, now, fleet.resting, holders)
     if tried:
         found = [worker for worker in found if worker.name not in tried]
+    if not found and ask.prompt_error and not ask.pinned:
+        found = _those_that_may_do(pool, ask, now, tried)
     return View(ask, now, found, pool, traffic, held, longs_waiting, tried, explain)
+
+
+def _those_that_may_do(pool: Pool, ask: Ask, now: float, tried: frozenset[str]) -> list[Worker]:
+    """Where those that surely hold it have failed: the others that may, if the estimate is high."""
+    left = [w for w in pool.all if w.may_hold(ask) and w.name not in tried]
+    if any(w.surely_holds(ask) and (w.breaker.closed or w.breaker.busy) for w in left):
+        return []  # full, or busy: worth the wait
+    return [w for w in left if w.takes(now)]
 
 
 def _is_ready(worker: Worker, ask: Ask, now: float) -> bool:
@@ -51,6 +61,8 @@ def _is_ready(worker: Worker, ask: Ask, now: float) -> bool:
 
 def hopeless(fleet: Fleet, ask: Ask, now: float, tried: frozenset[str]) -> Refusal | None:
     """Say why waiting would not help; None if it would."""
+    if not ask.pinned and any(_will_do(w, ask, tried) for w in fleet.pool(ask.model).all):
+        return None
     workers = [w for w in fleet.of(ask.model) if w.role.serves_whole and not w.draining]
     if ask.pinned:
         workers = [w for w in (fleet.get(ask.pinned),) if w is not None]
@@ -61,10 +73,16 @@ def hopeless(fleet: Fleet, ask: Ask, now: float, tried: frozenset[str]) -> Refus
     left = [w for w in live if w.name not in tried]
     if live and not left:
         return refusals.nobody_left("no other worker can take it")
-    if any(w.breaker.closed or w.breaker.busy for w in left):
+    if any(_will_do(w, ask, tried) for w in left):
         return None
     soonest = min((w.breaker.until - now for w in left), default=None)
     return refusals.no_worker(ask.model, soonest)
+
+
+def _will_do(worker: Worker, ask: Ask, tried: frozenset[str]) -> bool:
+    """Whether a live worker is at most busy."""
+    well = worker.breaker.closed or worker.breaker.busy
+    return well and worker.name not in tried and worker.may_hold(ask)
 
 
 def note(worker: Worker, ask: Ask, now: float) -> str:

@@ -59,6 +59,7 @@ class Pool:
         "bits",
         "boundaries",
         "for_longs",
+        "for_shorts",
         "groups",
         "least",
         "longs",
@@ -85,6 +86,7 @@ class Pool:
         self.least, self.most = (limits[0], limits[-1]) if limits else (0, 0)
         self.boundaries = limits[:-1]  # where a longer request has fewer workers
         self.for_longs = [worker for worker in self.all if worker.role is not Role.SHORT]
+        self.for_shorts = [worker for worker in self.all if worker.role is not Role.LONG]
         self.shorts = sum(len(g.workers) for g in self.groups if g.role is Role.SHORT)
         self.longs = sum(len(g.workers) for g in self.groups if g.role is Role.LONG)
 

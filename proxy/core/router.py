@@ -113,7 +113,7 @@ class Router:
         explain: bool = False,
     ) -> Lease | Ticket | Refusal:
         """Place a request, let it wait, or refuse it. `tried` names the workers that failed it."""
-        if self.draining:
+        if self.draining and not tried:
             return self._refused(ask.model, refusals.draining())
         self.fleet.settle(now)
         if tried:

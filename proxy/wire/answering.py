@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from proxy.core.types import Decision, Usage
     from proxy.wire.request import Request
     from proxy.wire.response import Head
-    from proxy.wire.worker_connection import Trouble
 
 RESPONSE_ID = re.compile(rb'"id"\s*:\s*"(resp_[^"\\]{1,200})"')
 RESPONSE_ID_BYTES = 8192
@@ -79,12 +78,12 @@ class Answering:
             return self._head + data
         return data
 
-    def last_words(self, trouble: Trouble) -> bytes | None:
-        """Write the end of an answer whose worker is gone; None if it can only be broken off."""
+    def last_words(self, message: str, code: str) -> bytes | None:
+        """Write the end of an answer that fails midway; None if it can only be broken off."""
         stream = self._stream
         if stream is None or stream.torn:
             return None
-        event = stream.error_event("The worker failed while it answered.", f"worker_{trouble}")
+        event = stream.error_event(message, code)
         return b"%x\r\n%b\r\n%b" % (len(event), event, LAST_CHUNK) if self._chunked else event
 
     def usage(self) -> Usage | None:

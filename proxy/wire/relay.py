@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from proxy.core import refusals
 from proxy.core.types import Decision, Lease, Outcome, Reason, Refusal, Ticket
 from proxy.wire.answering import Answering, response_id_in
 from proxy.wire.counting import TokenCount
@@ -32,9 +33,10 @@ if TYPE_CHECKING:
 
 CLIENT_GONE = 499  # as nginx calls it; in metrics alone
 BAD_REQUEST, BAD_GATEWAY, GATEWAY_TIMEOUT = 400, 502, 504
-# What a worker can't do at all is not its failure.
-NOT_IMPLEMENTED, HTTP_VERSION = 501, 505
-TOO_MANY, UNAVAILABLE, SERVER_ERROR = 429, 503, 500
+TOO_MANY, UNAVAILABLE = 429, 503
+# Of 429 and above, what is no failure of the worker: it can't do that at all, or says so of the
+# request.
+ITS_OWN_FAULT = frozenset([431, 451, 501, 505])
 STORING = "responses"  # the route whose answers may be asked for again
 # Bodies up to this size are sent in one piece with their head.
 SMALL = 1 << 16
@@ -163,9 +165,7 @@ class Exchange:
     def begun(self, now: float, head: Head) -> None:
         """Pass the answer on, unless it says that another worker should be asked."""
         status = head.status
-        if (status >= SERVER_ERROR and status not in (NOT_IMPLEMENTED, HTTP_VERSION)) or (
-            status == TOO_MANY
-        ):
+        if status >= TOO_MANY and status not in ITS_OWN_FAULT:
             outcome = Outcome.BUSY if status in (TOO_MANY, UNAVAILABLE) else Outcome.FAILED
             refusal = self._try_another(now, outcome, Trouble.STATUS, head.retry_after_s)
             if refusal is None:
@@ -207,14 +207,8 @@ class Exchange:
             return
         if self._lease is not None:
             self._wire.router.finish(self._lease, now, Outcome.FAILED)
-        self._books(now, BAD_GATEWAY)
-        last = answering.last_words(trouble)
-        if last is None:
-            self._client.break_off()
-        else:
-            self._client.write(last)
-            self._client.done(now, keep_alive=False)
-        self._wire.settle(now)
+        what = "The worker failed while it answered."
+        self._break_off(now, answering.last_words(what, f"worker_{trouble}"))
 
     def _try_another(
         self,
@@ -277,6 +271,16 @@ class Exchange:
         self._client.done(now, keep_alive=answering.keep_alive)
         wire.settle(now)
 
+    def _break_off(self, now: float, last_words: bytes | None) -> None:
+        """End an answer that will never be whole, so that it can be seen."""
+        self._books(now, BAD_GATEWAY)
+        if last_words is None:
+            self._client.break_off()
+        else:
+            self._client.write(last_words)
+            self._client.done(now, keep_alive=False)
+        self._wire.settle(now)
+
     def _refuse(self, now: float, refusal: Refusal) -> None:
         keep_alive = self._request.head.keep_alive and not self._wire.draining
         self._books(now, refusal.status, refusal.reason)
@@ -294,6 +298,21 @@ class Exchange:
             self.connection.resume(now)
 
     def gone(self, now: float) -> None:
+        """Hear that nobody wants the answer any more."""
+        self._stop(now)
+        self._books(now, CLIENT_GONE)
+        self._wire.settle(now)
+
+    def cut(self, now: float) -> None:
+        """End it, because the router does."""
+        self._stop(now)
+        answering = self._answering
+        if answering is None or not answering.has_begun:
+            self._refuse(now, refusals.draining())
+        else:
+            self._break_off(now, answering.last_words("The router was stopped.", "router_stopped"))
+
+    def _stop(self, now: float) -> None:
         """Stop everything that is done for the client."""
         wire = self._wire
         if (count := self._count) is not None:
@@ -308,8 +327,6 @@ class Exchange:
             self.connection = None
         if self._lease is not None:
             wire.router.finish(self._lease, now, Outcome.CLIENT_GONE)
-        self._books(now, CLIENT_GONE)
-        wire.settle(now)
 
     def _books(self, now: float, status: int, reason: Reason | None = None) -> None:
         """Count the request, whichever way it ended."""

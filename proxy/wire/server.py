@@ -1,9 +1,11 @@
 """The router on its port: listens, keeps deadlines, drains.
 
-wire = Wire(router, WireSettings(), Metrics(router))
-await wire.start("127.0.0.1", 8000)
-...
-await wire.drain(30.0)
+    wire = Wire(router, WireSettings(), Metrics(router))
+    await wire.start("127.0.0.1", 8000)
+    ...
+    await wire.drain(30.0)
+
+One timer serves all deadlines.
 """
 
 from __future__ import annotations
@@ -91,6 +93,8 @@ class Wire:
             server.close()
         await self._until(lambda: not self.exchanges, give_up)
         now = self.clock()
+        for exchange in list(self.exchanges):
+            exchange.cut(now)
         for client in list(self.clients):
             client.leave(now)
         await self._until(lambda: not self.clients, max(give_up, now + CLOSE_S))

@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
 
-from proxy.control.shapes import Explanation, Question, ask_of, shown_answer
+from proxy.control.shapes import Explanation, Question, explanation
 from proxy.core.fleet import Fleet
-from proxy.core.refusals import unknown_model
 from proxy.core.router import Router
 from vllm_sched.cli.text import columns
 from vllm_sched.errors import UsageError
@@ -25,7 +24,6 @@ if TYPE_CHECKING:
     from proxy.core.types import Score
 
 TIMEOUT_S = 10.0
-ROUTE = "chat/completions"
 NOWHERE = 1
 HEADING = ("worker", "cost s", "wait s", "prefill s", "harm s", "cached", "no candidate because")
 
@@ -84,12 +82,7 @@ def predicted(config: FleetConfig, question: Question) -> Explanation:
         fleet.add(spec)
         fleet.probe_ok(spec.name, now=0.0)
     router = Router(router_settings(config), fleet)
-    model = question.model or config.model
-    if model not in fleet.models():
-        return shown_answer(unknown_model(model, fleet.models()))
-    usual = int(router.sizer.learnt(model, ROUTE).output)
-    ask = ask_of(question, model, usual_output=usual, short_limit=config.routing.short_limit)
-    return shown_answer(router.explain(ask, now=0.0))
+    return explanation(router, question, config.model, now=0.0)
 
 
 def asked(url: str, question: Question) -> Explanation:

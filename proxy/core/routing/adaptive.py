@@ -11,8 +11,9 @@ of it, and its prefill less what is cached), plus the delay it brings to others:
   longs keep such workers. With no longs about the share is zero, and the pools are one.
 
 Longs that wait, or came lately, also keep a reserve: shorts may not take the last quarter of a long
-worker's places or of its KV cache, and none at all while longs wait for one. Costs within a few per
-cent are equal: then the pool that is there for the size, the fewest requests, and turn decide.
+worker's places or of its KV cache, and none at all while longs wait for one; unless no other live
+worker is there for them. Costs within a few per cent are equal: then the pool that is there for the
+size, the fewest requests, and turn decide.
 
 A cached prefix is worth its prefill time and no more, so requests that share one spread as soon as
 the delay they cause each other exceeds that, and whoever takes the first of them has it cached too.
@@ -141,7 +142,7 @@ def kv_wait_s(worker: Worker, need: int) -> float:
 
 def longs_are_about(view: View) -> bool:
     """Whether there is a reserve to keep from this request."""
-    if view.ask.long or view.ask.pinned:
+    if view.ask.long or view.ask.pinned or not view.pool.for_shorts:
         return False
     return view.longs_waiting or view.traffic.longs_lately(view.now)
 

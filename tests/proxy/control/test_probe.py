@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator
 from contextlib import suppress
 from types import SimpleNamespace
@@ -219,13 +220,16 @@ async def test_nobody_listens(caplog: pytest.LogCaptureFixture) -> None:
     fleet = Fleet()
     async with worker_double() as double:
         gone = double.url
+    caplog.set_level(logging.INFO)
     async with open_session() as session:
         worker = fleet.add(spec(gone))
         watch = Watch(prober_of(fleet), worker, session)
         for _ in range(3):
             await watch.once()
     assert not worker.up
-    assert caplog.text.count("worker s0 is down: GET /health") == 1  # said once, not each second
+    # Said once, not each second; and not as a fault, since it may still load.
+    assert caplog.text.count("worker s0 is not up yet: GET /health") == 1
+    assert [record.levelname for record in caplog.records] == ["INFO"]
 
 
 async def test_no_answer_in_time(bench: Bench) -> None:

@@ -49,6 +49,17 @@ def test_an_estimate_that_may_be_right_is_for_the_worker_to_judge() -> None:
     assert refused(router.submit(ask(19_000, 100, error=2000), 0.0)).status == 400
 
 
+def test_where_the_sure_one_has_failed_the_other_may_try() -> None:
+    router = router_of(spec("s", SHORT, 8192), spec("l", LONG, 16_384, most=1))
+    one = ask(8000, 50, error=500)
+    lease = placed(router.submit(one, 0.0))
+    assert lease.worker.name == "l"
+    waits(router.submit(ask(8000, 50, error=500), 0.0))  # full is worth the wait
+    assert placed(router.submit(one, 0.0, tried=frozenset({"l"}))).worker.name == "s"
+    router.fleet.failed(lease.worker, 0.0, 60.0)
+    assert [placed(end).worker.name for _, end in router.due(0.1)] == ["s"]
+
+
 def test_an_output_that_was_not_limited_needs_one_token() -> None:
     router = router_of(spec("l", LONG, 16_384))
     placed(router.submit(ask(16_383, None), 0.0))
@@ -74,6 +85,7 @@ def test_draining_refuses_the_new_and_ends_the_old() -> None:
     lease, ticket = placed(router.submit(ask(), 0.0)), waits(router.submit(ask(), 0.0))
     router.draining = True
     assert refused(router.submit(ask(), 0.0)).reason is Reason.DRAINING
+    assert refused(router.submit(ask(), 0.0, tried=frozenset({"a"}))).status == 502  # an old one
     router.finish(lease, 1.0, Outcome.DONE)
     assert [(t, placed(end).worker.name) for t, end in router.due(1.0)] == [(ticket, "a")]
 

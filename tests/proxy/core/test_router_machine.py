@@ -152,7 +152,7 @@ class RouterMachine(RuleBasedStateMachine):
             assert all(
                 w.max_model_len is not None and w.max_model_len <= limit
                 for w in self.fleet
-                if w.live
+                if w.live and w.name not in tried and w.breaker.closed
             )
         assert worker.breaker.closed or (lease.trial and self.now >= worker.breaker.until)
         self.leases.append(lease)

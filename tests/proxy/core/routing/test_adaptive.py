@@ -103,8 +103,21 @@ def test_longs_that_wait_keep_the_long_workers_from_shorts() -> None:
     assert late.left is False
 
 
+def test_nothing_is_reserved_where_nobody_else_is_there_for_shorts() -> None:
+    router = router_of(spec("l", LONG, 65_536, most=1))
+    lease = placed(router.submit(ask(20_000, long=True), 0.0))
+    short = waits(router.submit(ask(), 0.1))
+    long = waits(router.submit(ask(20_000, long=True), 0.2))
+    router.finish(lease, 1.0, Outcome.DONE)
+    [(first, end)] = router.due(1.0)
+    assert first is short
+    router.finish(placed(end), 2.0, Outcome.DONE)
+    assert [ticket for ticket, _ in router.due(2.0)] == [long]
+
+
 def test_a_reserve_is_kept_only_while_longs_are_about() -> None:
-    router = router_of(spec("l", LONG, 65_536, most=4))
+    router = router_of(spec("l", LONG, 65_536, most=4), spec("s", SHORT, 8192, most=1))
+    placed(router.submit(ask(10, 1), 0.0))
     leases = [placed(router.submit(ask(10, 1), 0.0)) for _ in range(4)]
     for lease in leases:
         router.finish(lease, 1.0, Outcome.DONE)
