@@ -6,8 +6,8 @@ they share blocks. For each hash a bit mask says which workers were sent it; wal
 and-ing masks gives every worker's match at once, however many workers there are.
 
 Memory: two generations of `GENERATION` hashes; when the young one is full the old one goes, so what
-is used stays and what is not is forgotten in time. An entry is about 140 bytes with few workers and
-270 with a thousand: 9 to 18 MB in all, and never more. Cost: a hash and two look-ups per block, at
+is used stays and what is not is forgotten in time. An entry is about 105 bytes with few workers and
+240 with a thousand: 7 to 16 MB in all, and never more. Cost: a hash and two look-ups per block, at
 most 96 blocks (1.3 MB of prompt; a longer one is as good as unique by then).
 
 How it fails: bytes are not tokens, so equal prompts written with other spaces do not match; a

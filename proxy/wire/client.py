@@ -10,6 +10,7 @@ import asyncio
 import socket
 import struct
 from collections.abc import Callable
+from functools import partial
 from math import inf
 from typing import TYPE_CHECKING, cast
 
@@ -70,7 +71,7 @@ class ClientConnection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Wait for a request."""
         self._transport = cast("asyncio.Transport", transport)
-        self.write = self._transport.write
+        self.write = partial(self._wire.outbox.write, self._transport)
         self._wire.client_came(self)
         self._rest(self._wire.clock())
 
@@ -137,6 +138,7 @@ class ClientConnection(asyncio.Protocol):
         """Close, once everything written is sent."""
         self._leaving = True
         self.deadline = now + self._wire.settings.idle_s
+        self._wire.outbox.flush()
         self._transport.close()
 
     def abort(self) -> None:
@@ -208,6 +210,7 @@ class ClientConnection(asyncio.Protocol):
         self._wire.refused(refusal)
         self.write(refuse(refusal, None, keep_alive=False))
         self.deadline = now + self._wire.settings.linger_s
+        self._wire.outbox.flush()
         self._transport.write_eof()
 
     def _gone(self) -> None:

@@ -13,11 +13,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from proxy.core import refusals
-from proxy.core.types import Decision, Lease, Outcome, Reason, Refusal, Ticket
+from proxy.core.types import Lease, Outcome, Reason, Refusal, Ticket
 from proxy.wire.answering import Answering, response_id_in
 from proxy.wire.counting import TokenCount
-from proxy.wire.http import NONE
 from proxy.wire.own_answers import refuse
+from proxy.wire.record import Record
 from proxy.wire.response import OK
 from proxy.wire.worker_connection import Trouble
 
@@ -33,10 +33,8 @@ if TYPE_CHECKING:
 
 CLIENT_GONE = 499  # as nginx calls it; in metrics alone
 BAD_REQUEST, BAD_GATEWAY, GATEWAY_TIMEOUT = 400, 502, 504
-TOO_MANY, UNAVAILABLE = 429, 503
-# Of 429 and above, what is no failure of the worker: it can't do that at all, or says so of the
-# request.
-ITS_OWN_FAULT = frozenset([431, 451, 501, 505])
+TOO_MANY, SERVER_ERROR, UNAVAILABLE = 429, 500, 503
+CANNOT = frozenset([501, 505])  # what a worker can't do at all is not its failure
 STORING = "responses"  # the route whose answers may be asked for again
 # Bodies up to this size are sent in one piece with their head.
 SMALL = 1 << 16
@@ -50,16 +48,11 @@ class Exchange:
         "_ask",
         "_client",
         "_count",
-        "_decision",
-        "_first_token_at",
         "_last_refusal",
-        "_last_token_at",
         "_lease",
-        "_pool_name",
-        "_queue_s",
+        "_record",
         "_request",
         "_route",
-        "_started",
         "_ticket",
         "_tried",
         "_wire",
@@ -78,21 +71,16 @@ class Exchange:
         self._count: TokenCount | None = None
         self._ticket: Ticket | None = None
         self._lease: Lease | None = None
-        self._decision: Decision | None = None
         self._answering: Answering | None = None
         self._last_refusal: Refusal | None = None  # of another try, while an error passes on
         self._tried: frozenset[str] = frozenset()
-        self._pool_name = NONE
-        self._started = 0.0
-        self._queue_s = 0.0
-        self._first_token_at: float | None = None
-        self._last_token_at = 0.0
+        self._record = Record()
 
     # To a worker
 
     def start(self, now: float) -> None:
         """Read the body, and find out where it goes."""
-        self._started = now
+        self._record.started = now
         self._wire.exchanges.add(self)
         request, router = self._request, self._wire.router
         content_type = request.head.special.get(b"content-type", b"")
@@ -101,7 +89,7 @@ class Exchange:
         if isinstance(ask, Refusal):
             self._refuse(now, ask)
             return
-        self._ask = ask
+        self._ask = self._record.ask = ask
         counter = router.counter_for(ask)
         if counter is None:
             self._place(now, ask)
@@ -136,16 +124,14 @@ class Exchange:
     def placed(self, now: float, placed: Lease | Refusal) -> None:
         """Go to the worker that has room, or hear that none will."""
         if (ticket := self._ticket) is not None:
-            self._queue_s += now - ticket.since
+            self._record.queue_s += now - ticket.since
             self._ticket = None
         if isinstance(placed, Refusal):
             self._refuse(now, placed)
             return
         self._lease = placed
-        self._decision = placed.decision
-        worker = placed.decision.worker
-        self._pool_name = worker.role
-        pool = self._wire.pools.of(worker)
+        self._record.decision = placed.decision
+        pool = self._wire.pools.of(placed.worker)
         pool.send(now, self, self._to_worker(pool))
 
     def _to_worker(self, pool: Pool) -> tuple[bytes, ...]:
@@ -165,14 +151,16 @@ class Exchange:
     def begun(self, now: float, head: Head) -> None:
         """Pass the answer on, unless it says that another worker should be asked."""
         status = head.status
-        if status >= TOO_MANY and status not in ITS_OWN_FAULT:
+        if (status >= SERVER_ERROR or status == TOO_MANY) and status not in CANNOT:
             outcome = Outcome.BUSY if status in (TOO_MANY, UNAVAILABLE) else Outcome.FAILED
             refusal = self._try_another(now, outcome, Trouble.STATUS, head.retry_after_s)
             if refusal is None:
                 return
             self._last_refusal = refusal
         keep_alive = self._request.head.keep_alive and not self._wire.draining
-        self._answering = Answering(self._request, head, self._decision, keep_alive=keep_alive)
+        self._answering = Answering(
+            self._request, head, self._record.decision, keep_alive=keep_alive
+        )
 
     def received(self, now: float, body: bytes, ended: bool) -> None:
         """Pass on a piece of the answer."""
@@ -250,15 +238,12 @@ class Exchange:
             self._wire.router.remember(response_id, lease.worker.name)
 
     def _saw_tokens(self, now: float, tokens: int) -> None:
-        if self._first_token_at is None:
-            self._first_token_at = now
-            if self._lease is not None:
-                self._wire.router.first_token(self._lease, now)
-        else:
-            self._wire.metrics.chunk_gap(self._pool_name, now - self._last_token_at)
-        self._last_token_at = now
-        if self._lease is not None:
-            self._wire.router.tokens(self._lease, tokens)
+        record, lease, router = self._record, self._lease, self._wire.router
+        if lease is not None:
+            if record.first_token_at is None:
+                router.first_token(lease, now)
+            router.tokens(lease, tokens)
+        record.saw_tokens(now, self._wire.metrics)
 
     # To the client
 
@@ -330,32 +315,8 @@ class Exchange:
 
     def _books(self, now: float, status: int, reason: Reason | None = None) -> None:
         """Count the request, whichever way it ended."""
-        wire, ask, decision = self._wire, self._ask, self._decision
-        wire.exchange_over(self)
-        first, worker, predicted = self._first_token_at, NONE, None
-        ttft_s = None if first is None else first - self._started
-        duration_s = now - self._started
-        if decision is not None:
-            worker, predicted = decision.worker.name, decision.predicted_ttft_s
-            reason = reason or decision.reason
-        elif reason is None:
-            reason = Reason.FLEET_FULL  # it was still waiting
-        wire.metrics.request_done(
-            self._route.name,
-            ask.model if ask else "",
-            worker,
-            reason,
-            status,
-            ttft_s,
-            duration_s,
-            self._queue_s,
-            self._pool_name,
-            predicted,
-        )
-        if ask is not None:
-            wire.metrics.recent.add(
-                ask, decision, reason, status, ttft_s, duration_s, self._queue_s
-            )
+        self._wire.exchange_over(self)
+        self._record.close(now, self._wire.metrics, self._route.name, status, reason)
 
 
 def _timed_out(refusal: Refusal) -> Refusal:

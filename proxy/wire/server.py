@@ -24,6 +24,7 @@ from proxy.wire import local
 from proxy.wire.client import ClientConnection
 from proxy.wire.counting import TokenCount
 from proxy.wire.http import NONE
+from proxy.wire.outbox import Outbox
 from proxy.wire.settings import WireSettings
 from proxy.wire.upstream import Pools
 
@@ -60,7 +61,8 @@ class Wire:
         self.exchanges: set[Exchange] = set()
         self.queued: dict[Ticket, Exchange] = {}
         self.counting: set[TokenCount] = set()
-        self.pools = Pools(settings, clock)
+        self.outbox = Outbox()
+        self.pools = Pools(settings, clock, self.outbox)
         self._servers: list[asyncio.Server] = []
         self._timer: asyncio.TimerHandle | None = None
         self._ticks = 0

@@ -11,6 +11,7 @@ from proxy.wire.worker_connection import Caller, Trouble, WorkerConnection
 
 if TYPE_CHECKING:
     from proxy.core.worker import Worker, WorkerSpec
+    from proxy.wire.outbox import Outbox
     from proxy.wire.settings import WireSettings
 
 
@@ -18,12 +19,13 @@ class Pool:
     """The connections to one worker."""
 
     def __init__(
-        self, spec: WorkerSpec, settings: WireSettings, clock: Callable[[], float]
+        self, spec: WorkerSpec, settings: WireSettings, clock: Callable[[], float], outbox: Outbox
     ) -> None:
         address = urlsplit(spec.url)
         self.spec = spec
         self.settings = settings
         self.clock = clock
+        self.outbox = outbox
         self.host = b"%b\r\n" % address.netloc.encode()  # two headers as sent; may be none
         key = spec.api_key
         self.authorization = b"Authorization: Bearer %b\r\n" % key.encode() if key else b""
@@ -71,9 +73,10 @@ class Pool:
 class Pools:
     """A pool for each worker."""
 
-    def __init__(self, settings: WireSettings, clock: Callable[[], float]) -> None:
+    def __init__(self, settings: WireSettings, clock: Callable[[], float], outbox: Outbox) -> None:
         self._settings = settings
         self._clock = clock
+        self._outbox = outbox
         self._pools: dict[str, Pool] = {}
         self._retired: list[Pool] = []  # of workers that left or moved, with requests in flight
 
@@ -86,7 +89,7 @@ class Pools:
         if pool is None or (pool.spec.url, pool.spec.api_key) != (spec.url, spec.api_key):
             if pool is not None:
                 self._retire(pool)
-            pool = self._pools[worker.name] = Pool(spec, self._settings, self._clock)
+            pool = self._pools[worker.name] = Pool(spec, self._settings, self._clock, self._outbox)
         pool.spec = spec
         return pool
 

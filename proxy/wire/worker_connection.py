@@ -87,8 +87,7 @@ class WorkerConnection(asyncio.Protocol):
             self.deadline = now + settings.connect_s
             return
         self.deadline = now + settings.first_byte_s
-        for piece in request:
-            self._transport.write(piece)
+        self._pool.outbox.write(self._transport, *request)
 
     def drop(self) -> None:
         """Walk away: whatever the worker does for the caller, it may stop doing."""

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from math import inf
+from typing import Any
 
 import pytest
 
 from proxy.core.fleet import Fleet
 from proxy.core.types import Role
 from proxy.core.worker import WorkerSpec
+from proxy.wire.outbox import Outbox
 from proxy.wire.response import Head
 from proxy.wire.settings import WireSettings
 from proxy.wire.upstream import Pool, Pools
@@ -70,12 +72,19 @@ class Listener:
         self.heard.append(trouble)
 
 
+class AtOnce(Outbox):
+    """Writes without waiting for the loop, which these tests have none of."""
+
+    def write(self, transport: Any, *pieces: bytes) -> None:
+        transport.write(b"".join(pieces))
+
+
 class Quick(Pool):
     """A pool whose connections are made at once."""
 
     def __init__(self) -> None:
         self.now = 100.0
-        super().__init__(SPEC, SETTINGS, lambda: self.now)
+        super().__init__(SPEC, SETTINGS, lambda: self.now, AtOnce())
         self.wires: dict[WorkerConnection, Wire] = {}
 
     def open_for(self, now: float, caller: Caller, request: tuple[bytes, ...]) -> None:
@@ -249,7 +258,7 @@ def test_silence_of_a_worker_that_is_not_listened_to_does_not_count(pool: Quick)
 
 
 def test_pools_follow_the_fleet() -> None:
-    fleet, pools = Fleet(), Pools(SETTINGS, lambda: 0.0)
+    fleet, pools = Fleet(), Pools(SETTINGS, lambda: 0.0, AtOnce())
     old = pools.of(fleet.add(SPEC))
     assert pools.of(fleet.add(WorkerSpec("w1", SPEC.url, Role.LONG, "tiny"))) is not old
     fleet.remove("w0")

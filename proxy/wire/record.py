@@ -1,0 +1,55 @@
+"""What is told of a request once it is over: when it came, waited, began to be answered, ended."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from proxy.core.types import Reason
+from proxy.wire.http import NONE
+
+if TYPE_CHECKING:
+    from proxy.control.metrics import Metrics
+    from proxy.core.types import Ask, Decision
+
+
+class Record:
+    """The times of one request, and what became of it."""
+
+    __slots__ = ("_last_token_at", "ask", "decision", "first_token_at", "queue_s", "started")
+
+    def __init__(self) -> None:
+        self.ask: Ask | None = None
+        self.decision: Decision | None = None  # the last one, if it was placed at all
+        self.started = 0.0
+        self.queue_s = 0.0
+        self.first_token_at: float | None = None
+        self._last_token_at = 0.0
+
+    def saw_tokens(self, now: float, metrics: Metrics) -> None:
+        """Note when tokens passed."""
+        if self.first_token_at is None:
+            self.first_token_at = now
+        elif self.decision is not None:
+            metrics.chunk_gap(self.decision.worker.role, now - self._last_token_at)
+        self._last_token_at = now
+
+    def close(
+        self, now: float, metrics: Metrics, route: str, status: int, reason: Reason | None
+    ) -> None:
+        """Count the request; `reason` is given where it was refused."""
+        ask, decision = self.ask, self.decision
+        first, worker, pool, predicted = self.first_token_at, NONE, NONE, None
+        ttft_s = None if first is None else first - self.started
+        duration_s = now - self.started
+        if decision is not None:
+            worker, pool = decision.worker.name, decision.worker.role
+            predicted = decision.predicted_ttft_s
+            reason = reason or decision.reason
+        elif reason is None:
+            reason = Reason.FLEET_FULL  # its client left while it waited
+        model = ask.model if ask is not None else ""
+        metrics.request_done(
+            route, model, worker, reason, status, ttft_s, duration_s, self.queue_s, pool, predicted
+        )
+        if ask is not None:
+            metrics.recent.add(ask, decision, reason, status, ttft_s, duration_s, self.queue_s)

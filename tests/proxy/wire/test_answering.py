@@ -1,0 +1,117 @@
+"""What a client is sent of a worker's answer: head, framing, and the end if there is none."""
+
+from __future__ import annotations
+
+import pytest
+
+from proxy.core.fleet import Fleet
+from proxy.core.types import Decision, Reason, Role, Score, Usage
+from proxy.core.worker import WorkerSpec
+from proxy.wire.answering import Answering, response_id_in
+from proxy.wire.request import Request, RequestHead
+from proxy.wire.response import AnswerReader
+
+EVENT = b'data: {"choices":[{"text":"a"}]}\n\n'
+SSE = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
+CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
+
+
+def answering(
+    head: bytes, *, old: bool = False, keep_alive: bool = True, explain: bool = False
+) -> Answering:
+    reader = AnswerReader()
+    reader.feed(head)
+    assert reader.head is not None
+    request_head = RequestHead()
+    request_head.http_1_0, request_head.explain, request_head.id = old, explain, b"id-1"
+    worker = Fleet().add(WorkerSpec("s0", "http://h:1", Role.SHORT, "tiny"))
+    decision = Decision(worker, Reason.SHORT_POOL, scores=(Score("s0", 0.5),))
+    return Answering(Request(request_head, b""), reader.head, decision, keep_alive=keep_alive)
+
+
+def test_a_fixed_length_is_kept() -> None:
+    one = answering(b"HTTP/1.1 200 OK\r\nContent-Length: 3\r\nX: y\r\n\r\n")
+    assert one.take(b"", ended=False) == b""
+    assert not one.has_begun
+    assert one.take(b"a", ended=False) == (
+        b"HTTP/1.1 200 OK\r\nX: y\r\nX-Request-Id: id-1\r\nContent-Length: 3\r\n\r\na"
+    )
+    assert one.has_begun
+    assert one.take(b"bc", ended=True) == b"bc"
+
+
+@pytest.mark.parametrize("head", [CHUNKED, b"HTTP/1.1 200 OK\r\n\r\n"])
+def test_chunks_are_made_anew(head: bytes) -> None:
+    one = answering(head)
+    assert one.take(b"a" * 17, ended=False).endswith(
+        b"\r\nTransfer-Encoding: chunked\r\n\r\n11\r\n" + b"a" * 17 + b"\r\n"
+    )
+    assert one.take(b"b", ended=True) == b"1\r\nb\r\n0\r\n\r\n"
+
+
+def test_an_empty_body_is_still_an_answer() -> None:
+    assert answering(CHUNKED).take(b"", ended=True).endswith(b"\r\n\r\n0\r\n\r\n")
+    none = answering(b"HTTP/1.1 204 No Content\r\n\r\n").take(b"", ended=True)
+    assert none == b"HTTP/1.1 204 No Content\r\nX-Request-Id: id-1\r\n\r\n"
+
+
+def test_http_1_0_gets_no_chunks() -> None:
+    one = answering(CHUNKED, old=True)
+    assert one.take(b"a", ended=False).endswith(b"\r\nConnection: close\r\n\r\na")
+    assert not one.keep_alive
+    assert one.take(b"", ended=True) == b""
+    kept = answering(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n", old=True)
+    assert b"Connection: keep-alive\r\n" in kept.take(b"", ended=True)
+
+
+def test_a_stream_that_fails_says_so() -> None:
+    one = answering(SSE)
+    one.take(EVENT + EVENT[:9], ended=False)
+    last = one.last_words("gone", "worker_reset")
+    assert last is not None
+    size, event, end = last.split(b"\r\n", 2)
+    assert int(size, 16) == len(event)
+    assert event.startswith(b'data: {"error":{"message":"gone"')
+    assert end == b"0\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        CHUNKED,
+        b"HTTP/1.1 200 OK\r\nContent-Length: 99\r\n\r\n",
+        SSE.replace(b"Transfer-Encoding: chunked", b"Content-Length: 99"),
+        SSE.replace(b"\r\n\r\n", b"\r\nContent-Encoding: gzip\r\n\r\n"),
+        SSE.replace(b"200 OK", b"400 Bad Request"),
+    ],
+)
+def test_any_other_body_can_only_be_broken_off(head: bytes) -> None:
+    one = answering(head)
+    one.take(b"a", ended=False)
+    assert one.last_words("gone", "worker_reset") is None
+
+
+def test_usage_comes_from_the_tail_of_json() -> None:
+    one = answering(b"HTTP/1.1 200 OK\r\nContent-Type: application/json; charset=utf-8\r\n\r\n")
+    one.take(b'{"usage":{"prompt_', ended=False)
+    one.take(b'tokens":7,"completion_tokens":2}}', ended=True)
+    assert one.usage() == Usage(7, 2)
+
+
+def test_where_it_went_is_told_if_asked() -> None:
+    one = answering(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n", explain=True)
+    said = one.take(b"", ended=True)
+    assert b"\r\nX-Route: s0; reason=short_pool; s0=0.5000\r\n" in said
+
+
+@pytest.mark.parametrize(
+    ("data", "found"),
+    [
+        (b'HTTP/1.1 200 OK\r\n\r\n{"id":"resp_1f","object":"response"}', "resp_1f"),
+        (b'data: {"response":{"id": "resp_1f"}}', "resp_1f"),
+        (b'{"id":"chatcmpl-1"}', None),
+        (b" " * 9000 + b'{"id":"resp_1f"}', None),
+    ],
+)
+def test_the_id_of_a_stored_response(data: bytes, found: str | None) -> None:
+    assert response_id_in(data) == found

@@ -1,0 +1,57 @@
+"""Writes kept until the end of the event loop's turn."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from proxy.wire.outbox import Outbox
+
+
+class Transport:
+    """Notes what is written."""
+
+    def __init__(self, name: str, log: list[Any]) -> None:
+        self.name, self.log, self.closing = name, log, False
+
+    def is_closing(self) -> bool:
+        return self.closing
+
+    def writelines(self, pieces: Any) -> None:
+        self.log.append((self.name, b"".join(pieces)))
+
+
+async def test_all_is_written_in_order_when_the_turn_ends() -> None:
+    log: list[Any] = []
+    a, b = Transport("a", log), Transport("b", log)
+    outbox: Any = Outbox()
+    outbox.write(a, b"1", b"2")
+    outbox.write(b, b"3")
+    outbox.write(a, b"4")
+    assert log == []
+    await asyncio.sleep(0)
+    assert log == [("a", b"12"), ("b", b"3"), ("a", b"4")]
+    outbox.write(b, b"5")
+    await asyncio.sleep(0)
+    assert log[3:] == [("b", b"5")]
+
+
+async def test_a_flush_before_a_close_leaves_nothing_for_later() -> None:
+    log: list[Any] = []
+    outbox: Any = Outbox()
+    outbox.write(Transport("a", log), b"1")
+    outbox.flush()
+    assert log == [("a", b"1")]
+    await asyncio.sleep(0)
+    assert log == [("a", b"1")]
+
+
+async def test_nothing_is_written_to_a_connection_that_is_gone() -> None:
+    log: list[Any] = []
+    gone, here = Transport("gone", log), Transport("here", log)
+    outbox: Any = Outbox()
+    outbox.write(gone, b"1")
+    outbox.write(here, b"2")
+    gone.closing = True
+    await asyncio.sleep(0)
+    assert log == [("here", b"2")]
