@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tarfile
 import tempfile
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from packaging.version import Version
 
@@ -76,8 +76,12 @@ def _download(version: str, folder: Path) -> Path:
 def _extract(archive: Path, folder: Path) -> None:
     with tarfile.open(archive) as release:
         for member in release:
-            _, _, inner = member.name.partition("/")
-            if inner.partition("/")[0] in KEPT:
-                release.extract(member.replace(name=inner), folder, filter="data")
+            inner = PurePosixPath(*PurePosixPath(member.name).parts[1:])
+            if not (member.isfile() and inner.parts[0] in KEPT and ".." not in inner.parts):
+                continue
+            if (content := release.extractfile(member)) is not None:
+                target = folder / inner
+                target.parent.mkdir(parents=True, exist_ok=True)
+                target.write_bytes(content.read())
     if not (folder / "tests").is_dir():
         raise SourceError(f"{archive.name} holds no tests")
