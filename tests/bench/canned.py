@@ -48,7 +48,13 @@ def canned_comparison(
     plan = Plan(plan.model, plan.workload, len(baseline_waits))
     still: Any = StillWorker()
     sides = [
-        Contender(role, side, still, [canned_round(i, wait) for i, wait in enumerate(waits, 1)])
+        Contender(
+            role,
+            side.label,
+            still,
+            {"scheduler": side.name, "policies": side.settings},
+            [canned_round(i, wait) for i, wait in enumerate(waits, 1)],
+        )
         for role, side, waits in (
             ("baseline", Side("default"), baseline_waits),
             ("candidate", Side("long_prompt", {"long_prompt": {"a<b": 1}}), candidate_waits),

@@ -97,7 +97,7 @@ async def test_rounds_alternate_after_a_warm_up_of_each(monkeypatch: pytest.Monk
     monkeypatch.setattr(compare, "play", play)
     a, b = fakes("a", "b")
     a.url, b.url = "a", "b"
-    sides = [Contender(w.name, Side(), w) for w in (a, b)]
+    sides = [Contender(w.name, "", w) for w in (a, b)]
     await compare.measure(sides, Plan("m", long_blocks_short(), rounds=3), quiet())
     warm_ups = [("a", 0), ("b", 0)]
     rounds = [("a", 1), ("b", 1), ("b", 2), ("a", 2), ("a", 3), ("b", 3)]
@@ -113,9 +113,7 @@ async def test_a_dead_worker_is_one_error(monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr(dead, "check", check)
     with pytest.raises(WorkerError, match="a died"):
-        await compare.measure(
-            [Contender("a", Side(), dead)], Plan("m", long_blocks_short()), quiet()
-        )
+        await compare.measure([Contender("a", "", dead)], Plan("m", long_blocks_short()), quiet())
 
 
 def test_a_worker_that_shares_an_accelerator_gets_its_share(

@@ -64,7 +64,7 @@ async def test_ours_stays_up_and_meets_every_setting_under_every_load(
 
     def contender(role: str, side: Side, _: Plan) -> Contender:
         still: Any = StillWorker(name=role)
-        return Contender(role, side, still)
+        return Contender(role, side.label, still)
 
     for name, fake in (("running", running), ("measure", measure), ("contender", contender)):
         monkeypatch.setattr(knob, name, fake)

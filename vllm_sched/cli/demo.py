@@ -53,20 +53,22 @@ async def _play(
     beside: Path, config: FleetConfig, plan: Plan, folder: Path, narrator: Narrator
 ) -> Comparison:
     workers = [
-        described(config, _without_cache(worker), beside, folder) for worker in config.workers
+        described(config, without_cache(worker), beside, folder) for worker in config.workers
     ]
     pool = one_pool(config)
     sides = (
-        Contender("baseline", "one pool, round robin", _router(pool, folder, "one-pool")),
-        Contender("candidate", f"pools, {config.routing.policy}", _router(config, folder, "pools")),
+        Contender("baseline", "one pool, round robin", router_of(pool, folder, "one-pool")),
+        Contender(
+            "candidate", f"pools, {config.routing.policy}", router_of(config, folder, "pools")
+        ),
     )
     async with running(workers, narrator), running([side.worker for side in sides], narrator):
         await measure(sides, plan, narrator)
     return Comparison(plan, *sides)
 
 
-def _without_cache(worker: WorkerConfig) -> WorkerConfig:
-    # Both routers send the same prompts to the same workers: the second would find them cached.
+def without_cache(worker: WorkerConfig) -> WorkerConfig:
+    """Switch prefix caching off: of two routers, the second would find its prompts cached."""
     told = worker.launch or LaunchConfig()
     launch = told.model_copy(update={"args": (*told.args, "--no-enable-prefix-caching")})
     return worker.model_copy(update={"launch": launch})
@@ -82,7 +84,7 @@ def one_pool(config: FleetConfig) -> FleetConfig:
     return config.model_copy(update={"workers": tuple(alike), "routing": routing})
 
 
-def _router(config: FleetConfig, folder: Path, name: str) -> Worker:
+def router_of(config: FleetConfig, folder: Path, name: str) -> Worker:
     """Describe a router process for a fleet whose workers run."""
     port = free_port()
     router = RouterConfig(port=port, admin=AdminConfig(port=free_port()))
