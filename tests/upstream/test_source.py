@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import io
 import tarfile
 from pathlib import Path
@@ -49,10 +48,8 @@ def test_failure_leaves_nothing(cache: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_missing_pip_is_named(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    find_spec = importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name: None if name == "pip" else find_spec(name)
-    )
+    installed = source._is_installed
+    monkeypatch.setattr(source, "_is_installed", lambda name: name != "pip" and installed(name))
     with pytest.raises(source.SourceError, match=r"takes .*\bpip\b"):
         source.upstream_tests()
     assert list(cache.iterdir()) == []
