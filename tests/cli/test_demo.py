@@ -52,6 +52,16 @@ def test_both_routers_get_the_same_uncached_workers(monkeypatch: pytest.MonkeyPa
     assert [w.url for w in pools.workers] == [w.url for w in one_pool.workers]
     assert pools.router.port != one_pool.router.port
     assert all(command[-2] == "router" for command in commands)
-    worker = demo.without_cache(placed(pools).workers[0])
+    worker = demo.to_play(placed(pools).workers[0], 3)
     assert worker.launch is not None
     assert worker.launch.args[-1] == "--no-enable-prefix-caching"
+    assert worker.launch.cpus == (3,)
+
+
+@pytest.mark.parametrize(("offered", "cpus"), [({0, 1, 5}, [0, 1]), ({4}, [None, None])])
+def test_each_worker_gets_a_processor_where_there_are_enough(
+    offered: set[int], cpus: list[int | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(demo.os, "sched_getaffinity", lambda _: offered)
+    monkeypatch.setattr(demo, "on_cpu", lambda: True)
+    assert demo.own_cpus(2) == cpus

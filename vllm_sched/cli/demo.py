@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import tempfile
 from functools import partial
@@ -23,7 +24,7 @@ from vllm_sched.bench.compare import Comparison, Contender, Narrator, Plan, meas
 from vllm_sched.bench.workloads import build
 from vllm_sched.cli import measure as measuring
 from vllm_sched.cli.up import described, placed
-from vllm_sched.workers.launch import Worker, free_port
+from vllm_sched.workers.launch import Worker, free_port, on_cpu
 
 READY_S = 30.0
 
@@ -52,8 +53,10 @@ def demo(arguments: argparse.Namespace, config: FleetConfig) -> int:
 async def _play(
     beside: Path, config: FleetConfig, plan: Plan, folder: Path, narrator: Narrator
 ) -> Comparison:
+    cpus = own_cpus(len(config.workers))
     workers = [
-        described(config, without_cache(worker), beside, folder) for worker in config.workers
+        described(config, to_play(worker, cpu), beside, folder)
+        for worker, cpu in zip(config.workers, cpus, strict=True)
     ]
     pool = one_pool(config)
     sides = (
@@ -67,11 +70,22 @@ async def _play(
     return Comparison(plan, *sides)
 
 
-def without_cache(worker: WorkerConfig) -> WorkerConfig:
-    """Switch prefix caching off: of two routers, the second would find its prompts cached."""
+def to_play(worker: WorkerConfig, cpu: int | None) -> WorkerConfig:
+    """Return how a worker is started here: on a processor of its own, without prefix caching.
+
+    Of two routers before the same workers, the second would find its prompts cached.
+    """
     told = worker.launch or LaunchConfig()
-    launch = told.model_copy(update={"args": (*told.args, "--no-enable-prefix-caching")})
+    cpus = told.cpus or (() if cpu is None else (cpu,))
+    args = (*told.args, "--no-enable-prefix-caching")
+    launch = told.model_copy(update={"args": args, "cpus": cpus})
     return worker.model_copy(update={"launch": launch})
+
+
+def own_cpus(workers: int) -> list[int | None]:
+    """Give each worker a processor, as if on a machine of its own, where that can be done."""
+    offered = sorted(os.sched_getaffinity(0))
+    return [*offered[:workers]] if on_cpu() and len(offered) >= workers else [None] * workers
 
 
 def one_pool(config: FleetConfig) -> FleetConfig:
