@@ -6,7 +6,9 @@ SIGHUP reads the fleet file again. SIGTERM and SIGINT drain; a second one stops 
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
+import resource
 import signal
 import sys
 from collections.abc import Callable
@@ -34,6 +36,7 @@ logger = logging.getLogger(__name__)
 # What only a start can change.
 BOUND = ("host", "port", "admin")
 INTERRUPTED = 130
+ENOUGH_FILES = 8192
 
 
 class App:
@@ -42,6 +45,7 @@ class App:
     def __init__(self, config: FleetConfig, source: Path | None = None) -> None:
         self.config = config
         self.source = source
+        self._started_with = config
         probe = config.router.probe
         self.fleet = Fleet(down_after=probe.down_after, up_after=probe.up_after)
         for spec in specs(config):
@@ -101,11 +105,7 @@ class App:
         if self.source is None:
             raise ProxyError("this router was not started from a file; there is nothing to reload")
         config = self._placed(load(self.source))
-        late = [
-            f"router.{name}"
-            for name in BOUND
-            if getattr(config.router, name) != getattr(self.config.router, name)
-        ]
+        late = self._takes_a_restart(config)
         self.config = config
         probe = self.prober.settings = config.router.probe
         self.fleet.down_after, self.fleet.up_after = probe.down_after, probe.up_after
@@ -115,6 +115,20 @@ class App:
         if late:
             logger.warning("%s: the change takes a restart", ", ".join(late))
         return late
+
+    def _takes_a_restart(self, config: FleetConfig) -> list[str]:
+        before = self._started_with
+        late = [
+            f"router.{name}"
+            for name in BOUND
+            if getattr(config.router, name) != getattr(before.router, name)
+        ]
+        launched = {worker.name: worker.launch for worker in before.workers}
+        return late + [
+            f"workers[{index}].launch"
+            for index, worker in enumerate(config.workers)
+            if worker.launch != launched.get(worker.name)
+        ]
 
     def _placed(self, config: FleetConfig) -> FleetConfig:
         """Give workers without a URL the one that they were started with."""
@@ -199,6 +213,7 @@ async def serve(
     on_ready: Callable[[App], None] | None = None,
 ) -> int:
     """Run a router until a signal ends it; return the exit status."""
+    allow_connections()
     app = App(config, source)
     loop = asyncio.get_running_loop()
     asked: list[signal.Signals] = []
@@ -212,6 +227,9 @@ async def serve(
         loop.add_signal_handler(number, partial(leave, number))
     loop.add_signal_handler(signal.SIGHUP, partial(_reload, app))
     await app.start()
+    # What is here now stays: the collector need not look at it again and again.
+    gc.collect()
+    gc.freeze()
     if on_ready is not None:
         on_ready(app)
     await first.wait()
@@ -224,6 +242,20 @@ async def serve(
     await asyncio.gather(draining, hurried, return_exceptions=True)
     await app.stop()
     return INTERRUPTED if asked[0] is signal.SIGINT else 0
+
+
+def allow_connections() -> None:
+    """Raise the limit on open files: a stream takes two, and shells offer 1,024."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    if hard != resource.RLIM_INFINITY and hard < ENOUGH_FILES:
+        logger.warning(
+            "this process may open %d files, which is room for about %d requests at a time; "
+            "raise the hard limit (ulimit -Hn)",
+            hard,
+            hard // 2,
+        )
 
 
 def _reload(app: App) -> None:

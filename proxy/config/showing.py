@@ -8,13 +8,20 @@ from typing import Any
 from proxy.config.models import FleetConfig
 
 HIDDEN = "***"
-# Names of variables and flags whose value is nobody's business.
-SECRET = re.compile(r"secret|passw|(key|token|credentials?)$", re.IGNORECASE)
+# Flags whose value is nobody's business. Variables have names of all kinds: of those, all but a few
+# families are hidden.
+SECRET = re.compile(r"secret|pass|auth|(key|token|credentials?)$", re.IGNORECASE)
+PLAIN = re.compile(r"(CUDA|NVIDIA|NCCL|VLLM|OMP|MKL|TORCH|UCX|TOKENIZERS|HF_HUB)_\w+$")
 
 
 def is_secret(name: str) -> bool:
     """Whether a variable or flag of that name holds a secret."""
     return SECRET.search(name) is not None
+
+
+def is_plain(variable: str) -> bool:
+    """Whether a variable may be shown."""
+    return PLAIN.match(variable) is not None and not is_secret(variable)
 
 
 def shown(config: FleetConfig) -> dict[str, Any]:
@@ -25,7 +32,7 @@ def shown(config: FleetConfig) -> dict[str, Any]:
             worker["api_key"] = HIDDEN
         if launch := worker["launch"]:
             launch["args"] = _without_secrets(launch["args"])
-            launch["env"] = {k: HIDDEN if is_secret(k) else v for k, v in launch["env"].items()}
+            launch["env"] = {k: v if is_plain(k) else HIDDEN for k, v in launch["env"].items()}
     return data
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import random
 import time
 from collections.abc import Callable
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 LOOK_AROUND_S = 0.2  # for workers that were added
+MODELS_EVERY_S = 10.0  # adapters come and go while a worker runs
 
 
 class Prober:
@@ -77,7 +79,8 @@ class Watch:
         self._fleet = prober.fleet
         self._worker = worker
         self._session = session
-        self._models_known = False
+        self._models_known_at = -math.inf
+        self._models: Models | None = None  # as they were told last
         self._gauges: Gauges | None = None
         self._said: str | None = None  # the complaint that was logged last
         self._been_up = False
@@ -112,10 +115,11 @@ class Watch:
         await questions.health()
         gauges = await self._read_gauges(questions)
         if restarted(self._gauges, gauges):
-            self._models_known = False
+            self._models_known_at = -math.inf
             # Its cache is as empty as its new process.
             self._fleet.prefixes.forget(self._worker.index)
-        return (None if self._models_known else await questions.served()), gauges
+        known = self._prober.clock() - self._models_known_at < MODELS_EVERY_S
+        return (None if known else await questions.served()), gauges
 
     async def _read_gauges(self, questions: Questions) -> Gauges | None:
         try:
@@ -126,8 +130,8 @@ class Watch:
 
     def _succeeded(self, models: Models | None, gauges: Gauges | None) -> None:
         name = self._worker.name
-        self._models_known = True
         if models is not None:
+            self._models_known_at = self._prober.clock()
             self._take(models)
         if gauges:
             self._gauges = gauges
@@ -140,6 +144,9 @@ class Watch:
     def _take(self, models: Models) -> None:
         """Tell the fleet what the worker serves, before it can be given anything."""
         worker = self._worker
+        if models == self._models:
+            return
+        self._models = models
         if not models:
             logger.warning("worker %s does not list its models to us: see its api_key", worker.name)
             return
@@ -152,7 +159,7 @@ class Watch:
 
     def _failed(self, why: str) -> None:
         # It may come back with another model: ask again then.
-        self._models_known = False
+        self._models_known_at = -math.inf
         self._fleet.probe_failed(self._worker.name, self._prober.clock())
         if not self._worker.up and why != self._said:
             if self._been_up:

@@ -274,7 +274,6 @@ async def test_a_long_prompt_freezes_nobody_in_the_short_pool(
             latest = router.decisions(22)
             assert {e["worker"] for e in latest if e["prompt_tokens"] == 12_000} == {"l0"}
             assert {e["worker"] for e in latest if e["prompt_tokens"] == 100} == {"s0"}
-    print(pools, pooled)
     assert statistics.median(pools) <= statistics.median(pooled) / 5
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -14,7 +15,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from proxy.app import App, serve
+from proxy.app import App, allow_connections, serve
 from proxy.config import load
 from proxy.errors import ConfigError, ProxyError
 from tests.proxy.wire import scripts
@@ -116,6 +117,27 @@ async def test_a_reload_says_what_takes_a_restart(app: App, tmp_path: Path) -> N
     source = tmp_path / "fleet.yaml"
     source.write_text(source.read_text().replace("{port: 0, admin", "{port: 9, admin"))
     assert app.reload() == ["router.port"]
+
+
+async def test_what_takes_a_restart_is_judged_by_what_runs(app: App, tmp_path: Path) -> None:
+    source = tmp_path / "fleet.yaml"
+    good = source.read_text()
+    source.write_text(good.replace("{port: 0, admin", "{port: 9, admin"))
+    assert [app.reload(), app.reload()] == [["router.port"]] * 2
+    source.write_text(good)
+    assert app.reload() == []
+    source.write_text(good.replace("'}", "', launch: {}}", 1))
+    assert app.reload() == ["workers[0].launch"]
+
+
+def test_as_many_files_as_the_system_allows() -> None:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (256, limits[1]))
+        allow_connections()
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (limits[1], limits[1])
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
 async def test_what_was_not_read_from_a_file_is_not_read_again(app: App) -> None:

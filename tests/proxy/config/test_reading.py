@@ -220,7 +220,7 @@ def test_a_caller_may_add_checks_that_see_what_is_right() -> None:
 
 def test_what_is_shown_is_whole_and_without_secrets() -> None:
     args = ["--hf-token", "secret1", "--tokenizer", "t", "--x-key=secret2", "--max-num-seqs", "4"]
-    env = {"HF_TOKEN": "secret3", "OMP_NUM_THREADS": "1", "MY_SECRET_ID": "secret4"}
+    env = {"HF_TOKEN": "secret3", "OMP_NUM_THREADS": "1", "DATABASE_URL": "secret4"}
     config = parse(worker(api_key="secret5", launch={"args": args, "env": env}), "fleet.yaml")
     text = yaml.safe_dump(shown(config))
     assert "secret" not in text
@@ -230,7 +230,7 @@ def test_what_is_shown_is_whole_and_without_secrets() -> None:
     assert launch["args"] == [
         "--hf-token", "***", "--tokenizer", "t", "--x-key=***", "--max-num-seqs", "4",
     ]  # fmt: skip
-    assert launch["env"] == {"HF_TOKEN": "***", "OMP_NUM_THREADS": "1", "MY_SECRET_ID": "***"}
+    assert launch["env"] == {"HF_TOKEN": "***", "OMP_NUM_THREADS": "1", "DATABASE_URL": "***"}
 
 
 def test_what_is_shown_can_be_read_again() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncIterator
 from contextlib import suppress
 from types import SimpleNamespace
@@ -13,7 +14,7 @@ import pytest
 
 from proxy.config import ProbeConfig
 from proxy.control import questions
-from proxy.control.probe import Prober, Watch
+from proxy.control.probe import MODELS_EVERY_S, Prober, Watch
 from proxy.control.questions import open_session
 from proxy.core.fleet import Fleet
 from proxy.core.types import Role
@@ -96,10 +97,20 @@ async def test_one_bad_probe_between_good_ones_does_nothing(bench: Bench) -> Non
         assert await bench.ups(1) == [True]
 
 
-async def test_models_are_asked_for_once(bench: Bench) -> None:
+async def test_models_are_not_asked_for_each_time(bench: Bench) -> None:
     await bench.ups(3)
     assert bench.double.count("/v1/models") == 1
     assert bench.double.count("/metrics") == 3
+
+
+async def test_an_adapter_loaded_while_it_runs_is_found(bench: Bench) -> None:
+    await bench.ups(1)
+    bench.double.models = models(("tiny", 4096), ("adapter", None))
+    await bench.ups(1)
+    assert bench.fleet.of("adapter") == []
+    bench.prober.clock = lambda: time.monotonic() + MODELS_EVERY_S
+    await bench.ups(1)
+    assert bench.fleet.of("adapter") == [bench.worker]
 
 
 async def test_a_restart_between_two_probes_is_noticed(bench: Bench) -> None:
