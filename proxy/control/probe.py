@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import aiohttp
 
 from proxy.config import ProbeConfig
-from proxy.control.questions import Models, ProbeError, Questions, open_session
+from proxy.control.questions import Models, ProbeError, Questions, SilentError, open_session
 from proxy.control.worker_metrics import parse
 from proxy.core.types import Gauges
 from proxy.core.worker import Worker
@@ -84,6 +84,7 @@ class Watch:
         self._gauges: Gauges | None = None
         self._said: str | None = None  # the complaint that was logged last
         self._been_up = False
+        self._written = 0
 
     @property
     def of_interest(self) -> bool:
@@ -95,6 +96,10 @@ class Watch:
         why = None
         try:
             models, gauges = await self._ask()
+        except SilentError as error:
+            if self._writes():
+                return  # too busy with answers to answer us: to call it down would cut them off
+            why = str(error)
         except ProbeError as error:
             why = str(error)
         except Exception as error:  # whatever it is, watching must go on
@@ -106,6 +111,11 @@ class Watch:
             self._failed(why)
             return
         self._succeeded(models, gauges)
+
+    def _writes(self) -> bool:
+        """Whether it has sent tokens since this was asked last."""
+        before, self._written = self._written, self._worker.written
+        return self._written != before
 
     async def _ask(self) -> tuple[Models | None, Gauges | None]:
         """Ask what has to be asked; models are None when they are known already."""

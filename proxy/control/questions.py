@@ -21,6 +21,10 @@ class ProbeError(ProxyError):
     """A worker that did not answer as a healthy one does; the message says what it did."""
 
 
+class SilentError(ProbeError):
+    """A worker that did not answer in time: hung, or only busy."""
+
+
 Models = dict[str, int | None]  # by name, with the longest context where that is told
 
 
@@ -83,7 +87,7 @@ class Questions:
                         raise ProbeError(f"GET {path}: more than {MAX_PAGE_BYTES} bytes")
                 return answer.status, bytes(body)
         except TimeoutError:
-            raise ProbeError(f"GET {path}: no answer in time") from None
+            raise SilentError(f"GET {path}: no answer in time") from None
         except (aiohttp.ClientError, OSError, ValueError) as error:
             raise ProbeError(f"GET {path}: {error or type(error).__name__}") from None
 

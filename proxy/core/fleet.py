@@ -107,6 +107,7 @@ class Fleet(Roster):
     def tokens(self, lease: Lease, seen: int) -> None:
         """Note output tokens."""
         lease.seen_tokens += seen
+        lease.worker.written += seen
         left = lease.decode_tokens
         if left and not lease.released:
             if seen > left:

@@ -80,6 +80,7 @@ class Worker:
         "strangers_before",
         "told_max_model_len",
         "up",
+        "written",
     )
 
     def __init__(self, spec: WorkerSpec, index: int) -> None:
@@ -108,6 +109,7 @@ class Worker:
         self.decode_tokens = 0  # still to be written
         self.kv_tokens = 0
         self.decoding = 0  # sequences past their first token
+        self.written = 0  # tokens it has streamed, since ever
         self.free_at = 0.0  # when its prefills should be done
 
         self.reprice()

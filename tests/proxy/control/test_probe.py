@@ -250,6 +250,16 @@ async def test_no_answer_in_time(bench: Bench) -> None:
     assert await bench.ups(3) == [True, True, False]
 
 
+async def test_one_that_streams_is_only_busy(bench: Bench) -> None:
+    await bench.ups(1)
+    bench.double.hangs = True
+    bench.prober.settings = ProbeConfig(timeout_s=0.05)
+    for _ in range(4):
+        bench.worker.written += 1
+        assert await bench.ups(1) == [True]
+    assert await bench.ups(3) == [True, True, False]
+
+
 async def test_a_fault_of_the_probe_itself_is_a_failed_probe(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
