@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 import uvicorn
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
+
+
+DATE_S = 1.0
 
 
 class AdminServer:
@@ -39,11 +43,22 @@ class AdminServer:
     def stop(self) -> None:
         """End `run` soon; answers under way are not waited for."""
         self._server.should_exit = self._server.force_exit = True
+        self._server.stopping.set()
         if not self._serves:
             self._socket.close()  # else it is the server's, which has yet to forget it
 
 
 class _Server(uvicorn.Server):
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.stopping = asyncio.Event()
+
+    async def main_loop(self) -> None:
+        """Write the date anew each second, rather than look around ten times in it."""
+        while not await self.on_tick(0):
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self.stopping.wait(), DATE_S)
+
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         """Leave the signals to the router."""

@@ -35,16 +35,23 @@ class Entry:
     duration_s: float
 
 
+# Its values in their order: to make an `Entry` costs more, and hardly one is ever read.
+Row = tuple[
+    str, float, str, str, str | None, Reason, int, int, int, bool, int | None,
+    float | None, float | None, float, float,
+]  # fmt: skip
+
+
 class Recent:
     """A ring of them; the newest push out the oldest."""
 
     def __init__(self, kept: int = KEPT, clock: Callable[[], float] = time.time) -> None:
-        self._entries: deque[Entry] = deque(maxlen=kept)
+        self._rows: deque[Row] = deque(maxlen=kept)
         self._clock = clock
 
     def __len__(self) -> int:
         """Count what is kept."""
-        return len(self._entries)
+        return len(self._rows)
 
     def add(
         self,
@@ -57,25 +64,16 @@ class Recent:
         queue_s: float,
     ) -> None:
         """Keep an answered request; one that was refused has no decision."""
-        self._entries.append(
-            Entry(
-                id=ask.id[:MAX_TEXT],
-                time=self._clock(),
-                model=ask.model[:MAX_TEXT],
-                route=ask.route,
-                worker=decision.worker.name if decision else None,
-                reason=reason,
-                status=status,
-                body_bytes=ask.body_bytes,
-                prompt_tokens=ask.prompt_tokens,
-                counted=ask.counted,
-                output_tokens=ask.output_tokens,
-                predicted_ttft_s=decision.predicted_ttft_s if decision else None,
-                ttft_s=ttft_s,
-                queue_s=queue_s,
-                duration_s=duration_s,
+        worker = predicted_s = None
+        if decision is not None:
+            worker, predicted_s = decision.worker.name, decision.predicted_ttft_s
+        self._rows.append(
+            (
+                ask.id[:MAX_TEXT], self._clock(), ask.model[:MAX_TEXT], ask.route, worker, reason,
+                status, ask.body_bytes, ask.prompt_tokens, ask.counted, ask.output_tokens,
+                predicted_s, ttft_s, queue_s, duration_s,
             )
-        )
+        )  # fmt: skip
 
     def newest(
         self,
@@ -87,9 +85,10 @@ class Recent:
         status: int | None = None,
     ) -> Iterator[Entry]:
         """Yield up to `limit` entries that match, newest first."""
-        for entry in reversed(self._entries):
+        for row in reversed(self._rows):
             if limit <= 0:
                 return
+            entry = Entry(*row)
             if model is not None and entry.model != model:
                 continue
             if worker is not None and entry.worker != worker:

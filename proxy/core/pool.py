@@ -64,6 +64,7 @@ class Pool:
         "least",
         "longs",
         "members",
+        "mixed",
         "most",
         "ranked",
         "shorts",
@@ -89,11 +90,8 @@ class Pool:
         self.for_shorts = [worker for worker in self.all if worker.role is not Role.LONG]
         self.shorts = sum(len(g.workers) for g in self.groups if g.role is Role.SHORT)
         self.longs = sum(len(g.workers) for g in self.groups if g.role is Role.LONG)
-
-    @property
-    def mixed(self) -> bool:
-        """Whether size decides where a request goes."""
-        return bool(self.shorts or self.longs) and len({g.role for g in self.groups}) > 1
+        # Whether size decides where a request goes.
+        self.mixed = bool(self.shorts or self.longs) and len({g.role for g in self.groups}) > 1
 
     def holding(self, ask: Ask) -> list[Group]:
         """Return the groups that can hold a request.

@@ -53,6 +53,8 @@ class PrefixIndex:
             seed = xxh3_64_intdigest(model.encode())
             if len(self._seeds) < 1024:
                 self._seeds[model] = seed
+        if blocks == 1:
+            return (xxh3_64_intdigest(body[start : start + BLOCKS[0]], seed),)
         view = body if blocks < FEW else memoryview(body)  # to copy a little is cheaper
         chain = []
         for size in BLOCKS[:blocks]:

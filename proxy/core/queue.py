@@ -34,22 +34,22 @@ class Queue:
         self.most_bytes = most_bytes
         self.max_wait_s = max_wait_s
         self.bytes = 0
-        self._length = 0
+        self.length = 0  # how many wait
         self._lanes: dict[Lane, deque[Ticket]] = {}
         self._freed = 0  # places, since ever
         self._marks = ((0.0, 0), (0.0, 0))  # moments, and the count at each: an older, a newer
 
     def __len__(self) -> int:
         """How many wait."""
-        return self._length
+        return self.length
 
     def room_for(self, ask: Ask) -> bool:
         """Whether one more may wait."""
-        return self._length < self.most and self.bytes + ask.body_bytes <= self.most_bytes
+        return self.length < self.most and self.bytes + ask.body_bytes <= self.most_bytes
 
     def waiting(self, model: str, *, long: bool) -> int:
         """How many of a model and size class wait."""
-        if not self._length:
+        if not self.length:
             return 0
         return len(self._lanes.get((model, "long" if long else "short"), ()))
 
@@ -59,7 +59,7 @@ class Queue:
         """Let one wait."""
         ticket = Ticket(ask, now, now + self.max_wait_s, tried, explain)
         self._lanes.setdefault(_lane(ticket), deque()).append(ticket)
-        self._length += 1
+        self.length += 1
         self.bytes += ask.body_bytes
         return ticket
 
@@ -72,7 +72,7 @@ class Queue:
         self._lanes[lane].remove(ticket)
         if not self._lanes[lane]:
             del self._lanes[lane]
-        self._length -= 1
+        self.length -= 1
         self.bytes -= ticket.ask.body_bytes
         return True
 
@@ -113,7 +113,7 @@ class Queue:
         if freed <= 0 or seconds <= 0:
             wait = self.max_wait_s
         else:
-            wait = (self._length + 1) * seconds / freed
+            wait = (self.length + 1) * seconds / freed
         return min(max(ceil(wait), 1), LONGEST_RETRY_S)
 
 

@@ -114,8 +114,13 @@ class Reader:
         pool = self._fleet.pool(ask.model)
         error = ask.prompt_error
         near = by_size and pool.mixed and abs(ask.budget - self.short_limit) <= error
-        if not near and not any(abs(ask.needs - limit) <= error for limit in pool.boundaries):
-            return None
+        if not near:
+            needs = ask.needs
+            for limit in pool.boundaries:
+                if abs(needs - limit) <= error:
+                    break
+            else:
+                return None
         well = (worker for worker in pool.members if worker.breaker.closed)
         return min(well, key=lambda worker: (worker.requests, worker.index), default=None)
 

@@ -124,7 +124,7 @@ class Router:
             self._saw(ask, now)
         # Whoever waits goes first.
         queue = self.queue
-        if not len(queue) or tried or ask.pinned or not queue.waiting(ask.model, long=ask.long):
+        if not queue.length or tried or ask.pinned or not queue.waiting(ask.model, long=ask.long):
             lease = self._place(ask, now, tried, explain=explain)
             if lease is not None:
                 return lease
@@ -142,7 +142,7 @@ class Router:
 
     def due(self, now: float) -> list[tuple[Ticket, Lease | Refusal]]:
         """Take those out of the queue whose turn or time has come."""
-        if not len(self.queue):
+        if not self.queue.length:
             return []
         self.fleet.settle(now)
 
@@ -185,7 +185,8 @@ class Router:
         return lease
 
     def _look(self, ask: Ask, now: float, tried: frozenset[str], *, explain: bool) -> View:
-        waiting = len(self.queue) > 0 and self.queue.waiting(ask.model, long=True) > 0
+        queue = self.queue
+        waiting = queue.length > 0 and queue.waiting(ask.model, long=True) > 0
         traffic = self._traffic_of(ask.model)
         return placing.look(
             self.fleet, ask, now, traffic, tried, longs_waiting=waiting, explain=explain
@@ -217,6 +218,10 @@ class Router:
         """Note output tokens."""
         self.fleet.tokens(lease, count)
 
+    def may_learn(self, lease: Lease, now: float) -> bool:
+        """Whether the usage of a request that ends now would be heeded."""
+        return now >= lease.worker.pace.end_due
+
     def finish(
         self,
         lease: Lease,
@@ -232,7 +237,7 @@ class Router:
             return
         self.queue.freed(now)
         learning.judge(self.fleet, lease, now, outcome, retry_after_s)
-        if outcome is DONE and usage is not None and now >= worker.pace.end_due:
+        if outcome is DONE and usage is not None and self.may_learn(lease, now):
             self.sizer.learn(lease.ask, usage)
             learning.learn(lease, now, usage, decoding)
 

@@ -119,7 +119,7 @@ class Exchange:
 
     def _wait(self, ticket: Ticket) -> None:
         self._ticket = ticket
-        self._wire.queued[ticket] = self
+        self._wire.queue(ticket, self)
 
     def placed(self, now: float, placed: Lease | Refusal) -> None:
         """Go to the worker that has room, or hear that none will."""
@@ -251,7 +251,9 @@ class Exchange:
         wire, status = self._wire, answering.status
         if self._lease is not None:
             outcome = Outcome.DONE if status < BAD_REQUEST else Outcome.REFUSED
-            wire.router.finish(self._lease, now, outcome, answering.usage())
+            # To read it takes a microsecond or two, and of many requests few are to teach anything.
+            usage = answering.usage() if wire.router.may_learn(self._lease, now) else None
+            wire.router.finish(self._lease, now, outcome, usage)
         self._books(now, status)
         self._client.done(now, keep_alive=answering.keep_alive)
         wire.settle(now)

@@ -3,9 +3,7 @@
 llhttp does the parsing. What it would stop at and passes here: `Upgrade`, which a server may ignore
 (Java's client asks for h2c with every first POST, body and all).
 
-A client's heads are alike: over one connection, only the digits of Content-Length change. Such a
-head is read once. The same bytes around other digits mean the same, so the next one costs two
-comparisons, where parsing took a third of all that a small request costs.
+A head is read once: see `known_head`.
 """
 
 from __future__ import annotations
@@ -17,12 +15,11 @@ from enum import Enum, auto
 import httptools
 
 from proxy.wire.http import RefusedError, malformed
+from proxy.wire.known_head import KnownHead, get_to_know
 from proxy.wire.request import Request, RequestHead, too_large
 
 # Heads with these are read anew each time.
 NEVER_KNOWN = frozenset([b"expect", b"transfer-encoding", b"upgrade"])
-LENGTH = b"\r\ncontent-length:"
-MAX_DIGITS = 18
 
 
 class Reading(Enum):
@@ -43,6 +40,7 @@ class RequestReader:
         "_head",
         "_judge",
         "_known",
+        "_known_as",
         "_last",
         "_max_body",
         "_max_head",
@@ -70,7 +68,8 @@ class RequestReader:
         self._quiet = 0  # bytes since anything came of them: a head, or framing without end
         self._last = False  # the client said that nothing follows
         self._framing = b""  # set while the head of a refused upgrade is read again
-        self._known: tuple[bytes, bytes, RequestHead] | None = None
+        self._known: KnownHead | None = None
+        self._known_as = self._head
         self._missing = 0  # bytes of the body of a request whose head was known
 
     def owes_continue(self) -> bool:
@@ -85,22 +84,18 @@ class RequestReader:
         if self._missing:
             self._feed_body(data)
         elif self.state is Reading.NOTHING and self._known is not None:
-            before, after, head = self._known
-            if data.startswith(before):
-                at = len(before)
-                end = data.find(b"\r", at, at + MAX_DIGITS)
-                digits = data[at:end]
-                if digits.isdigit() and data.startswith(after, end):
-                    self._feed_known(head, int(digits), data[end + len(after) :])
-                    return
-            self._parse(data)
+            known = self._known
+            if digits := known.digits_in(data):
+                self._feed_known(int(digits), data[known.size(digits) :])
+            else:
+                self._parse(data)
         else:
             self._parse(data)
 
-    def _feed_known(self, head: RequestHead, length: int, data: bytes) -> None:
+    def _feed_known(self, length: int, data: bytes) -> None:
         if length > self._max_body:
             raise too_large(self._max_body)
-        self._head = head
+        head = self._head = self._known_as
         if len(data) == length:
             self.ready.append(Request(head, data))
             return
@@ -147,19 +142,10 @@ class RequestReader:
     def _get_to_know(self, data: bytes) -> None:
         """Remember the one head in these bytes, which begin with it."""
         head = self._head
-        length = head.special.get(b"content-length", b"")
-        end = data.find(b"\r\n\r\n") + 4
-        at = data[:end].lower().find(LENGTH)
         self._known = None
-        if (
-            at >= 0
-            and length.isdigit()
-            and head.keep_alive
-            and head.refusal is None
-            and not NEVER_KNOWN & head.special.keys()
-        ):
-            at = data.find(length, at + len(LENGTH))
-            self._known = data[:at], data[at + len(length) : end], head
+        if head.keep_alive and head.refusal is None and not NEVER_KNOWN & head.special.keys():
+            self._known = get_to_know(data, head.special.get(b"content-length", b""))
+            self._known_as = head
 
     def on_message_begin(self) -> None:
         """Start anew."""

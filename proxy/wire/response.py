@@ -1,10 +1,14 @@
-"""Reading a worker's answers: bytes in; a head, pieces of body and an end out."""
+"""Reading a worker's answers: bytes in; a head, pieces of body and an end out.
+
+A head whose answer came in one piece is read once: see `known_head`.
+"""
 
 from __future__ import annotations
 
 import httptools
 
 from proxy.wire.http import RESPONSE_HEADERS, seconds, tokens, without
+from proxy.wire.known_head import KnownHead, get_to_know
 
 # More than one read of the transport, which may hold a small head and the body's beginning.
 MAX_QUIET = 1 << 19
@@ -28,6 +32,15 @@ class Head:
         self.length: bytes | None = None  # None: only its framing, or the end, will tell
         self.until_close = False
 
+    def with_length(self, length: bytes) -> Head:
+        """Return another that differs in its length alone."""
+        head = Head()
+        head.status = self.status
+        head.lines = self.lines
+        head.special = self.special
+        head.length = length
+        return head
+
     @property
     def retry_after_s(self) -> float | None:
         """For how long it asks to be left alone."""
@@ -40,6 +53,8 @@ class AnswerReader:
 
     __slots__ = (
         "_interim",
+        "_known",
+        "_known_as",
         "_parser",
         "_quiet",
         "_reading",
@@ -52,6 +67,8 @@ class AnswerReader:
 
     def __init__(self) -> None:
         self._parser = httptools.HttpResponseParser(self)
+        self._known: KnownHead | None = None
+        self._known_as = Head()
         self.expect()
 
     def expect(self) -> None:
@@ -60,7 +77,6 @@ class AnswerReader:
         self.pieces: list[bytes] = []  # of the body; the owner takes them
         self.ended = False
         self.reusable = False  # whether the connection may serve another request, once ended
-        self._reading = Head()
         self._interim = False
         self._surplus = False
         self._quiet = 0  # bytes since anything came of them
@@ -72,6 +88,33 @@ class AnswerReader:
 
     def feed(self, data: bytes) -> None:
         """Take in bytes; raises `AnswerError`, after which nothing more may be fed."""
+        fresh = self.head is None and not self._quiet
+        if fresh and self._known is not None and self._feed_known(self._known, data):
+            return
+        self._parse(data)
+        if fresh and self.ended and self.reusable:
+            self._get_to_know(data)
+
+    def _feed_known(self, known: KnownHead, data: bytes) -> bool:
+        """Take in a whole answer with the head that is known; False if these bytes are none."""
+        digits = known.digits_in(data)
+        size = known.size(digits)
+        if not digits or len(data) - size != int(digits):
+            return False
+        self.head = self._known_as.with_length(digits)
+        self.pieces.append(data[size:])
+        self.ended = self.reusable = True
+        return True
+
+    def _get_to_know(self, data: bytes) -> None:
+        """Remember the head of the one answer in these bytes."""
+        head, self._known = self.head, None
+        if head is not None and head.status == OK and head.length is not None:
+            known = get_to_know(data, head.length)
+            if known is not None and len(data) - known.size(head.length) == int(head.length):
+                self._known, self._known_as = known, head
+
+    def _parse(self, data: bytes) -> None:
         self._quiet += len(data)
         try:
             self._parser.feed_data(data)
@@ -94,7 +137,8 @@ class AnswerReader:
         return self.ended
 
     def on_message_begin(self) -> None:
-        """Notice what nobody asked for."""
+        """Start anew, and notice what nobody asked for."""
+        self._reading = Head()
         self._surplus = self.ended
 
     def on_header(self, name: bytes, value: bytes) -> None:
@@ -117,7 +161,6 @@ class AnswerReader:
         status = self._parser.get_status_code()
         if status < OK:
             self._interim = True
-            self._reading = Head()
             return
         head = self._reading
         head.status = status
