@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from proxy.core.fleet import Fleet
-from proxy.core.types import Lease, Outcome, Usage
+from proxy.core.types import Ask, Lease, Outcome, Usage
 
 ENOUGH_STEPS = 4  # fewer say little of a step's time
-FAILED, BUSY, CLIENT_GONE = Outcome.FAILED, Outcome.BUSY, Outcome.CLIENT_GONE
+FAILED, BUSY = Outcome.FAILED, Outcome.BUSY
+CLIENT_GONE, ERRED = Outcome.CLIENT_GONE, Outcome.ERRED
 
 
 def judge(
@@ -16,11 +17,24 @@ def judge(
     worker = lease.worker
     if outcome is FAILED or outcome is BUSY:
         fleet.failed(worker, now, retry_after_s, busy=outcome is BUSY)
-    elif outcome is CLIENT_GONE:
+    elif outcome is CLIENT_GONE or outcome is ERRED:
+        if outcome is ERRED:
+            lease.ask.erred_on += (worker,)
         if lease.trial:
             worker.breaker.abandoned()
     elif not worker.breaker.spotless and (lease.trial or worker.breaker.closed):
         fleet.succeeded(worker)
+
+
+def blame(fleet: Fleet, ask: Ask, now: float) -> None:
+    """Hold a 500 against a worker, now that another one could do what it could not.
+
+    Until then it may be the request that no worker survives: whoever sends such requests must not
+    have every worker shut to everybody else.
+    """
+    for worker in ask.erred_on:
+        fleet.failed(worker, now)
+    ask.erred_on = ()
 
 
 def learn(lease: Lease, now: float, usage: Usage, decoding: int) -> None:

@@ -2,8 +2,8 @@
 
 Each model has a lane for shorts and one for longs, first come first served, so that a long that
 waits for a long worker does not hold shorts up. Retries and requests that only one worker can
-answer have a lane of their own, of which more than the head is looked at: that one may wait for a
-worker which the next does not want.
+answer have a lane of their own. Of every lane more than the head is looked at: that one may wait
+for a worker, one with a large context say, which the next does not want.
 
 Bounded by count, by bytes of bodies and by time. How fast places became free lately says how long
 one who is turned away should stay away.
@@ -15,13 +15,14 @@ from collections import deque
 from collections.abc import Callable
 from itertools import islice
 from math import ceil
+from sys import maxsize
 
 from proxy.core.types import Ask, Lease, Refusal, Ticket
 
 SPAN_S = 5.0  # over which places that became free are counted
 LONGEST_RETRY_S = 120
 APART = "apart"
-LOOK = 16  # tickets looked at in that lane
+LOOK = 16  # tickets looked at in a lane
 Lane = tuple[str, str]
 End = Lease | Refusal
 
@@ -81,18 +82,26 @@ class Queue:
         gone: list[tuple[Ticket, End]] = []
         stuck: set[Lane] = set()
         while (lane := self._oldest(stuck)) is not None:
-            tickets = self._lanes[lane]
-            apart = lane[1] == APART
-            some = False
-            for ticket in [*islice(tickets, LOOK if apart else 1)]:
-                ended = end(ticket)
-                if ended is not None:
-                    self.remove(ticket)
-                    gone.append((ticket, ended))
-                    some = True
-            if apart or not some:
+            found = self._first_of(lane, end)
+            if found is None:
                 stuck.add(lane)
+            else:
+                self.remove(found[0])
+                gone.append(found)
         return gone
+
+    def _first_of(
+        self, lane: Lane, end: Callable[[Ticket], End | None]
+    ) -> tuple[Ticket, End] | None:
+        """Find who may go: the head, or else one that could do with less than all before it."""
+        least = maxsize
+        for ticket in islice(self._lanes[lane], LOOK):
+            if ticket.ask.needs >= least and lane[1] != APART:
+                continue
+            if (ended := end(ticket)) is not None:
+                return ticket, ended
+            least = min(least, ticket.ask.needs)
+        return None
 
     def _oldest(self, stuck: set[Lane]) -> Lane | None:
         free = [(tickets[0].since, lane) for lane, tickets in self._lanes.items()]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import orjson
@@ -26,8 +27,28 @@ PROMPT_KEYS = {
 EMPTY, FORM, RESPONSE, PROMPT = Shape.EMPTY, Shape.FORM, Shape.RESPONSE, Shape.PROMPT
 KEYS_BEFORE = (b'"tools"', b'"system"', b'"instructions"')
 SHORTEST_BEFORE = 40  # in front of a prompt so near the start there is no other of them
+# A large body of a few bytes per value takes seconds, in which every stream stands still; token ids
+# of a million tokens are fine.
+LARGE = 262_144
+MOST_VALUES = 2_000_000
 COUNTED_BYTES = 65_536  # a longer body is not worth sending twice
 MOST_RESPONSES = 10_000  # remembered, of those that workers store
+
+
+def values_in(body: bytes) -> int:
+    """Reckon how many values a JSON text has, and more if its strings have such characters."""
+    return body.count(b"[") + body.count(b"{") + body.count(b",")
+
+
+def parsed(body: bytes) -> Any:
+    """Parse JSON; the collector would walk all that is made of a large text again and again."""
+    if len(body) <= LARGE or not gc.isenabled():
+        return orjson.loads(body)
+    gc.disable()
+    try:
+        return orjson.loads(body)
+    finally:
+        gc.enable()
 
 
 class Reader:
@@ -49,8 +70,10 @@ class Reader:
         if shape is FORM:
             fields: Any = form_fields(body, content_type)
         else:
+            if len(body) > LARGE and values_in(body) > MOST_VALUES:
+                return refusals.bad_request(f"The body has more than {MOST_VALUES:,} values.")
             try:
-                fields = orjson.loads(body)
+                fields = parsed(body)
             except orjson.JSONDecodeError as error:
                 return refusals.bad_request(f"The body is not JSON: {error}")
             if type(fields) is not dict:

@@ -250,7 +250,7 @@ class Roster:
 
     def moved(self, worker: Worker) -> None:
         """Keep what pools rely on true: a worker's load has changed."""
-        worker.shut = worker.requests >= worker.most or not worker.breaker.closed
+        worker.shut = worker.full or not worker.breaker.closed
         if worker.ranked_in:
             key = inf if worker.shut else self._rank(worker)
             if key != worker.key:

@@ -213,6 +213,8 @@ class Router:
     def first_token(self, lease: Lease, now: float) -> None:
         """Note the first token of a stream, or the first byte where nothing is generated."""
         self.fleet.first_token(lease, now)
+        if lease.ask.erred_on:
+            learning.blame(self.fleet, lease.ask, now)
 
     def tokens(self, lease: Lease, count: int) -> None:
         """Note output tokens."""
@@ -237,6 +239,8 @@ class Router:
             return
         self.queue.freed(now)
         learning.judge(self.fleet, lease, now, outcome, retry_after_s)
+        if outcome is DONE and lease.ask.erred_on:
+            learning.blame(self.fleet, lease.ask, now)
         if outcome is DONE and usage is not None and self.may_learn(lease, now):
             self.sizer.learn(lease.ask, usage)
             learning.learn(lease, now, usage, decoding)

@@ -79,6 +79,7 @@ class Ask:
     text_bytes: int = 0  # bytes of prompt text, of which `prompt_tokens` was reckoned
     extra_tokens: int = 0  # tokens reckoned otherwise: template, images, token ids
     countable: bool = False  # whether a worker's /tokenize understands its body
+    erred_on: tuple[Worker, ...] = ()  # workers that answered it with a 500
     pinned: str = ""  # the worker that holds what it refers to, as a stored response
 
     @property
@@ -106,7 +107,8 @@ class Outcome(StrEnum):
     DONE = "done"
     CLIENT_GONE = "client_gone"
     REFUSED = "refused"  # a 4xx of the worker: the request's own fault
-    FAILED = "failed"  # no connection, a 5xx, a reset, a timeout
+    ERRED = "erred"  # a 500: its fault, or the request's; another worker's answer will tell
+    FAILED = "failed"  # no connection, another 5xx, a reset, a timeout
     BUSY = "busy"  # 429 or 503 of the worker
 
 

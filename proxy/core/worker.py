@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 LEAST_WAIT_SHARE = 0.2
 STALL = 0.3  # of a prefill's time that those who decode beside it lose
 NO_LIMIT = sys.maxsize
+OVERBOOKED = 2
 # How badly a role suits a short and a long, where costs are equal.
 MISFIT = {Role.SHORT: (0, 2), Role.LONG: (2, 0)}
 # So many tokens of a prompt, and a mask of the workers that hold them; the most tokens first.
@@ -158,12 +159,19 @@ class Worker:
 
     @property
     def full(self) -> bool:
-        """Whether it has as many requests as it may."""
-        return self.requests >= self.most
+        """Whether it has as many requests as it may.
+
+        Where nobody said how many: as many as twice its KV cache would hold, so that its own
+        queue is never empty and the rest waits where it may still go elsewhere.
+        """
+        if self.requests >= self.most:
+            return True
+        room = self.kv_capacity
+        return self.most is NO_LIMIT and 0 < OVERBOOKED * room <= self.kv_tokens
 
     def takes(self, now: float) -> bool:
         """Whether it has room and its breaker lets a request pass."""
-        return not self.shut or (self.requests < self.most and self.breaker.lets_pass(now))
+        return not self.shut or (not self.full and self.breaker.lets_pass(now))
 
     def may_hold(self, ask: Ask) -> bool:
         """Whether it can hold a request if the estimate is too high by as much as it may be."""

@@ -34,6 +34,12 @@ if TYPE_CHECKING:
 CLIENT_GONE = 499  # as nginx calls it; in metrics alone
 BAD_REQUEST, BAD_GATEWAY, GATEWAY_TIMEOUT = 400, 502, 504
 TOO_MANY, SERVER_ERROR, UNAVAILABLE = 429, 500, 503
+# Any other 5xx: it failed.
+OUTCOMES = {
+    TOO_MANY: Outcome.BUSY,
+    UNAVAILABLE: Outcome.BUSY,
+    SERVER_ERROR: Outcome.ERRED,
+}
 CANNOT = frozenset([501, 505])  # what a worker can't do at all is not its failure
 STORING = "responses"  # the route whose answers may be asked for again
 # Bodies up to this size are sent in one piece with their head.
@@ -152,8 +158,11 @@ class Exchange:
         """Pass the answer on, unless it says that another worker should be asked."""
         status = head.status
         if (status >= SERVER_ERROR or status == TOO_MANY) and status not in CANNOT:
-            outcome = Outcome.BUSY if status in (TOO_MANY, UNAVAILABLE) else Outcome.FAILED
-            refusal = self._try_another(now, outcome, Trouble.STATUS, head.retry_after_s)
+            retry_after_s = head.retry_after_s
+            outcome = OUTCOMES.get(status, Outcome.FAILED)
+            if outcome is Outcome.ERRED and retry_after_s is not None:
+                outcome = Outcome.FAILED  # it knows that it is at fault
+            refusal = self._try_another(now, outcome, Trouble.STATUS, retry_after_s)
             if refusal is None:
                 return
             self._last_refusal = refusal

@@ -99,7 +99,8 @@ class Pools:
             pool.sweep(now)
         for name, pool in list(self._pools.items()):
             pool.sweep(now)
-            if not pool.open:
+            # A timeout may have led to a retry, and that to a new pool of this name.
+            if not pool.open and self._pools.get(name) is pool:
                 del self._pools[name]
         self._retired = [pool for pool in self._retired if pool.open]
 

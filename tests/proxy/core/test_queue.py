@@ -31,6 +31,16 @@ def test_first_come_first_served_within_a_size() -> None:
     assert leave(waiting, c) == [c]
 
 
+def test_one_that_needs_less_context_may_go_where_those_before_it_can_not() -> None:
+    waiting = queue()
+    large, small, same, smaller = (
+        waiting.push(ask(tokens), float(i)) for i, tokens in enumerate((900, 300, 300, 100))
+    )
+    assert leave(waiting, same) == []
+    assert leave(waiting, small, smaller) == [small, smaller]
+    assert leave(waiting, large, same) == [large, same]
+
+
 def test_longs_do_not_hold_shorts_up_nor_the_reverse() -> None:
     waiting = queue()
     long, short = waiting.push(ask(long=True), 0.0), waiting.push(ask(), 1.0)

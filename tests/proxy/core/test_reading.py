@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import json
 
 import pytest
 
-from proxy.core.reading import MOST_RESPONSES, prompt_start
+from proxy.core.reading import MOST_RESPONSES, MOST_VALUES, prompt_start
 from proxy.core.routes import Shape
 from proxy.core.types import Ask, Reason
 from tests.proxy.core.making import (
@@ -32,6 +33,21 @@ from tests.proxy.core.making import (
 def test_what_is_no_json_object_is_400(body: bytes) -> None:
     refusal = refused(read(router_of(spec("w")), body))
     assert (refusal.status, refusal.reason) == (400, Reason.BAD_REQUEST)
+
+
+def test_a_body_of_countless_values_is_400_at_once() -> None:
+    body = b'{"messages": [' + b"[]," * (MOST_VALUES // 2) + b"[]]}"
+    refusal = refused(read(router_of(spec("w")), body))
+    assert refusal.status == 400
+    assert "2,000,000 values" in refusal.message
+
+
+def test_a_million_token_ids_are_not_too_many() -> None:
+    body = b'{"prompt": [' + b"7," * 999_999 + b"7]}"
+    found = read(router_of(spec("w", limit=2_000_000)), body, "/v1/completions")
+    assert isinstance(found, Ask)
+    assert found.prompt_tokens == 1_000_000
+    assert gc.isenabled()
 
 
 def test_an_unknown_model_is_404_in_openais_words() -> None:

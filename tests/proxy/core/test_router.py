@@ -6,7 +6,7 @@ import pytest
 
 from proxy.core.fleet import Fleet
 from proxy.core.router import Router, RouterSettings
-from proxy.core.types import Lease, Outcome, Reason, Refusal, Score, Usage
+from proxy.core.types import Gauges, Lease, Outcome, Reason, Refusal, Score, Usage
 from tests.proxy.core.making import (
     GENERAL,
     LONG,
@@ -91,6 +91,15 @@ def test_draining_refuses_the_new_and_ends_the_old() -> None:
 
 
 # The queue
+
+
+def test_a_worker_without_a_stated_limit_is_full_at_twice_its_cache() -> None:
+    router = router_of(spec("a"))
+    router.fleet.set_gauges("a", Gauges(at=0.0, kv_capacity_tokens=1000))
+    leases = [placed(router.submit(ask(400, 100), 0.0)) for _ in range(4)]
+    ticket = waits(router.submit(ask(400, 100), 0.0))
+    router.finish(leases[0], 1.0, Outcome.DONE)
+    assert [found for found, _ in router.due(1.0)] == [ticket]
 
 
 def test_a_full_fleet_lets_wait_and_then_serves_in_order() -> None:

@@ -11,7 +11,7 @@ import pytest
 from tests.proxy.wire import scripts
 from tests.proxy.wire.client import chat
 from tests.proxy.wire.conftest import Start
-from tests.proxy.wire.fake_worker import Script
+from tests.proxy.wire.fake_worker import Call, Script
 from tests.proxy.wire.site import Fake, Site, eventually
 
 TURNS = {"policy": "round_robin"}
@@ -127,11 +127,32 @@ async def test_4xx_does_not_open_it(start: Start) -> None:
     assert len(site.fakes["w0"].served) == 5
 
 
+async def test_a_request_no_worker_survives_is_held_against_none(start: Start) -> None:
+    """Or whoever sends such requests has every worker shut to everybody else."""
+
+    async def judge(call: Call) -> None:
+        script = scripts.error(500) if b"poison" in call.body else scripts.answer()
+        await script(call)
+
+    site = await two(start, judge)
+    site.fakes["w1"].always(judge)
+    for _ in range(8):
+        assert (await site.ask(chat("poison"))).status == 500
+        assert (await site.ask(chat())).status == 200
+    assert all(worker.breaker.spotless for worker in site.fleet)
+
+
+async def test_the_only_worker_is_not_shut_for_a_500(start: Start) -> None:
+    site = await start(Fake("w0"))
+    site.fake.then(*[scripts.error(500)] * 5)
+    assert [(await site.ask(chat())).status for _ in range(6)] == [500] * 5 + [200]
+
+
 async def test_with_all_open_it_is_503_and_told_how_long(start: Start) -> None:
     site = await start(Fake("w0"), router=TURNS)
-    site.fake.always(scripts.error(500))
+    site.fake.always(scripts.error(502))
     for _ in range(3):
-        assert (await site.ask(chat())).status == 500
+        assert (await site.ask(chat())).status == 502
     answer = await site.ask(chat())
     assert answer.status == 503
     answer.error()
