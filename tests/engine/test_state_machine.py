@@ -202,7 +202,10 @@ class Machine(RuleBasedStateMachine):
         )
         lanes = scheduler.waiting.counts[0].values()
         assert sum(lane.requests for lane in lanes) == len(scheduler.waiting)
-        assert sum(lane.tokens for lane in lanes) == sum(r.num_tokens for r in scheduler.waiting)
+        # A step in flight may bring one that was preempted a token more while it waits.
+        late = sum(r.num_tokens for r in scheduler.waiting) - sum(lane.tokens for lane in lanes)
+        preempted = sum(r.num_preemptions > 0 for r in scheduler.waiting)
+        assert 0 <= late <= (self.depth - 1) * preempted
 
     def teardown(self) -> None:
         """Everybody gets done, and no step is empty while somebody could run."""

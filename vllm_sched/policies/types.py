@@ -51,7 +51,7 @@ class LaneCount:
     """Who waits in a lane."""
 
     requests: int = 0
-    tokens: int = 0
+    tokens: int = 0  # as each had when it began to wait
     waited: float = 0.0  # seconds, of the one in front, when the step began
 
 
