@@ -93,7 +93,7 @@ async def test_a_worker_whose_answers_are_overdue_is_not_given_more(
         client = await site.client()
         await client.send(questions(1, 100 + number, system)[0])
     await eventually(lambda: len(site.served()) == 70)
-    assert len(hung.served) - before <= 25
+    assert len(hung.served) - before <= 35
 
 
 async def test_a_prefix_brings_the_next_question_to_the_same_worker(start: Start) -> None:
