@@ -34,8 +34,9 @@ class Fleet(Roster):
         decode = ask.expected_output * ask.samples
         lease = Lease(ask, decision, worker, now, prefill, decode, ask.prompt_tokens + decode)
         pace = worker.pace
-        if worker.prefill_tokens:
-            ahead = worker.wait_s(now, for_long=True) / pace.token_s
+        idle = not worker.prefill_tokens
+        if not idle:
+            ahead = min(worker.wait_s(now, for_long=True) / pace.token_s, worker.prefill_tokens)
             if worker.long_tokens and not ask.long:
                 lease.behind_long = ahead * worker.long_tokens / worker.prefill_tokens
                 ahead -= lease.behind_long
@@ -49,6 +50,8 @@ class Fleet(Roster):
         worker.decode_tokens += decode
         worker.kv_tokens += lease.kv_tokens
         worker.free_at = max(worker.free_at, now) + pace.token_s * prefill
+        if idle:
+            worker.heard(now)
         lease.trial = worker.breaker.sent(now)
         if ask.generates and not ask.stream:
             wait = worker.free_at - now + pace.fixed_s
@@ -69,6 +72,7 @@ class Fleet(Roster):
         if lease.released or lease.first_token_at is not None:
             return
         lease.first_token_at = now
+        lease.worker.heard(now)
         if lease.trial:
             self.succeeded(lease.worker)
         if not lease.prefill_tokens:

@@ -15,6 +15,8 @@ def judge(
 ) -> None:
     """Tell the breaker. Only the trial closes one that is open: others were sent before."""
     worker = lease.worker
+    if outcome is not CLIENT_GONE:
+        worker.heard(now)
     if outcome is FAILED or outcome is BUSY:
         fleet.failed(worker, now, retry_after_s, busy=outcome is BUSY)
     elif outcome is CLIENT_GONE or outcome is ERRED:

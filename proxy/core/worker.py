@@ -48,6 +48,7 @@ class Worker:
         "decode_tokens",
         "decoding",
         "draining",
+        "due_at",
         "failed_probes",
         "flat_price",
         "free_at",
@@ -112,6 +113,7 @@ class Worker:
         self.decoding = 0  # sequences past their first token
         self.written = 0  # tokens it has streamed, since ever
         self.free_at = 0.0  # when its prefills should be done
+        self.due_at = 0.0  # when one of them should have shown, since anything was heard
 
         self.reprice()
 
@@ -206,7 +208,11 @@ class Worker:
         return wait + self.pace.first_token_s(ask.prompt_tokens - cached, 0.0, cached)
 
     def wait_s(self, now: float, *, for_long: bool) -> float:
-        """Predict how long the prefills that are charged to it will keep a new one waiting."""
+        """Predict how long the prefills that are charged to it will keep a new one waiting.
+
+        What is overdue is taken to last as long again: it may be cached and cost nothing, and its
+        worker hang.
+        """
         if not self.prefill_tokens:
             return 0.0
         pace = self.pace
@@ -218,4 +224,11 @@ class Worker:
             wait = most * LEAST_WAIT_SHARE
         if self.long_tokens and not for_long:
             wait -= wait * (1.0 - pace.passing) * self.long_tokens / self.prefill_tokens
+        if now > self.due_at:
+            wait += now - self.due_at
         return wait
+
+    def heard(self, now: float) -> None:
+        """Note a sign of life, or that it was given a prefill while it had none."""
+        pace = self.pace
+        self.due_at = now + pace.fixed_s + pace.token_s * self.prefill_tokens

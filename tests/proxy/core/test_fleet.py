@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import inf
+
 import pytest
 
 from proxy.core.fleet import Fleet
@@ -96,14 +98,27 @@ def test_what_was_released_before_is_not_settled(fleet: Fleet) -> None:
     assert idle(fleet)
 
 
-def test_the_wait_shrinks_as_time_goes_but_never_to_nothing(fleet: Fleet) -> None:
+def test_the_wait_shrinks_as_time_goes_and_what_is_overdue_will_take_as_long_again(
+    fleet: Fleet,
+) -> None:
     worker = members(fleet)[0]
-    worker.pace.token_s = 1e-3
+    worker.pace.token_s, worker.pace.fixed_s = 1e-3, 0.1
     lease = charge(fleet, ask(10_000))
-    waits = [worker.wait_s(now, for_long=False) for now in (0.0, 5.0, 9.9, 60.0)]
-    assert waits == pytest.approx([10.0, 5.0, 2.0, 2.0])
+    waits = [worker.wait_s(now, for_long=False) for now in (0.0, 5.0, 9.9, 10.1, 60.1)]
+    assert waits == pytest.approx([10.0, 5.0, 2.0, 2.0, 52.0])
     fleet.first_token(lease, 61.0)
     assert worker.wait_s(61.0, for_long=False) == 0.0
+
+
+def test_a_sign_of_life_gives_the_rest_its_time_anew(fleet: Fleet) -> None:
+    worker = members(fleet)[0]
+    worker.pace.token_s, worker.pace.fixed_s = 1e-3, 0.0
+    worker.pace.first_due = inf  # it is to learn nothing from that
+    first = charge(fleet, ask(1000))
+    charge(fleet, ask(1000), 0.5)
+    assert worker.wait_s(4.0, for_long=False) == pytest.approx(0.4 + 3.0)
+    fleet.first_token(first, 4.0)
+    assert worker.wait_s(4.0, for_long=False) == pytest.approx(1.0)
 
 
 def test_behind_longs_a_short_waits_as_far_as_it_is_not_let_past(fleet: Fleet) -> None:
