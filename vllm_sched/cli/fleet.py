@@ -1,4 +1,4 @@
-"""`vllm-sched router`, `up`, `check` and `explain`: what is done with a fleet file."""
+"""`vllm-sched router`, `up`, `demo`, `check`, `explain`: what is done with a fleet file."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def add_fleet(commands: Commands) -> None:
     up.add_options(starter)
     starter.set_defaults(func=lambda given: up.up(given.fleet, read(given.fleet), given.log_dir))
 
-    shown = _command(commands, "demo", "show on this machine what a fleet's pools are worth")
-    demo.add_options(shown)
-    shown.set_defaults(func=lambda arguments: demo.demo(arguments, read(arguments.fleet)))
+    player = _command(commands, "demo", "show on this machine what a fleet's pools are worth")
+    demo.add_options(player)
+    player.set_defaults(func=lambda given: demo.demo(given, read(given.fleet)))
 
     check = _command(commands, "check", "say all that is wrong with a fleet file, or what will run")
     check.add_argument(
