@@ -186,6 +186,14 @@ async def listening(process: asyncio.subprocess.Process) -> int:
     return int(address.split("/v1")[0].rsplit(":", 1)[1])
 
 
+async def any_got(fakes: list[FakeWorker]) -> None:
+    """Wait until one of them has the request."""
+    arrivals = [asyncio.create_task(each.got(within=DEADLINE_S)) for each in fakes]
+    _, pending = await asyncio.wait(arrivals, return_when=asyncio.FIRST_COMPLETED)
+    for task in pending:
+        task.cancel()
+
+
 async def test_sigterm_drains(
     process: tuple[asyncio.subprocess.Process, int], fakes: list[FakeWorker]
 ) -> None:
@@ -195,10 +203,7 @@ async def test_sigterm_drains(
         each.always(scripts.gated(opening, scripts.answer()))
     client = await Client.connect(port)
     await client.send(chat())
-    arrivals = [asyncio.create_task(each.got(within=DEADLINE_S)) for each in fakes]
-    _, pending = await asyncio.wait(arrivals, return_when=asyncio.FIRST_COMPLETED)
-    for task in pending:
-        task.cancel()
+    await any_got(fakes)
     started.send_signal(signal.SIGTERM)
     async with asyncio.timeout(DEADLINE_S):
         while True:
@@ -222,10 +227,7 @@ async def test_a_second_signal_stops_at_once(
         each.always(scripts.stall)
     client = await Client.connect(port)
     await client.send(chat())
-    arrivals = [asyncio.create_task(each.got(within=DEADLINE_S)) for each in fakes]
-    _, pending = await asyncio.wait(arrivals, return_when=asyncio.FIRST_COMPLETED)
-    for task in pending:
-        task.cancel()
+    await any_got(fakes)
     started.send_signal(signal.SIGINT)
     await asyncio.sleep(0.2)
     assert started.returncode is None
