@@ -1,0 +1,234 @@
+"""The trace: what is kept of the steps, and the file that Perfetto reads."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vllm_sched.engine.trace import (
+    ENGINE,
+    REQUESTS,
+    VARIABLE,
+    Arrival,
+    StepNote,
+    Trace,
+    TraceFile,
+    chrome,
+    from_environment,
+    kind,
+    path_for,
+)
+
+Event = dict[str, Any]
+
+
+def step(
+    number: int,
+    start: float,
+    end: float,
+    prefill: dict[str, tuple[int, int]] | None = None,
+    decode: dict[str, int] | None = None,
+    **more: Any,
+) -> StepNote:
+    """Make a step of prefills (tokens, context) and decodes (tokens)."""
+    prefill, decode = prefill or {}, decode or {}
+    tokens = {name: tokens for name, (tokens, _) in prefill.items()} | decode
+    contexts = {name: context for name, (_, context) in prefill.items()}
+    return StepNote(number, start, end, 64, tokens, contexts, len(tokens), 0, **more)
+
+
+def events(log: list[Arrival | StepNote], now: float) -> list[Event]:
+    """Write a log, read it back as JSON, and check what any such file must keep."""
+    file = json.loads("".join(chrome(log, now)))
+    assert file["otherData"] == {"clock": "monotonic"}
+    check(file["traceEvents"])
+    return list(file["traceEvents"])
+
+
+def slices(found: list[Event], process: int) -> dict[str, list[Event]]:
+    """Return each track's slices by the track's name."""
+    names = {(e["pid"], e["tid"]): e["args"]["name"] for e in found if e["name"] == "thread_name"}
+    tracks: dict[str, list[Event]] = defaultdict(list)
+    for event in found:
+        if event["ph"] == "X" and event["pid"] == process:
+            tracks[names[event["pid"], event["tid"]]].append(event)
+    return tracks
+
+
+def check(found: list[Event]) -> None:
+    """On no track do slices overlap, and requests' tokens add up to those of the steps."""
+    for process in (ENGINE, REQUESTS):
+        for name, track in slices(found, process).items():
+            assert all(e["dur"] >= 0 for e in track), name
+            for one, other in pairwise(sorted(track, key=lambda e: e["ts"])):
+                assert one["ts"] + one["dur"] <= other["ts"], f"{name}: {one} and {other}"
+    of_steps = defaultdict(int)
+    for event in slices(found, ENGINE).get("steps", []):
+        of_steps[event["ts"]] += event["args"]["tokens"]
+    of_requests = defaultdict(int)
+    for track in slices(found, REQUESTS).values():
+        for event in track:
+            if event["name"] in ("prefill", "decode"):
+                of_requests[event["ts"]] += event["args"]["tokens"]
+    assert of_requests == of_steps
+
+
+def told(track: list[Event]) -> list[tuple[str, int, int, int | None]]:
+    """Return what a track shows: name, start and end in microseconds, tokens."""
+    return [(e["name"], e["ts"], e["ts"] + e["dur"], e["args"].get("tokens")) for e in track]
+
+
+def test_a_request_waits_is_prefilled_chunk_by_chunk_and_decodes() -> None:
+    log = [
+        Arrival(1.0, "r", 100),
+        step(1, 2.0, 3.0, {"r": (64, 0)}),
+        step(2, 3.0, 3.5, {"r": (36, 64)}),
+        step(3, 3.5, 3.6, decode={"r": 1}),
+    ]
+    found = events(log, 4.0)
+    (name, track), *rest = slices(found, REQUESTS).items()
+    assert (name, rest) == ("r (100 tokens)", [])
+    assert told(track) == [
+        ("waiting", 1_000_000, 2_000_000, None),
+        ("prefill", 2_000_000, 3_000_000, 64),
+        ("prefill", 3_000_000, 3_500_000, 36),
+        ("decode", 3_500_000, 3_600_000, 1),
+    ]
+    assert [e["args"].get("computed_before") for e in track] == [None, 0, 64, None]
+    steps = slices(found, ENGINE)["steps"]
+    assert [e["name"] for e in steps] == ["prefill", "prefill", "decode"]
+    assert steps[1]["args"] == {
+        "step": 2, "budget": 64, "tokens": 36, "prefill_tokens": 36, "prefills": 1, "decodes": 0,
+    }  # fmt: skip
+
+
+def test_a_mixed_step_is_both_and_its_counters_say_how_much_of_each() -> None:
+    found = events([step(1, 0.0, 1.0, {"p": (30, 0)}, {"d": 1, "e": 3})], 1.0)
+    assert slices(found, ENGINE)["steps"][0]["name"] == "mixed"
+    counters = {e["name"]: e["args"] for e in found if e["ph"] == "C"}
+    assert counters == {
+        "tokens": {"prefill": 30, "decode": 4},
+        "budget": {"tokens": 64},
+        "requests": {"running": 3, "waiting": 0},
+    }
+
+
+def test_a_preempted_request_is_out_until_it_runs_again() -> None:
+    log = [
+        step(1, 0.0, 1.0, decode={"a": 1, "b": 1}),
+        step(2, 1.0, 2.0, decode={"a": 1}, preempted={"b"}),
+        step(3, 2.0, 3.0, {"b": (20, 0)}, {"a": 1}),
+    ]
+    track = slices(events(log, 3.0), REQUESTS)["b (came before)"]
+    assert told(track) == [
+        ("decode", 0, 1_000_000, 1),
+        ("preempted", 1_000_000, 2_000_000, None),
+        ("prefill", 2_000_000, 3_000_000, 20),
+    ]
+
+
+def test_one_that_is_skipped_for_a_step_leaves_a_gap() -> None:
+    log = [step(i, i, i + 1.0, decode={"a": 1} if i % 2 else {"b": 1}) for i in range(4)]
+    track = slices(events(log, 4.0), REQUESTS)["a (came before)"]
+    assert [(start, end) for _, start, end, _ in told(track)] == [
+        (1_000_000, 2_000_000), (3_000_000, 4_000_000),
+    ]  # fmt: skip
+
+
+def test_who_waits_waits_until_now_or_until_giving_up() -> None:
+    log = [
+        Arrival(0.5, "stays", 9),
+        Arrival(0.5, "leaves", 9),
+        step(1, 1.0, 2.0, decode={"a": 1}, gone={"leaves", "never seen"}),
+    ]
+    tracks = slices(events(log, 4.0), REQUESTS)
+    assert told(tracks["stays (9 tokens)"]) == [("waiting", 500_000, 4_000_000, None)]
+    assert told(tracks["leaves (9 tokens)"]) == [("waiting", 500_000, 1_000_000, None)]
+
+
+def test_a_name_used_again_is_another_track() -> None:
+    log = [
+        Arrival(0.0, "r", 1),
+        step(1, 0.0, 1.0, {"r": (1, 0)}),
+        Arrival(1.5, "r", 2),
+        step(2, 2.0, 3.0, {"r": (2, 0)}, gone=()),
+    ]
+    found = events([log[0], log[1], step(9, 1.0, 1.0, gone={"r"}), *log[2:]], 3.0)
+    assert set(slices(found, REQUESTS)) == {"r (1 tokens)", "r (2 tokens)"}
+    tids = {e["tid"] for e in found if e["ph"] == "X" and e["pid"] == REQUESTS}
+    assert len(tids) == 2
+
+
+def test_names_are_only_text() -> None:
+    name = 'r"\n\\{0}'
+    log = [Arrival(0.0, name, 1), step(1, 0.0, 1.0, {name: (1, 0)})]
+    assert set(slices(events(log, 1.0), REQUESTS)) == {f"{name} (1 tokens)"}
+
+
+def test_an_empty_log_is_a_file_too() -> None:
+    assert not [e for e in events([], 1.0) if e["ph"] != "M"]
+
+
+def test_the_oldest_is_dropped_and_memory_is_bounded() -> None:
+    trace = Trace(most_entries=50)
+    trace.arrived(0.0, "a", 10)
+    for i in range(100):
+        trace.stepped(step(i, i, i + 1.0, decode={"a": 1, "b": 1, "c": 1}))
+        assert len(trace) <= 50
+    kept = trace.copy()
+    assert [entry.number for entry in kept if isinstance(entry, StepNote)] == [*range(88, 100)]
+    found = events(kept, 100.0)
+    assert set(slices(found, REQUESTS)) == {f"{name} (came before)" for name in "abc"}
+
+
+def test_a_step_that_alone_is_too_large_is_not_kept() -> None:
+    trace = Trace(most_entries=2)
+    trace.stepped(step(1, 0.0, 1.0, decode={"a": 1, "b": 1}))
+    assert (len(trace), trace.copy()) == (0, [])
+
+
+@pytest.mark.parametrize(
+    ("prefills", "decodes", "name"),
+    [(1, 0, "prefill"), (0, 1, "decode"), (2, 3, "mixed"), (0, 0, "empty")],
+)
+def test_steps_are_named_by_what_they_compute(prefills: int, decodes: int, name: str) -> None:
+    assert kind(prefills, decodes) == name
+
+
+def test_writing_replaces_the_file_at_once(tmp_path: Path) -> None:
+    file = TraceFile(tmp_path / "out.json")
+    file.trace.arrived(0.0, "a", 1)
+    file.write(1.0)
+    file.trace.arrived(0.0, "b", 1)
+    file.write_aside(1.0).join()
+    check(found := json.loads((tmp_path / "out.json").read_text())["traceEvents"])
+    assert set(slices(found, REQUESTS)) == {"a (1 tokens)", "b (1 tokens)"}
+    assert [path.name for path in tmp_path.iterdir()] == ["out.json"]
+
+
+def test_a_place_that_cannot_be_written_ends_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = TraceFile(tmp_path / "gone" / "out.json")
+    with caplog.at_level("ERROR", "vllm.vllm_sched"):
+        file.write(1.0)
+    assert "could not be written" in caplog.text
+
+
+def test_the_environment_asks_for_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv(VARIABLE, raising=False)
+    assert from_environment(0, 1) is None
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "t.json"))
+    asked = from_environment(0, 1)
+    assert asked is not None
+    assert asked.path == tmp_path / "t.json"
+
+
+def test_engines_that_share_a_setting_write_a_file_each() -> None:
+    assert path_for(Path("a/t.json"), 0, 1) == Path("a/t.json")
+    assert path_for(Path("a/t.json"), 1, 2) == Path("a/t.engine1.json")

@@ -1,0 +1,258 @@
+"""What the engine did, step by step, in a file that Perfetto opens: `VLLM_SCHED_TRACE=out.json`.
+
+Idea: a log of what happened (a request came, a step ran), kept in memory, the oldest dropped, and
+replayed into Chrome's trace format when somebody wants to see it: a track for the steps, counters
+of tokens and of requests, and a track per request that shows when it waited, each chunk of its
+prompt, each step that it decoded in, and how long it was out after a preemption. Written when the
+engine ends, and on SIGUSR1.
+
+Times are those of the machine's monotonic clock, in microseconds, so that a client on the same
+machine can put its own observations beside them.
+
+Cost: a step's own dictionary is kept, not copied, so noting a step costs a microsecond however many
+run; some 40 bytes for each request in each step kept. Off, it costs nothing.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import os
+import signal
+import threading
+from collections import deque
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+logger = logging.getLogger("vllm.vllm_sched")
+
+VARIABLE = "VLLM_SCHED_TRACE"
+WRITE_NOW = signal.SIGUSR1
+# Requests times steps that are kept: 20 MB, and a second to write, of the five that vLLM gives an
+# engine to end in.
+MOST_ENTRIES = 500_000
+
+ENGINE, REQUESTS = 1, 2  # Perfetto's processes: groups of tracks
+MICRO = 1e6
+
+
+class Arrival(NamedTuple):
+    """A request that began to wait."""
+
+    at: float
+    request_id: str
+    prompt_tokens: int
+
+
+class StepNote(NamedTuple):
+    """A step: what it was given, when the engine began it and when it was done with it."""
+
+    number: int
+    start: float
+    end: float
+    budget: int
+    tokens: Mapping[str, int]  # by request
+    contexts: Mapping[str, int]  # of those in prefill: tokens computed before
+    running: int
+    waiting: int
+    preempted: Collection[str] = ()  # when it was scheduled
+    gone: Collection[str] = ()  # ended or given up before it was scheduled
+
+    @property
+    def prefill_tokens(self) -> int:
+        """Tokens of prompts."""
+        return sum(self.tokens[request_id] for request_id in self.contexts)
+
+    @property
+    def kind(self) -> str:
+        """What it computed: prefill, decode, both, or nothing."""
+        return kind(len(self.contexts), len(self.tokens) - len(self.contexts))
+
+
+def kind(prefills: int, decodes: int) -> str:
+    """Name a step by what it computes."""
+    if prefills:
+        return "mixed" if decodes else "prefill"
+    return "decode" if decodes else "empty"
+
+
+class Trace:
+    """The log; bounded, the oldest is dropped."""
+
+    def __init__(self, most_entries: int = MOST_ENTRIES) -> None:
+        self._most = most_entries
+        self._entries = 0
+        self._log: deque[Arrival | StepNote] = deque()
+
+    def __len__(self) -> int:
+        """Count what is kept: an arrival is one, a step one more than it has requests."""
+        return self._entries
+
+    def arrived(self, at: float, request_id: str, prompt_tokens: int) -> None:
+        """Note that a request began to wait."""
+        self._keep(Arrival(at, request_id, prompt_tokens), 1)
+
+    def stepped(self, step: StepNote) -> None:
+        """Note a step that is done; in the order in which they were scheduled."""
+        self._keep(step, 1 + len(step.tokens))
+
+    def _keep(self, entry: Arrival | StepNote, entries: int) -> None:
+        self._log.append(entry)
+        self._entries += entries
+        while self._entries > self._most:
+            dropped = self._log.popleft()
+            self._entries -= 1 if isinstance(dropped, Arrival) else 1 + len(dropped.tokens)
+
+    def copy(self) -> list[Arrival | StepNote]:
+        """Take down what is known now."""
+        return list(self._log)
+
+
+@dataclass(slots=True)
+class _Track:
+    """A request while the log is replayed."""
+
+    number: int
+    out_since: float | None  # waiting, or preempted; None while it runs
+    phase: str = "waiting"
+    last: float = 0.0  # the end of what it was seen to do last
+
+
+class _Replay:
+    """Turns a log into events, each a line of JSON."""
+
+    def __init__(self) -> None:
+        self._tracks: dict[str, _Track] = {}
+        self._numbers = itertools.count(1)
+
+    def events(self, log: Iterable[Arrival | StepNote], now: float, engine: str) -> Iterator[str]:
+        yield _named("process_name", ENGINE, 0, f"engine {engine}")
+        yield _named("process_name", REQUESTS, 0, f"requests on engine {engine}")
+        yield _named("thread_name", ENGINE, 1, "steps")
+        for entry in log:
+            if isinstance(entry, Arrival):
+                yield self._begin(entry.request_id, f"{entry.prompt_tokens:,} tokens", entry.at)
+            else:
+                yield from self._step(entry)
+        for track in self._tracks.values():
+            yield from _out_until(track, now)
+
+    def _begin(self, request_id: str, what: str, out_since: float | None) -> str:
+        track = self._tracks[request_id] = _Track(next(self._numbers), out_since)
+        return _named("thread_name", REQUESTS, track.number, f"{request_id} ({what})")
+
+    def _step(self, step: StepNote) -> Iterator[str]:
+        for request_id in step.gone:
+            if (track := self._tracks.pop(request_id, None)) is not None:
+                yield from _out_until(track, step.start)
+        for request_id in step.preempted:
+            if (track := self._tracks.get(request_id)) is not None:
+                track.out_since, track.phase = max(track.last, step.start), "preempted"
+        if not step.tokens:
+            return
+        prefill = step.prefill_tokens
+        total = sum(step.tokens.values())
+        prefills = len(step.contexts)
+        facts = (
+            f'"step":{step.number},"budget":{step.budget},"tokens":{total},'
+            f'"prefill_tokens":{prefill},"prefills":{prefills},'
+            f'"decodes":{len(step.tokens) - prefills}'
+        )
+        yield _slice(ENGINE, 1, step.kind, step.start, step.end, facts)
+        yield _counter("tokens", step.start, f'"prefill":{prefill},"decode":{total - prefill}')
+        yield _counter("budget", step.start, f'"tokens":{step.budget}')
+        counts = f'"running":{step.running},"waiting":{step.waiting}'
+        yield _counter("requests", step.start, counts)
+        for request_id, tokens in step.tokens.items():
+            if request_id not in self._tracks:  # its arrival is older than what was kept
+                yield self._begin(request_id, "came before", None)
+            track = self._tracks[request_id]
+            yield from _out_until(track, step.start)
+            name, facts = "decode", f'"tokens":{tokens}'
+            if (context := step.contexts.get(request_id)) is not None:
+                name, facts = "prefill", f'{facts},"computed_before":{context}'
+            yield _slice(REQUESTS, track.number, name, step.start, step.end, facts)
+            track.last = step.end
+
+
+def _out_until(track: _Track, now: float) -> Iterator[str]:
+    if track.out_since is not None:
+        yield _slice(REQUESTS, track.number, track.phase, track.out_since, now)
+        track.out_since = None
+
+
+def chrome(log: Iterable[Arrival | StepNote], now: float, engine: str = "0") -> Iterator[str]:
+    """Write a log in Chrome's trace format, piece by piece."""
+    yield '{"displayTimeUnit":"ms","otherData":{"clock":"monotonic"},"traceEvents":[\n'
+    before = ""
+    for event in _Replay().events(log, now, engine):
+        yield before + event
+        before = ",\n"
+    yield "\n]}\n"
+
+
+def _named(what: str, process: int, thread: int, name: str) -> str:
+    named = {"ph": "M", "name": what, "pid": process, "tid": thread, "args": {"name": name}}
+    return json.dumps(named, separators=(",", ":"))
+
+
+# By hand, as there are very many: a serializer takes five times as long.
+
+
+def _slice(process: int, thread: int, name: str, start: float, end: float, facts: str = "") -> str:
+    # Ends are rounded, not lengths: neighbours must meet, and not overlap.
+    begin = round(start * MICRO)
+    return (
+        f'{{"ph":"X","name":"{name}","pid":{process},"tid":{thread},"ts":{begin},'
+        f'"dur":{max(round(end * MICRO) - begin, 0)},"args":{{{facts}}}}}'
+    )
+
+
+def _counter(name: str, at: float, values: str) -> str:
+    at_us = round(at * MICRO)
+    return f'{{"ph":"C","name":"{name}","pid":{ENGINE},"tid":0,"ts":{at_us},"args":{{{values}}}}}'
+
+
+def path_for(path: Path, engine: int, engines: int) -> Path:
+    """Return the file of one engine: of several that share a setting, each has its own."""
+    return path if engines == 1 else path.with_name(f"{path.stem}.engine{engine}{path.suffix}")
+
+
+class TraceFile:
+    """A trace, and where it goes."""
+
+    def __init__(self, path: Path, engine: str = "0") -> None:
+        self.path = path
+        self.trace = Trace()
+        self._engine = engine
+        self._writing = threading.Lock()
+
+    def write(self, now: float) -> None:
+        """Write all that is kept; a reader sees the old file or the new one, nothing between."""
+        log = self.trace.copy()
+        with self._writing:
+            begun = self.path.with_name(f"{self.path.name}.part")
+            try:
+                with begun.open("w", encoding="utf-8") as file:
+                    file.writelines(chrome(log, now, self._engine))
+                begun.replace(self.path)
+            except OSError as error:  # a full disk must not end the engine
+                logger.error("the trace could not be written to %s: %s", self.path, error)
+                return
+        logger.info("wrote a trace of %d entries to %s", len(log), self.path)
+
+    def write_aside(self, now: float) -> threading.Thread:
+        """Write without keeping the engine waiting."""
+        writer = threading.Thread(target=self.write, args=(now,), name="trace", daemon=True)
+        writer.start()
+        return writer
+
+
+def from_environment(engine: int, engines: int) -> TraceFile | None:
+    """Return the trace that the environment asks for; None if it asks for none."""
+    if not (asked := os.environ.get(VARIABLE)):
+        return None
+    return TraceFile(path_for(Path(asked).absolute(), engine, engines), str(engine))
