@@ -1,0 +1,180 @@
+"""The online fit of all three kinds of step."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import replace
+
+import pytest
+
+from vllm_sched.cost.fit import OnlineFit
+from vllm_sched.cost.step_time import StepShape, StepTime
+
+TRUE = StepTime(
+    decode_fixed_s=0.010,
+    decode_s=2e-4,
+    context_s=2e-8,
+    prefill_fixed_s=0.012,
+    prefill_s=9.5e-5,
+    pair_s=5e-9,
+    mixed_s=0.004,
+)
+
+
+def shape(rng: random.Random, *, batch: tuple[int, int] = (8, 64)) -> StepShape:
+    """Draw a step as a busy engine makes them."""
+    decodes = rng.randint(*batch)
+    context = decodes * rng.randint(200, 600)
+    kind = rng.random()
+    if kind < 0.4:
+        return StepShape(decodes=decodes, context_tokens=context)
+    tokens = rng.randint(10, 1500)
+    pairs = tokens * rng.randint(0, 4000) + tokens * tokens / 2
+    if kind < 0.5:
+        return StepShape(tokens, pairs)
+    return StepShape(tokens, pairs, decodes, context)
+
+
+def feed(
+    fit: OnlineFit,
+    true: StepTime,
+    steps: int,
+    *,
+    seed: int = 1,
+    noise: float = 0.0,
+    hiccups: float = 0.0,
+) -> None:
+    """Play steps whose times follow a model, give or take."""
+    rng = random.Random(seed)
+    for _ in range(steps):
+        step = shape(rng)
+        slower = 1 + abs(rng.gauss(0, noise)) + (5.0 if rng.random() < hiccups else 0.0)
+        fit.observe(step, true.seconds(step) * slower)
+
+
+def fitted(fit: OnlineFit) -> StepTime:
+    """Return the model, which there must be."""
+    assert fit.model is not None
+    return fit.model
+
+
+def test_knows_nothing_until_enough_was_seen() -> None:
+    fit = OnlineFit()
+    for _ in range(100):
+        fit.observe(StepShape(decodes=8, context_tokens=800), 0.01)
+    assert fit.model is None  # nothing with prefill yet
+    for _ in range(4):
+        fit.observe(StepShape(100, 5000.0, 8, 800), 0.02)
+    assert fit.model is not None
+
+
+def test_finds_the_model_it_was_fed() -> None:
+    fit = OnlineFit()
+    feed(fit, TRUE, 1000)
+    found = fitted(fit)
+    for name, value in TRUE.to_json().items():
+        assert getattr(found, name) == pytest.approx(value, rel=0.1), name
+
+
+def test_noise_and_hiccups_leave_the_predictions_close() -> None:
+    fit = OnlineFit()
+    feed(fit, TRUE, 2000, noise=0.05, hiccups=0.03)
+    found, rng = fitted(fit), random.Random(7)
+    errors = sorted(
+        abs(found.seconds(step) / TRUE.seconds(step) - 1)
+        for step in (shape(rng) for _ in range(200))
+    )
+    assert errors[100] < 0.06
+    assert errors[190] < 0.15
+    assert found.mixed_s == pytest.approx(TRUE.mixed_s, rel=0.35)
+
+
+def test_one_hiccup_hardly_moves_it() -> None:
+    fit = OnlineFit()
+    feed(fit, TRUE, 1000, noise=0.02)
+    before = fitted(fit)
+    step = StepShape(decodes=32, context_tokens=9600)
+    fit.observe(step, 100.0)
+    for _ in range(16):
+        fit.observe(step, TRUE.seconds(step))
+    assert fitted(fit).seconds(step) == pytest.approx(before.seconds(step), rel=0.02)
+
+
+def test_a_lasting_change_is_followed() -> None:
+    fit = OnlineFit()
+    feed(fit, TRUE, 1000)
+    slower = replace(TRUE, decode_fixed_s=0.030, mixed_s=0.020)
+    feed(fit, slower, 1500, seed=2)
+    assert fitted(fit).decode_fixed_s == pytest.approx(0.030, rel=0.15)
+    assert fitted(fit).mixed_s == pytest.approx(0.020, rel=0.2)
+
+
+def test_an_hour_of_decoding_wipes_out_nothing_about_prefill() -> None:
+    fit = OnlineFit()
+    feed(fit, TRUE, 1000)
+    rng = random.Random(3)
+    for _ in range(5000):
+        step = replace(shape(rng), prefill_tokens=0, pairs=0.0, decodes=rng.randint(8, 64))
+        fit.observe(step, TRUE.seconds(step))
+    assert fitted(fit).prefill_s == pytest.approx(TRUE.prefill_s, rel=0.1)
+    assert fitted(fit).mixed_s == pytest.approx(TRUE.mixed_s, rel=0.1)
+
+
+def test_a_batch_that_never_changes_counts_as_fixed() -> None:
+    fit = OnlineFit()
+    rng = random.Random(4)
+    for _ in range(500):
+        tokens = rng.choice([0, 0, 220, 440])
+        step = StepShape(tokens, tokens * 110.0, 64, 64 * 300)
+        fit.observe(step, TRUE.seconds(step))
+    found = fitted(fit)
+    whole = TRUE.decode_fixed_s + 64 * TRUE.decode_s + 64 * 300 * TRUE.context_s
+    assert found.decode_fixed_s == pytest.approx(whole, rel=0.05)
+    assert found.mixed_s <= TRUE.mixed_s * 1.2
+
+
+def test_prompts_all_alike_never_look_like_a_cost_of_mixing() -> None:
+    free = replace(TRUE, mixed_s=0.0)
+    fit = OnlineFit()
+    for index in range(500):
+        tokens = 220 if index % 3 == 0 else 0
+        step = StepShape(tokens, tokens * 110.0, 64, 64 * 300)
+        fit.observe(step, free.seconds(step))
+    assert fitted(fit).mixed_s < 0.001
+
+
+def test_without_steps_of_prefill_alone_they_are_thought_to_read_the_weights_too() -> None:
+    fit = OnlineFit()
+    rng = random.Random(5)
+    for _ in range(500):
+        step = shape(rng)
+        if step.decodes:
+            fit.observe(step, TRUE.seconds(step))
+    found = fitted(fit)
+    assert found.prefill_fixed_s == pytest.approx(found.decode_fixed_s + found.mixed_s)
+
+
+@pytest.mark.parametrize("seconds", [0.0, -1.0, math.nan, math.inf])
+def test_impossible_times_teach_nothing(seconds: float) -> None:
+    fit = OnlineFit()
+    feed(fit, TRUE, 200)
+    before = fit.seen("decode")
+    fit.observe(StepShape(decodes=8, context_tokens=800), seconds)
+    assert fit.seen("decode") == before
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_any_steps_give_coefficients_that_time_can_have(seed: int) -> None:
+    rng = random.Random(seed)
+    fit = OnlineFit()
+    for _ in range(300):
+        step = StepShape(
+            rng.choice([0, 0, 1, 300, 8000]),
+            rng.choice([0.0, 1.0, 1e9]),
+            rng.choice([0, 1, 256]),
+            rng.choice([0, 1, 10**7]),
+        )
+        fit.observe(step, rng.choice([1e-12, 1e-3, 0.02, 5.0, 1e6]))
+        if fit.model is not None:  # StepTime refuses what is negative or not finite
+            assert fit.model.prefill_within(0.05, 4, 400, 100) >= 0

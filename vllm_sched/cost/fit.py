@@ -1,0 +1,236 @@
+"""Fit a step's time to steps that were seen: while running, with old ones forgotten.
+
+For each kind of step (decode, prefill, both) the sums of a least-squares fit are kept, each kind
+with its own forgetting, so that an hour of one kind does not wipe out what is known of the others.
+Errors count relative to the step's length, else the few longest steps would decide everything. A
+step that is off by more than is usual counts for less: a hiccup moves little, a lasting change is
+followed, because what is usual grows with it.
+
+What the steps cannot tell apart goes to the harmless side: with batches all alike, time goes to
+`decode_fixed_s` rather than to `decode_s`, and to `prefill_s` rather than to `mixed_s`. So is
+deferred prefill never talked into waiting by steps that say nothing.
+
+Cost: a few dozen multiplications a step; the equations are solved every `SOLVE_EVERY` steps. The
+floor is not fitted here: it bends the line, and the line is refitted where the steps are.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final, Literal
+
+from vllm_sched.cost.step_time import StepShape, StepTime
+
+Kind = Literal["decode", "prefill", "mixed"]
+
+# The share of what was learnt of a kind of step that outlives one more of that kind.
+MEMORY: Final = 0.995
+SOLVE_EVERY: Final = 16
+# Before these, the line would be drawn through noise.
+ENOUGH_STEPS, ENOUGH_DECODES, ENOUGH_PREFILLS = 16, 8, 4
+# An error is unusual beyond so many times the usual one.
+UNUSUAL: Final = 3.0
+SPREAD_AT_START, LEAST_SPREAD, SPREAD_GAIN = 0.25, 0.02, 0.02
+
+NAMES: Final = (
+    "decode_fixed_s",
+    "decode_s",
+    "context_s",
+    "prefill_fixed_s",
+    "prefill_s",
+    "pair_s",
+    "mixed_s",
+)
+# Which coefficients a step's features (1 first) belong to. The 1 of a mixed step stands for two.
+PLACES: Final[dict[Kind, tuple[tuple[int, ...], ...]]] = {
+    "decode": ((0,), (1,), (2,)),
+    "prefill": ((3,), (4,), (5,)),
+    "mixed": ((0, 6), (1,), (2,), (4,), (5,)),
+}
+# How much each coefficient is drawn towards nothing, relative to what speaks for it: always, and
+# besides by so many times the variance of an error over the number of steps.
+RIDGE: Final = (1e-9, 3e-4, 3e-4, 1e-5, 1e-9, 3e-4, 3e-4)
+DOUBT: Final = (0.0, 16.0, 16.0, 0.0, 0.0, 16.0, 16.0)
+FIXED: Final = 0
+SLOPES: Final = (2, 1)
+
+
+def kind_of(shape: StepShape) -> Kind:
+    """Name a step's kind."""
+    if not shape.prefill_tokens:
+        return "decode"
+    return "mixed" if shape.decodes else "prefill"
+
+
+@dataclass(slots=True)
+class Sums:
+    """The upper triangle of features times features, and features times seconds."""
+
+    features: int
+    products: list[float] = field(init=False)
+    times: list[float] = field(init=False)
+    steps: int = 0
+
+    def __post_init__(self) -> None:
+        """Start from nothing."""
+        self.products = [0.0] * (self.features * (self.features + 1) // 2)
+        self.times = [0.0] * self.features
+
+    def add(self, row: tuple[float, ...], seconds: float, weight: float, memory: float) -> None:
+        """Take in one step."""
+        new = [weight * left * right for index, left in enumerate(row) for right in row[index:]]
+        self.products = [
+            memory * old + added for old, added in zip(self.products, new, strict=True)
+        ]
+        weighted = weight * seconds
+        self.times = [
+            memory * old + weighted * each for old, each in zip(self.times, row, strict=True)
+        ]
+        self.steps += 1
+
+
+class OnlineFit:
+    """See the module's text."""
+
+    def __init__(self, memory: float = MEMORY) -> None:
+        self._memory = memory
+        self._sums: dict[Kind, Sums] = {kind: Sums(len(PLACES[kind])) for kind in PLACES}
+        self._unsolved = 0
+        self._model: StepTime | None = None
+        # The usual error of the prediction, relative to the step.
+        self.spread = SPREAD_AT_START
+
+    def observe(self, shape: StepShape, seconds: float) -> None:
+        """Take in one finished step."""
+        if not 0 < seconds < math.inf or not (shape.prefill_tokens or shape.decodes):
+            return
+        weight = self._weight(shape, seconds)
+        kind = kind_of(shape)
+        self._sums[kind].add(_row(kind, shape), seconds, weight, self._memory)
+        self._unsolved += 1
+        if self._unsolved >= SOLVE_EVERY or (self._model is None and self._enough()):
+            self._unsolved = 0
+            if self._enough():
+                most = 1 / (1 - self._memory)
+                self._model = solve(self._sums, self.spread, most)
+
+    @property
+    def model(self) -> StepTime | None:
+        """What was learnt; None until enough was seen."""
+        return self._model
+
+    def seen(self, kind: Kind) -> int:
+        """How many steps of a kind were taken in."""
+        return self._sums[kind].steps
+
+    def _weight(self, shape: StepShape, seconds: float) -> float:
+        if self._model is None:
+            return 1.0 / (seconds * seconds)
+        expected = self._model.seconds(shape)
+        larger = max(expected, seconds)
+        error = abs(seconds - expected) / larger
+        usual = UNUSUAL * self.spread
+        self.spread += SPREAD_GAIN * (error - self.spread)
+        self.spread = max(self.spread, LEAST_SPREAD)
+        return (1.0 if error <= usual else usual / error) / (larger * larger)
+
+    def _enough(self) -> bool:
+        decode, prefill, mixed = (self._sums[kind].steps for kind in ("decode", "prefill", "mixed"))
+        return (
+            decode + prefill + mixed >= ENOUGH_STEPS
+            and decode + mixed >= ENOUGH_DECODES
+            and prefill + mixed >= ENOUGH_PREFILLS
+        )
+
+
+def solve(sums: Mapping[Kind, Sums], spread: float, most_steps: float = math.inf) -> StepTime:
+    """Find the non-negative coefficients that fit best, given the usual error of a step."""
+    size = len(NAMES)
+    matrix = [[0.0] * size for _ in range(size)]
+    right = [0.0] * size
+    steps = [0.0] * size
+    for kind, places in PLACES.items():
+        of_kind = sums[kind]
+        products = iter(of_kind.products)
+        for index, firsts in enumerate(places):
+            for first in firsts:
+                right[first] += of_kind.times[index]
+                steps[first] += min(of_kind.steps, most_steps)
+            for other in range(index, len(places)):
+                value = next(products)
+                for first in firsts:
+                    for second in places[other]:
+                        matrix[first][second] += value
+                        if other != index:
+                            matrix[second][first] += value
+    ridge = [
+        least + doubt * spread * spread / max(count, 1.0)
+        for least, doubt, count in zip(RIDGE, DOUBT, steps, strict=True)
+    ]
+    found = dict(zip(NAMES, _non_negative(matrix, right, ridge), strict=True))
+    if not sums["prefill"].steps:
+        # Never seen alone: it reads the weights all the same.
+        found["prefill_fixed_s"] = found["decode_fixed_s"] + found["mixed_s"]
+    return StepTime(**found)
+
+
+def _non_negative(
+    matrix: list[list[float]], right: list[float], ridge: Sequence[float]
+) -> list[float]:
+    """Solve the equations, leaving out what comes out negative, the worst first."""
+    found = [0.0] * len(right)
+    used = [index for index in range(len(right)) if matrix[index][index] > 0]
+    # Scaled to a diagonal of ones: pairs of tokens are in the millions.
+    scale = {index: 1 / math.sqrt(matrix[index][index]) for index in used}
+    while used:
+        rows = [
+            [matrix[i][j] * scale[i] * scale[j] + (ridge[i] if i == j else 0.0) for j in used]
+            for i in used
+        ]
+        solution = _cholesky(rows, [right[i] * scale[i] for i in used])
+        worst = min(range(len(used)), key=solution.__getitem__)
+        if solution[worst] >= 0:
+            for index, value in zip(used, solution, strict=True):
+                found[index] = value * scale[index]
+            break
+        # A decode step is never without its fixed part: then a slope was too steep.
+        slopes = [slope for slope in SLOPES if slope in used] if used[worst] == FIXED else []
+        used.remove(slopes[0] if slopes else used[worst])
+    return found
+
+
+def _cholesky(rows: list[list[float]], right: list[float]) -> list[float]:
+    """Solve a small symmetric positive system; what depends on others is nothing."""
+    size = len(right)
+    lower: list[list[float]] = []
+    half: list[float] = []
+    for i in range(size):
+        row: list[float] = []
+        for j in range(i):
+            dot = sum(map(float.__mul__, row, lower[j]))
+            row.append((rows[i][j] - dot) / lower[j][j])
+        pivot = rows[i][i] - sum(map(float.__mul__, row, row))
+        row.append(math.sqrt(pivot) if pivot > 1e-12 else math.inf)
+        lower.append(row)
+        half.append((right[i] - sum(map(float.__mul__, row, half))) / row[i])
+    result = [0.0] * size
+    for i in reversed(range(size)):
+        known = sum(lower[k][i] * result[k] for k in range(i + 1, size))
+        result[i] = (half[i] - known) / lower[i][i]
+    return result
+
+
+def _row(kind: Kind, shape: StepShape) -> tuple[float, ...]:
+    if kind == "decode":
+        return (1.0, float(shape.decodes), float(shape.context_tokens))
+    if kind == "prefill":
+        return (1.0, float(shape.prefill_tokens), shape.pairs)
+    return (
+        1.0,
+        float(shape.decodes),
+        float(shape.context_tokens),
+        float(shape.prefill_tokens),
+        shape.pairs,
+    )
