@@ -3,14 +3,18 @@
 from proxy.config.checks import Check, Draft
 from proxy.config.models import (
     AdminConfig,
+    DiscoveryConfig,
     FleetConfig,
+    KubernetesConfig,
     LaunchConfig,
+    PoolConfig,
     ProbeConfig,
     QueueConfig,
     RetryConfig,
     RouterConfig,
     RoutingConfig,
     TimeoutConfig,
+    TransferConfig,
     WorkerConfig,
 )
 from proxy.config.reading import load, parse
@@ -19,15 +23,19 @@ from proxy.config.showing import shown
 __all__ = [
     "AdminConfig",
     "Check",
+    "DiscoveryConfig",
     "Draft",
     "FleetConfig",
+    "KubernetesConfig",
     "LaunchConfig",
+    "PoolConfig",
     "ProbeConfig",
     "QueueConfig",
     "RetryConfig",
     "RouterConfig",
     "RoutingConfig",
     "TimeoutConfig",
+    "TransferConfig",
     "WorkerConfig",
     "load",
     "parse",

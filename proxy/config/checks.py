@@ -5,10 +5,17 @@ A check sees the parts of a file that could be read, so that one mistake does no
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from proxy.config.models import RouterConfig, RoutingConfig, WorkerConfig
+from proxy.config.models import (
+    DiscoveryConfig,
+    RouterConfig,
+    RoutingConfig,
+    TransferConfig,
+    WorkerConfig,
+)
 from proxy.errors import Problem
 
 # What `up` says itself, and from where in the file it takes it.
@@ -23,6 +30,14 @@ FOR_POLICIES = {
     "--scheduler-cls": "is what launch.policies stands for",
     "--additional-config": "is where launch.policies is written to",
 }
+# What each side of a hand-over is nothing without.
+SIDES = {"prefill": "decode", "decode": "prefill"}
+# The connectors that must be told addresses, and how one looks.
+ADDRESS = {
+    "p2p-nccl": (re.compile(r"[\w.-]+:\d{1,5}", re.ASCII), "host:port"),
+    "mooncake": (re.compile(r"http://[\w.-]+:\d{1,5}", re.ASCII), "http://host:port"),
+    "lmcache": (re.compile(r"[\w.-]+:\d{1,5}:\d{1,5}", re.ASCII), "host:init_port:alloc_port"),
+}
 # Names of this machine that can't share a port.
 HERE = frozenset({"127.0.0.1", "localhost", "::1", "0.0.0.0", "::"})  # noqa: S104 - only compared
 
@@ -34,6 +49,8 @@ class Draft:
     workers: Mapping[int, WorkerConfig] = field(default_factory=dict)
     router: RouterConfig | None = None
     routing: RoutingConfig | None = None
+    transfer: TransferConfig | None = None
+    moves: bool = False  # whether the file says anything of a transfer
 
 
 Check = Callable[[Draft], Iterable[Problem]]
@@ -101,8 +118,9 @@ def limits(draft: Draft) -> Iterator[Problem]:
     if draft.routing is None:
         return
     limit = draft.routing.short_limit
-    for model in dict.fromkeys(worker.model for worker in draft.workers.values()):
-        same = [worker for worker in draft.workers.values() if worker.model == model]
+    everyone = draft.everyone
+    for model in dict.fromkeys(worker.model for worker in everyone):
+        same = [worker for worker in everyone if worker.model == model]
         if len({worker.role for worker in same}) == 1:
             continue  # there is no other pool to tell apart
         if (short := _largest(same, "short")) and short[0] < limit:
@@ -117,6 +135,24 @@ def limits(draft: Draft) -> Iterator[Problem]:
                 f"{limit}: nothing that fits would be long, the largest long worker ({long[1]}) "
                 f"holds {long[0]} tokens; give less",
             )
+
+
+def discovered(draft: Draft) -> Iterator[Problem]:
+    """Check that each pool is looked for in one way, and can be told from the others."""
+    first: dict[str, int] = {}
+    for index, pool in enumerate(draft.discovery.pools if draft.discovery else ()):
+        path = f"discovery.pools[{index}]"
+        if (other := first.setdefault(pool.name, index)) != index:
+            why = f"{pool.name!r}: pools[{other}] is called that too; rename one of them"
+            yield Problem(f"{path}.name", why)
+        if (pool.selector is None) == (pool.dns is None):
+            which = "neither" if pool.dns is None else "both"
+            yield Problem(path, f"has {which} of selector and dns; give one of them")
+        if pool.dns is not None and isinstance(pool.port, str):
+            why = f"{pool.port!r}: a look-up of dns tells no ports by name; give the number"
+            yield Problem(f"{path}.port", why)
+        if pool.api_key is not None and pool.api_key_file is not None:
+            yield Problem(f"{path}.api_key_file", "api_key is given too; drop one of them")
 
 
 def _largest(workers: Iterable[WorkerConfig], role: str) -> tuple[int, str] | None:
@@ -137,4 +173,81 @@ def sizes(draft: Draft) -> Iterator[Problem]:
         )
 
 
-CHECKS: tuple[Check, ...] = (addresses, names, launches, limits, sizes)
+def roles(draft: Draft) -> Iterator[Problem]:
+    """Check that prefill and decode workers have each other, and something between them."""
+    have = {(worker.model, worker.role) for worker in draft.workers.values()}
+    for index, worker in draft.workers.items():
+        if worker.role not in SIDES:
+            continue
+        path, other = f"workers[{index}].role", SIDES[worker.role]
+        if (worker.model, other) not in have:
+            why = "could not hand a prompt on" if other == "decode" else "would get none"
+            yield Problem(
+                path,
+                f"{worker.role!r}: no worker of its model has the role {other}, so it {why}; add "
+                "one, or make this one general",
+            )
+        elif not draft.moves and worker.role == "prefill":
+            yield Problem(
+                path,
+                "'prefill': nothing moves its KV cache to a decode worker; name the connector at "
+                "the top of the file, as in transfer: nixl",
+            )
+
+
+def transfers(draft: Draft) -> Iterator[Problem]:
+    """Check that a transfer has two ends and what its connector needs."""
+    transfer = draft.transfer
+    if transfer is None:
+        routing = draft.routing
+        if routing is not None and routing.disaggregate_above != "auto" and not draft.moves:
+            yield Problem(
+                "routing.disaggregate_above",
+                f"{routing.disaggregate_above}: there is no transfer between prefill and "
+                "decode workers; name its connector, as in transfer: nixl, or leave this out",
+            )
+        return
+    connector, workers = transfer.connector, list(draft.workers.values())
+    if not any(worker.role in SIDES for worker in workers):
+        why = "no worker has the role prefill or decode; give the roles, or leave this out"
+        yield Problem("transfer", f"{connector!r}: {why}")
+    if transfer.mode != "pull" and connector != "nixl":
+        yield Problem("transfer.mode", f"{transfer.mode!r}: only nixl has modes; leave it out")
+    if transfer.path is not None and connector != "shared-storage":
+        yield Problem(
+            "transfer.path", f"only shared-storage has one, not {connector}; leave it out"
+        )
+    for name in transfer.addresses.keys() - {worker.name for worker in workers}:
+        yield Problem(f"transfer.addresses.{name}", "no worker has that name; correct or drop it")
+    if transfer.addresses and connector not in ADDRESS:
+        yield Problem("transfer.addresses", f"{connector} takes none; leave them out")
+    elif connector in ADDRESS:
+        yield from _places(transfer, workers)
+
+
+def _places(transfer: TransferConfig, workers: Iterable[WorkerConfig]) -> Iterator[Problem]:
+    pattern, example = ADDRESS[transfer.connector]
+    for name, place in transfer.addresses.items():
+        if not pattern.fullmatch(place):
+            yield Problem(f"transfer.addresses.{name}", f"{place!r}: write it as {example}")
+    if transfer.connector != "p2p-nccl":
+        return
+    for worker in workers:
+        if worker.role in SIDES and worker.name not in transfer.addresses:
+            yield Problem(
+                "transfer.addresses",
+                f"{worker.name!r} is missing: p2p-nccl has to know where it listens; give "
+                f"{worker.name}: {example}",
+            )
+
+
+CHECKS: tuple[Check, ...] = (
+    addresses,
+    names,
+    launches,
+    limits,
+    discovered,
+    sizes,
+    roles,
+    transfers,
+)

@@ -7,10 +7,19 @@ from __future__ import annotations
 
 import itertools
 import re
+from pathlib import Path
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationInfo,
+    model_validator,
+)
 
 KIB, MIB = 1024, 1024 * 1024
 HTTP_PORT = 80
@@ -46,11 +55,24 @@ def _worker_url(url: str) -> str:
     return url.rstrip("/")
 
 
-def _some(workers: tuple[WorkerConfig, ...]) -> tuple[WorkerConfig, ...]:
-    # Not min_length: that counts only those without a mistake.
-    if not workers:
+def _some(workers: tuple[WorkerConfig, ...], info: ValidationInfo) -> tuple[WorkerConfig, ...]:
+    # Not min_length: that counts only those without a mistake. And those that are discovered count.
+    if not workers and info.data.get("discovery", "has a mistake") is None:
         raise ValueError("at least one is needed")
     return workers
+
+
+def _some_pools(pools: tuple[PoolConfig, ...]) -> tuple[PoolConfig, ...]:
+    if not pools:
+        raise ValueError("at least one is needed; leave out discovery where there is none")
+    return pools
+
+
+def _api_url(url: str) -> str:
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.netloc or parts.path.strip("/"):
+        raise ValueError("write it as https://host:port")
+    return url.rstrip("/")
 
 
 Port = Annotated[int, Field(ge=0, le=65535)]
@@ -61,6 +83,9 @@ Name = Annotated[str, Field(min_length=1)]
 WorkerName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
 Key = Annotated[str, Field(pattern=r"^[!-~]+$")]
 Url = Annotated[str, AfterValidator(_worker_url)]
+ApiUrl = Annotated[str, AfterValidator(_api_url)]
+FilePath = Annotated[Path, Field(strict=False)]
+WorkerRole = Literal["short", "long", "general", "prefill", "decode"]
 # A tuple is what a list of the file becomes; strictness is for what is in it.
 LIST = Field(strict=False)
 
@@ -88,7 +113,7 @@ class WorkerConfig(Block):
     """One vLLM server."""
 
     name: WorkerName = Field(description="letters, digits, '.', '_' and '-', 64 at most")
-    role: Literal["short", "long", "general"] = Field("general", description="what it is for")
+    role: WorkerRole = Field("general", description="what it is for")
     url: Url | None = Field(None, description="http://host:port; with launch, a free port if none")
     model: Name | None = Field(None, description="what clients call its model, if not the fleet's")
     max_model_len: Count | None = Field(None, description="asked of the worker if not given")
@@ -121,6 +146,68 @@ class WorkerConfig(Block):
             if flag.replace("_", "-") == "--max-model-len" and value.isascii() and value.isdigit()
         ]
         return int(values[-1]) if values else None
+
+
+class PoolConfig(Block):
+    """Workers that are alike, and come and go: where to look for them, and what they are."""
+
+    name: WorkerName = Field(description="in logs, and in names of workers known by address alone")
+    selector: Name | None = Field(
+        None,
+        description="labels of the EndpointSlices, such as kubernetes.io/service-name=vllm-short",
+    )
+    dns: Name | None = Field(
+        None, description="a name that resolves to every worker, as a headless Service's does"
+    )
+    port: Annotated[int, Field(ge=1, le=65535)] | Name | None = Field(
+        None,
+        description="where they listen: a number, or with selector a port's name; "
+        "8000, or the EndpointSlice's only port, if not given",
+    )
+    role: WorkerRole = Field("general", description="what they are for")
+    model: Name | None = Field(None, description="what clients call their model, if not as above")
+    max_model_len: Count | None = Field(None, description="asked of each worker if not given")
+    max_requests: Count | None = Field(None, description="in flight at once, on each")
+    api_key: Key | None = Field(
+        None, repr=False, description="sent to them in place of the client's Authorization"
+    )
+    api_key_file: FilePath | None = Field(
+        None, description="a file with that key, read at the start and at each reload"
+    )
+
+    def worker(self, name: str, url: str | None, api_key: str | None = None) -> WorkerConfig:
+        """Describe one of them."""
+        alike = self.model_dump(include=set(WorkerConfig.model_fields) - {"name", "url"})
+        return WorkerConfig(**alike | {"name": name, "url": url, "api_key": api_key})
+
+
+class KubernetesConfig(Block):
+    """The API server. In a pod nothing of this need be said."""
+
+    url: ApiUrl | None = Field(None, description="the pod's own cluster if not given")
+    namespace: Name | None = Field(None, description="of the workers; the pod's own if not given")
+    token_file: FilePath = Field(
+        Path("/var/run/secrets/kubernetes.io/serviceaccount/token"),
+        description="read anew for each request; none is sent if there is no such file",
+    )
+    ca_file: FilePath = Field(
+        Path("/var/run/secrets/kubernetes.io/serviceaccount/ca.crt"),
+        description="whom to trust; the system's own if there is no such file",
+    )
+    watch_s: Annotated[float, Field(ge=1)] = Field(
+        30.0, description="that a watch lasts; one that does not end then is taken to be dead"
+    )
+    resync_s: Seconds = Field(300.0, description="after which everything is listed again")
+
+
+class DiscoveryConfig(Block):
+    """Workers that the router finds by itself."""
+
+    pools: Annotated[tuple[PoolConfig, ...], LIST, AfterValidator(_some_pools)] = Field(
+        description="which workers, and what they are for"
+    )
+    kubernetes: KubernetesConfig = KubernetesConfig()
+    dns_every_s: Seconds = Field(5.0, description="between two look-ups of a name")
 
 
 class AdminConfig(Block):
@@ -183,6 +270,11 @@ class RouterConfig(Block):
     timeouts: TimeoutConfig = TimeoutConfig()
     retries: RetryConfig = RetryConfig()
     probe: ProbeConfig = ProbeConfig()
+    allow_client_kv_transfer: bool = Field(
+        False,
+        description="let clients steer KV transfers themselves: they can then read each other's "
+        "prompts and have a worker connect to any address",
+    )
 
 
 class RoutingConfig(Block):
@@ -198,17 +290,61 @@ class RoutingConfig(Block):
     tokenize: bool = Field(
         True, description="near a limit, have a worker count the tokens of a short body"
     )
+    disaggregate_above: Count | Literal["auto"] = Field(
+        "auto",
+        description="tokens a decode worker would have to prefill, above which a prefill worker "
+        "does it; auto: where that is predicted to cost everybody less time",
+    )
+
+
+class TransferConfig(Block):
+    """What moves a prompt's KV cache from prefill to decode workers; vLLM's connector."""
+
+    connector: Literal["nixl", "shared-storage", "mooncake", "lmcache", "p2p-nccl"] = Field(
+        description="as the workers run it"
+    )
+    mode: Literal["pull", "push"] = Field("pull", description="nixl only: who moves the bytes")
+    path: Name | None = Field(
+        None, description="shared-storage only: a folder that all its workers see"
+    )
+    addresses: dict[str, Name] = Field(
+        default_factory=dict,
+        description="where workers listen for it, by name: p2p-nccl host:port of each; mooncake "
+        "http://host:port of a prefill worker's bootstrap server, if it isn't port 8998; lmcache "
+        "host:init_port:alloc_port of a decode worker, if prefill workers push to it",
+    )
+    warmup: bool = Field(
+        True, description="connect each prefill to each decode worker before users need it"
+    )
+
+
+def _transfer(value: object) -> object:
+    """Take `nixl` for `connector: nixl`."""
+    return {"connector": value} if isinstance(value, str) else value
 
 
 class FleetConfig(Block):
     """A whole fleet file."""
 
     model: Name = Field(description="the name clients use; workers may name their own")
+    # Before the workers: where there is this, there need be none of those.
+    discovery: DiscoveryConfig | None = None
     workers: Annotated[tuple[WorkerConfig, ...], LIST, AfterValidator(_some)] = Field(
         description="the vLLM servers"
     )
     router: RouterConfig = RouterConfig()
     routing: RoutingConfig = RoutingConfig()
+    transfer: Annotated[TransferConfig | None, BeforeValidator(_transfer)] = Field(
+        None, description="the connector between prefill and decode workers, as in transfer: nixl"
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _discovered(cls, data: Any) -> Any:
+        """Let the workers be left out where they are discovered."""
+        if isinstance(data, dict) and data.get("discovery") is not None:
+            return {"workers": [], **data}
+        return data
 
     def model_of(self, worker: WorkerConfig) -> str:
         """Return the name that clients use for what this worker serves."""

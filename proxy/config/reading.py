@@ -14,11 +14,18 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from proxy.config.checks import CHECKS, Check, Draft
-from proxy.config.models import Block, FleetConfig, RouterConfig, RoutingConfig, WorkerConfig
+from proxy.config.models import (
+    Block,
+    DiscoveryConfig,
+    FleetConfig,
+    RouterConfig,
+    RoutingConfig,
+    TransferConfig,
+    WorkerConfig,
+)
 from proxy.config.showing import HIDDEN, is_secret
 from proxy.errors import ConfigError, Problem
 
-LATER_ROLES = ("prefill", "decode")
 LONGEST_VALUE = 60
 MERGE = "tag:yaml.org,2002:merge"
 USER_AND_PASSWORD = re.compile(r"//[^/]*@")
@@ -88,7 +95,14 @@ def _draft(data: Mapping[str, Any]) -> Draft:
         workers={index: worker for index, worker in workers.items() if worker is not None},
         router=_valid(RouterConfig, data.get("router", {})),
         routing=_valid(RoutingConfig, data.get("routing", {})),
+        discovery=_valid(DiscoveryConfig, data.get("discovery")),
+        transfer=_transfer(data.get("transfer")),
+        moves=data.get("transfer") is not None,
     )
+
+
+def _transfer(raw: object) -> TransferConfig | None:
+    return _valid(TransferConfig, {"connector": raw} if isinstance(raw, str) else raw)
 
 
 def _valid(kind: type[Some], raw: object) -> Some | None:
@@ -131,8 +145,6 @@ def _problem(error: ErrorDetails) -> Problem:
     what = WORDS.get(kind) or error["msg"].removeprefix("Value error, ").replace("Input s", "s")
     if kind == "extra_forbidden":
         return Problem(_path(location), f"{what}; {_nearest(str(location[-1]), parent)}")
-    if kind == "literal_error" and value in LATER_ROLES:
-        what = "comes with the hand-over, not in this version; use short, long or general"
     said = what if kind == "missing" else f"{_shown(location, value)}: {what}"
     if parent is not None and field is not None and kind not in PLAIN:
         info = parent.model_fields[field]

@@ -27,9 +27,11 @@ def is_plain(variable: str) -> bool:
 def shown(config: FleetConfig) -> dict[str, Any]:
     """Return the whole configuration as plain data."""
     data = config.model_dump(mode="json")
+    pools = data["discovery"]["pools"] if data["discovery"] else []
+    for each in (*data["workers"], *pools):
+        if each["api_key"] is not None:
+            each["api_key"] = HIDDEN
     for worker in data["workers"]:
-        if worker["api_key"] is not None:
-            worker["api_key"] = HIDDEN
         if launch := worker["launch"]:
             launch["args"] = _without_secrets(launch["args"])
             launch["env"] = {k: v if is_plain(k) else HIDDEN for k, v in launch["env"].items()}

@@ -99,7 +99,7 @@ def worker_routes(state: AdminState, clock: Callable[[], float]) -> APIRouter:
     @api.post("", status_code=HTTPStatus.CREATED, summary="Add a worker")
     async def add(worker: WorkerConfig) -> WorkerShown:
         """Add it; it gets requests once it was probed. A reload of the fleet file removes it."""
-        refuse_conflicts(worker, list(state.router.fleet))
+        refuse_conflicts(worker, list(state.router.fleet), moves=state.config.transfer is not None)
         state.add_worker(worker)
         return shown_worker(find(worker.name), clock())
 
@@ -120,13 +120,16 @@ def worker_routes(state: AdminState, clock: Callable[[], float]) -> APIRouter:
     return api
 
 
-def refuse_conflicts(worker: WorkerConfig, others: list[Worker]) -> None:
+def refuse_conflicts(worker: WorkerConfig, others: list[Worker], *, moves: bool = False) -> None:
     """Raise where a worker can't join the others."""
     problems = []
     if worker.url is None:
         problems.append(Problem("url", "is missing; write it as http://host:port"))
     if worker.launch is not None:
         problems.append(Problem("launch", "only `vllm-sched up` starts workers; leave it out"))
+    if worker.role in ("prefill", "decode") and not moves:
+        why = "the fleet file names no connector; add transfer: nixl there and restart"
+        problems.append(Problem("role", f"{worker.role!r}: {why}"))
     if problems:
         raise AdminError(INVALID, "invalid", "this worker can't be added", problems)
     for other in others:

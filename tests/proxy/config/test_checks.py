@@ -127,3 +127,66 @@ def test_a_body_too_large_for_the_queue() -> None:
     problems = found([at(1)], router={"queue": {"max_bytes": 1000}})
     assert list(problems) == ["router.queue.max_bytes"]
     assert "67108864" in problems["router.queue.max_bytes"]
+
+
+PAIR = [at(1, role="prefill"), at(2, role="decode")]
+
+
+@pytest.mark.parametrize("transfer", ["nixl", {"connector": "nixl", "mode": "push"}, "lmcache"])
+def test_a_prefill_and_a_decode_worker_with_a_connector(transfer: Any) -> None:
+    assert found(PAIR, transfer=transfer, routing={"disaggregate_above": 500}) == {}
+
+
+def test_prefill_needs_something_that_moves_its_cache() -> None:
+    (message,) = found(PAIR).values()
+    assert message.endswith("as in transfer: nixl")
+
+
+@pytest.mark.parametrize(("role", "other"), [("prefill", "decode"), ("decode", "prefill")])
+def test_one_side_alone(role: str, other: str) -> None:
+    problems = found([at(1, role=role), at(2)], transfer="nixl")
+    assert list(problems) == ["workers[0].role"]
+    assert f"has the role {other}" in problems["workers[0].role"]
+    strangers = [at(1, role=role), at(2, role=other, model="b")]
+    assert list(found(strangers, transfer="nixl")) == ["workers[0].role", "workers[1].role"]
+
+
+def test_a_fleet_of_prefill_workers_only() -> None:
+    problems = found([at(1, role="prefill"), at(2, role="prefill")], transfer="nixl")
+    assert list(problems) == ["workers[0].role", "workers[1].role"]
+
+
+def test_a_transfer_between_nobody() -> None:
+    assert list(found([at(1)], transfer="nixl")) == ["transfer"]
+
+
+def test_a_threshold_without_a_transfer() -> None:
+    problems = found([at(1)], routing={"disaggregate_above": 500})
+    assert list(problems) == ["routing.disaggregate_above"]
+    assert found([at(1)], routing={"disaggregate_above": "auto"}) == {}
+
+
+@pytest.mark.parametrize(
+    ("transfer", "path"),
+    [
+        ({"connector": "mooncake", "mode": "push"}, "transfer.mode"),
+        ({"connector": "nixl", "path": "/kv"}, "transfer.path"),
+        ({"connector": "nixl", "addresses": {"w1": "a:1"}}, "transfer.addresses"),
+        ({"connector": "lmcache", "addresses": {"w2": "a:1"}}, "transfer.addresses.w2"),
+        ({"connector": "mooncake", "addresses": {"w9": "http://a:1"}}, "transfer.addresses.w9"),
+        ({"connector": "p2p-nccl", "addresses": {"w1": "a:1"}}, "transfer.addresses"),
+        ("nixxl", "transfer.connector"),
+        ({"connector": "nixl", "lanes": 2}, "transfer.lanes"),
+    ],
+)
+def test_what_a_connector_has_no_use_for_or_lacks(transfer: Any, path: str) -> None:
+    problems = found(PAIR, transfer=transfer)
+    assert path in problems
+    assert len(problems) == 1, problems
+
+
+def test_addresses_that_will_do() -> None:
+    both = {"w1": "a:1", "w2": "b.c:21001"}
+    assert found(PAIR, transfer={"connector": "p2p-nccl", "addresses": both}) == {}
+    one = {"w2": "a:1:2"}
+    assert found(PAIR, transfer={"connector": "lmcache", "addresses": one}) == {}
