@@ -1,0 +1,106 @@
+"""What in a client's body would steer a transfer of KV blocks, wherever an engine reads it from.
+
+A worker does what such parameters say: it reads another request's blocks, connects to any address,
+or dies of one that is malformed. vLLM 0.32 takes them
+
+- from `kv_transfer_params` and `ec_transfer_params` of every route that generates;
+- from members of those names in `vllm_xargs`, where a mere string is enough to kill the engine;
+- from the same in `sampling_params.extra_args` of `/inference/v1/generate`;
+- from the JSON text of a form's `vllm_xargs`, where audio is transcribed or translated.
+
+The parsed body says what an engine reads, escapes undone, at the cost of a few look-ups; a prompt
+that mentions these words is no member of any object. Of a member written twice the parsed body
+shows the last, and an engine may read the first: where one of these is there at all, the bytes are
+looked at too. `null` steers nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from proxy.core.splice import members
+
+Tree = Mapping[bytes, "Tree | None"]
+LEAVES: Tree = {b"kv_transfer_params": None, b"ec_transfer_params": None}
+TREE: Tree = {**LEAVES, b"vllm_xargs": LEAVES, b"sampling_params": {b"extra_args": LEAVES}}
+NULL = b"null"
+
+NAMES = tuple(name.decode() for name in LEAVES)
+ARGUMENTS = b"vllm_xargs"
+# What begins such a part of a form; older parsers put `name*0=vllm_; name*1=xargs` together.
+PART = re.compile(
+    rb"[ \t]*content-disposition[ \t]*:.*?[; \t]name(?:[ \t]*=[ \t]*\"?" + ARGUMENTS + rb"|\*)",
+    re.IGNORECASE,
+)
+HEAD_END, PART_END = b"\r\n\r\n", b"\r\n--"
+LONGEST_LINE = 4096
+CHARSET = re.compile(rb"charset([^=]*)=[ \t]*\"?([^\s;\"]*)", re.IGNORECASE)
+PLAIN = frozenset([b"utf-8", b"utf8", b"us-ascii", b"ascii", b"iso-8859-1", b"latin-1"])
+
+
+def steering(fields: Mapping[str, Any], body: bytes) -> str | None:
+    """Name what in a JSON body would steer a transfer; None if nothing does.
+
+    `fields` is the parsed body.
+    """
+    if (
+        "kv_transfer_params" in fields
+        or "ec_transfer_params" in fields
+        or "vllm_xargs" in fields
+        # These are in all bodies of one route, beside a long list of token ids.
+        or ("sampling_params" in fields and (b"extra_args" in body or b"\\" in body))
+    ):
+        return _found(body, TREE)
+    return None
+
+
+def _found(text: bytes, tree: Tree) -> str | None:
+    for name, _, start, end in members(text):
+        if name not in tree:
+            continue
+        value, inner = text[start:end], tree[name]
+        if inner is None:
+            if value != NULL:
+                return name.decode()
+        elif value.startswith(b"{") and (found := _found(value, inner)) is not None:
+            return f"{name.decode()}.{found}"
+    return None
+
+
+def steering_form(body: bytes, content_type: bytes) -> str | None:
+    """Name what in a multipart form would steer a transfer; None if nothing does.
+
+    Parts are not told apart by their boundary, about which two parsers might disagree: any line
+    that begins such a part counts, and so does the JSON text after its head.
+    """
+    for extended, charset in CHARSET.findall(content_type):
+        if extended.strip() or charset.lower() not in PLAIN:
+            return "charset"  # of which names and values could be spelt in any way
+    for mark in (ARGUMENTS, b"name*"):
+        at = body.find(mark)
+        while at >= 0:
+            if (name := _in_part(body, at)) is not None:
+                return name
+            at = body.find(mark, at + len(mark))
+    return None
+
+
+def _in_part(body: bytes, at: int) -> str | None:
+    """Look into the part in whose head this may be."""
+    line = body[max(body.rfind(b"\n", 0, at) + 1, at - LONGEST_LINE) : at + LONGEST_LINE]
+    start = body.find(HEAD_END, at)
+    if start < 0 or not PART.match(line):
+        return None
+    # No line inside of JSON text begins so.
+    text = body[start + len(HEAD_END) : body.find(PART_END, start + len(HEAD_END))]
+    try:  # Python's parser, as vLLM: others don't take NaN
+        pairs = json.loads(text.decode("utf-8", "replace"), object_pairs_hook=list)
+    except (ValueError, RecursionError):
+        return None  # the worker will say so
+    for pair in pairs if type(pairs) is list else ():
+        if type(pair) is tuple and pair[0] in NAMES and pair[1] is not None:
+            return f"{ARGUMENTS.decode()}.{pair[0]}"
+    return None

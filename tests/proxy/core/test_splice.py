@@ -1,0 +1,172 @@
+"""Members set and taken out of JSON text, and nothing else changed."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from proxy.core.splice import members, spliced
+
+
+@pytest.mark.parametrize(
+    ("body", "fields", "after"),
+    [
+        (b'{"a":1}', {"a": b"2"}, b'{"a":2}'),
+        (b'{"a": 1 , "b":[1.50]}', {"a": b"2"}, b'{"a": 2 , "b":[1.50]}'),
+        (b'{"b":0.7000}', {"a": b"2"}, b'{"b":0.7000,"a":2}'),
+        (b' {"b":1 }\n', {"a": b"2"}, b' {"b":1,"a":2 }\n'),
+        (b"{}", {"a": b"2"}, b'{"a":2}'),
+        (b"{ }", {"a": b"2", "b": b"3"}, b'{"a":2,"b":3 }'),
+        (b'{"a":1}', {"a": None}, b"{}"),
+        (b'{ "a" : 1 }', {"a": None}, b"{  }"),
+        (b'{"a":1, "b":2}', {"a": None}, b'{"b":2}'),
+        (b'{"b":2 , "a":1}', {"a": None}, b'{"b":2}'),
+        (b'{"b":2,"a":1,"c":3}', {"a": None}, b'{"b":2,"c":3}'),
+        (b'{"a":1,"b":2,"c":3}', {"a": None, "b": None}, b'{"c":3}'),
+        (b'{"a":1,"b":2,"c":3}', {"a": None, "b": None, "c": None}, b"{}"),
+        (b'{"a":1,"b":2}', {"a": None, "b": None, "d": b"4"}, b'{"d":4}'),
+        (b'{"a":1,"b":2,"c":3}', {"b": b"9", "a": None, "d": b"4"}, b'{"b":9,"c":3,"d":4}'),
+        (b'{"a":1}', {}, b'{"a":1}'),
+        (b'{"b":1}', {"a": None}, b'{"b":1}'),
+    ],
+)
+def test_set_and_taken_out(body: bytes, fields: dict[str, bytes | None], after: bytes) -> None:
+    assert spliced(body, fields) == after
+
+
+def test_all_duplicates_are_changed() -> None:
+    body = rb'{"a":1,"b":2,"a":{"x":3},"\u0061":4}'
+    assert spliced(body, {"a": b"9"}) == rb'{"a":9,"b":2,"a":9,"\u0061":9}'
+    assert spliced(body, {"a": None}) == b'{"b":2}'
+
+
+def test_an_escaped_key_is_that_key() -> None:
+    body = rb'{"max\u005ftokens":5,"a\/b":1}'
+    assert spliced(body, {"max_tokens": b"1"}) == rb'{"max\u005ftokens":1,"a\/b":1}'
+    assert spliced(body, {"a/b": None}) == rb'{"max\u005ftokens":5}'
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        rb'"max_tokens"',
+        rb'"\"max_tokens\":7"',
+        rb'"\\"',
+        rb'"\\\""',
+        rb'"}],\"max_tokens\":7,{["',
+        rb'{"max_tokens":7}',
+        rb'[{"max_tokens":[7,"]"]},"}{"]',
+        rb'[[],{},[{}],""]',
+        rb'{"x":"%b","max_tokens":"\\\\\""}' % (b'{[\\"' * 100),
+        b'["%b","max_tokens"]' % (b"y" * 200),
+        b"[1,2,3 ]",
+        b"[]",
+        b"-1.5e+10",
+        b"true",
+        b"null",
+    ],
+)
+def test_what_only_looks_like_the_member_stays(value: bytes) -> None:
+    body = b'{"p":%b,"max_tokens":5,"q":%b}' % (value, value)
+    assert json.loads(body)
+    assert spliced(body, {"max_tokens": b"1"}) == body.replace(
+        b'"max_tokens":5,', b'"max_tokens":1,'
+    )
+    assert spliced(body, {"max_tokens": None}) == body.replace(b'"max_tokens":5,', b"")
+
+
+def test_text_that_is_not_ascii() -> None:
+    body = '{"é":"ü\\u00fc","a":1,"日本":["語"]}'.encode()
+    assert spliced(body, {"a": b"2"}) == body.replace(b'"a":1', b'"a":2')
+    assert spliced(body, {"é": None}) == '{"a":1,"日本":["語"]}'.encode()
+
+
+@pytest.mark.parametrize("prompt", ["x" * 100_000, 'say "no"\n' * 11_000, "\\" * 50_000])
+def test_long_prompts(prompt: str) -> None:
+    messages = [{"role": "user", "content": prompt}]
+    body = json.dumps({"messages": messages, "stream": True, "n": 1}).encode()
+    after = json.loads(spliced(body, {"stream": b"false", "kv": b"{}"}))
+    assert after == {"messages": messages, "stream": False, "n": 1, "kv": {}}
+
+
+def test_long_lists_of_token_ids() -> None:
+    ids = list(range(100_000))
+    for prompt in (ids, [ids, [1]]):
+        body = json.dumps({"prompt": prompt, "max_tokens": 5}).encode()
+        after = json.loads(spliced(body, {"max_tokens": b"1"}))
+        assert after == {"prompt": prompt, "max_tokens": 1}
+
+
+NAMES = st.sampled_from(["a", "b", "max_tokens", 'q"', "s\\", "é", "[", ""])
+VALUES: st.SearchStrategy[Any] = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=6) | st.sampled_from(['"', "\\"]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(NAMES, inner, max_size=3),
+    max_leaves=8,
+)
+SPACE = st.text(" \t\r\n", max_size=2)
+
+
+@st.composite
+def texts(draw: st.DrawFn) -> tuple[bytes, list[tuple[str, Any]]]:
+    """Draw JSON text of an object, members repeated and keys escaped at will, and its pairs."""
+    pairs = draw(st.lists(st.tuples(NAMES, VALUES), max_size=5))
+    ascii_only, indent = draw(st.booleans()), draw(st.sampled_from([None, 1]))
+    written = []
+    for name, value in pairs:
+        escaped = "".join(f"\\u{ord(each):04x}" for each in name)
+        key = f'"{escaped}"' if draw(st.booleans()) else json.dumps(name, ensure_ascii=ascii_only)
+        text = json.dumps(value, ensure_ascii=ascii_only, indent=indent)
+        written.append(f"{draw(SPACE)}{key}{draw(SPACE)}:{draw(SPACE)}{text}{draw(SPACE)}")
+    return f"{draw(SPACE)}{{{','.join(written)}}}{draw(SPACE)}".encode(), pairs
+
+
+def pairs_of(text: bytes) -> list[tuple[str, Any]]:
+    """Read an object's pairs in order; objects in it as ever."""
+    return [
+        (member.name.decode(), json.loads(text[member.value : member.end]))
+        for member in members(text)
+    ]
+
+
+@given(texts(), st.dictionaries(NAMES.filter(str.isidentifier), st.none() | VALUES))
+def test_it_agrees_with_a_parser(
+    drawn: tuple[bytes, list[tuple[str, Any]]], fields: dict[str, Any]
+) -> None:
+    body, pairs = drawn
+    assert pairs_of(body) == pairs
+    after = spliced(
+        body,
+        {
+            name: None if value is None else json.dumps(value).encode()
+            for name, value in fields.items()
+        },
+    )
+    expected = [(n, fields.get(n, v)) for n, v in pairs if fields.get(n, 0) is not None]
+    there = {name for name, _ in pairs}
+    expected += [(n, v) for n, v in fields.items() if n not in there and v is not None]
+    assert json.loads(after) == dict(expected)
+    assert pairs_of(after) == expected
+
+
+@given(texts())
+def test_nothing_changes_where_nothing_is_wanted(
+    drawn: tuple[bytes, list[tuple[str, Any]]],
+) -> None:
+    body, _ = drawn
+    assert spliced(body, {}) == body
+    assert spliced(body, {"absent": None}) == body
+
+
+@given(texts(), NAMES)
+def test_to_set_a_member_to_what_it_is_changes_nothing(
+    drawn: tuple[bytes, list[tuple[str, Any]]], name: str
+) -> None:
+    body, _ = drawn
+    same = {m.name.decode(): body[m.value : m.end] for m in members(body)}
+    once = [m.name for m in members(body)].count(name.encode()) == 1
+    if once:
+        assert spliced(body, {name: same[name]}) == body
