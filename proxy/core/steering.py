@@ -36,7 +36,9 @@ PART = re.compile(
     re.IGNORECASE,
 )
 HEAD_END, PART_END = b"\r\n\r\n", b"\r\n--"
-LONGEST_LINE = 4096
+# Beyond these it is no form as anybody writes one, and not worth more time to tell.
+LONGEST_LINE = 8192
+MOST_MENTIONS = 100
 CHARSET = re.compile(rb"charset([^=]*)=[ \t]*\"?([^\s;\"]*)", re.IGNORECASE)
 PLAIN = frozenset([b"utf-8", b"utf8", b"us-ascii", b"ascii", b"iso-8859-1", b"latin-1"])
 
@@ -80,19 +82,27 @@ def steering_form(body: bytes, content_type: bytes) -> str | None:
         if extended.strip() or charset.lower() not in PLAIN:
             return "charset"  # of which names and values could be spelt in any way
     for mark in (ARGUMENTS, b"name*"):
-        at = body.find(mark)
+        at, mentions = body.find(mark), 0
         while at >= 0:
-            if (name := _in_part(body, at)) is not None:
+            mentions += 1
+            if mentions > MOST_MENTIONS:
+                return ARGUMENTS.decode()
+            if (name := _in_part(body, at, at + len(mark))) is not None:
                 return name
             at = body.find(mark, at + len(mark))
     return None
 
 
-def _in_part(body: bytes, at: int) -> str | None:
-    """Look into the part in whose head this may be."""
-    line = body[max(body.rfind(b"\n", 0, at) + 1, at - LONGEST_LINE) : at + LONGEST_LINE]
-    start = body.find(HEAD_END, at)
-    if start < 0 or not PART.match(line):
+def _in_part(body: bytes, at: int, end: int) -> str | None:
+    """Look into the part in whose head a mention may be."""
+    first = max(at - LONGEST_LINE, 0)
+    line = body.rfind(b"\n", first, at) + 1
+    if not line and first:
+        return ARGUMENTS.decode()
+    if not PART.match(body, line, end):
+        return None
+    start = body.find(HEAD_END, end)
+    if start < 0:
         return None
     # No line inside of JSON text begins so.
     text = body[start + len(HEAD_END) : body.find(PART_END, start + len(HEAD_END))]
