@@ -19,6 +19,7 @@ class Doorman:
 
     def __init__(self) -> None:
         self.gates = {("short",): Gate.OPEN, ("long",): Gate.OPEN}
+        self.urgency = {("short",): 0.0, ("long",): 0.0}
         self.asked = 0
         self.now = 0.0
         self.limit = 10
@@ -36,6 +37,7 @@ class Doorman:
             by_priority=by_priority,
             lanes_of=self.lanes_of,
             gate_of=self.gate_of,
+            urgency_of=lambda lane, _: (self.urgency[lane],),
             clock=lambda: self.now,
             num_policies=1,
         )
@@ -210,3 +212,44 @@ def test_one_offered_but_not_taken_is_remembered_until_it_is() -> None:
     assert queue.refused is request
     queue.pop_request()
     assert queue.refused is None
+
+
+def test_one_turned_away_by_a_policy_was_not_refused_for_room() -> None:
+    queue = Doorman().queue()
+    queue.add_request(make_request(5))
+    queue.begin_step(0.0)
+    queue.peek_request()
+    queue.excuse()
+    queue.end_step()
+    assert queue.refused is None
+
+
+def test_the_urgent_go_first_whenever_they_came() -> None:
+    doorman = Doorman()
+    queue = doorman.queue()
+    requests = [make_request(n) for n in (5, 20, 6, 30)]
+    for request in requests:
+        queue.add_request(request)
+    doorman.urgency["long",] = -1.0
+    assert admit_all(queue) == [requests[1], requests[3], requests[0], requests[2]]
+
+
+def test_urgency_does_not_make_the_last_of_open_lanes_first() -> None:
+    doorman = Doorman()
+    queue = doorman.queue()
+    long, short = make_request(20), make_request(5)
+    queue.add_request(long)
+    queue.add_request(short)
+    doorman.urgency["long",] = -1.0
+    doorman.gates["long",] = Gate.LAST
+    assert admit_all(queue) == [short, long]
+
+
+def test_asking_whether_somebody_may_enter_keeps_nobody_on_offer() -> None:
+    doorman = Doorman()
+    queue = doorman.queue()
+    queue.add_request(make_request(20))
+    assert queue.offers()
+    doorman.gates["long",] = Gate.CLOSED
+    assert not queue
+    assert not queue.offers()

@@ -56,6 +56,14 @@ def test_a_renamed_parameter_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert seams.missing_methods(Scheduler) == ["Scheduler.update_from_output(scheduler_output)"]
 
 
+def test_a_missing_field_of_requests_is_named() -> None:
+    class Bare:
+        def __init__(self) -> None:
+            self.is_prefill_chunk = False
+
+    assert seams.missing_fields(Bare) == ["Request.next_decode_eligible_step"]
+
+
 def test_a_missing_attribute_is_named() -> None:
     assert "Scheduler.waiting" in seams.missing_attributes(object())
 

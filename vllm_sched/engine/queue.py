@@ -2,8 +2,9 @@
 
 Upstream's scan takes the head of one queue and stops at the first that does not fit. Here the
 requests stand in lanes that the policies name; a lane whose gate is closed costs nothing, however
-many wait in it. Among open lanes the head that upstream would serve first is offered, so that with
-all gates open the order is upstream's, first come first served or by priority.
+many wait in it. Among open lanes the most urgent is offered, and of equals the head that upstream
+would serve first, so that with all gates open and no urgency the order is upstream's, first come
+first served or by priority.
 
 Two promises to the scan: what was peeked is what is popped (blocks were allocated for it), and
 `len` counts everybody while `bool` tells only whether somebody may enter now.
@@ -45,12 +46,14 @@ class LaneQueue(RequestQueue):
         by_priority: bool,
         lanes_of: Callable[[Request], LaneKey],
         gate_of: Callable[[LaneKey, Request, float], Gate],
+        urgency_of: Callable[[LaneKey, float], tuple[float, ...]],
         clock: Callable[[], float],
         num_policies: int,
     ) -> None:
         self._by_priority = by_priority
         self._lanes_of = lanes_of
         self._gate_of = gate_of
+        self._urgency_of = urgency_of
         self._clock = clock
         self._heaps: dict[LaneKey, list[Entry]] = {}
         self._live: dict[Request, tuple[Entry, LaneKey]] = {}
@@ -86,6 +89,14 @@ class LaneQueue(RequestQueue):
             self.refused = self._offer
         self._popped.clear()
         self._forget_offer()
+
+    def excuse(self) -> None:
+        """Hear that the one on offer was turned away by a policy, not for want of room."""
+        self._peeked = False
+
+    def offers(self) -> bool:
+        """Tell whether some gate is open; nobody is kept on offer, for it may close again."""
+        return self._offer is not None or (bool(self._live) and self._choose() is not None)
 
     # Upstream's interface
 
@@ -200,13 +211,17 @@ class LaneQueue(RequestQueue):
         # one who moves can become the front of a lane that was looked at before.
         for lane in tuple(self._heaps):
             self._settle(lane)
-        best: tuple[Gate, Any] | None = None
+        best: tuple[Gate, tuple[float, ...], Any] | None = None
         chosen = None
         for lane, heap in self._heaps.items():
             head = heap[0]
-            gate = self._gate_of(lane, head.request, self._now - head.since)
-            if gate is not Gate.CLOSED and (best is None or (gate, head.order) < best):
-                best = (gate, head.order)
+            waited = self._now - head.since
+            gate = self._gate_of(lane, head.request, waited)
+            if gate is Gate.CLOSED:
+                continue
+            place = (gate, self._urgency_of(lane, waited), head.order)
+            if best is None or place < best:
+                best = place
                 chosen = head.request
         return chosen
 

@@ -2,7 +2,7 @@
 
 `PolicySteps` holds everything that is ours and is put in front of either of vLLM's classes. It
 works through small overrides around `super()`: an own waiting queue, the order of `running`, the
-size of a chunk. Configuration arrives as
+step's token budget, who decodes in it, the size of a chunk. Configuration arrives as
 `--additional-config '{"vllm_sched": {"long_prompt": {...}}}'`.
 """
 
@@ -12,11 +12,12 @@ import itertools
 import logging
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.request_queue import SchedulingPolicy
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -42,6 +43,8 @@ if TYPE_CHECKING:
 
     class Upstream(Scheduler):
         """Either class, to the type checker."""
+
+        max_num_scheduled_tokens: int
 else:
     Upstream = object
 
@@ -52,6 +55,14 @@ class InFlight(NamedTuple):
     output: SchedulerOutput
     scheduled_at: float
     chunks: list[Chunk]
+    decodes: int
+    context_tokens: int
+
+
+def overrides(policies: Sequence[Policy], name: str) -> list[Callable[..., Any]]:
+    """Return this method of the policies that have their own: the others need not be asked."""
+    base = getattr(Policy, name)
+    return [getattr(p, name) for p in policies if getattr(type(p), name) is not base]
 
 
 class PolicySteps(Upstream):
@@ -69,6 +80,9 @@ class PolicySteps(Upstream):
         self._last_result_at = 0.0
         self._cuts_prefills = False  # in this step
         self._idle = False  # nothing runs and nothing holds blocks: every gate is open
+        self._lenient = False  # the last step came out empty: none is cut short or paused in this
+        self._paused_decodes = False  # in this step
+        self._departed = 0  # since the last step
         self._counted = 0  # how many of `running` the policies know of
         self._log_start()
         if not self._policies:
@@ -77,10 +91,20 @@ class PolicySteps(Upstream):
         # Without chunked prefill a prompt can't be cut, only held.
         self._may_cut = bool(self.scheduler_config.enable_chunked_prefill)
         self._arranges = any(policy.arranges for policy in self._policies)
+        self._prefills_lead = any(policy.prefills_lead for policy in self._policies)
+        self._ask_budget = overrides(self._policies, "budget")
+        self._ask_pause = overrides(self._policies, "pauses_decodes")
+        self._ask_chunk = overrides(self._policies, "chunk")
+        self._ask_rank = overrides(self._policies, "rank")
+        self._tell_arrived = overrides(self._policies, "arrived")
+        self._tell_admitted = overrides(self._policies, "admitted")
+        self._tell_departed = overrides(self._policies, "departed")
+        self._tell_result = overrides(self._policies, "observe")
         self.waiting = LaneQueue(
             by_priority=self.policy == SchedulingPolicy.PRIORITY,
             lanes_of=self._lanes_of,
             gate_of=self._gate_of,
+            urgency_of=self._urgency_of,
             clock=self.clock,
             num_policies=len(self._policies),
         )
@@ -95,11 +119,14 @@ class PolicySteps(Upstream):
         """Tell the policies what the step looks like, let upstream schedule, take notes."""
         if not self._policies:
             return super().schedule(*args, **kwargs)
+        budget = self.max_num_scheduled_tokens
         step = self._begin_step()
         num_running = len(self.running)
         try:
+            self._constrain(step)
             output = super().schedule(*args, **kwargs)
         finally:
+            self.max_num_scheduled_tokens = budget
             self._cuts_prefills = False
             self.waiting.end_step()
         self._note_step(output, step, num_running)
@@ -112,6 +139,22 @@ class PolicySteps(Upstream):
         if self._policies and self._in_flight:
             self._note_result(scheduler_output)
         return super().update_from_output(scheduler_output, *args, **kwargs)
+
+    def add_request(self, request: Request) -> None:
+        """Tell the policies of a new request, and what its client wished."""
+        if self._policies and self._tell_arrived and request.request_id not in self.requests:
+            wishes = request.sampling_params and request.sampling_params.extra_args
+            for tell in self._tell_arrived:
+                tell(request, wishes or {})
+        super().add_request(request)
+
+    def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
+        if self._policies:
+            self._departed += request.num_computed_tokens > 0
+            now = self.clock()
+            for tell in self._tell_departed:
+                tell(request, now)
+        return super()._free_request(request, *args, **kwargs)
 
     def _reserve_prefill_lookahead(
         self, request: Request, num_computed_tokens: int, num_new_tokens: int
@@ -134,31 +177,62 @@ class PolicySteps(Upstream):
         # Kept by upstream for its own needs: empty means that nobody runs in prefill.
         if self._inflight_prefills:
             prefills = [request for request in running if request.is_prefill_chunk]
-            if prefills and self._arranges:
-                prefills.sort(key=self._rank)
-                running[:] = [r for r in running if not r.is_prefill_chunk] + prefills
+        decoding = [r for r in running if not r.is_prefill_chunk] if prefills else running.copy()
+        if prefills and self._arranges:
+            prefills.sort(key=self._rank)
+            running[:] = prefills + decoding if self._prefills_lead else decoding + prefills
         self.waiting.begin_step(now)
         self._idle = not running and not self.kv_holding_waiting
         self._counted = len(running)
-        self._cuts_prefills = self._may_cut and bool(
-            prefills or len(self.waiting) or self.kv_holding_waiting
-        )
         refused = self.waiting.refused
         step = Step(
             index=self.current_step + 1,
             now=now,
             budget=self.max_num_scheduled_tokens,
-            decodes=(len(running) - len(prefills)) * (1 + self.num_spec_tokens),
+            decodes=len(decoding) * (1 + self.num_spec_tokens),
             prefills=prefills,
             free_slots=self.max_num_active_reqs - len(running),
             refused=None if refused is None else refused.request_id,
+            running=len(running),
+            decoding=decoding,
+            context_tokens=sum([request.num_computed_tokens for request in decoding]),
+            waiting=len(self.waiting),
+            holding_kv=len(self.kv_holding_waiting),
+            kv_free=1.0 - self.kv_cache_manager.usage,
+            departed=self._departed,
+            clock_offset=now - time.time(),
+            may_enter=self._may_enter,
         )
+        self._departed = 0
         for policy, counts in zip(self._policies, self.waiting.counts, strict=True):
             policy.begin_step(step, counts)
         return step
 
     def _rank(self, request: Request) -> tuple[float, ...]:
-        return tuple(policy.rank(request) for policy in self._policies)
+        return tuple(rank(request) for rank in self._ask_rank)
+
+    def _constrain(self, step: Step) -> None:
+        """Set what this step may compute, as the policies want it."""
+        prefills_about = bool(step.prefills or step.waiting or step.holding_kv)
+        self._paused_decodes = False
+        # Whatever the policies had in mind, the step after an empty one goes without it.
+        self._cuts_prefills = self._may_cut and prefills_about and not self._lenient
+        if not prefills_about or self._lenient:
+            return
+        if step.decoding and any(pauses(step) for pauses in self._ask_pause):
+            self._paused_decodes = True
+            for request in self.running:
+                if request.is_prefill_chunk:
+                    continue
+                # Upstream counts its step before it compares: this one alone is left out.
+                request.next_decode_eligible_step = max(
+                    request.next_decode_eligible_step, step.index + 1
+                )
+        if self._ask_budget:
+            # What holds KV blocks already is never kept waiting for tokens.
+            needed = step.holding_kv + (0 if self._paused_decodes else step.decodes)
+            wanted = min(budget(step) for budget in self._ask_budget)
+            self.max_num_scheduled_tokens = min(max(wanted, needed, 1), step.budget)
 
     # During the step
 
@@ -180,6 +254,13 @@ class PolicySteps(Upstream):
         )
         return int(hit[1])
 
+    def _may_enter(self) -> bool:
+        return (
+            self.pause_state == PauseState.UNPAUSED
+            and len(self.running) < self.max_num_active_reqs
+            and self.waiting.offers()
+        )
+
     def _gate_of(self, lanes: LaneKey, head: Request, waited: float) -> Gate:
         self._note_admissions()
         if self._idle and len(self.running) == 0:
@@ -189,10 +270,15 @@ class PolicySteps(Upstream):
             for policy, lane in zip(self._policies, lanes, strict=True)
         )
 
+    def _urgency_of(self, lanes: LaneKey, waited: float) -> tuple[float, ...]:
+        return tuple(
+            policy.urgency(lane, waited) for policy, lane in zip(self._policies, lanes, strict=True)
+        )
+
     def _note_admissions(self) -> None:
         for request in self.running[self._counted :]:
-            for policy in self._policies:
-                policy.admitted(request)
+            for tell in self._tell_admitted:
+                tell(request)
         self._counted = len(self.running)
 
     def _cut(self, request: Request, computed: int, tokens: int) -> int:
@@ -200,8 +286,8 @@ class PolicySteps(Upstream):
         if tokens <= 0 or request.has_encoder_inputs:
             return tokens
         granted = tokens
-        for policy in self._policies:
-            granted = min(granted, policy.chunk(request, computed, granted))
+        for chunk in self._ask_chunk:
+            granted = min(granted, chunk(request, computed, granted))
         if granted < tokens and self.need_mamba_block_aligned_split:
             # State is kept at block boundaries only: a chunk that can't end at one stays whole.
             uncached = computed - request.num_computed_tokens
@@ -209,13 +295,18 @@ class PolicySteps(Upstream):
         if request.num_computed_tokens and request.status != RequestStatus.RUNNING:
             # It waits and holds blocks: stopping it could stop those who wait for its blocks.
             granted = max(granted, 1)
+        if granted <= 0:
+            self.waiting.excuse()
         return granted
 
     # After the step
 
     def _note_step(self, output: SchedulerOutput, step: Step, num_running: int) -> None:
         self._note_admissions()
-        if not output.total_num_scheduled_tokens:
+        empty = not output.total_num_scheduled_tokens
+        could = step.prefills or step.waiting or step.holding_kv or self._paused_decodes
+        self._lenient = empty and bool(could) and self.pause_state == PauseState.UNPAUSED
+        if empty:
             return
         tokens = output.num_scheduled_tokens
         prefills = itertools.chain(step.prefills, self.running[num_running:])
@@ -225,7 +316,9 @@ class PolicySteps(Upstream):
             for request in prefills
             if (new := tokens.get(request.request_id, 0))
         ]
-        self._in_flight.append(InFlight(output, step.now, chunks))
+        decodes = len(tokens) - len(chunks)
+        context = step.context_tokens * decodes // max(len(step.decoding), 1)
+        self._in_flight.append(InFlight(output, step.now, chunks, decodes, context))
 
     def _note_result(self, output: SchedulerOutput) -> None:
         # Results come back in the order of their steps. An empty step left no note, and one whose
@@ -240,9 +333,9 @@ class PolicySteps(Upstream):
         self._last_result_at = now
         prefill_tokens = sum(chunk.tokens for chunk in step.chunks)
         decode_tokens = output.total_num_scheduled_tokens - prefill_tokens
-        result = StepResult(seconds, step.chunks, decode_tokens)
-        for policy in self._policies:
-            policy.observe(result)
+        result = StepResult(seconds, step.chunks, decode_tokens, step.decodes, step.context_tokens)
+        for tell in self._tell_result:
+            tell(result)
 
     # At the start
 
@@ -255,6 +348,7 @@ class PolicySteps(Upstream):
             max_model_len=self.max_model_len,
             max_num_batched_tokens=self.max_num_scheduled_tokens,
             max_num_seqs=self.max_num_running_reqs,
+            kv_tokens=(self.cache_config.num_gpu_blocks or 0) * self.block_size,
         )
         return registry.build({**self.default_policies, **given}, facts)
 

@@ -22,9 +22,13 @@ OVERRIDE = "VLLM_SCHED_ALLOW_UNTESTED"
 METHODS: dict[str, tuple[str, ...]] = {
     "schedule": (),
     "update_from_output": ("scheduler_output",),
+    "add_request": ("request",),
+    "_free_request": ("request",),
     "_reserve_prefill_lookahead": ("request", "num_computed_tokens", "num_new_tokens"),
     "_mamba_block_aligned_split": ("request", "num_new_tokens", "num_new_local_computed_tokens"),
 }
+# What a request must have once it is made.
+REQUEST_FIELDS = ("is_prefill_chunk", "next_decode_eligible_step")
 # What a scheduler must have once it is made.
 ATTRIBUTES = (
     "waiting",
@@ -33,6 +37,8 @@ ATTRIBUTES = (
     "_inflight_prefills",
     "max_num_active_reqs",
     "max_num_scheduled_tokens",
+    "current_step",
+    "pause_state",
     "kv_cache_manager",
     "need_mamba_block_aligned_split",
     "policy",
@@ -68,6 +74,13 @@ def missing_methods(scheduler: type) -> list[str]:
     return missing
 
 
+def missing_fields(request: type) -> list[str]:
+    """Name what this class does not give its requests."""
+    # Read off the constructor: to make a request takes more than is known at this point.
+    names = request.__init__.__code__.co_names  # type: ignore[misc]
+    return [f"Request.{name}" for name in REQUEST_FIELDS if name not in names]
+
+
 def missing_attributes(scheduler: object) -> list[str]:
     """Name what a made scheduler lacks."""
     return [f"Scheduler.{name}" for name in ATTRIBUTES if not hasattr(scheduler, name)]
@@ -91,8 +104,9 @@ def require_tested_vllm() -> None:
             )
         warnings.warn(f"vLLM {version} is outside the tested range {tested}", stacklevel=2)
     from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.request import Request
 
-    if missing := missing_methods(Scheduler):
+    if missing := missing_methods(Scheduler) + missing_fields(Request):
         raise UnsupportedVllmError(
             f"vLLM {version} lacks {', '.join(missing)}, which the policies need; "
             f"the tested range is {tested}"

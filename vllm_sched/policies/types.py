@@ -2,11 +2,16 @@
 
 The engine (and later the simulator) asks, in this order:
 
-1. `lane` once when a request starts to wait, and again for a lane's head when it may have changed;
-2. `begin_step` once a step, with everything countable about that step;
-3. `gate` whenever the head of a lane could be admitted, `admitted` once it was;
+1. `arrived` once when a request comes, `lane` when it starts to wait, and again for a lane's head
+   when it may have changed;
+2. `begin_step` once a step, with everything countable about that step; then `budget` and
+   `pauses_decodes`, once each;
+3. `gate` and `urgency` whenever the head of a lane could be admitted, `admitted` once it was;
 4. `chunk` for each prefill, as the last word on how many tokens it gets;
-5. `observe` once the step's result is back.
+5. `observe` once the step's result is back, `departed` once a request is over.
+
+What several policies say is combined: the least budget, the least chunk, the strictest gate; one
+that pauses the decodes is enough. `gauges`, `counters` and `held_reason` are for whoever watches.
 
 Nothing here does I/O, reads a clock or knows vLLM; time arrives as an argument.
 """
@@ -34,6 +39,10 @@ class RequestView(Protocol):
     num_preemptions: int
 
     @property
+    def num_output_tokens(self) -> int:
+        """Tokens generated so far."""
+
+    @property
     def num_tokens(self) -> int:
         """Prompt and output so far: what must be computed before the next token."""
 
@@ -55,6 +64,11 @@ class LaneCount:
     waited: float = 0.0  # seconds, of the one in front, when the step began
 
 
+def nobody() -> bool:
+    """Say that nobody could enter."""
+    return False
+
+
 @dataclass(slots=True)
 class Step:
     """One scheduling step, seen before its first decision. It lives for that step only."""
@@ -66,6 +80,18 @@ class Step:
     prefills: Sequence[RequestView]  # running requests whose prompt is not yet done
     free_slots: int = 0  # how many more may run
     refused: str | None = None  # the request offered earlier that found no room
+    running: int = 0  # in prefill or past it
+    decoding: Sequence[RequestView] = ()  # running requests past prefill
+    context_tokens: int = 0  # of those that decode
+    waiting: int = 0  # not holding KV blocks
+    holding_kv: int = 0  # waiting too, but with KV blocks of their own; no gate holds them
+    kv_free: float = 1.0  # share of the KV cache
+    departed: int = 0  # requests that ended since the last step and left room in the KV cache
+    # What turns a request's arrival_time, which is by the wall clock, into a time such as `now`.
+    clock_offset: float = 0.0
+    # Whether somebody who waits could be admitted now, room in the KV cache aside. Ask it in
+    # `budget`, `pauses_decodes` or `chunk`, when all policies have seen the step; it asks gates.
+    may_enter: Callable[[], bool] = nobody
 
 
 @dataclass(slots=True, frozen=True)
@@ -75,6 +101,8 @@ class StepResult:
     seconds: float
     chunks: Sequence[Chunk]  # of prompts; empty in a step that only decoded
     decode_tokens: int
+    decodes: int = 0  # how many decoded
+    context_tokens: int = 0  # tokens before the new one, of all that decoded
 
 
 class Settings(BaseModel):
@@ -90,6 +118,7 @@ class EngineFacts:
     max_model_len: int
     max_num_batched_tokens: int
     max_num_seqs: int
+    kv_tokens: int = 0  # that the KV cache holds
 
 
 class Policy:
@@ -99,6 +128,8 @@ class Policy:
     settings_type: ClassVar[type[Settings]] = Settings
     # Whether running requests are arranged before each step: decodes first, then by `rank`.
     arranges: bool = False
+    # Whether prefills stand before decodes, so that they get all they can use of the budget.
+    prefills_lead: bool = False
 
     def __init__(self, facts: EngineFacts, settings: Settings) -> None:
         self.facts = facts
@@ -108,6 +139,9 @@ class Policy:
         """Return the settings as they came out, for the line logged at start."""
         return self.settings.model_dump()
 
+    def arrived(self, request: RequestView, wishes: Mapping[str, object]) -> None:
+        """Hear of a new request, and what its client wrote under `vllm_xargs`."""
+
     def lane(self, request: RequestView, cached: Callable[[], int]) -> str:
         """Name the lane the request waits in; `cached()` looks up its cached prefix, at a cost."""
         return ""
@@ -115,9 +149,21 @@ class Policy:
     def begin_step(self, step: Step, lanes: Mapping[str, LaneCount]) -> None:
         """See the step before its first decision, and who waits in this policy's lanes."""
 
+    def budget(self, step: Step) -> int:
+        """Say how many tokens the step may compute; decodes get theirs in any case."""
+        return step.budget
+
+    def pauses_decodes(self, step: Step) -> bool:
+        """Say whether running decodes sit this step out."""
+        return False
+
     def gate(self, lane: str, head: RequestView, waited: float) -> Gate:
         """May the head of this lane enter, having waited so many seconds?"""
         return Gate.OPEN
+
+    def urgency(self, lane: str, waited: float) -> float:
+        """Place this lane's head before those of higher number; among equals arrival decides."""
+        return 0.0
 
     def admitted(self, request: RequestView) -> None:
         """Hear that a waiting request was admitted in this step."""
@@ -132,3 +178,18 @@ class Policy:
 
     def observe(self, result: StepResult) -> None:
         """Hear how a past step went."""
+
+    def departed(self, request: RequestView, now: float) -> None:
+        """Hear that a request is over, aborted ones included; preempted ones come back."""
+
+    def gauges(self) -> Mapping[str, float]:
+        """Return what is worth seeing now, by name."""
+        return {}
+
+    def counters(self) -> Mapping[str, float]:
+        """Return what only ever grows, by name."""
+        return {}
+
+    def held_reason(self, lane: str) -> str:
+        """Say in a word or two, out of few, why this lane's gate is closed."""
+        return "held"

@@ -1,0 +1,297 @@
+# ruff: noqa: ARG002 - the probe has the protocol's whole signatures
+"""What policies see and say, on real scheduler objects: each hook of the protocol by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
+
+import pytest
+from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.request import Request, RequestStatus
+
+from tests.engine.schedulers import answer, drain, make_request, make_scheduler, step
+from vllm_sched import PolicyScheduler, SyncPolicyScheduler
+from vllm_sched.policies import registry
+from vllm_sched.policies.types import LaneCount, Policy, RequestView, Settings, Step, StepResult
+
+
+class Probe(Policy):
+    """Remembers what it hears and says what the test wants said."""
+
+    name: ClassVar[str] = "probe"
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.steps: list[Step] = []
+        self.entered: list[bool] = []
+        self.results: list[StepResult] = []
+        self.arrivals: list[tuple[str, Mapping[str, object]]] = []
+        self.gone: list[str] = []
+        self.tokens: int | None = None
+        self.cut: int | None = None
+        self.pause = False
+
+    def arrived(self, request: RequestView, wishes: Mapping[str, object]) -> None:
+        self.arrivals.append((request.request_id, wishes))
+
+    def begin_step(self, step: Step, lanes: Mapping[str, LaneCount]) -> None:
+        self.steps.append(step)
+
+    def budget(self, step: Step) -> int:
+        self.entered.append(step.may_enter())
+        return step.budget if self.tokens is None else self.tokens
+
+    def pauses_decodes(self, step: Step) -> bool:
+        return self.pause
+
+    def chunk(self, request: RequestView, computed: int, tokens: int) -> int:
+        return tokens if self.cut is None else min(tokens, self.cut)
+
+    def observe(self, result: StepResult) -> None:
+        self.results.append(result)
+
+    def departed(self, request: RequestView, now: float) -> None:
+        self.gone.append(request.request_id)
+
+
+@pytest.fixture
+def probed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Any, Probe]]:
+    """Return a function that makes a scheduler with a probe in it."""
+    monkeypatch.setitem(registry.POLICIES, "probe", Probe)
+
+    def make(*prompts: int, **options: Any) -> tuple[Any, Probe]:
+        scheduler = make_scheduler({"probe": {}}, **options)
+        for name, tokens in enumerate(prompts):
+            scheduler.add_request(make_request(tokens, name=str(name)))
+        return scheduler, scheduler._policies[0]
+
+    return make
+
+
+Made = Callable[..., tuple[Any, Probe]]
+
+
+def names(requests: Sequence[RequestView]) -> list[str]:
+    return [request.request_id for request in requests]
+
+
+# What a step shows
+
+
+def test_a_step_counts_who_runs_decodes_and_waits(probed: Made) -> None:
+    scheduler, probe = probed(20, 300, 10, max_num_seqs=2, num_blocks=101)
+    for _ in range(3):
+        step(scheduler)
+    seen = probe.steps[2]
+    assert (seen.running, seen.waiting, seen.holding_kv, seen.free_slots) == (2, 1, 0, 0)
+    assert names(seen.decoding) == ["0"]
+    assert names(seen.prefills) == ["1"]
+    assert (seen.decodes, seen.context_tokens) == (1, 21)
+    # 22 tokens and 64 - 20 + 63 of the second prompt are two and seven blocks of a hundred.
+    assert seen.kv_free == pytest.approx(0.91)
+    assert seen.now == pytest.approx(seen.clock_offset + 1_700_000_000, abs=1e10)
+
+
+def test_a_result_tells_what_decoded_after_how_much(probed: Made) -> None:
+    scheduler, probe = probed(20, 300)
+    step(scheduler)
+    step(scheduler)
+    assert [(r.decodes, r.context_tokens) for r in probe.results] == [(0, 0), (1, 20)]
+    assert [c.tokens for c in probe.results[1].chunks] == [63]
+
+
+def test_waiting_requests_with_kv_of_their_own_are_counted_apart(probed: Made) -> None:
+    scheduler, probe = probed(20)
+    holder = make_request(20, name="holder")
+    holder.num_computed_tokens = 19
+    scheduler.kv_holding_waiting.add_request(holder)
+    scheduler.requests["holder"] = holder
+    scheduler._begin_step()
+    assert (probe.steps[-1].waiting, probe.steps[-1].holding_kv) == (1, 1)
+
+
+# Arrivals and departures
+
+
+def test_a_clients_wishes_are_heard_once_and_before_it_waits(probed: Made) -> None:
+    scheduler, probe = probed()
+    request = make_request(20, name="asks")
+    assert request.sampling_params is not None
+    request.sampling_params.extra_args = {"lane": "batch"}
+    scheduler.add_request(request)
+    scheduler.add_request(make_request(20, name="silent"))
+    assert probe.arrivals == [("asks", {"lane": "batch"}), ("silent", {})]
+
+
+def test_departures_are_ends_and_aborts_but_not_preemptions(probed: Made) -> None:
+    scheduler, probe = probed(20, 20, 20, max_num_seqs=2)
+    step(scheduler)
+    scheduler.reset_prefix_cache(reset_running_requests=True)
+    assert probe.gone == []
+    step(scheduler)
+    assert probe.steps[-1].departed == 0
+    scheduler.finish_requests("1", RequestStatus.FINISHED_ABORTED)
+    scheduler.finish_requests("2", RequestStatus.FINISHED_ABORTED)
+    assert probe.gone == ["1", "2"]
+    step(scheduler)
+    assert probe.steps[-1].departed == 1  # the other one had no room to leave
+    drain(scheduler)
+    assert probe.gone == ["1", "2", "0"]
+
+
+# The budget
+
+
+def test_the_least_budget_holds_for_one_step_and_is_restored(probed: Made) -> None:
+    scheduler, probe = probed(300)
+    probe.tokens = 10
+    assert step(scheduler) == {"0": 10}
+    assert scheduler.max_num_scheduled_tokens == 64
+    probe.tokens = None
+    assert step(scheduler) == {"0": 64}
+
+
+def test_a_budget_is_restored_when_upstream_raises(
+    probed: Made, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scheduler, probe = probed(300)
+    probe.tokens = 10
+    monkeypatch.setattr(scheduler.kv_cache_manager, "new_step_starts", lambda: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        scheduler.schedule()
+    assert scheduler.max_num_scheduled_tokens == 64
+
+
+@pytest.mark.parametrize("asked", [-5, 0, 1, 1_000_000])
+def test_a_budget_never_starves_decodes_nor_exceeds_the_engines(probed: Made, asked: int) -> None:
+    scheduler, probe = probed(8, 8, 8, 300)
+    step(scheduler)
+    probe.tokens = asked
+    tokens = step(scheduler)
+    assert {name: tokens[name] for name in "012"} == dict.fromkeys("012", 1)
+    assert sum(tokens.values()) <= 64
+
+
+# Pausing decodes
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_paused_decodes_sit_out_the_step_and_lose_nothing(probed: Made, asynchronous: bool) -> None:
+    kind = PolicyScheduler if asynchronous else SyncPolicyScheduler
+    scheduler, probe = probed(8, scheduler_cls=kind, async_scheduling=asynchronous)
+    step(scheduler)
+    scheduler.add_request(make_request(150, name="new"))
+    probe.pause = True
+    assert step(scheduler) == {"new": 64}
+    assert step(scheduler) == {"new": 64}
+    assert probe.results[-1].decodes == 0
+    probe.pause = False
+    assert step(scheduler) == {"0": 1, "new": 22}
+    drain(scheduler)
+
+
+def test_decodes_are_not_paused_for_nobody(probed: Made) -> None:
+    scheduler, probe = probed(8)
+    step(scheduler)
+    probe.pause = True
+    assert step(scheduler) == {"0": 1}
+
+
+# Progress, whatever is said
+
+
+@pytest.mark.parametrize("cut", [0, -3])
+def test_after_an_empty_step_comes_one_without_cuts(probed: Made, cut: int) -> None:
+    scheduler, probe = probed(100)
+    probe.cut = cut
+    assert step(scheduler) == {}
+    assert step(scheduler) == {"0": 64}
+    assert step(scheduler) == {}
+    assert step(scheduler) == {"0": 36}
+
+
+def test_decodes_paused_for_one_who_does_not_fit_go_on(probed: Made) -> None:
+    scheduler, probe = probed(num_blocks=21, budget=256)
+    scheduler.add_request(make_request(200, name="big", output=100))
+    step(scheduler)
+    scheduler.add_request(make_request(250, name="stuck"))
+    probe.pause = True
+    got = [step(scheduler).get("big", 0) for _ in range(10)]
+    assert got == [0, 1] * 5
+    drain(scheduler)
+
+
+def test_a_pause_of_the_engine_is_no_reason_to_lift_cuts(probed: Made) -> None:
+    scheduler, probe = probed(100)
+    probe.cut = 10
+    scheduler.set_pause_state(PauseState.PAUSED_ALL)
+    assert step(scheduler) == {}
+    scheduler.set_pause_state(PauseState.UNPAUSED)
+    assert step(scheduler) == {"0": 10}
+
+
+# Who may enter
+
+
+def test_may_enter_knows_slots_gates_and_pauses(
+    probed: Made, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scheduler, probe = probed(20, 20, 20, max_num_seqs=2)
+    step(scheduler)
+    step(scheduler)
+    assert probe.entered == [True, False]  # both slots are taken
+    scheduler.finish_requests("1", RequestStatus.FINISHED_ABORTED)
+    monkeypatch.setattr(scheduler.waiting, "_choose", lambda: None)
+    step(scheduler)
+    monkeypatch.undo()
+    scheduler.set_pause_state(PauseState.PAUSED_NEW)
+    step(scheduler)
+    scheduler.set_pause_state(PauseState.UNPAUSED)
+    step(scheduler)
+    assert probe.entered[2:] == [False, False, True]
+
+
+# Order
+
+
+def test_prefills_lead_where_a_policy_says_so(
+    probed: Made, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Probe, "arranges", True)
+    monkeypatch.setattr(Probe, "prefills_lead", True)
+    scheduler, _ = probed(8, 400)
+    step(scheduler)
+    assert step(scheduler) == {"1": 64}
+
+
+def test_a_policy_without_hooks_is_asked_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Quiet(Policy):
+        name: ClassVar[str] = "quiet"
+        settings_type: ClassVar[type[Settings]] = Settings
+
+    monkeypatch.setitem(registry.POLICIES, "quiet", Quiet)
+    ours, theirs = make_scheduler({"quiet": {}}), make_scheduler()
+    for scheduler in (ours, theirs):
+        for name, tokens in enumerate((300, 20, 500)):
+            scheduler.add_request(make_request(tokens, name=str(name)))
+    assert ours._ask_chunk == ours._ask_budget == ours._tell_result == []
+    for _ in range(30):
+        assert step(ours) == step(theirs)
+
+
+def test_results_of_steps_in_flight_are_told_apart(probed: Made) -> None:
+    scheduler, probe = probed(20, 150, scheduler_cls=PolicyScheduler, async_scheduling=True)
+    first = scheduler.schedule()
+    result = answer(scheduler, first)
+    second = scheduler.schedule()
+    later = answer(scheduler, second)
+    scheduler.update_from_output(first, result)
+    scheduler.update_from_output(second, later)
+    assert [r.decodes for r in probe.results] == [0, 1]
+
+
+def test_requests_have_what_policies_read() -> None:
+    request: RequestView = make_request(20)
+    assert isinstance(request, Request)
+    assert (request.num_output_tokens, request.num_tokens) == (0, 20)
