@@ -1,0 +1,152 @@
+"""Mixtures, tenants, prefixes, fixed lengths, and finding all of them by name."""
+
+from __future__ import annotations
+
+import ast
+import random
+from collections import Counter
+from itertools import islice
+from pathlib import Path
+
+import pytest
+
+from vllm_sched.bench.traffic.catalogue import NAMES, find
+from vllm_sched.bench.traffic.mixture import among_tenants
+from vllm_sched.bench.traffic.prefixes import sharing
+from vllm_sched.bench.traffic.tables import TABLES
+from vllm_sched.bench.traffic.types import Request
+from vllm_sched.errors import UsageError
+
+
+def drawn(workload: str, count: int, seed: int = 0) -> list[Request]:
+    return list(islice(find(workload).requests(random.Random(seed)), count))
+
+
+def test_every_name_in_the_list_is_found() -> None:
+    for name in NAMES:
+        assert find(name).name == name
+        assert len(drawn(name, 5)) == 5
+
+
+@pytest.mark.parametrize(
+    ("workload", "said"),
+    [
+        ("quake", r"unknown workload 'quake'; use one of: azure-conv, .*long-blocks-short"),
+        ("azure-conv:0.9,quake:1", r"unknown workload 'quake'"),
+        ("azure-conv:x,azure-code:1", r"the share of azure-conv is 'x'"),
+        ("azure-conv:0,azure-code:1", r"share of azure-conv is 0"),
+        ("azure-conv:inf,azure-code:1", r"share of azure-conv is inf"),
+        ("azure-conv:1,azure-conv:1", r"azure-conv is named twice"),
+        ("azure-conv:1,long-blocks-short:1", r"has times of its own"),
+        ("0x100", r"0x100: PROMPTxOUTPUT takes two numbers"),
+        ("nowhere/to-be-found.jsonl", r"No such file"),
+    ],
+)
+def test_what_can_not_be_played_is_refused_in_a_line(workload: str, said: str) -> None:
+    with pytest.raises(UsageError, match=said) as caught:
+        find(workload)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_mixture_has_its_shares_and_its_parts_their_lengths() -> None:
+    requests = drawn("azure-conv:9,mooncake-conv:1", 20_000)
+    counts = Counter(r.klass for r in requests)
+    assert counts["azure-conv"] / 20_000 == pytest.approx(0.9, abs=0.01)
+    median = sorted(r.prompt_tokens for r in requests if r.klass == "azure-conv")[9_000]
+    assert median == pytest.approx(1020, rel=0.05)
+
+
+def test_a_part_makes_the_same_whatever_its_share() -> None:
+    few, many = (
+        [r for r in drawn(f"azure-conv:{share},azure-code:1", 400) if r.klass == "azure-code"]
+        for share in (9, 1)
+    )
+    assert few == many[: len(few)]
+
+
+def test_the_rate_of_a_mixture_is_that_of_its_parts() -> None:
+    assert find("azure-conv:1,azure-code:1").rate == pytest.approx((5.5 + 2.6) / 2)
+
+
+def test_fixed_lengths() -> None:
+    assert {(r.prompt_tokens, r.output_tokens) for r in drawn("3000x100", 9)} == {(3000, 100)}
+
+
+def test_longs_come_first_and_shorts_on_their_heels() -> None:
+    requests = drawn("long-blocks-short", 20)
+    assert [r.klass for r in requests[:10]] == ["long"] * 2 + ["short"] * 8
+    assert [r.at for r in requests[:4]] == [0, 0, 0.3, 0.45]
+    assert requests[10].at == 6.0
+    times = [r.at for r in requests]
+    assert times == sorted(times)
+
+
+def hits(requests: list[Request]) -> float:
+    """Return the share of prompt tokens that a boundless prefix cache has."""
+    longest: Counter[int | str] = Counter()
+    hit = 0
+    for request in requests:
+        for name, tokens in request.shared:
+            hit += min(tokens, longest[name])
+            longest[name] = max(tokens, longest[name])
+    return hit / sum(r.prompt_tokens for r in requests)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_mooncakes_prompts_begin_alike_as_often_as_published(seed: int) -> None:
+    assert hits(drawn("mooncake-conv", 1000, seed)) == pytest.approx(0.37, abs=0.01)
+    assert hits(drawn("azure-conv", 1000, seed)) == 0
+
+
+@pytest.mark.parametrize("hit", [0.1, 0.5, 0.8])
+def test_any_share_is_met_and_no_length_changes(hit: float) -> None:
+    plain = list(islice(TABLES["azure-conv"].requests(random.Random(1)), 2000))
+    shared = list(sharing(iter(plain), hit, random.Random(2), "x"))
+    assert hits(shared) == pytest.approx(hit, abs=0.02)
+    assert [r.prompt_tokens for r in shared] == [r.prompt_tokens for r in plain]
+    assert all(r.shared_tokens <= r.prompt_tokens for r in shared)
+
+
+def test_the_parts_of_a_mixture_share_nothing_with_each_other() -> None:
+    requests = drawn("mooncake-conv:1,azure-conv:1", 300)
+    assert {str(name).split("/")[0] for r in requests for name, _ in r.shared} == {"mooncake-conv"}
+
+
+def test_the_first_tenant_sends_most() -> None:
+    requests = list(among_tenants(iter(drawn("10x1", 11_000)), 4, random.Random(0)))
+    counts = Counter(r.tenant for r in requests)
+    assert [name for name, _ in counts.most_common()] == [f"tenant-{i}" for i in (1, 2, 3, 4)]
+    assert counts["tenant-1"] / counts["tenant-4"] == pytest.approx(4, rel=0.15)
+
+
+def test_scaling_keeps_at_least_a_token_and_shared_within_the_prompt() -> None:
+    request = Request(0, "a", 1000, 3, shared=(("x", 600), ("y", 400)))
+    small = request.scaled(0.1)
+    assert (small.prompt_tokens, small.output_tokens, small.shared) == (
+        100,
+        1,
+        (("x", 60), ("y", 40)),
+    )
+    tiny = request.scaled(0.0001)
+    assert (tiny.prompt_tokens, tiny.shared) == (1, (("x", 1),))
+
+
+@pytest.mark.parametrize(
+    ("prompt", "output", "lengths"),
+    [(50, 50, (50, 50)), (500, 20, (80, 20)), (20, 500, (20, 50)), (500, 500, (50, 50))],
+)
+def test_what_no_model_holds_is_cut(prompt: int, output: int, lengths: tuple[int, int]) -> None:
+    cut = Request(0, "a", prompt, output, shared=(("x", prompt),)).fitted(100)
+    assert (cut.prompt_tokens, cut.output_tokens) == lengths
+    assert cut.shared == (("x", lengths[0]),)
+
+
+def test_describing_traffic_needs_no_network_and_no_clock() -> None:
+    for path in Path(find.__code__.co_filename).parent.glob("*.py"):
+        names = {
+            name.split(".")[0]
+            for node in ast.walk(ast.parse(path.read_text()))
+            if isinstance(node, ast.Import | ast.ImportFrom)
+            for name in (getattr(node, "module", None) or node.names[0].name,)
+        }
+        assert not names & {"aiohttp", "asyncio", "socket", "time", "rich"}

@@ -1,0 +1,85 @@
+"""Traces in Mooncake's format, good and bad."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vllm_sched.bench.traffic.traces import Trace
+from vllm_sched.errors import UsageError
+
+GOOD: list[dict[str, Any]] = [
+    {"timestamp": 3000, "input_length": 1100, "output_length": 52, "hash_ids": [0, 1, 2]},
+    {"timestamp": 3000, "input_length": 600, "output_length": 5, "hash_ids": [0, 9]},
+    {"timestamp": 4500.5, "input_length": 1, "output_length": 1, "tenant": "a", "class": "chat"},
+]
+
+
+def written(folder: Path, *lines: Any) -> Path:
+    path = folder / "some.jsonl"
+    path.write_text(
+        "".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines)
+    )
+    return path
+
+
+def test_a_trace_is_read_as_it_is(tmp_path: Path) -> None:
+    trace = Trace(written(tmp_path, GOOD[0], "", *GOOD[1:]))
+    first, second, third = trace.requests(random.Random())
+    assert (first.at, second.at, third.at) == (0.0, 0.0, pytest.approx(1.5005))
+    assert (first.prompt_tokens, first.output_tokens) == (1100, 52)
+    assert first.shared == ((0, 512), (1, 512), (2, 76))
+    assert second.shared[0] == first.shared[0]
+    assert (third.tenant, third.klass, first.klass) == ("a", "chat", "some")
+    assert (trace.count, trace.timed) == (3, True)
+    assert trace.rate == pytest.approx(3 / 1.5005)
+
+
+def test_blocks_may_have_another_length(tmp_path: Path) -> None:
+    line = GOOD[1] | {"hash_ids": list(range(38))}
+    path = written(tmp_path, line)
+    with pytest.raises(UsageError, match=r"line 1: hash_ids has 38 names.*--block-tokens"):
+        Trace(path)
+    [request] = Trace(path, 16).requests(random.Random())
+    assert request.shared_tokens == 600
+    assert request.shared[-1] == (37, 8)
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("{oops", r"is not JSON: '\{oops'"),
+        ("[1]", r"is not a JSON object"),
+        ({k: v for k, v in GOOD[0].items() if k != "timestamp"}, r"timestamp is missing"),
+        (GOOD[0] | {"timestamp": "soon"}, r"timestamp is 'soon'; it takes milliseconds"),
+        (GOOD[0] | {"timestamp": -1}, r"timestamp is -1"),
+        (GOOD[0] | {"timestamp": True}, r"timestamp is True"),
+        ('{"timestamp": NaN, "input_length": 1, "output_length": 1}', r"timestamp is nan"),
+        (GOOD[0] | {"timestamp": 10}, r"timestamp goes back in time"),
+        (GOOD[0] | {"input_length": 0}, r"input_length is 0; it takes a number of tokens"),
+        (GOOD[0] | {"input_length": 1.5}, r"input_length is 1.5"),
+        (GOOD[0] | {"output_length": None}, r"output_length is None"),
+        (GOOD[0] | {"hash_ids": [[1]]}, r"hash_ids is \[\[1\]\]; it takes a list"),
+        (GOOD[0] | {"hash_ids": 7}, r"hash_ids is 7"),
+    ],
+)
+def test_a_bad_line_is_named_with_its_number(tmp_path: Path, line: Any, said: str) -> None:
+    path = written(tmp_path, GOOD[0], "", line)
+    with pytest.raises(UsageError, match=rf"some\.jsonl, line 3: {said}") as caught:
+        Trace(path)
+    assert "\n" not in str(caught.value)
+
+
+def test_an_empty_trace_and_one_that_is_no_text_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="the trace is empty"):
+        Trace(written(tmp_path, ""))
+    path = tmp_path / "binary.jsonl"
+    path.write_bytes(b"\xff\xfe\x00\n")
+    with pytest.raises(UsageError, match=r"line 1: is not UTF-8"):
+        Trace(path)
+    with pytest.raises(UsageError, match="Is a directory"):
+        Trace(tmp_path)

@@ -1,0 +1,28 @@
+"""When requests arrive in an open loop."""
+
+from __future__ import annotations
+
+import math
+from array import array
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import random
+
+
+def gamma_times(rate: float, burstiness: float, count: int, rng: random.Random) -> array[float]:
+    """Draw `count` moments, ascending; the last is at `count / rate`.
+
+    The gaps are gamma with shape `burstiness`, as vLLM's benchmark has them: 1 is Poisson, less is
+    burstier (their coefficient of variation is `1 / sqrt(burstiness)`), infinity is a metronome.
+    Fixing the end makes every seed offer the same load.
+    """
+    if math.isinf(burstiness):
+        return array("d", ((i + 1) / rate for i in range(count)))
+    times = array("d")
+    now = 0.0
+    for _ in range(count):
+        now += rng.gammavariate(burstiness, 1.0)
+        times.append(now)
+    stretch = count / rate / now if now else 0.0
+    return array("d", (time * stretch for time in times))

@@ -1,0 +1,47 @@
+"""From a name on the command line to a source of requests."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Final
+
+from vllm_sched.bench.traffic.fixed import LENGTHS, Fixed, LongBlocksShort
+from vllm_sched.bench.traffic.mixture import Mixture
+from vllm_sched.bench.traffic.tables import TABLES
+from vllm_sched.bench.traffic.traces import BLOCK_TOKENS, Trace
+from vllm_sched.bench.traffic.types import Source
+from vllm_sched.errors import UsageError
+
+NAMES: Final = (*TABLES, LongBlocksShort.name)
+FORMS: Final = (
+    "a mixture as azure-conv:0.9,mooncake-conv:0.1, lengths as 3000x100, or a trace as FILE.jsonl"
+)
+
+
+def find(workload: str, *, block_tokens: int = BLOCK_TOKENS) -> Source:
+    """Find the source that a name, a mixture or a file means."""
+    if workload.endswith(".jsonl") or "/" in workload:
+        return Trace(Path(workload), block_tokens)
+    if "," in workload or ":" in workload:
+        return Mixture(workload, [_part(workload, part) for part in workload.split(",")])
+    return _single(workload)
+
+
+def _part(workload: str, part: str) -> tuple[Source, float]:
+    name, colon, share = part.strip().partition(":")
+    try:
+        return _single(name), float(share) if colon else 1.0
+    except ValueError as error:
+        if isinstance(error, UsageError):
+            raise
+        raise UsageError(f"{workload}: the share of {name} is {share!r}; give a number") from None
+
+
+def _single(name: str) -> Source:
+    if name in TABLES:
+        return TABLES[name]
+    if name == LongBlocksShort.name:
+        return LongBlocksShort()
+    if LENGTHS.fullmatch(name):
+        return Fixed(name)
+    raise UsageError(f"unknown workload {name!r}; use one of: {', '.join(NAMES)}; or {FORMS}")

@@ -1,0 +1,62 @@
+"""Several sources side by side, and one crowd divided among tenants."""
+
+from __future__ import annotations
+
+import random
+from bisect import bisect_right
+from dataclasses import replace
+from itertools import accumulate
+from typing import TYPE_CHECKING
+
+from vllm_sched.bench.traffic.types import Source
+from vllm_sched.errors import UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from vllm_sched.bench.traffic.types import Request
+
+
+class Mixture(Source):
+    """Each request comes from one of the parts, by their shares of the requests."""
+
+    def __init__(self, name: str, parts: Sequence[tuple[Source, float]]) -> None:
+        """Take sources with their shares, which need not add up to one."""
+        for source, share in parts:
+            if source.timed:
+                raise UsageError(
+                    f"{name}: {source.name} has times of its own and mixes with nothing; "
+                    "play it alone"
+                )
+            if not 0 < share < float("inf"):
+                raise UsageError(f"{name}: the share of {source.name} is {share:g}; give it > 0")
+        names = [source.name for source, _ in parts]
+        for each in names:
+            if names.count(each) > 1:
+                raise UsageError(f"{name}: {each} is named twice; add the shares up")
+        whole = sum(share for _, share in parts)
+        self.name = name
+        self._sources = [source for source, _ in parts]
+        self._steps = list(accumulate(share / whole for _, share in parts))
+        self.rate = sum(source.rate * share / whole for source, share in parts)
+
+    def requests(self, rng: random.Random) -> Iterator[Request]:
+        """Mix; what a part makes depends on its name and the seed, not on the others."""
+        seed = rng.random()
+        streams = [
+            source.requests(random.Random(f"{seed}/{source.name}")) for source in self._sources
+        ]
+        last = len(streams) - 1
+        while True:
+            yield next(streams[min(last, bisect_right(self._steps, rng.random()))])
+
+
+def among_tenants(
+    requests: Iterator[Request], tenants: int, rng: random.Random
+) -> Iterator[Request]:
+    """Give each request to a tenant: the first sends most, the n-th an n-th of that."""
+    weights = [1 / (i + 1) for i in range(tenants)]
+    steps = list(accumulate(weight / sum(weights) for weight in weights))
+    names = [f"tenant-{i + 1}" for i in range(tenants)]
+    for request in requests:
+        yield replace(request, tenant=names[min(tenants - 1, bisect_right(steps, rng.random()))])

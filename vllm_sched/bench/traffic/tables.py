@@ -1,0 +1,97 @@
+"""Published traces as tables of quantiles.
+
+Azure 2023: the traces published with Splitwise (conversation and code; lengths, rates and the
+coefficient of variation of the gaps). Mooncake: the traces published with the paper (FAST '25),
+the share of prompt tokens that a boundless prefix cache would have held included. Input and output
+lengths are drawn independently of each other.
+
+ShareGPT: the means are those of the 1,000 prompts that vLLM's own serving benchmark draws with its
+default seed (217,393 prompt and about 200,000 output tokens in every report of it), and so are the
+limits (prompts up to 1,024 tokens, 2,048 with the output). No quantiles are published; these are
+ours, made to meet means and limits.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from vllm_sched.bench.traffic.prefixes import sharing
+from vllm_sched.bench.traffic.quantiles import Quantiles
+from vllm_sched.bench.traffic.types import Request, Source
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+@dataclass(frozen=True, kw_only=True)
+class Table(Source):
+    """Lengths by two tables of quantiles."""
+
+    name: str
+    rate: float
+    burstiness: float
+    prompt: Quantiles
+    output: Quantiles
+    prefix_hit: float = 0.0
+
+    def requests(self, rng: random.Random) -> Iterator[Request]:
+        """Draw lengths, and who shares what."""
+        lengths = self._lengths(rng)
+        if not self.prefix_hit:
+            return lengths
+        return sharing(lengths, self.prefix_hit, random.Random(rng.random()), self.name)
+
+    def _lengths(self, rng: random.Random) -> Iterator[Request]:
+        while True:
+            prompt, output = self.prompt.at(rng.random()), self.output.at(rng.random())
+            yield Request(0.0, self.name, prompt, output)
+
+
+def _burstiness(cv: float) -> float:
+    """Give the gamma's shape for a coefficient of variation of the gaps."""
+    return 1 / cv**2
+
+
+TABLES: Final = {
+    table.name: table
+    for table in (
+        Table(
+            name="azure-conv",
+            rate=5.5,
+            burstiness=_burstiness(1.1),
+            prompt=Quantiles(181, 396, 1020, 1189, 2734, 4083, 4142),
+            output=Quantiles(41, 85, 129, 395, 424, 451, 601),
+        ),
+        Table(
+            name="azure-code",
+            rate=2.6,
+            burstiness=_burstiness(13),
+            prompt=Quantiles(75, 578, 1469, 2744, 5188, 7303, 7436),
+            output=Quantiles(6, 9, 13, 24, 55, 90, 251),
+        ),
+        Table(
+            name="mooncake-conv",
+            rate=3.4,
+            burstiness=1.0,
+            prompt=Quantiles(901, 2306, 6909, 15367, 27367, 39550, 85400),
+            output=Quantiles(10, 156, 350, 472, 597, 698, 1119),
+            prefix_hit=0.37,
+        ),
+        Table(
+            name="mooncake-synthetic",
+            rate=3.4,  # none is published; the conversation's
+            burstiness=1.0,
+            prompt=Quantiles(22, 277, 11587, 23175, 38611, 48905, 66456),
+            output=Quantiles(2, 11, 69, 250, 389, 519, 768),
+        ),
+        Table(
+            name="sharegpt-like",
+            rate=4.0,  # it is a set of prompts, with no times
+            burstiness=1.0,
+            prompt=Quantiles(9, 20, 74, 340, 680, 840, 980),
+            output=Quantiles(8, 38, 143, 320, 480, 580, 780),
+        ),
+    )
+}

@@ -1,0 +1,124 @@
+"""Traces in the format that Mooncake publishes: a JSON object per line.
+
+`{"timestamp": 27482, "input_length": 6955, "output_length": 52, "hash_ids": [46, 47, 2353]}`:
+milliseconds, tokens, tokens, and a name for each block of the prompt (512 tokens each, the last
+one as long as is left), the same name where the text up to its end is the same. `tenant` and
+`class` may be added.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from math import ceil, isfinite
+from typing import TYPE_CHECKING, Any, Final
+
+from vllm_sched.bench.traffic.types import Piece, Request, Source
+from vllm_sched.errors import UsageError
+
+if TYPE_CHECKING:
+    import random
+    from collections.abc import Iterator
+    from pathlib import Path
+
+BLOCK_TOKENS: Final = 512
+
+
+class Trace(Source):
+    """A file of requests with their times; read line by line, whenever it is played."""
+
+    timed = True
+
+    def __init__(self, path: Path, block_tokens: int = BLOCK_TOKENS) -> None:
+        """Read the file once, for its faults and its rate."""
+        self.name = path.stem
+        self._path = path
+        self._block = block_tokens
+        count, seconds = 0, 0.0
+        for request in self._read():
+            count += 1
+            seconds = request.at
+        if not count:
+            raise UsageError(f"{path}: the trace is empty; it takes a JSON object per line")
+        self.count = count
+        self.rate = count / seconds if seconds else float(count)
+
+    def requests(self, rng: random.Random) -> Iterator[Request]:
+        """Read the requests in their order; nothing is left to chance."""
+        del rng
+        return self._read()
+
+    def _read(self) -> Iterator[Request]:
+        first, latest, number = None, 0.0, 0
+        try:
+            with self._path.open(encoding="utf-8") as lines:
+                for line in lines:
+                    number += 1
+                    if not line.strip():
+                        continue
+                    request = self._request(line)
+                    if first is None:
+                        first = request.at
+                    elif request.at < latest:
+                        raise _BadLineError("timestamp goes back in time; sort the trace by it")
+                    latest = request.at
+                    yield replace(request, at=request.at - first)
+        except OSError as error:
+            raise UsageError(f"{self._path}: {error.strerror}") from None
+        except UnicodeDecodeError:
+            raise UsageError(f"{self._path}, line {number + 1}: is not UTF-8 text") from None
+        except _BadLineError as error:
+            raise UsageError(f"{self._path}, line {number}: {error}") from None
+
+    def _request(self, line: str) -> Request:
+        try:
+            entry = json.loads(line)
+        except ValueError:
+            raise _BadLineError(f"is not JSON: {line.strip()[:60]!r}") from None
+        if not isinstance(entry, dict):
+            raise _BadLineError(f"is not a JSON object: {line.strip()[:60]!r}")
+        prompt = _field(entry, "input_length", _positive, "a number of tokens, 1 or more")
+        return Request(
+            _field(entry, "timestamp", _moment, "milliseconds, 0 or more") / 1000,
+            str(entry.get("class", self.name)),
+            prompt,
+            _field(entry, "output_length", _positive, "a number of tokens, 1 or more"),
+            str(entry.get("tenant", "")),
+            self._pieces(entry.get("hash_ids") or [], prompt),
+        )
+
+    def _pieces(self, names: Any, prompt: int) -> tuple[Piece, ...]:
+        if not isinstance(names, list) or not all(isinstance(n, int | str) for n in names):
+            raise _BadLineError(f"hash_ids is {names!r:.60}; it takes a list of numbers or strings")
+        most = ceil(prompt / self._block)
+        if len(names) > most:
+            raise _BadLineError(
+                f"hash_ids has {len(names)} names, input_length {prompt} only {most} blocks of "
+                f"{self._block} tokens; say how long blocks are with --block-tokens"
+            )
+        return tuple(
+            (name, min(self._block, prompt - i * self._block)) for i, name in enumerate(names)
+        )
+
+
+class _BadLineError(Exception):
+    """What is wrong with a line."""
+
+
+def _field(entry: dict[str, Any], key: str, valid: Callable[[Any], bool], takes: str) -> Any:
+    if key not in entry:
+        raise _BadLineError(f"{key} is missing; it takes {takes}")
+    value = entry[key]
+    if not valid(value):
+        raise _BadLineError(f"{key} is {value!r:.60}; it takes {takes}")
+    return value
+
+
+def _positive(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def _moment(value: Any) -> bool:
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    return number and isfinite(value) and value >= 0
