@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from proxy.config.models import (
-    DiscoveryConfig,
+    PoolConfig,
     RouterConfig,
     RoutingConfig,
     TransferConfig,
@@ -44,13 +44,20 @@ HERE = frozenset({"127.0.0.1", "localhost", "::1", "0.0.0.0", "::"})  # noqa: S1
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """The parts of a fleet file that are right by themselves; `workers` by their place in it."""
+    """The parts of a fleet file that are right by themselves; workers by their place in it."""
 
     workers: Mapping[int, WorkerConfig] = field(default_factory=dict)
     router: RouterConfig | None = None
     routing: RoutingConfig | None = None
     transfer: TransferConfig | None = None
     moves: bool = False  # whether the file says anything of a transfer
+    pools: Mapping[int, PoolConfig] = field(default_factory=dict)  # those that are discovered
+
+    @property
+    def everyone(self) -> list[WorkerConfig]:
+        """Those that it names, and one for each pool of those that are discovered."""
+        found = (pool.worker(pool.name, None) for pool in self.pools.values())
+        return [*self.workers.values(), *found]
 
 
 Check = Callable[[Draft], Iterable[Problem]]
@@ -140,7 +147,7 @@ def limits(draft: Draft) -> Iterator[Problem]:
 def discovered(draft: Draft) -> Iterator[Problem]:
     """Check that each pool is looked for in one way, and can be told from the others."""
     first: dict[str, int] = {}
-    for index, pool in enumerate(draft.discovery.pools if draft.discovery else ()):
+    for index, pool in draft.pools.items():
         path = f"discovery.pools[{index}]"
         if (other := first.setdefault(pool.name, index)) != index:
             why = f"{pool.name!r}: pools[{other}] is called that too; rename one of them"
@@ -175,11 +182,15 @@ def sizes(draft: Draft) -> Iterator[Problem]:
 
 def roles(draft: Draft) -> Iterator[Problem]:
     """Check that prefill and decode workers have each other, and something between them."""
-    have = {(worker.model, worker.role) for worker in draft.workers.values()}
-    for index, worker in draft.workers.items():
+    have = {(worker.model, worker.role) for worker in draft.everyone}
+    each: list[tuple[str, WorkerConfig | PoolConfig]] = [
+        *((f"workers[{index}].role", worker) for index, worker in draft.workers.items()),
+        *((f"discovery.pools[{index}].role", pool) for index, pool in draft.pools.items()),
+    ]
+    for path, worker in each:
         if worker.role not in SIDES:
             continue
-        path, other = f"workers[{index}].role", SIDES[worker.role]
+        other = SIDES[worker.role]
         if (worker.model, other) not in have:
             why = "could not hand a prompt on" if other == "decode" else "would get none"
             yield Problem(
@@ -208,7 +219,7 @@ def transfers(draft: Draft) -> Iterator[Problem]:
             )
         return
     connector, workers = transfer.connector, list(draft.workers.values())
-    if not any(worker.role in SIDES for worker in workers):
+    if not any(worker.role in SIDES for worker in draft.everyone):
         why = "no worker has the role prefill or decode; give the roles, or leave this out"
         yield Problem("transfer", f"{connector!r}: {why}")
     if transfer.mode != "pull" and connector != "nixl":
@@ -217,7 +228,8 @@ def transfers(draft: Draft) -> Iterator[Problem]:
         yield Problem(
             "transfer.path", f"only shared-storage has one, not {connector}; leave it out"
         )
-    for name in transfer.addresses.keys() - {worker.name for worker in workers}:
+    unknown = transfer.addresses.keys() - {worker.name for worker in workers}
+    for name in () if draft.pools else unknown:  # their names are known later
         yield Problem(f"transfer.addresses.{name}", "no worker has that name; correct or drop it")
     if transfer.addresses and connector not in ADDRESS:
         yield Problem("transfer.addresses", f"{connector} takes none; leave them out")

@@ -328,7 +328,9 @@ class FleetConfig(Block):
 
     model: Name = Field(description="the name clients use; workers may name their own")
     # Before the workers: where there is this, there need be none of those.
-    discovery: DiscoveryConfig | None = None
+    discovery: DiscoveryConfig | None = Field(
+        None, description="where to find workers that come and go"
+    )
     workers: Annotated[tuple[WorkerConfig, ...], LIST, AfterValidator(_some)] = Field(
         description="the vLLM servers"
     )

@@ -16,8 +16,8 @@ from pydantic_core import ErrorDetails
 from proxy.config.checks import CHECKS, Check, Draft
 from proxy.config.models import (
     Block,
-    DiscoveryConfig,
     FleetConfig,
+    PoolConfig,
     RouterConfig,
     RoutingConfig,
     TransferConfig,
@@ -88,14 +88,14 @@ def parse(text: str, source: str, *, also: Sequence[Check] = ()) -> FleetConfig:
 
 def _draft(data: Mapping[str, Any]) -> Draft:
     """Keep what is right by itself, so that it can be checked beside the rest."""
-    given = data.get("workers")
-    each = enumerate(given) if isinstance(given, list) else ()
-    workers = {index: _valid(WorkerConfig, raw) for index, raw in each}
+    discovery = data.get("discovery")
     return Draft(
-        workers={index: worker for index, worker in workers.items() if worker is not None},
+        workers=_valid_ones(WorkerConfig, data.get("workers")),
         router=_valid(RouterConfig, data.get("router", {})),
         routing=_valid(RoutingConfig, data.get("routing", {})),
-        discovery=_valid(DiscoveryConfig, data.get("discovery")),
+        pools=_valid_ones(
+            PoolConfig, discovery.get("pools") if isinstance(discovery, dict) else None
+        ),
         transfer=_transfer(data.get("transfer")),
         moves=data.get("transfer") is not None,
     )
@@ -103,6 +103,13 @@ def _draft(data: Mapping[str, Any]) -> Draft:
 
 def _transfer(raw: object) -> TransferConfig | None:
     return _valid(TransferConfig, {"connector": raw} if isinstance(raw, str) else raw)
+
+
+def _valid_ones(kind: type[Some], given: object) -> dict[int, Some]:
+    """Keep those of a list that are right, by their place in it."""
+    each = enumerate(given) if isinstance(given, list) else ()
+    read = {index: _valid(kind, raw) for index, raw in each}
+    return {index: block for index, block in read.items() if block is not None}
 
 
 def _valid(kind: type[Some], raw: object) -> Some | None:
