@@ -1,0 +1,60 @@
+"""The simulation of the closed system."""
+
+from __future__ import annotations
+
+import pytest
+
+from vllm_sched.cost.events import play
+from vllm_sched.cost.recursion import Recursion
+from vllm_sched.cost.threshold import Regime
+
+
+def paper(*, exclusive: bool = True) -> Regime:
+    """Return the theory's example."""
+    return Regime(256, 200.0, 0.010, 6e-5, 0.012, 0.0209, exclusive=exclusive)
+
+
+@pytest.mark.parametrize("exclusive", [True, False])
+@pytest.mark.parametrize("threshold", [1, 13, 26, 128, 256])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_within_a_percent_of_the_recursion(exclusive: bool, threshold: int, seed: int) -> None:
+    regime = paper(exclusive=exclusive)
+    played = play(regime, threshold, seed=seed)
+    exact = Recursion(regime).at(threshold)
+    assert played.throughput == pytest.approx(exact.throughput, rel=0.01)
+
+
+@pytest.mark.parametrize("exclusive", [True, False])
+def test_a_small_system_within_a_percent(exclusive: bool) -> None:
+    regime = Regime(16, 20.0, 0.005, 1e-4, 0.004, 0.001, exclusive=exclusive)
+    for threshold in (1, 3, 8):
+        played = play(regime, threshold, requests=60_000)
+        assert played.throughput == pytest.approx(
+            Recursion(regime).at(threshold).throughput, rel=0.01
+        )
+
+
+def test_the_tail_that_throughput_is_paid_with() -> None:
+    alike = [play(paper(), k, alike=True).itl_p99_s for k in (1, 13, 26)]
+    assert alike == pytest.approx([0.121, 0.351, 0.602], rel=0.02)
+    spread = [play(paper(), k).itl_p99_s for k in (1, 13, 26)]
+    assert all(wide > narrow for wide, narrow in zip(spread, alike, strict=True))
+
+
+def test_the_papers_completion_time() -> None:
+    at_once, best = play(paper(), 1), play(paper(), 26)
+    assert best.served_s / at_once.served_s == pytest.approx(0.86, abs=0.01)
+    assert best.completion_s / at_once.completion_s == pytest.approx(1 / 1.143, abs=0.01)
+
+
+def test_the_same_seed_gives_the_same() -> None:
+    assert play(paper(), 5, requests=2000, seed=3) == play(paper(), 5, requests=2000, seed=3)
+    assert play(paper(), 5, requests=2000, seed=3) != play(paper(), 5, requests=2000, seed=4)
+
+
+def test_pauses_by_hand() -> None:
+    # One slot: a step of 10 ms per token, and 30 ms of prefill that nobody else waits for.
+    regime = Regime(1, 5.0, 0.010, 0.0, 0.010, 0.020, exclusive=True)
+    played = play(regime, 1, requests=1000, alike=True)
+    assert played.itl_max_s == pytest.approx(0.010)
+    assert played.throughput == pytest.approx(1 / (5 * 0.010 + 0.030), rel=0.01)

@@ -1,0 +1,66 @@
+"""The exact recursion, against the simulation and against itself."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from vllm_sched.cost.recursion import Recursion, binomial
+from vllm_sched.cost.threshold import Regime
+
+
+def regime(*, exclusive: bool, slots: int = 32, mean_output: float = 40.0) -> Regime:
+    """Return some system."""
+    return Regime(slots, mean_output, 0.010, 1e-4, 0.008, 0.005, exclusive=exclusive)
+
+
+@pytest.mark.parametrize(
+    ("trials", "chance"), [(0, 0.5), (1, 0.1), (40, 0.025), (1000, 0.5), (3, 1.0)]
+)
+def test_the_binomial_distribution(trials: int, chance: float) -> None:
+    least, row = binomial(trials, chance)
+    assert math.fsum(row) == pytest.approx(1.0)
+    mean = math.fsum(count * share for count, share in enumerate(row, least))
+    assert mean == pytest.approx(trials * chance)
+    for count, share in enumerate(row, least):
+        if trials < 100:
+            exact = math.comb(trials, count) * chance**count * (1 - chance) ** (trials - count)
+            assert share == pytest.approx(exact, abs=1e-12)
+
+
+def test_two_slots_by_hand() -> None:
+    # From two active: both go (1/4), one goes (1/2), none (1/4), in a step of 10 ms + 1 ms each.
+    system = Regime(2, 2.0, 0.010, 0.001, 0.008, 0.005, exclusive=True)
+    at_one = Recursion(system).at(1)
+    assert at_one.steps == pytest.approx(4 / 3)
+    assert at_one.batch == pytest.approx(4 / 3)
+    seconds = 4 / 3 * 0.012 + 0.008 + 4 / 3 * 0.005
+    assert at_one.throughput == pytest.approx(4 / 3 / seconds)
+    at_two = Recursion(system).at(2)
+    assert at_two.batch == pytest.approx(2.0)
+    # With one left, two more steps on average; that happens in 2 of 3 cases.
+    assert at_two.steps == pytest.approx(4 / 3 + 2 / 3 * 2)
+
+
+@pytest.mark.parametrize("exclusive", [True, False])
+@pytest.mark.parametrize("threshold", [1, 4, 16, 32])
+def test_what_comes_in_goes_out(exclusive: bool, threshold: int) -> None:
+    system = regime(exclusive=exclusive)
+    found = Recursion(system).at(threshold)
+    # Little's law: departures per step are active slots over the mean output.
+    steps = found.steps + (0 if exclusive else 1)
+    assert found.batch == pytest.approx(steps * found.active / system.mean_output, rel=1e-6)
+
+
+@pytest.mark.parametrize("exclusive", [True, False])
+def test_the_best_is_the_best_of_all(exclusive: bool) -> None:
+    exact = Recursion(regime(exclusive=exclusive))
+    rates = [exact.at(k).throughput for k in range(1, 33)]
+    assert exact.best() == 1 + rates.index(max(rates))
+
+
+def test_outputs_of_one_token_all_depart_at_once() -> None:
+    found = Recursion(regime(exclusive=True, mean_output=1.0)).at(5)
+    assert found.batch == 32
+    assert found.steps == 1

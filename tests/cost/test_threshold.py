@@ -1,0 +1,181 @@
+"""The threshold in closed form, against the exact recursion and against theory."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from vllm_sched.cost.recursion import Recursion
+from vllm_sched.cost.step_time import StepTime
+from vllm_sched.cost.threshold import (
+    Regime,
+    asymptotic,
+    closed_form,
+    lower_lambert,
+    to_run,
+)
+from vllm_sched.errors import UsageError
+
+# An 8B model on an A100 with lengths as in ShareGPT, as the theory's example has it.
+A100_8B = StepTime(
+    decode_fixed_s=0.010,
+    decode_s=6e-5,
+    prefill_fixed_s=0.012,
+    prefill_s=9.5e-5,
+    mixed_s=0.0,
+)
+
+
+def paper(**changes: float) -> Regime:
+    """Return the paper's regime: prefill and decode steps apart."""
+    time = StepTime(**{**A100_8B.to_json(), **changes})
+    return Regime.of(time, slots=256, mean_output=200, mean_prompt=220, exclusive=True)
+
+
+def mixed(delta: float, *, slots: int = 256, mean_output: float = 200) -> Regime:
+    """Return vLLM V1's: prefills ride along with decodes."""
+    time = StepTime(**{**A100_8B.to_json(), "mixed_s": delta})
+    return Regime.of(time, slots=slots, mean_output=mean_output, mean_prompt=220)
+
+
+@pytest.mark.parametrize("exponent", [1e-12, 1e-6, 0.006, 0.5, 1.0, 30.0, 1e6])
+def test_lamberts_function_on_its_lower_branch(exponent: float) -> None:
+    w = lower_lambert(exponent)
+    assert w <= -1
+    # w e^w = -exp(-1 - exponent), in logarithms.
+    assert math.log(-w) + w == pytest.approx(-1 - exponent, rel=1e-9)
+
+
+def test_lamberts_function_where_the_branches_meet() -> None:
+    assert lower_lambert(0.0) == -1.0
+
+
+def test_the_paper_regime_gains_thirteen_percent() -> None:
+    regime = paper(prefill_fixed_s=0.011)
+    exact = Recursion(regime)
+    best = closed_form(regime)
+    gain = exact.at(best).throughput / exact.at(1).throughput
+    assert gain == pytest.approx(1.130, abs=0.002)
+    assert regime.gain(best) == pytest.approx(gain, abs=0.005)
+
+
+def test_the_theorys_example() -> None:
+    regime = paper()
+    assert closed_form(regime) == 26
+    assert asymptotic(regime) == pytest.approx(26, abs=0.5)
+    exact = Recursion(regime)
+    assert exact.at(1).throughput == pytest.approx(21.1, abs=0.05)
+    assert exact.at(26).throughput == pytest.approx(24.1, abs=0.05)
+    assert regime.at_once == pytest.approx(1.77, abs=0.01)
+    # Half of the best keeps 99.5 %.
+    assert exact.at(13).throughput > 0.994 * exact.at(26).throughput
+    assert to_run(regime) == 13
+
+
+@pytest.mark.parametrize("exclusive", [True, False])
+@pytest.mark.parametrize("slots", [8, 32, 128, 256])
+@pytest.mark.parametrize("mean_output", [16.0, 64.0, 200.0, 1000.0])
+@pytest.mark.parametrize("fixed_s", [0.0, 0.0005, 0.003, 0.012, 0.060])
+def test_the_closed_form_loses_at_most_a_percent(
+    exclusive: bool, slots: int, mean_output: float, fixed_s: float
+) -> None:
+    time = StepTime(
+        decode_fixed_s=0.010,
+        decode_s=6e-5,
+        prefill_fixed_s=fixed_s,
+        prefill_s=9.5e-5,
+        mixed_s=fixed_s,
+    )
+    regime = Regime.of(
+        time, slots=slots, mean_output=mean_output, mean_prompt=220, exclusive=exclusive
+    )
+    exact = Recursion(regime)
+    best, found = exact.best(), closed_form(regime)
+    assert abs(found - best) <= 1 or (
+        exact.at(found).throughput >= 0.99 * exact.at(best).throughput
+    )
+    assert abs(asymptotic(regime) - found) <= 1.0
+
+
+def test_where_mixed_steps_are_free_nothing_is_deferred() -> None:
+    regime = mixed(0.0)
+    assert closed_form(regime) == 1
+    assert asymptotic(regime) == 1.0
+    assert to_run(regime) == 1
+    exact = Recursion(regime)
+    assert exact.best() == 1
+    assert exact.at(64).throughput < 0.98 * exact.at(1).throughput
+    assert exact.at(128).throughput < 0.92 * exact.at(1).throughput
+    assert regime.gain(64) == pytest.approx(
+        exact.at(64).throughput / exact.at(1).throughput, abs=0.005
+    )
+
+
+def test_what_a_prompt_or_a_sequence_costs_has_no_say() -> None:
+    assert closed_form(paper(prefill_s=1e-3)) == closed_form(paper(decode_s=1e-3)) == 26
+
+
+def test_the_threshold_grows_with_what_a_mixed_step_costs() -> None:
+    found = [closed_form(mixed(delta)) for delta in (0.0, 0.001, 0.004, 0.016, 0.064)]
+    assert found == sorted(set(found))
+
+
+def test_a_gain_hardly_worth_it_is_left_alone() -> None:
+    regime = mixed(0.0015)
+    assert closed_form(regime) > 4
+    assert to_run(regime) == 1
+
+
+def test_no_more_than_one_step_can_prefill() -> None:
+    time = StepTime(**{**A100_8B.to_json(), "mixed_s": 0.012})
+    regime = Regime.of(time, slots=256, mean_output=200, mean_prompt=220, budget=2048)
+    assert regime.largest == 9
+    assert closed_form(regime) == 9
+    longer = Regime.of(time, slots=256, mean_output=200, mean_prompt=4000, budget=2048)
+    assert closed_form(longer) == to_run(longer) == 1
+
+
+def test_the_itl_target_caps_what_is_run() -> None:
+    regime = paper()
+    capped = to_run(regime, itl_s=0.2)
+    assert 1 < capped < 13
+    assert regime.pause(capped) <= 0.2 < regime.pause(capped + 1)
+    assert to_run(regime, itl_s=0.05) == 1
+
+
+def test_the_delay_caps_what_is_run() -> None:
+    regime = paper()
+    capped = to_run(regime, max_delay_s=0.1)
+    assert 1 < capped < 13
+    assert regime.hold(capped) <= 0.1 < regime.hold(capped + 1)
+
+
+def test_a_floor_is_a_fixed_cost_to_small_batches() -> None:
+    regime = paper(floor_s=0.050)
+    exact = Recursion(regime)
+    found, best = closed_form(regime), exact.best()
+    assert exact.at(found).throughput >= 0.99 * exact.at(best).throughput
+    # Riding along with decodes that take longer anyway it costs nothing.
+    time = StepTime(decode_fixed_s=0.03, decode_s=1e-4, floor_s=0.05, prefill_s=1e-4)
+    riding = Regime.of(time, slots=256, mean_output=200, mean_prompt=220)
+    assert riding.floor_s == 0.0
+
+
+def test_one_slot() -> None:
+    regime = Regime(1, 10.0, 0.01, 0.0, 0.01, 0.02)
+    assert closed_form(regime) == to_run(regime) == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"slots": 0}, "slots=0"),
+        ({"mean_output": 0.5}, "mean_output=0.5"),
+        ({"mean_prompt": 0.0}, "mean_prompt=0"),
+    ],
+)
+def test_what_no_engine_is_is_refused(change: dict[str, float], said: str) -> None:
+    given = {"slots": 256, "mean_output": 200.0, "mean_prompt": 220.0, **change}
+    with pytest.raises(UsageError, match=said):
+        Regime.of(A100_8B, **given)  # type: ignore[arg-type]

@@ -1,0 +1,113 @@
+"""The same closed system, played request by request: what averages leave out.
+
+Outputs are geometric, prompts' lengths exponential (or all alike). Both are drawn evenly over their
+distributions and then shuffled, so that a sample's mean is the true one and a few ten thousand
+requests are enough. The same seed gives every threshold the same requests.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import defaultdict
+from dataclasses import dataclass
+
+from vllm_sched.cost.threshold import Regime
+
+REQUESTS = 40_000
+
+
+@dataclass(frozen=True, slots=True)
+class Played:
+    """What was seen."""
+
+    throughput: float  # requests per second
+    completion_s: float  # mean over a backlog that was all there at the start
+    served_s: float  # mean time from the start of a request's prefill to its last token
+    itl_p50_s: float
+    itl_p99_s: float
+    itl_max_s: float
+
+
+def play(
+    regime: Regime,
+    threshold: int,
+    *,
+    requests: int = REQUESTS,
+    seed: int = 0,
+    alike: bool = False,
+) -> Played:
+    """Play a backlog until so many have departed; the first are prefilled when the clock starts."""
+    rng = random.Random(seed)
+    slots = regime.slots
+    outputs = _outputs(rng, requests + slots, regime.mean_output)
+    lengths = [1.0] * (requests + slots) if alike else _lengths(rng, requests + slots)
+    ends: defaultdict[int, list[float]] = defaultdict(list)  # by step: when each was admitted
+    for output in outputs[:slots]:
+        ends[output - 1].append(0.0)
+    gaps: list[tuple[float, int]] = []
+    now = finished = served = 0.0
+    step = departed = 0
+    active = admitted = slots
+    while departed < requests:
+        free = slots - active
+        prefill = 0.0
+        if free >= threshold or not active:
+            ahead = slice(admitted, admitted + free)
+            # The batch's cost is linear in its prompts, whatever the length of each.
+            prefill = regime.batch(math.fsum(lengths[ahead]))
+            for output in outputs[ahead]:
+                # Those prefilled in a mixed step decode from the next one on.
+                ends[step + output - regime.exclusive].append(now)
+            admitted += free
+        joining = free if prefill else 0
+        decoding = active + (joining if regime.exclusive else 0)
+        seconds = regime.decode(decoding)
+        now += prefill + seconds
+        if active:
+            gaps.append((prefill + seconds, active))
+        if decoding > active:
+            gaps.append((seconds, decoding - active))
+        gone = ends.pop(step, [])
+        departed += len(gone)
+        finished += now * len(gone)
+        served += now * len(gone) - math.fsum(gone)
+        active += joining - len(gone)
+        step += 1
+    p50, p99, longest = _percentiles(gaps)
+    return Played(departed / now, finished / departed, served / departed, p50, p99, longest)
+
+
+def _outputs(rng: random.Random, count: int, mean: float) -> list[int]:
+    """Draw decode steps, at least one each."""
+    if mean <= 1:
+        return [1] * count
+    log_rest = math.log1p(-1 / mean)
+    drawn = [math.ceil(math.log(u) / log_rest) for u in _even(rng, count)]
+    return [max(each, 1) for each in drawn]
+
+
+def _lengths(rng: random.Random, count: int) -> list[float]:
+    """Draw prompt lengths, as parts of the mean."""
+    return [-math.log(u) for u in _even(rng, count)]
+
+
+def _even(rng: random.Random, count: int) -> list[float]:
+    """Draw one number from each of `count` equal parts of (0, 1], in any order."""
+    drawn = [(index + 1 - rng.random()) / count for index in range(count)]
+    rng.shuffle(drawn)
+    return drawn
+
+
+def _percentiles(gaps: list[tuple[float, int]]) -> tuple[float, float, float]:
+    gaps.sort()
+    whole = sum(count for _, count in gaps)
+    found = []
+    for share in (0.50, 0.99):
+        left = share * whole
+        for gap, count in gaps:
+            left -= count
+            if left <= 0:
+                found.append(gap)
+                break
+    return found[0], found[1], gaps[-1][0]

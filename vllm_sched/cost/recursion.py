@@ -1,0 +1,155 @@
+"""The throughput of a threshold, exactly: a recursion over the number of active slots.
+
+In each step every active sequence ends with probability 1/m, so departures are binomial. From the
+start of a cycle the expected number of steps spent at each count of active slots follows from
+those above it; once enough have departed the batch is prefilled. Where prefills ride along,
+sequences end in that step too, so cycles do not start full: how they start is found by going
+round until it no longer changes.
+
+Cost: about K times the spread of a step's departures, for each K.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from vllm_sched.cost.threshold import Regime
+
+NEGLIGIBLE = 1e-15
+SETTLED, MOST_ROUNDS = 1e-12, 200
+
+
+@dataclass(frozen=True, slots=True)
+class Exact:
+    """What a threshold gives in the long run."""
+
+    throughput: float  # requests per second
+    batch: float  # prompts prefilled together
+    steps: float  # that decode alone, between two batches
+    active: float  # slots at work, averaged over those steps and the one with the batch
+
+
+class Recursion:
+    """All thresholds of one regime; what they share is computed once."""
+
+    def __init__(self, regime: Regime) -> None:
+        self.regime = regime
+        self._rows: dict[int, tuple[int, list[float]]] = {}
+        self._found: dict[int, Exact] = {}
+
+    def at(self, threshold: int) -> Exact:
+        """Return what this threshold gives."""
+        if threshold not in self._found:
+            self._found[threshold] = self._solve(threshold)
+        return self._found[threshold]
+
+    def best(self) -> int:
+        """Find the threshold with the highest throughput, of which there is one hill."""
+        low, high = 1, self.regime.largest
+        while high - low > 2:
+            third = (high - low) // 3
+            left, right = low + third, high - third
+            if self.at(left).throughput < self.at(right).throughput:
+                low = left + 1
+            else:
+                high = right
+        return max(range(low, high + 1), key=lambda k: self.at(k).throughput)
+
+    def _solve(self, threshold: int) -> Exact:
+        regime = self.regime
+        while_held, ends = self._descend({regime.slots: 1.0}, threshold)
+        for _ in range(0 if regime.exclusive else MOST_ROUNDS):
+            before = ends
+            while_held, ends = self._descend(self._after_batch(ends), threshold)
+            if (
+                sum(abs(share - before.get(active, 0.0)) for active, share in ends.items())
+                < SETTLED
+            ):
+                break
+        seconds = sum(share * regime.decode(active) for active, share in while_held.items())
+        steps = sum(while_held.values())
+        worked = sum(share * active for active, share in while_held.items())
+        batch = 0.0
+        for active, share in ends.items():
+            prompts = regime.slots - active
+            batch += share * prompts
+            seconds += share * regime.batch(prompts)
+            if not regime.exclusive:
+                seconds += share * regime.decode(active)
+                worked += share * active
+        work_steps = steps + (0.0 if regime.exclusive else 1.0)
+        return Exact(
+            throughput=batch / seconds if seconds > 0 else math.inf,
+            batch=batch,
+            steps=steps,
+            active=worked / work_steps if work_steps else float(regime.slots),
+        )
+
+    def _descend(
+        self, start: dict[int, float], threshold: int
+    ) -> tuple[dict[int, float], dict[int, float]]:
+        """Return the steps spent at each count of active slots, and at which count it ends."""
+        slots = self.regime.slots
+        coming = dict(start)
+        spent: dict[int, float] = {}
+        for active in range(slots, slots - threshold, -1):
+            share = coming.pop(active, 0.0)
+            if share <= 0:
+                continue
+            least, row = self._departures(active)
+            stays = row[0] if least == 0 else 0.0
+            spent[active] = steps = share / (1 - stays)
+            for departed, chance in enumerate(row, least):
+                if departed:
+                    left = active - departed
+                    coming[left] = coming.get(left, 0.0) + steps * chance
+        return spent, coming
+
+    def _after_batch(self, ends: dict[int, float]) -> dict[int, float]:
+        """Tell how many are active after a step that prefilled a batch while decoding."""
+        start: dict[int, float] = {}
+        for active, share in ends.items():
+            least, row = self._departures(active)
+            for departed, chance in enumerate(row, least):
+                left = self.regime.slots - departed
+                start[left] = start.get(left, 0.0) + share * chance
+        return start
+
+    def _departures(self, active: int) -> tuple[int, list[float]]:
+        """Chances of so many departures in a step, from the least that is not negligible up."""
+        if active not in self._rows:
+            self._rows[active] = binomial(active, 1 / self.regime.mean_output)
+        return self._rows[active]
+
+
+def binomial(trials: int, chance: float) -> tuple[int, list[float]]:
+    """Return the distribution's support that matters: its first value, and the chances."""
+    if chance >= 1 or trials == 0:
+        return trials, [1.0]
+    mode = min(int((trials + 1) * chance), trials)
+    peak = math.exp(
+        math.lgamma(trials + 1)
+        - math.lgamma(mode + 1)
+        - math.lgamma(trials - mode + 1)
+        + mode * math.log(chance)
+        + (trials - mode) * math.log1p(-chance)
+    )
+    odds = chance / (1 - chance)
+    above: list[float] = []
+    value = peak
+    for count in range(mode, trials):
+        value *= odds * (trials - count) / (count + 1)
+        if value < NEGLIGIBLE:
+            break
+        above.append(value)
+    below: list[float] = []
+    value = peak
+    for count in range(mode, 0, -1):
+        value *= count / (odds * (trials - count + 1))
+        if value < NEGLIGIBLE:
+            break
+        below.append(value)
+    row = [*reversed(below), peak, *above]
+    whole = math.fsum(row)
+    return mode - len(below), [value / whole for value in row]
