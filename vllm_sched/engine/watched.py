@@ -1,0 +1,369 @@
+"""What is to be seen of a scheduler, gathered around its steps: for `metrics`, and for `trace`.
+
+It decides nothing, and where neither is wanted it costs a comparison per step. Without any policy
+it works too, so that a step of ours and one of upstream's can be looked at side by side.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections import defaultdict, deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.request import Request
+
+import vllm_sched
+from vllm_sched.cost.fit import OnlineFit
+from vllm_sched.cost.pace import Chunk
+from vllm_sched.cost.step_time import StepShape
+from vllm_sched.engine import metrics, trace
+from vllm_sched.engine.queue import LaneKey, LaneQueue
+from vllm_sched.policies.types import Policy, Step
+
+if TYPE_CHECKING:
+
+    class Upstream(Scheduler):
+        """Either of vLLM's classes, with the policies around it, to the type checker."""
+
+        _policies: Sequence[Policy]
+        _in_flight: deque[Any]
+
+        def clock(self) -> float:
+            """Tell the time that steps are measured by."""
+
+        def _constrain(self, step: Step) -> None: ...
+else:
+    Upstream = object
+
+# vLLM has two steps under way, and one per stage with pipeline parallelism.
+MOST_UNDER_WAY: Final = 64
+# By its lanes prompts are classed where it is on: what is long is its business.
+CLASSES_BY: Final = "long_prompt"
+ALL: Final = "all"
+
+
+class Hold(NamedTuple):
+    """The last time that a lane's gate was found closed."""
+
+    policy: int  # the first that closed it
+    at: float
+    closed: bool  # whether it was the last time that it was asked, too
+
+
+@dataclass(slots=True)
+class UnderWay:
+    """A step whose result is not back yet."""
+
+    output: SchedulerOutput
+    number: int
+    scheduled_at: float
+    budget: int
+    contexts: dict[str, int]  # of those in prefill: tokens computed before
+    running: int
+    waiting: int
+    shape: StepShape | None
+
+
+class Seen:
+    """What was seen of one scheduler."""
+
+    def __init__(
+        self, told: metrics.Metrics | None, kept: trace.TraceFile | None, policies: Sequence[Policy]
+    ) -> None:
+        self.metrics = told
+        self.file = kept
+        self.policies = policies
+        self.budget = 0  # that the step at hand is allowed
+        self._under_way: deque[UnderWay] = deque(maxlen=MOST_UNDER_WAY)
+        self._last_result_at = 0.0
+        self._now = 0.0
+        self._holds: dict[LaneKey, Hold] = {}
+        self._lanes: dict[str, LaneKey] = {}  # that those who run came from
+        self._idle = False  # and said so
+        # A policy's own, if one has it: a second would learn the same.
+        fits = [fit for p in policies if isinstance(fit := getattr(p, "fit", None), OnlineFit)]
+        self._fit = fits[0] if fits else OnlineFit()
+        self._fits = not fits
+        classing = [n for n, policy in enumerate(policies) if policy.name == CLASSES_BY]
+        self._classing = classing[0] if classing else None
+
+    # While a step is made
+
+    def gate(self, lanes: LaneKey, closed_by: int | None) -> None:
+        """Note whether a lane's gate is closed, and whose doing that is."""
+        if closed_by is not None:
+            self._holds[lanes] = Hold(closed_by, self._now, closed=True)
+        elif (hold := self._holds.get(lanes)) is not None and hold.closed:
+            self._holds[lanes] = hold._replace(closed=False)
+
+    def scheduled(
+        self,
+        output: SchedulerOutput,
+        number: int,
+        prefills: Iterable[Request],
+        running: int,
+        queue: Any,
+        shape: StepShape | None,
+    ) -> None:
+        """Note a step that begins."""
+        if isinstance(queue, LaneQueue):
+            self._entered(queue)
+        tokens = output.num_scheduled_tokens
+        # Upstream has counted this step's tokens as computed already.
+        contexts = {
+            r.request_id: r.num_computed_tokens - new
+            for r in prefills
+            if (new := tokens.get(r.request_id, 0))
+        }
+        step = UnderWay(
+            output, number, self._now, self.budget, contexts, running, len(queue), shape
+        )
+        if tokens:
+            self._under_way.append(step)
+            return
+        if self.metrics is not None:
+            self.metrics.stepped(trace.kind(0, 0), 0, 0)
+        if output.finished_req_ids or output.preempted_req_ids:
+            self._keep(step, self._now, self._now)
+
+    def begin(self, now: float, budget: int) -> None:
+        """Note the time, and the budget unless a policy sets another."""
+        self._now = now
+        self.budget = budget
+
+    def _entered(self, queue: LaneQueue) -> None:
+        for request, (since, lanes) in queue.entered.items():
+            self._lanes[request.request_id] = lanes
+            if self.metrics is None:
+                continue
+            for policy, lane in zip(self.policies, lanes, strict=True):
+                self.metrics.admitted(policy.name, lane or ALL)
+            hold = self._holds.get(lanes)
+            if hold is not None and hold.at >= since:
+                self.metrics.held(self.policies[hold.policy].name, self._now - since)
+
+    # When its result is back
+
+    def finished(self, output: SchedulerOutput, now: float) -> None:
+        """Note how long a step took."""
+        # In the order in which they were scheduled; an empty one left nothing here.
+        if all(step.output is not output for step in self._under_way):
+            return
+        while (step := self._under_way.popleft()).output is not output:
+            pass
+        # The engine began it when it was scheduled, or when it was done with the one before.
+        start = max(step.scheduled_at, self._last_result_at)
+        self._last_result_at = now
+        self._keep(step, start, now)
+        if self.metrics is None:
+            return
+        tokens = output.num_scheduled_tokens
+        prefill = sum([tokens[request_id] for request_id in step.contexts])
+        predicted = None
+        if (shape := step.shape) is not None:
+            if (model := self._fit.model) is not None:
+                predicted = model.seconds(shape)
+            if self._fits:
+                self._fit.observe(shape, now - start)
+        self.metrics.stepped(
+            trace.kind(len(step.contexts), len(tokens) - len(step.contexts)),
+            prefill,
+            output.total_num_scheduled_tokens - prefill,
+            now - start,
+            predicted,
+        )
+
+    def _keep(self, step: UnderWay, start: float, end: float) -> None:
+        if self.file is None:
+            return
+        output = step.output
+        self.file.trace.stepped(
+            trace.StepNote(
+                step.number,
+                start,
+                end,
+                step.budget,
+                output.num_scheduled_tokens,
+                step.contexts,
+                step.running,
+                step.waiting,
+                output.preempted_req_ids or (),
+                output.finished_req_ids,
+            )
+        )
+
+    # Now and then
+
+    def show(self, running: Sequence[Request], queue: Any, now: float) -> None:
+        """Write the gauges when it is time to, and once more when all are gone."""
+        if self.metrics is None:
+            return
+        idle = not running and not len(queue)
+        if self.metrics.due(now) or (idle and not self._idle):
+            self.metrics.write(self._state(running, queue), now)
+            self._idle = idle
+
+    def _state(self, running: Sequence[Request], queue: Any) -> metrics.Now:
+        """Take everything countable down; in plain numbers, for the length of this call."""
+        state = metrics.Now()
+        gauges = state.gauges
+        self._lanes = {r.request_id: self._lanes.get(r.request_id, ()) for r in running}
+        if isinstance(queue, LaneQueue):
+            self._lane_gauges(gauges, queue)
+        else:
+            gauges["requests_waiting"][metrics.NO_POLICY, ALL] = len(queue)
+            gauges["requests_running"][metrics.NO_POLICY, ALL] = len(running)
+            waiting = sum([r.num_tokens - r.num_computed_tokens for r in queue])
+            gauges["prefill_backlog_tokens"][ALL,] = waiting
+        self._running_prefills(gauges, running)
+        gauges["step_budget_tokens"][()] = self.budget
+        if (model := self._fit.model) is not None:
+            for name, seconds in model.to_json().items():
+                gauges["step_time_coefficient_seconds"][name.removesuffix("_s"),] = seconds
+        state.policy_gauges = {
+            (p.name, name): value for p in self.policies for name, value in p.gauges().items()
+        }
+        state.policy_counters = {
+            (p.name, name): value for p in self.policies for name, value in p.counters().items()
+        }
+        return state
+
+    def _lane_gauges(self, gauges: metrics.Gauges, queue: LaneQueue) -> None:
+        waiting, oldest = gauges["requests_waiting"], gauges["oldest_wait_seconds"]
+        for policy, counts in zip(self.policies, queue.counts, strict=True):
+            for lane, count in counts.items():
+                waiting[policy.name, lane or ALL] = count.requests
+                oldest[policy.name, lane or ALL] = count.waited if count.requests else 0.0
+        came_from = gauges["requests_running"] = defaultdict(float)
+        for lanes in self._lanes.values():
+            for policy, lane in zip(self.policies, lanes or self._no_lanes, strict=True):
+                came_from[policy.name, lane or ALL] += 1
+        held = gauges["requests_held"] = defaultdict(float)
+        closed = {(h.policy, lanes[h.policy]) for lanes, h in self._holds.items() if h.closed}
+        for number, lane in closed:
+            policy = self.policies[number]
+            held[policy.name, policy.held_reason(lane)] += queue.counts[number][lane].requests
+        backlog = gauges["prefill_backlog_tokens"]
+        for lane, count in queue.counts[self._classing or 0].items():
+            name = ALL if self._classing is None else lane
+            backlog[name,] = backlog.get((name,), 0) + count.tokens
+
+    @property
+    def _no_lanes(self) -> LaneKey:
+        """Of those that met no gate, as they held KV blocks when they came."""
+        return (metrics.OTHER,) * len(self.policies)
+
+    def _running_prefills(self, gauges: metrics.Gauges, running: Sequence[Request]) -> None:
+        backlog, count = gauges["prefill_backlog_tokens"], gauges["prefills_running"]
+        for request in running:
+            if not request.is_prefill_chunk:
+                continue
+            lanes = self._lanes[request.request_id]
+            name = lanes[self._classing] if self._classing is not None and lanes else ALL
+            left = request.num_tokens - request.num_computed_tokens
+            backlog[name,] = backlog.get((name,), 0) + left
+            count[name,] = count.get((name,), 0) + 1
+
+
+class Watched(Upstream):
+    """Shows what the scheduler behind this class does."""
+
+    _seen: Seen | None = None
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        parallel = self.vllm_config.parallel_config
+        engine = parallel.data_parallel_index
+        file = trace.from_environment(engine, parallel.data_parallel_size)
+        told = None
+        if metrics.reaches_the_server():
+            told = metrics.Metrics(_model_name(self.vllm_config.model_config), str(engine))
+            policies = "+".join(policy.name for policy in self._policies) or metrics.NO_POLICY
+            told.fact("info", 1, vllm_sched.__version__, type(self).__name__, policies)
+            told.fact("start_time_seconds", time.time())
+        if file is not None or told is not None:
+            self._seen = Seen(told, file, self._policies)
+        if file is not None:
+            _on_signal(file, self.clock)
+
+    def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
+        """Look at what comes out."""
+        if (seen := self._seen) is None:
+            return super().schedule(*args, **kwargs)
+        running = self.running
+        before = len(running)
+        # Kept by upstream for its own needs: empty means that nobody runs in prefill.
+        prefills = [r for r in running if r.is_prefill_chunk] if self._inflight_prefills else []
+        seen.begin(self.clock(), self.max_num_scheduled_tokens)
+        output: SchedulerOutput = super().schedule(*args, **kwargs)
+        prefills += self.running[before:]
+        seen.scheduled(
+            output,
+            self.current_step,
+            prefills,
+            len(self.running),
+            self.waiting,
+            self._shape(output),
+        )
+        return output
+
+    def update_from_output(
+        self, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Look at how long it took."""
+        if (seen := self._seen) is None:
+            return super().update_from_output(scheduler_output, *args, **kwargs)
+        now = self.clock()
+        seen.finished(scheduler_output, now)
+        outputs = super().update_from_output(scheduler_output, *args, **kwargs)
+        seen.show(self.running, self.waiting, now)
+        return outputs
+
+    def _constrain(self, step: Step) -> None:
+        super()._constrain(step)
+        if self._seen is not None:
+            self._seen.budget = self.max_num_scheduled_tokens
+
+    def add_request(self, request: Request) -> None:
+        """Look at who comes."""
+        file = None if self._seen is None else self._seen.file
+        if file is not None and request.request_id not in self.requests:
+            file.trace.arrived(self.clock(), request.request_id, request.num_prompt_tokens)
+        super().add_request(request)
+
+    def shutdown(self) -> None:
+        """Write what was seen."""
+        if self._seen is not None and (file := self._seen.file) is not None:
+            file.write(self.clock())
+        super().shutdown()
+
+    def _shape(self, output: SchedulerOutput) -> StepShape | None:
+        """Return what the step computes, as the policies' notes have it."""
+        if not self._in_flight or self._in_flight[-1].output is not output:
+            return None
+        note = self._in_flight[-1]
+        chunks: Sequence[Chunk] = note.chunks
+        return StepShape(
+            sum([chunk.tokens for chunk in chunks]),
+            sum([chunk.attention for chunk in chunks]),
+            note.decodes,
+            note.context_tokens,
+        )
+
+
+def _model_name(config: Any) -> str:
+    """Return the name that vLLM's own metrics have."""
+    served = config.served_model_name
+    return str(served[0] if isinstance(served, list) else served or config.model)
+
+
+def _on_signal(file: trace.TraceFile, clock: Any) -> None:
+    try:
+        signal.signal(trace.WRITE_NOW, lambda *_: file.write_aside(clock()))
+    except ValueError:  # not in the main thread: written at the end only
+        trace.logger.info("the trace is written at the end only, not on SIGUSR1")
