@@ -106,7 +106,7 @@ def test_where_mixed_steps_are_free_nothing_is_deferred() -> None:
     exact = Recursion(regime)
     assert exact.best() == 1
     assert exact.at(64).throughput < 0.98 * exact.at(1).throughput
-    assert exact.at(128).throughput < 0.92 * exact.at(1).throughput
+    assert exact.at(128).throughput < 0.94 * exact.at(1).throughput
     assert regime.gain(64) == pytest.approx(
         exact.at(64).throughput / exact.at(1).throughput, abs=0.005
     )
