@@ -20,6 +20,7 @@ import uvloop
 from proxy.config import FleetConfig, WorkerConfig, load
 from proxy.control.admin import admin_app
 from proxy.control.admin_server import AdminServer
+from proxy.control.discovery import Discovery
 from proxy.control.metrics import Metrics
 from proxy.control.probe import Prober
 from proxy.control.recent import Recent
@@ -54,6 +55,7 @@ class App:
         self.metrics = Metrics(self.router)
         self.wire = Wire(self.router, wire_settings(config), self.metrics)
         self.prober = Prober(self.router, probe)
+        self.discovery = Discovery(self.fleet, config, _spec)
         self._admin: AdminServer | None = None
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -70,6 +72,7 @@ class App:
             ) from None
         self._tasks = [
             asyncio.create_task(self.prober.run(), name="probes"),
+            asyncio.create_task(self.discovery.run(), name="discovery"),
             asyncio.create_task(self._admin.run(), name="admin"),
         ]
 
@@ -106,10 +109,12 @@ class App:
             raise ProxyError("this router was not started from a file; there is nothing to reload")
         config = self._placed(load(self.source))
         late = self._takes_a_restart(config)
+        found = self.discovery.reconfigure(config)
         self.config = config
         probe = self.prober.settings = config.router.probe
         self.fleet.down_after, self.fleet.up_after = probe.down_after, probe.up_after
-        self.router.reconfigure(router_settings(config), specs(config))
+        self.router.reconfigure(router_settings(config), [*found, *specs(config)])
+        self.discovery.reloaded()
         self.wire.reconfigure(wire_settings(config))
         logger.info("read %s again: %d workers", self.source, len(self.fleet))
         if late:
@@ -152,7 +157,7 @@ class App:
     async def stop(self) -> None:
         """Stop now."""
         await self.wire.close()
-        for task in self._tasks[:1]:
+        for task in self._tasks[:-1]:
             task.cancel()
         if self._admin is not None:
             self._admin.stop()
@@ -179,6 +184,7 @@ def _spec(worker: WorkerConfig, config: FleetConfig) -> WorkerSpec:
 def router_settings(config: FleetConfig) -> RouterSettings:
     """Tell the core what the file says about routing."""
     routing, router = config.routing, config.router
+    above = routing.disaggregate_above
     return RouterSettings(
         policy=routing.policy,
         short_limit=routing.short_limit,
@@ -189,6 +195,9 @@ def router_settings(config: FleetConfig) -> RouterSettings:
         queue_requests=router.queue.max_requests,
         queue_bytes=router.queue.max_bytes,
         queue_wait_s=router.queue.max_wait_s,
+        transfer=config.transfer is not None,
+        disaggregate_above=None if above == "auto" else above,
+        allow_client_kv_transfer=router.allow_client_kv_transfer,
     )
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from heapq import heappop, heappush
 
 from proxy.core.roster import Roster
-from proxy.core.types import Ask, Decision, Lease
+from proxy.core.types import Ask, Decision, Handover, Lease
 from proxy.core.worker import Worker
 
 # A request without a stream shows no first token; it is taken to come at so many times the
@@ -27,12 +27,25 @@ class Fleet(Roster):
         self._silent: list[tuple[float, int, Lease]] = []
 
     def charge(self, ask: Ask, decision: Decision, now: float) -> Lease:
-        """Charge a request to a worker."""
+        """Charge a request to a worker, or to two."""
+        if decision.handover is not None:
+            return self._charge_both(ask, decision, decision.handover, now)
         worker = decision.worker
         cached = int(decision.cached_tokens * (1.0 - worker.pace.missing))
         prefill = ask.prompt_tokens - cached or 1
         decode = ask.expected_output * ask.samples
         lease = Lease(ask, decision, worker, now, prefill, decode, ask.prompt_tokens + decode)
+        self._charge_prefill(lease, now)
+        pace = worker.pace
+        if ask.generates and not ask.stream:
+            wait = worker.free_at - now + pace.fixed_s
+            heappush(self._silent, (now + SILENT_PATIENCE * wait, worker.served, lease))
+        self.moved(worker)
+        return lease
+
+    def _charge_prefill(self, lease: Lease, now: float) -> None:
+        """Charge what a leg takes that begins with its prompt."""
+        ask, worker, prefill = lease.ask, lease.worker, lease.prefill_tokens
         pace = worker.pace
         idle = not worker.prefill_tokens
         if not idle:
@@ -47,17 +60,73 @@ class Fleet(Roster):
         worker.prefill_tokens += prefill
         if ask.long:
             worker.long_tokens += prefill
-        worker.decode_tokens += decode
+        worker.decode_tokens += lease.decode_tokens
         worker.kv_tokens += lease.kv_tokens
         worker.free_at = max(worker.free_at, now) + pace.token_s * prefill
         if idle:
             worker.heard(now)
         lease.trial = worker.breaker.sent(now)
-        if ask.generates and not ask.stream:
-            wait = worker.free_at - now + pace.fixed_s
-            heappush(self._silent, (now + SILENT_PATIENCE * wait, worker.served, lease))
+
+    # Hand-overs
+
+    def _charge_both(self, ask: Ask, decision: Decision, handover: Handover, now: float) -> Lease:
+        """Charge the prompt to one, and room in the cache and the output to the other, at once."""
+        first = handover.prefill
+        cached = int(handover.cached_tokens * (1.0 - first.pace.missing))
+        prefill = ask.prompt_tokens - cached or 1
+        before = Lease(ask, decision, first, now, prefill, 0, ask.prompt_tokens)
+        self._charge_prefill(before, now)
+        self.moved(first)
+        worker = decision.worker
+        decode = ask.expected_output * ask.samples
+        lease = Lease(ask, decision, worker, now, 0, decode, ask.prompt_tokens + decode)
+        lease.prefill, lease.sent = before, False
+        worker.served = next(self._numbers)
+        worker.requests += 1
+        worker.decode_tokens += decode
+        worker.kv_tokens += lease.kv_tokens
+        lease.trial = worker.breaker.sent(now)
         self.moved(worker)
         return lease
+
+    def hand_over(self, lease: Lease, now: float) -> None:
+        """Note that the prefill is done and the request goes on to the decode worker."""
+        first = lease.prefill
+        if first is None or first.released or lease.released:
+            return
+        worker = first.worker
+        worker.heard(now)
+        if now >= worker.pace.first_due:
+            self._learn_prefill(first, first.decision.handover, now)
+        self.release(first)
+        worker.free_at = now + worker.pace.token_s * worker.prefill_tokens
+        lease.sent = True
+        lease.charged_at = now
+        lease.worker.sequences += lease.ask.samples
+        handover = lease.decision.handover
+        if handover is not None and not lease.ask.stream:
+            wait = handover.transfer_s + lease.worker.pace.fixed_s
+            due = now + SILENT_PATIENCE * wait
+            heappush(self._silent, (due, next(self._numbers), lease))
+
+    def _learn_prefill(self, first: Lease, handover: Handover | None, now: float) -> None:
+        cached = handover.cached_tokens if handover is not None else 0
+        tokens = first.ahead_tokens + first.ask.prompt_tokens - cached
+        pace = first.worker.pace
+        pace.saw_first_token(tokens, first.behind_long, cached, now - first.charged_at, now)
+        if pace.prefills <= LENDS:
+            self._lend(first.worker)
+
+    def _decodes(self, lease: Lease) -> None:
+        """Count a request among those that decode."""
+        worker, samples = lease.worker, lease.ask.samples
+        lease.decoding_before = worker.decoding
+        worker.decoding += samples
+        lease.decoding = samples
+        worker.reprice()
+        self.moved(worker)
+
+    # How they go on
 
     def settle(self, now: float) -> None:
         """Take those that show no first token as decoding once they should be."""
@@ -66,16 +135,20 @@ class Fleet(Roster):
             lease = heappop(silent)[2]
             if lease.prefill_tokens:
                 self._prefilled(lease, now)
+            elif lease.prefill is not None and not lease.released and not lease.decoding:
+                self._decodes(lease)
 
     def first_token(self, lease: Lease, now: float) -> None:
         """Move a request from prefill to decode."""
-        if lease.released or lease.first_token_at is not None:
+        if lease.released or lease.first_token_at is not None or not lease.sent:
             return
         lease.first_token_at = now
         lease.worker.heard(now)
         if lease.trial:
             self.succeeded(lease.worker)
         if not lease.prefill_tokens:
+            if lease.prefill is not None and not lease.decoding:
+                self._decodes(lease)
             return
         ask, worker = lease.ask, lease.worker
         pace = worker.pace
@@ -103,10 +176,9 @@ class Fleet(Roster):
         lease.prefill_tokens = 0
         worker.free_at = now + worker.pace.token_s * worker.prefill_tokens
         if lease.ask.generates:
-            lease.decoding_before = worker.decoding
-            worker.decoding += lease.ask.samples
-            worker.reprice()
-        self.moved(worker)
+            self._decodes(lease)
+        else:
+            self.moved(worker)
 
     def tokens(self, lease: Lease, seen: int) -> None:
         """Note output tokens."""
@@ -124,9 +196,12 @@ class Fleet(Roster):
         if lease.released:
             return False
         lease.released = True
+        if lease.prefill is not None:
+            self.release(lease.prefill)
         worker = lease.worker
         worker.requests -= 1
-        worker.sequences -= lease.ask.samples
+        if lease.sent:
+            worker.sequences -= lease.ask.samples
         worker.decode_tokens -= lease.decode_tokens
         worker.kv_tokens -= lease.kv_tokens
         if lease.prefill_tokens:
@@ -134,8 +209,9 @@ class Fleet(Roster):
             if lease.ask.long:
                 worker.long_tokens -= lease.prefill_tokens
             worker.free_at -= worker.pace.token_s * lease.prefill_tokens
-        elif lease.ask.generates:
-            worker.decoding -= lease.ask.samples
+        if lease.decoding:
+            worker.decoding -= lease.decoding
+            lease.decoding = 0
             worker.reprice()
         lease.prefill_tokens = lease.decode_tokens = lease.kv_tokens = 0
         if not worker.requests:

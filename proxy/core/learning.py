@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from proxy.core.fleet import Fleet
 from proxy.core.types import Ask, Lease, Outcome, Usage
+from proxy.core.worker import Worker
 
 ENOUGH_STEPS = 4  # fewer say little of a step's time
 FAILED, BUSY = Outcome.FAILED, Outcome.BUSY
-CLIENT_GONE, ERRED = Outcome.CLIENT_GONE, Outcome.ERRED
+CLIENT_GONE, ERRED, MOOT = Outcome.CLIENT_GONE, Outcome.ERRED, Outcome.MOOT
 
 
 def judge(
@@ -15,11 +16,11 @@ def judge(
 ) -> None:
     """Tell the breaker. Only the trial closes one that is open: others were sent before."""
     worker = lease.worker
-    if outcome is not CLIENT_GONE:
+    if outcome is not CLIENT_GONE and outcome is not MOOT:
         worker.heard(now)
     if outcome is FAILED or outcome is BUSY:
         fleet.failed(worker, now, retry_after_s, busy=outcome is BUSY)
-    elif outcome is CLIENT_GONE or outcome is ERRED:
+    elif outcome is CLIENT_GONE or outcome is ERRED or outcome is MOOT:
         if outcome is ERRED:
             lease.ask.erred_on += (worker,)
         if lease.trial:
@@ -49,11 +50,17 @@ def learn(lease: Lease, now: float, usage: Usage, decoding: int) -> None:
         if lease.first_token_at is not None:
             if ask.stream and steps >= ENOUGH_STEPS:
                 pace.saw_steps(beside, (now - lease.first_token_at) / steps, now)
-        elif not ask.stream and steps >= 0:
+        elif not ask.stream and steps >= 0 and lease.prefill is None:
             tokens = lease.ahead_tokens + ask.prompt_tokens - cached
             whole_s = now - lease.charged_at
             pace.saw_whole(tokens, lease.behind_long, cached, beside, steps, whole_s, now)
+    if lease.prefill is None:  # else it is the prefill worker that had so much cached
+        saw_cached(worker, cached, usage)
+
+
+def saw_cached(worker: Worker, cached: int, usage: Usage) -> None:
+    """Learn whether a worker has cached what it should have, where it says so."""
     if usage.cached_tokens:
         worker.reports_cache = True
     if worker.reports_cache and cached:
-        pace.saw_cached(min(usage.cached_tokens / cached, 1.0))
+        worker.pace.saw_cached(min(usage.cached_tokens / cached, 1.0))

@@ -58,6 +58,7 @@ class Pool:
         "all",
         "bits",
         "boundaries",
+        "decodes",
         "for_longs",
         "for_shorts",
         "groups",
@@ -66,12 +67,15 @@ class Pool:
         "members",
         "mixed",
         "most",
+        "prefills",
         "ranked",
         "shorts",
     )
 
     def __init__(self, workers: Sequence[Worker]) -> None:
         self.all = [worker for worker in workers if worker.live]
+        self.prefills = [worker for worker in workers if worker.prefills]
+        self.decodes = any(worker.role is Role.DECODE for worker in self.all)
         self.bits = sum(worker.bit for worker in self.all)
         self.members = frozenset(self.all)
         groups: dict[tuple[Role, int], list[Worker]] = {}

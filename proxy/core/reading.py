@@ -12,6 +12,8 @@ from proxy.core.fleet import Fleet
 from proxy.core.forms import form_fields
 from proxy.core.routes import Route, Shape
 from proxy.core.sizing import Sizer
+from proxy.core.splitting import whole_because
+from proxy.core.steering import steering, steering_form
 from proxy.core.types import Ask, Refusal
 from proxy.core.worker import Worker
 
@@ -56,6 +58,8 @@ class Reader:
 
     def __init__(self, fleet: Fleet, sizer: Sizer, short_limit: int) -> None:
         self.short_limit = short_limit
+        self.splits = False  # whether requests may be handed over
+        self.strict = True  # whether clients may not steer KV transfers
         self._fleet = fleet
         self._sizer = sizer
         self._responses: dict[str, str] = {}  # and the worker that stores each
@@ -68,6 +72,8 @@ class Reader:
         if shape is EMPTY:
             return self._by_id(route, request_id)
         if shape is FORM:
+            if self.strict and (named := steering_form(body, content_type)):
+                return refusals.steers(named)
             fields: Any = form_fields(body, content_type)
         else:
             if len(body) > LARGE and values_in(body) > MOST_VALUES:
@@ -78,6 +84,8 @@ class Reader:
                 return refusals.bad_request(f"The body is not JSON: {error}")
             if type(fields) is not dict:
                 return refusals.bad_request("The body must be a JSON object.")
+            if self.strict and (named := steering(fields, body)) is not None:
+                return refusals.steers(named)
         model = fields.get("model")
         if type(model) is not str or not self._fleet.serves(model):
             model = self._only_model(model)
@@ -89,6 +97,9 @@ class Reader:
             self._hash(ask, shape, body)
         if shape is RESPONSE:
             ask.pinned = self._holder(fields.get("previous_response_id"))
+        if self.splits:
+            ask.whole = ask.whole or whole_because(ask, fields)
+            ask.least_output = "min_tokens" in fields
         return ask
 
     def _only_model(self, named: object) -> str | Refusal:

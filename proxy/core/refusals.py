@@ -12,6 +12,12 @@ def bad_request(message: str, param: str | None = None) -> Refusal:
     return Refusal(400, Reason.BAD_REQUEST, message, param=param)
 
 
+def steers(param: str) -> Refusal:
+    """400: the body would steer a transfer between workers, which is no client's business."""
+    message = f"`{param[:100]}` is not taken from clients here; leave it out."
+    return Refusal(400, Reason.BAD_REQUEST, message, "forbidden_parameter", param[:100])
+
+
 def unknown_model(model: str, known: Iterable[str]) -> Refusal:
     """404: no worker is for that model."""
     names = ", ".join(sorted(known)) or "none"

@@ -181,6 +181,7 @@ class Roster:
         if worker.probed:  # it was down: nothing says that its cache is what it was
             self.prefixes.forget(worker.index)
         worker.up = worker.probed = True
+        worker.up_since = now
         worker.pace.seen_at = now
         if not worker.pace.prefills:
             self._borrow(worker)

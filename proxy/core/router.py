@@ -3,6 +3,7 @@
     ask = router.read(route, body, content_type, request_id)
     answer = router.submit(ask, now)       # a Lease, a Ticket or a Refusal
     router.first_token(lease, now); router.tokens(lease, 1); ...
+    router.prefilled(lease, now, usage)    # of a hand-over, between its legs
     router.finish(lease, now, outcome, usage)
     for ticket, answer in router.due(now): ...
 
@@ -15,8 +16,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from proxy.core import learning, placing, refusals
+from proxy.core import handover, learning, placing, refusals
 from proxy.core.fleet import Fleet
+from proxy.core.links import Links
 from proxy.core.queue import Queue
 from proxy.core.reading import Reader
 from proxy.core.retries import RetryBudget
@@ -25,6 +27,7 @@ from proxy.core.routing.registry import rule
 from proxy.core.routing.view import View
 from proxy.core.sizing import Sizer
 from proxy.core.traffic import Traffic
+from proxy.core.transfer_time import TransferTime
 from proxy.core.types import (
     Ask,
     Decision,
@@ -55,6 +58,9 @@ class RouterSettings:
     queue_requests: int = 1024
     queue_bytes: int = 256 * 2**20
     queue_wait_s: float = 30.0
+    transfer: bool = False  # whether KV moves from prefill to decode workers
+    disaggregate_above: int | None = None  # tokens to prefill; None: where it costs less
+    allow_client_kv_transfer: bool = False
 
 
 class Router:
@@ -67,11 +73,15 @@ class Router:
         self.prefixes = fleet.prefixes
         self.queue = Queue(settings.queue_requests, settings.queue_bytes, settings.queue_wait_s)
         self.decisions: dict[tuple[str, Reason], int] = {}
+        self.handovers: dict[tuple[str, str], int] = {}  # by model, and why or why not
+        self.transfers: dict[str, TransferTime] = {}  # by model
+        self.links = Links()
         self.draining = False
         self._reader = Reader(fleet, self.sizer, settings.short_limit)
         self._rule = rule(settings.policy)
         self._retries = RetryBudget(settings.retry_budget)
         self._traffic: dict[str, Traffic] = {}
+        self._split(settings)
         fleet.rank_by(self._rule.rank)
 
     # Reading
@@ -172,25 +182,53 @@ class Router:
 
     def _place(self, ask: Ask, now: float, tried: frozenset[str], *, explain: bool) -> Lease | None:
         view = self._look(ask, now, tried, explain=explain)
-        decision = self._rule.choose(view) if view.candidates else None
+        decision = self._choose(view)
         if decision is None:
             return None
+        if view.pool.decodes and self.settings.transfer:
+            key = ask.model, handover.why(decision, view)
+            self.handovers[key] = self.handovers.get(key, 0) + 1
         if tried:
             decision = replace(decision, reason=Reason.RETRY)
         worker = decision.worker
         lease = self.fleet.charge(ask, decision, now)
         if ask.prefix:
             self.prefixes.record(ask.prefix, worker.index)
+            if decision.handover is not None:
+                self.prefixes.record(ask.prefix, decision.handover.prefill.index)
         self._count(ask.model, decision.reason)
         return lease
+
+    def _choose(self, view: View) -> Decision | None:
+        decision = self._rule.choose(view) if view.candidates else None
+        if decision is None or view.handing is None:
+            return decision
+        return handover.refine(decision, view)
 
     def _look(self, ask: Ask, now: float, tried: frozenset[str], *, explain: bool) -> View:
         queue = self.queue
         waiting = queue.length > 0 and queue.waiting(ask.model, long=True) > 0
         traffic = self._traffic_of(ask.model)
-        return placing.look(
+        view = placing.look(
             self.fleet, ask, now, traffic, tried, longs_waiting=waiting, explain=explain
         )
+        pool = view.pool
+        if not (pool.prefills and pool.decodes and self.settings.transfer) or ask.whole:
+            return view
+        # The last try is for one worker alone: its chance of success is the best.
+        if not tried or len(tried) < self.settings.max_attempts - 1:
+            best = handover.choose_prefill(pool.prefills, ask, now, view.held, tried)
+            if best is not None:
+                time, above = self.transfer_time(ask.model), self.settings.disaggregate_above
+                view.handing = handover.Handing(*best, time, above, self.links)
+        return view
+
+    def transfer_time(self, model: str) -> TransferTime:
+        """Show what is known of a model's transfers."""
+        found = self.transfers.get(model)
+        if found is None:
+            found = self.transfers[model] = TransferTime()
+        return found
 
     def _saw(self, ask: Ask, now: float) -> None:
         traffic = self._traffic_of(ask.model)
@@ -212,9 +250,28 @@ class Router:
 
     def first_token(self, lease: Lease, now: float) -> None:
         """Note the first token of a stream, or the first byte where nothing is generated."""
+        if lease.prefill is not None and lease.sent and lease.first_token_at is None:
+            self._transferred(lease, now)
         self.fleet.first_token(lease, now)
         if lease.ask.erred_on:
             learning.blame(self.fleet, lease.ask, now)
+
+    def _transferred(self, lease: Lease, now: float) -> None:
+        handover = lease.decision.handover
+        if handover is not None and lease.ask.stream and not lease.released:
+            step_s = lease.worker.pace.step_s(lease.worker.decoding)
+            seconds = max(now - lease.charged_at - step_s, 0.0)
+            self.transfer_time(lease.ask.model).saw(handover.tokens, seconds)
+
+    def prefilled(self, lease: Lease, now: float, usage: Usage | None) -> None:
+        """Note that the prefill of a hand-over is done, and the request goes on to be decoded."""
+        first, halves = lease.prefill, lease.decision.handover
+        if first is None or halves is None or first.released:
+            return
+        self.fleet.hand_over(lease, now)
+        learning.judge(self.fleet, first, now, DONE, None)
+        if usage is not None:
+            learning.saw_cached(first.worker, halves.cached_tokens, usage)
 
     def tokens(self, lease: Lease, count: int) -> None:
         """Note output tokens."""
@@ -232,12 +289,20 @@ class Router:
         usage: Usage | None = None,
         retry_after_s: float | None = None,
     ) -> None:
-        """Release what was charged, and learn from how it went."""
+        """Release what was charged, and learn from how it went.
+
+        Of a hand-over the outcome is that of the leg under way.
+        """
         worker = lease.worker
         decoding = worker.decoding
+        leg = lease.under_way
         if not self.fleet.release(lease):
             return
         self.queue.freed(now)
+        if leg is not lease:  # it ended in its prefill
+            learning.judge(self.fleet, leg, now, outcome, retry_after_s)
+            learning.judge(self.fleet, lease, now, Outcome.MOOT, None)
+            return
         learning.judge(self.fleet, lease, now, outcome, retry_after_s)
         if outcome is DONE and lease.ask.erred_on:
             learning.blame(self.fleet, lease.ask, now)
@@ -251,7 +316,7 @@ class Router:
         """Say where a request would go now, with the score of every worker."""
         self.fleet.settle(now)
         view = self._look(ask, now, NOBODY, explain=True)
-        decision = self._rule.choose(view) if view.candidates else None
+        decision = self._choose(view)
         scored = {score.worker: score for score in decision.scores} if decision else {}
         scores = tuple(
             scored.get(w.name)
@@ -275,9 +340,14 @@ class Router:
 
     # Changing
 
+    def _split(self, settings: RouterSettings) -> None:
+        self._reader.splits = settings.transfer
+        self._reader.strict = not settings.allow_client_kv_transfer
+
     def reconfigure(self, settings: RouterSettings, workers: Iterable[WorkerSpec]) -> None:
         """Take a new fleet file: what is learnt of workers that stay is kept."""
         self.settings = settings
+        self._split(settings)
         self._reader.short_limit = settings.short_limit
         self._rule = rule(settings.policy)
         self._retries.share = settings.retry_budget

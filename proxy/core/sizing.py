@@ -96,7 +96,10 @@ class Sizer:
         # Positional, and the rest set after: this is done for every request.
         ask = Ask(request_id, route.name, model, body_bytes, prompt, error, largest, output)
         ask.extra_tokens = extent.tokens
-        ask.text_bytes = 0 if extent.vague else extent.text
+        ask.text_bytes = extent.text
+        if extent.vague:
+            ask.text_bytes = 0
+            ask.whole = "not_text"
         ask.counted = not error
         ask.countable = extent.plain and route.name in COUNTABLE
         if route.generates:

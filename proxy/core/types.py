@@ -36,6 +36,8 @@ class Reason(StrEnum):
     SHORT_POOL = "short_pool"  # fits a short worker, and that was the best place
     LONG_POOL = "long_pool"  # only long workers can hold it, or its size makes it long
     GENERAL_POOL = "general_pool"
+    DECODE_POOL = "decode_pool"  # whole on a decode worker: there is little to prefill
+    HANDOVER = "handover"  # prefill on one worker, decode on another
     SPILL_TO_LONG = "spill_to_long"  # a short that the long pool had room for
     SPILL_TO_SHORT = "spill_to_short"  # a long that a short worker can hold after all
     PREFIX = "prefix"  # a cached prefix decided
@@ -81,6 +83,8 @@ class Ask:
     countable: bool = False  # whether a worker's /tokenize understands its body
     erred_on: tuple[Worker, ...] = ()  # workers that answered it with a 500
     pinned: str = ""  # the worker that holds what it refers to, as a stored response
+    whole: str = ""  # why its prefill and its decode can't be two workers'; empty if they can
+    least_output: bool = False  # whether its body says `min_tokens`
 
     @property
     def needs(self) -> int:
@@ -110,6 +114,7 @@ class Outcome(StrEnum):
     ERRED = "erred"  # a 500: its fault, or the request's; another worker's answer will tell
     FAILED = "failed"  # no connection, another 5xx, a reset, a timeout
     BUSY = "busy"  # 429 or 503 of the worker
+    MOOT = "moot"  # it tells nothing of the worker
 
 
 @dataclass(slots=True, frozen=True)
@@ -132,6 +137,18 @@ class Score:
     harm_s: float = 0.0  # done to those that run
     cached_tokens: int = 0
     note: str = ""  # why it was no candidate, if so
+    prefill_by: str = ""  # the worker that would prefill for it, if another
+
+
+@dataclass(slots=True)
+class Handover:
+    """The half of a decision that only a hand-over has."""
+
+    prefill: Worker  # who prefills; the decision's worker decodes
+    cached_tokens: int  # of the prompt, in the prefill worker's cache
+    tokens: int  # to transfer: those that the decode worker should not have
+    prefill_s: float  # until the prefill worker has answered, predicted
+    transfer_s: float
 
 
 @dataclass(slots=True)
@@ -143,11 +160,22 @@ class Decision:
     predicted_ttft_s: float | None = None
     scores: tuple[Score, ...] = ()  # kept only when somebody asked to see them
     cached_tokens: int = 0  # of the prompt, that the worker should have in its cache
+    handover: Handover | None = None
+
+    @property
+    def route(self) -> str:
+        """Name who serves it: `w0`, or `p0>d0` where it is handed over."""
+        handover = self.handover
+        name = self.worker.name
+        return name if handover is None else f"{handover.prefill.name}>{name}"
 
 
 @dataclass(slots=True, eq=False)
 class Lease:
-    """A worker's capacity, charged for one request until released. Made by `Fleet.charge` alone."""
+    """A worker's capacity, charged for one request until released. Made by `Fleet.charge` alone.
+
+    Of a hand-over it is the decode worker's, and holds the prefill worker's.
+    """
 
     ask: Ask
     decision: Decision
@@ -163,6 +191,15 @@ class Lease:
     seen_tokens: int = 0  # output tokens seen so far, all samples together
     first_token_at: float | None = None
     released: bool = False
+    decoding: int = 0  # samples that count as decoding there
+    prefill: Lease | None = None  # of a hand-over, the prefill worker's
+    sent: bool = True  # False on a decode worker until the prefill is done
+
+    @property
+    def under_way(self) -> Lease:
+        """The lease of the leg that runs: of a hand-over the prefill's, until that is done."""
+        first = self.prefill
+        return self if first is None or first.released else first
 
 
 @dataclass(slots=True, eq=False)

@@ -82,6 +82,7 @@ class Worker:
         "strangers_before",
         "told_max_model_len",
         "up",
+        "up_since",
         "written",
     )
 
@@ -94,6 +95,7 @@ class Worker:
         self.models: tuple[str, ...] = (spec.model,)
 
         self.up = False
+        self.up_since = 0.0  # when it came up last, or was seen to have been started anew
         self.probed = False  # until the first probe answers, nothing is known
         self.draining = False
         self.good_probes = self.failed_probes = 0  # in a row
@@ -153,6 +155,11 @@ class Worker:
     def live(self) -> bool:
         """Whether it may be given anything at all."""
         return self.up and not self.draining and self.role.serves_whole
+
+    @property
+    def prefills(self) -> bool:
+        """Whether it may be given the prefill of a hand-over."""
+        return self.up and not self.draining and self.role is Role.PREFILL
 
     @property
     def limit(self) -> int:

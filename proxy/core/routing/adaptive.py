@@ -15,6 +15,9 @@ worker's places or of its KV cache, and none at all while longs wait for one; un
 worker is there for them. Costs within a few per cent are equal: then the pool that is there for the
 size, the fewest requests, and turn decide.
 
+Where prefill workers are about, a decode worker offers a hand-over in place of the whole if that
+costs less (see `handover`); its cost is then that of both legs.
+
 A cached prefix is worth its prefill time and no more, so requests that share one spread as soon as
 the delay they cause each other exceeds that, and whoever takes the first of them has it cached too.
 
@@ -27,6 +30,7 @@ from __future__ import annotations
 
 from operator import attrgetter
 
+from proxy.core.handover import Handing, has_room
 from proxy.core.routing.view import WRONG, Rule, View, reason_for
 from proxy.core.types import Decision, Reason, Score
 from proxy.core.worker import Worker
@@ -56,7 +60,10 @@ class Adaptive(Rule):
             if not candidates:
                 return None
         costs, uncached = reckon(candidates, view)
+        handed = offers(candidates, costs, view) if view.handing is not None else ()
         worker = cheapest(candidates, costs, long=ask.long)
+        if view.handing is not None and worker in handed:
+            return self._hand_over(worker, view.handing, view)
         reason = reason_for(worker, view)
         cached = worker.cached(held) if held else 0
         uneven = cached and view.pool.bits & ~held[0][1]  # not everybody has as much
@@ -65,6 +72,14 @@ class Adaptive(Rule):
         ttft_s = worker.ttft_s(ask, view.now, cached)
         scores = tuple(score(w, view) for w in candidates) if view.explain else ()
         return Decision(worker, reason, ttft_s, scores, cached)
+
+    def _hand_over(self, worker: Worker, handing: Handing, view: View) -> Decision | None:
+        if not has_room(worker, view.ask):
+            return None  # its prefill would be done before there is anywhere to put it
+        decision = handing.decision(worker, view)
+        if view.explain:
+            decision.scores = tuple(score(w, view) for w in view.candidates)
+        return decision
 
     def rank(self, worker: Worker) -> float:
         """Reckon the cost of a usual request."""
@@ -99,6 +114,20 @@ def reckon(candidates: list[Worker], view: View) -> tuple[list[float], list[floa
     return costs, uncached
 
 
+def offers(candidates: list[Worker], costs: list[float], view: View) -> set[Worker]:
+    """Name those that would better not prefill it themselves; their cost becomes both legs'."""
+    handing = view.handing
+    handed: set[Worker] = set()
+    if handing is None:
+        return handed
+    need = view.ask.prompt_tokens + view.ask.expected_output * view.ask.samples
+    for at, worker in enumerate(candidates):
+        if handing.is_worth(worker, view, costs[at]):
+            costs[at] = handing.cost_s(worker, view) + kv_wait_s(worker, need)
+            handed.add(worker)
+    return handed
+
+
 def cheapest(candidates: list[Worker], costs: list[float], *, long: bool) -> Worker:
     """Return the least cost; among equals, who suits, who has the least, and who waited."""
     near = min(costs) * (1.0 + SAME) + SAME_S
@@ -109,7 +138,15 @@ def cheapest(candidates: list[Worker], costs: list[float], *, long: bool) -> Wor
 def score(worker: Worker, view: View) -> Score:
     """Take a cost apart, for those who want to know."""
     ask, now, pace = view.ask, view.now, worker.pace
-    total = reckon([worker], view)[0][0]
+    costs = reckon([worker], view)[0]
+    handing = view.handing
+    if handing is not None and offers([worker], costs, view):
+        wait, own = handing.prefill_s, handing.transfer.seconds(handing.tokens(worker, view))
+        harm = costs[0] - wait - own - pace.step_s(worker.decoding)
+        by = handing.prefill.name
+        have = handing.cached_tokens
+        return Score(worker.name, costs[0], wait, own, harm, have, prefill_by=by)
+    total = costs[0]
     cached = worker.cached(view.held)
     prefill = pace.first_token_s(ask.prompt_tokens - cached, 0.0, cached) - pace.fixed_s
     wait = worker.wait_s(now, for_long=ask.long)

@@ -5,16 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from proxy.core.handover import Handing
 from proxy.core.pool import Pool
 from proxy.core.traffic import Traffic
-from proxy.core.types import Ask, Decision, Reason
+from proxy.core.types import Ask, Decision, Reason, Role
 from proxy.core.worker import Held, Worker
 
 WRONG = 2  # the misfit of the other size's pool
 
 SHORT_REASONS = Reason.SHORT_POOL, Reason.GENERAL_POOL, Reason.SPILL_TO_LONG
 LONG_REASONS = Reason.LONG_POOL, Reason.GENERAL_POOL, Reason.SPILL_TO_SHORT
-ONLY_CHOICE = Reason.ONLY_CHOICE
+ONLY_CHOICE, DECODE_POOL = Reason.ONLY_CHOICE, Reason.DECODE_POOL
+DECODE = Role.DECODE
 
 
 @dataclass(slots=True)
@@ -30,6 +32,7 @@ class View:
     longs_waiting: bool  # in the router's queue, for this model
     tried: frozenset[str]
     explain: bool  # whether somebody wants to see the scores
+    handing: Handing | None = None  # what a hand-over would be, where there may be one
 
 
 class Rule:
@@ -58,6 +61,8 @@ def reason_for(worker: Worker, view: View) -> Reason:
     misfit = worker.misfit_long if view.ask.long else worker.misfit_short
     if not misfit:
         return own
+    if worker.role is DECODE:
+        return DECODE_POOL
     if len(view.candidates) == 1:
         return ONLY_CHOICE
     return general if misfit < WRONG else other

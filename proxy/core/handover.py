@@ -1,0 +1,154 @@
+"""One request on two workers: when that is better, and which two.
+
+Idea: prefill on a worker that does nothing else, decode on one that is not disturbed by prefills,
+and pay a transfer of the prompt's KV cache in between. Per decode worker the question is one of
+seconds: what the prompt would cost there (its own prefill, and the time that those who decode there
+lose by it) against the prefill worker's wait and prefill, and the transfer. Or, where the operator
+set a threshold, of tokens: those that the decode worker would have to prefill. So the decode worker
+is chosen first, by what the request costs there in the better way; the prefill worker is the one
+that will be done soonest. Nothing is sent to it before the decode worker has room.
+
+Cost: some ten multiplications per prefill worker and per decode worker. How it fails: transfers are
+predicted for the fleet, not for the pair; with a threshold, a busy prefill worker is waited for
+though a decode worker could do it sooner.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import TYPE_CHECKING
+
+from proxy.core.links import Links
+from proxy.core.transfer_time import TransferTime
+from proxy.core.types import Ask, Decision, Handover, Reason, Role
+from proxy.core.worker import Held, Worker
+
+if TYPE_CHECKING:
+    from proxy.core.routing.view import View
+
+DECODE = Role.DECODE
+KV_FULL = 0.95
+GAIN, GAIN_S = 0.03, 0.002  # a hand-over that gains less, as a share and in seconds, is none
+
+
+class Why(StrEnum):
+    """What became of the question whether to hand a request over; a label in metrics."""
+
+    HANDED_OVER = "handed_over"
+    ELSEWHERE = "elsewhere"  # whole, on a worker that is neither for prefill nor for decode
+    NOT_WORTH_IT = "not_worth_it"  # whole on a decode worker: little to prefill
+    CACHED = "cached"  # the same, because most of it should be cached there
+    NO_PREFILL = "no_prefill_worker"  # none is live
+    PREFILL_BUSY = "prefill_busy"  # none that is live takes more, or is connected yet
+    # Or else why it can't be split: see `splitting`.
+
+
+@dataclass(slots=True)
+class Handing:
+    """What a hand-over would be for one request, now."""
+
+    prefill: Worker  # who would prefill
+    prefill_s: float  # until that has answered
+    cached_tokens: int  # there
+    transfer: TransferTime
+    above: int | None  # tokens to prefill; None = where it costs less
+    links: Links
+
+    def tokens(self, worker: Worker, view: View) -> int:
+        """Count what would have to be transferred to a decode worker."""
+        return max(view.ask.prompt_tokens - worker.cached(view.held), 1)
+
+    def cost_s(self, worker: Worker, view: View) -> float:
+        """Reckon what it costs everybody, as `adaptive` reckons the whole."""
+        ask, pace = view.ask, worker.pace
+        transfer_s = self.transfer.seconds(self.tokens(worker, view))
+        step_s = pace.step_s(worker.decoding)
+        output_s = worker.output_price * ask.expected_output * ask.samples
+        return self.prefill_s + transfer_s + step_s + output_s
+
+    def is_worth(self, worker: Worker, view: View, whole_s: float) -> bool:
+        """Whether a decode worker should not prefill a request itself, at such a cost."""
+        if worker.role is not DECODE or self.links.are_cold(self.prefill, worker, view.now):
+            return False
+        if self.above is not None:
+            return self.tokens(worker, view) > self.above
+        return self.cost_s(worker, view) * (1.0 + GAIN) + GAIN_S < whole_s
+
+    def decision(self, worker: Worker, view: View) -> Decision:
+        """Write down a hand-over to a decode worker."""
+        tokens = self.tokens(worker, view)
+        transfer_s = self.transfer.seconds(tokens)
+        handover = Handover(self.prefill, self.cached_tokens, tokens, self.prefill_s, transfer_s)
+        ttft_s = self.prefill_s + transfer_s + worker.pace.step_s(worker.decoding)
+        cached = worker.cached(view.held)
+        return Decision(worker, Reason.HANDOVER, ttft_s, (), cached, handover)
+
+
+def whole_s(worker: Worker, view: View) -> float:
+    """Reckon what a request costs a decode worker and those on it, prompt and all."""
+    ask, now, held = view.ask, view.now, view.held
+    cost = worker.flat_price + worker.prompt_price * ask.prompt_tokens
+    cost += worker.output_price * ask.expected_output * ask.samples
+    cost += worker.wait_s(now, for_long=ask.long)
+    return cost - worker.cached_price * worker.cached(held) if held else cost
+
+
+def has_room(worker: Worker, ask: Ask) -> bool:
+    """Whether a decode worker's cache has room for a request right now."""
+    capacity = worker.kv_capacity
+    if not capacity or not worker.kv_tokens:
+        return True
+    need = ask.prompt_tokens + ask.expected_output * ask.samples
+    return worker.kv_tokens + need <= KV_FULL * capacity
+
+
+def choose_prefill(
+    workers: Iterable[Worker], ask: Ask, now: float, held: Held, tried: frozenset[str]
+) -> tuple[Worker, float, int] | None:
+    """Name the prefill worker that would be done soonest, when, and what it has cached."""
+    best: tuple[Worker, float, int] | None = None
+    for worker in workers:
+        if not worker.takes(now) or worker.name in tried or not _may_prefill(worker, ask):
+            continue
+        cached = worker.cached(held)
+        seconds = worker.ttft_s(ask, now, cached)
+        if best is None or (seconds, worker.served) < (best[1], best[0].served):
+            best = worker, seconds, cached
+    return best
+
+
+def _may_prefill(worker: Worker, ask: Ask) -> bool:
+    return ask.largest_prompt - ask.prompt_error < worker.limit
+
+
+def refine(decision: Decision, view: View) -> Decision | None:
+    """Hand over what a rule that knows nothing of it gave to a decode worker, if that is better.
+
+    None if it has to wait until the decode worker has room.
+    """
+    handing, worker = view.handing, decision.worker
+    if handing is None or decision.handover is not None or worker.role is not DECODE:
+        return decision
+    if not handing.is_worth(worker, view, whole_s(worker, view)):
+        return decision
+    if not has_room(worker, view.ask):
+        return None
+    return replace(handing.decision(worker, view), scores=decision.scores)
+
+
+def why(decision: Decision, view: View) -> str:
+    """Say what became of the question."""
+    ask, worker = view.ask, decision.worker
+    if decision.handover is not None:
+        return Why.HANDED_OVER
+    if ask.whole:
+        return ask.whole
+    if not view.pool.prefills:
+        return Why.NO_PREFILL
+    if view.handing is None:
+        return Why.PREFILL_BUSY
+    if worker.role is not DECODE:
+        return Why.ELSEWHERE
+    return Why.CACHED if 2 * worker.cached(view.held) > ask.prompt_tokens else Why.NOT_WORTH_IT
