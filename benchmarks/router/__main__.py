@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Measure and print; 1 when a request through our router failed, or nothing could be run."""
     args = _arguments(argv)
     console = Console(width=None if sys.stdout.isatty() else 175)
-    peers = [] if args.without_peers else [*opponents.ROUND_ROBIN]
+    peers = [] if args.without_peers else [*opponents.ROUND_ROBIN, opponents.HANDING_OVER]
     if args.cache_aware and peers:
         peers += opponents.CACHE_AWARE
     loads = [name for name in measure.LOADS if name in args.only]
@@ -71,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     found = report.figures(results, decision_us)
     wrong = report.errors(results.samples)
     facts = _facts(args, cpus, busy)
-    names = [side.name for side in sides] or [OURS]
+    names = [*dict.fromkeys(side.name for side in sides)] or [OURS]
     console.print(report.table(found, names, _title(facts)))
     for side, kinds in wrong.items():
         for kind, count in kinds.most_common(5):
@@ -124,7 +124,14 @@ async def _run(
     with running_on(cpus.others):
         async with (
             asyncio.timeout(LONGEST_S),
-            stage(FOLDER, peers, cpus, tell) as sides,
+            stage(
+                FOLDER,
+                peers,
+                cpus,
+                tell,
+                whole=not all(measure.LOADS[name].hands_over for name in loads),
+                hands_over=any(measure.LOADS[name].hands_over for name in loads),
+            ) as sides,
         ):
             return sides, await measure.measure(sides, loads, args.rounds, times, tell)
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from benchmarks.router.load import Load, Tally, closed_loop, streams
 from benchmarks.router.processes import Memory, cpu_seconds, memory
 from benchmarks.router.prompts import Pace, Prompts
-from benchmarks.router.stage import Side
+from benchmarks.router.stage import DIRECT, Side
 from vllm_sched.bench.report import percentile
 
 KIB = 1024
@@ -31,6 +31,7 @@ class Closed:
 
     body_bytes: int
     connections: int
+    hands_over: bool = False  # from a prefill worker to a decode worker
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,7 @@ class Paced:
     streams: int
     gap_ms: int
     start_s: float  # they start one after the other within this time
+    hands_over: bool = False
 
 
 Kind = Closed | Paced
@@ -53,6 +55,9 @@ LOADS: dict[str, Kind] = {
     ONE_BY_ONE: Closed(KIB, 1),
     CHUNKS: Paced(64, gap_ms=25, start_s=0.025),  # a gap: chunks come evenly
     MANY_STREAMS: Paced(2000, gap_ms=500, start_s=2.0),
+    "pd-1kb-c32": Closed(KIB, 32, hands_over=True),
+    "pd-100kb-c32": Closed(100 * KIB, 32, hands_over=True),
+    "pd-chunks": Paced(64, gap_ms=25, start_s=0.025, hands_over=True),
 }
 ONCE = (MANY_STREAMS,)  # the others are played every round
 
@@ -101,19 +106,22 @@ async def measure(
     times: Times,
     tell: Callable[[str], None],
 ) -> Results:
-    """Play every round; the first side is the bare worker, which no stream is measured on."""
+    """Play every round; no stream is measured on the bare worker."""
     samples = []
     for number in range(1, rounds + 1):
         for name in loads:
             if name in ONCE and number < rounds:
                 continue
             kind = LOADS[name]
-            some = list(sides if isinstance(kind, Closed) else sides[1:])
+            some = [side for side in sides if side.hands_over == kind.hands_over]
+            if isinstance(kind, Paced):
+                some = [side for side in some if side.name != DIRECT]
             shift = number % len(some) if some else 0
             for side in some[shift:] + some[:shift]:
                 tell(f"round {number} of {rounds}: {name}, {side.name}")
                 samples.append(await play(side, name, number, times))
-    held = {side.name: memory(pids) for side in sides if (pids := side.pids())}
+    # Of two routers of one name it is the first that counts: what it did is the same in all runs.
+    held = {side.name: memory(pids) for side in reversed(sides) if (pids := side.pids())}
     return Results(samples, held)
 
 

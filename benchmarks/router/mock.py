@@ -1,11 +1,14 @@
 """Workers that cost next to nothing, so that what is measured is the router in front of them.
 
-    python -m benchmarks.router.mock 9001 9002
+    python -m benchmarks.router.mock 9001 9002 --prefill 9003 --decode 9004
 
 They speak as much HTTP as routers do: one request at a time on a connection, bodies with a length.
 A completion with `"stream":true` in a body of at most `READ_BYTES` is paced: `max_tokens` events,
 one every so many milliseconds as its text says (`gap-25ms`: routers may drop fields, but not text).
 Larger bodies go by unread.
+
+Prefill and decode workers hand over as NIXL's do: the one's answer has parameters, the other takes
+them once. Where a body is read, they answer 409 to what is not as it should be.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import functools
+import itertools
 import json
 import re
 import signal
@@ -44,6 +48,12 @@ GAP = re.compile(rb"gap-(\d+)ms")
 STREAM = re.compile(rb'"stream":\s*true')
 COMPLETIONS = (b"POST /v1/chat/completions", b"POST /v1/completions")
 BYTES_PER_TOKEN = 4
+BLOCK_TOKENS = 16
+PREFILL_LEG = re.compile(rb'"do_remote_decode":\s*true')
+ONE_TOKEN = re.compile(rb'"max_(?:completion_)?tokens":\s*1\b')
+DECODE_LEG = re.compile(rb'"do_remote_prefill":\s*true.*"remote_request_id":\s*"([^"]+)"')
+NUMBER = b"0123456789"  # of a prefill, in what is answered
+NOT_AS_IT_SHOULD_BE = 409
 
 
 def chunk(payload: bytes) -> bytes:
@@ -63,9 +73,10 @@ def answer(body: bytes, status: int = 200, kind: bytes = b"application/json") ->
 
 
 @functools.lru_cache(maxsize=4096)
-def completion(body_bytes: int) -> bytes:
+def completion(body_bytes: int, *, prefill: bool = False) -> bytes:
     """Answer a completion; its usage goes by the size of the request."""
     prompt = body_bytes // BYTES_PER_TOKEN
+    parameters = {"kv_transfer_params": transfer(prompt)} if prefill else {}
     message = {"role": "assistant", "content": "Sixteen tokens of the very same answer. " * 2}
     return answer(
         json.dumps(
@@ -81,8 +92,25 @@ def completion(body_bytes: int) -> bytes:
                     "total_tokens": prompt + 16,
                 },
             }
+            | parameters
         ).encode()
     )
+
+
+def transfer(prompt_tokens: int) -> dict[str, object]:
+    """Say where a prompt's blocks are, as a NIXL worker does."""
+    return {
+        "do_remote_prefill": True,
+        "do_remote_decode": False,
+        "remote_block_ids": [[*range(1000, 1000 + prompt_tokens // BLOCK_TOKENS)]],
+        "remote_engine_id": "5a0c3c0e-3f5e-4f0b-9d8c-6d1f5b5e7a11",
+        "remote_request_id": NUMBER.decode(),
+        "remote_host": "127.0.0.1",
+        "remote_port": 5600,
+        "tp_size": 1,
+        "remote_num_tokens": prompt_tokens,
+        "transfer_mode": "pull",
+    }
 
 
 @functools.cache
@@ -200,12 +228,51 @@ class Worker(asyncio.Protocol):
             self._timer.cancel()
 
 
-async def serve(ports: Sequence[int]) -> None:
-    """Be a worker on each of these ports until told to stop."""
+class Prefill(Worker):
+    """One connection to a worker that prefills for others."""
+
+    numbers = itertools.count(1)
+    given: set[bytes] = set()  # noqa: RUF012 - of all connections of this process
+
+    def _reply_to(self, start: bytes, body_bytes: int) -> bytes:
+        if not start.startswith(COMPLETIONS):
+            return fixed(start)
+        number = b"%010d" % next(self.numbers)
+        if body_bytes <= READ_BYTES:
+            self.given.add(number)
+        return completion(body_bytes, prefill=True).replace(NUMBER, number)
+
+    def _serve(self, start: bytes, body: bytes) -> None:
+        leg = PREFILL_LEG.search(body) and ONE_TOKEN.search(body) and not STREAM.search(body)
+        if start.startswith(COMPLETIONS) and not leg:
+            self._transport.write(answer(b'{"error":"no prefill"}', NOT_AS_IT_SHOULD_BE))
+        else:
+            super()._serve(start, body)
+
+
+class Decode(Worker):
+    """One connection to a worker that decodes what another prefilled."""
+
+    def _serve(self, start: bytes, body: bytes) -> None:
+        if start.startswith(COMPLETIONS):
+            leg = DECODE_LEG.search(body)
+            if leg is None or leg[1] not in Prefill.given:
+                self._transport.write(answer(b'{"error":"no decode"}', NOT_AS_IT_SHOULD_BE))
+                return
+            Prefill.given.discard(leg[1])
+        super()._serve(start, body)
+
+
+async def serve(ports: dict[type[Worker], Sequence[int]]) -> None:
+    """Be a worker of its kind on each of these ports until told to stop."""
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
     for signum in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(signum, stop.set)
-    servers = [await loop.create_server(Worker, "127.0.0.1", p, backlog=4096) for p in ports]
+    servers = [
+        await loop.create_server(kind, "127.0.0.1", port, backlog=4096)
+        for kind, some in ports.items()
+        for port in some
+    ]
     await stop.wait()
     for server in servers:
         server.close()
@@ -214,9 +281,12 @@ async def serve(ports: Sequence[int]) -> None:
 def main() -> None:
     """Read the ports and serve."""
     parser = argparse.ArgumentParser(description="mock vLLM workers")
-    parser.add_argument("ports", type=int, nargs="+")
+    parser.add_argument("ports", type=int, nargs="*")
+    parser.add_argument("--prefill", type=int, nargs="+", default=[])
+    parser.add_argument("--decode", type=int, nargs="+", default=[])
+    args = parser.parse_args()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(serve(parser.parse_args().ports))
+        runner.run(serve({Worker: args.ports, Prefill: args.prefill, Decode: args.decode}))
 
 
 if __name__ == "__main__":

@@ -30,11 +30,16 @@ class Opponent:
     name: str
     script: str
     arguments: tuple[str, ...]
+    hands_over: bool = False  # from the first worker to the second
 
     def command(self, folder: Path, workers: Sequence[str], ports: tuple[int, int]) -> list[str]:
         """Return what starts it on a port, its metrics on another."""
         port, metrics_port = map(str, ports)
-        where = ["--host", HOST, "--port", port, "--worker-urls", *workers]
+        where = ["--host", HOST, "--port", port]
+        if self.hands_over:
+            where += ["--prefill", workers[0], "--decode", workers[1]]
+        else:
+            where += ["--worker-urls", *workers]
         metrics = ["--prometheus-host", HOST, "--prometheus-port", metrics_port]
         program = str(folder / "bin" / self.script)
         return [program, *self.arguments, *where, *metrics, "--log-level", "error"]
@@ -48,6 +53,13 @@ ROUND_ROBIN = (
 CACHE_AWARE = (
     Opponent("vllm-router cache-aware", "vllm-router", ("--policy", "cache_aware")),
     Opponent("sglang-router cache-aware", "sglang-router", ("launch", "--policy", "cache_aware")),
+)
+# The other one hands over between SGLang's workers only.
+HANDING_OVER = Opponent(
+    "vllm-router",
+    "vllm-router",
+    ("--vllm-pd-disaggregation", "--policy", "round_robin"),
+    hands_over=True,
 )
 
 

@@ -1,4 +1,7 @@
-"""Puts everything in place: two mock workers, our router over them, and the opponents over them."""
+"""Puts everything in place: two mock workers, our router over them, and the opponents over them.
+
+For hand-overs, the same once more over a prefill and a decode worker.
+"""
 
 from __future__ import annotations
 
@@ -46,6 +49,7 @@ class Side:
     name: str
     port: int
     router: Worker | None = None  # None for the bare worker
+    hands_over: bool = False
 
     def pids(self) -> list[int]:
         """Return its processes; where the router died, raise with what it said last."""
@@ -58,41 +62,58 @@ class Side:
 
 @asynccontextmanager
 async def stage(
-    folder: Path, opponents: Sequence[Opponent], cpus: Cpus, tell: Callable[[str], None]
+    folder: Path,
+    opponents: Sequence[Opponent],
+    cpus: Cpus,
+    tell: Callable[[str], None],
+    *,
+    whole: bool = True,
+    hands_over: bool = False,
 ) -> AsyncIterator[list[Side]]:
     """Start all, wait until each answers, and yield the sides; the bare worker is the first."""
-    ports = [free_port(), free_port()]
+    ports = [free_port() for _ in range(4)]
     urls = [f"http://{HOST}:{port}" for port in ports]
-    command = [sys.executable, mock.__file__, *map(str, ports)]
+    mocks = [*map(str, ports[:2]), "--prefill", str(ports[2]), "--decode", str(ports[3])]
+    command = [sys.executable, mock.__file__, *mocks]
+    routers: list[tuple[Worker, bool]] = []
+    for over, wanted, pair in ((False, whole, urls[:2]), (True, hands_over, urls[2:])):
+        if wanted:
+            theirs = [_theirs(folder, each, pair) for each in opponents if each.hands_over is over]
+            routers += [(each, over) for each in (our_router(folder, pair, over), *theirs)]
     async with AsyncExitStack() as stack:
         tell("starting the mock workers")
         with processes.running_on(cpus.others):
             await stack.enter_async_context(_process("mock workers", command, ports[0]))
         sides = [Side(DIRECT, ports[0])]
-        routers = [our_router(folder, urls), *(_theirs(folder, each, urls) for each in opponents)]
         with processes.running_on(cpus.routers):
-            for router in routers:
+            for router, _ in routers:
                 stack.push_async_callback(asyncio.to_thread, router.stop)
                 router.start()
-        for router in routers:
+        for router, over in routers:
             tell(f"waiting for {router.name}")
             await _wait_served(router)
-            sides.append(Side(router.name, router.port, router))
+            sides.append(Side(router.name, router.port, router, over))
         yield sides
 
 
-def our_router(folder: Path, urls: Sequence[str]) -> Worker:
-    """Describe our router as its users start it: with its defaults."""
+def our_router(folder: Path, urls: Sequence[str], hands_over: bool = False) -> Worker:
+    """Describe our router as its users start it: with its defaults.
+
+    By itself it would leave out hand-overs that are worth as little as those between mock workers.
+    """
     port = free_port()
-    fleet = {
+    first, second = ("prefill", "decode") if hands_over else ("short", "long")
+    fleet: dict[str, object] = {
         "model": mock.MODEL,
         "workers": [
-            {"name": "s0", "role": "short", "url": urls[0]},
-            {"name": "l0", "role": "long", "url": urls[1]},
+            {"name": f"{first[0]}0", "role": first, "url": urls[0]},
+            {"name": f"{second[0]}0", "role": second, "url": urls[1]},
         ],
         "router": {"host": HOST, "port": port, "admin": {"host": HOST, "port": free_port()}},
     }
-    path = folder / "fleet.yaml"
+    if hands_over:
+        fleet |= {"transfer": "nixl", "routing": {"disaggregate_above": 1}}
+    path = folder / ("handover.yaml" if hands_over else "fleet.yaml")
     path.write_text(yaml.safe_dump(fleet, sort_keys=False))
     script = Path(sys.executable).with_name("vllm-sched")
     return _process(OURS, [str(script), "router", str(path.absolute())], port)

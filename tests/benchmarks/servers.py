@@ -13,9 +13,9 @@ DEADLINE_S = 10.0
 
 
 @asynccontextmanager
-async def mock_worker() -> AsyncIterator[int]:
+async def mock_worker(kind: type[mock.Worker] = mock.Worker) -> AsyncIterator[int]:
     """Be a mock worker; yields its port."""
-    server = await asyncio.get_running_loop().create_server(mock.Worker, "127.0.0.1", 0)
+    server = await asyncio.get_running_loop().create_server(kind, "127.0.0.1", 0)
     async with server:
         yield server.sockets[0].getsockname()[1]
 

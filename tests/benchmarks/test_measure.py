@@ -43,16 +43,23 @@ async def test_sides_take_turns_and_some_loads_come_once(monkeypatch: pytest.Mon
     monkeypatch.setattr(
         measure,
         "LOADS",
-        {"a": Closed(1024, 1), "streams": Paced(2, gap_ms=20, start_s=0.02)},
+        {
+            "a": Closed(1024, 1),
+            "over": Closed(1024, 1, hands_over=True),
+            "streams": Paced(2, gap_ms=20, start_s=0.02),
+        },
     )
     told: list[str] = []
     async with mock_worker() as port:
         sides = [Side(name, port) for name in ("direct", "x", "y")]
-        found = await measure.measure(sides, ["a", "streams"], 2, TIMES, told.append)
+        sides.append(Side("x", port, hands_over=True))
+        found = await measure.measure(sides, ["a", "over", "streams"], 2, TIMES, told.append)
     order = [(sample.round, sample.load, sample.side) for sample in found.samples]
     assert order == [
         *((1, "a", side) for side in ("x", "y", "direct")),
+        (1, "over", "x"),
         *((2, "a", side) for side in ("y", "direct", "x")),
+        (2, "over", "x"),
         *((2, "streams", side) for side in ("x", "y")),
     ]
     assert len(told) == len(order)

@@ -14,9 +14,9 @@ from tests.benchmarks.servers import mock_worker
 from vllm_sched.workers.launch import Worker, free_port
 
 
-async def ask(*pieces: bytes, answers: int = 1) -> bytes:
+async def ask(*pieces: bytes, answers: int = 1, kind: type[mock.Worker] = mock.Worker) -> bytes:
     """Send pieces apart; return what comes back until so many answers with a length are whole."""
-    async with mock_worker() as port:
+    async with mock_worker(kind) as port:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         for piece in pieces:
             writer.write(piece)
@@ -111,9 +111,50 @@ async def test_a_stream_that_is_left_ends() -> None:
     assert len(sent) == 2
 
 
+PREFILL_LEG = {"max_tokens": 1, "stream": False, "kv_transfer_params": {"do_remote_decode": True}}
+
+
+async def test_blocks_are_handed_over_once() -> None:
+    leg = json.dumps(PREFILL_LEG | {"prompt": "x" * 400}).encode()
+    answer = json.loads(body_of(await ask(post("/v1/completions", leg), kind=mock.Prefill)))
+    params = answer["kv_transfer_params"]
+    assert params["do_remote_prefill"] is True
+    assert len(params["remote_block_ids"][0]) == params["remote_num_tokens"] // mock.BLOCK_TOKENS
+    decode = post("/v1/completions", json.dumps({"kv_transfer_params": params}).encode())
+    assert (await ask(decode, kind=mock.Decode)).startswith(b"HTTP/1.1 200")
+    assert (await ask(decode, kind=mock.Decode)).startswith(b"HTTP/1.1 409")
+    again = json.loads(body_of(await ask(post("/v1/completions", leg), kind=mock.Prefill)))
+    assert again["kv_transfer_params"] != params
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"max_tokens": 1},
+        PREFILL_LEG | {"max_tokens": 16},
+        PREFILL_LEG | {"stream": True},
+        PREFILL_LEG | {"kv_transfer_params": {"do_remote_decode": False}},
+    ],
+)
+async def test_what_is_no_prefill_leg_is_answered_with_409(body: object) -> None:
+    for kind in (mock.Prefill, mock.Decode):
+        found = await ask(post("/v1/completions", json.dumps(body).encode()), kind=kind)
+        assert found.startswith(b"HTTP/1.1 409")
+
+
+async def test_a_large_prefill_leg_gets_parameters_unread() -> None:
+    large = post("/v1/completions", b"x" * 100_000)
+    body = json.loads(body_of(await ask(large, kind=mock.Prefill)))
+    assert body["kv_transfer_params"]["remote_num_tokens"] == 25_000
+    for kind in (mock.Prefill, mock.Decode):
+        found = await ask(b"GET /health HTTP/1.1\r\n\r\n", kind=kind)
+        assert found.startswith(b"HTTP/1.1 200")
+
+
 async def test_it_serves_on_all_its_ports_until_told_to_stop() -> None:
-    ports = [free_port(), free_port()]
-    command = [sys.executable, mock.__file__, *map(str, ports)]
+    ports = [free_port() for _ in range(4)]
+    whole, prefill, decode = map(str, ports[:2]), str(ports[2]), str(ports[3])
+    command = [sys.executable, mock.__file__, *whole, "--prefill", prefill, "--decode", decode]
     async with Worker(command, port=ports[0], name="mock", deadline_s=20) as worker:
         for port in ports:
             _, writer = await asyncio.open_connection("127.0.0.1", port)

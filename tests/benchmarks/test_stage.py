@@ -29,6 +29,13 @@ def test_our_router_is_started_as_its_users_do(tmp_path: Path) -> None:
     assert (routing.policy, routing.prefix_affinity, routing.tokenize) == ("adaptive", True, True)
 
 
+def test_our_router_hands_everything_over_where_that_is_measured(tmp_path: Path) -> None:
+    urls = ["http://127.0.0.1:9001", "http://127.0.0.1:9002"]
+    fleet = load(Path(our_router(tmp_path, urls, hands_over=True).command[2]))
+    assert [(w.role, w.url) for w in fleet.workers] == [("prefill", urls[0]), ("decode", urls[1])]
+    assert fleet.routing.disaggregate_above == 1
+
+
 def test_no_proxy_stands_between_a_router_and_its_workers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -48,6 +55,13 @@ def test_an_opponent_has_workers_ports_and_a_policy(opponent: opponents.Opponent
     assert (pairs["--port"], pairs["--prometheus-port"]) == ("5000", "5001")
     at = command.index("--worker-urls")
     assert command[at + 1 : at + 3] == ["http://a:1", "http://b:2"]
+
+
+def test_an_opponent_that_hands_over_knows_from_whom_to_whom() -> None:
+    command = opponents.HANDING_OVER.command(Path("/peers"), ["http://a:1", "http://b:2"], (1, 2))
+    pairs = dict(pairwise(command))
+    assert (pairs["--prefill"], pairs["--decode"]) == ("http://a:1", "http://b:2")
+    assert "--worker-urls" not in command
 
 
 def test_a_side_knows_its_processes_while_they_live() -> None:
