@@ -51,7 +51,7 @@ PLACES: Final[dict[Kind, tuple[tuple[int, ...], ...]]] = {
 }
 # How much each coefficient is drawn towards nothing, relative to what speaks for it: always, and
 # besides by so many times the variance of an error over the number of steps.
-RIDGE: Final = (1e-9, 3e-4, 3e-4, 1e-5, 1e-9, 3e-4, 3e-4)
+RIDGE: Final = (1e-9, 3e-5, 3e-5, 1e-5, 1e-9, 3e-5, 3e-5)
 DOUBT: Final = (0.0, 16.0, 16.0, 0.0, 0.0, 16.0, 16.0)
 FIXED: Final = 0
 SLOPES: Final = (2, 1)

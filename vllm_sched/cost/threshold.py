@@ -29,8 +29,9 @@ from typing import Self
 from vllm_sched.cost.step_time import StepTime
 from vllm_sched.errors import UsageError
 
-# The optimum is flat: half of it has nearly all of the gain, and half of the pause.
-SHARE_RUN = 0.5
+# The optimum is flat: half of it has nearly all of the gain, and half of the pause. Where prefills
+# cost much it is less flat, so no less is run than what keeps this much of the best throughput.
+SHARE_RUN, KEPT = 0.5, 0.99
 # A predicted gain below this is not worth anybody's wait.
 WORTHWHILE = 1.02
 
@@ -167,8 +168,16 @@ def closed_form(regime: Regime) -> int:
 
 
 def to_run(regime: Regime, *, itl_s: float | None = None, max_delay_s: float | None = None) -> int:
-    """Choose the threshold to run: half of the best, within what may be waited; 1 if in vain."""
-    wanted = max(int(SHARE_RUN * asymptotic(regime) + 0.5), 1)
+    """Choose the threshold to run: about half of the best, within bounds; 1 if in vain."""
+    best = asymptotic(regime)
+    wanted, enough = max(int(SHARE_RUN * best + 0.5), 1), math.ceil(best)
+    least = KEPT * regime.throughput(best)
+    while wanted < enough:
+        middle = (wanted + enough) // 2
+        if regime.throughput(middle) < least:
+            wanted = middle + 1
+        else:
+            enough = middle
     if itl_s is not None and regime.prompt_s > 0:
         spare = itl_s - regime.decode(regime.slots) - regime.batch_fixed_s
         wanted = min(wanted, int(max(spare, 0.0) / regime.prompt_s))
