@@ -1,0 +1,320 @@
+"""Once the engine is full, hold admissions until K requests have departed.
+
+Idea: a step that prefills costs something fixed, however many prompts it prefills; let several
+share it. Source: deferred prefill for throughput maximisation, where prefill and decode steps are
+apart (`exclusive`). In vLLM V1 prefills ride along with decodes, and what can be shared is the
+extra fixed time of such a mixed step: often nothing, and then waiting only leaves slots idle. So
+`departures: auto` fits the times of steps while it runs, and holds nobody unless the model says
+that it pays; it runs half of the best K, which keeps nearly all of the gain.
+
+Full is: no slot was left after a step's admissions, or somebody found no room in the KV cache. In
+the first case free slots are counted; in the second departures, and the room they leave: what K
+typical requests held is enough, whoever left it. A hold ends at once when nothing runs and when
+fewer wait than would fill the batch. K falls in the second half of the longest hold, so every hold
+ends, and nobody is held for longer than that in all. Never held: requests that are mostly cached or
+whose KV comes from elsewhere, and preempted ones.
+
+Cost per step: O(1). How it fails: gaps between tokens grow with K, since a batch of prompts is one
+long step (`itl_ms` caps K); nothing is learnt of decoding where every step prefills, so at times a
+step goes without admissions; with requests that come as fast as they depart and none waiting there
+is no batch to fill, and nothing is held.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import ClassVar, Final, Literal
+
+from pydantic import Field
+
+from vllm_sched.cost.fit import OnlineFit
+from vllm_sched.cost.step_time import StepShape
+from vllm_sched.cost.threshold import Regime, asymptotic, to_run
+from vllm_sched.errors import UsageError
+from vllm_sched.policies.types import (
+    EngineFacts,
+    Gate,
+    LaneCount,
+    Policy,
+    RequestView,
+    Settings,
+    Step,
+    StepResult,
+)
+
+DEFERRABLE, DIRECT = "deferrable", "direct"
+
+# With so much of it cached a request's prefill is not worth waiting for others.
+CACHED_SHARE: Final = 0.5
+# K is reckoned anew after so many steps, at least so many prompts and answers into the run.
+RECKON_EVERY, ENOUGH_REQUESTS = 64, 8
+# After so many steps in a row with prefill one goes without, to see what decoding alone takes.
+PROBE_EVERY: Final = 64
+# The share of what was seen of lengths that outlives one more request.
+MEMORY: Final = 0.98
+NOBODY = LaneCount()
+ENDS: Final = ("departures", "room", "few", "idle", "overdue")
+End = Literal["departures", "room", "few", "idle", "overdue"]
+
+
+class DeferredPrefillSettings(Settings):
+    """How many departures to wait for, and for how long at most."""
+
+    departures: int | Literal["auto"] = Field(
+        "auto", description="requests that depart before others enter; auto = as measured costs say"
+    )
+    itl_ms: float | None = Field(
+        None, gt=0, description="with auto: gap between tokens that a batch of prefills may cause"
+    )
+    max_delay_ms: float = Field(
+        1000.0, gt=0, description="longest time that a request is held for the sake of others"
+    )
+    max_delay_steps: int = Field(512, ge=1, description="longest time of a hold in steps")
+    exclusive: bool = Field(
+        False, description="decodes pause while prompts are in prefill, as in the paper"
+    )
+
+
+class Lengths:
+    """Mean output and mean prompt, cached parts aside, of what comes and goes here."""
+
+    def __init__(self) -> None:
+        self._outputs = self._departed = 0.0
+        self._prefilled = self._admitted = 0.0
+
+    def departed(self, outputs: int) -> None:
+        """Count an answer."""
+        self._outputs = MEMORY * self._outputs + outputs
+        self._departed = MEMORY * self._departed + 1
+
+    def admitted(self) -> None:
+        """Count a prompt; what it takes is seen in the steps."""
+        self._prefilled *= MEMORY
+        self._admitted = MEMORY * self._admitted + 1
+
+    def prefilled(self, tokens: int) -> None:
+        """Add the prefill of a step."""
+        self._prefilled += tokens
+
+    @property
+    def known(self) -> bool:
+        """Whether enough was seen."""
+        return min(self._departed, self._admitted) >= ENOUGH_REQUESTS and self._prefilled > 0
+
+    @property
+    def output(self) -> float:
+        """Decode steps of a request: its first token comes with the prefill."""
+        return max(self._outputs / self._departed - 1, 1.0)
+
+    @property
+    def prompt(self) -> float:
+        """Tokens to prefill of a request."""
+        return max(self._prefilled / self._admitted, 1.0)
+
+
+class DeferredPrefill(Policy):
+    """See the module's text."""
+
+    name: ClassVar[str] = "deferred_prefill"
+    settings_type: ClassVar[type[Settings]] = DeferredPrefillSettings
+    settings: DeferredPrefillSettings
+
+    def __init__(self, facts: EngineFacts, settings: DeferredPrefillSettings) -> None:
+        super().__init__(facts, settings)
+        asked = settings.departures
+        if asked != "auto" and not 1 <= asked <= facts.max_num_seqs:
+            raise UsageError(
+                f"deferred_prefill.departures={asked} is out of range: no more than "
+                f"max_num_seqs={facts.max_num_seqs} can depart; give 1 to {facts.max_num_seqs}, "
+                "or auto"
+            )
+        self._auto = asked == "auto"
+        self.threshold = 1 if asked == "auto" else asked
+        self.best = float(self.threshold)
+        self.fit = OnlineFit()
+        self.lengths = Lengths()
+        self._longest_s = settings.max_delay_ms / 1000
+        self._step = Step(index=0, now=0.0, budget=0, decodes=0, prefills=())
+        self._running_full = facts.max_num_seqs  # how many run when the engine is full
+        self._free_left = facts.max_num_seqs  # slots, after the admissions of the last step
+        self._reckoned = 0  # the step in which K was reckoned
+
+        # The hold, while there is one.
+        self.holding = False
+        self._since = 0.0
+        self._steps = 0
+        self._departed = 0
+        self._room_then = 0.0  # share of the KV cache
+        self._slots_full = True
+        self._head = ""  # who was first in line when last asked, and has been held since
+        self._head_since = 0.0
+
+        self._probing = False
+        self._mixed_in_a_row = 0
+        self._paused_since: float | None = None
+        self._ended: dict[End, int] = dict.fromkeys(ENDS, 0)
+        self._held_s = 0.0
+
+    # Who waits where
+
+    def lane(self, request: RequestView, cached: Callable[[], int]) -> str:
+        """Never hold who has little to compute, or was admitted before."""
+        if request.num_preemptions:
+            return DIRECT
+        if not self._auto and self.threshold == 1:
+            return DEFERRABLE  # which is never held: the look-up would be in vain
+        return DIRECT if cached() >= CACHED_SHARE * request.num_tokens else DEFERRABLE
+
+    def gate(self, lane: str, head: RequestView, waited: float) -> Gate:
+        """Close it while a hold lasts, to those who may be held."""
+        if lane != DEFERRABLE or not (self.holding or self._probing):
+            return Gate.OPEN
+        if head.request_id != self._head:
+            self._head, self._head_since = head.request_id, self._step.now
+        return Gate.CLOSED
+
+    def admitted(self, request: RequestView) -> None:
+        """Count a slot taken."""
+        self._free_left -= 1
+        self.lengths.admitted()
+        if request.request_id == self._head:
+            self._head = ""
+
+    def departed(self, request: RequestView, now: float) -> None:
+        """Learn how long answers are."""
+        if request.num_output_tokens > 0:
+            self.lengths.departed(request.num_output_tokens)
+
+    def held_reason(self, lane: str) -> str:
+        """Say why nobody enters."""
+        return "probe" if self._probing and not self.holding else "departures"
+
+    # The step
+
+    def begin_step(self, step: Step, lanes: Mapping[str, LaneCount]) -> None:
+        """Begin a hold, or end it."""
+        waiting = lanes.get(DEFERRABLE, NOBODY).requests
+        free_before, self._free_left = self._free_left, step.free_slots
+        before, self._step = self._step, step
+        slots_full = free_before <= 0 or step.free_slots <= 0
+        if slots_full or step.refused is not None:
+            self._running_full = max(step.running + step.departed, 1)
+        if self._auto and step.index - self._reckoned >= RECKON_EVERY:
+            self._reckon(step.index)
+        self._probing = self._probe_due(step, full=slots_full)
+        if self.holding:
+            self._steps += 1
+            self._departed += step.departed
+            self._held_s += max(step.now - before.now, 0.0)
+        elif self.threshold > 1 and waiting and (slots_full or step.refused is not None):
+            self.holding = True
+            self._since, self._steps = step.now, 0
+            self._departed = step.departed
+            self._room_then = step.kv_free
+            self._slots_full = slots_full
+        if self.holding and (end := self._end(step, waiting)):
+            self.holding = False
+            self._ended[end] += 1
+
+    def pauses_decodes(self, step: Step) -> bool:
+        """Keep prefill and decode apart if so asked, but not for longer than anybody is held."""
+        if not self.settings.exclusive:
+            return False
+        # One that found no room is not waited for: room comes from decodes that end.
+        if not (step.prefills or (step.refused is None and step.may_enter())):
+            self._paused_since = None
+            return False
+        if self._paused_since is None:
+            self._paused_since = step.now
+        elif step.now - self._paused_since >= self._longest_s:
+            self._paused_since = None
+            return False
+        return True
+
+    def observe(self, result: StepResult) -> None:
+        """Learn what steps take and how long prompts are."""
+        tokens = sum(chunk.tokens for chunk in result.chunks)
+        self.lengths.prefilled(tokens)
+        if not self._auto:
+            return
+        if tokens and result.decodes:
+            self._mixed_in_a_row += 1
+        elif result.decodes:
+            self._mixed_in_a_row = 0
+        pairs = sum(chunk.attention for chunk in result.chunks)
+        shape = StepShape(tokens, pairs, result.decodes, result.context_tokens)
+        self.fit.observe(shape, result.seconds)
+
+    def gauges(self) -> Mapping[str, float]:
+        """Show K, what it is made from, and the fitted coefficients."""
+        shown = {"k": float(self.threshold), "k_best": self.best, "holding": float(self.holding)}
+        if self.lengths.known:
+            shown |= {
+                "mean_output_tokens": self.lengths.output,
+                "mean_prompt_tokens": self.lengths.prompt,
+            }
+        if self.fit.model is not None:
+            shown |= {f"fit_{name}": value for name, value in self.fit.model.to_json().items()}
+        return shown
+
+    def counters(self) -> Mapping[str, float]:
+        """Count holds by how they ended, and the time spent in them."""
+        return {
+            **{f"holds_ended_{end}": float(count) for end, count in self._ended.items()},
+            "starvation_releases": float(self._ended["overdue"]),
+            "held_seconds": self._held_s,
+        }
+
+    # Inside
+
+    def _end(self, step: Step, waiting: int) -> End | None:
+        """Say why the hold ends now, if it does."""
+        if not step.running:
+            return "idle"
+        # The longest that this hold, or the one in front over all its holds, has lasted.
+        lasted = step.now - self._since
+        if self._head:
+            lasted = max(lasted, step.now - self._head_since)
+        progress = max(lasted / self._longest_s, self._steps / self.settings.max_delay_steps)
+        if progress >= 1:
+            return "overdue"
+        wanted = math.ceil(self.threshold * min(2 * (1 - progress), 1.0))
+        if waiting < wanted:
+            return "few"
+        if (step.free_slots if self._slots_full else self._departed) >= wanted:
+            return "departures"
+        if not self._slots_full:
+            typical = (1 - self._room_then) / self._running_full
+            if step.kv_free - self._room_then >= wanted * typical:
+                return "room"
+        return None
+
+    def _probe_due(self, step: Step, *, full: bool) -> bool:
+        """Whether to go without admissions once, to see what decoding alone takes."""
+        if self._mixed_in_a_row < PROBE_EVERY or step.prefills or not full:
+            return False
+        self._mixed_in_a_row = 0
+        return True
+
+    def _reckon(self, index: int) -> None:
+        self._reckoned = index
+        model = self.fit.model
+        if model is None or not self.lengths.known:
+            return
+        regime = Regime.of(
+            model,
+            slots=self._running_full,
+            mean_output=self.lengths.output,
+            mean_prompt=self.lengths.prompt,
+            exclusive=self.settings.exclusive,
+            budget=self.facts.max_num_batched_tokens,
+        )
+        itl_ms = self.settings.itl_ms
+        self.best = asymptotic(regime)
+        self.threshold = to_run(
+            regime,
+            itl_s=None if itl_ms is None else itl_ms / 1000,
+            # K holds for the first half of the longest hold.
+            max_delay_s=self._longest_s / 2,
+        )
