@@ -13,6 +13,7 @@ from proxy.config import Draft, FleetConfig, WorkerConfig, load, shown
 from proxy.errors import ConfigError, Problem
 from vllm_sched.cli import demo, explain, up
 from vllm_sched.cli.text import columns
+from vllm_sched.cli.wiring import agreement
 from vllm_sched.errors import UsageError
 from vllm_sched.policies import registry
 
@@ -54,8 +55,8 @@ def _command(commands: Commands, name: str, what: str) -> argparse.ArgumentParse
 
 
 def read(path: Path) -> FleetConfig:
-    """Read a fleet file; policies are checked too, which the router knows nothing of."""
-    return load(path, also=[policies])
+    """Read a fleet file; what workers are launched with is checked too, which no router knows."""
+    return load(path, also=[policies, agreement])
 
 
 def policies(draft: Draft) -> Iterator[Problem]:

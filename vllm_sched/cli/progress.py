@@ -69,6 +69,11 @@ class Progress:
             if all(each.state is State.STOPPED for each in self._rows.values()):
                 self._line("the workers are stopped", "dim")
 
+    def say(self, text: str) -> None:
+        """Say something of what runs."""
+        with self._lock, suppress(*GONE):
+            self._line(text, "dim")
+
     def _write(self, news: News) -> None:
         name = news.worker
         if news.state is State.DIED:

@@ -17,10 +17,12 @@ from rich.console import Console
 from proxy.config import FleetConfig, LaunchConfig, WorkerConfig
 from proxy.errors import ConfigError, Problem
 from vllm_sched.cli.progress import Progress
+from vllm_sched.cli.wiring import absent, wiring_of
 from vllm_sched.errors import UsageError
 from vllm_sched.workers import launch
 from vllm_sched.workers.launch import Side, Worker, WorkerError
 from vllm_sched.workers.supervise import Supervisor
+from vllm_sched.workers.transfer import Wiring
 
 if TYPE_CHECKING:
     import argparse
@@ -59,13 +61,20 @@ def up(path: Path, config: FleetConfig, log_dir: Path | None) -> int:
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         jobs = [each for each in config.workers if each.launch]
-        workers = [described(config, each, path.parent, logs) for each in jobs]
+        wired = [wiring_of(config, each) for each in jobs]
+        workers = [
+            described(config, each, path.parent, logs, wiring=wiring)
+            for each, wiring in zip(jobs, wired, strict=True)
+        ]
         devices = [device(each.launch.env) for each in jobs if each.launch]
         files = {worker.name: worker.log for worker in workers}
         with (
             Progress(Console(stderr=True), files) as progress,
             Supervisor(workers, progress.tell, devices=devices),
         ):
+            for worker, wiring in zip(workers, wired, strict=True):
+                if wiring.said:
+                    progress.say(f"{worker.name}: {wiring.said}")
             return run(path, config=config)
     except KeyboardInterrupt:
         print("vllm-sched up: interrupted", file=sys.stderr)
@@ -90,6 +99,7 @@ def _problems_here(config: FleetConfig) -> Iterator[Problem]:
             "workers", "none has a launch: block, so there is nothing to start; add one, or "
             "use `vllm-sched router`"
         )  # fmt: skip
+    yield from absent(config)
     offered = os.sched_getaffinity(0)
     for index, worker in enumerate(config.workers):
         if worker.launch is None or worker.address is None:
@@ -125,8 +135,16 @@ def _unusable(host: str, port: int) -> str:
     return ""
 
 
-def described(config: FleetConfig, worker: WorkerConfig, folder: Path, logs: Path) -> Worker:
-    """Describe how to start a worker."""
+def described(
+    config: FleetConfig,
+    worker: WorkerConfig,
+    folder: Path,
+    logs: Path,
+    *,
+    wiring: Wiring | None = None,
+) -> Worker:
+    """Describe how to start a worker, wired for its fleet's transfer unless told how."""
+    wiring = wiring or wiring_of(config, worker)
     told = worker.launch or LaunchConfig()
     host, port = worker.address or (launch.LOOPBACK, None)
     served = config.model_of(worker)
@@ -136,10 +154,14 @@ def described(config: FleetConfig, worker: WorkerConfig, folder: Path, logs: Pat
     return launch.worker(
         Side.of(told.policies),
         model=_model(told.model or served, folder),
-        flags=[*flags, *told.args],
+        flags=[*flags, *wiring.flags, *told.args],
         host=host,
         port=port,
-        env={**({"VLLM_API_KEY": worker.api_key} if worker.api_key else {}), **told.env},
+        env={
+            **({"VLLM_API_KEY": worker.api_key} if worker.api_key else {}),
+            **wiring.env,
+            **told.env,
+        },
         cpus=told.cpus,
         name=worker.name,
         log=logs.absolute() / f"{worker.name}.log",

@@ -1,0 +1,138 @@
+"""Fleets with a transfer: what `up` starts, and what it refuses to start."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from proxy.errors import ConfigError
+from vllm_sched.cli import fleet, up, wiring
+from vllm_sched.cli.main import main
+from vllm_sched.workers import launch, transfer
+from vllm_sched.workers.transfer import SIDE_PORT, Wiring
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(autouse=True)
+def cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have a CPU build installed, with NIXL."""
+    monkeypatch.setattr(launch, "on_cpu", lambda: True)
+    monkeypatch.setattr(transfer, "_factory", lambda: '"NixlConnector" "ExampleConnector"')
+
+
+def end(role: str, *args: str, **told: Any) -> dict[str, Any]:
+    return {"name": role[0], "role": role, "launch": {"args": list(args), **told}}
+
+
+def written(folder: Path, *workers: dict[str, Any], transfer: Any = "nixl") -> Path:
+    path = folder / "fleet.yaml"
+    path.write_text(yaml.safe_dump({"model": "m", "workers": [*workers], "transfer": transfer}))
+    return path
+
+
+def problems(folder: Path, *workers: dict[str, Any], **blocks: Any) -> list[str]:
+    path = written(folder, *workers, **blocks)
+    with pytest.raises(ConfigError) as refused:
+        fleet.read(path)
+    return str(refused.value).splitlines()
+
+
+def test_each_end_is_started_as_what_it_is(tmp_path: Path) -> None:
+    general = {"name": "g", "launch": {}}
+    config = up.placed(fleet.read(written(tmp_path, end("prefill"), end("decode"), general)))
+    made = [up.described(config, each, tmp_path, tmp_path) for each in config.workers]
+    roles = []
+    for each in made[:2]:
+        told = each.command[each.command.index("--kv-transfer-config") + 1]
+        roles.append(json.loads(told)["kv_role"])
+        blocks = [i for i, word in enumerate(each.command) if word == "--block-size"]
+        assert each.command[blocks[-1] + 1] == "128"
+    assert roles == ["kv_producer", "kv_consumer"]
+    assert "--kv-transfer-config" not in made[2].command
+
+
+def test_the_environment_given_reaches_it_and_wins(tmp_path: Path) -> None:
+    config = fleet.read(written(tmp_path, end("prefill", env={SIDE_PORT: "5999"}), end("decode")))
+    ports = [wiring.wiring_of(config, each).env[SIDE_PORT] for each in config.workers]
+    assert ports[0] == "5999" != ports[1]
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "said"),
+    [
+        (end("prefill"), end("decode", "--block-size=32"), "launch.args: --block-size 32"),
+        (end("prefill", "--dtype=a"), end("decode", "--dtype", "b"), "launch.args: --dtype b"),
+        (
+            end("prefill", "--kv-cache-dtype=fp8"),
+            end("decode"),
+            "launch.args: --kv-cache-dtype (none): workers[0] (p) has fp8",
+        ),
+        (end("prefill", model="org/a"), end("decode", model="org/b"), "launch.model: org/b"),
+        (
+            end("prefill", env={SIDE_PORT: "5600"}),
+            end("decode", env={SIDE_PORT: "5600"}),
+            f"launch.env.{SIDE_PORT}: 5600: workers[0] has the same",
+        ),
+        (
+            end("prefill"),
+            end("decode", '--kv-transfer-config={"kv_connector": "X", "kv_role": "kv_both"}'),
+            "the connector 'X': transfer is nixl, which is NixlConnector",
+        ),
+        (
+            end("prefill"),
+            end(
+                "decode",
+                '--kv-transfer-config={"kv_connector": "NixlConnector", "kv_role": "kv_producer"}',
+            ),
+            "kv_role 'kv_producer': a decode worker is a kv_consumer",
+        ),
+    ],
+)
+def test_ends_that_do_not_fit_are_refused_by_name(
+    tmp_path: Path, prefill: dict[str, Any], decode: dict[str, Any], said: str
+) -> None:
+    (line,) = problems(tmp_path, prefill, decode)
+    assert "workers[1]." in line
+    assert said in line
+    assert ";" in line  # what to do about it
+
+
+def test_ends_that_fit_are_not(tmp_path: Path) -> None:
+    own = '{"kv_connector": "NixlConnector", "kv_role": "kv_both"}'
+    fleet.read(
+        written(
+            tmp_path,
+            end("prefill", "--block-size=64", "--kv-transfer-config", own),
+            end("decode", "--block-size", "64"),
+            {"name": "g", "launch": {"args": ["--block-size=32", "--dtype=a"]}},
+        )
+    )
+
+
+def test_workers_of_another_model_may_differ(tmp_path: Path) -> None:
+    others = [
+        {**end(role, "--block-size=32"), "name": f"{role}2", "model": "n"}
+        for role in ("prefill", "decode")
+    ]
+    fleet.read(written(tmp_path, end("prefill"), end("decode"), *others))
+
+
+def test_a_connector_that_vllm_has_not_is_told_before_anything_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = written(tmp_path, end("prefill"), end("decode"), transfer="mooncake")
+    assert main(["up", str(path)]) == 2
+    line = capsys.readouterr().err
+    assert "transfer: 'mooncake': the vLLM installed here has no MooncakeConnector" in line
+    assert "nixl" in line
+
+
+def test_without_a_transfer_a_decode_worker_is_a_plain_one(tmp_path: Path) -> None:
+    config = fleet.read(written(tmp_path, {"name": "g", "launch": {}}, transfer=None))
+    worker = config.workers[0].model_copy(update={"role": "decode"})
+    assert wiring.wiring_of(config, worker) == Wiring()

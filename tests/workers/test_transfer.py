@@ -1,0 +1,136 @@
+"""What the two ends of a transfer are started with."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from vllm_sched.workers import launch, transfer
+from vllm_sched.workers.transfer import SIDE_HOST, SIDE_PORT, Wiring, wiring
+
+
+@pytest.fixture(autouse=True)
+def cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have a CPU build installed, whose vLLM has all connectors but one."""
+    monkeypatch.setattr(launch, "on_cpu", lambda: True)
+    names = ["NixlConnector", "NixlPushConnector", "ExampleConnector", "MooncakeConnector"]
+    text = " ".join(f'"{name}"' for name in [*names, "LMCacheConnectorV1"])
+    monkeypatch.setattr(transfer, "_factory", lambda: text)
+
+
+def config_of(made: Wiring) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(value(made, "--kv-transfer-config"))
+    return found
+
+
+def value(made: Wiring, flag: str) -> str:
+    return made.flags[made.flags.index(flag) + 1]
+
+
+def test_the_two_ends_of_nixl_on_a_cpu() -> None:
+    prefill, decode = wiring("nixl", "prefill"), wiring("nixl", "decode", host="10.0.0.7")
+    assert [config_of(each)["kv_role"] for each in (prefill, decode)] == [
+        "kv_producer",
+        "kv_consumer",
+    ]
+    for each in (prefill, decode):
+        config = config_of(each)
+        assert config["kv_connector"] == "NixlConnector"
+        assert config["kv_buffer_device"] == "cpu"
+        assert config["kv_load_failure_policy"] == "recompute"
+        assert config["kv_connector_module_path"] == "vllm_sched.engine.nixl"
+        assert config["kv_connector_extra_config"] == {"kv_lease_duration": transfer.LEASE_S}
+        assert value(each, "--block-size") == "128"
+        assert "--enable-prompt-tokens-details" in each.flags
+    assert (prefill.env[SIDE_HOST], decode.env[SIDE_HOST]) == ("127.0.0.1", "10.0.0.7")
+    assert prefill.env[SIDE_PORT] != decode.env[SIDE_PORT]
+    assert decode.env[SIDE_PORT] in decode.said
+
+
+def test_a_lease_outlives_some_heartbeats() -> None:
+    # vLLM sends one each sixth of it, in whole seconds, and adds two thirds of it with each.
+    assert transfer.LEASE_S // 6 >= 1
+    assert transfer.LEASE_S * 2 // 3 > 3 * (transfer.LEASE_S // 6)
+
+
+def test_push_is_another_class() -> None:
+    assert config_of(wiring("nixl", "decode", mode="push"))["kv_connector"] == "NixlPushConnector"
+
+
+def test_on_an_accelerator_vllm_chooses_block_and_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "on_cpu", lambda: False)
+    made = wiring("nixl", "prefill")
+    assert "--block-size" not in made.flags
+    assert config_of(made).keys().isdisjoint({"kv_buffer_device", "kv_connector_module_path"})
+    bound = config_of(wiring("nixl", "prefill", few_cpus=True))
+    assert bound["kv_connector_module_path"] == transfer.OURS
+
+
+def test_what_the_user_says_wins() -> None:
+    own = '--kv-transfer-config={"kv_connector": "NixlConnector", "kv_role": "kv_both"}'
+    made = wiring(
+        "nixl", "prefill", args=["--block_size=64", own], env={SIDE_PORT: "5999", SIDE_HOST: "h"}
+    )
+    assert value(made, "--block-size") == "64"
+    assert "--kv-transfer-config" not in made.flags
+    assert dict(made.env) == {SIDE_HOST: "h", SIDE_PORT: "5999"}
+
+
+def test_connectors_that_are_told_where_to_listen() -> None:
+    mooncake = wiring("mooncake", "prefill", address="http://10.0.0.1:9001")
+    assert mooncake.env == {"VLLM_MOONCAKE_BOOTSTRAP_PORT": "9001"}
+    assert wiring("mooncake", "decode").env == {}
+    nccl = config_of(wiring("p2p-nccl", "decode", address="10.0.0.2:21001"))
+    assert (nccl["kv_connector"], nccl["kv_port"]) == ("P2pNcclConnector", "21001")
+    assert config_of(wiring("lmcache", "prefill"))["kv_connector"] == "LMCacheConnectorV1"
+
+
+def test_shared_storage_has_a_folder_and_no_sides() -> None:
+    config = config_of(wiring("shared-storage", "prefill", path="/kv"))
+    assert (config["kv_connector"], config["kv_role"]) == ("ExampleConnector", "kv_both")
+    assert config["kv_connector_extra_config"] == {"shared_storage_path": "/kv"}
+
+
+def test_what_is_installed_is_read_off_vllms_own_list(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert transfer.installed("nixl")
+    assert transfer.installed("nixl", "push")
+    assert not transfer.installed("p2p-nccl")
+    monkeypatch.setattr(transfer, "_factory", lambda: '"SharedStorageConnector"')
+    assert transfer.installed("shared-storage")
+    assert not transfer.installed("nixl")
+
+
+def test_the_list_is_where_we_look_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    pytest.importorskip("vllm")
+    assert transfer.installed("nixl")
+
+
+@pytest.mark.parametrize(
+    ("args", "found"),
+    [
+        ([], None),
+        (["--dtype", "float32"], "float32"),
+        (["--dtype=a", "--other", "--dtype", "b"], "b"),
+        (["--kv_cache_dtype=fp8"], None),
+        (["--dtype"], None),
+    ],
+)
+def test_the_last_value_of_a_flag(args: list[str], found: str | None) -> None:
+    assert transfer.flag(args, "--dtype") == found
+
+
+def test_what_keeps_two_ends_apart() -> None:
+    ours, theirs = ["--dtype=float32", "--block-size", "64"], ["--dtype", "float32"]
+    assert [*transfer.differences(ours, theirs)] == [("--block-size", "64", "")]
+    assert [*transfer.differences(ours, ours)] == []
+
+
+@pytest.mark.parametrize(
+    ("text", "read"), [(None, None), ("{", {}), ("[1]", {}), ('{"a": 1}', {"a": 1})]
+)
+def test_the_users_own_configuration(text: str | None, read: dict[str, Any] | None) -> None:
+    args = [] if text is None else ["--kv-transfer-config", text]
+    assert transfer.own_config(args) == read

@@ -1,0 +1,107 @@
+"""Prefill and decode workers that `up` starts: what they need beyond the file, and can't have."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import cast
+
+from proxy.config import Draft, FleetConfig, LaunchConfig, TransferConfig, WorkerConfig
+from proxy.errors import Problem
+from vllm_sched.workers import launch, transfer
+from vllm_sched.workers.transfer import Part, Wiring
+
+PARTS = ("prefill", "decode")
+
+
+def wiring_of(config: FleetConfig, worker: WorkerConfig) -> Wiring:
+    """Say what a worker's end of the transfer is started with; nothing if it has none."""
+    told = worker.launch or LaunchConfig()
+    if config.transfer is None or worker.role not in PARTS:
+        return Wiring()
+    host, _ = worker.address or (launch.LOOPBACK, None)
+    return transfer.wiring(
+        config.transfer.connector,
+        cast("Part", worker.role),
+        mode=config.transfer.mode,
+        host=host,
+        args=told.args,
+        env=told.env,
+        few_cpus=bool(told.cpus),
+        path=config.transfer.path,
+        address=config.transfer.addresses.get(worker.name),
+    )
+
+
+def agreement(draft: Draft) -> Iterator[Problem]:
+    """Check that those which are to hand prompts over to each other will be able to."""
+    if draft.transfer is None:
+        return
+    first: dict[str | None, tuple[int, WorkerConfig, LaunchConfig]] = {}
+    sides: dict[tuple[str, str], int] = {}
+    for index, worker in draft.workers.items():
+        told = worker.launch
+        if told is None or worker.role not in PARTS:
+            continue
+        yield from _own_config(draft.transfer, index, worker, told)
+        if port := told.env.get(transfer.SIDE_PORT):
+            place = (told.env.get(transfer.SIDE_HOST, "here"), port)
+            if (other := sides.setdefault(place, index)) != index:
+                yield Problem(
+                    f"workers[{index}].launch.env.{transfer.SIDE_PORT}",
+                    f"{port}: workers[{other}] has the same; leave it out and it gets a free one",
+                )
+        there, other_worker, others = first.setdefault(worker.model, (index, worker, told))
+        if there == index:
+            continue
+        named = f"workers[{there}] ({other_worker.name})"
+        if told.model != others.model:
+            yield Problem(
+                f"workers[{index}].launch.model",
+                f"{told.model or 'none'}: {named} loads {others.model or 'none'}, and neither "
+                "could read the other's KV cache; give both the same",
+            )
+        for flag, ours, theirs in transfer.differences(told.args, others.args):
+            yield Problem(
+                f"workers[{index}].launch.args",
+                f"{flag} {ours or '(none)'}: {named} has {theirs or 'none'}, and a KV cache moves "
+                f"between equals only; give both the same {flag}",
+            )
+
+
+def _own_config(
+    moved_by: TransferConfig, index: int, worker: WorkerConfig, told: LaunchConfig
+) -> Iterator[Problem]:
+    """Check what the file says of the transfer a second time, among the flags."""
+    own = transfer.own_config(told.args)
+    if own is None:
+        return
+    path = f"workers[{index}].launch.args"
+    wanted = transfer.class_of(moved_by.connector, moved_by.mode)
+    named = own.get("kv_connector")
+    if named not in (wanted, *transfer.CLASSES[moved_by.connector]):
+        yield Problem(
+            path,
+            f"--kv-transfer-config with the connector {named!r}: transfer is "
+            f"{moved_by.connector}, which is {wanted}; leave the flag out, or correct one of them",
+        )
+    role = transfer.ROLES[cast("Part", worker.role)]
+    if own.get("kv_role") not in (role, "kv_both"):
+        yield Problem(
+            path,
+            f"--kv-transfer-config with kv_role {own.get('kv_role')!r}: a {worker.role} worker "
+            f"is a {role}; leave the flag out, or correct it",
+        )
+
+
+def absent(config: FleetConfig) -> Iterator[Problem]:
+    """Name the connector, if some worker that starts here needs it and vLLM hasn't got it."""
+    moved_by = config.transfer
+    if moved_by is None or transfer.installed(moved_by.connector, moved_by.mode):
+        return
+    if any(worker.launch and worker.role in PARTS for worker in config.workers):
+        have = [name for name in transfer.CLASSES if " " not in name and transfer.installed(name)]
+        yield Problem(
+            "transfer",
+            f"{moved_by.connector!r}: the vLLM installed here has no "
+            f"{transfer.class_of(moved_by.connector, moved_by.mode)}; it has {', '.join(have)}",
+        )

@@ -1,0 +1,168 @@
+"""What a prefill or decode worker is started with, so that KV caches can move between the two.
+
+No engine id is written: vLLM makes one up at each start, so what a worker that died had promised
+can't be read from the one that takes its place.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+from urllib.parse import urlsplit
+
+from vllm_sched.workers import launch
+
+Part = Literal["prefill", "decode"]
+
+# By the name in a fleet file: vLLM's classes, the first one that is installed.
+CLASSES: Mapping[str, tuple[str, ...]] = {
+    "nixl": ("NixlConnector",),
+    "nixl push": ("NixlPushConnector",),
+    "shared-storage": ("ExampleConnector", "SharedStorageConnector"),
+    "mooncake": ("MooncakeConnector",),
+    "lmcache": ("LMCacheConnectorV1",),
+    "p2p-nccl": ("P2pNcclConnector",),
+}
+ROLES: Mapping[Part, str] = {"prefill": "kv_producer", "decode": "kv_consumer"}
+# Our own variants of vLLM's NIXL classes.
+OURS = "vllm_sched.engine.nixl"
+SIDE_HOST, SIDE_PORT = "VLLM_NIXL_SIDE_CHANNEL_HOST", "VLLM_NIXL_SIDE_CHANNEL_PORT"
+BOOTSTRAP_PORT = "VLLM_MOONCAKE_BOOTSTRAP_PORT"
+
+# A block is a descriptor per layer and more: a 12,000-token transfer took 12 ms with 128.
+CPU_BLOCK = "128"
+# What no decode worker has asked for. Nearly all is freed at once, by the router's word; a lease
+# that ends too early is worse than a late one, as vLLM reads the blocks then all the same.
+LEASE_S = 60
+
+
+@dataclass(frozen=True, slots=True)
+class Wiring:
+    """A worker's end of the transfer: its flags, its environment, and both in a line for people."""
+
+    flags: tuple[str, ...] = ()
+    env: Mapping[str, str] = field(default_factory=dict)
+    said: str = ""
+
+
+def wiring(
+    connector: str,
+    part: Part,
+    *,
+    mode: str = "pull",
+    host: str = launch.LOOPBACK,
+    args: Sequence[str] = (),
+    env: Mapping[str, str] | None = None,
+    few_cpus: bool = False,
+    path: str | None = None,
+    address: str | None = None,
+) -> Wiring:
+    """Describe one end; `args` and `env` are the user's own, which win where they speak.
+
+    `few_cpus`: the worker is bound to some processors, which it then can't share with a thread
+    that polls. `address` is where it listens, for connectors that must be told.
+    """
+    env = env or {}
+    on_cpu = launch.on_cpu()
+    config: dict[str, Any] = {"kv_connector": class_of(connector, mode), "kv_role": ROLES[part]}
+    extra: dict[str, Any] = {}
+    more: dict[str, str] = {}
+    said = [f"{config['kv_connector']} as {ROLES[part]}"]
+    if on_cpu:  # elsewhere vLLM's own default is the accelerator
+        config["kv_buffer_device"] = "cpu"
+    if connector == "nixl":
+        # Else a prefill worker that dies takes with it the requests that were to be handed over.
+        config["kv_load_failure_policy"] = "recompute"
+        extra["kv_lease_duration"] = LEASE_S
+        more[SIDE_HOST] = env.get(SIDE_HOST, host)
+        more[SIDE_PORT] = env.get(SIDE_PORT) or str(launch.free_port())
+        said.append(f"side channel {more[SIDE_HOST]}:{more[SIDE_PORT]}")
+        if on_cpu or few_cpus:
+            config["kv_connector_module_path"] = OURS
+            said.append("it computes where it was bound, and NIXL's thread sleeps between polls")
+    elif connector == "shared-storage":
+        config["kv_role"] = "kv_both"  # it knows no sides
+        extra["shared_storage_path"] = path
+        said = [f"{config['kv_connector']} in {path}"]
+    elif connector == "mooncake" and part == "prefill" and address:
+        more[BOOTSTRAP_PORT] = str(urlsplit(address).port)
+    elif connector == "p2p-nccl" and address:
+        config["kv_port"] = address.rpartition(":")[2]
+    if extra:
+        config["kv_connector_extra_config"] = extra
+    flags = ["--enable-prompt-tokens-details"]  # in which a client sees what was cached
+    if on_cpu:
+        block = flag(args, "--block-size") or CPU_BLOCK
+        flags += ["--block-size", block]
+        said.append(f"blocks of {block}")
+    if own_config(args) is None:
+        flags += ["--kv-transfer-config", json.dumps(config)]
+    else:
+        said = ["--kv-transfer-config as given"]
+    return Wiring(tuple(flags), more, ", ".join(said))
+
+
+def class_of(connector: str, mode: str = "pull") -> str:
+    """Name vLLM's class for a connector; the newest of its names where none is installed."""
+    names = CLASSES["nixl push" if mode == "push" else connector]
+    return next((name for name in names if name in _factory()), names[0])
+
+
+def installed(connector: str, mode: str = "pull") -> bool:
+    """Whether the vLLM installed here has that connector."""
+    return f'"{class_of(connector, mode)}"' in _factory()
+
+
+@functools.cache
+def _factory() -> str:
+    """Return the text of vLLM's list of connectors: to import it would take seconds."""
+    found = importlib.util.find_spec("vllm")
+    if found is None or found.origin is None:
+        return ""
+    file = Path(found.origin).parent / "distributed/kv_transfer/kv_connector/factory.py"
+    return file.read_text() if file.is_file() else ""
+
+
+def flag(args: Sequence[str], name: str) -> str | None:
+    """Return the value that a flag has in the end, however it is written."""
+    last = None
+    words = iter(args)
+    for word in words:
+        key, equals, value = word.partition("=")
+        if key.replace("_", "-") == name:
+            last = value if equals else next(words, None)
+    return last
+
+
+def own_config(args: Sequence[str]) -> dict[str, Any] | None:
+    """Return the user's own --kv-transfer-config; empty if it is no JSON object."""
+    text = flag(args, "--kv-transfer-config")
+    if text is None:
+        return None
+    try:
+        read = json.loads(text)
+    except ValueError:
+        read = None
+    return read if isinstance(read, dict) else {}
+
+
+# What both ends must have in common: the flag, and what it is called in an error.
+COMMON = {
+    "--block-size": "blocks",
+    "--dtype": "a dtype",
+    "--kv-cache-dtype": "a KV cache dtype",
+    "--attention-backend": "an attention backend",
+}
+
+
+def differences(args: Sequence[str], others: Sequence[str]) -> Iterator[tuple[str, str, str]]:
+    """Name the flags that keep two ends apart, as (flag, its value here, its value there)."""
+    for name in COMMON:
+        ours, theirs = flag(args, name) or "", flag(others, name) or ""
+        if ours != theirs:
+            yield name, ours, theirs
