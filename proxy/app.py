@@ -29,6 +29,7 @@ from proxy.core.router import Router, RouterSettings
 from proxy.core.types import Role
 from proxy.core.worker import WorkerSpec
 from proxy.errors import ConfigError, Problem, ProxyError
+from proxy.transfer.registry import connector
 from proxy.wire.server import Wire
 from proxy.wire.settings import WireSettings
 
@@ -53,7 +54,8 @@ class App:
             self.fleet.add(spec)
         self.router = Router(router_settings(config), self.fleet)
         self.metrics = Metrics(self.router)
-        self.wire = Wire(self.router, wire_settings(config), self.metrics)
+        moves = connector(config.transfer) if config.transfer is not None else None
+        self.wire = Wire(self.router, wire_settings(config), self.metrics, connector=moves)
         self.prober = Prober(self.router, probe)
         self.discovery = Discovery(self.fleet, config, _spec)
         self._admin: AdminServer | None = None
@@ -113,7 +115,10 @@ class App:
         self.config = config
         probe = self.prober.settings = config.router.probe
         self.fleet.down_after, self.fleet.up_after = probe.down_after, probe.up_after
-        self.router.reconfigure(router_settings(config), [*found, *specs(config)])
+        # Legs are under way that the connector has begun: that one stays.
+        moves = self._started_with.transfer
+        settings = router_settings(config.model_copy(update={"transfer": moves}))
+        self.router.reconfigure(settings, [*found, *specs(config)])
         self.discovery.reloaded()
         self.wire.reconfigure(wire_settings(config))
         logger.info("read %s again: %d workers", self.source, len(self.fleet))
@@ -128,6 +133,8 @@ class App:
             for name in BOUND
             if getattr(config.router, name) != getattr(before.router, name)
         ]
+        if config.transfer != before.transfer:
+            late.append("transfer")
         launched = {worker.name: worker.launch for worker in before.workers}
         return late + [
             f"workers[{index}].launch"

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
+from proxy.control.handovers import Handovers
 from proxy.control.histogram import (
     DURATION_BOUNDS,
     GAP_BOUNDS,
@@ -23,6 +24,7 @@ from proxy.core import routes
 
 if TYPE_CHECKING:
     from proxy.core.router import Router
+    from proxy.core.types import Lease
 
 OTHER = "other"
 # Stands for the worker, and its pool, of a request that got none.
@@ -79,6 +81,7 @@ class Metrics:
         self.predicted: dict[tuple[str, str], Histogram] = {}
         self.durations: dict[tuple[str, str], Histogram] = {}
         self.waits: dict[tuple[str, str], Histogram] = {}
+        self.handovers = Handovers(self.model_label)
         self._models: set[str] = set()
 
     def request_done(
@@ -121,6 +124,26 @@ class Metrics:
         """Count a leg that failed on `worker` and is tried elsewhere; `why` is of a fixed few."""
         key = worker, why
         self.retries[key] = self.retries.get(key, 0) + 1
+
+    def prefilled(self, lease: Lease, now: float, *, bare: bool) -> None:
+        """Count a prefill leg that is done; `bare` if it left nothing to be fetched."""
+        self.handovers.prefilled(lease, now, bare=bare)
+
+    def handover_failed(self, lease: Lease) -> None:
+        """Count a leg of a hand-over that failed before the client got anything."""
+        self.handovers.ended("decode_failed" if lease.sent else "prefill_failed")
+
+    def handover_left(self, lease: Lease) -> None:
+        """Count a hand-over whose client left."""
+        self.handovers.ended("client_left_decode" if lease.sent else "client_left_prefill")
+
+    def handover_ended(self, how: str) -> None:
+        """Count what became of a hand-over, or of what one left behind; `how` is of a few."""
+        self.handovers.ended(how)
+
+    def transferred(self, lease: Lease, now: float) -> None:
+        """Count a hand-over whose first token has come."""
+        self.handovers.transferred(lease, now)
 
     def model_label(self, model: str) -> str:
         """Return a model's name as all families show it; those that clients make up are `other`."""

@@ -33,13 +33,19 @@ class Entry:
     ttft_s: float | None  # counted from its arrival
     queue_s: float
     duration_s: float
+    prefill_worker: str | None = None  # of a hand-over; `worker` is the one that decodes
+    prefill_s: float | None = None  # predicted, as is the next
+    transfer_s: float | None = None
 
 
 # Its values in their order: to make an `Entry` costs more, and hardly one is ever read.
 Row = tuple[
     str, float, str, str, str | None, Reason, int, int, int, bool, int | None,
-    float | None, float | None, float, float,
+    float | None, float | None, float, float, str | None, float | None, float | None,
 ]  # fmt: skip
+
+Halves = tuple[str | None, float | None, float | None]
+NO_HALVES: Halves = (None, None, None)
 
 
 class Recent:
@@ -65,13 +71,16 @@ class Recent:
     ) -> None:
         """Keep an answered request; one that was refused has no decision."""
         worker = predicted_s = None
+        halves = NO_HALVES
         if decision is not None:
             worker, predicted_s = decision.worker.name, decision.predicted_ttft_s
+            if (handover := decision.handover) is not None:
+                halves = handover.prefill.name, handover.prefill_s, handover.transfer_s
         self._rows.append(
             (
                 ask.id[:MAX_TEXT], self._clock(), ask.model[:MAX_TEXT], ask.route, worker, reason,
                 status, ask.body_bytes, ask.prompt_tokens, ask.counted, ask.output_tokens,
-                predicted_s, ttft_s, queue_s, duration_s,
+                predicted_s, ttft_s, queue_s, duration_s, *halves,
             )
         )  # fmt: skip
 

@@ -77,6 +77,50 @@ GAPS = Family(
 )
 
 
+HANDOVER_DECISIONS = Family(
+    "proxy_handover_decisions",
+    "counter",
+    "Requests by whether they were handed over from a prefill to a decode worker, or why not.",
+    ("model", "why"),
+)
+HANDOVERS = Family(
+    "proxy_handovers",
+    "counter",
+    "Hand-overs by how far they got, and blocks that were released or left to expire.",
+    ("outcome",),
+)
+WARMUPS = Family(
+    "proxy_handover_warmups",
+    "counter",
+    "Connections between prefill and decode workers that the router had made.",
+    ("outcome",),
+)
+TRANSFER_TOKENS = Family(
+    "proxy_transfer_tokens", "counter", "Prompt tokens handed over, estimated.", ("model",)
+)
+TRANSFER_BYTES = Family(
+    "proxy_transfer_bytes",
+    "counter",
+    "Bytes of KV cache that a worker has fetched or sent, where it says so.",
+    ("worker", "role"),
+)
+PREFILL_LEG = Family(
+    "proxy_prefill_leg_seconds", "histogram", "From a prefill's start to its answer.", ("model",)
+)
+TRANSFER = Family(
+    "proxy_transfer_seconds",
+    "histogram",
+    "From a decode leg's start to its first token, less the time of a step.",
+    ("model",),
+)
+PREDICTED_TRANSFER = Family(
+    "proxy_predicted_transfer_seconds",
+    "histogram",
+    "The same as predicted when it was placed.",
+    ("model",),
+)
+
+
 def gauge(name: str, text: str) -> Family:
     """Describe a gauge that each worker has."""
     return Family(f"proxy_worker_{name}", "gauge", text, WORKER)
@@ -99,6 +143,7 @@ def render(metrics: Metrics, *, openmetrics: bool) -> tuple[bytes, str]:
     page.values(BUILD, [((VERSION,), 1)])
     _counts(page, metrics)
     _histograms(page, metrics)
+    _handovers(page, metrics)
     _workers(page, list(metrics.router.fleet))
     _router(page, metrics)
     _process(page)
@@ -127,6 +172,27 @@ def _histograms(page: Page, metrics: Metrics) -> None:
     for family, table in tables:
         page.histograms(family, table.items())
     page.histograms(GAPS, (((pool,), gaps) for pool, gaps in metrics.gaps.items()))
+
+
+def _handovers(page: Page, metrics: Metrics) -> None:
+    found, fleet = metrics.handovers, metrics.router.fleet
+    decisions: Counter[tuple[str, str]] = Counter()
+    for (model, why), count in metrics.router.handovers.items():
+        decisions[metrics.model_label(model), str(why)] += count
+    page.values(HANDOVER_DECISIONS, decisions.items())
+    page.values(HANDOVERS, (((how,), count) for how, count in found.ends.items()))
+    page.values(WARMUPS, (((how,), count) for how, count in found.warmups.items()))
+    page.values(TRANSFER_TOKENS, (((model,), count) for model, count in found.tokens.items()))
+    told = [
+        (w, w.gauges.extra["kv_bytes"]) for w in fleet if w.gauges and "kv_bytes" in w.gauges.extra
+    ]
+    page.values(TRANSFER_BYTES, (((w.name, w.role.value), count) for w, count in told))
+    for family, table in (
+        (PREFILL_LEG, found.prefills),
+        (TRANSFER, found.transfers),
+        (PREDICTED_TRANSFER, found.predicted),
+    ):
+        page.histograms(family, (((model,), seen) for model, seen in table.items()))
 
 
 def _workers(page: Page, workers: list[Worker]) -> None:

@@ -29,10 +29,9 @@ def whole_because(ask: Ask, fields: dict[str, Any]) -> str:
     if ask.pinned or fields.get("background"):
         return "stored"
     for name, why in WHOLE:
-        if fields.get(name) not in (None, False):
+        value = fields.get(name)
+        if value is not None and value is not False:  # 0 prompt_logprobs are some
             return why
-    if fields.get("echo") and (fields.get("logprobs") or fields.get("top_logprobs")):
-        return "prompt_logprobs"
     if ask.route == "responses" and _runs_tools(fields.get("tools")):
         return "tools"
     if ask.route != CHAT and _must_call(fields.get("tool_choice")):
@@ -44,6 +43,7 @@ def whole_because(ask: Ask, fields: dict[str, Any]) -> str:
 WHOLE = (
     ("use_beam_search", "beam_search"),
     ("prompt_logprobs", "prompt_logprobs"),
+    ("echo", "echo"),
     ("prompt_embeds", "not_text"),
     ("kv_transfer_params", "client"),
     ("ec_transfer_params", "client"),

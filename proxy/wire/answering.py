@@ -10,9 +10,9 @@ import re
 from typing import TYPE_CHECKING
 
 from proxy.wire.http import EVENT_STREAM, JSON, LAST_CHUNK, status_line
-from proxy.wire.own_answers import route_header
+from proxy.wire.own_answers import decision_header
 from proxy.wire.response import NO_CONTENT, NOT_MODIFIED, OK
-from proxy.wire.sse import TAIL, EventStream, usage_in
+from proxy.wire.sse import TAIL, EventStream, recounted, usage_in
 
 if TYPE_CHECKING:
     from proxy.core.types import Decision, Usage
@@ -21,14 +21,17 @@ if TYPE_CHECKING:
 
 RESPONSE_ID = re.compile(rb'"id"\s*:\s*"(resp_[^"\\]{1,200})"')
 RESPONSE_ID_BYTES = 8192
+MOST_HELD = 1 << 20
 
 
 class Answering:
     """The answer to one request."""
 
     __slots__ = (
+        "_cached",
         "_chunked",
         "_head",
+        "_held",
         "_stream",
         "_tail",
         "has_begun",
@@ -38,7 +41,13 @@ class Answering:
     )
 
     def __init__(
-        self, request: Request, head: Head, decision: Decision | None, *, keep_alive: bool
+        self,
+        request: Request,
+        head: Head,
+        decision: Decision | None,
+        *,
+        keep_alive: bool,
+        cached_tokens: int | None = None,
     ) -> None:
         self.status = head.status
         self.keep_alive = keep_alive
@@ -47,6 +56,8 @@ class Answering:
         self._stream: EventStream | None = None
         self._tail: bytes | None = None  # of a JSON body, where usage will be
         self._chunked = False
+        self._cached = cached_tokens  # to be told in place of what the worker says
+        self._held = b""
         self._head = self._compose(request, head, decision)
         kind = head.special.get(b"content-type", b"")
         if self.status == OK and b"content-encoding" not in head.special:
@@ -63,6 +74,10 @@ class Answering:
             self.tokens = stream.tokens
             if ended:
                 body += stream.rest()
+            if self._cached is not None:
+                body = recounted(body, self._cached, same_length=not self._chunked)
+        elif self._cached is not None and self._tail is not None:
+            body = self._whole(body, self._cached, ended)
         elif self._tail is not None:
             self._tail = (self._tail + body)[-TAIL:]
         if not self._chunked:
@@ -77,6 +92,19 @@ class Answering:
             self.has_begun = True
             return self._head + data
         return data
+
+    def _whole(self, body: bytes, cached: int, ended: bool) -> bytes:
+        """Hold a JSON body back until its usage is there."""
+        self._held += body
+        if not ended and len(self._held) <= MOST_HELD:
+            return b""
+        body, self._held = self._held, b""
+        if ended:
+            body = recounted(body, cached, same_length=not self._chunked)
+        else:
+            self._cached = None  # an answer this long: its count has to do
+        self._tail = body[-TAIL:]
+        return body
 
     def last_words(self, message: str, code: str) -> bytes | None:
         """Write the end of an answer that fails midway; None if it can only be broken off."""
@@ -95,7 +123,7 @@ class Answering:
     def _compose(self, request: Request, head: Head, decision: Decision | None) -> bytes:
         pieces = [status_line(head.status), *head.lines, b"X-Request-Id: ", request.id, b"\r\n"]
         if decision is not None and request.head.explain:
-            route = route_header(decision.worker.name, decision.reason, decision.scores)
+            route = decision_header(decision)
             pieces += (b"X-Route: ", route, b"\r\n")
         if head.length is not None:
             pieces += (b"Content-Length: ", head.length, b"\r\n")

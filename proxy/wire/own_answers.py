@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import orjson
 
-from proxy.core.types import Reason, Refusal, Score
+from proxy.core.types import Decision, Reason, Refusal, Score
 from proxy.wire.http import JSON, NONE, status_line
 
 if TYPE_CHECKING:
@@ -38,6 +38,14 @@ def route_header(worker: str, reason: Reason, scores: Iterable[Score]) -> bytes:
         note = f" ({score.note})" if score.note else ""
         parts.append(f"{score.worker}={score.total:.4f}{note}")
     return "; ".join(parts).encode("ascii", "replace")
+
+
+def decision_header(decision: Decision) -> bytes:
+    """Write where a request went and why; of a hand-over, both workers: `d0; prefill=p0; ...`."""
+    name, handover = decision.worker.name, decision.handover
+    if handover is not None:
+        name = f"{name}; prefill={handover.prefill.name}"
+    return route_header(name, decision.reason, decision.scores)
 
 
 def answer(

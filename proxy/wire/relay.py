@@ -1,8 +1,13 @@
 """One request on its way: read, placed, sent to a worker, answered; whatever happens in between.
 
-    start -> (a worker counts tokens) -> (waits in the queue) -> sent -> answering -> done
-                                               ^                  |
-                                               +-- another worker-+  until the client got a byte
+    start -> (a worker counts) -> (waits in the queue) -> (prefill) -> sent -> answering -> done
+                                       ^                      |         |
+                                       +--- another worker ---+---------+  until the client
+                                                                           got a byte
+
+A hand-over sends two legs, one after the other. What the first brought is for one use: a decode leg
+that fails is never repeated, but begun anew with a prefill, or done without one; and what nobody
+fetched is given back.
 
 Callbacks only: a request costs no task, no timer and no future. Each way out goes through `_books`,
 once; each lease is finished once, each ticket withdrawn or placed.
@@ -14,16 +19,22 @@ from typing import TYPE_CHECKING
 
 from proxy.core import refusals
 from proxy.core.types import Lease, Outcome, Reason, Refusal, Ticket
+from proxy.transfer.legs import decode_body, prefill_body
+from proxy.transfer.types import Pair, Taken
 from proxy.wire.answering import Answering, response_id_in
 from proxy.wire.counting import TokenCount
 from proxy.wire.own_answers import refuse
+from proxy.wire.prefill_leg import PrefillLeg
 from proxy.wire.record import Record
+from proxy.wire.release import Orphan, release, take
 from proxy.wire.response import OK
+from proxy.wire.sse import TAIL, usage_in
 from proxy.wire.worker_connection import Trouble
 
 if TYPE_CHECKING:
     from proxy.core.routes import Route
     from proxy.core.types import Ask
+    from proxy.core.worker import Worker
     from proxy.wire.client import ClientConnection
     from proxy.wire.request import Request
     from proxy.wire.response import Head
@@ -41,6 +52,7 @@ OUTCOMES = {
     SERVER_ERROR: Outcome.ERRED,
 }
 CANNOT = frozenset([501, 505])  # what a worker can't do at all is not its failure
+FAILED_TRANSFER = "failed_transfer"  # why a request is served whole after all
 STORING = "responses"  # the route whose answers may be asked for again
 # Bodies up to this size are sent in one piece with their head.
 SMALL = 1 << 16
@@ -56,19 +68,24 @@ class Exchange:
         "_count",
         "_last_refusal",
         "_lease",
+        "_leg",
+        "_pair",
         "_record",
         "_request",
         "_route",
+        "_taken",
         "_ticket",
         "_tried",
         "_wire",
         "connection",
+        "once",
     )
 
     def __init__(
         self, wire: Wire, client: ClientConnection, request: Request, route: Route
     ) -> None:
         self.connection: WorkerConnection | None = None
+        self.once = False
         self._wire = wire
         self._client = client
         self._request = request
@@ -77,6 +94,9 @@ class Exchange:
         self._count: TokenCount | None = None
         self._ticket: Ticket | None = None
         self._lease: Lease | None = None
+        self._leg: PrefillLeg | None = None
+        self._pair: Pair | None = None
+        self._taken: Taken | None = None  # by the prefill, and not yet by the decode worker
         self._answering: Answering | None = None
         self._last_refusal: Refusal | None = None  # of another try, while an error passes on
         self._tried: frozenset[str] = frozenset()
@@ -137,15 +157,58 @@ class Exchange:
             return
         self._lease = placed
         self._record.decision = placed.decision
+        if placed.prefill is not None:
+            self._hand_over(now, placed, placed.prefill.worker)
+            return
+        self.once = False
         pool = self._wire.pools.of(placed.worker)
-        pool.send(now, self, self._to_worker(pool))
+        pool.send(now, self, self._to_worker(pool, self._request.body, self._request.id))
 
-    def _to_worker(self, pool: Pool) -> tuple[bytes, ...]:
+    def _hand_over(self, now: float, lease: Lease, first: Worker) -> None:
+        """Have the prompt prefilled."""
+        wire = self._wire
+        connector = wire.connector
+        if connector is None:
+            raise RuntimeError("a hand-over without a connector")
+        pool = wire.pools.of(first)
+        number = wire.new_id().decode()
+        pair = self._pair = Pair(pool.side, wire.pools.of(lease.worker).side, number)
+        body = prefill_body(connector, pair, lease.ask, self._request.body)
+        request_id = connector.request_id(pair) or self._request.id
+        leg = self._leg = PrefillLeg(self)
+        leg.send(now, pool, self._to_worker(pool, body, request_id))
+
+    def prefilled(self, now: float, answer: bytes) -> None:
+        """Have the rest decoded."""
+        wire, lease, pair, connector = self._wire, self._lease, self._pair, self._wire.connector
+        self._leg = None
+        if lease is None or pair is None:
+            return
+        taken = take(connector, pair, answer)
+        wire.router.prefilled(lease, now, usage_in(answer[-TAIL:]))
+        wire.metrics.prefilled(lease, now, bare=taken.params is None)
+        self._taken = taken
+        self.once = taken.params is not None
+        body, request_id = self._request.body, self._request.id
+        if connector is not None:
+            body = decode_body(connector, pair, taken, body)
+            request_id = connector.request_id(pair) or request_id
+        pool = wire.pools.of(lease.worker)
+        pool.send(now, self, self._to_worker(pool, body, request_id))
+        wire.settle(now)
+
+    def _give_back(self, now: float, *, well: bool) -> None:
+        """Have the blocks freed that the decode worker has not fetched, or may not have."""
+        taken, self._taken = self._taken, None
+        if taken is not None and self._lease is not None:
+            who = self._request.head.authorization
+            release(self._wire, now, self._lease.worker, taken, who, well=well)
+
+    def _to_worker(self, pool: Pool, body: bytes, request_id: bytes) -> tuple[bytes, ...]:
         """Write the request as this worker is to get it."""
-        request, head = self._request, self._request.head
-        body = request.body
+        head = self._request.head
         authorization = pool.authorization or head.authorization
-        own = b"X-Request-Id: %b\r\n\r\n" % request.id
+        own = b"X-Request-Id: %b\r\n\r\n" % request_id
         if body or head.method != "GET":
             own = b"Content-Length: %d\r\n%b" % (len(body), own)
         if len(body) > SMALL:
@@ -167,8 +230,13 @@ class Exchange:
                 return
             self._last_refusal = refusal
         keep_alive = self._request.head.keep_alive and not self._wire.draining
+        taken, self._taken = self._taken, None  # the decode worker has it in hand
         self._answering = Answering(
-            self._request, head, self._record.decision, keep_alive=keep_alive
+            self._request,
+            head,
+            self._record.decision,
+            keep_alive=keep_alive,
+            cached_tokens=None if taken is None else taken.cached_tokens,
         )
 
     def received(self, now: float, body: bytes, ended: bool) -> None:
@@ -218,8 +286,16 @@ class Exchange:
         lease, ask, wire = self._lease, self._ask, self._wire
         if lease is None or ask is None:
             return self._last_refusal
-        self._lease = None
-        name = lease.worker.name
+        name = lease.under_way.worker.name
+        if lease.prefill is not None:
+            wire.metrics.handover_failed(lease)
+            if self._taken is not None:
+                self._give_back(now, well=trouble is Trouble.STATUS)
+                if outcome is Outcome.ERRED:
+                    # It may be the transfer that failed, and then nobody need be left out for it.
+                    ask.whole, outcome = FAILED_TRANSFER, Outcome.MOOT
+                    name = lease.prefill.worker.name
+        self._leg = self._lease = None
         wire.router.finish(lease, now, outcome, None, retry_after_s)
         self._tried |= {name}
         placed = wire.router.submit(ask, now, tried=self._tried, explain=self._request.head.explain)
@@ -250,6 +326,8 @@ class Exchange:
         record, lease, router = self._record, self._lease, self._wire.router
         if lease is not None:
             if record.first_token_at is None:
+                if lease.prefill is not None:
+                    self._wire.metrics.transferred(lease, now)
                 router.first_token(lease, now)
             router.tokens(lease, tokens)
         record.saw_tokens(now, self._wire.metrics)
@@ -318,11 +396,28 @@ class Exchange:
         if (ticket := self._ticket) is not None:
             del wire.queued[ticket]
             wire.router.withdraw(ticket, now)
+        if (leg := self._leg) is not None:
+            self._leg = None
+            self._abandon(leg)
         if self.connection is not None:
+            sent = self.connection.has_sent(now)
             self.connection.drop()
             self.connection = None
+            if not sent:
+                self._give_back(now, well=True)
         if self._lease is not None:
+            if self._lease.prefill is not None:
+                wire.metrics.handover_left(self._lease)
             wire.router.finish(self._lease, now, Outcome.CLIENT_GONE)
+
+    def _abandon(self, leg: PrefillLeg) -> None:
+        """Let the prefill stop; if it is done already, hear where its blocks are to free them."""
+        lease, pair = self._lease, self._pair
+        if lease is not None and pair is not None and leg.is_answering:
+            authorization = self._request.head.authorization
+            leg.leave_to(Orphan(self._wire, pair, lease.worker, authorization))
+        else:
+            leg.drop()
 
     def _books(self, now: float, status: int, reason: Reason | None = None) -> None:
         """Count the request, whichever way it ended."""

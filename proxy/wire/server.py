@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 from proxy.core.routes import find
 from proxy.core.types import Refusal, Ticket
+from proxy.transfer.p2p_nccl import is_steering
 from proxy.wire import local
 from proxy.wire.client import ClientConnection
 from proxy.wire.counting import TokenCount
@@ -31,7 +32,9 @@ from proxy.wire.upstream import Pools
 if TYPE_CHECKING:
     from proxy.control.metrics import Metrics
     from proxy.core.router import Router
+    from proxy.transfer.types import Connector
     from proxy.wire.relay import Exchange
+    from proxy.wire.release import Release
     from proxy.wire.request import RequestHead
 
 BACKLOG = 4096
@@ -51,8 +54,10 @@ class Wire:
         settings: WireSettings,
         metrics: Metrics,
         clock: Callable[[], float] = time.monotonic,
+        connector: Connector | None = None,
     ) -> None:
         self.router = router
+        self.connector = connector  # what moves KV caches, if anything does
         self.settings = settings
         self.metrics = metrics
         self.clock = clock
@@ -62,6 +67,7 @@ class Wire:
         self.exchanges: set[Exchange] = set()
         self.queued: dict[Ticket, Exchange] = {}
         self.counting: set[TokenCount] = set()
+        self.releases: set[Release] = set()
         self.outbox = Outbox()
         self.pools = Pools(settings, clock, self.outbox)
         self._servers: list[asyncio.Server] = []
@@ -126,6 +132,8 @@ class Wire:
 
     def judge(self, head: RequestHead) -> None:
         """Say where a request goes by its head, or why nowhere."""
+        if is_steering(head.id) and not self.router.settings.allow_client_kv_transfer:
+            head.id = b""  # it is given one of ours
         if head.path in local.PATHS:
             head.refusal = local.local_refusal(head)
             return
@@ -209,4 +217,6 @@ class Wire:
             self._next_sweep = now + SWEEP_S
             for client in [each for each in self.clients if each.deadline < now]:
                 client.expire(now)
+            for each in [each for each in self.releases if each.deadline < now]:
+                each.expire(now)
             self.pools.sweep(now)

@@ -117,6 +117,24 @@ def usage_in(text: bytes) -> Usage | None:
     return Usage(int(prompt[1]), int(written[1]) if written else 0, int(cached[1]) if cached else 0)
 
 
+def recounted(text: bytes, cached: int, *, same_length: bool) -> bytes:
+    """Put another number of cached tokens into the last `usage` of a text, if it has one.
+
+    Where the length was told already, blanks make up for digits; a number that has more of them
+    than the one it replaces does not fit then, and that one stays.
+    """
+    at = text.rfind(USAGE)
+    found = CACHED.search(text, at, at + USAGE_BYTES) if at >= 0 else None
+    if found is None:
+        return text
+    number, old = b"%d" % cached, found[1]
+    if same_length:
+        if len(number) > len(old):
+            return text
+        number = number.ljust(len(old))
+    return text[: found.start(1)] + number + text[found.end(1) :]
+
+
 def _end_of_events(data: bytes) -> int:
     """Find where the last whole event ends."""
     if (end := data.rfind(b"\n\n")) >= 0:

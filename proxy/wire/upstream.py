@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
+from proxy.transfer.types import Side
 from proxy.wire.worker_connection import Caller, Trouble, WorkerConnection
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ class Pool:
         self.idle: list[WorkerConnection] = []
         self.open: set[WorkerConnection] = set()  # and being opened
         self._where = address.hostname or "", address.port or 80
+        self.side = Side(spec.name, self._where[0])
 
     def send(self, now: float, caller: Caller, request: tuple[bytes, ...]) -> None:
         """Send a request on the connection that was used last, or on a new one."""

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 MAX_IDLE_S = 4.0
 # A request unanswered for longer was read: what killed the connection then was no old age.
 STALE_S = 1.0
+TURN_S = 0.005  # longer than a turn of the event loop
 
 
 class Trouble(StrEnum):
@@ -36,6 +37,8 @@ class Caller(Protocol):
     """Who waits for a worker's answer. After `received(ended=True)` or `lost` it hears no more."""
 
     connection: WorkerConnection | None
+    # Whether what it sends may be acted upon once only, by whoever it was that read it.
+    once: bool
 
     def begun(self, now: float, head: Head) -> None:
         """Hear that the head of the answer is there."""
@@ -88,6 +91,10 @@ class WorkerConnection(asyncio.Protocol):
             return
         self.deadline = now + settings.first_byte_s
         self._pool.outbox.write(self._transport, *request)
+
+    def has_sent(self, now: float) -> bool:
+        """Whether its request is surely out; what waits for the end of a turn is not."""
+        return self._transport is not None and now - self._sent_at > TURN_S
 
     def drop(self) -> None:
         """Walk away: whatever the worker does for the caller, it may stop doing."""
@@ -164,7 +171,12 @@ class WorkerConnection(asyncio.Protocol):
         now = self._pool.clock()
         if error is None and self._reader.finish():
             self._tell(now, caller)
-        elif self._used and self._reader.untouched and now - self._sent_at < STALE_S:
+        elif (
+            self._used
+            and self._reader.untouched
+            and now - self._sent_at < STALE_S
+            and not caller.once
+        ):
             self.caller = None
             self._pool.open_for(now, caller, self._request)
         else:

@@ -54,6 +54,7 @@ class Listener:
     """A caller that remembers what it heard."""
 
     drops: bool = False
+    once: bool = False
     connection: WorkerConnection | None = None
     heard: list[object] = field(default_factory=list)
 

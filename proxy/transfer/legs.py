@@ -1,0 +1,39 @@
+"""The two bodies of a hand-over, written into the client's own: all other bytes stay."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from proxy.core.splice import spliced
+from proxy.core.types import Ask
+from proxy.transfer.types import Connector, Fields, Pair, Taken
+
+ONE, FALSE = b"1", b"false"
+# Where each route has its output limit. One token is the least a worker computes; the decode worker
+# computes the same one again, from the last token of the prompt.
+LIMITS = {
+    "chat/completions": ("max_tokens", "max_completion_tokens"),
+    "completions": ("max_tokens",),
+    "messages": ("max_tokens",),
+    "cohere/v2/chat": ("max_tokens",),
+    "responses": ("max_output_tokens",),
+}
+PREFILL: Mapping[str, Fields] = {
+    route: {**dict.fromkeys(names, ONE), "stream": FALSE, "stream_options": None}
+    | ({"store": FALSE} if route == "responses" else {})
+    for route, names in LIMITS.items()
+}
+
+
+def prefill_body(connector: Connector, pair: Pair, ask: Ask, body: bytes) -> bytes:
+    """Write the prefill leg's."""
+    fields = {**PREFILL[ask.route], **connector.prefill(pair)}
+    if ask.least_output:
+        fields["min_tokens"] = ONE
+    return spliced(body, fields)
+
+
+def decode_body(connector: Connector, pair: Pair, taken: Taken, body: bytes) -> bytes:
+    """Write the decode leg's."""
+    fields = connector.decode(pair, taken)
+    return spliced(body, fields) if fields else body

@@ -1,0 +1,31 @@
+"""P2P NCCL: both workers find each other in the request's id, and need nothing else.
+
+    ___prefill_addr_10.0.0.1:21001___decode_addr_10.0.0.2:22001_<unique>
+
+vLLM had it until 0.31. The addresses are those of the connector, not of HTTP: `transfer.addresses`
+has them. An id of this kind that a client sends is never passed on (see `is_steering`).
+"""
+
+from __future__ import annotations
+
+from proxy.transfer.types import Connector, Pair
+
+MARKS = (b"___prefill_addr_", b"___decode_addr_")
+
+
+class P2pNccl(Connector):
+    """See the module's text."""
+
+    name = "p2p-nccl"
+    needs_params = False
+
+    def request_id(self, pair: Pair) -> bytes:
+        """Write both addresses into the id."""
+        where = self.config.addresses
+        prefill, decode = where[pair.prefill.name], where[pair.decode.name]
+        return f"___prefill_addr_{prefill}___decode_addr_{decode}_{pair.id}".encode()
+
+
+def is_steering(request_id: bytes) -> bool:
+    """Whether a worker with this connector would take addresses from an id."""
+    return any(mark in request_id for mark in MARKS)

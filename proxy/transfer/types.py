@@ -1,0 +1,106 @@
+"""The protocol between a hand-over and whatever moves its KV cache.
+
+A hand-over is one request in two legs: the prefill leg, whose answer says where the KV cache lies,
+and the decode leg, which is told. Pure data in, data out: a connector reads and writes members of
+bodies, and sends nothing itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import orjson
+
+from proxy.config import TransferConfig
+
+Fields = Mapping[str, bytes | None]
+PARAMS = "kv_transfer_params"
+NOTHING: Fields = {}
+# What no worker serves: a request for it is refused before it is scheduled, and the refusal has the
+# decode worker tell the prefill worker that nobody will come for its blocks.
+NO_MODEL = "vllm-sched:release"
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """A worker at one end of a transfer."""
+
+    name: str
+    host: str  # of its URL
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """Two workers, and the id of one hand-over between them, which no other ever has."""
+
+    prefill: Side
+    decode: Side
+    id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """What a prefill worker's answer leaves to the decode leg, for one use only."""
+
+    params: bytes | None = None  # JSON text; None: there is nothing to be fetched
+    cached_tokens: int | None = None  # for the client's usage, where the decode worker can't know
+
+
+class Connector:
+    """One way of moving KV caches."""
+
+    name: ClassVar[str]
+    # Whether a decode worker can fetch nothing without parameters out of the prefill's answer.
+    needs_params: ClassVar[bool] = True
+
+    def __init__(self, config: TransferConfig) -> None:
+        self.config = config
+
+    def prefill(self, pair: Pair) -> Fields:  # noqa: ARG002
+        """Name the members that a prefill leg carries beside one output token and no stream."""
+        return NOTHING
+
+    def take(self, pair: Pair, answer: Mapping[str, Any]) -> Taken:  # noqa: ARG002
+        """Read what a prefill leg's answer leaves to the decode leg."""
+        return Taken(None, cached_tokens_in(answer))
+
+    def decode(self, pair: Pair, taken: Taken) -> Fields:  # noqa: ARG002
+        """Name the members that a decode leg carries."""
+        return NOTHING if taken.params is None else {PARAMS: taken.params}
+
+    def request_id(self, pair: Pair) -> bytes | None:  # noqa: ARG002
+        """Return the X-Request-Id that both legs must have; None: the client's, or any."""
+        return None
+
+    def release(self, taken: Taken) -> bytes | None:
+        """Write a request to /v1/completions of a decode worker that frees what nobody fetches."""
+        if taken.params is None:
+            return None
+        return b'{"model":"%b","prompt":[0],"max_tokens":1,"%b":%b}' % (
+            NO_MODEL.encode(),
+            PARAMS.encode(),
+            taken.params,
+        )
+
+
+def cached_tokens_in(answer: Mapping[str, Any]) -> int | None:
+    """Read how much of the prompt a worker says it had cached; None where it doesn't say."""
+    usage = answer.get("usage")
+    if type(usage) is not dict:
+        return None
+    details = usage.get("prompt_tokens_details") or usage.get("input_tokens_details")
+    cached = details.get("cached_tokens") if type(details) is dict else None
+    return cached if type(cached) is int else None
+
+
+def params_of(answer: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an answer's transfer parameters; none where it has none."""
+    params = answer.get(PARAMS)
+    return params if type(params) is dict else {}
+
+
+def text(params: Mapping[str, Any]) -> bytes:
+    """Write parameters as JSON."""
+    return orjson.dumps(params)

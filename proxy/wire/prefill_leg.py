@@ -1,0 +1,94 @@
+"""The first leg of a hand-over: a worker prefills, and its answer is for us, unless it says no."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+from proxy.wire.response import OK
+from proxy.wire.worker_connection import Trouble
+
+if TYPE_CHECKING:
+    from proxy.wire.response import Head
+    from proxy.wire.upstream import Pool
+    from proxy.wire.worker_connection import WorkerConnection
+
+MAX_ANSWER = 64 << 20  # it may repeat a long prompt's token ids
+
+
+class Owner(Protocol):
+    """Whoever wants the prefill done."""
+
+    connection: WorkerConnection | None
+
+    def prefilled(self, now: float, answer: bytes) -> None:
+        """Hear that it is done."""
+
+    def begun(self, now: float, head: Head) -> None:
+        """Hear what begins as the answer to the client: the worker has said no."""
+
+    def received(self, now: float, body: bytes, ended: bool) -> None:
+        """Take a piece of that."""
+
+    def lost(self, now: float, trouble: Trouble) -> None:
+        """Hear that there will be no (more of the) answer."""
+
+
+class PrefillLeg:
+    """One of them. Its owner hears of it, or `abandoned` does what is left to be done."""
+
+    __slots__ = ("_owner", "_passes", "_pieces", "_size", "connection")
+    once = False
+
+    def __init__(self, owner: Owner) -> None:
+        self.connection: WorkerConnection | None = None
+        self._owner = owner
+        self._pieces: list[bytes] = []
+        self._size = -1  # until an answer has begun
+        self._passes = False  # the answer is the client's
+
+    def send(self, now: float, pool: Pool, request: tuple[bytes, ...]) -> None:
+        """Send it."""
+        pool.send(now, self, request)
+
+    @property
+    def is_answering(self) -> bool:
+        """Whether the prefill is done and its answer is on its way."""
+        return self._size >= 0
+
+    def leave_to(self, owner: Owner) -> None:
+        """Let somebody else hear the rest."""
+        self._owner = owner
+
+    def begun(self, now: float, head: Head) -> None:
+        """See whether it is an answer for us."""
+        if head.status == OK:
+            self._size = 0
+            return
+        self._passes = True
+        self._owner.connection = self.connection
+        self._owner.begun(now, head)
+
+    def received(self, now: float, body: bytes, ended: bool) -> None:
+        """Collect the answer."""
+        if self._passes:
+            self._owner.received(now, body, ended)
+            return
+        self._pieces.append(body)
+        self._size += len(body)
+        if ended:
+            self.connection = None
+            self._owner.prefilled(now, b"".join(self._pieces))
+        elif self._size > MAX_ANSWER and self.connection is not None:
+            self.connection.drop()
+            self.lost(now, Trouble.BROKEN)
+
+    def lost(self, now: float, trouble: Trouble) -> None:
+        """Pass it on."""
+        self.connection = None
+        self._owner.lost(now, trouble)
+
+    def drop(self) -> None:
+        """Let the worker stop."""
+        if self.connection is not None:
+            self.connection.drop()
+            self.connection = None
