@@ -1,0 +1,210 @@
+"""A Kubernetes API server that knows EndpointSlices, and can be made to misbehave."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import ssl
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from aiohttp import web
+
+PATH = "/apis/discovery.k8s.io/v1/namespaces/{namespace}/endpointslices"
+Json = dict[str, Any]
+DEADLINE_S = 10.0
+
+
+def endpoint(
+    pod: str, address: str = "", *, ready: bool | None = True, terminating: bool = False
+) -> Json:
+    """Write one; the address is made up from the pod's last digit."""
+    target = {"targetRef": {"kind": "Pod", "name": pod}} if pod else {}
+    conditions = {"ready": ready, "terminating": terminating}
+    return {
+        "addresses": [address or f"10.0.0.{pod.rpartition('-')[2]}"],
+        "conditions": {key: value for key, value in conditions.items() if value is not None},
+        **target,
+    }
+
+
+def endpoint_slice(
+    name: str, *endpoints: Json, pool: str = "short", port: int = 8000, family: str = "IPv4"
+) -> Json:
+    """Write a slice."""
+    return {
+        "kind": "EndpointSlice",
+        "metadata": {"name": name, "labels": {"pool": pool}},
+        "addressType": family,
+        "endpoints": list(endpoints) or None,
+        "ports": [{"name": "http", "port": port, "protocol": "TCP"}],
+    }
+
+
+class ApiServer:
+    """Lists and watches; how it fails may be set at any time."""
+
+    def __init__(self) -> None:
+        self.url = ""
+        self.version = 100
+        self.slices: dict[str, Json] = {}
+        self.history: list[tuple[int, Json]] = []
+        self.forgotten = 0  # a watch from before this version is refused
+        self.gone_as_event = True  # as new servers say it; old ones answer 410
+        self.status: tuple[int, str] | None = None  # what it answers to everything
+        self.silent = False  # watches are taken, and nothing is ever sent
+        self.hasty = False  # watches end at once
+        self.pages = 500
+        self.lists: list[Json] = []  # the queries that came
+        self.watches: list[Json] = []
+        self.tokens: list[str | None] = []
+        self._changed = asyncio.Condition()
+        self._open: list[web.Request] = []
+        self._closing = asyncio.Event()
+
+    # What happens in the cluster
+
+    async def apply(self, *slices: Json) -> None:
+        """Create or change slices."""
+        for each in slices:
+            name = each["metadata"]["name"]
+            await self._note("MODIFIED" if name in self.slices else "ADDED", name, each)
+
+    async def delete(self, name: str) -> None:
+        """Delete a slice."""
+        await self._note("DELETED", name, self.slices[name])
+
+    async def _note(self, kind: str, name: str, each: Json) -> None:
+        self.version += 1
+        metadata = {**each["metadata"], "resourceVersion": str(self.version)}
+        each = {**each, "metadata": metadata}
+        if kind == "DELETED":
+            del self.slices[name]
+        else:
+            self.slices[name] = each
+        await self._tell({"type": kind, "object": each})
+
+    async def bookmark(self) -> None:
+        """Move all watches on to a version at which nothing happened here."""
+        self.version += 1
+        version = {"metadata": {"resourceVersion": str(self.version)}}
+        await self._tell({"type": "BOOKMARK", "object": {"kind": "EndpointSlice", **version}})
+
+    async def _tell(self, event: Json) -> None:
+        self.history.append((self.version, event))
+        async with self._changed:
+            self._changed.notify_all()
+
+    # What happens to the server
+
+    def forget(self) -> None:
+        """Compact: no watch can go on from before now."""
+        self.version += 1
+        self.forgotten = self.version
+
+    def drop(self) -> None:
+        """Break off every watch."""
+        for request in list(self._open):
+            if request.transport is not None:
+                request.transport.abort()
+
+    async def lost_everything(self) -> None:
+        """Come back with an empty store, and no word of what was deleted."""
+        self.slices.clear()
+        self.forget()
+        self.drop()
+
+    async def watched(self, times: int) -> None:
+        """Wait until so many watches were opened."""
+        async with asyncio.timeout(DEADLINE_S), self._changed:
+            await self._changed.wait_for(lambda: len(self.watches) >= times)
+
+    def close(self) -> None:
+        """Let whatever hangs go."""
+        self._closing.set()
+
+    # What it answers
+
+    async def answer(self, request: web.Request) -> web.StreamResponse:
+        """Answer a list or a watch."""
+        self.tokens.append(request.headers.get("Authorization"))
+        if self.status is not None:
+            code, message = self.status
+            return web.json_response({"kind": "Status", "message": message}, status=code)
+        query = dict(request.query)
+        if "watch" not in query:
+            return self._list(query)
+        self._open.append(request)
+        try:
+            return await self._watch(request, query)
+        finally:
+            self._open.remove(request)
+
+    def _list(self, query: Json) -> web.Response:
+        self.lists.append(query)
+        chosen = [each for each in self.slices.values() if _matches(each, query["labelSelector"])]
+        begin = int(query.get("continue", 0))
+        end = begin + min(self.pages, int(query["limit"]))
+        more = {"continue": str(end)} if end < len(chosen) else {}
+        metadata = {"resourceVersion": str(self.version), **more}
+        items = chosen[begin:end] or None
+        return web.json_response({"kind": "List", "metadata": metadata, "items": items})
+
+    async def _watch(self, request: web.Request, query: Json) -> web.StreamResponse:
+        version = int(query["resourceVersion"])
+        gone = {"kind": "Status", "code": 410, "message": "too old resource version"}
+        async with self._changed:
+            self.watches.append(query)
+            self._changed.notify_all()
+        if version < self.forgotten and not self.gone_as_event:
+            return web.json_response(gone, status=410)
+        answer = web.StreamResponse(headers={"Content-Type": "application/json"})
+        answer.enable_chunked_encoding()
+        await answer.prepare(request)
+        if self.silent:
+            await self._closing.wait()
+        elif version < self.forgotten:
+            await answer.write(json.dumps({"type": "ERROR", "object": gone}).encode() + b"\n")
+        elif not self.hasty:
+            await self._follow(answer, version, query)
+        return answer
+
+    async def _follow(self, answer: web.StreamResponse, version: int, query: Json) -> None:
+        try:
+            async with asyncio.timeout(float(query["timeoutSeconds"])):
+                while not self._closing.is_set():
+                    news = [each for each in self.history if each[0] > version]
+                    for version, event in news:  # noqa: B007 - the last one is kept
+                        if event["type"] == "BOOKMARK" or _matches(
+                            event["object"], query["labelSelector"]
+                        ):
+                            await answer.write(json.dumps(event).encode() + b"\n")
+                    async with self._changed:
+                        await self._changed.wait_for(lambda v=version: self.version > v)
+        except TimeoutError:
+            pass
+
+
+def _matches(each: Json, selector: str) -> bool:
+    key, _, value = selector.partition("=")
+    return bool(each["metadata"]["labels"].get(key) == value)
+
+
+@asynccontextmanager
+async def api_server(context: ssl.SSLContext | None = None) -> AsyncIterator[ApiServer]:
+    """Serve one on a free port."""
+    server = ApiServer()
+    app = web.Application()
+    app.router.add_get(PATH, server.answer)
+    runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0, ssl_context=context)
+    await site.start()
+    scheme = "https" if context else "http"
+    server.url = f"{scheme}://127.0.0.1:{runner.addresses[0][1]}"
+    try:
+        yield server
+    finally:
+        server.close()
+        await runner.cleanup()
