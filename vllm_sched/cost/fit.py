@@ -17,10 +17,11 @@ floor is not fitted here: it bends the line, and the line is refitted where the 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
+from vllm_sched.cost.least_squares import non_negative
 from vllm_sched.cost.step_time import StepShape, StepTime
 
 Kind = Literal["decode", "prefill", "mixed"]
@@ -50,7 +51,8 @@ PLACES: Final[dict[Kind, tuple[tuple[int, ...], ...]]] = {
     "mixed": ((0, 6), (1,), (2,), (4,), (5,)),
 }
 # How much each coefficient is drawn towards nothing, relative to what speaks for it: always, and
-# besides by so many times the variance of an error over the number of steps.
+# besides by so many times the variance of an error over the number of steps. A decode step is
+# never without its fixed part: where that comes out negative, a slope was too steep.
 RIDGE: Final = (1e-9, 3e-5, 3e-5, 1e-5, 1e-9, 3e-5, 3e-5)
 DOUBT: Final = (0.0, 16.0, 16.0, 0.0, 0.0, 16.0, 16.0)
 FIXED: Final = 0
@@ -169,57 +171,12 @@ def solve(sums: Mapping[Kind, Sums], spread: float, most_steps: float = math.inf
         least + doubt * spread * spread / max(count, 1.0)
         for least, doubt, count in zip(RIDGE, DOUBT, steps, strict=True)
     ]
-    found = dict(zip(NAMES, _non_negative(matrix, right, ridge), strict=True))
+    solved = non_negative(matrix, right, ridge, kept=FIXED, rather=SLOPES)
+    found = dict(zip(NAMES, solved, strict=True))
     if not sums["prefill"].steps:
         # Never seen alone: it reads the weights all the same.
         found["prefill_fixed_s"] = found["decode_fixed_s"] + found["mixed_s"]
     return StepTime(**found)
-
-
-def _non_negative(
-    matrix: list[list[float]], right: list[float], ridge: Sequence[float]
-) -> list[float]:
-    """Solve the equations, leaving out what comes out negative, the worst first."""
-    found = [0.0] * len(right)
-    used = [index for index in range(len(right)) if matrix[index][index] > 0]
-    # Scaled to a diagonal of ones: pairs of tokens are in the millions.
-    scale = {index: 1 / math.sqrt(matrix[index][index]) for index in used}
-    while used:
-        rows = [
-            [matrix[i][j] * scale[i] * scale[j] + (ridge[i] if i == j else 0.0) for j in used]
-            for i in used
-        ]
-        solution = _cholesky(rows, [right[i] * scale[i] for i in used])
-        worst = min(range(len(used)), key=solution.__getitem__)
-        if solution[worst] >= 0:
-            for index, value in zip(used, solution, strict=True):
-                found[index] = value * scale[index]
-            break
-        # A decode step is never without its fixed part: then a slope was too steep.
-        slopes = [slope for slope in SLOPES if slope in used] if used[worst] == FIXED else []
-        used.remove(slopes[0] if slopes else used[worst])
-    return found
-
-
-def _cholesky(rows: list[list[float]], right: list[float]) -> list[float]:
-    """Solve a small symmetric positive system; what depends on others is nothing."""
-    size = len(right)
-    lower: list[list[float]] = []
-    half: list[float] = []
-    for i in range(size):
-        row: list[float] = []
-        for j in range(i):
-            dot = sum(map(float.__mul__, row, lower[j]))
-            row.append((rows[i][j] - dot) / lower[j][j])
-        pivot = rows[i][i] - sum(map(float.__mul__, row, row))
-        row.append(math.sqrt(pivot) if pivot > 1e-12 else math.inf)
-        lower.append(row)
-        half.append((right[i] - sum(map(float.__mul__, row, half))) / row[i])
-    result = [0.0] * size
-    for i in reversed(range(size)):
-        known = sum(lower[k][i] * result[k] for k in range(i + 1, size))
-        result[i] = (half[i] - known) / lower[i][i]
-    return result
 
 
 def _row(kind: Kind, shape: StepShape) -> tuple[float, ...]:

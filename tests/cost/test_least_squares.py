@@ -1,0 +1,45 @@
+"""Non-negative least squares, small."""
+
+from __future__ import annotations
+
+import pytest
+
+from vllm_sched.cost.least_squares import non_negative
+
+Rows = list[tuple[float, ...]]
+
+
+def solve(rows: Rows, times: list[float], **how: object) -> list[float]:
+    """Fit times by features."""
+    size = len(rows[0])
+    matrix = [[sum(r[i] * r[j] for r in rows) for j in range(size)] for i in range(size)]
+    right = [sum(r[i] * t for r, t in zip(rows, times, strict=True)) for i in range(size)]
+    return non_negative(matrix, right, [1e-12] * size, **how)  # type: ignore[arg-type]
+
+
+def test_finds_what_is_there_across_magnitudes() -> None:
+    rows: Rows = [(1.0, x, x * x * 1e6) for x in (1.0, 2.0, 5.0, 9.0)]
+    times = [0.01 + 0.002 * r[1] + 3e-12 * r[2] for r in rows]
+    assert solve(rows, times) == pytest.approx([0.01, 0.002, 3e-12], rel=1e-4)
+
+
+def test_what_would_be_negative_is_left_out() -> None:
+    rows: Rows = [(1.0, x) for x in (1.0, 2.0, 3.0)]
+    found = solve(rows, [3.0, 2.0, 1.0])
+    assert found[1] == 0.0
+    assert found[0] == pytest.approx(2.0)
+
+
+def test_one_unknown_is_kept_and_another_left_out_for_it() -> None:
+    rows: Rows = [(1.0, x) for x in (1.0, 2.0, 3.0)]
+    assert solve(rows, [0.5, 2.0, 3.5])[0] == 0.0
+    kept = solve(rows, [0.5, 2.0, 3.5], kept=0, rather=(1,))
+    assert kept == pytest.approx([2.0, 0.0])
+
+
+def test_a_feature_never_seen_costs_nothing() -> None:
+    assert solve([(1.0, 0.0), (2.0, 0.0)], [1.0, 2.0]) == pytest.approx([1.0, 0.0])
+
+
+def test_features_that_are_the_same_share() -> None:
+    assert sum(solve([(1.0, 1.0), (2.0, 2.0)], [1.0, 2.0])) == pytest.approx(1.0)

@@ -1,0 +1,47 @@
+"""The built-in profiles reproduce what was published."""
+
+from __future__ import annotations
+
+import pytest
+
+from vllm_sched.cost.profiles import PROFILES, find
+from vllm_sched.cost.step_time import StepShape
+from vllm_sched.errors import UsageError
+
+
+@pytest.mark.parametrize("name", PROFILES)
+def test_each_says_where_it_comes_from(name: str) -> None:
+    profile = find(name)
+    assert profile.source
+    assert profile.time.decode_fixed_s > 0
+    assert 0.3 < profile.time.prefill_fixed_s / profile.time.decode_fixed_s < 1.3
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "seconds"),
+    [
+        ("h200-8b", StepShape(decodes=8), 0.0065),
+        ("h200-70b-tp4", StepShape(decodes=8), 0.0162),
+        ("h100-70b-tp4", StepShape(decodes=1), 0.0295),
+        ("h100-70b-tp4", StepShape(decodes=64), 0.0524),
+        ("h100-70b-tp4", StepShape(prefill_tokens=64), 0.050),
+        ("a100-opt-13b", StepShape(prefill_tokens=1000), 0.0221 + 0.1405),
+    ],
+)
+def test_published_steps(name: str, shape: StepShape, seconds: float) -> None:
+    assert find(name).time.seconds(shape) == pytest.approx(seconds, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("name", "rate"),
+    [("h100-8b", 28_000), ("h100-70b-tp4", 12_600), ("a100-70b-tp4", 3_400)],
+)
+def test_published_prefill_rates(name: str, rate: float) -> None:
+    time = find(name).time
+    long, short = (time.seconds(StepShape(prefill_tokens=n)) for n in (40_000, 20_000))
+    assert 20_000 / (long - short) == pytest.approx(rate, rel=0.01)
+
+
+def test_an_unknown_one() -> None:
+    with pytest.raises(UsageError, match="unknown profile 'tpu'; valid: a100-8b"):
+        find("tpu")

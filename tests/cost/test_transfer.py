@@ -1,0 +1,49 @@
+"""The time of a KV transfer."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from vllm_sched.cost.transfer import Transferred, TransferTime
+from vllm_sched.errors import UsageError
+
+TRUE = TransferTime(setup_s=0.002, descriptor_s=4e-6, byte_s=1 / 49e9)
+
+
+def seen(noise: float = 0.0) -> list[Transferred]:
+    """Return transfers of many sizes and block sizes."""
+    rng = random.Random(1)
+    points = []
+    for _ in range(60):
+        tokens, block = rng.randint(100, 60_000), rng.choice([16, 32, 128])
+        size, descriptors = tokens * 131_072, (tokens // block + 1) * 64
+        seconds = TRUE.seconds(size, descriptors) * (1 + abs(rng.gauss(0, noise)))
+        points.append(Transferred(size, descriptors, seconds))
+    return points
+
+
+def test_finds_what_is_there() -> None:
+    found = TransferTime.fitted(seen())
+    assert found.setup_s == pytest.approx(TRUE.setup_s, rel=0.01)
+    assert found.descriptor_s == pytest.approx(TRUE.descriptor_s, rel=0.01)
+    assert found.bandwidth == pytest.approx(49e9, rel=0.01)
+
+
+def test_noise_leaves_the_predictions_close() -> None:
+    found = TransferTime.fitted(seen(noise=0.1))
+    for point in seen():
+        predicted = found.seconds(point.size, point.descriptors)
+        assert predicted == pytest.approx(point.seconds, rel=0.2)
+
+
+def test_the_published_transfer_was_bound_by_its_descriptors() -> None:
+    assert TransferTime(0.0, 0.174 / 40_000, 0.0).seconds(313_000_000, 40_000) == pytest.approx(
+        0.174
+    )
+
+
+def test_too_few() -> None:
+    with pytest.raises(UsageError, match="2 transfers are too few"):
+        TransferTime.fitted(seen()[:2])

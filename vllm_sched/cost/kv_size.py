@@ -1,0 +1,64 @@
+"""Bytes of KV cache per token, from a model's `config.json`.
+
+Grouped-query attention keeps a key and a value per layer and KV head; latent attention (MLA) one
+compressed vector and one rotary key per layer. Layers with a sliding window or a state of fixed
+size count as if they kept everything: for those it is an upper bound.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from vllm_sched.errors import UsageError
+
+BYTES: Final = {
+    "float32": 4, "float": 4, "bfloat16": 2, "float16": 2, "half": 2,
+    "fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1, "float8_e4m3fn": 1, "float8_e5m2": 1, "int8": 1,
+}  # fmt: skip
+
+
+def kv_bytes_per_token(config: Mapping[str, Any], kv_cache_dtype: str = "auto") -> int:
+    """Return the bytes that a token's KV takes, over all layers and all ranks."""
+    # Models that see or hear keep the part that writes under a key of its own.
+    text = config.get("text_config", config)
+    layers = _number(text, "num_hidden_layers", "n_layer")
+    size = _element(config, text, kv_cache_dtype)
+    if rank := text.get("kv_lora_rank"):
+        return layers * (int(rank) + _number(text, "qk_rope_head_dim")) * size
+    heads = _number(text, "num_attention_heads", "n_head")
+    kv_heads = int(text.get("num_key_value_heads") or heads)
+    head = text.get("head_dim") or _number(text, "hidden_size", "n_embd") // heads
+    return 2 * layers * kv_heads * int(head) * size
+
+
+def _number(config: Mapping[str, Any], *names: str) -> int:
+    for name in names:
+        value = config.get(name)
+        if isinstance(value, int) and value > 0:
+            return value
+    raise UsageError(
+        f"the model's config has no {' or '.join(names)}; give its config.json as it was published"
+    )
+
+
+def _element(config: Mapping[str, Any], text: Mapping[str, Any], asked: str) -> int:
+    name = asked
+    if asked == "auto":
+        name = next(
+            (
+                str(value)
+                for value in (
+                    text.get("dtype"), text.get("torch_dtype"),
+                    config.get("dtype"), config.get("torch_dtype"),
+                )
+                if value
+            ),
+            "bfloat16",
+        )  # fmt: skip
+    try:
+        return BYTES[name.removeprefix("torch.")]
+    except KeyError:
+        raise UsageError(
+            f"unknown KV dtype {name!r}; use auto or one of {', '.join(BYTES)}"
+        ) from None

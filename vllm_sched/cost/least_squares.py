@@ -1,0 +1,60 @@
+"""Small least-squares problems whose unknowns are times, and so not negative."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+
+def non_negative(
+    matrix: Sequence[Sequence[float]],
+    right: Sequence[float],
+    ridge: Sequence[float],
+    *,
+    kept: int | None = None,
+    rather: Sequence[int] = (),
+) -> list[float]:
+    """Solve the equations, leaving out what comes out negative, the worst first.
+
+    `ridge` is added to the diagonal once that is scaled to ones. Before the unknown `kept` is left
+    out, one of `rather` is.
+    """
+    found = [0.0] * len(right)
+    used = [index for index in range(len(right)) if matrix[index][index] > 0]
+    # Scaled to a diagonal of ones: pairs of tokens are in the millions.
+    scale = {index: 1 / math.sqrt(matrix[index][index]) for index in used}
+    while used:
+        rows = [
+            [matrix[i][j] * scale[i] * scale[j] + (ridge[i] if i == j else 0.0) for j in used]
+            for i in used
+        ]
+        solution = _cholesky(rows, [right[i] * scale[i] for i in used])
+        worst = min(range(len(used)), key=solution.__getitem__)
+        if solution[worst] >= 0:
+            for index, value in zip(used, solution, strict=True):
+                found[index] = value * scale[index]
+            break
+        instead = [each for each in rather if each in used] if used[worst] == kept else []
+        used.remove(instead[0] if instead else used[worst])
+    return found
+
+
+def _cholesky(rows: list[list[float]], right: list[float]) -> list[float]:
+    """Solve a small symmetric positive system; what depends on others is nothing."""
+    size = len(right)
+    lower: list[list[float]] = []
+    half: list[float] = []
+    for i in range(size):
+        row: list[float] = []
+        for j in range(i):
+            dot = sum(map(float.__mul__, row, lower[j]))
+            row.append((rows[i][j] - dot) / lower[j][j])
+        pivot = rows[i][i] - sum(map(float.__mul__, row, row))
+        row.append(math.sqrt(pivot) if pivot > 1e-12 else math.inf)
+        lower.append(row)
+        half.append((right[i] - sum(map(float.__mul__, row, half))) / row[i])
+    result = [0.0] * size
+    for i in reversed(range(size)):
+        known = sum(lower[k][i] * result[k] for k in range(i + 1, size))
+        result[i] = (half[i] - known) / lower[i][i]
+    return result

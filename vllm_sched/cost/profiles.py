@@ -1,0 +1,136 @@
+"""Step times of well-known machines and models, from published figures.
+
+Nobody has published all coefficients of any of them. What was published is named under `source`;
+the rest is derived, always in the same way:
+
+- what a decode step reads: the weights once, and the KV of each token of context, at the memory
+  bandwidth; and 3 ms for launching it, by which the one 8B step that was published (6.5 ms on an
+  H200) exceeds the reading of the weights;
+- a decode's own computation is that of a token of prefill;
+- a step of prefill alone has 1.1 times the fixed time of a decode step: published fits lie between
+  0.9 and 1.25;
+- a mixed step costs nothing extra. That is what differs most between engines, versions and
+  machines, and deferred prefill in vLLM V1 depends on nothing else: measure it (`calibrate`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from vllm_sched.cost.step_time import StepTime
+from vllm_sched.errors import UsageError
+
+LAUNCH_S: Final = 0.003
+PREFILL_OVER_DECODE: Final = 1.1
+KIB: Final = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """A machine with a model."""
+
+    name: str
+    what: str
+    source: str
+    time: StepTime
+
+
+def _read(
+    *, weights: float, kv: float, bandwidth: float, tokens_per_s: float, step_s: float = 0.0
+) -> StepTime:
+    """Derive what was not published, as the module's text says; sizes in bytes."""
+    fixed = step_s or weights / bandwidth + LAUNCH_S
+    return StepTime(
+        decode_fixed_s=fixed,
+        decode_s=1 / tokens_per_s,
+        context_s=kv / bandwidth,
+        prefill_fixed_s=PREFILL_OVER_DECODE * fixed,
+        prefill_s=1 / tokens_per_s,
+    )
+
+
+WEIGHTS_8B, WEIGHTS_70B = 16.1e9, 141e9
+KV_8B, KV_70B = 128 * KIB, 320 * KIB
+
+_ALL: Final = (
+    Profile(
+        "a100-8b",
+        "8B on an A100 80 GB, vLLM V0: the regime of deferred prefill's paper",
+        "linear fit: decode 10 ms + 0.06 ms a sequence, prefill 11 ms + 0.095 ms a token; c_p/c_d "
+        "within the 0.9 to 1.25 of published fits",
+        StepTime(decode_fixed_s=0.010, decode_s=6e-5, prefill_fixed_s=0.011, prefill_s=9.5e-5),
+    ),
+    Profile(
+        "a100-opt-13b",
+        "OPT-13B on an A100 80 GB, vLLM",
+        "DistServe's published fit: prefill 22.1 ms + 0.1405 ms a token, decode 23.5 ms + "
+        "0.0607 ms a sequence",
+        StepTime(
+            decode_fixed_s=0.0235, decode_s=6.07e-5, prefill_fixed_s=0.0221, prefill_s=1.405e-4
+        ),
+    ),
+    Profile(
+        "a100-70b-tp4",
+        "70B on four A100 80 GB",
+        "prefill 3,400 tokens/s; bandwidth 4 x 2.04 TB/s; the rest derived",
+        _read(weights=WEIGHTS_70B, kv=KV_70B, bandwidth=4 * 2.04e12, tokens_per_s=3_400),
+    ),
+    Profile(
+        "h100-8b",
+        "8B on an H100 SXM",
+        "prefill 28,000 tokens/s; bandwidth 3.35 TB/s; the rest derived",
+        _read(weights=WEIGHTS_8B, kv=KV_8B, bandwidth=3.35e12, tokens_per_s=28_000),
+    ),
+    Profile(
+        "h100-70b-tp4",
+        "70B on four H100 SXM",
+        "prefill 12,600 tokens/s with a floor of 50 ms below 512 tokens; decode step 29.5 ms at "
+        "batch 1, 52.4 ms at batch 64 (context included)",
+        StepTime(
+            decode_fixed_s=0.0291,
+            decode_s=(0.0524 - 0.0295) / 63,
+            prefill_fixed_s=0.050 - 512 / 12_600,
+            prefill_s=1 / 12_600,
+            floor_s=0.050,
+        ),
+    ),
+    Profile(
+        "h200-8b",
+        "8B on an H200",
+        "decode step 6.5 ms at batch 8; bandwidth 4.8 TB/s; prefill as on an H100, which has the "
+        "same compute; the rest derived",
+        _read(
+            weights=WEIGHTS_8B,
+            kv=KV_8B,
+            bandwidth=4.8e12,
+            tokens_per_s=28_000,
+            step_s=0.0065 - 8 / 28_000,
+        ),
+    ),
+    Profile(
+        "h200-70b-tp4",
+        "70B on four H200",
+        "decode step 16.2 ms at batch 8; bandwidth 4 x 4.8 TB/s; prefill as on four H100; the rest "
+        "derived",
+        _read(
+            weights=WEIGHTS_70B,
+            kv=KV_70B,
+            bandwidth=4 * 4.8e12,
+            tokens_per_s=12_600,
+            step_s=0.0162 - 8 / 12_600,
+        ),
+    ),
+)
+PROFILES: Final = {profile.name: profile for profile in _ALL}
+
+
+def find(name: str) -> Profile:
+    """Return the profile of that name."""
+    try:
+        return PROFILES[name]
+    except KeyError:
+        raise UsageError(
+            f"unknown profile {name!r}; valid: {', '.join(PROFILES)}; or measure your own with "
+            "`vllm-sched calibrate --save cost.json`"
+        ) from None
