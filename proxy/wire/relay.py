@@ -230,7 +230,9 @@ class Exchange:
                 return
             self._last_refusal = refusal
         keep_alive = self._request.head.keep_alive and not self._wire.draining
-        taken, self._taken = self._taken, None  # the decode worker has it in hand
+        taken = self._taken
+        if status >= BAD_REQUEST:  # what is refused for its form is not heard of by the connector
+            self._give_back(now, well=True)
         self._answering = Answering(
             self._request,
             head,
@@ -314,6 +316,7 @@ class Exchange:
     def _first_bytes(self, now: float, data: bytes) -> None:
         """No other worker will be asked from here on."""
         self._request.body = b""
+        self._taken = None  # a head alone says nothing: a stream's comes before the transfer
         lease, answering = self._lease, self._answering
         if lease is None or answering is None or answering.status != OK:
             return

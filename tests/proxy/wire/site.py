@@ -10,11 +10,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from proxy.config import TransferConfig
 from proxy.control.metrics import Metrics
 from proxy.core.fleet import Fleet
 from proxy.core.router import Router, RouterSettings
 from proxy.core.types import Role
 from proxy.core.worker import Worker, WorkerSpec
+from proxy.transfer.registry import connector
 from proxy.wire.server import Wire
 from proxy.wire.settings import WireSettings
 from tests.proxy.wire.client import DEADLINE_S, Answer, Client
@@ -41,7 +43,8 @@ class Site:
         self.fleet = Fleet()
         self.router = Router(RouterSettings(**router), self.fleet)
         self.metrics = Metrics(self.router)
-        self.wire = Wire(self.router, WireSettings(**wire), self.metrics, self.clock)
+        over = connector(TransferConfig(connector="nixl")) if router.get("transfer") else None
+        self.wire = Wire(self.router, WireSettings(**wire), self.metrics, self.clock, over)
         self.skipped = 0.0
         self.fakes: dict[str, FakeWorker] = {}
         self.charged: list[Worker] = []  # every worker there ever was
@@ -144,6 +147,7 @@ class Site:
             "charges": self.charges(),
             "queued": len(self.router.queue),
             "queued bytes": self.router.queue.bytes,
+            "releases": len(self.wire.releases),
             "connections at work": [each for each in counts if each[1] == "busy" and each[2] > 0],
         }
         return ", ".join(f"{name}: {value}" for name, value in left.items() if value)

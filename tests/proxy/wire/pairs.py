@@ -1,0 +1,134 @@
+"""A router before prefill and decode workers, which a test can ask who would serve a request."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from proxy.core import routes
+from proxy.core.routes import Route
+from proxy.core.types import Decision, Role
+from tests.proxy.wire.client import Answer, request
+from tests.proxy.wire.conftest import Start
+from tests.proxy.wire.fake_worker import FakeWorker
+from tests.proxy.wire.kv import CHAT, Kv, answer_to, prompts_of
+from tests.proxy.wire.scripts import DONE
+from tests.proxy.wire.site import Fake, Site
+
+ROUTER = {"transfer": True, "disaggregate_above": 1, "retry_budget": 10.0}
+numbers = itertools.count(1)
+
+
+class Pairs:
+    """Some prefill workers, some decode workers, and the blocks between them."""
+
+    def __init__(self, site: Site, kv: Kv) -> None:
+        self.site, self.kv = site, kv
+
+    def would_serve(self, body: bytes, path: str = CHAT) -> Decision:
+        """Tell where a request would go now."""
+        route = routes.find("POST", path)
+        assert isinstance(route, Route)
+        ask = self.site.router.read(route, body, b"application/json", "id")
+        decision = self.site.router.explain(ask, self.site.clock())  # type: ignore[arg-type]
+        assert isinstance(decision, Decision)
+        return decision
+
+    def victim(self, role: Role, body: bytes, path: str = CHAT) -> FakeWorker:
+        """Name the worker of a role that a request would be given to."""
+        decision = self.would_serve(body, path)
+        assert decision.handover is not None
+        worker = decision.handover.prefill if role is Role.PREFILL else decision.worker
+        return self.site.fakes[worker.name]
+
+    def legs(self) -> list[str]:
+        """List who was asked for what, in order."""
+        return [f"{_kind(call.json())} {name}" for name, call in self._calls()]
+
+    def _calls(self) -> list[tuple[str, Any]]:
+        calls = [(name, call) for name, f in self.site.fakes.items() for call in f.served]
+        return sorted(calls, key=lambda each: each[1].arrived)
+
+    async def settled(self) -> None:
+        """Wait until nothing is under way; all blocks must have been freed, nothing done wrong."""
+        await self.site.settled()
+        assert self.kv.faults == []
+        assert self.kv.held == []
+
+
+def _kind(body: dict[str, Any]) -> str:
+    params = body.get("kv_transfer_params") or {}
+    if params.get("do_remote_decode"):
+        return "prefill"
+    if str(body.get("model")).startswith("vllm-sched:"):
+        return "release"
+    return "decode" if params.get("do_remote_prefill") else "whole"
+
+
+async def pairs(
+    start: Start,
+    *more: Fake,
+    prefills: int = 2,
+    decodes: int = 2,
+    wire: dict[str, Any] | None = None,
+    **router: Any,
+) -> Pairs:
+    """Start them."""
+    fakes = [Fake(f"p{n}", Role.PREFILL) for n in range(prefills)]
+    fakes += [Fake(f"d{n}", Role.DECODE) for n in range(decodes)]
+    site = await start(*fakes, *more, router=ROUTER | router, wire=wire or {})
+    kv = Kv()
+    for each in (*fakes, *more):
+        fake = site.fakes[each.name]
+        fake.always(kv.worker(fake, each.role.value))
+    return Pairs(site, kv)
+
+
+def chat_body(**fields: Any) -> bytes:
+    """Return the body of a chat that nobody has had before."""
+    messages = [{"role": "user", "content": f"number {next(numbers)}: " + "x" * 200}]
+    return json.dumps({"model": "tiny", "messages": messages, "max_tokens": 4} | fields).encode()
+
+
+def completion_body(**fields: Any) -> bytes:
+    """Return the body of a completion that nobody has had before."""
+    prompt = f"number {next(numbers)}: " + "y" * 200
+    return json.dumps({"model": "tiny", "prompt": prompt, "max_tokens": 4} | fields).encode()
+
+
+async def ask(pairs: Pairs, body: bytes, *headers: bytes, path: str = CHAT) -> Answer:
+    """Send a request."""
+    return await pairs.site.ask(request(body, *headers, path=path))
+
+
+def words(answer: Answer) -> list[str]:
+    """Read the text of an answer with one choice, token by token."""
+    assert answer.status == 200, answer.body
+    if answer.body.startswith(b"data: "):
+        assert answer.body.endswith(DONE), answer.body
+        found = [json.loads(e[6:]) for e in answer.body.split(b"\n\n")[:-2]]
+        return [text_of(choice) for event in found for choice in event["choices"]]
+    text = text_of(answer.json()["choices"][0])
+    return [word + " " for word in text.split()]
+
+
+def text_of(choice: dict[str, Any]) -> str:
+    """Read the text of a choice or of a piece of one."""
+    inner = choice.get("message") or choice.get("delta")
+    return str(inner["content"] if inner is not None else choice["text"])
+
+
+def expected(body: bytes, tokens: int = 4) -> list[str]:
+    """Return what a worker would answer to a body with one prompt."""
+    return answer_to(prompts_of(json.loads(body))[0], tokens)
+
+
+async def both(*some: Awaitable[Any]) -> list[Any]:
+    """Wait for all."""
+    return list(await asyncio.gather(*some))
+
+
+Maker = Callable[..., bytes]

@@ -1,0 +1,222 @@
+"""One request, two workers: the bodies of both legs, and an answer as from one."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from proxy.core.splice import members
+from tests.proxy.wire.client import request
+from tests.proxy.wire.conftest import Start
+from tests.proxy.wire.fake_worker import Call
+from tests.proxy.wire.kv import CACHED, CHAT, COMPLETIONS
+from tests.proxy.wire.pairs import ask, chat_body, completion_body, expected, pairs, words
+
+MAKERS = {CHAT: chat_body, COMPLETIONS: completion_body}
+
+
+def raw_members(body: bytes) -> dict[bytes, bytes]:
+    """Return a body's members as they are written, in order."""
+    return {member.name: body[member.value : member.end] for member in members(body)}
+
+
+async def both_legs(start: Start, body: bytes, path: str = CHAT) -> tuple[Call, Call]:
+    """Hand a request over and return what was sent."""
+    here = await pairs(start, prefills=1, decodes=1)
+    answer = await ask(here, body, b"X-Request-Id: mine", path=path)
+    assert words(answer) == expected(body)
+    await here.settled()
+    assert here.legs() == ["prefill p0", "decode d0"]
+    return here.site.fakes["p0"].served[0], here.site.fakes["d0"].served[0]
+
+
+@pytest.mark.parametrize("path", MAKERS)
+@pytest.mark.parametrize("stream", [True, False])
+async def test_an_answer_is_as_from_one_worker(start: Start, path: str, stream: bool) -> None:
+    here = await pairs(start)
+    for _ in range(5):
+        body = MAKERS[path](stream=stream)
+        assert words(await ask(here, body, path=path)) == expected(body)
+        await here.settled()
+    assert here.kv.ends() == ["read"] * 5
+    assert sorted(leg.split()[0] for leg in here.legs()) == ["decode"] * 5 + ["prefill"] * 5
+
+
+ODD = (
+    b' {"temperature": 0.70000, "messages" : [{"role":"user","content":"caf\\u00e9 \xc3\xa9 '
+    b'\\"max_tokens\\": 9 ' + b"x" * 300 + b'"}],\n '
+    b'"max_tokens"\t: 4,"top_p":1.0e0, "stream": true ,\n'
+    b'"stream_options": {"include_usage": false}, "min_tokens":2, "user":null, "model":"tiny" } \n'
+)
+
+
+async def test_all_bytes_but_those_of_the_hand_over_are_the_clients(start: Start) -> None:
+    prefill, decode = await both_legs(start, ODD)
+    theirs, first, second = map(raw_members, (ODD, prefill.body, decode.body))
+    changed = {b"max_tokens": b"1", b"stream": b"false", b"min_tokens": b"1"}
+    added = set(first) - set(theirs)
+    assert added <= {b"kv_transfer_params", b"max_completion_tokens"}
+    assert {name: first[name] for name in first if name not in added} == {
+        name: changed.get(name, text) for name, text in theirs.items() if name != b"stream_options"
+    }
+    assert set(second) - set(theirs) == {b"kv_transfer_params"}
+    end = ODD.rindex(b"}")
+    at = decode.body.rindex(b"}")
+    assert decode.body[at:] == ODD[end:]
+    assert decode.body.startswith(ODD[:end].rstrip())
+
+
+async def test_both_legs_have_the_clients_id_and_headers(start: Start) -> None:
+    here = await pairs(start, prefills=1, decodes=1)
+    trace = b"traceparent: 00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+    headers = (b"X-Request-Id: mine", b"Authorization: Bearer theirs", trace, b"X-Other: kept")
+    answer = await ask(here, chat_body(), *headers)
+    assert answer.one(b"x-request-id") == b"mine"
+    await here.settled()
+    for call in here.site.served():
+        for header in headers:
+            name, _, value = header.partition(b": ")
+            assert call.all(name) == [value]
+
+
+async def test_a_request_without_an_id_has_the_same_on_both_legs(start: Start) -> None:
+    here = await pairs(start, prefills=1, decodes=1)
+    await ask(here, chat_body())
+    await here.settled()
+    first, second = (call.all(b"x-request-id") for call in here.site.served())
+    assert first == second
+    assert len(first) == 1
+
+
+async def test_the_prefill_leg_asks_for_one_token_whatever_the_client_wants(start: Start) -> None:
+    limits: list[dict[str, Any]] = [
+        {"max_tokens": None},
+        {"max_tokens": 2},
+        {"max_tokens": None, "max_completion_tokens": 3},
+        {"max_tokens": 4, "max_completion_tokens": 3},
+        {"max_tokens": 4, "min_tokens": 4},
+        {"max_tokens": 4, "min_tokens": 0},
+        {"stream": True, "stream_options": {"include_usage": True}},
+        {"logprobs": True, "top_logprobs": 3},
+        {"stop": ["x"], "seed": 7, "response_format": {"type": "json_object"}},
+        {"tools": [{"type": "function", "function": {"name": "f", "parameters": {}}}]},
+    ]
+    here = await pairs(start)
+    for fields in limits:
+        body = chat_body(**fields)
+        wanted = fields.get("max_completion_tokens", fields.get("max_tokens", 4)) or 4
+        answer = await ask(here, body)
+        assert "".join(words(answer)) == "".join(expected(body, wanted)), fields
+        await here.settled()
+        [prefill, decode] = here.site.served()[-2:]
+        assert decode.json() == json.loads(body) | {
+            "kv_transfer_params": decode.json()["kv_transfer_params"]
+        }
+        assert prefill.json()["messages"] == json.loads(body)["messages"]
+    assert here.kv.ends() == ["read"] * len(limits)
+
+
+WHOLE: list[tuple[str, dict[str, Any]]] = [
+    (COMPLETIONS, {"prompt": ["a" * 100, "b" * 100]}),
+    (COMPLETIONS, {"prompt": [[1] * 50, [2] * 50]}),
+    (COMPLETIONS, {"n": 2}),
+    (CHAT, {"n": 3}),
+    (COMPLETIONS, {"best_of": 2}),
+    (CHAT, {"max_tokens": 1}),
+    (COMPLETIONS, {"max_tokens": 1}),
+    (CHAT, {"max_completion_tokens": 1}),
+    (COMPLETIONS, {"prompt_logprobs": 1}),
+    (COMPLETIONS, {"echo": True}),
+    (COMPLETIONS, {"echo": True, "logprobs": 1}),
+    (COMPLETIONS, {"echo": True, "logprobs": 0}),
+    (CHAT, {"prompt_logprobs": 0}),
+    (CHAT, {"use_beam_search": True, "n": 1}),
+]
+
+
+@pytest.mark.parametrize(("path", "fields"), WHOLE)
+@pytest.mark.parametrize("stream", [True, False])
+async def test_what_cannot_be_split_is_served_whole(
+    start: Start, path: str, fields: dict[str, Any], stream: bool
+) -> None:
+    here = await pairs(start)
+    body = MAKERS[path](stream=stream, **fields)
+    answer = await ask(here, body, path=path)
+    assert answer.status == 200
+    await here.settled()
+    [leg] = here.legs()
+    assert leg in ("whole d0", "whole d1")
+    assert here.site.served()[0].body == body
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_usage_is_the_clients_not_the_legs(start: Start, stream: bool) -> None:
+    here = await pairs(start)
+    options = {"stream_options": {"include_usage": True}} if stream else {}
+    answer = await ask(here, chat_body(stream=stream, max_tokens=3, **options))
+    found = answer.body
+    usage = json.loads(found.split(b"\n\n")[-3][6:])["usage"] if stream else answer.json()["usage"]
+    assert usage["completion_tokens"] == 3
+    assert usage["total_tokens"] == usage["prompt_tokens"] + 3
+    assert usage["prompt_tokens_details"] == {"cached_tokens": CACHED}
+    await here.settled()
+
+
+async def test_no_request_shows_the_client_where_blocks_lie(start: Start) -> None:
+    here = await pairs(start)
+    for stream in (True, False):
+        answer = await ask(here, chat_body(stream=stream))
+        assert b"remote_" not in answer.body
+        assert b"kv_transfer" not in answer.body
+    await here.settled()
+
+
+async def test_requests_in_turn_on_one_connection(start: Start) -> None:
+    here = await pairs(start, prefills=1, decodes=1)
+    client = await here.site.client()
+    for stream in (False, True, False):
+        body = chat_body(stream=stream)
+        assert words(await client.ask(request(body))) == expected(body)
+    client.close()
+    await here.settled()
+    assert [len(fake.connections) for fake in here.site.fakes.values()] == [1, 1]
+
+
+@pytest.mark.parametrize(
+    "steers",
+    [
+        b'"kv_transfer_params": {"do_remote_prefill": true, "remote_host": "10.0.0.1"}',
+        b'"kv_transfer\\u005fparams": {"do_remote_decode": true}',
+        b'"kv_transfer_params": {"x": 1}, "kv_transfer_params": null',
+        b'"vllm_xargs": {"kv_transfer_params": "x"}',
+        b'"sampling_params": {"extra_args": {"kv_transfer_params": {}}}',
+        b'"ec_transfer_params": {"peer": "10.0.0.1"}',
+    ],
+)
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS, "/v1/responses", "/inference/v1/generate"])
+async def test_a_client_steers_no_transfer(start: Start, steers: bytes, path: str) -> None:
+    here = await pairs(start)
+    body = chat_body()[:-1] + b", " + steers + b"}"
+    answer = await ask(here, body, path=path)
+    assert answer.status == 400
+    assert "transfer_params" in answer.error()["message"]
+    assert here.legs() == []
+
+
+async def test_null_steers_nothing_and_is_replaced(start: Start) -> None:
+    here = await pairs(start)
+    body = chat_body(kv_transfer_params=None)
+    assert words(await ask(here, body)) == expected(body)
+    await here.settled()
+    assert here.kv.ends() == ["read"]
+
+
+async def test_a_prompt_may_speak_of_it(start: Start) -> None:
+    here = await pairs(start)
+    text = '"kv_transfer_params": {"do_remote_prefill": true} ' * 5
+    body = chat_body(messages=[{"role": "user", "content": text}])
+    assert words(await ask(here, body)) == expected(body)
+    await here.settled()
+    assert all(call.json()["messages"][0]["content"] == text for call in here.site.served())
