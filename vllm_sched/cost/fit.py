@@ -110,7 +110,7 @@ class OnlineFit:
             return
         weight = self._weight(shape, seconds)
         kind = kind_of(shape)
-        self._sums[kind].add(_row(kind, shape), seconds, weight, self._memory)
+        self._sums[kind].add(row_of(kind, shape), seconds, weight, self._memory)
         self._unsolved += 1
         if self._unsolved >= SOLVE_EVERY or (self._model is None and self._enough()):
             self._unsolved = 0
@@ -179,7 +179,8 @@ def solve(sums: Mapping[Kind, Sums], spread: float, most_steps: float = math.inf
     return StepTime(**found)
 
 
-def _row(kind: Kind, shape: StepShape) -> tuple[float, ...]:
+def row_of(kind: Kind, shape: StepShape) -> tuple[float, ...]:
+    """Give a step's features, 1 first."""
     if kind == "decode":
         return (1.0, float(shape.decodes), float(shape.context_tokens))
     if kind == "prefill":

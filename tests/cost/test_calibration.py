@@ -1,0 +1,84 @@
+"""The fit to measured steps, all at once."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from tests.cost.test_fit import TRUE, shape
+from vllm_sched.cost.calibration import Calibration, Measured, calibrate
+from vllm_sched.cost.step_time import StepShape, StepTime
+from vllm_sched.errors import UsageError
+
+
+def measured(time: StepTime, *, noise: float = 0.0, count: int = 240) -> list[Measured]:
+    """Return steps of all kinds, with noise that only adds."""
+    rng = random.Random(2)
+    steps = []
+    for _ in range(count):
+        step = shape(rng, batch=(1, 32))
+        steps.append(Measured(step, time.seconds(step) * (1 + abs(rng.gauss(0, noise)))))
+    return steps
+
+
+def held_out(found: Calibration) -> float:
+    """Return the promised error."""
+    error = found.error()
+    assert error is not None
+    return error
+
+
+def test_finds_the_coefficients() -> None:
+    found = calibrate(measured(TRUE))
+    for name, value in TRUE.to_json().items():
+        assert getattr(found.time, name) == pytest.approx(value, rel=0.05), name
+    assert held_out(found) < 0.01
+    assert all(found.error(kind) is not None for kind in ("decode", "prefill", "mixed"))
+
+
+def test_the_intervals_hold_the_truth_and_grow_with_noise() -> None:
+    found = calibrate(measured(TRUE, noise=0.05))
+    calm = calibrate(measured(TRUE, noise=0.005))
+    for name in ("decode_fixed_s", "decode_s", "prefill_s", "mixed_s"):
+        low, high = found.intervals[name]
+        # Noise only adds: by 4 % on average here.
+        assert low * 0.9 <= getattr(TRUE, name) <= high
+        assert high - low > calm.intervals[name][1] - calm.intervals[name][0]
+    assert held_out(found) < 0.05
+
+
+def test_hiccups_are_outvoted() -> None:
+    steps = measured(TRUE, noise=0.01)
+    steps = [replace(m, seconds=m.seconds * 10) if n % 20 == 0 else m for n, m in enumerate(steps)]
+    assert held_out(calibrate(steps)) < 0.05
+
+
+def test_a_floor_is_found() -> None:
+    rng = random.Random(3)
+    with_floor = replace(TRUE, floor_s=0.060)
+    steps = measured(TRUE)
+    for _ in range(60):
+        tokens = rng.randint(10, 3000)
+        step = StepShape(tokens, tokens * tokens / 2)
+        steps.append(Measured(step, with_floor.seconds(step) * (1 + rng.random() / 100)))
+    steps = [m for m in steps if m.shape.decodes or m.seconds >= 0.060]
+    found = calibrate(steps)
+    assert found.time.floor_s == pytest.approx(0.060, rel=0.03)
+    assert found.time.prefill_s == pytest.approx(TRUE.prefill_s, rel=0.1)
+
+
+def test_without_one_none_is_found() -> None:
+    assert calibrate(measured(TRUE, noise=0.03)).time.floor_s == 0.0
+
+
+def test_the_same_seed_gives_the_same() -> None:
+    steps = measured(TRUE, noise=0.05)
+    assert calibrate(steps, seed=1) == calibrate(steps, seed=1)
+
+
+def test_too_few_of_a_kind() -> None:
+    steps = [m for m in measured(TRUE) if not m.shape.mixed]
+    with pytest.raises(UsageError, match="only 0 mixed steps were seen, 4 are needed"):
+        calibrate(steps)

@@ -1,0 +1,117 @@
+"""Fit a step's time to measured steps, all at once: coefficients with intervals, and residuals.
+
+The same equations as `fit`, solved a few times over with what is unusual counting less, and the
+floor besides, by trying those that the shortest steps with prefill suggest. The intervals are
+bootstrapped: the fit of many samples drawn from the steps with replacement, by a seed. One step in
+`HELD_OUT_EVERY` of each kind has no part in the fit; the error that is promised is theirs.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+from vllm_sched.cost.fit import PLACES, Kind, Sums, kind_of, row_of, solve
+from vllm_sched.cost.step_time import StepShape, StepTime
+from vllm_sched.errors import UsageError
+
+HELD_OUT_EVERY: Final = 4
+SAMPLES: Final = 200
+CONFIDENCE: Final = 0.95
+ROUNDS, UNUSUAL, LEAST_SPREAD = 5, 2.0, 0.01
+# Fewer of a kind say nothing about it.
+LEAST_STEPS: Final = 4
+# A floor has to make the errors smaller by so much.
+FLOOR_HELPS: Final = 0.9
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """A step, and how long it took."""
+
+    shape: StepShape
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """The fit."""
+
+    time: StepTime
+    intervals: Mapping[str, tuple[float, float]]
+    fitted: tuple[Measured, ...]
+    held_out: tuple[Measured, ...]
+
+    def error(self, kind: Kind | None = None) -> float | None:
+        """Give the median error of the held-out steps (of a kind), relative to each."""
+        return _error(self.time, [m for m in self.held_out if kind in (None, kind_of(m.shape))])
+
+
+def calibrate(measured: Sequence[Measured], *, seed: int = 0) -> Calibration:
+    """Fit to measured steps of all three kinds."""
+    by_kind: dict[Kind, list[Measured]] = {kind: [] for kind in PLACES}
+    for each in measured:
+        by_kind[kind_of(each.shape)].append(each)
+    for kind, steps in by_kind.items():
+        if len(steps) < LEAST_STEPS:
+            raise UsageError(
+                f"only {len(steps)} {kind} steps were seen, {LEAST_STEPS} are needed; "
+                "measure for longer"
+            )
+    rng = random.Random(seed)
+    fitted: list[Measured] = []
+    held_out: list[Measured] = []
+    for steps in by_kind.values():
+        shuffled = rng.sample(steps, len(steps))
+        held_out += shuffled[::HELD_OUT_EVERY]
+        fitted += [each for n, each in enumerate(shuffled) if n % HELD_OUT_EVERY]
+    time = _with_floor(fitted)
+    found = [
+        _fit(rng.choices(fitted, k=len(fitted)), time.floor_s).to_json() for _ in range(SAMPLES)
+    ]
+    tail = round((1 - CONFIDENCE) / 2 * SAMPLES)
+    intervals = {}
+    for name in time.to_json():
+        values = sorted(sample[name] for sample in found)
+        intervals[name] = (values[tail], values[-1 - tail])
+    return Calibration(time, intervals, tuple(fitted), tuple(held_out))
+
+
+def _with_floor(steps: Sequence[Measured]) -> StepTime:
+    """Fit without a floor, and with each that the steps of prefill alone suggest."""
+    best = _fit(steps, 0.0)
+    least = _error(best, steps) or 0.0
+    alone = sorted(each.seconds for each in steps if kind_of(each.shape) == "prefill")
+    for floor in alone[LEAST_STEPS - 1 : len(alone) // 2 + 1]:
+        time = _fit(steps, floor)
+        error = _error(time, steps) or 0.0
+        if error < FLOOR_HELPS * least:
+            best, least = time, error
+    return best
+
+
+def _fit(steps: Sequence[Measured], floor: float) -> StepTime:
+    """Fit those above the floor."""
+    above = [m for m in steps if kind_of(m.shape) != "prefill" or m.seconds > 1.05 * floor]
+    time: StepTime | None = None
+    spread = 0.1
+    for _ in range(ROUNDS):
+        sums: dict[Kind, Sums] = {kind: Sums(len(PLACES[kind])) for kind in PLACES}
+        for each in above:
+            expected = each.seconds if time is None else time.seconds(each.shape)
+            larger = max(expected, each.seconds)
+            error = abs(each.seconds - expected) / larger
+            weight = min(1.0, UNUSUAL * spread / error) if error else 1.0
+            kind = kind_of(each.shape)
+            sums[kind].add(row_of(kind, each.shape), each.seconds, weight / larger**2, 1.0)
+        time = solve(sums, spread)
+        spread = max(_error(time, above) or 0.0, LEAST_SPREAD)
+    return replace(time, floor_s=floor) if time else StepTime()
+
+
+def _error(time: StepTime, steps: Sequence[Measured]) -> float | None:
+    errors = [abs(time.seconds(each.shape) / each.seconds - 1) for each in steps]
+    return statistics.median(errors) if errors else None
