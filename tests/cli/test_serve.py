@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+from pathlib import Path
 
 import pytest
 
@@ -68,7 +69,7 @@ def test_the_users_additional_config_is_kept(
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--policy", "nosuch"], ["'nosuch'", "valid: long_prompt"]),
+        (["--policy", "nosuch"], ["'nosuch'", "long_prompt"]),
         (["--set", "long_prompt.nosuch=1"], ["long_prompt.nosuch", "max_wait_s"]),
         (["--set", "long_prompt.max_wait_s=-1"], ["max_wait_s=-1", "greater than 0"]),
         (["--policy", "none", "--set", "long_prompt.max_wait_s=1"], ["is off"]),
@@ -102,3 +103,24 @@ def test_the_tiny_model_brings_what_a_cpu_needs(
 def test_a_flag_before_the_model_is_not_taken_for_it(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", "--max-model-len", "4096", "m"]) == 2
     assert "MODEL comes first" in capsys.readouterr().err
+
+
+def test_a_trace_is_asked_for_by_the_environment(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    words = dry_run(capsys, "m", "--trace", str(tmp_path / "my out.json"))
+    assert words[:3] == [f"VLLM_SCHED_TRACE={tmp_path}/my out.json", "vllm", "serve"]
+    assert words[-2:] == ["--shutdown-timeout", "8"]  # vLLM leaves an engine no time to write
+
+
+@pytest.mark.parametrize("flag", ["--shutdown-timeout=30", "--shutdown_timeout=30"])
+def test_the_users_own_shutdown_timeout_stays(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, flag: str
+) -> None:
+    words = dry_run(capsys, "m", "--trace", str(tmp_path / "out.json"), flag)
+    assert [word for word in words if word.startswith("--shutdown")] == [flag]
+
+
+def test_a_trace_needs_a_folder(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["serve", "m", "--trace", str(tmp_path / "no" / "out.json"), "--dry-run"]) == 2
+    assert "make it first" in capsys.readouterr().err

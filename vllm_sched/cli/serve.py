@@ -7,6 +7,7 @@ import json
 import os
 import shlex
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from vllm_sched.errors import UsageError
@@ -49,6 +50,12 @@ def add_serve(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         help="a setting of a policy, repeatable",
     )
     command.add_argument(
+        "--trace",
+        type=Path,
+        metavar="OUT.json",
+        help="write what the engine did, step by step, for Perfetto: at the end and on SIGUSR1",
+    )
+    command.add_argument(
         "--dry-run", action="store_true", help="print the equivalent `vllm serve` command only"
     )
     command.set_defaults(func=serve)
@@ -59,9 +66,15 @@ def serve(arguments: argparse.Namespace) -> int:
     vllm_arguments = vllm_command(
         arguments.model, arguments.policies, arguments.sets, arguments.rest
     )
+    variables = {}
+    if arguments.trace is not None:
+        variables = launch.tracing(arguments.trace)
+        vllm_arguments += launch.trace_flags(arguments.rest)
     if arguments.dry_run:
-        print(shlex.join(["vllm", "serve", *vllm_arguments]))
+        set_first = [f"{name}={shlex.quote(value)}" for name, value in variables.items()]
+        print(*set_first, shlex.join(["vllm", "serve", *vllm_arguments]))
         return 0
+    os.environ.update(variables)
     if arguments.model == TINY and launch.on_cpu():
         for name, value in launch.CPU_ENV.items():
             os.environ.setdefault(name, value)

@@ -73,9 +73,9 @@ FACTS: Final[dict[str, tuple[str, tuple[str, ...]]]] = {
 COUNTERS: Final[dict[str, tuple[str, tuple[str, ...]]]] = {
     "steps": ("Steps, by what they computed.", ("kind",)),
     "step_tokens": ("Tokens computed, by what they were.", ("kind",)),
-    "predicted_steps": ("Steps whose time was predicted.", ("kind",)),
-    "predicted_step_seconds": ("Time that those steps were predicted to take.", ("kind",)),
-    "observed_step_seconds": ("Time that those steps took.", ("kind",)),
+    "steps_predicted": ("Steps whose time was predicted.", ("kind",)),
+    "step_predicted_seconds": ("Time that those steps were predicted to take.", ("kind",)),
+    "step_observed_seconds": ("Time that those steps took.", ("kind",)),
     "step_error_seconds": (
         "How far those predictions were off, either way, summed up.",
         ("kind",),
@@ -178,9 +178,9 @@ class Metrics:
             return
         self._child("step_seconds", self._step_seconds, (kind,)).observe(seconds)
         if predicted is not None:
-            sums["predicted_steps", (kind,)] += 1
-            sums["predicted_step_seconds", (kind,)] += predicted
-            sums["observed_step_seconds", (kind,)] += seconds
+            sums["steps_predicted", (kind,)] += 1
+            sums["step_predicted_seconds", (kind,)] += predicted
+            sums["step_observed_seconds", (kind,)] += seconds
             sums["step_error_seconds", (kind,)] += abs(predicted - seconds)
 
     def admitted(self, policy: str, lane: str) -> None:

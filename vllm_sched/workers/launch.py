@@ -60,6 +60,10 @@ CPU_ENV = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
 }
+# What the engine is asked for a trace by, and the seconds that it gets to end in: vLLM gives none.
+TRACE_VARIABLE = "VLLM_SCHED_TRACE"
+SHUTDOWN = "--shutdown-timeout"
+TRACE_SHUTDOWN_S = 8
 QUIET_ENV = {
     "DO_NOT_TRACK": "1",
     "VLLM_LOGGING_LEVEL": "WARNING",
@@ -315,6 +319,21 @@ def worker(
         log=log,
         deadline_s=deadline_s,
     )
+
+
+def tracing(path: Path) -> dict[str, str]:
+    """Return the environment that has our scheduler write a trace into a file."""
+    path = path.absolute()
+    if not path.parent.is_dir():
+        raise UsageError(f"--trace {path}: there is no folder {path.parent}; make it first")
+    return {TRACE_VARIABLE: str(path)}
+
+
+def trace_flags(flags: Sequence[str]) -> list[str]:
+    """Return the flags that leave an engine time to write, unless these flags say how much."""
+    if any(flag.split("=")[0].replace("_", "-") == SHUTDOWN for flag in flags):
+        return []
+    return [SHUTDOWN, str(TRACE_SHUTDOWN_S)]
 
 
 def scheduler_cls(flags: Sequence[str] = ()) -> str:

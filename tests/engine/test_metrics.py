@@ -1,0 +1,237 @@
+"""Names, labels and numbers of `vllm_sched_*`, read off the page by prometheus_client's parser."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from prometheus_client import CollectorRegistry, Metric, generate_latest
+from prometheus_client.parser import text_string_to_metric_families as read_text
+
+from vllm_sched.engine import metrics
+from vllm_sched.engine.metrics import COUNTERS, FACTS, FOLDER, GAUGES, OTHER, Bounded, Metrics, Now
+from vllm_sched.policies.registry import POLICIES
+
+OWN = {"model_name": "m", "engine": "0"}
+
+
+@pytest.fixture
+def registry() -> CollectorRegistry:
+    return CollectorRegistry()
+
+
+@pytest.fixture
+def told(registry: CollectorRegistry) -> Metrics:
+    return Metrics("m", "0", registry)
+
+
+def families(registry: CollectorRegistry) -> dict[str, Metric]:
+    page = generate_latest(registry).decode()
+    # When a counter was made is told too, but not where several processes share a page.
+    return {f.name: f for f in read_text(page) if not f.name.endswith("_created")}
+
+
+def values(registry: CollectorRegistry, sample: str) -> dict[tuple[str, ...], float]:
+    """Return a metric's numbers by the labels that are its own."""
+    return {
+        tuple(v for k, v in s.labels.items() if k not in OWN): s.value
+        for family in families(registry).values()
+        for s in family.samples
+        if s.name == f"vllm_sched_{sample}"
+    }
+
+
+def test_every_name_has_its_kind_its_help_and_its_labels(
+    told: Metrics, registry: CollectorRegistry
+) -> None:
+    state = Now()
+    for name, (_, labels) in GAUGES.items():
+        state.gauges[name][tuple("x" * len(labels))] = 1.0
+    told.stepped("mixed", 3, 2, 0.5, 0.4)
+    told.admitted("p", "x")
+    told.held("p", 1.0)
+    told.write(state, 0.0)
+    for name, (_, labels) in FACTS.items():
+        told.fact(name, 1.0, *labels)
+    found = families(registry)
+    assert len(found) == len(GAUGES) + len(FACTS) + len(COUNTERS) + 2
+    for kind, catalogue in (("gauge", GAUGES | FACTS), ("counter", COUNTERS)):
+        for name, (text, labels) in catalogue.items():
+            family = found[f"vllm_sched_{name}"]
+            assert (family.type, family.documentation) == (kind, text)
+            (first, *_) = family.samples
+            assert set(first.labels) == {*OWN, *labels}, name
+            assert first.labels.items() >= OWN.items()
+    for name, label in (("step_seconds", "kind"), ("hold_seconds", "policy")):
+        assert found[f"vllm_sched_{name}"].type == "histogram"
+        assert set(found[f"vllm_sched_{name}"].samples[-1].labels) == {*OWN, label}
+
+
+def test_steps_and_tokens_by_kind(told: Metrics, registry: CollectorRegistry) -> None:
+    told.stepped("mixed", 100, 4, 0.2)
+    told.stepped("mixed", 50, 4, 0.1)
+    told.stepped("decode", 0, 4, 0.01)
+    told.stepped("empty", 0, 0)
+    told.write(Now(), 0.0)
+    assert values(registry, "steps_total") == {("mixed",): 2, ("decode",): 1, ("empty",): 1}
+    assert values(registry, "step_tokens_total") == {("prefill",): 150, ("decode",): 12}
+    counts = values(registry, "step_seconds_count")
+    assert counts == {("mixed",): 2, ("decode",): 1}
+    assert values(registry, "step_seconds_sum")["mixed",] == pytest.approx(0.3)
+
+
+def test_predicted_time_and_the_time_it_took(told: Metrics, registry: CollectorRegistry) -> None:
+    told.stepped("decode", 0, 1, 0.3)  # nothing was predicted
+    told.stepped("decode", 0, 1, 0.3, 0.2)
+    told.stepped("decode", 0, 1, 0.1, 0.2)
+    told.write(Now(), 0.0)
+    found = {
+        name: values(registry, f"{name}_total")["decode",]
+        for name in ("steps_predicted", "step_predicted_seconds", "step_observed_seconds")
+    }
+    assert found == pytest.approx(
+        {"steps_predicted": 2, "step_predicted_seconds": 0.4, "step_observed_seconds": 0.4}
+    )
+    assert values(registry, "step_error_seconds_total")["decode",] == pytest.approx(0.2)
+
+
+def test_what_is_told_no_more_is_nothing(told: Metrics, registry: CollectorRegistry) -> None:
+    state = Now()
+    state.gauges["requests_held"]["long_prompt", "limit"] = 3.0
+    told.write(state, 0.0)
+    assert values(registry, "requests_held") == {("long_prompt", "limit"): 3}
+    told.write(Now(), 1.0)
+    assert values(registry, "requests_held") == {("long_prompt", "limit"): 0}
+
+
+def test_policies_tell_numbers_of_their_own(told: Metrics, registry: CollectorRegistry) -> None:
+    for gauge, counter in ((3.0, 1.0), (2.0, 1.0), (1.0, 4.0)):
+        state = Now(
+            policy_gauges={("deferred_prefill", "k"): gauge},
+            policy_counters={("lanes", "starvation_releases"): counter},
+        )
+        told.write(state, 0.0)
+    assert values(registry, "k") == {("deferred_prefill",): 1}
+    assert values(registry, "starvation_releases_total") == {("lanes",): 4}
+    assert families(registry)["vllm_sched_k"].type == "gauge"
+    assert families(registry)["vllm_sched_starvation_releases"].type == "counter"
+
+
+@pytest.mark.parametrize("name", ["K", "a b", "1st", ""])
+def test_a_name_that_prometheus_refuses_is_refused_here(told: Metrics, name: str) -> None:
+    with pytest.raises(ValueError, match="is no name"):
+        told.write(Now(policy_gauges={("p", name): 1.0}), 0.0)
+
+
+def test_lanes_without_end_are_few_on_the_page(told: Metrics, registry: CollectorRegistry) -> None:
+    state = Now()
+    for i in range(100):
+        state.gauges["requests_waiting"]["p", f"tenant {i}"] = 1.0
+        told.admitted("p", f"tenant {i}")
+    told.write(state, 0.0)
+    waiting = values(registry, "requests_waiting")
+    assert len(waiting) == metrics.MOST_LABELS + 1
+    assert sum(waiting.values()) == 100
+    assert waiting[OTHER, OTHER] == 100 - metrics.MOST_LABELS
+    admitted = values(registry, "requests_admitted_total")
+    assert len(admitted) == metrics.MOST_LABELS + 1
+    assert sum(admitted.values()) == 100
+
+
+def test_those_who_came_first_keep_their_labels() -> None:
+    bounded = Bounded(most=1)
+    assert [bounded((name,)) for name in "aba"] == [("a",), (OTHER,), ("a",)]
+
+
+def test_it_is_written_at_most_so_often(told: Metrics) -> None:
+    assert told.due(0.0)
+    told.write(Now(), 0.0)
+    assert not told.due(metrics.WRITE_EVERY_S / 2)
+    assert told.due(metrics.WRITE_EVERY_S)
+
+
+def test_two_engines_in_one_process_do_not_collide() -> None:
+    for engine in ("0", "1"):
+        Metrics("m", engine).write(Now(), 0.0)
+
+
+def test_without_a_folder_nothing_is_counted_and_the_log_says_how(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delenv(FOLDER, raising=False)
+    with caplog.at_level("INFO", "vllm.vllm_sched"):
+        assert not metrics.reaches_the_server()
+    (line,) = caplog.messages
+    assert "`vllm-sched serve`" in line
+    assert FOLDER in line
+    monkeypatch.setenv(FOLDER, "somewhere")
+    assert metrics.reaches_the_server()
+
+
+SERVER = """
+import os, sys, prometheus_client
+from vllm_sched.engine import metrics
+metrics.open_folder()
+folder = os.environ[metrics.FOLDER]
+if (child := os.fork()) == 0:
+    told = metrics.Metrics("m", sys.argv[1])
+    told.stepped("decode", 0, 5, 0.1)
+    state = metrics.Now()
+    state.gauges["step_budget_tokens"][()] = 64.0
+    told.write(state, 0.0)
+    sys.exit(0)
+assert os.waitpid(child, 0)[1] == 0
+registry = prometheus_client.CollectorRegistry()
+prometheus_client.multiprocess.MultiProcessCollector(registry)
+print(folder)
+print(prometheus_client.generate_latest(registry).decode())
+"""
+
+
+def run_server(**variables: str) -> tuple[Path, str]:
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            SERVER.replace("import os", "import prometheus_client.multiprocess, os", 1),
+            "3",
+        ],
+        capture_output=True,
+        text=True,
+        env={**os.environ, **variables},
+    )
+    assert done.returncode == 0, done.stderr
+    folder, _, page = done.stdout.partition("\n")
+    return Path(folder), page
+
+
+def test_what_the_engine_counts_is_on_the_servers_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(FOLDER, raising=False)
+    folder, page = run_server()
+    found = {s.name: s for family in read_text(page) for s in family.samples}
+    tokens = found["vllm_sched_step_tokens_total"]
+    assert (tokens.labels, tokens.value) == (
+        {"model_name": "m", "engine": "3", "kind": "decode"}, 5.0,
+    )  # fmt: skip
+    assert found["vllm_sched_step_budget_tokens"].value == 64
+    assert "pid" not in found["vllm_sched_step_budget_tokens"].labels
+    assert not folder.exists()  # its maker cleaned up, and the child did not
+
+
+def test_a_folder_that_somebody_else_made_is_his(tmp_path: Path) -> None:
+    folder, _ = run_server(**{FOLDER: str(tmp_path)})
+    assert folder == tmp_path
+    assert list(tmp_path.glob("counter_*.db"))
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_policies_numbers_and_ours_have_different_names(name: str) -> None:
+    from vllm_sched.policies.types import EngineFacts
+
+    policy = POLICIES[name](EngineFacts(2000, 64, 16), POLICIES[name].settings_type())
+    told = {*policy.gauges(), *policy.counters()}
+    assert not told & {*GAUGES, *COUNTERS, *FACTS, "step_seconds", "hold_seconds"}
+    assert not {*policy.gauges()} & {*policy.counters()}
