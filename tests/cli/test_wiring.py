@@ -102,6 +102,13 @@ def test_ends_that_do_not_fit_are_refused_by_name(
     assert ";" in line  # what to do about it
 
 
+def test_no_policy_cuts_what_shared_storage_stores(tmp_path: Path) -> None:
+    cut = end("prefill", policies={"long_prompt": {}})
+    moved = {"connector": "shared-storage", "path": "/kv"}
+    (line,) = problems(tmp_path, cut, end("decode"), transfer=moved)
+    assert "workers[0].launch.policies: long_prompt" in line
+
+
 def test_ends_that_fit_are_not(tmp_path: Path) -> None:
     own = '{"kv_connector": "NixlConnector", "kv_role": "kv_both"}'
     fleet.read(

@@ -87,8 +87,10 @@ def test_connectors_that_are_told_where_to_listen() -> None:
     assert config_of(wiring("lmcache", "prefill"))["kv_connector"] == "LMCacheConnectorV1"
 
 
-def test_shared_storage_has_a_folder_and_no_sides() -> None:
-    config = config_of(wiring("shared-storage", "prefill", path="/kv"))
+def test_shared_storage_has_a_folder_and_no_sides_and_no_chunks() -> None:
+    made = wiring("shared-storage", "prefill", path="/kv")
+    config = config_of(made)
+    assert "--no-enable-chunked-prefill" in made.flags
     assert (config["kv_connector"], config["kv_role"]) == ("ExampleConnector", "kv_both")
     assert config["kv_connector_extra_config"] == {"shared_storage_path": "/kv"}
 

@@ -43,6 +43,12 @@ def agreement(draft: Draft) -> Iterator[Problem]:
         if told is None or worker.role not in PARTS:
             continue
         yield from _own_config(draft.transfer, index, worker, told)
+        if draft.transfer.connector == "shared-storage" and told.policies:
+            yield Problem(
+                f"workers[{index}].launch.policies",
+                f"{', '.join(told.policies)}: may cut a prompt into chunks, of which "
+                "shared-storage keeps only the last; leave them out",
+            )
         if port := told.env.get(transfer.SIDE_PORT):
             place = (told.env.get(transfer.SIDE_HOST, "here"), port)
             if (other := sides.setdefault(place, index)) != index:

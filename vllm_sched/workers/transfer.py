@@ -34,6 +34,9 @@ OURS = "vllm_sched.engine.nixl"
 SIDE_HOST, SIDE_PORT = "VLLM_NIXL_SIDE_CHANNEL_HOST", "VLLM_NIXL_SIDE_CHANNEL_PORT"
 BOOTSTRAP_PORT = "VLLM_MOONCAKE_BOOTSTRAP_PORT"
 
+# It stores what the last of a prompt's chunks computed, and who reads that dies of it.
+WHOLE = "--no-enable-chunked-prefill"
+
 # A block is a descriptor per layer and more: a 12,000-token transfer took 12 ms with 128.
 CPU_BLOCK = "128"
 # What no decode worker has asked for. Nearly all is freed at once, by the router's word; a lease
@@ -88,7 +91,7 @@ def wiring(
     elif connector == "shared-storage":
         config["kv_role"] = "kv_both"  # it knows no sides
         extra["shared_storage_path"] = path
-        said = [f"{config['kv_connector']} in {path}"]
+        said = [f"{config['kv_connector']} in {path}, prompts computed whole"]
     elif connector == "mooncake" and part == "prefill" and address:
         more[BOOTSTRAP_PORT] = str(urlsplit(address).port)
     elif connector == "p2p-nccl" and address:
@@ -100,6 +103,8 @@ def wiring(
         block = flag(args, "--block-size") or CPU_BLOCK
         flags += ["--block-size", block]
         said.append(f"blocks of {block}")
+    if connector == "shared-storage":
+        flags.append(WHOLE)
     if own_config(args) is None:
         flags += ["--kv-transfer-config", json.dumps(config)]
     else:
