@@ -403,11 +403,11 @@ class Exchange:
             self._leg = None
             self._abandon(leg)
         if self.connection is not None:
-            sent = self.connection.has_sent(now)
-            self.connection.drop()
-            self.connection = None
+            connection, self.connection = self.connection, None
+            sent, well = connection.has_sent(now), connection.is_open
+            connection.drop()
             if not sent:
-                self._give_back(now, well=True)
+                self._give_back(now, well=well)
         if self._lease is not None:
             if self._lease.prefill is not None:
                 wire.metrics.handover_left(self._lease)

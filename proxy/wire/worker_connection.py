@@ -92,6 +92,11 @@ class WorkerConnection(asyncio.Protocol):
         self.deadline = now + settings.first_byte_s
         self._pool.outbox.write(self._transport, *request)
 
+    @property
+    def is_open(self) -> bool:
+        """Whether the worker has taken the connection."""
+        return self._transport is not None
+
     def has_sent(self, now: float) -> bool:
         """Whether its request is surely out; what waits for the end of a turn is not."""
         return self._transport is not None and now - self._sent_at > TURN_S

@@ -38,6 +38,7 @@ class Pinned:
     prompt: str
     params: dict[str, Any]
     request_id: bytes
+    call: Call
     end: str = ""  # how they were freed: `read` or `released`; until then they are held
 
 
@@ -131,6 +132,8 @@ class _Leg:
         if wrong.during is not None:
             await wrong.during(self.call)
             return
+        if self.call.lost.is_set():
+            return  # it was dropped, as an engine drops what nobody waits for
         params = self._pin() if wrong.cut is None else {"do_remote_prefill": True}
         await self._whole(1, wrong.cut, CACHED, {"kv_transfer_params": params})
 
@@ -154,7 +157,7 @@ class _Leg:
         }
         ids = self.call.all(b"x-request-id")
         self.kv.pinned.append(
-            Pinned(self.fake.name, self.prompts[0], params, ids[0] if ids else b"")
+            Pinned(self.fake.name, self.prompts[0], params, ids[0] if ids else b"", self.call)
         )
         return params
 

@@ -1,0 +1,212 @@
+"""A client that leaves during a hand-over, in whatever phase: both legs end, and blocks are freed.
+
+On a real decode worker a decode leg that was sent frees the blocks, whatever happens to it then; so
+here it counts as having read them once it came.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+
+from proxy.core.types import Role
+from tests.proxy.wire import scripts
+from tests.proxy.wire.client import chat, request
+from tests.proxy.wire.conftest import Start
+from tests.proxy.wire.fake_worker import Call, Script
+from tests.proxy.wire.kv import Faults
+from tests.proxy.wire.pairs import ask, chat_body, expected, pairs, words
+from tests.proxy.wire.site import Fake, eventually
+from tests.proxy.wire.test_handover_faults import begun
+
+WAYS = ["close", "reset"]
+
+
+async def leave(client: Any, way: str) -> None:
+    """Go away, politely or not."""
+    getattr(client, way)()
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("stream", [True, False])
+async def test_during_the_prefill(start: Start, way: str, stream: bool) -> None:
+    here = await pairs(start, prefills=1, decodes=1)
+    here.kv.wrong("p0", Faults(before=scripts.stall))
+    client = await here.site.client()
+    await client.send(request(chat_body(stream=stream)))
+    call = await here.site.fakes["p0"].got(1)
+    await leave(client, way)
+    await asyncio.wait_for(call.lost.wait(), 5)
+    await here.settled()
+    assert here.legs() == ["prefill p0"]
+    assert here.kv.pinned == []
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("pieces", [1, 2, 7])
+async def test_while_the_prefill_answers(start: Start, way: str, pieces: int) -> None:
+    """It is done then, and its blocks are held: its answer has to be heard to free them."""
+    here = await pairs(start, prefills=1, decodes=1)
+    fake, rest = here.site.fakes["p0"], asyncio.Event()
+    usual = fake.script_for
+
+    async def slowly(call: Call) -> None:
+        send = call.connection.send
+        sent: list[bytes] = []
+
+        async def hold(data: bytes) -> None:
+            sent.append(data)
+
+        call.connection.send = hold  # type: ignore[method-assign]
+        await usual(call)(call)
+        call.connection.send = send  # type: ignore[method-assign]
+        answer = b"".join(sent)
+        at = answer.index(b"\r\n\r\n") + 4 + (len(answer) - 600) * (pieces - 1) // 8
+        await call.send(answer[:at])
+        await rest.wait()
+        await call.send(answer[at:])
+
+    fake.then(slowly)
+    client = await here.site.client()
+    await client.send(request(chat_body()))
+    await eventually(lambda: begun(here))
+    await leave(client, way)
+    await eventually(lambda: not here.site.wire.exchanges)
+    assert here.kv.ends() == [""]
+    rest.set()
+    await eventually(lambda: not here.kv.held)
+    await here.settled()
+    assert here.kv.ends() == ["released"]
+    assert here.legs() == ["prefill p0", "release d0"]
+
+
+@pytest.mark.parametrize("way", WAYS)
+async def test_between_the_legs(start: Start, way: str) -> None:
+    """The decode leg waits for a connection: the decode worker has heard nothing yet."""
+    here = await pairs(start, prefills=1, decodes=2)
+    body = chat_body()
+    victim = here.victim(Role.DECODE, body)
+    await victim.hang()
+    client = await here.site.client()
+    await client.send(request(body))
+    await eventually(lambda: here.kv.pinned)
+    await eventually(lambda: here.site.worker("p0").requests == 0)
+    await leave(client, way)
+    await eventually(lambda: not here.kv.held)
+    await victim.wake()
+    await here.settled()
+    assert here.kv.ends() == ["released"]
+    assert victim.served == []
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("stream", [True, False])
+async def test_before_the_first_token(start: Start, way: str, stream: bool) -> None:
+    here = await pairs(start, prefills=1, decodes=1)
+    here.kv.wrong("d0", Faults(during=scripts.stall))
+    client = await here.site.client()
+    await client.send(request(chat_body(stream=stream)))
+    call = await here.site.fakes["d0"].got(1)
+    await leave(client, way)
+    await asyncio.wait_for(call.lost.wait(), 5)
+    await here.settled()
+    assert here.kv.ends() == ["read"]
+
+
+@pytest.mark.parametrize("way", WAYS)
+async def test_during_the_answer(start: Start, way: str) -> None:
+    here = await pairs(start, prefills=1, decodes=1)
+    here.kv.wrong("d0", Faults(cut=(2, "stall")))
+    client = await here.site.client()
+    await client.send(request(chat_body(stream=True)))
+    await client.head()
+    await leave(client, way)
+    call = await here.site.fakes["d0"].got(1)
+    await asyncio.wait_for(call.lost.wait(), 5)
+    await here.settled()
+    assert here.legs() == ["prefill p0", "decode d0"]
+
+
+@pytest.mark.parametrize("way", WAYS)
+async def test_in_the_queue_for_room_nothing_is_prefilled(start: Start, way: str) -> None:
+    site_of_one = [Fake("p0", Role.PREFILL), Fake("d0", Role.DECODE, max_requests=1)]
+    here = await pairs(start, *site_of_one, prefills=0, decodes=0)
+    here.kv.wrong("d0", Faults(during=scripts.stall))
+    first, second = await here.site.client(), await here.site.client()
+    await first.send(request(chat_body()))
+    await here.site.fakes["d0"].got(1)
+    await second.send(request(chat_body()))
+    await eventually(lambda: len(here.site.router.queue) == 1)
+    assert len(here.site.fakes["p0"].served) == 1
+    await leave(second, way)
+    await eventually(lambda: len(here.site.router.queue) == 0)
+    await leave(first, way)
+    await here.settled()
+    assert here.legs() == ["prefill p0", "decode d0"]
+
+
+async def test_many_leave_at_all_times(start: Start) -> None:
+    """Nothing is left of clients that leave at any moment, and nobody else is harmed."""
+    here = await pairs(start)
+    for fake in here.site.fakes.values():
+        fake.always(slow(here.kv.worker(fake, "prefill" if fake.name[0] == "p" else "decode")))
+
+    async def one(number: int) -> None:
+        body = chat_body(stream=number % 2 == 0)
+        if number % 3 == 0:
+            assert words(await ask(here, body)) == expected(body)
+            return
+        client = await here.site.client()
+        await client.send(request(body))
+        await asyncio.sleep(number * 0.0007)
+        await leave(client, WAYS[number % 2])
+
+    await asyncio.gather(*(one(number) for number in range(60)))
+    await here.site.settled()
+    # An answer that crosses the end of its connection is read by nobody: its blocks expire.
+    assert [each for each in here.kv.held if not each.call.connection.gone.is_set()] == []
+    assert here.kv.faults == []
+
+
+def slow(script: Script) -> Script:
+    """Take a moment before answering."""
+
+    async def run(call: Call) -> None:
+        await asyncio.sleep(0.01)
+        await script(call)
+
+    return run
+
+
+async def test_the_router_is_stopped_in_any_phase(start: Start) -> None:
+    """Whoever is cut off hears of it, and blocks are freed as if the client had left."""
+    here = await pairs(start, prefills=2, decodes=2)
+    here.kv.wrong("prefill", Faults(before=scripts.stall))
+    here.kv.wrong("decode", Faults(during=scripts.stall))
+    clients = [await here.site.client() for _ in range(2)]
+    for client in clients:
+        await client.send(request(chat_body()))
+        await eventually(here.site.served)
+    await eventually(lambda: len(here.kv.pinned) == 1)
+    here.site.router.draining = True
+    for exchange in [*here.site.wire.exchanges]:
+        exchange.cut(here.site.clock())
+    for client in clients:
+        answer = await client.answer()
+        assert answer.status == 503
+    await here.settled()
+
+
+async def test_the_client_of_a_whole_request_leaves_as_ever(start: Start) -> None:
+    here = await pairs(start, prefills=1, decodes=1)
+    here.kv.wrong("d0", Faults(during=scripts.stall))
+    client = await here.site.client()
+    await client.send(chat("hi", max_tokens=1))
+    call = await here.site.fakes["d0"].got(1)
+    client.close()
+    await asyncio.wait_for(call.lost.wait(), 5)
+    await here.settled()
+    assert json.loads(call.body)["max_tokens"] == 1
