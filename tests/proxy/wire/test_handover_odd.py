@@ -1,0 +1,272 @@
+"""Prefill workers whose answers make no sense, too few workers, and the client most people have."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+from openai import AsyncOpenAI
+
+from proxy.core.types import Role
+from tests.proxy.wire import scripts
+from tests.proxy.wire.client import BrokenError
+from tests.proxy.wire.conftest import Start
+from tests.proxy.wire.fake_worker import Script
+from tests.proxy.wire.kv import CACHED, CHAT, COMPLETIONS, Faults, answer_to
+from tests.proxy.wire.pairs import (
+    Pairs,
+    ask,
+    chat_body,
+    completion_body,
+    expected,
+    pairs,
+    words,
+)
+from tests.proxy.wire.site import Fake
+
+GOOD = {
+    "do_remote_prefill": True,
+    "do_remote_decode": False,
+    "remote_block_ids": [[1, 2]],
+    "remote_engine_id": "e",
+    "remote_request_id": "r",
+    "remote_host": "localhost",
+    "remote_port": 5600,
+    "tp_size": 1,
+}
+
+
+def answer_with(params: Any) -> Script:
+    """Answer a prefill leg with these parameters."""
+    body = {"id": "c", "choices": [], "usage": scripts.usage(9, 1), "kv_transfer_params": params}
+    return scripts.answer(body=json.dumps(body).encode())
+
+
+ODD: dict[str, Script] = {
+    "no parameters": scripts.answer(body=b'{"choices": []}'),
+    "null": answer_with(None),
+    "text": answer_with("do_remote_prefill"),
+    "a list": answer_with([GOOD]),
+    "nothing": answer_with({}),
+    "no host": answer_with({k: v for k, v in GOOD.items() if k != "remote_host"}),
+    "no id": answer_with(GOOD | {"remote_request_id": None}),
+    "no blocks": answer_with(GOOD | {"remote_block_ids": []}),
+    "no blocks in a group": answer_with(GOOD | {"remote_block_ids": [[]]}),
+    "null blocks": answer_with(GOOD | {"remote_block_ids": None}),
+    "nothing to fetch": answer_with(GOOD | {"do_remote_prefill": False}),
+    "no JSON": scripts.answer(body=b"ok"),
+    "half of JSON": scripts.answer(body=b'{"kv_transfer_params": {"do_remote'),
+    "JSON of another kind": scripts.answer(body=b"[1]"),
+    "a stream": scripts.stream(3),
+    "an empty body": scripts.answer(body=b""),
+    "a body ended by closing": scripts.answer(body=b"{}", framing="close"),
+}
+
+
+@pytest.mark.parametrize("odd", ODD)
+@pytest.mark.parametrize("stream", [True, False])
+async def test_without_good_parameters_the_decode_worker_does_it_alone(
+    start: Start, odd: str, stream: bool
+) -> None:
+    here = await pairs(start, prefills=1, decodes=1)
+    here.kv.wrong("p0", Faults(before=ODD[odd]))
+    body = chat_body(stream=stream)
+    assert words(await ask(here, body)) == expected(body)
+    await here.settled()
+    assert here.legs() == ["prefill p0", "whole d0"]
+    assert here.site.fakes["d0"].served[0].body == body
+
+
+async def test_an_answer_in_chunks_is_an_answer(start: Start) -> None:
+    here = await pairs(start, prefills=1, decodes=1)
+    body = json.dumps({"kv_transfer_params": GOOD}).encode()
+    here.kv.wrong("p0", Faults(before=scripts.answer(body=body, framing="chunked")))
+    await ask(here, chat_body())
+    [call] = here.site.fakes["d0"].served
+    assert call.json()["kv_transfer_params"] == GOOD
+    assert here.kv.faults == [f"d0: parameters that nobody gave: {GOOD}"]  # it was ours
+
+
+async def test_parameters_reach_the_decode_worker_as_they_were_given(start: Start) -> None:
+    given = GOOD | {
+        "remote_block_ids": [[*range(2000)], [7]],
+        "remote_blocks_expiry_time": None,
+        "new in a later version": {"nested": [1.5, "ü", True, None]},
+    }
+    here = await pairs(start, prefills=1, decodes=1)
+    here.kv.wrong("p0", Faults(before=answer_with(given)))
+    await ask(here, chat_body())
+    [call] = here.site.fakes["d0"].served
+    assert call.json()["kv_transfer_params"] == given
+    here.kv.faults.clear()
+
+
+# Too few workers
+
+
+async def test_without_a_live_prefill_worker_all_is_decoded_whole(start: Start) -> None:
+    here = await pairs(start)
+    for name in ("p0", "p1"):
+        here.site.down(name)
+    body = chat_body()
+    assert words(await ask(here, body)) == expected(body)
+    await here.settled()
+    assert here.legs()[0].startswith("whole d")
+
+
+async def test_both_prefill_workers_fail(start: Start) -> None:
+    here = await pairs(start)
+    here.kv.wrong("prefill", Faults(before=scripts.reset), Faults(before=scripts.error(500)))
+    body = chat_body()
+    assert words(await ask(here, body)) == expected(body)
+    await here.settled()
+    *legs, last = here.legs()
+    assert sorted(legs) == ["prefill p0", "prefill p1"]
+    assert last.startswith("whole d")
+
+
+async def test_both_decode_workers_fail(start: Start) -> None:
+    """Each gets parameters of its own, or none; what nobody fetched is given back."""
+    here = await pairs(start)
+    here.kv.wrong("decode", *[Faults(before=scripts.error(503))] * 4)
+    answer = await ask(here, chat_body())
+    assert answer.status in (429, 502, 503)
+    answer.error()
+    here.kv.wrongs.clear()
+    await here.site.settled()
+    assert here.kv.faults == []
+
+
+async def test_the_only_decode_worker_dies_before_its_first_byte(start: Start) -> None:
+    here = await pairs(start, decodes=1)
+    here.kv.wrong("d0", Faults(before=scripts.reset))
+    answer = await ask(here, chat_body())
+    assert answer.status in (502, 503)
+    await here.site.settled()
+    assert here.kv.faults == []
+    assert len(here.kv.pinned) == 1  # which expires: there is nobody to tell
+
+
+async def test_a_transfer_that_fails_is_no_reason_to_leave_anybody_out(start: Start) -> None:
+    """A decode worker that can't read blocks says 500; whole, the request is served."""
+    here = await pairs(start, prefills=1, decodes=1)
+    here.kv.wrong("d0", Faults(during=scripts.error(500, "Internal server error")))
+    body = chat_body()
+    assert words(await ask(here, body)) == expected(body)
+    await here.settled()
+    assert [leg for leg in here.legs() if "release" not in leg] == [
+        "prefill p0",
+        "decode d0",
+        "whole d0",
+    ]
+
+
+async def test_workers_for_all_help_out(start: Start) -> None:
+    here = await pairs(start, Fake("g0"), prefills=1, decodes=1)
+    here.site.down("d0")
+    body = chat_body()
+    assert words(await ask(here, body)) == expected(body)
+    await here.settled()
+    assert here.legs() == ["whole g0"]
+
+
+async def test_a_prefill_worker_alone_serves_nobody(start: Start) -> None:
+    here = await pairs(start, prefills=2, decodes=1)
+    here.site.down("d0")
+    answer = await ask(here, chat_body())
+    assert answer.status == 503
+    assert here.legs() == []
+
+
+async def test_a_stream_that_breaks_off_is_not_begun_again(start: Start) -> None:
+    here = await pairs(start)
+    here.kv.wrong("decode", Faults(cut=(1, "reset")))
+    answer = await ask(here, chat_body(stream=True))
+    assert b'"error"' in answer.body
+    await here.settled()
+    assert [leg.split()[0] for leg in here.legs()] == ["prefill", "decode"]
+
+
+async def test_a_body_that_breaks_off_is_not_begun_again(start: Start) -> None:
+    here = await pairs(start)
+    here.kv.wrong("decode", Faults(cut=(1, "close")))
+    with pytest.raises((BrokenError, ConnectionError)):
+        await ask(here, chat_body())
+    await here.settled()
+    assert [leg.split()[0] for leg in here.legs()] == ["prefill", "decode"]
+
+
+@pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
+async def test_a_worker_that_always_fails_harms_one_request_in_a_while(
+    start: Start, role: Role
+) -> None:
+    """Others take over; what each prefill left is used or given back."""
+    here = await pairs(start)
+    bad = here.site.fakes[f"{role.value[0]}1"]
+    bad.always(scripts.reset)
+    for number in range(30):
+        body = chat_body(stream=number % 2 == 0)
+        assert words(await ask(here, body)) == expected(body)
+    await here.settled()
+    assert len(bad.served) < 15
+
+
+async def test_many_at_once(start: Start) -> None:
+    here = await pairs(start, prefills=2, decodes=3)
+
+    async def one(number: int) -> None:
+        path = CHAT if number % 3 else COMPLETIONS
+        maker = chat_body if number % 3 else completion_body
+        body = maker(stream=number % 2 == 0, max_tokens=2 + number % 7)
+        assert words(await ask(here, body, path=path)) == expected(body, 2 + number % 7)
+
+    await asyncio.gather(*(one(number) for number in range(100)))
+    await here.settled()
+    assert here.kv.ends().count("read") > 50
+
+
+# The official client
+
+
+def openai_client(here: Pairs) -> AsyncOpenAI:
+    url = f"http://127.0.0.1:{here.site.port}/v1"
+    return AsyncOpenAI(base_url=url, api_key="theirs", max_retries=0, timeout=5)
+
+
+async def test_the_openai_client(start: Start) -> None:
+    here = await pairs(start)
+    messages: Any = [{"role": "user", "content": "what is this? " * 30}]
+    text = "".join(answer_to(json.dumps(messages), 5))
+    async with openai_client(here) as client:
+        done = await client.chat.completions.create(
+            model="tiny", messages=messages, max_tokens=5, temperature=0.7, stop=["\n"]
+        )
+        assert done.choices[0].message.content == text
+        assert done.choices[0].finish_reason == "length"
+        assert done.usage is not None
+        assert done.usage.completion_tokens == 5
+        assert done.usage.prompt_tokens_details is not None
+        assert done.usage.prompt_tokens_details.cached_tokens == CACHED
+        messages[0]["content"] += "and again"
+        text = "".join(answer_to(json.dumps(messages), 5))
+        stream = await client.chat.completions.create(
+            model="tiny", messages=messages, max_completion_tokens=5, stream=True,
+            stream_options={"include_usage": True},
+        )  # fmt: skip
+        events = [event async for event in stream]
+        pieces = [e.choices[0].delta.content or "" for e in events if e.choices]
+        assert "".join(pieces) == text
+        assert events[-1].usage is not None
+        assert events[-1].usage.completion_tokens == 5
+        prompt = "one prompt " * 30
+        completed = await client.completions.create(model="tiny", prompt=prompt, max_tokens=3)
+        assert completed.choices[0].text == "".join(answer_to(prompt, 3))
+        several = [f"prompt {number} " * 20 for number in range(3)]
+        completed = await client.completions.create(model="tiny", prompt=several, max_tokens=3)
+        assert [c.text for c in completed.choices] == [
+            "".join(answer_to(each, 3)) for each in several
+        ]
+    await here.settled()
+    assert here.kv.ends() == ["read"] * 3
