@@ -19,6 +19,7 @@ CACHE_CONFIG = b"vllm:cache_config_info{"
 PROMPT_TOKENS = b"vllm:prompt_tokens_total{"
 GENERATION_TOKENS = b"vllm:generation_tokens_total{"
 PREEMPTIONS = b"vllm:num_preemptions_total{"
+KV_BYTES = b"vllm:nixl_bytes_transferred_sum{"
 # Not vLLM's: when the process came up. Told by one that runs a single API server.
 STARTED = b"process_start_time_seconds "
 
@@ -37,6 +38,9 @@ def parse(page: bytes, at: float) -> Gauges | None:
     if not running:
         return None
     usage = values(page, KV_USAGE)
+    extra = {"started": started} if (started := sum(values(page, STARTED))) else {}
+    if moved := values(page, KV_BYTES):
+        extra["kv_bytes"] = sum(moved)
     return Gauges(
         at=at,
         running=int(sum(running)),
@@ -46,7 +50,7 @@ def parse(page: bytes, at: float) -> Gauges | None:
         prompt_tokens_total=sum(values(page, PROMPT_TOKENS)),
         generation_tokens_total=sum(values(page, GENERATION_TOKENS)),
         preemptions_total=sum(values(page, PREEMPTIONS)),
-        extra={"started": started} if (started := sum(values(page, STARTED))) else {},
+        extra=extra,
     )
 
 

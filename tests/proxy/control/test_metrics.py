@@ -16,8 +16,9 @@ from prometheus_client.parser import text_string_to_metric_families as read_text
 from proxy.control import metrics as metrics_module
 from proxy.control.metrics import MAX_MODELS, NONE, Metrics
 from proxy.core.fleet import Fleet
+from proxy.core.handover import Why
 from proxy.core.router import Router, RouterSettings
-from proxy.core.types import Ask, Decision, Reason, Role
+from proxy.core.types import Ask, Decision, Gauges, Handover, Lease, Reason, Role
 from proxy.core.worker import WorkerSpec
 
 CHAT = "chat/completions"
@@ -234,6 +235,37 @@ def full(metrics: Metrics, router: Router) -> None:
     metrics.upstream_connections = lambda: [("s0", "idle", 3)]
     router.sizer.learnt("tiny", CHAT).see_prompt(3000, 1000)
     router.decisions["tiny", Reason.PREFIX] = 3
+    router.handovers["tiny", Why.HANDED_OVER] = 2
+    lease = handed_over(router)
+    metrics.prefilled(lease, 1.5, bare=False)
+    router.prefilled(lease, 1.5, None)
+    metrics.transferred(lease, 1.75)
+    metrics.handovers.warmed("done")
+    router.fleet.set_gauges("s0", Gauges(1.0, extra={"kv_bytes": 4096.0}))
+
+
+def handed_over(router: Router) -> Lease:
+    """Charge a hand-over between two workers of the fleet, whatever their roles."""
+    prefill, decode = list(router.fleet)[:2]
+    handover = Handover(prefill, 0, 700, 0.4, 0.2)
+    one = ask(prompt_tokens=700, stream=True)
+    return router.fleet.charge(one, Decision(decode, Reason.HANDOVER, handover=handover), 1.0)
+
+
+def test_a_hand_over_is_counted_leg_by_leg(metrics: Metrics, router: Router) -> None:
+    full(metrics, router)
+    decided = value(metrics, "proxy_handover_decisions_total", model="tiny", why="handed_over")
+    assert decided == 2
+    assert value(metrics, "proxy_handovers_total", outcome="prefilled") == 1
+    assert value(metrics, "proxy_handovers_total", outcome="transferred") == 1
+    assert value(metrics, "proxy_transfer_tokens_total", model="tiny") == 700
+    assert value(metrics, "proxy_transfer_bytes_total", worker="s0", role="short") == 4096
+    assert value(metrics, "proxy_prefill_leg_seconds_sum", model="tiny") == pytest.approx(0.5)
+    step_s = next(iter(router.fleet)).pace.step_s(0)
+    seen = value(metrics, "proxy_transfer_seconds_sum", model="tiny")
+    assert seen == pytest.approx(0.25 - step_s)
+    predicted = value(metrics, "proxy_predicted_transfer_seconds_sum", model="tiny")
+    assert predicted == pytest.approx(0.2)
 
 
 @pytest.mark.parametrize("openmetrics", [False, True])
@@ -252,6 +284,9 @@ def test_every_family_is_there_in_both_formats(
         "proxy_worker_inflight_requests", "proxy_worker_prefill_tokens",
         "proxy_worker_decode_tokens", "proxy_worker_kv_tokens", "proxy_worker_up",
         "proxy_worker_breaker_open", "proxy_worker_draining",
+        "proxy_handover_decisions", "proxy_handovers", "proxy_handover_warmups",
+        "proxy_transfer_tokens", "proxy_transfer_bytes", "proxy_prefill_leg_seconds",
+        "proxy_transfer_seconds", "proxy_predicted_transfer_seconds",
     }  # fmt: skip
     for name in ours:
         assert found[name].samples, name

@@ -20,7 +20,9 @@ from tests.proxy.core.making import MODEL, ask, idle
 
 NAMES = st.sampled_from([f"w{i}" for i in range(5)])
 MOST_WAITING, MOST_BYTES, WAIT_S = 4, 40_000, 5.0
-ROLES = st.sampled_from([Role.SHORT, Role.LONG, Role.GENERAL, Role.PREFILL, Role.DECODE])
+SIDES = [Role.PREFILL, Role.DECODE]
+OFTEN = st.sampled_from([True, True, True, False])
+ROLES = st.sampled_from([*Role, *SIDES])
 
 
 class RouterMachine(RuleBasedStateMachine):
@@ -33,10 +35,23 @@ class RouterMachine(RuleBasedStateMachine):
         self.workers: set[Worker] = set()  # all there ever were
         self.leases: list[Lease] = []
         self.tickets: list[Ticket] = []
+        self.transfer = False
+        self.above: int | None = None
 
-    @initialize(policy=st.sampled_from(["adaptive", "length", "least_loaded", "round_robin"]))
-    def begin(self, policy: str) -> None:
+    @initialize(
+        policy=st.sampled_from(["adaptive", "length", "least_loaded", "round_robin"]),
+        transfer=OFTEN,
+        above=st.sampled_from([None, 1, 500]),
+        roles=st.lists(ROLES, max_size=5),
+    )
+    def begin(self, policy: str, transfer: bool, above: int | None, roles: list[Role]) -> None:
+        self.set_up(policy, transfer, above, roles)
+
+    def set_up(self, policy: str, transfer: bool, above: int | None, roles: list[Role]) -> None:
+        self.transfer, self.above = transfer, above
         self.router = Router(self.settings(policy), self.fleet)
+        for number, role in enumerate(roles):
+            self.add(f"w{number}", role, None, None)
 
     def settings(self, policy: str) -> RouterSettings:
         return RouterSettings(
@@ -45,6 +60,8 @@ class RouterMachine(RuleBasedStateMachine):
             queue_requests=MOST_WAITING,
             queue_bytes=MOST_BYTES,
             queue_wait_s=WAIT_S,
+            transfer=self.transfer,
+            disaggregate_above=self.above,
         )
 
     # Workers
@@ -55,6 +72,9 @@ class RouterMachine(RuleBasedStateMachine):
         limit=st.sampled_from([None, 500, 2000, 8000]),
         most=st.sampled_from([None, 1, 2]),
     )
+    def comes(self, name: str, role: Role, limit: int | None, most: int | None) -> None:
+        self.add(name, role, limit, most)
+
     def add(self, name: str, role: Role, limit: int | None, most: int | None) -> None:
         if name not in self.fleet:
             self.workers.add(
@@ -98,10 +118,11 @@ class RouterMachine(RuleBasedStateMachine):
         output=st.sampled_from([None, 0, 50, 1500]),
         samples=st.integers(1, 3),
         stream=st.booleans(),
-        generates=st.booleans(),
+        generates=OFTEN,
         prefix=st.sampled_from([(), (1,), (1, 2), (3, 4, 5)]),
-        tried=st.frozensets(NAMES, max_size=2),
+        tried=st.one_of(st.just(frozenset[str]()), st.frozensets(NAMES, max_size=2)),
         pinned=st.sampled_from(["", "", "", "w0"]),
+        splits=OFTEN,
     )
     def submit(
         self,
@@ -114,6 +135,7 @@ class RouterMachine(RuleBasedStateMachine):
         prefix: tuple[int, ...],
         tried: frozenset[str],
         pinned: str,
+        splits: bool,
     ) -> None:
         one = ask(
             prompt,
@@ -127,6 +149,7 @@ class RouterMachine(RuleBasedStateMachine):
         )
         one.long = one.budget > 1000
         one.pinned = pinned
+        one.whole = "samples" if not splits or pinned or not generates else ""
         waiting_before = [t.ask for t in self.tickets if t.ask.long == one.long and plain(t)]
         placed = self.router.submit(one, self.now, tried=tried)
         if isinstance(placed, Lease):
@@ -155,7 +178,25 @@ class RouterMachine(RuleBasedStateMachine):
                 if w.live and w.name not in tried and w.breaker.closed
             )
         assert worker.breaker.closed or (lease.trial and self.now >= worker.breaker.until)
+        if lease.prefill is not None:
+            self.check_handed_over(lease, lease.prefill, tried)
         self.leases.append(lease)
+
+    def check_handed_over(self, lease: Lease, first: Lease, tried: frozenset[str]) -> None:
+        prefill, decode, one = first.worker, lease.worker, lease.ask
+        assert self.transfer
+        assert not one.whole
+        assert (prefill.role, decode.role) == (Role.PREFILL, Role.DECODE)
+        assert self.fleet.get(prefill.name) is prefill
+        assert prefill.up
+        assert not prefill.draining
+        assert prefill.name not in tried
+        assert prefill.max_requests is None or prefill.requests <= prefill.max_requests
+        assert prefill.breaker.closed or (first.trial and self.now >= prefill.breaker.until)
+        if decode.kv_capacity and decode.requests > 1:
+            assert decode.kv_tokens <= decode.kv_capacity, "its decode has room"
+        assert lease.under_way is first
+        assert not lease.sent
 
     @rule(wait=st.sampled_from([0.0, 0.01, 0.5, 3.0, 6.0]))
     def time_passes(self, wait: float) -> None:
@@ -179,6 +220,14 @@ class RouterMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def first_token(self, data: st.DataObject) -> None:
         self.router.first_token(data.draw(st.sampled_from(self.leases)), self.now)
+
+    @precondition(lambda self: self.leases)
+    @rule(data=st.data(), cached=st.sampled_from([None, 0, 100]))
+    def prefilled(self, data: st.DataObject, cached: int | None) -> None:
+        lease = data.draw(st.sampled_from(self.leases))
+        usage = None if cached is None else Usage(lease.ask.prompt_tokens, 1, cached)
+        self.router.prefilled(lease, self.now, usage)
+        assert lease.under_way is lease
 
     @precondition(lambda self: self.leases)
     @rule(data=st.data(), count=st.integers(0, 80))
@@ -227,16 +276,24 @@ class RouterMachine(RuleBasedStateMachine):
 
     @invariant()
     def charges_are_what_the_leases_say(self) -> None:
+        legs = [leg for lease in self.leases for leg in (lease, lease.prefill)]
         for worker in self.workers:
-            own = [lease for lease in self.leases if lease.worker is worker]
+            own = [leg for leg in legs if leg and leg.worker is worker and not leg.released]
             assert worker.requests == len(own)
             assert worker.prefill_tokens == sum(lease.prefill_tokens for lease in own)
             assert worker.decode_tokens == sum(lease.decode_tokens for lease in own)
             assert worker.kv_tokens == sum(lease.kv_tokens for lease in own)
+            assert worker.sequences == sum(lease.ask.samples for lease in own if lease.sent)
             assert worker.decoding <= sum(lease.ask.samples for lease in own)
             assert worker.shut == (worker.full or not worker.breaker.closed), (
                 "what pools rely on is true"
             )
+
+    @invariant()
+    def a_released_lease_has_released_its_other_half(self) -> None:
+        assert not any(lease.released for lease in self.leases)
+        for lease in self.leases:
+            assert lease.prefill is None or lease.sent == lease.prefill.released
 
     @invariant()
     def those_at_rest_are_known(self) -> None:
@@ -253,5 +310,15 @@ def plain(ticket: Ticket) -> bool:
     return not ticket.tried and not ticket.ask.pinned
 
 
+class HandoverMachine(RouterMachine):
+    """The same, most of it hand-overs."""
+
+    @initialize(policy=st.sampled_from(["adaptive", "length", "least_loaded", "round_robin"]))
+    def begin(self, policy: str) -> None:  # type: ignore[override]
+        self.set_up(policy, True, 1, [*SIDES, *SIDES])
+
+
+TestHandovers = HandoverMachine.TestCase
+TestHandovers.settings = settings(max_examples=200, stateful_step_count=50, deadline=None)
 TestRouter = RouterMachine.TestCase
 TestRouter.settings = settings(max_examples=400, stateful_step_count=50, deadline=None)

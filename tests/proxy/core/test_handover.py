@@ -1,0 +1,381 @@
+"""Whole or in two legs, and on which workers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from proxy.core.fleet import Fleet
+from proxy.core.handover import Why
+from proxy.core.router import Router
+from proxy.core.types import Ask, Gauges, Lease, Outcome, Reason, Role, Usage
+from proxy.core.worker import WorkerSpec
+from tests.proxy.core.making import (
+    GENERAL,
+    MODEL,
+    SHORT,
+    ask,
+    idle,
+    placed,
+    refused,
+    router_of,
+    spec,
+    waits,
+    worker_of,
+)
+
+P, D = Role.PREFILL, Role.DECODE
+RULES = ["adaptive", "length", "least_loaded", "round_robin"]
+LONG = 12_000
+
+
+def router(*more: WorkerSpec, prefills: int = 1, decodes: int = 1, **settings: Any) -> Router:
+    """Make one with prefill and decode workers."""
+    specs = [spec(f"p{n}", P) for n in range(prefills)] + [spec(f"d{n}", D) for n in range(decodes)]
+    return router_of(*specs, *more, transfer=True, **settings)
+
+
+def busy(here: Router, name: str = "d0", count: int = 4) -> list[Lease]:
+    """Have short requests decode on a worker."""
+    leases = []
+    for _ in range(count):
+        one = ask(10, 1000)
+        one.whole = "samples"
+        lease = placed(here.submit(one, 0.0, tried=others(here, name)))
+        here.first_token(lease, 0.0)
+        leases.append(lease)
+    return leases
+
+
+def others(here: Router, name: str) -> frozenset[str]:
+    return frozenset(w.name for w in here.fleet if w.name != name)
+
+
+def why(here: Router) -> dict[str, int]:
+    """Return what was counted."""
+    return {str(key[1]): count for key, count in here.handovers.items()}
+
+
+# Auto
+
+
+def test_a_long_prompt_is_handed_over_where_others_decode() -> None:
+    here = router(prefills=2)
+    lease = placed(here.submit(ask(LONG), 0.0)) if busy(here, count=1) else None
+    assert lease is not None
+    assert lease.worker.name == "d0"
+    assert lease.decision.reason is Reason.HANDOVER
+    assert lease.prefill is not None
+    assert lease.prefill.worker.role is P
+    assert lease.decision.route == f"{lease.prefill.worker.name}>d0"
+
+
+def test_a_short_prompt_is_not() -> None:
+    here = router()
+    busy(here, count=1)
+    lease = placed(here.submit(ask(20), 0.0))
+    assert (lease.worker.name, lease.prefill) == ("d0", None)
+    assert lease.decision.reason is Reason.DECODE_POOL
+    assert why(here)["not_worth_it"] == 1
+
+
+def test_nobody_decodes_there_so_a_transfer_would_be_for_nothing() -> None:
+    """Own time alone: the same prefill here or there, and there the transfer comes on top."""
+    here = router()
+    assert placed(here.submit(ask(LONG), 0.0)).prefill is None
+
+
+def test_a_dear_transfer_is_not_paid() -> None:
+    here = router()
+    busy(here, count=1)
+    time = here.transfer_time(MODEL)
+    for _ in range(50):
+        time.saw(LONG, 30.0)
+    assert placed(here.submit(ask(LONG), 0.0)).prefill is None
+
+
+def test_a_busy_prefill_worker_is_not_waited_for_at_any_price() -> None:
+    here = router()
+    busy(here, count=1)
+    prefills = [placed(here.submit(ask(LONG), 0.0)).prefill for _ in range(8)]
+    assert prefills[0] is not None
+    assert prefills[-1] is None
+
+
+def test_an_idle_general_worker_is_as_good_as_two_others() -> None:
+    here = router(spec("g0", GENERAL))
+    busy(here, count=2)
+    lease = placed(here.submit(ask(LONG), 0.0))
+    assert (lease.worker.name, lease.prefill) == ("g0", None)
+    assert why(here)["elsewhere"] == 1
+
+
+# A threshold
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_threshold_counts_tokens(rule: str) -> None:
+    here = router(policy=rule, disaggregate_above=500)
+    assert placed(here.submit(ask(501), 0.0)).prefill is not None
+    assert placed(here.submit(ask(500), 0.0)).prefill is None
+
+
+def test_what_the_decode_worker_holds_does_not_count() -> None:
+    here = router(disaggregate_above=500)
+    prefix = tuple(range(8))
+    first = placed(here.submit(ask(1000, prefix=prefix), 0.0))
+    assert first.prefill is not None
+    assert first.decision.handover is not None
+    assert first.decision.handover.tokens == 1000
+    again = placed(here.submit(ask(1000, prefix=prefix), 1.0))
+    assert again.prefill is None
+    assert why(here)["cached"] == 1
+    longer = placed(here.submit(ask(2000, prefix=(*prefix, 9, 10, 11)), 2.0))
+    assert longer.decision.handover is not None
+    assert longer.decision.handover.tokens == 2000 - 1024  # whole blocks of the body
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_each_rule_may_choose_workers_for_the_whole(rule: str) -> None:
+    here = router(spec("s0", SHORT), policy=rule, disaggregate_above=1)
+    chosen = {placed(here.submit(ask(50), 0.0)).worker.name for _ in range(4)}
+    assert "s0" in chosen
+    assert "p0" not in chosen
+
+
+# Which two
+
+
+def test_the_prefill_worker_that_is_done_first() -> None:
+    here = router(prefills=3, disaggregate_above=1)
+    first = [placed(here.submit(ask(1000), 0.0)).prefill for _ in range(3)]
+    assert {lease.worker.name for lease in first if lease} == {"p0", "p1", "p2"}
+
+
+def test_a_prefill_worker_that_holds_the_prefix() -> None:
+    here = router(prefills=3, decodes=2, disaggregate_above=1)
+    prefix = tuple(range(8))
+    lease = placed(here.submit(ask(1000, prefix=prefix), 0.0))
+    assert lease.prefill is not None
+    where = lease.prefill.worker
+    here.prefilled(lease, 1.0, Usage(1000))
+    again = placed(here.submit(ask(1000, prefix=prefix), 2.0, tried=frozenset([lease.worker.name])))
+    assert again.prefill is not None
+    assert again.prefill.worker is where
+
+
+def test_prefill_starts_only_when_the_decode_worker_has_room() -> None:
+    here = router(disaggregate_above=100)
+    here.fleet.set_gauges("d0", Gauges(0.0, kv_capacity_tokens=3000))
+    first = placed(here.submit(ask(2000, 100), 0.0))
+    ticket = waits(here.submit(ask(2000, 100), 0.0))
+    assert worker_of(here, "p0").requests == 1
+    assert here.due(1.0) == []
+    here.prefilled(first, 1.0, None)
+    here.finish(first, 2.0, Outcome.DONE)
+    [(ended, lease)] = here.due(2.0)
+    assert ended is ticket
+    assert placed(lease).prefill is not None
+
+
+def test_one_that_is_larger_than_the_cache_does_not_wait_for_ever() -> None:
+    here = router(disaggregate_above=100)
+    here.fleet.set_gauges("d0", Gauges(0.0, kv_capacity_tokens=3000))
+    assert placed(here.submit(ask(4000, 100), 0.0)).prefill is not None
+
+
+def test_a_prompt_that_no_prefill_worker_holds() -> None:
+    specs = spec("p0", P, limit=1000), spec("d0", D)
+    here = router_of(*specs, transfer=True, disaggregate_above=1)
+    assert placed(here.submit(ask(1000), 0.0)).prefill is None
+    assert placed(here.submit(ask(900), 0.0)).prefill is not None
+    assert why(here) == {Why.PREFILL_BUSY: 1, Why.HANDED_OVER: 1}
+
+
+def test_workers_that_are_not_connected_yet() -> None:
+    here = router(disaggregate_above=1)
+    here.links.are_made = True
+    assert placed(here.submit(ask(LONG), 1.0)).prefill is None
+    here.links.warm(worker_of(here, "p0"), worker_of(here, "d0"))
+    assert placed(here.submit(ask(LONG), 1.0)).prefill is not None
+
+
+# What can't be handed over, and when nobody can
+
+
+def test_what_can_not_be_split_is_served_whole() -> None:
+    here = router(disaggregate_above=1)
+    one = ask(LONG)
+    one.whole = "beam_search"
+    assert placed(here.submit(one, 0.0)).prefill is None
+    assert why(here) == {"beam_search": 1}
+
+
+def test_without_a_live_prefill_worker_all_is_served_whole() -> None:
+    here = router(disaggregate_above=1)
+    here.fleet.drain("p0")
+    assert placed(here.submit(ask(LONG), 0.0)).worker.name == "d0"
+    assert why(here) == {Why.NO_PREFILL: 1}
+
+
+def test_without_a_live_decode_worker_it_is_refused() -> None:
+    here = router(disaggregate_above=1)
+    for _ in range(3):
+        here.fleet.probe_failed("d0", 0.0)
+    assert refused(here.submit(ask(LONG), 0.0)).status == 503
+
+
+def test_a_fleet_without_a_connector_never_hands_over() -> None:
+    here = router_of(spec("p0", P), spec("d0", D), disaggregate_above=1)
+    assert placed(here.submit(ask(LONG), 0.0)).prefill is None
+    assert here.handovers == {}
+
+
+# Failures
+
+
+def test_a_prefill_worker_that_fails_is_replaced_then_done_without() -> None:
+    here = router(prefills=3, disaggregate_above=1)
+    one, tried = ask(LONG), frozenset[str]()
+    names = []
+    for attempt in range(3):
+        lease = placed(here.submit(one, 0.0, tried=tried))
+        leg = lease.under_way
+        names.append(leg.worker.name)
+        if attempt < 2:
+            here.finish(lease, 0.0, Outcome.FAILED)
+            tried |= {leg.worker.name}
+    assert len(set(names)) == 3
+    assert names[2] == "d0"
+    failures = [not w.breaker.spotless for w in here.fleet if w.role is P]
+    assert sorted(failures) == [False, True, True]
+    assert worker_of(here, "d0").breaker.spotless
+
+
+def test_a_decode_worker_that_fails_means_a_new_prefill() -> None:
+    here = router(decodes=2, disaggregate_above=1)
+    one = ask(LONG)
+    lease = placed(here.submit(one, 0.0))
+    here.prefilled(lease, 1.0, None)
+    assert lease.under_way is lease
+    here.finish(lease, 1.1, Outcome.FAILED)
+    again = placed(here.submit(one, 1.1, tried=frozenset([lease.worker.name])))
+    assert again.prefill is not None
+    assert again.worker is not lease.worker
+    assert not lease.worker.breaker.spotless
+    assert worker_of(here, "p0").breaker.spotless
+
+
+# Charges
+
+
+def charges(here: Router, name: str) -> tuple[int, ...]:
+    w = worker_of(here, name)
+    return w.requests, w.sequences, w.prefill_tokens, w.decode_tokens, w.kv_tokens, w.decoding
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_both_workers_are_charged_at_once_and_freed_in_turn(stream: bool) -> None:
+    here = router(disaggregate_above=1)
+    lease = placed(here.submit(ask(1000, 50, stream=stream), 0.0))
+    assert charges(here, "p0") == (1, 1, 1000, 0, 1000, 0)
+    assert charges(here, "d0") == (1, 0, 0, 50, 1050, 0)
+    here.first_token(lease, 0.1)  # of whom? nothing was sent there yet
+    assert charges(here, "d0") == (1, 0, 0, 50, 1050, 0)
+    here.prefilled(lease, 0.5, Usage(1000))
+    here.prefilled(lease, 0.5, Usage(1000))
+    assert charges(here, "p0") == (0, 0, 0, 0, 0, 0)
+    assert charges(here, "d0") == (1, 1, 0, 50, 1050, 0)
+    if stream:
+        here.first_token(lease, 0.6)
+        here.first_token(lease, 0.7)
+    else:
+        here.fleet.settle(5.0)
+    assert charges(here, "d0") == (1, 1, 0, 50, 1050, 1)
+    here.tokens(lease, 20)
+    assert charges(here, "d0") == (1, 1, 0, 30, 1050, 1)
+    here.finish(lease, 9.0, Outcome.DONE, Usage(1000, 50))
+    assert idle(here.fleet)
+
+
+@pytest.mark.parametrize("outcome", Outcome)
+@pytest.mark.parametrize("phase", range(3))
+def test_every_way_out_frees_both(outcome: Outcome, phase: int) -> None:
+    here = router(disaggregate_above=1)
+    lease = placed(here.submit(ask(1000, 50), 0.0))
+    if phase > 0:
+        here.prefilled(lease, 0.5, None)
+    if phase > 1:
+        here.first_token(lease, 0.6)
+    here.finish(lease, 0.7, outcome)
+    here.finish(lease, 0.8, outcome)
+    here.prefilled(lease, 0.9, None)
+    assert idle(here.fleet)
+
+
+# Learning
+
+
+def test_a_prefill_leg_teaches_the_prefill_worker_and_a_transfer_the_transfer() -> None:
+    here = router(disaggregate_above=1)
+    for at in range(40):
+        now = at * 10.0
+        lease = placed(here.submit(ask(2000, 50), now))
+        here.prefilled(lease, now + 0.8, Usage(2000))
+        step_s = lease.worker.pace.step_s(0)
+        here.first_token(lease, now + 0.8 + 0.3 + step_s)
+        here.finish(lease, now + 3.0, Outcome.DONE, Usage(2000, 50))
+    prefill, decode = worker_of(here, "p0"), worker_of(here, "d0")
+    assert prefill.pace.first_token_s(2000) == pytest.approx(0.8, rel=0.1)
+    assert here.transfer_time(MODEL).seconds(2000) == pytest.approx(0.3, rel=0.1)
+    assert decode.pace.prefills == 0  # it prefilled nothing
+    lease = placed(here.submit(ask(2000, 50), 999.0))
+    assert lease.decision.handover is not None
+    assert lease.decision.handover.transfer_s == pytest.approx(0.3, rel=0.1)
+    assert lease.decision.predicted_ttft_s == pytest.approx(1.1, rel=0.15)
+
+
+def test_cached_tokens_of_a_hand_over_are_the_prefill_workers() -> None:
+    here = router(disaggregate_above=1)
+    prefix = tuple(range(8))
+    lease = placed(here.submit(ask(1000, prefix=prefix), 0.0))
+    here.prefilled(lease, 0.5, Usage(1000, 1, 0))
+    here.finish(lease, 1.0, Outcome.DONE, Usage(1000, 50, 900))
+    assert not worker_of(here, "d0").reports_cache
+    before = worker_of(here, "p0").pace.missing
+    for _ in range(20):
+        one = ask(9000, prefix=prefix)
+        lease = placed(here.submit(one, 2.0))
+        here.prefilled(lease, 2.5, Usage(9000, 1, 1))
+        here.finish(lease, 3.0, Outcome.DONE)
+    assert worker_of(here, "p0").pace.missing > before
+
+
+# Telling
+
+
+def explained(here: Router, one: Ask) -> tuple[str, dict[str, str]]:
+    told = here.explain(one, 0.0)
+    by = {score.worker: score.prefill_by or score.note for score in told.scores}
+    return getattr(told, "route", ""), by
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_an_explanation_names_both_and_charges_nobody(rule: str) -> None:
+    here = router(disaggregate_above=100, policy=rule)
+    route, by = explained(here, ask(1000))
+    assert route == "p0>d0"
+    assert by["p0"] == "prefills only"
+    if rule == "adaptive":
+        assert by["d0"] == "p0"
+    assert idle(here.fleet)
+
+
+def test_fleets_of_one_kind_count_nothing() -> None:
+    fleet = Fleet()
+    fleet.add(spec("g0"))
+    fleet.probe_ok("g0", 0.0)
+    here = router_of(spec("g0"), transfer=True)
+    placed(here.submit(ask(LONG), 0.0))
+    assert here.handovers == {}

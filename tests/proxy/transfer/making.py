@@ -1,0 +1,23 @@
+"""Connectors and pairs, as tests need them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import orjson
+
+from proxy.config import TransferConfig
+from proxy.transfer.registry import connector
+from proxy.transfer.types import Connector, Fields, Pair, Side
+
+PAIR = Pair(Side("p0", "10.0.0.1"), Side("d0", "10.0.0.2"), "one-of-a-kind")
+
+
+def make(name: str, **settings: Any) -> Connector:
+    """Make a connector."""
+    return connector(TransferConfig(connector=name, **settings))
+
+
+def params(fields: Fields) -> Any:
+    """Read the parameters among members of a body."""
+    return orjson.loads(fields["kv_transfer_params"] or b"null")

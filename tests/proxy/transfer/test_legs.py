@@ -1,0 +1,64 @@
+"""The bodies of both legs."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from proxy.core import splitting
+from proxy.transfer.legs import LIMITS, decode_body, prefill_body
+from proxy.transfer.types import Taken
+from tests.proxy.core.making import ask
+from tests.proxy.transfer.making import PAIR, make
+
+BODY = b'{"prompt":"a \\u00e9 \\"max_tokens\\": 9","max_tokens":7, "temperature":0.70, "x":null}'
+
+
+def prefill(route: str, body: bytes, *, least: bool = False, connector: str = "nixl") -> Any:
+    """Write a prefill leg and read it."""
+    one = ask(100)
+    one.route, one.least_output = route, least
+    return json.loads(prefill_body(make(connector), PAIR, one, body))
+
+
+def test_each_route_that_can_be_split_has_a_limit_to_set() -> None:
+    assert set(LIMITS) == splitting.ROUTES
+
+
+@pytest.mark.parametrize("route", LIMITS)
+def test_a_prefill_leg_writes_one_token_and_does_not_stream(route: str) -> None:
+    body = b'{"stream":true,"stream_options":{"include_usage":true},"max_tokens":50,"model":"m"}'
+    leg = prefill(route, body)
+    assert all(leg[name] == 1 for name in LIMITS[route])
+    assert leg["stream"] is False
+    assert "stream_options" not in leg
+    assert leg["model"] == "m"
+    assert leg["kv_transfer_params"]["do_remote_decode"] is True
+
+
+def test_a_stored_response_is_not_stored_twice() -> None:
+    assert prefill("responses", b'{"input":"x"}')["store"] is False
+    assert "store" not in prefill("completions", b'{"prompt":"x"}')
+
+
+@pytest.mark.parametrize(("least", "then"), [(True, 1), (False, None)])
+def test_the_least_output_must_not_exceed_the_most(least: bool, then: int | None) -> None:
+    body = b'{"prompt":"x","min_tokens":5}' if least else b'{"prompt":"x"}'
+    assert prefill("completions", body, least=least).get("min_tokens") == then
+
+
+def test_the_decode_leg_is_the_clients_body_and_the_parameters() -> None:
+    nixl = make("nixl")
+    leg = decode_body(nixl, PAIR, Taken(b'{"do_remote_prefill":true}'), BODY)
+    assert leg == BODY[:-1] + b',"kv_transfer_params":{"do_remote_prefill":true}}'
+    assert decode_body(nixl, PAIR, Taken(), BODY) is BODY
+
+
+def test_what_a_client_may_have_said_is_replaced() -> None:
+    """Where the operator lets it through, such a request is served whole; this is the backstop."""
+    body = b'{"kv_transfer_params":{"a":1},"prompt":"x","kv_transfer_params":{"b":2}}'
+    leg = decode_body(make("nixl"), PAIR, Taken(b'{"c":3}'), body)
+    assert leg.count(b'{"c":3}') == 2
+    assert b'"a"' not in leg

@@ -1,0 +1,40 @@
+"""Mooncake: an id of the router's, and where the blocks are."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.proxy.transfer.making import PAIR, make, params
+
+
+@pytest.mark.parametrize(
+    ("addresses", "where"),
+    [({}, "http://10.0.0.1:8998"), ({"p0": "http://10.0.0.9:9000"}, "http://10.0.0.9:9000")],
+)
+def test_both_legs_name_one_transfer(addresses: dict[str, str], where: str) -> None:
+    mooncake = make("mooncake", addresses=addresses)
+    first = mooncake.prefill(PAIR)
+    assert params(first) == {
+        "do_remote_decode": True,
+        "do_remote_prefill": False,
+        "transfer_id": PAIR.id,
+    }
+    second = params(mooncake.decode(PAIR, mooncake.take(PAIR, {})))
+    assert second == {
+        "do_remote_decode": False,
+        "do_remote_prefill": True,
+        "remote_engine_id": "p0",
+        "remote_bootstrap_addr": where,
+        "transfer_id": PAIR.id,
+    }
+
+
+def test_a_prefill_must_not_end_with_the_end_of_the_sequence() -> None:
+    assert make("mooncake").prefill(PAIR)["min_tokens"] == b"1"
+
+
+def test_what_nobody_fetches_can_be_released() -> None:
+    mooncake = make("mooncake")
+    body = mooncake.release(mooncake.take(PAIR, {}))
+    assert body is not None
+    assert PAIR.id.encode() in body
