@@ -39,7 +39,7 @@ class Probe(Policy):
         self.steps.append(step)
 
     def budget(self, step: Step) -> int:
-        self.entered.append(step.may_enter())
+        self.entered.append(step.may_enter() is not None)
         return step.budget if self.tokens is None else self.tokens
 
     def pauses_decodes(self, step: Step) -> bool:

@@ -37,7 +37,7 @@ class Doorman:
             by_priority=by_priority,
             lanes_of=self.lanes_of,
             gate_of=self.gate_of,
-            urgency_of=lambda lane, _: (self.urgency[lane],),
+            urgency_of=lambda lane, _head, _waited: (self.urgency[lane],),
             clock=lambda: self.now,
             num_policies=1,
         )
@@ -248,8 +248,9 @@ def test_urgency_does_not_make_the_last_of_open_lanes_first() -> None:
 def test_asking_whether_somebody_may_enter_keeps_nobody_on_offer() -> None:
     doorman = Doorman()
     queue = doorman.queue()
-    queue.add_request(make_request(20))
-    assert queue.offers()
+    long = make_request(20)
+    queue.add_request(long)
+    assert queue.first_choice() is long
     doorman.gates["long",] = Gate.CLOSED
     assert not queue
-    assert not queue.offers()
+    assert queue.first_choice() is None

@@ -46,7 +46,7 @@ class LaneQueue(RequestQueue):
         by_priority: bool,
         lanes_of: Callable[[Request], LaneKey],
         gate_of: Callable[[LaneKey, Request, float], Gate],
-        urgency_of: Callable[[LaneKey, float], tuple[float, ...]],
+        urgency_of: Callable[[LaneKey, Request, float], tuple[float, ...]],
         clock: Callable[[], float],
         num_policies: int,
     ) -> None:
@@ -61,7 +61,9 @@ class LaneQueue(RequestQueue):
         self._last = 0  # order of the newest at the end
         self._first = 0  # order of the newest at the front
         # Those popped in this step: put back, they have not begun to wait anew.
-        self._popped: dict[Request, float] = {}
+        self._popped: dict[Request, tuple[float, LaneKey]] = {}
+        # Those who were popped in the step before and stayed away: since when, and whence.
+        self.entered: dict[Request, tuple[float, LaneKey]] = {}
         self._offer: Request | None = None
         self._peeked = False
         self._now = 0.0
@@ -87,16 +89,16 @@ class LaneQueue(RequestQueue):
         """Remember a request that was looked at and not taken."""
         if self._peeked and self._offer is not None:
             self.refused = self._offer
-        self._popped.clear()
+        self.entered, self._popped = self._popped, {}
         self._forget_offer()
 
     def excuse(self) -> None:
         """Hear that the one on offer was turned away by a policy, not for want of room."""
         self._peeked = False
 
-    def offers(self) -> bool:
-        """Tell whether some gate is open; nobody is kept on offer, for it may close again."""
-        return self._offer is not None or (bool(self._live) and self._choose() is not None)
+    def first_choice(self) -> Request | None:
+        """Return who would be offered now; not kept on offer, for the gate may close again."""
+        return self._offer or (self._choose() if self._live else None)
 
     # Upstream's interface
 
@@ -131,7 +133,7 @@ class LaneQueue(RequestQueue):
         entry, lane = self._live[request]
         heapq.heappop(self._heaps[lane])  # it is the head: that is how it came to be offered
         self._drop(request)
-        self._popped[request] = entry.since
+        self._popped[request] = entry.since, lane
         if self.refused is request:
             self.refused = None
         self._forget_offer()
@@ -174,10 +176,9 @@ class LaneQueue(RequestQueue):
     # Inside
 
     def _push(self, request: Request, number: int) -> None:
-        since = self._popped.pop(request, None)
+        popped = self._popped.pop(request, None)
         order = request if self._by_priority else number
-        if since is None:
-            since = self._clock()
+        since = self._clock() if popped is None else popped[0]
         entry = Entry(order, request, since, request.num_tokens)
         self._place(entry, self._lanes_of(request))
         self._forget_offer()
@@ -219,7 +220,7 @@ class LaneQueue(RequestQueue):
             gate = self._gate_of(lane, head.request, waited)
             if gate is Gate.CLOSED:
                 continue
-            place = (gate, self._urgency_of(lane, waited), head.order)
+            place = (gate, self._urgency_of(lane, head.request, waited), head.order)
             if best is None or place < best:
                 best = place
                 chosen = head.request

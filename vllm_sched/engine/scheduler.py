@@ -27,6 +27,7 @@ import vllm_sched
 from vllm_sched.cost.pace import Chunk
 from vllm_sched.engine.queue import LaneKey, LaneQueue
 from vllm_sched.engine.seams import installed_version, missing_attributes
+from vllm_sched.engine.watched import Seen, Watched
 from vllm_sched.errors import UnsupportedVllmError, UsageError
 from vllm_sched.policies import registry
 from vllm_sched.policies.types import EngineFacts, Gate, Policy, Step, StepResult
@@ -70,6 +71,7 @@ class PolicySteps(Upstream):
 
     default_policies: ClassVar[Mapping[str, Mapping[str, object]]] = {}
     _policies: Sequence[Policy] = ()
+    _seen: Seen | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -221,6 +223,7 @@ class PolicySteps(Upstream):
             return
         if step.decoding and any(pauses(step) for pauses in self._ask_pause):
             self._paused_decodes = True
+            step.decodes = 0
             for request in self.running:
                 if request.is_prefill_chunk:
                     continue
@@ -230,9 +233,9 @@ class PolicySteps(Upstream):
                 )
         if self._ask_budget:
             # What holds KV blocks already is never kept waiting for tokens.
-            needed = step.holding_kv + (0 if self._paused_decodes else step.decodes)
+            needed = step.holding_kv + step.decodes
             wanted = min(budget(step) for budget in self._ask_budget)
-            self.max_num_scheduled_tokens = min(max(wanted, needed, 1), step.budget)
+            step.budget = self.max_num_scheduled_tokens = min(max(wanted, needed, 1), step.budget)
 
     # During the step
 
@@ -254,25 +257,29 @@ class PolicySteps(Upstream):
         )
         return int(hit[1])
 
-    def _may_enter(self) -> bool:
-        return (
-            self.pause_state == PauseState.UNPAUSED
-            and len(self.running) < self.max_num_active_reqs
-            and self.waiting.offers()
-        )
+    def _may_enter(self) -> Request | None:
+        if self.pause_state != PauseState.UNPAUSED or len(self.running) >= self.max_num_active_reqs:
+            return None
+        return self.waiting.first_choice()
 
     def _gate_of(self, lanes: LaneKey, head: Request, waited: float) -> Gate:
         self._note_admissions()
         if self._idle and len(self.running) == 0:
-            return Gate.OPEN
-        return max(
-            policy.gate(lane, head, waited)
-            for policy, lane in zip(self._policies, lanes, strict=True)
-        )
+            gates = [Gate.OPEN]
+        else:
+            gates = [
+                policy.gate(lane, head, waited)
+                for policy, lane in zip(self._policies, lanes, strict=True)
+            ]
+        gate = max(gates)
+        if self._seen is not None:
+            self._seen.gate(lanes, gates.index(gate) if gate is Gate.CLOSED else None)
+        return gate
 
-    def _urgency_of(self, lanes: LaneKey, waited: float) -> tuple[float, ...]:
+    def _urgency_of(self, lanes: LaneKey, head: Request, waited: float) -> tuple[float, ...]:
         return tuple(
-            policy.urgency(lane, waited) for policy, lane in zip(self._policies, lanes, strict=True)
+            policy.urgency(lane, head, waited)
+            for policy, lane in zip(self._policies, lanes, strict=True)
         )
 
     def _note_admissions(self) -> None:
@@ -388,11 +395,11 @@ class PolicySteps(Upstream):
         )
 
 
-class PolicyScheduler(PolicySteps, AsyncScheduler):
+class PolicyScheduler(Watched, PolicySteps, AsyncScheduler):
     """Policies on vLLM's asynchronous scheduler, which is vLLM's default."""
 
 
-class SyncPolicyScheduler(PolicySteps, Scheduler):
+class SyncPolicyScheduler(Watched, PolicySteps, Scheduler):
     """Policies on vLLM's synchronous scheduler, for `--no-async-scheduling` and for CPUs."""
 
 

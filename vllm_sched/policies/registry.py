@@ -1,6 +1,13 @@
 """Which policies there are, and how names and settings from outside become policy objects.
 
-The registry's order is the order of precedence: earlier policies are asked first.
+The registry's order is the order of precedence. Who may enter: every policy's gate must be open, so
+bounds on waits add up at most; among those who may, an earlier policy's urgency counts before a
+later one's. In which order prompts are computed: by an earlier policy's rank, then a later one's.
+How much: the least budget and the least chunk, each policy seeing what earlier ones left. So
+`lanes` decides between classes, `long_prompt` between long and short within a class, `rotation`
+between prompts of a kind, and `chunk_budget` how much all of them get in a step.
+
+Policies that contradict each other are refused: `CONFLICTS` says which, and why.
 """
 
 from __future__ import annotations
@@ -12,10 +19,34 @@ from typing import Any
 from pydantic import ValidationError
 
 from vllm_sched.errors import UsageError
+from vllm_sched.policies.chunk_budget import ChunkBudget
+from vllm_sched.policies.deferred_prefill import DeferredPrefill
+from vllm_sched.policies.lanes import Lanes
 from vllm_sched.policies.long_prompt import LongPrompt
+from vllm_sched.policies.prefill_first import PrefillFirst
+from vllm_sched.policies.rotation import Rotation
+from vllm_sched.policies.static_batching import StaticBatching
 from vllm_sched.policies.types import EngineFacts, Policy, Settings
 
-POLICIES: dict[str, type[Policy]] = {policy.name: policy for policy in (LongPrompt,)}
+POLICIES: dict[str, type[Policy]] = {
+    policy.name: policy
+    for policy in (
+        StaticBatching,
+        PrefillFirst,
+        Lanes,
+        LongPrompt,
+        DeferredPrefill,
+        Rotation,
+        ChunkBudget,
+    )
+}
+WHOLE = "one computes prompts whole, the other in parts"
+CONFLICTS: dict[tuple[str, str], str] = {
+    ("static_batching", "deferred_prefill"): "both say when a batch of requests enters",
+    ("prefill_first", "long_prompt"): WHOLE,
+    ("prefill_first", "rotation"): WHOLE,
+    ("prefill_first", "chunk_budget"): WHOLE,
+}
 
 
 def find(name: str) -> type[Policy]:
@@ -76,6 +107,7 @@ def parse_settings(names: Sequence[str], sets: Sequence[str]) -> dict[str, dict[
         config[name][key] = _value(value)
     for name, given in config.items():
         settings_of(name, given)
+    _refuse_conflicts(config)
     return config
 
 
@@ -92,8 +124,17 @@ def build(config: object, facts: EngineFacts) -> list[Policy]:
         raise UsageError(f"vllm_sched must be an object of policies, got {config!r}")
     for name in config:
         find(name)
+    _refuse_conflicts(config)
     return [
         kind(facts, settings_of(name, config[name]))
         for name, kind in POLICIES.items()
         if name in config
     ]
+
+
+def _refuse_conflicts(config: Mapping[str, object]) -> None:
+    for (one, other), why in CONFLICTS.items():
+        if one in config and other in config:
+            raise UsageError(
+                f"policies {one} and {other} contradict each other: {why}; leave one of them out"
+            )

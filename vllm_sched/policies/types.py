@@ -64,9 +64,8 @@ class LaneCount:
     waited: float = 0.0  # seconds, of the one in front, when the step began
 
 
-def nobody() -> bool:
+def nobody() -> None:
     """Say that nobody could enter."""
-    return False
 
 
 @dataclass(slots=True)
@@ -75,8 +74,9 @@ class Step:
 
     index: int
     now: float
-    budget: int  # tokens the engine may schedule
-    decodes: int  # tokens of those that running decodes need
+    # Tokens the engine may schedule; by the time of `chunk`, what the policies left of them.
+    budget: int
+    decodes: int  # tokens of those that running decodes need; by then none if they are paused
     prefills: Sequence[RequestView]  # running requests whose prompt is not yet done
     free_slots: int = 0  # how many more may run
     refused: str | None = None  # the request offered earlier that found no room
@@ -89,9 +89,9 @@ class Step:
     departed: int = 0  # requests that ended since the last step and left room in the KV cache
     # What turns a request's arrival_time, which is by the wall clock, into a time such as `now`.
     clock_offset: float = 0.0
-    # Whether somebody who waits could be admitted now, room in the KV cache aside. Ask it in
+    # Who would be admitted now, room in the KV cache aside; None where nobody may. Ask it in
     # `budget`, `pauses_decodes` or `chunk`, when all policies have seen the step; it asks gates.
-    may_enter: Callable[[], bool] = nobody
+    may_enter: Callable[[], RequestView | None] = nobody
 
 
 @dataclass(slots=True, frozen=True)
@@ -161,7 +161,7 @@ class Policy:
         """May the head of this lane enter, having waited so many seconds?"""
         return Gate.OPEN
 
-    def urgency(self, lane: str, waited: float) -> float:
+    def urgency(self, lane: str, head: RequestView, waited: float) -> float:
         """Place this lane's head before those of higher number; among equals arrival decides."""
         return 0.0
 

@@ -1,0 +1,58 @@
+"""Real schedulers with one or more policies, and a clock that the test sets."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tests.engine.schedulers import answer, make_request, make_scheduler
+
+
+class Bench:
+    """A scheduler, its policies by name, and its time."""
+
+    def __init__(self, policies: Mapping[str, Mapping[str, object]], **engine: Any) -> None:
+        self.scheduler = make_scheduler(policies, **engine)
+        self.now = 1000.0
+        self.scheduler.clock = lambda: self.now
+        self.scheduler.waiting._clock = lambda: self.now
+        self.policies = {policy.name: policy for policy in self.scheduler._policies}
+
+    def __getitem__(self, name: str) -> Any:
+        return self.policies[name]
+
+    def add(
+        self, name: str, tokens: int | Sequence[int], *, lane: str | None = None, **more: Any
+    ) -> Any:
+        """Let a request of that name arrive now."""
+        request = make_request(tokens, name=name, **more)
+        if lane is not None:
+            assert request.sampling_params is not None
+            request.sampling_params.extra_args = {"lane": lane}
+        self.scheduler.add_request(request)
+        return request
+
+    def step(self, seconds: float = 0.01) -> dict[str, int]:
+        """Run one step, which takes so long."""
+        output = self.scheduler.schedule()
+        result = answer(self.scheduler, output)
+        self.now += seconds
+        self.scheduler.update_from_output(output, result)
+        return dict(output.num_scheduled_tokens)
+
+    def steps(self, count: int) -> list[dict[str, int]]:
+        """Run so many."""
+        return [self.step() for _ in range(count)]
+
+    @property
+    def running(self) -> set[str]:
+        """Who runs."""
+        return {request.request_id for request in self.scheduler.running}
+
+    def drain(self, most: int = 10_000) -> int:
+        """Run until nobody is left and return the number of steps."""
+        for count in range(most):
+            if not self.scheduler.has_unfinished_requests():
+                return count
+            self.step()
+        raise AssertionError("requests that never finish")

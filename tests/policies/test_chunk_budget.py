@@ -1,0 +1,238 @@
+"""The chunk that sizes itself, on an engine whose steps take what a model says."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.engine.schedulers import answer
+from tests.policies.making import Bench
+from vllm_sched.cost.step_time import StepShape, StepTime
+
+# A decode step of four takes 5 ms, a prefill token 50 us at first and 90 us after 10k tokens.
+MACHINE = StepTime(
+    decode_fixed_s=4e-3, decode_s=2e-4, prefill_fixed_s=4e-3, prefill_s=5e-5, pair_s=4e-9,
+    mixed_s=1e-3,
+)  # fmt: skip
+
+
+class Run:
+    """Steps that take their time, and the gaps of those that decode."""
+
+    def __init__(
+        self,
+        settings: dict[str, object],
+        *,
+        machine: StepTime = MACHINE,
+        noise: Callable[[], float] = lambda: 1.0,
+        **engine: Any,
+    ) -> None:
+        options = {"budget": 2048, "max_model_len": 20_000, "num_blocks": 20_000} | engine
+        self.bench = Bench({"chunk_budget": settings}, **options)
+        self.machine, self.noise = machine, noise
+        self.gaps: list[float] = []  # of steps in which somebody decoded beside prefill
+        self.prefills: list[int] = []  # tokens in those steps
+
+    @property
+    def policy(self) -> Any:
+        return self.bench["chunk_budget"]
+
+    def step(self) -> dict[str, int]:
+        scheduler = self.bench.scheduler
+        before = {r.request_id: r.num_computed_tokens for r in scheduler.running}
+        decoding = {r.request_id for r in scheduler.running if not r.is_prefill_chunk}
+        output = scheduler.schedule()
+        result = answer(scheduler, output)
+        tokens = dict(output.num_scheduled_tokens)
+        prefill = {n: t for n, t in tokens.items() if n not in decoding}
+        shape = StepShape(
+            sum(prefill.values()),
+            sum(t * (before.get(n, 0) + t / 2) for n, t in prefill.items()),
+            len(tokens) - len(prefill),
+            sum(before[n] for n in tokens if n in decoding),
+        )
+        seconds = self.machine.seconds(shape) * self.noise()
+        if shape.mixed:
+            self.gaps.append(seconds)
+            self.prefills.append(shape.prefill_tokens)
+        self.bench.now += seconds
+        scheduler.update_from_output(output, result)
+        return tokens
+
+    def decodes(self, count: int = 4, output: int = 10_000) -> None:
+        """Let some begin to decode."""
+        for number in range(count):
+            self.bench.add(f"d{number}", 16, output=output)
+        self.step()
+
+    def wall(self) -> float:
+        """Tell the time as a request's arrival is stamped."""
+        return time.time()
+
+    def until_decoding(self, name: str, most: int = 2000) -> int:
+        """Step until this one's prompt is done; return the number of steps."""
+        for count in range(most):
+            self.step()
+            request = self.bench.scheduler.requests[name]
+            if request.num_output_tokens:
+                return count
+        raise AssertionError(f"{name} was never done")
+
+
+def jitter(seed: int, spread: float) -> Callable[[], float]:
+    """Return factors around one, now and then a large one."""
+    rng = random.Random(seed)
+    return lambda: rng.lognormvariate(0.0, spread)
+
+
+@pytest.mark.parametrize("itl_ms", [15.0, 40.0, 100.0])
+def test_gaps_stay_within_the_target_and_use_it(itl_ms: float) -> None:
+    run = Run({"itl_ms": itl_ms}, noise=jitter(1, 0.03))
+    run.decodes()
+    for number in range(8):
+        run.bench.add(f"long{number}", 12_000, output=4)
+        run.until_decoding(f"long{number}")
+    gaps = run.gaps[20:]
+    late = sum(gap > itl_ms / 1000 for gap in gaps)
+    assert late <= max(0.01 * len(gaps), 1)
+    full = sorted(gaps)[len(gaps) // 2]
+    assert full >= min(0.75 * itl_ms / 1000, 0.9 * MACHINE.seconds(StepShape(2044, 2e6, 4)))
+
+
+def test_the_margin_grows_with_noise() -> None:
+    margins = []
+    for spread in (0.01, 0.3):
+        run = Run({"itl_ms": 30.0}, noise=jitter(2, spread))
+        run.decodes()
+        for number in range(8):
+            run.bench.add(f"long{number}", 12_000, output=4)
+            run.until_decoding(f"long{number}")
+        margins.append(run.policy.margin)
+    assert margins[1] > margins[0] + 0.1
+
+
+def test_it_is_as_quick_as_the_best_fixed_chunk_with_the_same_gaps() -> None:
+    def steps(settings: dict[str, object]) -> tuple[float, float]:
+        run = Run(settings)
+        run.decodes()
+        for number in range(4):  # to learn from
+            run.bench.add(f"warm{number}", 12_000, output=2)
+            run.until_decoding(f"warm{number}")
+        run.gaps.clear()
+        start = run.bench.now
+        run.bench.add("long", 16_000, output=2)
+        run.until_decoding("long")
+        return run.bench.now - start, max(run.gaps)
+
+    took, gap = steps({"itl_ms": 40.0})
+    assert gap <= 0.040
+    fixed = [steps({"chunk": chunk}) for chunk in range(100, 900, 50)]
+    assert took <= 1.1 * min(seconds for seconds, longest in fixed if longest <= 0.040)
+
+
+def test_without_decodes_the_whole_budget() -> None:
+    run = Run({"itl_ms": 10.0})
+    run.bench.add("long", 12_000)
+    assert [run.step() for _ in range(2)] == [{"long": 2048}, {"long": 2048}]
+
+
+def test_a_fixed_chunk_is_beside_decodes_only() -> None:
+    run = Run({"chunk": 100})
+    run.bench.add("d", 16)
+    run.bench.add("long", 12_000)
+    assert run.step() == {"d": 16, "long": 2032}
+    assert run.step() == {"d": 1, "long": 100}
+    assert run.policy.gauges()["chunk_budget_tokens"] == 100
+
+
+def test_the_first_chunks_are_small_and_grow() -> None:
+    run = Run({"itl_ms": 100.0})
+    run.decodes()
+    run.bench.add("long", 12_000)
+    for _ in range(4):
+        run.step()
+    assert run.prefills == [256, 384, 576, 864]
+
+
+def test_decodes_slower_than_the_target_leave_prompts_their_least() -> None:
+    slow = StepTime(decode_fixed_s=0.05, prefill_fixed_s=0.05, prefill_s=1e-4)
+    run = Run({"itl_ms": 20.0, "min_chunk": 48}, machine=slow)
+    run.decodes()
+    run.bench.add("long", 4000)
+    run.until_decoding("long")
+    assert min(run.prefills[:-1]) == 48
+
+
+def test_several_prompts_share_the_time_of_a_step() -> None:
+    run = Run({"itl_ms": 40.0})
+    run.decodes()
+    for number in range(4):
+        run.bench.add(f"warm{number}", 12_000, output=2)
+        run.until_decoding(f"warm{number}")
+    run.gaps.clear()
+    run.bench.add("far", 16_000)
+    for _ in range(30):
+        run.step()
+    for number in range(20):
+        run.bench.add(f"near{number}", 100, output=1)
+    for _ in range(30):
+        run.step()
+    assert max(run.gaps) <= 0.040
+
+
+def test_a_prompt_that_would_be_late_spends_what_decodes_are_ahead() -> None:
+    took = {}
+    for ttft_ms in (None, 600.0):
+        run = Run({"itl_ms": 20.0} if ttft_ms is None else {"itl_ms": 20.0, "ttft_ms": ttft_ms})
+        # Arrival times are by the wall clock; here both clocks are the bench's.
+        run.decodes()
+        for request in run.bench.scheduler.running:
+            request.arrival_time = run.wall()
+        for _ in range(200):
+            run.step()  # steps of 5 ms: ahead by 15 ms each
+        run.bench.add("warm", 12_000, output=2, arrival=run.wall())
+        run.until_decoding("warm")
+        start = run.bench.now
+        run.bench.add("long", 12_000, output=2, arrival=run.wall())
+        run.until_decoding("long")
+        took[ttft_ms] = run.bench.now - start
+        assert max(run.gaps) <= 4 * 0.020 * 1.01
+        assert (run.policy.counters()["slack_steps"] > 0) is (ttft_ms is not None)
+    assert took[600.0] < 0.95 * took[None]
+
+
+def test_nothing_ahead_means_nothing_to_spend() -> None:
+    run = Run({"itl_ms": 20.0, "ttft_ms": 1.0})
+    run.decodes()
+    for request in run.bench.scheduler.running:
+        request.arrival_time = run.wall() - 1e6
+    run.bench.add("long", 12_000, output=2, arrival=run.wall())
+    run.until_decoding("long")
+    assert run.policy.counters()["slack_steps"] == 0
+
+
+def test_what_it_learnt_is_shown() -> None:
+    run = Run({"itl_ms": 40.0})
+    run.decodes()
+    run.bench.add("long", 12_000, output=2)
+    run.until_decoding("long")
+    shown = run.policy.gauges()
+    assert shown["fit_prefill_s"] > 0
+    assert shown["predicted_step_seconds"] > 0
+    assert run.policy.counters()["long_steps"] <= 2
+
+
+def test_the_short_rest_of_a_prompt_does_not_shrink_the_chunk() -> None:
+    run = Run({"itl_ms": 40.0})
+    run.decodes()
+    run.bench.add("long", 12_000, output=2)
+    run.until_decoding("long")
+    before = run.policy._bound
+    for number in range(5):
+        run.bench.add(f"s{number}", 20, output=2)
+        run.step()
+    assert run.policy._bound == before

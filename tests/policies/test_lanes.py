@@ -1,0 +1,220 @@
+"""Lanes: urgent before normal before batch, room kept, and no wait without a bound."""
+
+from __future__ import annotations
+
+import pytest
+from vllm.v1.request import RequestStatus
+
+from tests.policies.making import Bench
+
+
+def laned(**settings: object) -> dict[str, dict[str, object]]:
+    return {"lanes": settings}
+
+
+def order_of_entry(bench: Bench, most: int = 200) -> list[str]:
+    """Run until nobody waits, and name everybody as they entered."""
+    entered: list[str] = []
+    for _ in range(most):
+        if not len(bench.scheduler.waiting):
+            break
+        before = bench.running
+        bench.step()
+        entered += [r.request_id for r in bench.scheduler.running if r.request_id not in before]
+    return entered
+
+
+def test_urgent_before_normal_before_batch() -> None:
+    bench = Bench(laned(), max_num_seqs=1)
+    bench.add("first", 10, output=2)
+    bench.step()
+    for name, lane in (("b", "batch"), ("n", None), ("u", "urgent"), ("m", "normal")):
+        bench.add(name, 10, output=2, lane=lane)
+    assert order_of_entry(bench) == ["u", "n", "m", "b"]
+
+
+def test_a_priority_names_the_lane_where_nothing_else_does() -> None:
+    bench = Bench(laned(), max_num_seqs=1)
+    bench.add("first", 10, output=2)
+    bench.step()
+    bench.add("b", 10, output=2, priority=5)
+    bench.add("n", 10, output=2)
+    bench.add("u", 10, output=2, priority=-1)
+    bench.add("asked", 10, output=2, priority=-1, lane="batch")
+    assert order_of_entry(bench) == ["u", "n", "b", "asked"]
+
+
+@pytest.mark.parametrize("asked", ["nosuch", 3, ["urgent"], None])
+def test_a_lane_that_there_is_not_is_counted_and_served_as_normal(asked: object) -> None:
+    bench = Bench(laned())
+    request = bench.add("r", 10)
+    bench["lanes"].arrived(request, {"lane": asked})
+    assert bench["lanes"].lane(request, int) == "normal"
+    assert bench["lanes"].counters()["unknown_lanes"] == (asked is not None)
+
+
+def test_batch_leaves_slots_free() -> None:
+    bench = Bench(laned(reserve_slots=0.25), max_num_seqs=8)
+    for number in range(20):
+        bench.add(f"b{number}", 10, lane="batch", output=50)
+    bench.steps(5)
+    assert len(bench.running) == 6
+    assert bench["lanes"].held_reason("batch") == "reserve"
+    bench.add("u", 10, lane="urgent")
+    bench.add("n", 10)
+    bench.step()
+    assert bench.running >= {"u", "n"}
+
+
+def test_batch_leaves_kv_free() -> None:
+    bench = Bench(laned(reserve_kv=0.5, reserve_slots=0), num_blocks=101)
+    for number in range(10):
+        bench.add(f"b{number}", 16 * 10, lane="batch", output=50)
+    bench.steps(20)
+    # Ten blocks each at first; the reserve of fifty is not for them to grow into and to enter.
+    assert len(bench.running) == 4
+
+
+def test_batch_enters_only_while_nobody_else_waits() -> None:
+    bench = Bench(laned(reserve_slots=0), budget=64)
+    bench.add("n1", 200)
+    bench.add("n2", 200)
+    bench.add("b", 10, lane="batch")
+    for _ in range(3):
+        bench.step()
+        assert "b" not in bench.running
+    assert bench["lanes"].held_reason("batch") == "others_wait"
+    bench.drain()
+
+
+def test_batch_does_not_pass_an_urgent_one_that_finds_no_room() -> None:
+    bench = Bench(laned(reserve_kv=0, reserve_slots=0), num_blocks=41, budget=256)
+    bench.add("n", 300, output=100)
+    bench.steps(2)
+    bench.add("u", 500, lane="urgent")
+    bench.add("b", 16, lane="batch")
+    bench.steps(10)
+    assert bench.running == {"n"}
+    bench.drain()
+
+
+def test_prompts_are_computed_in_the_lanes_order() -> None:
+    bench = Bench(laned(), long_prefill_token_threshold=10)
+    bench.add("n", 200)
+    bench.step()
+    bench.add("u", 200, lane="urgent")
+    assert bench.step() == {"n": 10, "u": 10}
+    bench.scheduler.scheduler_config.long_prefill_token_threshold = 0
+    assert bench.step() == {"u": 64}
+
+
+def test_batch_prompts_share_a_part_of_the_step_while_others_are_about() -> None:
+    bench = Bench(laned(batch_share=0.25, reserve_slots=0))
+    bench.add("b1", 640, lane="batch")
+    bench.add("b2", 640, lane="batch")
+    assert bench.step() == {"b1": 64}
+    bench.add("n", 100)
+    assert bench.step() == {"b1": 16, "n": 48}
+    assert bench.step() == {"n": 52, "b1": 12}
+    assert bench.step() == {"n": 1, "b1": 16}
+
+
+def test_alone_batch_has_the_whole_step() -> None:
+    bench = Bench(laned(batch_share=0.25))
+    bench.add("b", 640, lane="batch")
+    assert bench.steps(2) == [{"b": 64}, {"b": 64}]
+
+
+@pytest.mark.parametrize(
+    ("lane", "key"), [(None, "normal_max_wait_s"), ("batch", "batch_max_wait_s")]
+)
+def test_the_front_of_a_lane_waits_no_longer_than_its_bound(lane: str | None, key: str) -> None:
+    bench = Bench(laned(**{key: 5.0}), max_num_seqs=4)
+    for number in range(4):
+        bench.add(f"u{number}", 10, lane="urgent", output=20)
+    bench.step()
+    bench.add("held", 10, lane=lane)
+    for number in range(4, 300):
+        bench.add(f"u{number}", 10, lane="urgent", output=20)
+        bench.step(0.1)
+        if "held" in bench.running:
+            break
+    # The bound, and the time until the next slot was free.
+    assert 5.0 <= bench.now - 1000 <= 5.0 + 2.2
+    assert bench["lanes"].counters()["starvation_releases"] == 1
+
+
+def test_overdue_ones_of_a_lane_are_released_one_at_a_time() -> None:
+    bench = Bench(laned(batch_max_wait_s=5.0, reserve_slots=0), max_num_seqs=4)
+    for number in range(4):
+        bench.add(f"u{number}", 10, lane="urgent", output=10)
+    bench.step()
+    for number in range(10):
+        bench.add(f"b{number}", 10, lane="batch", output=10)
+    bench.now += 6
+    number = 4
+    for _ in range(60):
+        while len(bench.scheduler.waiting) < 20:
+            bench.add(f"u{number}", 10, lane="urgent", output=10)
+            number += 1
+        bench.step()
+        assert sum(name.startswith("b") for name in bench.running) <= 1
+    assert bench["lanes"].counters()["starvation_releases"] >= 4
+
+
+def test_a_prompt_too_long_in_prefill_ranks_with_the_urgent() -> None:
+    bench = Bench(laned(normal_max_wait_s=1.0), budget=64, max_num_seqs=16)
+    bench.add("n", 1900)
+    bench.step()
+    for number in range(5):
+        bench.add(f"u{number}", 1900, lane="urgent")
+    bench.steps(10)
+    bench.now += 2
+    assert bench.step().get("n", 0) > 1
+    assert bench.steps(3)[-1] == {"n": 64}
+
+
+def test_a_released_one_that_is_preempted_need_not_wait_again() -> None:
+    bench = Bench(laned(batch_max_wait_s=5.0), max_num_seqs=2)
+    for number in range(2):
+        bench.add(f"u{number}", 10, lane="urgent", output=3)
+    bench.step()
+    victim = bench.add("b", 10, lane="batch", output=50)
+    bench.now += 6
+    for number in range(2, 40):
+        bench.add(f"u{number}", 10, lane="urgent", output=3)
+    while "b" not in bench.running:
+        bench.step()
+    bench.scheduler.running.remove(victim)
+    bench.scheduler._preempt_request(victim, 0.0)
+    bench.step()
+    assert "b" in bench.running
+
+
+def test_who_runs_and_waits_is_shown_by_lane() -> None:
+    bench = Bench(laned(), max_num_seqs=2)
+    for name, lane in (("u", "urgent"), ("n", None), ("n2", None), ("b", "batch")):
+        bench.add(name, 10, lane=lane)
+    bench.step()
+    bench.step()
+    shown = bench["lanes"].gauges()
+    assert {name: value for name, value in shown.items() if value} == {
+        "running_urgent": 1,
+        "running_normal": 1,
+        "waiting_normal": 1,
+        "waiting_batch": 1,
+    }
+
+
+def test_nothing_is_kept_of_those_who_left() -> None:
+    bench = Bench(laned(), max_num_seqs=2)
+    for number in range(6):
+        bench.add(str(number), 10, lane="batch" if number % 2 else "urgent")
+    bench.steps(2)
+    bench.scheduler.reset_prefix_cache(reset_running_requests=True)
+    bench.step()
+    bench.scheduler.finish_requests("5", RequestStatus.FINISHED_ABORTED)
+    bench.drain()
+    lanes = bench["lanes"]
+    assert lanes._asked == lanes._running == lanes._released == {}
+    assert set(lanes._counts.values()) == {0}

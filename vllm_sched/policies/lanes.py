@@ -1,0 +1,230 @@
+"""Lanes for urgent, normal and batch requests inside one engine.
+
+Idea: classes of service (Llumnix, QLM; Borg's batch tier). Urgent requests enter before normal
+ones, and batch only while nobody else waits, leaving slots and KV blocks free for those who come
+next. A step's prefill is in the same order, and while others are about batch prompts share a part
+of its budget, since whoever arrives waits for the step in progress.
+
+A request's lane is what its client wrote as `"vllm_xargs": {"lane": "batch"}`, else what its
+`priority` says: below 0 urgent, above 0 batch.
+
+Ageing: once the front of a lane has waited for its `max_wait_s` it goes before everybody, reserve
+or not, but one at a time: the next is released when that one is done. So an overdue lane always
+moves, and a flood of overdue batch can't shut out the urgent. A prompt that has been in prefill as
+long ranks with the urgent.
+
+Cost per step: O(running prefills). How it fails: a batch request that decodes for long keeps its
+slot and its share of each step; only those who enter are chosen. With `lane` in its hands a client
+may call everything urgent: set it in the gateway.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import ClassVar, Final
+
+from pydantic import Field
+
+from vllm_sched.policies.types import (
+    EngineFacts,
+    Gate,
+    LaneCount,
+    Policy,
+    RequestView,
+    Settings,
+    Step,
+)
+
+URGENT, NORMAL, BATCH = LANES = ("urgent", "normal", "batch")
+PLACES: Final = {lane: float(place) for place, lane in enumerate(LANES)}
+OVERDUE: Final = -1.0
+EMPTY: Final = LaneCount()
+
+
+class LanesSettings(Settings):
+    """What batch leaves to others, and how long one may wait at most."""
+
+    reserve_slots: float = Field(
+        0.125, ge=0, le=1, description="share of the slots that batch leaves free"
+    )
+    reserve_kv: float = Field(
+        0.1, ge=0, le=1, description="share of the KV cache that batch leaves free"
+    )
+    batch_share: float = Field(
+        0.25, gt=0, le=1, description="share of a step's budget for batch while others are about"
+    )
+    normal_max_wait_s: float = Field(
+        30.0, gt=0, description="a normal request that waited so long goes before urgent ones"
+    )
+    batch_max_wait_s: float = Field(
+        300.0, gt=0, description="a batch request that waited so long goes before all others"
+    )
+
+
+class Lanes(Policy):
+    """See the module's text."""
+
+    name: ClassVar[str] = "lanes"
+    settings_type: ClassVar[type[Settings]] = LanesSettings
+    settings: LanesSettings
+    arranges = True
+
+    def __init__(self, facts: EngineFacts, settings: LanesSettings) -> None:
+        super().__init__(facts, settings)
+        self.max_wait_s = {
+            URGENT: math.inf,  # nobody goes before them but one overdue request of each lane
+            NORMAL: settings.normal_max_wait_s,
+            BATCH: settings.batch_max_wait_s,
+        }
+        self._reserve = math.ceil(settings.reserve_slots * facts.max_num_seqs)
+        self._asked: dict[str, str] = {}
+        self._running: dict[str, tuple[str, float]] = {}  # the lane, and since when
+        self._counts = dict.fromkeys(LANES, 0)  # of those
+        self._released: dict[str, str] = {}  # the overdue request of a lane that is being served
+        self._overdue: dict[str, str] = {}  # the front of a lane that has waited too long
+        self._releases = 0
+        self._unknown = 0
+
+        # What follows is of the current step alone.
+        self._now = 0.0
+        self._waiting: Mapping[str, LaneCount] = {}
+        self._free_slots = facts.max_num_seqs
+        self._kv_free = 1.0
+        self._batch_left = facts.max_num_batched_tokens
+
+    # Who waits where
+
+    def arrived(self, request: RequestView, wishes: Mapping[str, object]) -> None:
+        """Keep the lane that the client asked for."""
+        asked = wishes.get("lane")
+        if isinstance(asked, str) and asked in PLACES:
+            self._asked[request.request_id] = asked
+        elif asked is not None:
+            self._unknown += 1  # it can't be refused here, so it is served by its priority
+
+    def lane(self, request: RequestView, cached: Callable[[], int]) -> str:
+        """Name the lane that was asked for, else the one of its priority."""
+        return self._lane(request)
+
+    def _lane(self, request: RequestView) -> str:
+        lane = self._asked.get(request.request_id)
+        if lane is None:
+            lane = NORMAL if not request.priority else URGENT if request.priority < 0 else BATCH
+        return lane
+
+    def begin_step(self, step: Step, lanes: Mapping[str, LaneCount]) -> None:
+        """See what room there is, and whether batch has the engine to itself."""
+        self._now = step.now
+        self._waiting = lanes
+        self._free_slots = step.free_slots
+        self._kv_free = step.kv_free
+        if len(self._running) > step.running:
+            self._forget_preempted(step)
+        alone = not (self._others_wait() or self._counts[URGENT] or self._counts[NORMAL])
+        share = 1.0 if alone else self.settings.batch_share
+        self._batch_left = max(int(share * step.budget), 1)
+
+    def _forget_preempted(self, step: Step) -> None:
+        here = {r.request_id for each in (step.prefills, step.decoding) for r in each}
+        for request_id in self._running.keys() - here:
+            self._leave(request_id)
+
+    def _others_wait(self) -> bool:
+        waiting = self._waiting
+        return any(waiting.get(lane, EMPTY).requests for lane in (URGENT, NORMAL))
+
+    def gate(self, lane: str, head: RequestView, waited: float) -> Gate:
+        """Hold batch while somebody else waits, or there is no room but the reserve."""
+        if lane != BATCH:
+            return Gate.OPEN
+        if self._batch_left <= 0:
+            return Gate.CLOSED
+        if self._is_due(lane, head, waited):
+            return Gate.OPEN
+        return Gate.CLOSED if self._others_wait() or not self._has_room(head) else Gate.OPEN
+
+    def _has_room(self, head: RequestView) -> bool:
+        share = head.num_tokens / self.facts.kv_tokens if self.facts.kv_tokens else 0.0
+        return (
+            self._free_slots > self._reserve and self._kv_free - share >= self.settings.reserve_kv
+        )
+
+    def urgency(self, lane: str, head: RequestView, waited: float) -> float:
+        """Order lanes, an overdue front first."""
+        return OVERDUE if self._is_due(lane, head, waited) else PLACES[lane]
+
+    def _is_due(self, lane: str, head: RequestView, waited: float) -> bool:
+        released = self._released.get(lane)
+        if released is not None:
+            # It was preempted and is back: it has waited enough.
+            return released == head.request_id
+        if waited < self.max_wait_s[lane]:
+            return False
+        self._overdue[lane] = head.request_id
+        return True
+
+    def admitted(self, request: RequestView) -> None:
+        """Note where everybody is, and what room is left."""
+        name = request.request_id
+        lane = self._lane(request)
+        if self._overdue.get(lane) == name:
+            self._released[lane] = self._overdue.pop(lane)
+            self._releases += 1
+        if name not in self._running:
+            self._running[name] = (lane, self._now)
+            self._counts[lane] += 1
+        self._free_slots -= 1
+        if self.facts.kv_tokens:
+            self._kv_free -= request.num_tokens / self.facts.kv_tokens
+
+    def departed(self, request: RequestView, now: float) -> None:
+        """Forget it."""
+        name = request.request_id
+        lane = self._lane(request)
+        if self._released.get(lane) == name:
+            del self._released[lane]
+        self._asked.pop(name, None)
+        self._leave(name)
+
+    def _leave(self, name: str) -> None:
+        if name in self._running:
+            lane, _ = self._running.pop(name)
+            self._counts[lane] -= 1
+
+    # Who gets how much
+
+    def rank(self, request: RequestView) -> float:
+        """Compute prompts in the lanes' order, unless one has been at it for too long."""
+        name = request.request_id
+        lane, since = self._running.get(name) or (self._lane(request), self._now)
+        released = self._released.get(lane) == name
+        overdue = self._now - since >= self.max_wait_s[lane]
+        return PLACES[URGENT] if released or overdue else PLACES[lane]
+
+    def chunk(self, request: RequestView, computed: int, tokens: int) -> int:
+        """Give batch prompts, together, their share."""
+        if self._lane(request) != BATCH:
+            return tokens
+        granted = min(tokens, self._batch_left)
+        self._batch_left -= granted
+        return granted
+
+    # What it does
+
+    def gauges(self) -> Mapping[str, float]:
+        """Show who runs and who waits, by lane."""
+        return {f"running_{lane}": float(self._counts[lane]) for lane in LANES} | {
+            f"waiting_{lane}": float(self._waiting.get(lane, EMPTY).requests) for lane in LANES
+        }
+
+    def counters(self) -> Mapping[str, float]:
+        """Count those let in for their long wait, and lanes asked for that there aren't."""
+        return {
+            "starvation_releases": float(self._releases),
+            "unknown_lanes": float(self._unknown),
+        }
+
+    def held_reason(self, lane: str) -> str:
+        """Say what batch waits for."""
+        return "others_wait" if self._others_wait() else "reserve"

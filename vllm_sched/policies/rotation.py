@@ -1,0 +1,159 @@
+"""Chunks rotate over those in prefill: A1 B1 C1 A2 ..., so that no prompt has prefill to itself.
+
+Idea: round robin over prompts, as over processes. Each step the prompts whose turn it is get a
+chunk; whoever had one goes to the end of the round. One who waits has its turn like the others: it
+comes before those who had a chunk since it arrived, and room for its first chunk is kept in the
+step. Without `chunk` a turn is a whole step. With it a step has as many turns as fit, longer ones
+if fewer are about, so that no step is left half empty.
+
+`order: shortest` gives the turn to the prompt with the fewest tokens left instead, which makes the
+mean time to first token shortest and the longest prompt wait: for `max_wait_s` at most, after which
+a prompt without a chunk goes first.
+
+Cost per step: O(running prefills). How it fails: prompts that share the prefill all finish late,
+where one after the other the first would have finished early; KV blocks are held for longer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar, Final, Literal
+
+from pydantic import Field
+
+from vllm_sched.policies.types import (
+    EngineFacts,
+    Gate,
+    LaneCount,
+    Policy,
+    RequestView,
+    Settings,
+    Step,
+)
+
+# Further ahead than any prompt is long.
+BEFORE: Final = 1 << 60
+NOT_NEW: Final = 0.5  # of a step
+
+
+class RotationSettings(Settings):
+    """How long a turn is, and whose it is."""
+
+    chunk: int = Field(
+        0, ge=0, description="tokens of a turn, more if few are about; 0 = the whole step"
+    )
+    order: Literal["rotate", "shortest"] = Field(
+        "rotate", description="whose turn it is: each in turn, or the one with the fewest left"
+    )
+    max_wait_s: float = Field(
+        10.0, gt=0, description="with order shortest: a prompt without a chunk so long goes first"
+    )
+
+
+class Rotation(Policy):
+    """See the module's text."""
+
+    name: ClassVar[str] = "rotation"
+    settings_type: ClassVar[type[Settings]] = RotationSettings
+    settings: RotationSettings
+    arranges = True
+
+    def __init__(self, facts: EngineFacts, settings: RotationSettings) -> None:
+        super().__init__(facts, settings)
+        self._last: dict[str, float] = {}  # when the last chunk ended, of those in prefill
+        self._order: dict[str, float] = {}  # the step it was in, and its place in that
+        self._releases = 0
+
+        # What follows is of the current step alone.
+        self._step = Step(index=0, now=0.0, budget=0, decodes=0, prefills=())
+        self._head_since = 0.0  # when the one in front began to wait
+        self._needed = 0  # tokens of KV cache that those in prefill, and admitted now, will take
+        self._slot = facts.max_num_batched_tokens  # tokens of a turn
+        self._left: int | None = None  # tokens for running prefills; None until it is asked for
+
+    def begin_step(self, step: Step, lanes: Mapping[str, LaneCount]) -> None:
+        """Forget those who are no longer in prefill."""
+        here = [request.request_id for request in step.prefills]
+        self._order = {name: self._order.get(name, 0.0) for name in here}
+        self._last = {
+            # Who had one in the step before has been waiting since now.
+            name: step.now if self._order[name] >= self._step.index else self._last[name]
+            for name in here
+        }
+        self._step = step
+        self._head_since = step.now - max((lane.waited for lane in lanes.values()), default=0.0)
+        self._needed = sum([r.num_tokens - r.num_computed_tokens for r in step.prefills])
+        self._left = None
+
+    # Who waits
+
+    def gate(self, lane: str, head: RequestView, waited: float) -> Gate:
+        """Hold a prompt that those in prefill leave no KV blocks for: they'd preempt each other."""
+        facts = self.facts
+        fits = self._needed + head.num_tokens <= self._step.kv_free * facts.kv_tokens
+        return Gate.OPEN if fits or not self._needed or not facts.kv_tokens else Gate.CLOSED
+
+    def admitted(self, request: RequestView) -> None:
+        """Count what it will take."""
+        self._needed += request.num_tokens
+
+    def held_reason(self, lane: str) -> str:
+        """Say what is missing."""
+        return "kv_of_prefills"
+
+    # Who gets how much
+
+    def rank(self, request: RequestView) -> float:
+        """Order by the last turn, or by what is left."""
+        name = request.request_id
+        if self.settings.order == "rotate":
+            return self._order.get(name, 0)
+        if self._is_overdue(name):
+            return self._order[name] - BEFORE
+        return request.num_tokens - request.num_computed_tokens
+
+    def _is_overdue(self, name: str) -> bool:
+        return self._step.now - self._last.get(name, self._step.now) >= self.settings.max_wait_s
+
+    def chunk(self, request: RequestView, computed: int, tokens: int) -> int:
+        """Give a turn to running prefills while there are any left, and to each newcomer."""
+        if self._left is None:
+            self._left = self._plan()
+        name = request.request_id
+        granted = min(tokens, self._slot)
+        running = name in self._last
+        if running:
+            granted = min(granted, self._left)
+            self._left -= granted
+        if granted > 0:
+            self._releases += self.settings.order == "shortest" and self._is_overdue(name)
+            # Newcomers are admitted last, but theirs was the first turn.
+            self._order[name] = self._step.index + NOT_NEW * running
+        return granted
+
+    def _plan(self) -> int:
+        """Set the length of a turn; return what of the step is for running prefills."""
+        step, chunk = self._step, self.settings.chunk
+        tokens = max(step.budget - step.decodes, 1)
+        # One that found no room can't use a turn: it has what is left over, if anything is.
+        head = step.may_enter() if step.refused is None else None
+        newcomers = min(step.waiting, step.free_slots) if head else 0
+        turns = max(tokens // chunk, 1) if chunk else 1
+        serving = min(turns, max(len(step.prefills) + newcomers, 1))
+        self._slot = -(-tokens // serving)
+        if self.settings.order == "rotate":
+            ahead = sum(at < self._head_since for at in self._last.values())
+        else:
+            ahead = sum(map(self._is_overdue, self._last))
+        first_chunk = min(self._slot, head.num_tokens) if head else 0
+        return max(tokens - first_chunk * min(newcomers, max(serving - ahead, 0)), 0)
+
+    # What it does
+
+    def gauges(self) -> Mapping[str, float]:
+        """Show how many share the prefill, and the length of a turn."""
+        return {"prompts_in_rotation": float(len(self._last)), "turn_tokens": float(self._slot)}
+
+    def counters(self) -> Mapping[str, float]:
+        """Count turns given for a long wait."""
+        return {"starvation_releases": float(self._releases)}
