@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+import random
 
 import pytest
 
-from vllm_sched.cost.recursion import Recursion, binomial
+from vllm_sched.cost.recursion import Recursion, binomial, expected_batch
 from vllm_sched.cost.threshold import Regime
 
 
@@ -64,3 +65,19 @@ def test_outputs_of_one_token_all_depart_at_once() -> None:
     found = Recursion(regime(exclusive=True, mean_output=1.0)).at(5)
     assert found.batch == 32
     assert found.steps == 1
+
+
+@pytest.mark.parametrize("prompts", [1, 3, 20])
+def test_the_mean_time_of_a_batch_above_a_floor(prompts: int) -> None:
+    system = Regime(32, 40.0, 0.010, 1e-4, 0.008, 0.005, floor_s=0.025)
+    rng = random.Random(1)
+    drawn = [
+        max(0.025, 0.008 + 0.005 * sum(rng.expovariate(1.0) for _ in range(prompts)))
+        for _ in range(20_000)
+    ]
+    assert expected_batch(system, prompts) == pytest.approx(math.fsum(drawn) / 20_000, rel=0.01)
+    assert expected_batch(system, prompts) >= system.batch(prompts)
+
+
+def test_without_a_floor_the_mean_length_says_it_all() -> None:
+    assert expected_batch(regime(exclusive=True), 7) == regime(exclusive=True).batch(7)
