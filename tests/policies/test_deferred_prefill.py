@@ -1,0 +1,393 @@
+"""Deferred prefill: holds as cases, and what it gains in a closed loop of pure costs."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.policies.closed_loop import ClosedLoop, FakeRequest
+from vllm_sched.cost.pace import Chunk
+from vllm_sched.cost.recursion import Recursion
+from vllm_sched.cost.step_time import StepTime
+from vllm_sched.cost.threshold import Regime
+from vllm_sched.errors import UsageError
+from vllm_sched.policies import registry
+from vllm_sched.policies.deferred_prefill import (
+    DEFERRABLE,
+    DIRECT,
+    PROBE_EVERY,
+    DeferredPrefill,
+)
+from vllm_sched.policies.types import EngineFacts, Gate, LaneCount, Step, StepResult
+
+FACTS = EngineFacts(max_model_len=32_768, max_num_batched_tokens=2048, max_num_seqs=32)
+HEAD = FakeRequest("head")
+
+
+def built(**settings: object) -> DeferredPrefill:
+    """Build the policy as the engine does."""
+    (policy,) = registry.build({"deferred_prefill": settings}, FACTS)
+    assert isinstance(policy, DeferredPrefill)
+    return policy
+
+
+class Driver:
+    """Steps a policy by hand; times in milliseconds."""
+
+    def __init__(self, policy: DeferredPrefill) -> None:
+        self.policy = policy
+        self.index = 0
+        self.ms = 0.0
+
+    def step(
+        self,
+        *,
+        free: int,
+        waiting: int = 100,
+        departed: int = 0,
+        kv_free: float = 1.0,
+        refused: bool = False,
+        running: int | None = None,
+        head: FakeRequest = HEAD,
+        took_ms: float = 10.0,
+    ) -> Gate:
+        """Begin a step and ask for the head of those who may be held."""
+        self.index += 1
+        self.ms += took_ms
+        step = Step(
+            index=self.index,
+            now=self.ms / 1000,
+            budget=2048,
+            decodes=32 - free,
+            prefills=(),
+            free_slots=free,
+            refused="head" if refused else None,
+            running=32 - free if running is None else running,
+            waiting=waiting,
+            departed=departed,
+            kv_free=kv_free,
+        )
+        self.policy.begin_step(step, {DEFERRABLE: LaneCount(waiting, 0, 0.0)})
+        return self.policy.gate(DEFERRABLE, head, 0.0)
+
+    def admit(self, count: int) -> None:
+        """Let so many in."""
+        for number in range(count):
+            self.policy.admitted(FakeRequest(f"in-{self.index}-{number}"))
+
+    def fill(self) -> None:
+        """Fill an empty engine."""
+        assert self.step(free=32) is Gate.OPEN
+        self.admit(32)
+
+
+def holding(**settings: object) -> Driver:
+    """Return an engine that has just been filled, and one of whose requests has departed."""
+    driver = Driver(built(**{"departures": 4, **settings}))
+    driver.fill()
+    assert driver.step(free=1, departed=1) is Gate.CLOSED
+    return driver
+
+
+# Slots
+
+
+def test_waits_for_the_departures_then_lets_all_in() -> None:
+    driver = holding()
+    assert driver.step(free=3, departed=2) is Gate.CLOSED
+    assert driver.step(free=4, departed=1) is Gate.OPEN
+    driver.admit(4)
+    assert driver.step(free=1, departed=1) is Gate.CLOSED
+    assert driver.policy.counters()["holds_ended_departures"] == 1
+
+
+def test_while_the_engine_fills_nobody_is_held() -> None:
+    driver = Driver(built(departures=4))
+    assert driver.step(free=32) is Gate.OPEN
+    driver.admit(20)  # as many as the budget had room for
+    assert driver.step(free=12) is Gate.OPEN
+    driver.admit(10)
+    assert driver.step(free=3, departed=1) is Gate.OPEN
+    driver.admit(3)
+    assert driver.step(free=1, departed=1) is Gate.CLOSED
+
+
+def test_slots_left_over_after_a_release_stay_open() -> None:
+    driver = holding()
+    assert driver.step(free=4, departed=3) is Gate.OPEN
+    driver.admit(2)
+    assert driver.step(free=2) is Gate.OPEN
+
+
+def test_one_departure_is_no_hold() -> None:
+    driver = Driver(built(departures=1))
+    driver.fill()
+    assert driver.step(free=1, departed=1) is Gate.OPEN
+
+
+# The KV cache
+
+
+def test_a_full_cache_counts_departures() -> None:
+    driver = Driver(built(departures=4))
+    assert driver.step(free=20, running=12, kv_free=0.02, refused=True) is Gate.CLOSED
+    assert driver.step(free=22, running=10, kv_free=0.1, departed=2, refused=True) is Gate.CLOSED
+    assert driver.step(free=24, running=8, kv_free=0.2, departed=2, refused=True) is Gate.OPEN
+    assert driver.policy.counters()["holds_ended_departures"] == 1
+
+
+def test_a_full_cache_counts_tokens_too() -> None:
+    driver = Driver(built(departures=4))
+    assert driver.step(free=20, running=12, kv_free=0.04, refused=True) is Gate.CLOSED
+    # One that held as much as four typical ones: 4 of 12 parts of what was in use.
+    assert driver.step(free=21, running=11, kv_free=0.37, departed=1, refused=True) is Gate.OPEN
+    assert driver.policy.counters()["holds_ended_room"] == 1
+
+
+# Bounds
+
+
+def test_released_at_once_when_too_few_wait_to_fill_the_batch() -> None:
+    driver = holding()
+    assert driver.step(free=1, waiting=3) is Gate.OPEN
+    assert driver.policy.counters()["holds_ended_few"] == 1
+
+
+def test_released_at_once_when_nothing_runs() -> None:
+    driver = holding(departures=32)
+    assert driver.step(free=31, running=0) is Gate.OPEN
+    assert driver.policy.counters()["holds_ended_idle"] == 1
+
+
+def test_fewer_departures_do_in_the_second_half_of_the_longest_hold() -> None:
+    driver = holding(departures=8, max_delay_ms=1000)
+    assert driver.step(free=4, took_ms=490) is Gate.CLOSED
+    assert driver.step(free=4, took_ms=200) is Gate.CLOSED  # 8 * 2 * 0.31, rounded up: 5
+    assert driver.step(free=4, took_ms=80) is Gate.OPEN
+
+
+def test_the_longest_hold_in_time() -> None:
+    driver = holding(departures=8, max_delay_ms=100)
+    assert driver.step(free=1, took_ms=40) is Gate.CLOSED
+    assert driver.step(free=0, took_ms=61) is Gate.OPEN
+    assert driver.policy.counters()["starvation_releases"] == 1
+
+
+def test_the_longest_hold_in_steps() -> None:
+    driver = holding(departures=8, max_delay_steps=10, max_delay_ms=1e9)
+    gates = [driver.step(free=0) for _ in range(10)]
+    assert gates == [Gate.CLOSED] * 9 + [Gate.OPEN]
+    assert driver.policy.counters()["starvation_releases"] == 1
+
+
+def test_one_who_is_held_again_and_again_is_held_no_longer_in_all() -> None:
+    driver = Driver(built(departures=2, max_delay_ms=100))
+    opened = []
+    for _ in range(4):  # the cache stays too full for the one in front, whoever leaves
+        driver.step(free=20, running=12, kv_free=0.02, refused=True, took_ms=30)
+        gate = driver.step(free=22, running=10, departed=2, kv_free=0.02, refused=True, took_ms=10)
+        opened.append(gate)
+    assert opened == [Gate.OPEN] * 4
+    assert driver.policy.counters()["starvation_releases"] >= 1
+
+
+def test_in_a_thousand_steps_nobody_is_held_beyond_the_bound() -> None:
+    driver = holding(departures=32, max_delay_ms=200)
+    closed_since: float | None = None
+    for _ in range(1000):
+        gate = driver.step(free=0)
+        if gate is Gate.OPEN:
+            closed_since = None
+            continue
+        closed_since = driver.ms if closed_since is None else closed_since
+        assert driver.ms - closed_since < 200
+
+
+# Who is never held
+
+
+def test_cached_remote_and_preempted_requests_are_not_held() -> None:
+    policy = holding().policy
+    assert policy.lane(FakeRequest("new"), lambda: 0) == DEFERRABLE
+    assert policy.lane(FakeRequest("cached"), lambda: 64) == DIRECT
+    assert policy.lane(FakeRequest("remote"), lambda: 100) == DIRECT
+    assert policy.lane(FakeRequest("back", num_preemptions=1), lambda: 0) == DIRECT
+    assert policy.gate(DIRECT, HEAD, 0.0) is Gate.OPEN
+    assert policy.gate(DEFERRABLE, HEAD, 0.0) is Gate.CLOSED
+
+
+# Apart
+
+
+def exclusive_step(policy: DeferredPrefill, now: float, *, prefills: int, enters: bool) -> bool:
+    """Say whether decodes pause."""
+    step = Step(
+        index=1,
+        now=now,
+        budget=2048,
+        decodes=8,
+        prefills=[FakeRequest(str(n)) for n in range(prefills)],
+        free_slots=4,
+        running=8 + prefills,
+        may_enter=lambda: enters,
+    )
+    policy.begin_step(step, {DEFERRABLE: LaneCount(10, 0, 0.0)})
+    return policy.pauses_decodes(step)
+
+
+def test_decodes_pause_for_prefills_only_where_asked() -> None:
+    assert not exclusive_step(built(), 0.0, prefills=1, enters=True)
+    policy = built(exclusive=True)
+    assert exclusive_step(policy, 0.0, prefills=1, enters=False)
+    assert exclusive_step(policy, 0.1, prefills=0, enters=True)
+    assert not exclusive_step(policy, 0.2, prefills=0, enters=False)
+
+
+def test_decodes_pause_no_longer_than_anybody_is_held() -> None:
+    policy = built(exclusive=True, max_delay_ms=500)
+    paused = [exclusive_step(policy, n / 10, prefills=1, enters=False) for n in range(12)]
+    assert paused == [True] * 5 + [False] + [True] * 5 + [False]
+
+
+# Auto
+
+
+def test_knowing_nothing_it_holds_nobody() -> None:
+    driver = Driver(built())
+    driver.fill()
+    assert driver.step(free=1, departed=1) is Gate.OPEN
+    assert driver.policy.gauges()["k"] == 1
+
+
+def test_where_every_step_prefills_one_goes_without_at_times() -> None:
+    driver = Driver(built())
+    driver.fill()
+    gates = []
+    for _ in range(2 * PROBE_EVERY + 2):
+        gates.append(driver.step(free=2, departed=2))
+        if gates[-1] is Gate.OPEN:
+            driver.admit(2)
+            driver.policy.observe(StepResult(0.02, [Chunk(200, 0)], 30, 30, 3000))
+        else:
+            assert driver.policy.held_reason(DEFERRABLE) == "probe"
+            driver.policy.observe(StepResult(0.01, [], 30, 30, 3000))
+    assert gates.count(Gate.CLOSED) == 2
+
+
+def a100(**changes: float) -> StepTime:
+    """Return the paper's machine; by default mixed steps cost nothing extra."""
+    return StepTime(
+        **{
+            "decode_fixed_s": 0.010,
+            "decode_s": 6e-5,
+            "prefill_fixed_s": 0.012,
+            "prefill_s": 9.5e-5,
+            **changes,
+        }
+    )
+
+
+def loop(
+    time: StepTime, settings: dict[str, object], *, slots: int, mean_output: float, noise: float
+) -> ClosedLoop:
+    """Return a closed loop under this policy."""
+    facts = EngineFacts(32_768, 8192, slots)
+    (policy,) = registry.build({"deferred_prefill": settings}, facts)
+    return ClosedLoop(policy, time, slots, mean_output, 220, noise=noise)
+
+
+@pytest.mark.parametrize("exclusive", [True, False])
+@pytest.mark.parametrize("noise", [0.0, 0.05])
+def test_the_papers_regime_gives_nine_tenths_of_the_theoretical_gain(
+    exclusive: bool, noise: float
+) -> None:
+    time = a100(mixed_s=0.012)
+    regime = Regime.of(time, slots=256, mean_output=200, mean_prompt=220, exclusive=exclusive)
+    exact = Recursion(regime)
+    theory = exact.at(exact.best()).throughput / exact.at(1).throughput - 1
+    rates = {
+        departures: loop(
+            time,
+            {"departures": departures, "exclusive": exclusive},
+            slots=256,
+            mean_output=200,
+            noise=noise,
+        ).measured(4000, 6000)
+        for departures in (1, "auto")
+    }
+    assert rates["auto"] / rates[1] - 1 >= 0.9 * theory
+
+
+@pytest.mark.parametrize("slots", [32, 256])
+@pytest.mark.parametrize("mean_output", [16, 64, 200])
+def test_where_mixed_steps_are_free_nothing_is_lost(slots: int, mean_output: float) -> None:
+    rates = {
+        departures: loop(
+            a100(), {"departures": departures}, slots=slots, mean_output=mean_output, noise=0.1
+        ).measured(1000, 3000)
+        for departures in (1, "auto")
+    }
+    assert rates["auto"] >= 0.98 * rates[1]
+
+
+@pytest.mark.parametrize("delta", [0.0005, 0.002, 0.010, 0.050])
+def test_auto_is_close_to_the_best_fixed_number(delta: float) -> None:
+    time = StepTime(
+        decode_fixed_s=0.004, decode_s=1e-4, context_s=1e-7, prefill_s=2e-5, mixed_s=delta
+    )
+    rates = {
+        departures: loop(
+            time, {"departures": departures}, slots=32, mean_output=48, noise=0.1
+        ).measured(1000, 3000)
+        for departures in (1, 2, 4, 8, 16, "auto")
+    }
+    assert rates["auto"] >= 0.98 * max(rates.values())
+
+
+def test_the_target_for_gaps_is_kept() -> None:
+    time = a100(mixed_s=0.012)
+    free = loop(time, {}, slots=256, mean_output=200, noise=0.0)
+    tight = loop(time, {"itl_ms": 120.0}, slots=256, mean_output=200, noise=0.0)
+    for each in (free, tight):
+        each.run(6000)
+    assert 1 <= tight.policy.gauges()["k"] < free.policy.gauges()["k"]
+    regime = Regime.of(time, slots=256, mean_output=200, mean_prompt=220)
+    assert regime.pause(tight.policy.gauges()["k"]) <= 0.120
+
+
+def test_it_gives_up_when_mixed_steps_become_free() -> None:
+    busy = loop(a100(mixed_s=0.020), {}, slots=64, mean_output=100, noise=0.05)
+    busy.run(3000)
+    assert busy.policy.gauges()["k"] > 1
+    busy.time = a100()
+    busy.run(5000)
+    assert busy.policy.gauges()["k"] == 1
+
+
+def test_what_it_shows() -> None:
+    busy = loop(a100(mixed_s=0.012), {}, slots=64, mean_output=100, noise=0.0)
+    busy.run(2000)
+    shown = busy.policy.gauges()
+    assert shown["fit_mixed_s"] == pytest.approx(0.012, rel=0.2)
+    assert shown["mean_output_tokens"] == pytest.approx(100, rel=0.4)
+    assert shown["mean_prompt_tokens"] == pytest.approx(220, rel=0.4)
+    counted = busy.policy.counters()
+    assert counted["held_seconds"] > 0
+    assert all(value >= 0 for value in counted.values())
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"departures": 0}, "departures=0"),
+        ({"departures": 33}, "departures=33 is out of range: no more than max_num_seqs=32"),
+        ({"departures": "many"}, "departures='many'"),
+        ({"itl_ms": 0}, "itl_ms=0"),
+        ({"max_delay_ms": -1}, "max_delay_ms=-1"),
+        ({"max_delay_steps": 0}, "max_delay_steps=0"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_one_line(settings: dict[str, object], said: str) -> None:
+    with pytest.raises(UsageError) as error:
+        built(**settings)
+    assert said in str(error.value)
+    assert "\n" not in str(error.value)
