@@ -16,6 +16,7 @@ from vllm_sched.engine.metrics import COUNTERS, FACTS, FOLDER, GAUGES, OTHER, Bo
 from vllm_sched.policies.registry import POLICIES
 
 OWN = {"model_name": "m", "engine": "0"}
+ORDER = ("policy", "lane", "reason", "kind", "class", "coefficient", "le")
 
 
 @pytest.fixture
@@ -37,7 +38,7 @@ def families(registry: CollectorRegistry) -> dict[str, Metric]:
 def values(registry: CollectorRegistry, sample: str) -> dict[tuple[str, ...], float]:
     """Return a metric's numbers by the labels that are its own."""
     return {
-        tuple(v for k, v in s.labels.items() if k not in OWN): s.value
+        tuple(s.labels[label] for label in ORDER if label in s.labels): s.value
         for family in families(registry).values()
         for s in family.samples
         if s.name == f"vllm_sched_{sample}"

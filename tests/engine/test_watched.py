@@ -1,0 +1,235 @@
+"""What is seen of real schedulers: gauges, counters and the trace of what they did."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from tests.engine.schedulers import answer, drain, make_request, make_scheduler, step
+from tests.engine.test_metrics import values
+from tests.engine.test_trace import ENGINE, REQUESTS, check, slices
+from vllm_sched import PolicyScheduler, SyncPolicyScheduler
+from vllm_sched.engine import metrics, watched
+from vllm_sched.engine.trace import VARIABLE
+
+LONG = {"long_prompt": {"long_prefill_token_threshold": 80}}
+
+
+@pytest.fixture
+def registry(monkeypatch: pytest.MonkeyPatch) -> CollectorRegistry:
+    """Have schedulers count into one registry of this process, and write at every step."""
+    registry = CollectorRegistry()
+
+    class Here(metrics.Metrics):
+        def __init__(self, model: str, engine: str) -> None:
+            super().__init__(model, engine, registry)
+
+    monkeypatch.setattr(metrics, "Metrics", Here)
+    monkeypatch.setattr(metrics, "reaches_the_server", lambda: True)
+    monkeypatch.setattr(metrics, "WRITE_EVERY_S", 0.0)
+    monkeypatch.delenv(VARIABLE, raising=False)
+    return registry
+
+
+@pytest.fixture
+def file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Have schedulers trace into this file."""
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "trace.json"))
+    monkeypatch.setattr(watched, "_on_signal", lambda *_: None)
+    return tmp_path / "trace.json"
+
+
+def read(file: Path) -> list[dict[str, Any]]:
+    events = json.loads(file.read_text())["traceEvents"]
+    check(events)
+    return list(events)
+
+
+def test_off_nothing_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in (VARIABLE, metrics.FOLDER):
+        monkeypatch.delenv(variable, raising=False)
+    scheduler = make_scheduler(LONG)
+    assert scheduler._seen is None
+    scheduler.add_request(make_request(100))
+    drain(scheduler)
+    scheduler.shutdown()
+
+
+def test_who_waits_runs_and_is_held(registry: CollectorRegistry) -> None:
+    share = {"long_prompt": {**LONG["long_prompt"], "long_prefill_share": 0.5}}
+    scheduler = make_scheduler(share)
+    scheduler.add_request(make_request(20, output=100))
+    step(scheduler)
+    for tokens in (500, 400, 300):
+        scheduler.add_request(make_request(tokens, output=3))
+    assert sum(step(scheduler).values()) == 32 + 1  # what is left is for nobody who is held
+    short, long = ("long_prompt", "short"), ("long_prompt", "long")
+    assert values(registry, "requests_waiting") == {short: 0, long: 2}
+    assert values(registry, "requests_running") == {short: 1, long: 1}
+    assert values(registry, "requests_held") == {("long_prompt", "long_limit"): 2}
+    assert values(registry, "prefill_backlog_tokens") == {("short",): 0, ("long",): 1200 - 32}
+    assert values(registry, "prefills_running") == {("long",): 1}
+    assert values(registry, "step_budget_tokens") == {(): 64}
+    assert values(registry, "requests_admitted_total") == {short: 1, long: 1}
+    assert values(registry, "oldest_wait_seconds")[long] > 0
+    drain(scheduler)
+    for name in ("requests_waiting", "requests_running", "requests_held", "oldest_wait_seconds"):
+        assert set(values(registry, name).values()) == {0}, name
+    assert set(values(registry, "prefill_backlog_tokens").values()) == {0}
+    assert values(registry, "requests_admitted_total") == {short: 1, long: 3}
+    assert values(registry, "hold_seconds_count") == {("long_prompt",): 2}
+    tokens = values(registry, "step_tokens_total")
+    assert tokens == {("prefill",): 1220, ("decode",): 99 + 3 * 2}
+
+
+def test_a_short_that_was_not_held_is_no_hold(registry: CollectorRegistry) -> None:
+    scheduler = make_scheduler(LONG)
+    scheduler.add_request(make_request(500))
+    step(scheduler)
+    scheduler.add_request(make_request(20))
+    drain(scheduler)
+    assert values(registry, "hold_seconds_count") == {}
+    assert values(registry, "requests_admitted_total") == {
+        ("long_prompt", "long"): 1, ("long_prompt", "short"): 1,
+    }  # fmt: skip
+
+
+def test_the_last_word_is_that_all_are_gone(
+    registry: CollectorRegistry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(metrics, "WRITE_EVERY_S", 1e9)
+    scheduler = make_scheduler(LONG)
+    scheduler.add_request(make_request(500))
+    step(scheduler)
+    assert values(registry, "requests_running")["long_prompt", "long"] == 1
+    drain(scheduler)
+    assert values(registry, "requests_running")["long_prompt", "long"] == 0
+    assert sum(values(registry, "steps_total").values()) > 8
+
+
+def test_an_aborted_last_request_is_gone_too(registry: CollectorRegistry) -> None:
+    from vllm.v1.request import RequestStatus
+
+    scheduler = make_scheduler(LONG)
+    request = make_request(500)
+    scheduler.add_request(request)
+    step(scheduler)
+    scheduler.finish_requests(request.request_id, RequestStatus.FINISHED_ABORTED)
+    step(scheduler)
+    assert values(registry, "requests_running")["long_prompt", "long"] == 0
+    assert values(registry, "prefill_backlog_tokens")["long",] == 0
+    assert values(registry, "steps_total")["empty",] == 1
+
+
+def test_without_policies_it_is_seen_all_the_same(registry: CollectorRegistry) -> None:
+    scheduler = make_scheduler(None, max_num_seqs=1)
+    for tokens in (100, 50):
+        scheduler.add_request(make_request(tokens, output=2))
+    step(scheduler)
+    assert values(registry, "requests_waiting") == {("none", "all"): 1}
+    assert values(registry, "requests_running") == {("none", "all"): 1}
+    assert values(registry, "prefill_backlog_tokens") == {("all",): 36 + 50}
+    drain(scheduler)
+    assert values(registry, "step_tokens_total") == {("prefill",): 150, ("decode",): 2}
+
+
+def test_predictions_come_with_what_they_are_made_of(
+    registry: CollectorRegistry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    times = iter(range(10_000_000))
+    monkeypatch.setattr(PolicyScheduler, "clock", lambda _: next(times) * 1e-3)
+    scheduler = make_scheduler(LONG)
+    for i in range(40):
+        scheduler.add_request(make_request(30 + i, output=20))
+    drain(scheduler)
+    predicted = values(registry, "steps_predicted_total")
+    assert predicted
+    assert sum(predicted.values()) < sum(values(registry, "steps_total").values())
+    coefficients = values(registry, "step_time_coefficient_seconds")
+    assert ("decode_fixed",) in coefficients
+    assert ("prefill",) in coefficients
+
+
+@pytest.mark.parametrize("policies", [None, LONG, {"long_prompt": {"max_num_partial_prefills": 1}}])
+@pytest.mark.parametrize("kind", [PolicyScheduler, SyncPolicyScheduler])
+def test_the_trace_holds_every_request_and_every_token(
+    file: Path, kind: type, policies: Mapping[str, Mapping[str, object]] | None
+) -> None:
+    scheduler = make_scheduler(policies, scheduler_cls=kind)
+    sizes = [500, 30, 300, 7, 90, 41]
+    requests = [make_request(tokens, output=4) for tokens in sizes]
+    for request in requests:
+        scheduler.add_request(request)
+        step(scheduler)
+    drain(scheduler)
+    scheduler.shutdown()
+    tracks = slices(read(file), REQUESTS)
+    for request, size in zip(requests, sizes, strict=True):
+        track = tracks[f"{request.request_id} ({size:,} tokens)"]
+        tokens = {
+            name: [e["args"]["tokens"] for e in track if e["name"] == name]
+            for name in ("prefill", "decode")
+        }
+        assert sum(tokens["prefill"]) == size
+        assert tokens["decode"] == [1, 1, 1]  # the first comes with the prompt's last chunk
+        assert [e["name"] for e in track].count("waiting") == 1
+        computed = [e["args"]["computed_before"] for e in track if e["name"] == "prefill"]
+        assert computed == [sum(tokens["prefill"][:i]) for i in range(len(computed))]
+
+
+def test_a_preemption_is_seen(file: Path) -> None:
+    # Two prompts of 14 blocks, room for 16 and a bit: one must make way when both have grown.
+    scheduler = make_scheduler(None, budget=512, num_blocks=32)
+    requests = [make_request(220, output=60) for _ in range(2)]
+    for request in requests:
+        scheduler.add_request(request)
+    drain(scheduler)
+    assert sum(request.num_preemptions for request in requests) >= 1
+    scheduler.shutdown()
+    tracks = slices(read(file), REQUESTS)
+    names = [e["name"] for track in tracks.values() for e in track]
+    assert "preempted" in names
+    (victim,) = [r for r in requests if r.num_preemptions]
+    track = tracks[f"{victim.request_id} (220 tokens)"]
+    out = [i for i, e in enumerate(track) if e["name"] == "preempted"]
+    assert all(track[i + 1]["name"] == "prefill" for i in out)
+
+
+def test_steps_that_overlap_are_drawn_one_after_the_other(file: Path) -> None:
+    scheduler = make_scheduler(LONG, async_scheduling=True)
+    for tokens in (300, 40):
+        scheduler.add_request(make_request(tokens, output=5))
+    under_way = []
+    for _ in range(100):
+        if scheduler.has_requests():
+            output = scheduler.schedule()
+            under_way.append((output, answer(scheduler, output)))
+        if len(under_way) == 2 or not scheduler.has_requests():
+            if not under_way:
+                break
+            scheduler.update_from_output(*under_way.pop(0))
+    assert not scheduler.has_unfinished_requests()
+    scheduler.shutdown()
+    events = read(file)
+    assert len(slices(events, ENGINE)["steps"]) > 5
+    assert sum(e["args"]["tokens"] for e in slices(events, ENGINE)["steps"]) == 340 + 2 * 4
+
+
+def test_one_that_gives_up_while_waiting_is_in_the_trace(file: Path) -> None:
+    from vllm.v1.request import RequestStatus
+
+    scheduler = make_scheduler(LONG)
+    first, second = make_request(300), make_request(300)
+    for request in (first, second):
+        scheduler.add_request(request)
+    step(scheduler)
+    scheduler.finish_requests(second.request_id, RequestStatus.FINISHED_ABORTED)
+    step(scheduler)
+    scheduler.shutdown()
+    track = slices(read(file), REQUESTS)[f"{second.request_id} (300 tokens)"]
+    assert [e["name"] for e in track] == ["waiting"]
