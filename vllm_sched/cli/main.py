@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from proxy.errors import ProxyError
 from vllm_sched import __version__
-from vllm_sched.cli import fleet, measure, serve, threshold
+from vllm_sched.cli import bench, calibrate, fleet, measure, serve, threshold
 from vllm_sched.errors import VllmSchedError
 
 BAD_USAGE = 2
@@ -25,7 +25,9 @@ def parser() -> argparse.ArgumentParser:
     commands = top.add_subparsers(dest="command", metavar="COMMAND", required=True)
     serve.add_serve(commands)
     measure.add_compare(commands)
+    bench.add_bench(commands)
     threshold.add_threshold(commands)
+    calibrate.add_calibrate(commands)
     fleet.add_fleet(commands)
     return top
 

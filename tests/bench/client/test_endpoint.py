@@ -1,0 +1,85 @@
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from tests.bench.fake_openai import TEMPLATE_TOKENS, TOKENS_PER_WORD, FakeOpenAI, serving, tokens
+from vllm_sched.bench.client.endpoint import CHAT, COMPLETIONS, Asked, EndpointError, learn
+from vllm_sched.bench.client.text import Measure, Texts
+from vllm_sched.bench.traffic.types import Request
+
+
+@pytest.mark.parametrize("tokenizer", [True, False])
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+async def test_prompts_have_the_tokens_they_should(path: str, *, tokenizer: bool) -> None:
+    async with serving(FakeOpenAI(tokenizer=tokenizer)) as fake:
+        endpoint = await learn(Asked(fake.url, path=path))
+    template = TEMPLATE_TOKENS if path == CHAT else 0
+    assert endpoint.measure == Measure(TOKENS_PER_WORD, template)
+    assert (endpoint.model, endpoint.max_model_len) == ("fake", 4096)
+    body = json.loads(endpoint.request_body(Texts(0), 0, Request(0, "a", 1005, 7, "t")))
+    assert tokens(body) == pytest.approx(1005, abs=1)
+    assert body["user"] == "t"
+    assert body["max_completion_tokens" if path == CHAT else "max_tokens"] == 7
+    assert (body["ignore_eos"], body["stream"], body["temperature"]) == (True, True, 0)
+    assert body["stream_options"] == {"include_usage": True}
+
+
+async def test_a_small_model_is_not_asked_for_more_than_it_holds() -> None:
+    async with serving(FakeOpenAI(tokenizer=False, max_model_len=400)) as fake:
+        endpoint = await learn(Asked(fake.url))
+    assert endpoint.measure.per_word == TOKENS_PER_WORD
+    assert max(map(tokens, fake.bodies)) <= 200
+
+
+async def test_who_does_not_know_ignore_eos_is_not_told_of_it() -> None:
+    async with serving(FakeOpenAI(knows_ignore_eos=False)) as fake:
+        endpoint = await learn(Asked(fake.url))
+    assert not endpoint.ignore_eos
+    assert b"ignore_eos" not in endpoint.body("a", 3)
+
+
+async def test_the_key_goes_with_every_request_and_nowhere_else() -> None:
+    async with serving(FakeOpenAI(key="secret")) as fake:
+        endpoint = await learn(Asked(fake.url, key="secret", explain=True))
+        with pytest.raises(EndpointError, match=r"HTTP 401: .*bad key"):
+            await learn(Asked(fake.url, key="wrong"))
+    assert all(h["Authorization"] == "Bearer secret" for h in fake.headers)
+    assert all(h["X-Explain"] == "1" for h in fake.headers)
+    assert "secret" not in repr(endpoint) + repr(Asked(fake.url, key="secret"))
+
+
+async def test_a_model_of_somebodys_choosing() -> None:
+    async with serving(FakeOpenAI()) as fake:
+        assert (await learn(Asked(fake.url, "other"))).model == "other"
+        with pytest.raises(EndpointError, match=r"--model third: .*it has: fake, other"):
+            await learn(Asked(fake.url, "third"))
+    async with serving(FakeOpenAI(lists_models=False)) as fake:
+        assert (await learn(Asked(fake.url, "any"))).model == "any"
+        with pytest.raises(EndpointError, match="HTTP 404"):
+            await learn(Asked(fake.url))
+
+
+async def test_nobody_there_is_said_in_a_line() -> None:
+    with pytest.raises(EndpointError, match=r"^http://127\.0\.0\.1:9: .*refused") as caught:
+        await learn(Asked("http://127.0.0.1:9"))
+    assert "\n" not in str(caught.value)
+    assert str(caught.value).count("127.0.0.1:9:") == 1
+
+
+async def test_what_is_no_endpoint_is_said_in_a_line() -> None:
+    fake = FakeOpenAI()
+    async with serving(fake):
+        with pytest.raises(EndpointError, match="HTTP 404"):
+            await learn(Asked(fake.url + "/elsewhere"))
+
+
+def test_odd_names_are_escaped() -> None:
+    from vllm_sched.bench.client.endpoint import Endpoint
+    from vllm_sched.bench.client.wire import Address
+
+    endpoint = Endpoint(Address.parse("a"), COMPLETIONS, 'a "b"')
+    body = json.loads(replace(endpoint, ignore_eos=False).body("c", 1, 'd"'))
+    assert (body["model"], body["user"]) == ('a "b"', 'd"')

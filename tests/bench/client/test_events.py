@@ -1,0 +1,72 @@
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.bench.fake_openai import dumped, event
+from vllm_sched.bench.client.events import EventStream
+from vllm_sched.bench.outcome import Outcome
+
+USAGE = b"data: " + dumped({"choices": [], "usage": {"prompt_tokens": 9, "completion_tokens": 4}})
+ANSWER = b"".join(
+    (
+        b": ping\n\n",
+        event({"delta": {"role": "assistant", "content": ""}}),
+        event({"delta": {"content": " a"}}),
+        event({"delta": {"content": ""}}),  # half a character is a token too
+        event({"delta": {"reasoning_content": "b"}}),
+        event({"delta": {"content": "role"}, "finish_reason": "length"}),
+        event({"delta": {}, "finish_reason": "stop"}),
+        USAGE + b"\n\n",
+        b"data: [DONE]\n\n",
+    )
+)
+
+
+def read(*chunks: bytes) -> tuple[Outcome, bool]:
+    outcome = Outcome(0.0, "a", 1, 4)
+    stream = EventStream(outcome)
+    for number, chunk in enumerate(chunks):
+        stream.feed(chunk, float(number))
+    return outcome, stream.done
+
+
+@given(st.sets(st.integers(0, len(ANSWER)), max_size=12), st.booleans())
+def test_tokens_are_found_wherever_an_answer_is_cut(cuts: set[int], crlf: bool) -> None:
+    answer = ANSWER.replace(b"\n", b"\r\n") if crlf else ANSWER
+    edges = [0, *sorted(cuts), len(answer)]
+    outcome, done = read(*(answer[a:b] for a, b in pairwise(edges)))
+    assert (len(outcome.ticks), outcome.completed, outcome.prompt_tokens) == (4, 4, 9)
+    assert (outcome.error, done) == ("", True)
+
+
+@pytest.mark.parametrize(
+    ("choice", "ticks"),
+    [
+        ({"text": "a"}, 1),
+        ({"text": ""}, 1),
+        ({"delta": {"content": "a", "role": "assistant"}}, 1),
+        ({"delta": {"content": None, "role": "assistant"}}, 0),
+        ({"delta": {"role": "assistant"}}, 0),
+        ({"delta": {}}, 0),
+        ({"delta": {"tool_calls": [{"index": 0}]}}, 1),
+    ],
+)
+def test_what_counts_as_a_token(choice: dict[str, object], ticks: int) -> None:
+    assert len(read(event(choice))[0].ticks) == ticks
+
+
+def test_usage_beside_a_token_counts_too() -> None:
+    both = b'data: {"choices":[{"text":"a"}],"usage":{"completion_tokens":1}}\n\n'
+    outcome, _ = read(both)
+    assert (len(outcome.ticks), outcome.completed, outcome.prompt_tokens) == (1, 1, 1)
+
+
+@pytest.mark.parametrize("payload", [b'{"error":{"message":"engine died"}}', b"gibberish"])
+def test_an_error_in_the_stream_is_kept(payload: bytes) -> None:
+    outcome, _ = read(event({"text": "a"}), b"data: " + payload + b"\n\n")
+    assert payload.decode()[:9] in outcome.error
+    assert len(outcome.ticks) == 1

@@ -1,0 +1,139 @@
+"""The player against an endpoint whose latencies are known."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import pytest
+
+from tests.bench.fake_openai import FakeOpenAI, serving, tokens
+from vllm_sched.bench.client.endpoint import CHAT, Asked, learn
+from vllm_sched.bench.client.player import Played, Tally, play
+from vllm_sched.bench.traffic.catalogue import find
+from vllm_sched.bench.traffic.schedule import Schedule
+
+
+def schedule(workload: str = "20x4", **settings: Any) -> Schedule:
+    return Schedule(source=find(workload), **settings)
+
+
+async def played(fake: FakeOpenAI, some: Schedule, asked: str = "", **settings: Any) -> Played:
+    async with serving(fake):
+        endpoint = await learn(Asked(fake.url, **({"path": asked} if asked else {})))
+        return await play(endpoint, some, **settings)
+
+
+@pytest.mark.parametrize("path", ["", CHAT])
+async def test_every_request_is_sent_and_answered_whole(path: str) -> None:
+    fake = FakeOpenAI()
+    tally = Tally()
+    result = await played(fake, schedule(rate=200, count=30), path, tally=tally)
+    assert [o.error for o in result.outcomes] == [""] * 30
+    assert {(len(o.ticks), o.completed) for o in result.outcomes} == {(4, 4)}
+    assert all(abs(o.prompt_tokens - 20) <= 1 for o in result.outcomes)
+    assert len(fake.played) == 30
+    assert len({str(body) for body in fake.played}) == 30  # no prompt twice
+    assert (tally.sent, tally.done, tally.tokens, tally.in_flight) == (30, 30, 120, 0)
+    for each in result.outcomes:
+        assert each.at <= each.sent <= each.ticks[0] <= each.ticks[-1] <= result.duration
+    assert not result.interrupted
+    assert result.short == result.cut == 0
+
+
+async def test_latencies_are_those_of_the_server() -> None:
+    result = await played(FakeOpenAI(ttft_s=0.1, itl_s=0.03), schedule(rate=50, count=5))
+    for each in result.outcomes:
+        assert each.ttft >= 0.1
+        assert each.tpot is not None
+        assert each.tpot >= 0.03
+        assert each.latency >= 0.19
+
+
+async def test_an_open_loop_does_not_wait_for_answers() -> None:
+    fake = FakeOpenAI(ttft_s=0.3)
+    await played(fake, schedule(rate=1000, count=20))
+    assert fake.most_under_way == 20
+
+
+async def test_latency_counts_from_the_time_a_request_was_meant_to_be_sent() -> None:
+    async with serving(FakeOpenAI()) as fake:
+        endpoint = await learn(Asked(fake.url))
+        running = asyncio.create_task(play(endpoint, schedule(rate=20, count=10)))
+        await fake.begun.wait()
+        time.sleep(0.6)  # noqa: ASYNC251 - this process, and with it the client, is held up
+        result = await running
+    late = [each for each in result.outcomes if each.late > 0.05]
+    assert late
+    assert all(each.ttft >= each.late for each in late)
+    assert max(each.ttft for each in result.outcomes) > 0.3
+    assert result.stall > 0.4
+    words = " ".join(result.warnings())
+    assert "could not keep up" in words
+    assert "held up" in words
+
+
+async def test_a_closed_loop_keeps_so_many_under_way() -> None:
+    fake = FakeOpenAI(itl_s=0.005)
+    result = await played(fake, schedule(concurrency=4, count=20))
+    assert len(result.outcomes) == 20
+    assert fake.most_under_way == 4
+    assert all(each.late < 0.05 for each in result.outcomes)
+
+
+async def test_a_closed_loop_ends_by_time() -> None:
+    result = await played(FakeOpenAI(itl_s=0.01), schedule(concurrency=2, duration_s=0.3))
+    assert 4 <= len(result.outcomes) < 60
+    assert all(each.at < 0.3 and each.good for each in result.outcomes)
+
+
+async def test_a_failure_is_one_requests_own() -> None:
+    tally = Tally()
+    fake = FakeOpenAI(failing=(2, 5))
+    result = await played(fake, schedule(rate=100, count=8), tally=tally)
+    failed = [each for each in result.outcomes if each.error]
+    assert [each.error for each in failed] == ['HTTP 503: {"error": {"message": "no\\nroom"}}'] * 2
+    assert (tally.done, tally.failed) == (6, 2)
+
+
+async def test_who_never_answers_is_given_up() -> None:
+    result = await played(FakeOpenAI(hangs=True), schedule(rate=100, count=3), timeout_s=0.1)
+    assert [each.error for each in result.outcomes] == ["no whole answer within 0.1 s"] * 3
+
+
+async def test_stopped_there_is_what_there_is() -> None:
+    stop = asyncio.Event()
+    async with serving(FakeOpenAI(hangs=True)) as fake:
+        endpoint = await learn(Asked(fake.url))
+        running = asyncio.create_task(play(endpoint, schedule(rate=5, count=1000), stop=stop))
+        await fake.begun.wait()
+        stop.set()
+        result = await asyncio.wait_for(running, 5)
+    assert result.interrupted
+    assert 1 <= len(result.outcomes) < 1000
+    assert all(each.interrupted and not each.error for each in result.outcomes)
+
+
+async def test_prompts_that_no_model_holds_are_cut_and_counted() -> None:
+    fake = FakeOpenAI(max_model_len=200)
+    result = await played(fake, schedule("5000x20", rate=100, count=4))
+    assert result.cut == 4
+    assert not any(each.error for each in result.outcomes)
+    assert all(tokens(body) + 20 <= 200 for body in fake.played)
+    assert "cut to what the model holds" in " ".join(result.warnings())
+
+
+async def test_shared_prefixes_are_sent_as_such() -> None:
+    fake = FakeOpenAI()
+    await played(fake, schedule("400x2", rate=500, count=20, prefix_hit=0.5))
+    heads = [" ".join(body["prompt"].split()[:60]) for body in fake.played]
+    assert len(set(heads)) < 15
+
+
+async def test_a_router_says_who_served_a_request() -> None:
+    fake = FakeOpenAI(workers=("s0", "l0"))
+    async with serving(fake):
+        endpoint = await learn(Asked(fake.url, explain=True))
+        result = await play(endpoint, schedule(rate=100, count=6))
+    assert {each.worker for each in result.outcomes} == {"s0", "l0"}

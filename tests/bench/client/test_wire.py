@@ -1,0 +1,201 @@
+"""The wire against servers that are raw sockets: the bytes are the point."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+import pytest
+
+from vllm_sched.bench.client.wire import Address, Wire, WireError
+from vllm_sched.errors import UsageError
+
+Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+OK = b"HTTP/1.1 200 OK\r\n"
+
+
+@asynccontextmanager
+async def talking_to(handler: Handler) -> AsyncIterator[Wire]:
+    async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            await handler(reader, writer)
+        finally:
+            writer.close()
+
+    server = await asyncio.start_server(handle, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    wire = Wire(Address("127.0.0.1", port, tls=False, root="/root"), {"X-Key": "k"})
+    try:
+        yield wire
+    finally:
+        wire.close()
+        server.close()
+
+
+async def request(reader: asyncio.StreamReader) -> tuple[str, bytes]:
+    head = (await reader.readuntil(b"\r\n\r\n")).decode()
+    length = int(head.lower().split("content-length:")[1].split()[0])
+    return head, await reader.readexactly(length)
+
+
+def answered(body: bytes) -> bytes:
+    return OK + b"Content-Length: %d\r\n\r\n" % len(body) + body
+
+
+async def test_requests_share_a_connection_one_after_the_other() -> None:
+    heads: list[str] = []
+    connections = 0
+
+    async def handler(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal connections
+        connections += 1
+        while True:
+            try:
+                head, body = await request(reader)
+            except asyncio.IncompleteReadError:
+                return
+            heads.append(head)
+            writer.write(answered(b"<" + body + b">"))
+
+    async with talking_to(handler) as wire:
+        assert await wire.ask("/a", b"1", 5) == b"<1>"
+        assert await wire.get("/b", 5) == b"<>"
+        assert connections == 1
+        # The next to take a connection may do so before the one before has woken up.
+        lanes = [asyncio.gather(*(wire.ask("/c", b"%d" % i, 5) for i in range(20)))]
+        lanes += [asyncio.gather(*(wire.ask("/d", b"%d" % i, 5) for i in range(20)))]
+        for lane in lanes:
+            assert await lane == [b"<%d>" % i for i in range(20)]
+    assert heads[0].startswith("POST /root/a HTTP/1.1\r\n")
+    assert heads[1].startswith("GET /root/b HTTP/1.1\r\n")
+    assert "X-Key: k\r\n" in heads[0]
+
+
+async def test_a_closed_loop_on_kept_connections_loses_nobody() -> None:
+    async def handler(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while True:
+            try:
+                _, body = await request(reader)
+            except asyncio.IncompleteReadError:
+                return
+            writer.write(answered(body))
+
+    async with talking_to(handler) as wire:
+
+        async def lane(name: int) -> list[bytes]:
+            return [await wire.ask("/", b"%d-%d" % (name, i), 5) for i in range(30)]
+
+        lanes = await asyncio.gather(*map(lane, range(8)))
+    assert lanes == [[b"%d-%d" % (name, i) for i in range(30)] for name in range(8)]
+
+
+async def test_a_connection_closed_while_idle_is_replaced() -> None:
+    connections = 0
+
+    async def handler(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal connections
+        connections += 1
+        _, body = await request(reader)
+        writer.write(answered(body))  # and closes, though it did not say so
+
+    async with talking_to(handler) as wire:
+        for i in range(3):
+            assert await wire.ask("/", b"%d" % i, 5) == b"%d" % i
+    assert connections == 3
+
+
+async def test_pieces_come_as_they_are_sent_and_headers_before_them() -> None:
+    seen: list[tuple[bytes, ...]] = []
+    got_first = asyncio.Event()
+
+    async def handler(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await request(reader)
+        writer.write(OK + b"X-Route: s0; x\r\nTransfer-Encoding: chunked\r\n\r\n3\r\none\r\n")
+        await got_first.wait()
+        writer.write(b"3\r\ntwo\r\n0\r\n\r\n")
+
+    def on_body(piece: bytes) -> None:
+        seen.append((piece,))
+        got_first.set()
+
+    async with talking_to(handler) as wire:
+        await wire.stream("/", b"", lambda *header: seen.append(header), on_body, 5)
+    assert seen == [
+        (b"x-route", b"s0; x"),
+        (b"transfer-encoding", b"chunked"),
+        (b"one",),
+        (b"two",),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("sent", "said"),
+    [
+        (b"", "closed with no answer"),
+        (b"gibberish\r\n\r\n", "is not HTTP"),
+        (OK + b"Content-Length: 10\r\n\r\nhalf", "broke off"),
+        (OK + b"Transfer-Encoding: chunked\r\n\r\n4\r\nhalf\r\n", "broke off"),
+        (OK[:12], "broke off"),
+        (b"HTTP/1.1 503 Busy\r\nContent-Length: 9\r\n\r\nno\nroom!!", "HTTP 503: no room!!"),
+    ],
+)
+async def test_an_answer_that_is_not_whole_is_an_error_in_a_line(sent: bytes, said: str) -> None:
+    async def handler(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await request(reader)
+        writer.write(sent)
+
+    async with talking_to(handler) as wire:
+        with pytest.raises(WireError, match=said) as caught:
+            await wire.ask("/", b"", 5)
+    assert "\n" not in str(caught.value)
+
+
+async def test_an_answer_may_end_with_its_connection() -> None:
+    async def handler(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await request(reader)
+        writer.write(OK + b"\r\nall there is")
+
+    async with talking_to(handler) as wire:
+        assert await wire.ask("/", b"", 5) == b"all there is"
+
+
+async def test_who_takes_too_long_is_given_up() -> None:
+    left = asyncio.Event()
+
+    async def handler(reader: asyncio.StreamReader, _: asyncio.StreamWriter) -> None:
+        await request(reader)
+        assert await reader.read() == b""
+        left.set()
+
+    async with talking_to(handler) as wire:
+        with pytest.raises(WireError, match=r"no whole answer within 0\.05 s"):
+            await wire.ask("/", b"", 0.05)
+        await asyncio.wait_for(left.wait(), 5)  # the server is told: it can stop working
+
+
+async def test_nobody_listening_is_an_error_in_a_line() -> None:
+    with pytest.raises(WireError, match=r"^http://127\.0\.0\.1:9: .*refused"):
+        await Wire(Address.parse("http://127.0.0.1:9"), {}).get("/", 5)
+    with pytest.raises(WireError, match=r"nowhere\.invalid"):
+        await Wire(Address.parse("http://nowhere.invalid"), {}).get("/", 5)
+
+
+@pytest.mark.parametrize(
+    ("url", "address", "written"),
+    [
+        ("http://a:1", Address("a", 1, tls=False, root=""), "http://a:1"),
+        ("a:8000/v1/", Address("a", 8000, tls=False, root=""), "http://a:8000"),
+        ("https://a/x/v1", Address("a", 443, tls=True, root="/x"), "https://a:443/x"),
+        ("http://[::1]:7", Address("::1", 7, tls=False, root=""), "http://[::1]:7"),
+    ],
+)
+def test_urls(url: str, address: Address, written: str) -> None:
+    assert Address.parse(url) == address
+    assert str(address) == written
+
+
+@pytest.mark.parametrize("url", ["", "ftp://a", "http://", "http://a:x", "http://a:99999"])
+def test_what_is_no_url_is_refused(url: str) -> None:
+    with pytest.raises(UsageError, match="is not a URL"):
+        Address.parse(url)

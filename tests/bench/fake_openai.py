@@ -1,0 +1,140 @@
+"""An OpenAI endpoint with latencies of our choosing, and with faults of our choosing."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from aiohttp import web
+from aiohttp.test_utils import TestServer
+
+TOKENS_PER_WORD = 2
+TEMPLATE_TOKENS = 5
+
+
+@dataclass
+class FakeOpenAI:
+    """What it serves, and what it saw."""
+
+    ttft_s: float = 0.0
+    itl_s: float = 0.0
+    tokenizer: bool = True
+    lists_models: bool = True
+    knows_ignore_eos: bool = True
+    max_model_len: int | None = 4096
+    key: str = ""
+    workers: tuple[str, ...] = ()  # named in X-Route where X-Explain asks
+    failing: tuple[int, ...] = ()  # completions that are refused, by their number
+    hangs: bool = False
+    url: str = ""
+    bodies: list[dict[str, Any]] = field(default_factory=list)
+    headers: list[dict[str, str]] = field(default_factory=list)
+    under_way: int = 0
+    most_under_way: int = 0
+    begun: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def played(self) -> list[dict[str, Any]]:
+        """The completions that were more than a probe."""
+        return [body for body in self.bodies if _length(body) > 1]
+
+    def app(self) -> web.Application:
+        app = web.Application(client_max_size=2**26)
+        app.router.add_get("/v1/models", self._models)
+        if self.tokenizer:
+            app.router.add_post("/tokenize", self._tokenize)
+        for path in ("/v1/completions", "/v1/chat/completions"):
+            app.router.add_post(path, self._complete)
+        return app
+
+    async def _models(self, request: web.Request) -> web.Response:
+        if not self.lists_models:
+            raise web.HTTPNotFound
+        if self.key and request.headers.get("Authorization") != f"Bearer {self.key}":
+            return web.json_response({"error": {"message": "bad key"}}, status=401)
+        served = [{"id": name, "max_model_len": self.max_model_len} for name in ("fake", "other")]
+        return web.json_response({"data": served})
+
+    async def _tokenize(self, request: web.Request) -> web.Response:
+        return web.json_response({"count": tokens(await request.json())})
+
+    async def _complete(self, request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        self.bodies.append(body)
+        self.headers.append(dict(request.headers))
+        if not self.knows_ignore_eos and "ignore_eos" in body:
+            return web.json_response({"error": "Unrecognized: ignore_eos"}, status=400)
+        if _length(body) > 1 and len(self.played) in self.failing:
+            return web.json_response({"error": {"message": "no\nroom"}}, status=503)
+        self.under_way += 1
+        self.most_under_way = max(self.most_under_way, self.under_way)
+        try:
+            return await self._streamed(request, body)
+        finally:
+            self.under_way -= 1
+
+    async def _streamed(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        chat = "messages" in body
+        headers = {"Content-Type": "text/event-stream"}
+        if self.workers and "X-Explain" in request.headers:
+            name = self.workers[len(self.bodies) % len(self.workers)]
+            headers["X-Route"] = f"{name}; reason=least; {name}=0.1 (busy)"
+        response = web.StreamResponse(headers=headers)
+        await response.prepare(request)
+        if _length(body) > 1:
+            self.begun.set()
+            if self.hangs:
+                await asyncio.Event().wait()
+        await asyncio.sleep(self.ttft_s)
+        if chat:
+            await response.write(event({"delta": {"role": "assistant", "content": ""}}))
+        wanted = _length(body)
+        for number in range(wanted):
+            if number:
+                await asyncio.sleep(self.itl_s)
+            piece = {"delta": {"content": " a"}} if chat else {"text": " a"}
+            await response.write(event(piece))
+        if chat:
+            await response.write(event({"delta": {}, "finish_reason": "length"}))
+        usage = {"prompt_tokens": tokens(body), "completion_tokens": wanted}
+        await response.write(b"data: " + dumped({"choices": [], "usage": usage}) + b"\n\n")
+        await response.write(b"data: [DONE]\n\n")
+        return response
+
+
+@asynccontextmanager
+async def serving(fake: FakeOpenAI) -> AsyncIterator[FakeOpenAI]:
+    """Serve on a free port."""
+    server = TestServer(fake.app())
+    await server.start_server()
+    fake.url = str(server.make_url("")).rstrip("/")
+    try:
+        yield fake
+    finally:
+        await server.close()
+
+
+def tokens(body: dict[str, Any]) -> int:
+    """Count the tokens of a prompt, or of a chat under its template."""
+    if "messages" in body:
+        return TEMPLATE_TOKENS + TOKENS_PER_WORD * len(body["messages"][0]["content"].split())
+    prompt = body["prompt"]
+    return TOKENS_PER_WORD * len(prompt.split()) if isinstance(prompt, str) else len(prompt)
+
+
+def event(choice: dict[str, Any]) -> bytes:
+    """Write an event as vLLM does."""
+    return b"data: " + dumped({"choices": [{"index": 0, **choice}], "usage": None}) + b"\n\n"
+
+
+def dumped(message: dict[str, Any]) -> bytes:
+    """Write JSON as vLLM does: without spaces."""
+    return json.dumps(message, separators=(",", ":")).encode()
+
+
+def _length(body: dict[str, Any]) -> int:
+    return int(body.get("max_tokens") or body["max_completion_tokens"])

@@ -1,0 +1,134 @@
+"""Outcomes, targets, summaries and statistics, by hand."""
+
+from __future__ import annotations
+
+import io
+import math
+import statistics
+
+import pytest
+from rich.console import Console
+
+from vllm_sched.bench import goodput
+from vllm_sched.bench.goodput import Targets
+from vllm_sched.bench.outcome import Outcome
+from vllm_sched.bench.stats import interval
+from vllm_sched.bench.summary import by_class, details, summary, table
+from vllm_sched.errors import UsageError
+
+
+def outcome(at: float, ticks: list[float], **settings: object) -> Outcome:
+    known: dict[str, object] = {"klass": "a", "prompt_tokens": 10, "output_tokens": len(ticks)}
+    known |= {"sent": at, "completed": len(ticks)} | settings
+    return Outcome(at=at, ticks=ticks, **known)  # type: ignore[arg-type]
+
+
+FAST = outcome(0.0, [0.1, 0.2, 0.3])
+STALLED = outcome(1.0, [1.1, 2.1, 2.2, 2.3])
+LATE = outcome(2.0, [4.0], sent=3.5)
+FAILED = outcome(2.0, [2.5], error="gone")
+CUT = outcome(2.5, [], interrupted=True)
+EVERYBODY = [FAST, STALLED, LATE, FAILED, CUT]
+
+
+def test_a_requests_latencies() -> None:
+    assert STALLED.ttft == pytest.approx(0.1)
+    assert STALLED.tpot == pytest.approx(0.4)
+    assert STALLED.itls == pytest.approx([1.0, 0.1, 0.1])
+    assert STALLED.latency == pytest.approx(1.3)
+    assert (LATE.ttft, LATE.late, LATE.tpot) == (2.0, 1.5, None)
+    assert (CUT.ttft, CUT.end, CUT.itls) == (0.0, 2.5, [])
+
+
+@pytest.mark.parametrize(
+    ("targets", "met"),
+    [
+        (Targets(), [True, True, True, False, False]),
+        (Targets(ttft=0.5), [True, True, False, False, False]),
+        (Targets(tpot=0.3), [True, False, True, False, False]),
+        (Targets(tpot=0.5), [True, True, True, False, False]),
+        (Targets(itl=0.5), [True, False, True, False, False]),
+        (Targets(e2el=1.5), [True, True, False, False, False]),
+        (Targets(ttft=0.5, itl=0.5), [True, False, False, False, False]),
+    ],
+)
+def test_targets(targets: Targets, met: list[bool]) -> None:
+    assert [targets.met_by(each) for each in EVERYBODY] == met
+
+
+def test_targets_are_read_in_milliseconds() -> None:
+    assert goodput.parse(["ttft:3000", "itl:300"]) == Targets(ttft=3.0, itl=0.3)
+    assert not goodput.parse([])
+    assert Targets(ttft=3.0).as_ms() == {"ttft": 3000, "tpot": None, "itl": None, "e2el": None}
+
+
+@pytest.mark.parametrize("pair", ["speed:3", "ttft", "ttft:fast", "ttft:-1", "ttft:inf", "ttft:0"])
+def test_a_bad_target_is_refused(pair: str) -> None:
+    with pytest.raises(UsageError, match=f"--goodput {pair}: "):
+        goodput.parse([pair])
+
+
+def test_the_summary() -> None:
+    found = summary(EVERYBODY, 5.0, Targets(itl=0.5))
+    assert (found["completed"], found["failed"], found["interrupted"]) == (3, 1, 1)
+    assert (found["total_input_tokens"], found["total_output_tokens"]) == (30, 8)
+    assert found["request_throughput"] == pytest.approx(0.6)
+    assert found["request_goodput"] == pytest.approx(0.4)
+    assert found["goodput_share"] == pytest.approx(0.5)  # of four, as a failure is no success
+    assert found["total_token_throughput"] == pytest.approx(38 / 5)
+    assert found["median_ttft_ms"] == pytest.approx(100)
+    assert found["max_itl_ms"] == pytest.approx(1000)
+    assert found["std_ttft_ms"] == pytest.approx(statistics.pstdev([100, 100, 2000]))
+    assert found["max_concurrent_requests"] == 2
+    assert found["max_output_tokens_per_s"] == 3
+    assert summary(EVERYBODY, 5.0, Targets())["request_goodput"] is None
+
+
+def test_nothing_is_summarised_too() -> None:
+    found = summary([], 0.0, Targets(ttft=1.0))
+    assert (found["completed"], found["request_throughput"]) == (0, 0.0)
+    assert found["p99_ttft_ms"] is None
+    assert found["goodput_share"] is None
+
+
+def test_details_have_a_place_for_each_that_ended() -> None:
+    found = details(EVERYBODY)
+    assert {len(values) for values in found.values()} == {4}
+    assert found["ttfts"] == pytest.approx([0.1, 0.1, 2.0, 0.0])
+    assert found["errors"] == ["", "", "", "gone"]
+    assert found["queue_times"][2] == 1.5
+    assert found["output_lens"] == [3, 4, 1, 0]
+
+
+def test_merged_tokens_are_told() -> None:
+    assert summary([outcome(0, [1.0, 2.0], completed=5)], 2.0, Targets())["merged_tokens"] == 3
+
+
+def shown(outcomes: list[Outcome], targets: Targets, width: int = 80) -> str:
+    console = Console(file=io.StringIO(), width=width)
+    console.print(table(by_class(outcomes, 5.0, targets), targets))
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def test_the_table_has_a_column_per_class() -> None:
+    other = outcome(0.0, [0.5, 0.6], klass="long")
+    text = shown([*EVERYBODY, other], Targets(itl=0.5))
+    for word in ("a", "long", "all", "goodput", "share in time", "50 %", "failed", "ITL p99 / max"):
+        assert word in text
+    single = shown([FAST], Targets())
+    assert "goodput" not in single
+    assert " all " not in single.splitlines()[1]
+
+
+def test_a_table_of_nothing_is_a_table() -> None:
+    assert "- / -" in shown([FAILED], Targets(ttft=1.0))
+
+
+def test_intervals_over_seeds() -> None:
+    mean, half = interval([1.0, 2.0, 3.0])
+    assert (mean, half) == (2.0, pytest.approx(4.303 / math.sqrt(3)))
+    assert interval([5.0]) == (5.0, 0.0)
+    assert math.isnan(interval([])[0])
+    wide, narrow = interval([0.0, 1.0] * 2)[1], interval([0.0, 1.0] * 50)[1]
+    assert narrow < wide

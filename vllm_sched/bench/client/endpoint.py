@@ -1,0 +1,179 @@
+"""What there is to know of an endpoint before it is measured: its model, limits and tokenizer."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Final
+
+from vllm_sched.bench.client.events import EventStream, excerpt
+from vllm_sched.bench.client.text import Measure, Texts
+from vllm_sched.bench.client.wire import Address, Wire, WireError
+from vllm_sched.bench.outcome import Outcome
+from vllm_sched.errors import VllmSchedError
+
+if TYPE_CHECKING:
+    from vllm_sched.bench.traffic.types import Request
+
+COMPLETIONS: Final = "/v1/completions"
+CHAT: Final = "/v1/chat/completions"
+PROBE_TIMEOUT_S: Final = 60.0
+# Two lengths of text, from which a line is drawn; the longer one where the model holds it.
+PROBE_WORDS: Final = (40, 1040)
+LEAST_PROBE_WORDS: Final = 80
+
+
+class EndpointError(VllmSchedError):
+    """The endpoint can not be measured."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What the command line says of an endpoint."""
+
+    url: str
+    model: str = ""
+    path: str = COMPLETIONS
+    key: str = field(default="", repr=False)
+    ignore_eos: bool = True
+    explain: bool = False  # ask a router where each request went
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """An endpoint that answered: how to write requests for it."""
+
+    address: Address
+    path: str
+    model: str
+    measure: Measure = field(default_factory=Measure)
+    max_model_len: int | None = None
+    ignore_eos: bool = True
+    headers: tuple[tuple[str, str], ...] = field(default=(), repr=False)
+
+    def wire(self) -> Wire:
+        """Open connections to it, on demand."""
+        return Wire(self.address, dict(self.headers))
+
+    def body(self, prompt: str, output_tokens: int, tenant: str = "") -> bytes:
+        """Write a request; the prompt is words, so there is nothing in it to escape."""
+        chat = self.path == CHAT
+        text = f'"messages":[{{"role":"user","content":"{prompt}"}}]' if chat else None
+        fields = [
+            f'{{"model":{json.dumps(self.model)}',
+            text or f'"prompt":"{prompt}"',
+            f'"max_{"completion_" if chat else ""}tokens":{output_tokens}',
+            '"temperature":0,"stream":true,"stream_options":{"include_usage":true}',
+        ]
+        if self.ignore_eos:
+            fields.append('"ignore_eos":true')
+        if tenant:
+            fields.append(f'"user":{json.dumps(tenant)}')
+        return (",".join(fields) + "}").encode()
+
+    def request_body(self, texts: Texts, number: int, request: Request) -> bytes:
+        """Write the request of that number."""
+        prompt = texts.prompt(number, request, self.measure)
+        return self.body(prompt, request.output_tokens, request.tenant)
+
+
+async def learn(asked: Asked) -> Endpoint:
+    """Ask an endpoint for all that a load needs to know; one line of an error if it can not be."""
+    headers = {"Authorization": f"Bearer {asked.key}"} if asked.key else {}
+    if asked.explain:
+        headers["X-Explain"] = "1"
+    address = Address.parse(asked.url)
+    endpoint = Endpoint(
+        address, asked.path, asked.model, Measure(), None, asked.ignore_eos, tuple(headers.items())
+    )
+    wire = endpoint.wire()
+    try:
+        endpoint = await _with_model(endpoint, wire)
+        endpoint = await _that_answers(endpoint, wire)
+        return replace(endpoint, measure=await _measure(endpoint, wire))
+    except WireError as error:
+        raise EndpointError(f"{address}: {str(error).removeprefix(f'{address}: ')}") from None
+    finally:
+        wire.close()
+
+
+async def _with_model(endpoint: Endpoint, wire: Wire) -> Endpoint:
+    try:
+        served = json.loads(await wire.get("/v1/models", PROBE_TIMEOUT_S))["data"]
+        models: dict[str, Any] = {each["id"]: each for each in served}
+    except WireError as error:
+        if endpoint.model and str(error).startswith("HTTP 404"):
+            return endpoint  # it has no list; what was asked for is tried
+        raise
+    except (ValueError, KeyError, TypeError):
+        raise EndpointError(
+            f"{endpoint.address}/v1/models: is not a list of models; is this an OpenAI endpoint?"
+        ) from None
+    if not models:
+        raise EndpointError(f"{endpoint.address} serves no model yet; wait until it is ready")
+    name = endpoint.model or next(iter(models))
+    if name not in models:
+        raise EndpointError(
+            f"--model {name}: {endpoint.address} does not serve it; it has: {', '.join(models)}"
+        )
+    limit = models[name].get("max_model_len")
+    return replace(endpoint, model=name, max_model_len=limit if isinstance(limit, int) else None)
+
+
+async def _that_answers(endpoint: Endpoint, wire: Wire) -> Endpoint:
+    """Make sure that it streams, and find out whether it knows vLLM's `ignore_eos`."""
+    try:
+        await _usage(endpoint, wire, "good day")
+    except WireError as error:
+        if not (endpoint.ignore_eos and "HTTP 4" in str(error) and "ignore_eos" in str(error)):
+            raise
+        endpoint = replace(endpoint, ignore_eos=False)
+        await _usage(endpoint, wire, "good day")
+    return endpoint
+
+
+async def _measure(endpoint: Endpoint, wire: Wire) -> Measure:
+    """Learn tokens per word: from `/tokenize`, or else from the usage of two requests."""
+    texts = Texts(-1)
+    words, most = PROBE_WORDS
+    few = await _tokens(endpoint, wire, texts.text("few", words))
+    if not few:
+        return Measure()
+    if endpoint.max_model_len is not None:
+        most = min(most, max(LEAST_PROBE_WORDS, int(words * endpoint.max_model_len / few / 2)))
+    many = await _tokens(endpoint, wire, texts.text("many", most))
+    per_word = (many - few) / (most - words)
+    if per_word <= 0:
+        raise EndpointError(
+            f"{endpoint.address}: {words} words are {few} tokens to it and {most} words {many}; "
+            "prompts of a given length can not be written for it"
+        )
+    return Measure(per_word, max(0.0, few - words * per_word))
+
+
+async def _tokens(endpoint: Endpoint, wire: Wire, text: str) -> int:
+    chat = {"messages": [{"role": "user", "content": text}]}
+    question = {"model": endpoint.model} | (chat if endpoint.path == CHAT else {"prompt": text})
+    try:
+        answer = await wire.ask("/tokenize", json.dumps(question).encode(), PROBE_TIMEOUT_S)
+        count = json.loads(answer)["count"]
+        if isinstance(count, int):
+            return count
+    except (WireError, ValueError, KeyError, TypeError):
+        pass  # not every endpoint has one
+    return await _usage(endpoint, wire, text)
+
+
+async def _usage(endpoint: Endpoint, wire: Wire, text: str) -> int:
+    outcome = Outcome(0.0, "probe", 0, 1)
+    stream = EventStream(outcome)
+    await wire.stream(
+        endpoint.path,
+        endpoint.body(text, 1),
+        lambda _, __: None,
+        lambda piece: stream.feed(piece, 0.0),
+        PROBE_TIMEOUT_S,
+    )
+    if outcome.error:
+        raise WireError(f"answered a small request with: {excerpt(outcome.error)}")
+    return outcome.prompt_tokens

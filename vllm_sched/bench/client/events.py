@@ -1,0 +1,71 @@
+"""Server-sent events, read with as little work as will do.
+
+Every token of every stream passes here, in the process that also keeps the time. So an event is
+recognised as a token by a few of its bytes; the rare ones that might be something else are parsed.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vllm_sched.bench.outcome import Outcome
+
+ERROR_LENGTH = 300
+# What an event of a chat may hold besides a token: the role that opens an answer, or its end.
+RARE = (b'"role"', b'"delta":{}', b'"usage":{')
+
+
+class EventStream:
+    """Reads one response into an outcome."""
+
+    def __init__(self, outcome: Outcome) -> None:
+        self._outcome = outcome
+        self._rest = b""
+        self.done = False
+
+    def feed(self, chunk: bytes, now: float) -> None:
+        """Take in what arrived at `now`."""
+        if self._rest:
+            chunk = self._rest + chunk
+        if b"\r\n" in chunk:
+            chunk = chunk.replace(b"\r\n", b"\n")
+        *events, self._rest = chunk.split(b"\n\n")
+        for event in events:
+            if b'"choices":[{' in event and not any(mark in event for mark in RARE):
+                self._outcome.ticks.append(now)
+            elif event.startswith(b"data: [DONE]"):
+                self.done = True
+            elif event.startswith(b"data:"):
+                self._rare(event[5:], now)
+
+    def _rare(self, payload: bytes, now: float) -> None:
+        try:
+            message = json.loads(payload)
+        except ValueError:
+            message = None
+        if not isinstance(message, dict) or "choices" not in message:
+            self._outcome.error = excerpt(payload)
+            return
+        if any(map(_carries_a_token, message["choices"])):
+            self._outcome.ticks.append(now)
+        if isinstance(usage := message.get("usage"), dict):
+            self._outcome.completed = usage.get("completion_tokens") or 0
+            self._outcome.prompt_tokens = usage.get("prompt_tokens") or self._outcome.prompt_tokens
+
+
+def _carries_a_token(choice: dict[str, Any]) -> bool:
+    delta = choice.get("delta")
+    if not isinstance(delta, dict):
+        return "text" in choice  # a completion; the text may be half a character, so empty
+    said = {name: value for name, value in delta.items() if name != "role"}
+    # Beside a role an empty text is a greeting; alone it is a token that shows later.
+    return bool(said) and ("role" not in delta or any(said.values()))
+
+
+def excerpt(text: str | bytes) -> str:
+    """Make one short line of an error's words."""
+    if isinstance(text, bytes):
+        text = text.decode(errors="replace")
+    return " ".join(text.split())[:ERROR_LENGTH]

@@ -1,0 +1,97 @@
+"""Prompts of so many tokens, for an endpoint whose tokenizer is somebody else's.
+
+Random common words; how many tokens they make is learnt from the endpoint. Two texts differ from
+their first words on unless they have the same name, so a prefix cache gains what was meant and no
+more. The bulk is cut from one long text made once: a prompt costs microseconds, not milliseconds.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from vllm_sched.bench.traffic.types import Request
+
+COMMON: Final = (
+    "able about above across act add after again age ago air all almost along also always among "
+    "and animal answer any apple area arm around art ask away baby back ball bank base be bear "
+    "beat bed been before begin behind best better between big bird black blood blue board boat "
+    "body bone book born both bottom box boy bread break bring brother brown build burn busy but "
+    "buy by call came can car card care carry case cat catch cause cell center chair chance "
+    "change check child city class clean clear climb clock close cloud coat cold color come "
+    "common control cook cool copy corn corner cost could count country course cover cross crowd "
+    "cry cup current cut dance dark day dead deal dear deep did die differ dinner do doctor dog "
+    "door down draw dream dress drink drive drop dry during each ear early earth east easy eat "
+    "edge egg eight else end enemy energy enough enter even ever every eye face fact fair fall "
+    "family far farm fast fat father fear feed feel feet fell few field fight fill final find "
+    "fine finger fire first fish fit five flat floor flow flower fly follow food foot for force "
+    "forest form found four free fresh friend from front fruit full fun game garden gas gave get "
+    "girl give glad glass go gold gone good got grand grass great green grew ground group grow "
+    "guess gun had hair half hand happy hard has hat have he head hear heart heat heavy held help "
+    "her here high hill him his history hit hold hole home hope horse hot hour house how human"
+)
+WORDS: Final = tuple(COMMON.split())
+HEAD: Final = 12  # words that no other text begins with
+POOL: Final = 1 << 16
+
+
+@dataclass(frozen=True)
+class Measure:
+    """How words become tokens at an endpoint: `fixed + per_word * words`."""
+
+    per_word: float = 1.0
+    fixed: float = 0.0  # what a template or a first token adds
+
+    def words(self, tokens: int) -> int:
+        """Return how many words make that many tokens."""
+        return max(0, round((tokens - self.fixed) / self.per_word))
+
+
+class Texts:
+    """Texts by name; the same seed makes the same ones."""
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+        pool = random.Random(f"pool/{seed}").choices(WORDS, k=POOL)
+        self._pool = " ".join(pool)
+        self._begins = [0, *accumulate(len(word) + 1 for word in pool)]
+
+    def text(self, name: object, words: int) -> str:
+        """Return the first words of the text of that name."""
+        rng = random.Random(f"{self._seed}/{name!r}")
+        head = rng.choices(WORDS, k=HEAD)
+        if words <= HEAD:
+            return " ".join(head[:words])
+        begin, left = rng.randrange(POOL), words - HEAD
+        pieces = [" ".join(head)]
+        while left:
+            taken = min(left, POOL - begin)
+            pieces.append(self._pool[self._begins[begin] : self._begins[begin + taken] - 1])
+            begin, left = 0, left - taken
+        return " ".join(pieces)
+
+    def prompt(self, number: int, request: Request, measure: Measure) -> str:
+        """Write the prompt of the request of that number, shared pieces first."""
+        pieces = []
+        tokens = done = 0
+        for name, more in (
+            *request.shared,
+            (_Own(number), request.prompt_tokens - request.shared_tokens),
+        ):
+            # Rounded where it stands in the prompt, so that many short pieces make no error.
+            tokens += more
+            words = measure.words(tokens) - done
+            if words > 0:
+                pieces.append(self.text(name, words))
+                done += words
+        return " ".join(pieces) or self.text(_Own(number), 1)
+
+
+@dataclass(frozen=True)
+class _Own:
+    """The name of a text that is one request's alone."""
+
+    number: int

@@ -1,0 +1,113 @@
+"""Who was served when: tokens per tenant over time, and where a router sent requests."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from typing import TYPE_CHECKING, Final
+
+from vllm_sched.bench.plots.style import INCHES, legend, looks, picture
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from vllm_sched.bench.outcome import Outcome
+
+TENANTS: Final = 6
+OTHERS: Final = "the others"
+BINS: Final = 60
+
+
+def draw_tenants(stem: Path, outcomes: Sequence[Outcome]) -> None:
+    """Draw all tokens served so far, a line per tenant, the busiest ones by name.
+
+    A prompt counts when its first token comes. Two lines in parallel are two equal services.
+    """
+    served = served_by_tenant(outcomes)
+    title = "Tokens served per tenant"
+    with picture(stem, title, "seconds since the start", "tokens, read and written") as axes:
+        for look, (name, steps) in zip(looks(len(served)), served.items(), strict=True):
+            axes.plot(
+                [at for at, _ in steps],
+                [tokens for _, tokens in steps],
+                label=name,
+                drawstyle="steps-post",
+                markevery=0.15,
+                gid="line",
+                **look,
+            )
+        axes.set_xlim(left=0)
+        axes.set_ylim(bottom=0)
+        legend(axes, len(served))
+
+
+def served_by_tenant(outcomes: Sequence[Outcome]) -> dict[str, list[tuple[float, float]]]:
+    """Add tokens up over time for each tenant; those beyond the busiest are taken together."""
+    events: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    totals: Counter[str] = Counter()
+    for each in outcomes:
+        if not each.ticks:
+            continue
+        tokens = [(each.ticks[0], float(each.prompt_tokens))]
+        # Where several tokens share an event, each event stands for its share of them.
+        worth = max(each.completed, len(each.ticks)) / len(each.ticks)
+        tokens += [(tick, worth) for tick in each.ticks]
+        events[each.tenant] += tokens
+        totals[each.tenant] += each.prompt_tokens + each.completed
+    named = [name for name, _ in totals.most_common()]
+    if len(named) > TENANTS:
+        for name in named[TENANTS - 1 :]:
+            events[OTHERS] += events.pop(name)
+        named = [*named[: TENANTS - 1], OTHERS]
+    return {name: _adding_up(sorted(events[name])) for name in named}
+
+
+def draw_router(stem: Path, outcomes: Sequence[Outcome]) -> None:
+    """Draw a strip per worker: the darker, the more prompt tokens it was sent in that time."""
+    workers, seconds, rows = sent_to_workers(outcomes)
+    height = max(2.2, min(9.0, 1.4 + 0.38 * len(workers)))
+    title = "Where the router sent prompts"
+    with picture(
+        stem, title, "seconds since the start", "worker", inches=(INCHES[0], height)
+    ) as axes:
+        axes.grid(visible=False)
+        # Dark is much, on paper too: a grey scale is a colour scale that survives a copier.
+        strip = axes.imshow(
+            rows, aspect="auto", cmap="Greys", interpolation="nearest", vmin=0,
+            extent=(0, seconds, len(workers) - 0.5, -0.5), gid="strip",
+        )  # fmt: skip
+        axes.set_yticks(range(len(workers)), workers)
+        for edge in range(1, len(workers)):
+            axes.axhline(edge - 0.5, color="white", linewidth=2)
+        axes.figure.colorbar(strip, ax=axes, label="prompt tokens/s")
+
+
+def sent_to_workers(
+    outcomes: Sequence[Outcome],
+) -> tuple[list[str], float, list[list[float]]]:
+    """Return workers, the seconds shown, and each one's prompt tokens per second by slice."""
+    routed = [each for each in outcomes if each.worker]
+    workers = sorted({each.worker for each in routed})
+    seconds = max((each.sent for each in routed), default=0.0) * 1.0001 or 1.0
+    width = seconds / BINS
+    rows = [[0.0] * BINS for _ in workers]
+    for each in routed:
+        slot = min(BINS - 1, max(0, int(each.sent / width)))
+        rows[workers.index(each.worker)][slot] += each.prompt_tokens / width
+    return workers, seconds, rows
+
+
+def _adding_up(events: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Add up, and keep about as many steps as a picture can show."""
+    steps = [(0.0, 0.0)]
+    total = 0.0
+    apart = events[-1][0] / 1000 if events else 0.0
+    for at, tokens in events:
+        total += tokens
+        if at - steps[-1][0] >= apart or len(steps) == 1:
+            steps.append((at, total))
+        else:
+            steps[-1] = (steps[-1][0], total)
+    if events:
+        steps.append((events[-1][0], total))
+    return steps

@@ -1,0 +1,99 @@
+"""Goodput against rate, and throughput against concurrency."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from vllm_sched.bench.plots.style import MUTED, legend, limit, looks, picture, plain_log
+from vllm_sched.bench.stats import interval
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Curve:
+    """One line: at each x a value per seed, and where its knee is."""
+
+    points: Mapping[float, Sequence[float]]
+    knee: float | None = None
+
+
+def draw_goodput(
+    stem: Path, curves: Mapping[str, Curve], targets: str, *, share: float = 0.9
+) -> None:
+    """Draw goodput against the offered rate, with 95 % intervals over the seeds."""
+    title = "Goodput against offered load" if targets else "Throughput against offered load"
+    y = "requests/s in time" if targets else "requests/s done"
+    with picture(stem, title, "offered rate (requests/s)", y) as axes:
+        _draw(axes, curves)
+        most = max((x for curve in curves.values() for x in curve.points), default=1.0)
+        axes.plot([0, most], [0, most], color=MUTED, linewidth=0.9, gid="all")
+        axes.annotate(
+            "all of it", (most, most), xytext=(-4, 0), textcoords="offset points", ha="right",
+            va="bottom", color=MUTED,
+        )  # fmt: skip
+        axes.set_xlim(left=0)
+        axes.set_ylim(bottom=0)
+        if targets:
+            axes.annotate(
+                f"in time: {targets}; marked: the most that is {share:.0%} in time",
+                (0, -0.16), xycoords="axes fraction", color=MUTED, fontsize=8, va="top",
+                annotation_clip=False,
+            )  # fmt: skip
+        legend(axes, len(curves))
+
+
+def draw_throughput(stem: Path, curves: Mapping[str, Curve]) -> None:
+    """Draw tokens per second against concurrency, with the knee of each line."""
+    title = "Throughput against concurrency"
+    with picture(stem, title, "requests under way", "tokens/s, read and written") as axes:
+        _draw(axes, curves)
+        axes.set_xscale("log", base=2)
+        ticks = sorted({x for curve in curves.values() for x in curve.points})
+        axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+        axes.minorticks_off()
+        axes.set_ylim(bottom=0)
+        legend(axes, len(curves))
+
+
+def draw_latency(stem: Path, curves: Mapping[str, Curve], target_ms: float | None) -> None:
+    """Draw the tail of TTFT against the offered rate."""
+    title = "Time to first token against offered load"
+    with picture(stem, title, "offered rate (requests/s)", "TTFT p99 (ms)") as axes:
+        _draw(axes, curves)
+        axes.set_yscale("log")
+        plain_log(axes.yaxis)
+        axes.set_xlim(left=0)
+        if target_ms is not None:
+            limit(axes, target_ms, f"target {target_ms:g} ms", upright=False)
+        legend(axes, len(curves))
+
+
+def _draw(axes: Any, curves: Mapping[str, Curve]) -> None:
+    for look, (name, curve) in zip(looks(len(curves)), curves.items(), strict=True):
+        xs = sorted(curve.points)
+        found = [interval([v for v in curve.points[x] if not math.isnan(v)]) for x in xs]
+        axes.errorbar(
+            xs,
+            [mean for mean, _ in found],
+            yerr=[half for _, half in found],
+            capsize=3,
+            elinewidth=1,
+            label=name,
+            gid="line",
+            **look,
+        )
+        if curve.knee is not None and curve.knee in curve.points:
+            y = interval(curve.points[curve.knee])[0]
+            axes.plot(
+                [curve.knee], [y], marker="o", markersize=13, fillstyle="none", linestyle="none",
+                color=look["color"], markeredgewidth=1.4, gid="knee",
+            )  # fmt: skip
+            axes.annotate(
+                f"knee {curve.knee:g}", (curve.knee, y), xytext=(0, -18), ha="center",
+                textcoords="offset points", color=look["color"],
+            )  # fmt: skip

@@ -1,0 +1,126 @@
+"""How every picture looks: readable in black and white, with the fonts there are.
+
+Lines differ by dashes and markers first, and in grey by lightness; colour only repeats it (Okabe
+and Ito's, told apart by nearly everybody). An SVG keeps its text as text, in the reader's own font.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from importlib.util import find_spec
+from itertools import cycle, islice
+from typing import TYPE_CHECKING, Any, Final
+
+from vllm_sched.errors import UsageError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+INCHES: Final = (7.2, 4.3)
+DPI: Final = 150
+MUTED: Final = "#666666"
+COLOURS: Final = ("#0072b2", "#b24a00", "#007a5a", "#a0527f", "#1a1a1a", "#8a7000", "#3d9bd0")
+DASHES: Final = ("-", (0, (5, 2)), (0, (1, 1.4)), (0, (6, 2, 1, 2)), (0, (3, 1.5)))
+MARKERS: Final = ("o", "s", "^", "D", "v", "P", "X")
+HATCHES: Final = ("", "///", "...", "\\\\\\", "xxx", "---", "ooo")
+SETTINGS: Final = {
+    "svg.fonttype": "none",
+    "svg.hashsalt": "vllm-sched",  # the same data make the same file
+    "font.family": "sans-serif",
+    "font.size": 10,
+    "axes.titlesize": 12,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.edgecolor": MUTED,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": "#e3e3e3",
+    "grid.linewidth": 0.7,
+    "legend.frameon": False,
+    "lines.linewidth": 1.6,
+    "lines.markersize": 5,
+    "figure.constrained_layout.use": True,
+}
+
+
+def check_available() -> None:
+    """Say how to get what draws, where it is missing."""
+    if find_spec("matplotlib") is None:
+        raise UsageError(
+            "--plot: pictures need matplotlib; install it with: pip install 'vllm-sched[plots]'"
+        )
+
+
+def looks(count: int) -> list[dict[str, Any]]:
+    """Give so many lines a look each: dashes, marker, colour."""
+    styles = zip(cycle(DASHES), cycle(MARKERS), cycle(COLOURS), strict=False)
+    return [
+        {"linestyle": dash, "marker": marker, "color": colour}
+        for dash, marker, colour in islice(styles, count)
+    ]
+
+
+@contextmanager
+def picture(
+    stem: Path, title: str, x: str, y: str, *, inches: tuple[float, float] = INCHES
+) -> Iterator[Any]:
+    """Give axes to draw on; both files are written at the end of the block."""
+    check_available()
+    import matplotlib as mpl
+
+    # Not pyplot: it keeps figures alive, and looks for a screen.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    with mpl.rc_context(SETTINGS):
+        figure = Figure(figsize=inches)
+        FigureCanvasAgg(figure)
+        axes = figure.add_subplot()
+        axes.set_title(title)
+        axes.set_xlabel(x)
+        axes.set_ylabel(y)
+        yield axes
+        stem.parent.mkdir(parents=True, exist_ok=True)
+        for path in files(stem):
+            dated = {"Date": None} if path.suffix == ".svg" else {}
+            figure.savefig(path, dpi=DPI, metadata={"Creator": "vllm-sched", **dated})
+
+
+def files(stem: Path) -> Sequence[Path]:
+    """Name the files of a picture."""
+    return [stem.with_name(f"{stem.name}{suffix}") for suffix in (".svg", ".png")]
+
+
+def legend(axes: Any, lines: int) -> None:
+    """Explain lines, where there are several."""
+    if lines > 1:
+        axes.legend(loc="best", handlelength=3.2)
+
+
+def limit(axes: Any, at: float, text: str, *, upright: bool) -> None:
+    """Draw a target as a thin line with its name beside it."""
+    style = {"color": MUTED, "linewidth": 1.0, "linestyle": (0, (2, 2)), "gid": "target"}
+    if upright:
+        axes.axvline(at, **style)
+        axes.annotate(
+            text, (at, 1), xycoords=("data", "axes fraction"), xytext=(3, -2),
+            textcoords="offset points", va="top", color=MUTED,
+        )  # fmt: skip
+    else:
+        axes.axhline(at, **style)
+        axes.annotate(
+            text, (1, at), xycoords=("axes fraction", "data"), xytext=(-2, 3),
+            textcoords="offset points", ha="right", color=MUTED,
+        )  # fmt: skip
+
+
+def plain_log(axis: Any, unit: str = "", factor: float = 1.0) -> None:
+    """Label a logarithmic axis with numbers that people write: 20, 50, 100."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value * factor:,.10g}{unit}"))
+    axis.set_minor_formatter(NullFormatter())

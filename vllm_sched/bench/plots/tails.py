@@ -1,0 +1,63 @@
+"""TTFT and ITL as log-CCDF: how many waited longer than that, down to the last one."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from vllm_sched.bench.plots.style import legend, limit, looks, picture, plain_log
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+POINTS: Final = 400
+LEAST_MS: Final = 0.01  # for a logarithm's sake
+
+
+def draw_tail(
+    stem: Path,
+    title: str,
+    measure: str,
+    groups: Mapping[str, Sequence[float]],
+    target_s: float | None = None,
+) -> None:
+    """Draw one line per group of samples in seconds; groups without samples are left out."""
+    shown = {name: sorted(samples) for name, samples in groups.items() if samples}
+    with picture(stem, title, f"{measure} (ms)", "share of samples above") as axes:
+        axes.set_xscale("log")
+        axes.set_yscale("log")
+        for look, (name, ordered) in zip(looks(len(shown)), shown.items(), strict=True):
+            x, y = ccdf(ordered)
+            axes.plot(
+                [max(LEAST_MS, value * 1000) for value in x],
+                y,
+                label=f"{name} ({len(ordered):,})",
+                drawstyle="steps-post",
+                markevery=0.12,
+                gid="line",
+                **look,
+            )
+        plain_log(axes.xaxis)
+        plain_log(axes.yaxis, " %", 100)
+        if shown:
+            axes.set_ylim(0.7 / max(map(len, shown.values())), 1.1)
+        if target_s is not None:
+            limit(axes, target_s * 1000, f"target {target_s * 1000:g} ms", upright=True)
+        legend(axes, len(shown))
+
+
+def ccdf(ordered: Sequence[float], points: int = POINTS) -> tuple[list[float], list[float]]:
+    """Return latencies and the share of samples at or above each.
+
+    Of many samples some are left out, ever fewer towards the tail, where each one counts.
+    """
+    total = len(ordered)
+    # Ranks from the top: every one of the last, then geometric steps.
+    ranks = {1, total}
+    step = max(1.0001, total ** (1 / points))
+    rank = 1.0
+    while rank < total:
+        ranks.add(round(rank))
+        rank = max(rank + 1, rank * step)
+    chosen = sorted(ranks, reverse=True)
+    return [ordered[total - rank] for rank in chosen], [rank / total for rank in chosen]

@@ -1,0 +1,180 @@
+"""`vllm-sched bench`: play a workload against an endpoint, and say how it fared."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+from vllm_sched.bench import goodput
+from vllm_sched.bench.client.endpoint import CHAT, Asked, Endpoint, learn
+from vllm_sched.bench.client.player import Played, Tally, play
+from vllm_sched.bench.result import Result
+from vllm_sched.bench.summary import table
+from vllm_sched.bench.traffic.catalogue import find
+from vllm_sched.bench.traffic.schedule import Schedule
+from vllm_sched.cli.load import (
+    INTERRUPTED,
+    WORKLOAD_HELP,
+    add_endpoint,
+    add_traffic,
+    asked,
+    check_outputs,
+    run_interruptibly,
+    traffic_of,
+    watched,
+)
+from vllm_sched.errors import UsageError
+
+if TYPE_CHECKING:
+    import asyncio
+    from collections.abc import Sequence
+
+ERRORS_SHOWN = 5
+
+
+def add_bench(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command to the parser of `vllm-sched`."""
+    parser = subparsers.add_parser(
+        "bench",
+        help="play a workload against any OpenAI endpoint",
+        description=(
+            "Send requests at the times a workload says, whatever became of earlier ones (an open "
+            "loop), and count latencies from those times. Prompts are random words."
+        ),
+    )
+    add_endpoint(parser)
+    parser.add_argument("--workload", default="azure-conv", metavar="NAME|FILE", help=WORKLOAD_HELP)
+    loop = parser.add_mutually_exclusive_group()
+    loop.add_argument(
+        "--request-rate",
+        type=float,
+        metavar="R",
+        help="requests a second (default: the workload's own, or its times)",
+    )
+    loop.add_argument(
+        "--concurrency", type=int, metavar="C", help="a closed loop of so many requests instead"
+    )
+    loop.add_argument(
+        "--trace", action="store_true", help="insist on the times that the workload comes with"
+    )
+    parser.add_argument(
+        "--burstiness",
+        type=float,
+        metavar="B",
+        help="of the gaps between requests: 1 is Poisson, less is burstier",
+    )
+    add_traffic(parser)
+    parser.add_argument("--seed", type=int, default=0, help="fixes lengths, times and prompts")
+    parser.add_argument("--save", type=Path, metavar="FILE.json", help="write every sample")
+    parser.add_argument(
+        "--plot", type=Path, metavar="DIR", help="draw TTFT, ITL, tenants and the router's choices"
+    )
+    parser.set_defaults(func=run_bench)
+
+
+def run_bench(args: argparse.Namespace) -> int:
+    """Run the command; 1 when a request failed."""
+    targets = goodput.parse(args.goodput)
+    schedule = _schedule(args)
+    check_outputs(args.save, args.plot)
+    console = Console()
+    played, endpoint = run_interruptibly(
+        lambda stop: _measured(asked(args, explain=bool(args.plot)), schedule, args, console, stop)
+    )
+    result = as_result(played, endpoint, schedule, targets)
+    tell(result, played, console)
+    if args.save:
+        result.save(args.save)
+        console.print(f"saved {args.save}", style="dim", highlight=False)
+    if args.plot:
+        from vllm_sched.bench.plots import draw_run
+
+        for path in draw_run(result, args.plot):
+            console.print(f"drew {path}", style="dim", highlight=False)
+    if played.interrupted:
+        return INTERRUPTED
+    return int(any(each.error for each in played.outcomes))
+
+
+def as_result(
+    played: Played, endpoint: Endpoint, schedule: Schedule, targets: goodput.Targets
+) -> Result:
+    """Put a run together with what was played."""
+    return Result(
+        schedule,
+        targets,
+        played.outcomes,
+        played.duration,
+        "openai-chat" if endpoint.path == CHAT else "openai",
+        endpoint.model,
+        {
+            "tokens_per_word": endpoint.measure.per_word,
+            "max_model_len": endpoint.max_model_len,
+            "client_busy": played.busy,
+            "client_stall_s": played.stall,
+            "client_late_p99_s": played.late_p99,
+            "cut_requests": played.cut,
+            "short_answers": played.short,
+        },
+        played.warnings(),
+    )
+
+
+def tell(result: Result, played: Played, console: Console) -> None:
+    """Print the figures, and what makes them doubtful."""
+    if played.interrupted:
+        console.print("interrupted: this is what there is", style="yellow")
+    console.print(table(result.classes(), result.targets))
+    console.print(
+        f"{len(result.outcomes)} requests sent in {result.duration:.1f} s; the client sent 99 % of "
+        f"them within {played.late_p99 * 1000:.0f} ms of their time, on {played.busy:.0%} of a "
+        "processor",
+        style="dim",
+        highlight=False,
+    )
+    for warning in result.warnings:
+        console.print(warning, style="yellow", highlight=False)
+    _complain([each.error for each in result.outcomes if each.error], console)
+
+
+async def _measured(
+    asked: Asked,
+    schedule: Schedule,
+    args: argparse.Namespace,
+    console: Console,
+    stop: asyncio.Event,
+) -> tuple[Played, Endpoint]:
+    endpoint = await learn(asked)
+    tally = Tally()
+    label = f"{schedule.source.name} against {endpoint.model} at {endpoint.address}"
+    work = play(endpoint, schedule, timeout_s=args.timeout, tally=tally, stop=stop)
+    return await watched(console, label, schedule, tally, work), endpoint
+
+
+def _schedule(args: argparse.Namespace) -> Schedule:
+    source = find(args.workload, block_tokens=args.block_tokens)
+    if args.trace and not source.timed:
+        raise UsageError(
+            f"--trace: {source.name} has no times of its own; give a --request-rate or a FILE.jsonl"
+        )
+    return Schedule(
+        source=source,
+        seed=args.seed,
+        rate=args.request_rate,
+        burstiness=args.burstiness,
+        concurrency=args.concurrency,
+        **traffic_of(args),
+    )
+
+
+def _complain(errors: Sequence[str], console: Console) -> None:
+    kinds: dict[str, int] = {}
+    for error in errors:
+        kinds[error] = kinds.get(error, 0) + 1
+    for error, count in sorted(kinds.items(), key=lambda item: -item[1])[:ERRORS_SHOWN]:
+        console.print(f"{count} failed: {error}", style="red", markup=False, highlight=False)
+    if len(kinds) > ERRORS_SHOWN:
+        console.print(f"and {len(kinds) - ERRORS_SHOWN} other errors", style="red")

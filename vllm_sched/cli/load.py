@@ -1,0 +1,186 @@
+"""What `bench` and `sweep` share: options, progress, and Ctrl-C."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import signal
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import uvloop
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from vllm_sched.bench.client.endpoint import CHAT, COMPLETIONS, Asked
+from vllm_sched.bench.client.player import TIMEOUT_S
+from vllm_sched.bench.traffic.catalogue import FORMS, NAMES
+from vllm_sched.bench.traffic.traces import BLOCK_TOKENS
+from vllm_sched.errors import UsageError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from vllm_sched.bench.client.player import Played, Tally
+    from vllm_sched.bench.traffic.schedule import Schedule
+
+WORKLOAD_HELP = f"{', '.join(NAMES)}; {FORMS} (default: %(default)s)"
+T = TypeVar("T")
+INTERRUPTED = 130
+KEY_VARIABLE = "OPENAI_API_KEY"
+REFRESH_S = 0.5
+
+
+def add_endpoint(parser: argparse.ArgumentParser) -> None:
+    """Describe where requests go."""
+    parser.add_argument("--url", required=True, metavar="URL", help="of a worker or a router")
+    parser.add_argument("--model", default="", help="default: the first that the endpoint lists")
+    parser.add_argument(
+        "--endpoint",
+        default=COMPLETIONS,
+        choices=(COMPLETIONS, CHAT),
+        help="the API (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--api-key", default="", metavar="KEY", help=f"default: the variable {KEY_VARIABLE}"
+    )
+    parser.add_argument(
+        "--timeout",
+        type=float,
+        default=TIMEOUT_S,
+        metavar="SECONDS",
+        help="a request that takes longer has failed (default: %(default)g)",
+    )
+    parser.add_argument(
+        "--no-ignore-eos",
+        dest="ignore_eos",
+        action="store_false",
+        help="let answers end where the model ends them",
+    )
+
+
+def add_traffic(parser: argparse.ArgumentParser) -> None:
+    """Describe what is sent, loops and seeds aside."""
+    parser.add_argument("--duration", type=float, metavar="SECONDS", help="default: 60")
+    parser.add_argument("--num-requests", type=int, metavar="N")
+    parser.add_argument(
+        "--scale", type=float, default=1.0, metavar="F", help="multiply all lengths, as 0.1"
+    )
+    parser.add_argument(
+        "--tenants", type=int, default=0, metavar="N", help="so many users, the first the busiest"
+    )
+    parser.add_argument(
+        "--prefix-hit",
+        type=float,
+        metavar="SHARE",
+        help="of prompt tokens that a request before began with (default: the workload's)",
+    )
+    parser.add_argument(
+        "--block-tokens",
+        type=int,
+        default=BLOCK_TOKENS,
+        metavar="N",
+        help="tokens that one of a trace's hash_ids stands for (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--goodput",
+        nargs="+",
+        default=[],
+        metavar="NAME:MS",
+        help="targets: ttft, tpot, itl (the longest gap) and e2el, in milliseconds",
+    )
+
+
+def traffic_of(args: argparse.Namespace) -> dict[str, Any]:
+    """Collect a schedule's settings from what `add_traffic` describes."""
+    return {
+        "duration_s": args.duration,
+        "count": args.num_requests,
+        "scale": args.scale,
+        "tenants": args.tenants,
+        "prefix_hit": args.prefix_hit,
+    }
+
+
+def asked(args: argparse.Namespace, *, explain: bool = False) -> Asked:
+    """Collect what the command line says of the endpoint."""
+    if not args.timeout > 0:
+        raise UsageError(f"--timeout {args.timeout:g}: must be more than 0 seconds")
+    key = args.api_key or os.environ.get(KEY_VARIABLE, "")
+    return Asked(args.url, args.model, args.endpoint, key, args.ignore_eos, explain)
+
+
+def check_outputs(save: Path | None, plot: Path | None) -> None:
+    """Refuse what would only fail after minutes of measuring."""
+    if save and not save.parent.is_dir():
+        raise UsageError(f"{save}: there is no folder {save.parent}; make it first")
+    if plot:
+        if plot.exists() and not plot.is_dir():
+            raise UsageError(f"--plot {plot}: is a file; give a folder for the pictures")
+        from vllm_sched.bench.plots import check_available
+
+        check_available()
+
+
+def run_interruptibly(work: Callable[[asyncio.Event], Awaitable[T]]) -> T:
+    """Run with an event that Ctrl-C sets, so that a part of a run can be shown; twice ends it."""
+
+    async def run() -> T:
+        stop = asyncio.Event()
+        loop = asyncio.get_running_loop()
+
+        def interrupt() -> None:
+            stop.set()
+            loop.remove_signal_handler(signal.SIGINT)
+
+        with suppress(NotImplementedError, RuntimeError, ValueError):  # not in the main thread
+            loop.add_signal_handler(signal.SIGINT, interrupt)
+        return await work(stop)
+
+    try:
+        return uvloop.run(run())
+    except KeyboardInterrupt:
+        print("vllm-sched: interrupted", file=sys.stderr)
+        raise SystemExit(INTERRUPTED) from None
+
+
+async def watched(
+    console: Console, label: str, schedule: Schedule, tally: Tally, work: Awaitable[Played]
+) -> Played:
+    """Show how far it is while it runs, where there is a terminal to show it on."""
+    if not console.is_terminal:
+        console.print(label, style="dim", highlight=False)
+        return await work
+    end = schedule.ends_after_s
+    columns = (
+        SpinnerColumn(), TextColumn("{task.description}"), BarColumn(30), TimeElapsedColumn(),
+        TextColumn("{task.fields[state]}", style="dim"),
+    )  # fmt: skip
+    # Refreshed by hand and seldom: the clock that times tokens runs in this process too.
+    with Progress(*columns, console=console, auto_refresh=False, transient=True) as progress:
+        task = progress.add_task(label, total=end or schedule.count, state="")
+
+        async def show() -> None:
+            while True:
+                progress.update(
+                    task,
+                    completed=time.perf_counter() - tally.began
+                    if end
+                    else tally.done + tally.failed,
+                    state=(
+                        f"{tally.done:,} done, {tally.in_flight:,} under way"
+                        + (f", {tally.failed:,} failed" if tally.failed else "")
+                    ),
+                )
+                progress.refresh()
+                await asyncio.sleep(REFRESH_S)
+
+        showing = asyncio.create_task(show())
+        try:
+            return await work
+        finally:
+            showing.cancel()
