@@ -11,6 +11,7 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -48,11 +49,12 @@ ALL: Final = "all"
 
 
 class Hold(NamedTuple):
-    """The last time that a lane's gate was found closed."""
+    """The last step in which a lane's gate was found closed."""
 
     policy: int  # the first that closed it
     at: float
-    closed: bool  # whether it was the last time that it was asked, too
+    before: float  # and the one before that
+    closed: bool = True  # whether it was so when it was asked last
 
 
 @dataclass(slots=True)
@@ -96,9 +98,11 @@ class Seen:
 
     def gate(self, lanes: LaneKey, closed_by: int | None) -> None:
         """Note whether a lane's gate is closed, and whose doing that is."""
+        hold = self._holds.get(lanes)
         if closed_by is not None:
-            self._holds[lanes] = Hold(closed_by, self._now, closed=True)
-        elif (hold := self._holds.get(lanes)) is not None and hold.closed:
+            before = -inf if hold is None else hold.before if hold.at == self._now else hold.at
+            self._holds[lanes] = Hold(closed_by, self._now, before)
+        elif hold is not None and hold.closed:
             self._holds[lanes] = hold._replace(closed=False)
 
     def scheduled(
@@ -143,8 +147,10 @@ class Seen:
                 continue
             for policy, lane in zip(self.policies, lanes, strict=True):
                 self.metrics.admitted(policy.name, lane or ALL)
-            hold = self._holds.get(lanes)
-            if hold is not None and hold.at >= since:
+            if (hold := self._holds.get(lanes)) is None:
+                continue
+            # In this step it may have closed behind this one, for those that are left.
+            if (hold.before if hold.at == self._now else hold.at) >= since:
                 self.metrics.held(self.policies[hold.policy].name, self._now - since)
 
     # When its result is back
