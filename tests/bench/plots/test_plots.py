@@ -1,0 +1,192 @@
+"""Pictures by their structure: what an SVG says, and that a PNG is there."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from xml.etree import ElementTree as ET
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_sched.bench.goodput import Targets
+from vllm_sched.bench.outcome import Outcome
+from vllm_sched.bench.plots import draw_run, draw_sweep, style
+from vllm_sched.bench.plots.crowd import sent_to_workers, served_by_tenant
+from vllm_sched.bench.plots.curves import Curve
+from vllm_sched.bench.plots.tails import ccdf
+from vllm_sched.bench.result import Result
+from vllm_sched.bench.traffic.catalogue import find
+from vllm_sched.bench.traffic.schedule import Schedule
+from vllm_sched.errors import UsageError
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def texts(path: Path) -> list[str]:
+    return ["".join(e.itertext()).strip() for e in ET.parse(path).iter(f"{SVG}text")]  # noqa: S314
+
+
+def marked(path: Path, name: str) -> list[ET.Element]:
+    return [e for e in ET.parse(path).iter() if e.get("id") == name]  # noqa: S314
+
+
+def dashes(lines: Sequence[ET.Element]) -> set[str]:
+    """Give what tells lines apart without colour."""
+    found = set()
+    for line in lines:
+        styles = [e.get("style", "") for e in line.iter(f"{SVG}path")]
+        found.add(
+            next(
+                (p.strip() for s in styles for p in s.split(";") if "stroke-dasharray" in p),
+                "solid",
+            )
+        )
+    return found
+
+
+def crowd(seed: int = 0) -> list[Outcome]:
+    rng = random.Random(seed)
+    outcomes = []
+    for i in range(60):
+        first = i / 10 + rng.random()
+        ticks = [first + 0.02 * j for j in range(5)]
+        outcomes.append(
+            Outcome(
+                i / 10, "short" if i % 3 else "long", 100, 5, f"tenant-{i % 9 + 1}", i / 10, ticks,
+                5, ("s0", "s1", "l0")[i % 3],
+            )
+        )  # fmt: skip
+    return outcomes
+
+
+def run(outcomes: list[Outcome]) -> Result:
+    schedule = Schedule(source=find("azure-conv"))
+    return Result(schedule, Targets(ttft=0.5, itl=0.1), outcomes, 7.0, "openai", "m")
+
+
+def test_a_run_is_drawn(tmp_path: Path) -> None:
+    drawn = draw_run(run(crowd()), tmp_path / "new")
+    assert [path.name for path in drawn] == [
+        f"{name}.{kind}" for name in ("ttft", "itl", "tenants", "router") for kind in ("svg", "png")
+    ]
+    for path in drawn:
+        if path.suffix == ".png":
+            assert path.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("name", ["TTFT", "ITL"])
+def test_tails(tmp_path: Path, name: str) -> None:
+    draw_run(run(crowd()), tmp_path)
+    path = tmp_path / f"{name.lower()}.svg"
+    said = texts(path)
+    assert f"{name} (ms)" in said
+    assert "share of samples above" in said
+    assert any(text.startswith("target ") for text in said)
+    assert any(text.startswith("short (") for text in said)
+    assert {"100 %", "10 %"} <= set(said)
+    lines = marked(path, "line")
+    assert len(lines) == 2
+    assert len(dashes(lines)) == 2
+
+
+def test_tenants_beyond_the_busiest_are_taken_together(tmp_path: Path) -> None:
+    draw_run(run(crowd()), tmp_path)
+    path = tmp_path / "tenants.svg"
+    assert {"seconds since the start", "tokens, read and written", "the others"} <= set(texts(path))
+    assert len(marked(path, "line")) == 6
+    assert len(dashes(marked(path, "line"))) >= 5  # and the markers differ
+
+
+def test_no_token_of_any_tenant_is_lost() -> None:
+    outcomes = crowd()
+    served = served_by_tenant(outcomes)
+    assert len(served) == 6
+    assert sum(steps[-1][1] for steps in served.values()) == pytest.approx(60 * 105)
+    for steps in served.values():
+        assert all(a[0] <= b[0] and a[1] <= b[1] for a, b in pairwise(steps))
+
+
+def test_the_routers_strips(tmp_path: Path) -> None:
+    draw_run(run(crowd()), tmp_path)
+    said = set(texts(tmp_path / "router.svg"))
+    assert {"worker", "seconds since the start", "s0", "s1", "l0", "prompt tokens/s"} <= said
+    workers, seconds, rows = sent_to_workers(crowd())
+    assert workers == ["l0", "s0", "s1"]
+    assert sum(map(sum, rows)) * seconds / len(rows[0]) == pytest.approx(60 * 100)
+
+
+def test_a_plain_endpoint_has_two_pictures(tmp_path: Path) -> None:
+    outcomes = crowd()
+    for each in outcomes:
+        each.tenant = each.worker = ""
+    assert {path.stem for path in draw_run(run(outcomes), tmp_path)} == {"ttft", "itl"}
+
+
+def test_nothing_at_all_can_be_drawn(tmp_path: Path) -> None:
+    draw_run(run([]), tmp_path)
+    assert marked(tmp_path / "ttft.svg", "line") == []
+
+
+CURVES = {
+    "short": Curve({1.0: [10, 12], 2.0: [18, 22], 4.0: [20, 21]}, knee=2.0),
+    "long": Curve({1.0: [5], 2.0: [6], 4.0: [6.1]}, knee=1.0),
+}
+
+
+def test_a_sweep_is_drawn(tmp_path: Path) -> None:
+    drawn = draw_sweep(
+        tmp_path, goodput=CURVES, ttft=CURVES, throughput=CURVES, targets={"ttft": 500, "itl": None}
+    )
+    assert {path.stem for path in drawn} == {"goodput", "ttft-by-rate", "throughput"}
+    for name, x, y in (
+        ("goodput", "offered rate (requests/s)", "requests/s in time"),
+        ("ttft-by-rate", "offered rate (requests/s)", "TTFT p99 (ms)"),
+        ("throughput", "requests under way", "tokens/s, read and written"),
+    ):
+        path = tmp_path / f"{name}.svg"
+        said = texts(path)
+        assert {x, y, "short", "long", "knee 2", "knee 1"} <= set(said)
+        assert len(marked(path, "knee")) == 2
+    assert {"1", "2", "4"} <= set(texts(tmp_path / "throughput.svg"))
+    assert "all of it" in texts(tmp_path / "goodput.svg")
+    assert any("TTFT 500 ms" in text for text in texts(tmp_path / "goodput.svg"))
+    assert not any("ITL" in text for text in texts(tmp_path / "goodput.svg"))
+
+
+def test_the_same_data_make_the_same_file_and_fonts_are_the_readers(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        draw_sweep(tmp_path / name, throughput=CURVES)
+    one, two = (tmp_path / name / "throughput.svg" for name in ("a", "b"))
+    assert one.read_bytes() == two.read_bytes()
+    assert "@font-face" not in one.read_text()
+    assert "http" not in one.read_text().replace("http://www.w3.org", "").replace(
+        "http://purl.org", ""
+    ).replace("http://creativecommons.org", "")
+
+
+@given(st.lists(st.floats(0.001, 100), min_size=1, max_size=3000))
+def test_a_ccdf_falls_and_keeps_its_tail(samples: list[float]) -> None:
+    ordered = sorted(samples)
+    x, y = ccdf(ordered)
+    assert x == sorted(x)
+    assert y == sorted(y, reverse=True)
+    assert (x[-1], y[-1], y[0]) == (ordered[-1], 1 / len(ordered), 1.0)
+    assert len(x) <= 1200
+    for value, share in zip(x, y, strict=True):
+        assert sum(sample >= value for sample in ordered) / len(ordered) >= share - 1e-9
+
+
+def test_looks_differ_in_dashes_and_markers() -> None:
+    found = style.looks(5)
+    assert len({str(look["linestyle"]) for look in found}) == 5
+    assert len({look["marker"] for look in style.looks(7)}) == 7
+
+
+def test_without_matplotlib_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(style, "find_spec", lambda _: None)
+    with pytest.raises(UsageError, match=r"pip install 'vllm-sched\[plots\]'"):
+        style.check_available()
