@@ -20,10 +20,13 @@ import uvloop
 from proxy.config import FleetConfig, WorkerConfig, load
 from proxy.control.admin import admin_app
 from proxy.control.admin_server import AdminServer
+from proxy.control.balance import Balance
 from proxy.control.discovery import Discovery
+from proxy.control.handovers import Aggregated
 from proxy.control.metrics import Metrics
 from proxy.control.probe import Prober
 from proxy.control.recent import Recent
+from proxy.control.warmup import Warmup
 from proxy.core.fleet import Fleet
 from proxy.core.router import Router, RouterSettings
 from proxy.core.types import Role
@@ -39,6 +42,7 @@ logger = logging.getLogger(__name__)
 BOUND = ("host", "port", "admin")
 INTERRUPTED = 130
 ENOUGH_FILES = 8192
+LOOK_S = 0.25
 
 
 class App:
@@ -57,6 +61,10 @@ class App:
         moves = connector(config.transfer) if config.transfer is not None else None
         self.wire = Wire(self.router, wire_settings(config), self.metrics, connector=moves)
         self.prober = Prober(self.router, probe)
+        self.balance = Balance(self.router)
+        self.warmup: Warmup | None = None
+        if moves is not None and config.transfer is not None and config.transfer.warmup:
+            self.warmup = Warmup(self.router, moves, self.metrics.handovers)
         self.discovery = Discovery(self.fleet, config, _spec)
         self._admin: AdminServer | None = None
         self._tasks: list[asyncio.Task[None]] = []
@@ -77,6 +85,17 @@ class App:
             asyncio.create_task(self.discovery.run(), name="discovery"),
             asyncio.create_task(self._admin.run(), name="admin"),
         ]
+        if self.warmup is not None:
+            self._tasks.insert(0, asyncio.create_task(self.warmup.run(), name="warm-up"))
+        if self.config.transfer is not None:
+            self._tasks.insert(0, asyncio.create_task(self._watch_sides(), name="sides"))
+
+    async def _watch_sides(self) -> None:
+        aggregated, clock = Aggregated(self.router), self.wire.clock
+        while True:
+            self.balance.look(clock())
+            aggregated.look(clock())
+            await asyncio.sleep(LOOK_S)
 
     @property
     def url(self) -> str:

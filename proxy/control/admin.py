@@ -15,6 +15,7 @@ from fastapi import APIRouter, FastAPI, Query
 
 from proxy.config import FleetConfig, WorkerConfig, shown
 from proxy.control.admin_errors import HANDLED, INVALID, AdminError, ErrorAnswer, answer
+from proxy.control.balance import Balance, BalanceShown
 from proxy.control.gate import Gate
 from proxy.control.recent import KEPT, Entry, Recent
 from proxy.control.shapes import (
@@ -42,6 +43,10 @@ class AdminState(Protocol):
     @property
     def recent(self) -> Recent:
         """The last requests."""
+
+    @property
+    def balance(self) -> Balance:
+        """How busy both sides of hand-overs are."""
 
     @property
     def config(self) -> FleetConfig:
@@ -158,6 +163,11 @@ def decision_routes(state: AdminState, clock: Callable[[], float]) -> APIRouter:
     @api.post("/explain", summary="Say where a request would go now, and why")
     async def explain(question: Question) -> Explanation:
         return explanation(state.router, question, state.config.model, clock())
+
+    @api.get("/balance", summary="Show how busy prefill and decode workers are, and who is short")
+    async def balance() -> list[BalanceShown]:
+        """One entry for each model that has workers of both kinds."""
+        return state.balance.shown()
 
     return api
 

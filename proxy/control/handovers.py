@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from proxy.control.histogram import TTFT_BOUNDS, Histogram
+from proxy.core.handover import Why
 
 if TYPE_CHECKING:
+    from proxy.core.router import Router
     from proxy.core.types import Lease
+
+logger = logging.getLogger(__name__)
+
+SAY_EVERY_S = 60.0
 
 
 class Handovers:
@@ -55,3 +62,25 @@ class Handovers:
         if found is None:
             found = table[model] = Histogram(TTFT_BOUNDS)
         return found
+
+
+class Aggregated:
+    """Says in the log, now and then, how many were served whole for want of a prefill worker."""
+
+    def __init__(self, router: Router) -> None:
+        self._router = router
+        self._told = 0
+        self._next = 0.0
+
+    def look(self, now: float) -> None:
+        """See whether there were any since this was said last."""
+        if now < self._next:
+            return
+        counts = self._router.handovers
+        total = sum(counts.get((model, Why.NO_PREFILL), 0) for model in self._router.fleet.models())
+        if total > self._told:
+            logger.warning(
+                "no prefill worker is up: %d requests were served whole", total - self._told
+            )
+            self._told = total
+            self._next = now + SAY_EVERY_S

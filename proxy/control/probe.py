@@ -128,6 +128,7 @@ class Watch:
             self._models_known_at = -math.inf
             # Its cache is as empty as its new process.
             self._fleet.prefixes.forget(self._worker.index)
+            self._worker.up_since = self._prober.clock()
         known = self._prober.clock() - self._models_known_at < MODELS_EVERY_S
         return (None if known else await questions.served()), gauges
 

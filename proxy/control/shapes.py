@@ -72,8 +72,10 @@ class Explanation(BaseModel):
     """Where it would go, or what its client would be told; and what every worker offers."""
 
     worker: str | None
+    prefill_worker: str | None = Field(None, description="of a hand-over; worker decodes")
     reason: Reason
     predicted_ttft_s: float | None = None
+    predicted_transfer_s: float | None = None
     status: int | None = None
     message: str | None = None
     retry_after_s: float | None = None
@@ -120,8 +122,11 @@ def state(worker: Worker) -> State:
 def shown_answer(answer: Decision | Refusal) -> Explanation:
     """Describe what became of a question."""
     if isinstance(answer, Decision):
+        handover = answer.handover
         return Explanation(
             worker=answer.worker.name,
+            prefill_worker=None if handover is None else handover.prefill.name,
+            predicted_transfer_s=None if handover is None else handover.transfer_s,
             reason=answer.reason,
             predicted_ttft_s=answer.predicted_ttft_s,
             scores=answer.scores,

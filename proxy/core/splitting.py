@@ -32,6 +32,8 @@ def whole_because(ask: Ask, fields: dict[str, Any]) -> str:
         value = fields.get(name)
         if value is not None and value is not False:  # 0 prompt_logprobs are some
             return why
+    if fields.get("truncation") == "auto":
+        return "truncated"
     if ask.route == "responses" and _runs_tools(fields.get("tools")):
         return "tools"
     if ask.route != CHAT and _must_call(fields.get("tool_choice")):
@@ -44,6 +46,7 @@ WHOLE = (
     ("use_beam_search", "beam_search"),
     ("prompt_logprobs", "prompt_logprobs"),
     ("echo", "echo"),
+    ("truncate_prompt_tokens", "truncated"),  # to what is left beside the output, which differs
     ("prompt_embeds", "not_text"),
     ("kv_transfer_params", "client"),
     ("ec_transfer_params", "client"),

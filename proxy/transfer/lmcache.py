@@ -15,6 +15,7 @@ class LMCache(Connector):
 
     name = "lmcache"
     needs_params = False
+    connects = False
 
     def prefill(self, pair: Pair) -> Fields:
         """Name the receiver, if the decode worker is one."""

@@ -14,3 +14,4 @@ class SharedStorage(Connector):
 
     name = "shared-storage"
     needs_params = False
+    connects = False

@@ -52,8 +52,8 @@ class Connector:
     """One way of moving KV caches."""
 
     name: ClassVar[str]
-    # Whether a decode worker can fetch nothing without parameters out of the prefill's answer.
-    needs_params: ClassVar[bool] = True
+    needs_params: ClassVar[bool] = True  # whether without parameters there is nothing to fetch
+    connects: ClassVar[bool] = True  # whether two workers shake hands before their first transfer
 
     def __init__(self, config: TransferConfig) -> None:
         self.config = config

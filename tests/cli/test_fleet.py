@@ -196,6 +196,7 @@ class Admin(HTTPServer):
         super().__init__(("127.0.0.1", 0), AdminHandler)
         self.status = 200
         self.answer: object = {}
+        self.balance: object = []
         self.asked: list[tuple[str, object]] = []
         self.url = f"http://127.0.0.1:{self.server_port}"
 
@@ -206,7 +207,14 @@ class AdminHandler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers["Content-Length"]))
         self.server.asked.append((self.path, json.loads(body)))
-        page = json.dumps(self.server.answer).encode()
+        self._answer(self.server.answer)
+
+    def do_GET(self) -> None:
+        self.server.asked.append((self.path, None))
+        self._answer(self.server.balance)
+
+    def _answer(self, answer: object) -> None:
+        page = json.dumps(answer).encode()
         self.send_response(self.server.status)
         self.send_header("Content-Length", str(len(page)))
         self.end_headers()
@@ -252,6 +260,64 @@ def test_explain_asks_a_running_router(
     assert lines[0] == "l0: spill_to_long, first token in about 0.25 s"
     assert lines[2].split() == ["l0", "0.5000", "0.1250", "0.1250", "0.2500", "0"]
     assert lines[3].split() == ["s0", "-", "-", "-", "-", "-", "down"]
+
+
+PAIR = {
+    "model": "tiny",
+    "transfer": "nixl",
+    "workers": [
+        {"name": "p0", "role": "prefill", "url": "http://127.0.0.1:9001"},
+        {"name": "d0", "role": "decode", "url": "http://127.0.0.1:9002"},
+    ],
+}
+BALANCE = {
+    "model": "tiny",
+    "prefill": {"workers": 1, "busy": 0.95, "wanted": 1.36},
+    "decode": {"workers": 1, "busy": 0.2, "wanted": 0.29},
+    "short": "prefill",
+    "advice": "prefill is short: one more would help",
+}
+
+
+def test_explain_names_both_workers_of_a_hand_over_and_who_is_short(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], admin: Admin
+) -> None:
+    admin.answer = {
+        "worker": "d0",
+        "prefill_worker": "p0",
+        "reason": "handover",
+        "predicted_ttft_s": 1.25,
+        "predicted_transfer_s": 0.25,
+        "scores": [{"worker": "d0", "total": 1.5, "prefill_by": "p0"}],
+    }
+    admin.balance = [BALANCE]
+    path = written(tmp_path, PAIR)
+    assert explained(path, "--prompt-tokens", "9", "--live", admin.url) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == (
+        "prefill on p0, decode on d0: handover, first token in about 1.25 s "
+        "(0.25 s of it the transfer)"
+    )
+    assert lines[2].endswith("prefill on p0")
+    assert lines[4].split() == ["tiny", "prefill", "1", "95%", "1.36", "short"]
+    assert lines[5].split() == ["tiny", "decode", "1", "20%", "0.29"]
+    assert lines[6] == "tiny: prefill is short: one more would help"
+    assert explained(path, "--live", admin.url) == 0
+    assert capsys.readouterr().out.splitlines() == lines[3:]
+    assert admin.asked[1:] == [("/admin/balance", None)] * 2
+
+
+def test_explain_wants_a_prompt_or_a_running_router(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert explained(written(tmp_path, PAIR)) == 2
+    assert "--prompt-tokens is missing" in capsys.readouterr().err
+
+
+def test_explain_predicts_a_hand_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fleet = PAIR | {"routing": {"disaggregate_above": 1000}}
+    assert explained(written(tmp_path, fleet), "--prompt-tokens", "5000") == 0
+    assert "prefill on p0, decode on d0: handover" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -7,10 +7,11 @@ import http.client
 import json
 import urllib.error
 import urllib.request
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
-from pydantic import ValidationError
+from pydantic import TypeAdapter, ValidationError
 
+from proxy.control.balance import BalanceShown
 from proxy.control.shapes import Explanation, Question, explanation
 from proxy.core.fleet import Fleet
 from proxy.core.router import Router
@@ -25,13 +26,20 @@ if TYPE_CHECKING:
 
 TIMEOUT_S = 10.0
 NOWHERE = 1
-HEADING = ("worker", "cost s", "wait s", "prefill s", "harm s", "cached", "no candidate because")
+HEADING = ("worker", "cost s", "wait s", "prefill s", "harm s", "cached", "note")
+SIDES = ("model", "side", "workers", "busy", "wanted", "")
+Answer = TypeVar("Answer")
+EXPLANATION = TypeAdapter(Explanation)
+BALANCES = TypeAdapter(list[BalanceShown])
 
 
 def add_options(command: argparse.ArgumentParser) -> None:
     """Describe the options."""
     command.add_argument(
-        "--prompt-tokens", type=_count, required=True, metavar="N", help="of the prompt"
+        "--prompt-tokens",
+        type=_count,
+        metavar="N",
+        help="of the prompt (with --live it may be left out: only the load is shown then)",
     )
     command.add_argument(
         "--max-tokens", type=_count, metavar="M", help="of output (default: no limit is stated)"
@@ -54,7 +62,32 @@ def _count(text: str) -> int:
 
 
 def explain(arguments: argparse.Namespace, config: FleetConfig) -> int:
-    """Print worker, reason and scores; 1 when the request would go nowhere."""
+    """Print worker, reason and scores; 1 when the request would go nowhere.
+
+    Of a running router with prefill and decode workers also how busy both are.
+    """
+    admin = config.router.admin
+    url = arguments.live or f"http://{admin.host}:{admin.port}"
+    status = 0
+    if arguments.prompt_tokens is not None:
+        status = _explain_one(arguments, config, url)
+    elif arguments.live is None:
+        raise UsageError("--prompt-tokens is missing; say how long the prompt is, as 12000")
+    if arguments.live is not None and config.transfer is not None:
+        _show_sides(balances(url))
+    elif arguments.prompt_tokens is None:
+        print("this fleet has no prefill and decode workers: say --prompt-tokens")
+    return status
+
+
+def _show_sides(sides: Sequence[BalanceShown]) -> None:
+    if sides:
+        print(columns([SIDES, *_sides(sides)]))
+    for each in sides:
+        print(f"{each.model}: {each.advice}")
+
+
+def _explain_one(arguments: argparse.Namespace, config: FleetConfig, url: str) -> int:
     question = Question(
         prompt_tokens=arguments.prompt_tokens,
         max_tokens=arguments.max_tokens,
@@ -65,8 +98,7 @@ def explain(arguments: argparse.Namespace, config: FleetConfig) -> int:
         if unstated := [w.name for w in config.workers if w.stated_max_model_len is None]:
             print(f"taken to hold anything, as no max_model_len is stated: {', '.join(unstated)}")
     else:
-        admin = config.router.admin
-        found = asked(arguments.live or f"http://{admin.host}:{admin.port}", question)
+        found = asked(url, question)
     print(_verdict(found))
     if found.scores:
         print(columns([HEADING, *_rows(found.scores)]))
@@ -86,17 +118,26 @@ def predicted(config: FleetConfig, question: Question) -> Explanation:
 
 
 def asked(url: str, question: Question) -> Explanation:
-    """Ask the admin API of a running router."""
+    """Ask the admin API of a running router where a request would go."""
+    return _ask(url, "explain", EXPLANATION, question.model_dump_json())
+
+
+def balances(url: str) -> list[BalanceShown]:
+    """Ask it how busy prefill and decode workers are; nothing where there are none."""
+    return _ask(url, "balance", BALANCES)
+
+
+def _ask(url: str, what: str, kind: TypeAdapter[Answer], body: str | None = None) -> Answer:
     # Straight there: a proxy named by the environment knows nothing of a loopback address.
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
         request = urllib.request.Request(  # noqa: S310 - the user's own URL
-            f"{url.rstrip('/')}/admin/explain",
-            data=question.model_dump_json().encode(),
+            f"{url.rstrip('/')}/admin/{what}",
+            data=body.encode() if body is not None else None,
             headers={"Content-Type": "application/json"},
         )
         with opener.open(request, timeout=TIMEOUT_S) as answer:
-            return Explanation.model_validate_json(answer.read())
+            return kind.validate_json(answer.read())
     except urllib.error.HTTPError as error:
         with error:
             why = _complaint(error.read()) or error.reason
@@ -122,9 +163,30 @@ def _complaint(body: bytes) -> str:
 def _verdict(found: Explanation) -> str:
     if found.worker is None:
         return f"no worker: {found.reason} (status {found.status}): {found.message}"
-    if found.predicted_ttft_s is None:
-        return f"{found.worker}: {found.reason}"
-    return f"{found.worker}: {found.reason}, first token in about {found.predicted_ttft_s:.3g} s"
+    who = found.worker
+    if found.prefill_worker is not None:
+        who = f"prefill on {found.prefill_worker}, decode on {who}"
+    text = f"{who}: {found.reason}"
+    if found.predicted_ttft_s is not None:
+        text += f", first token in about {found.predicted_ttft_s:.3g} s"
+    if found.predicted_transfer_s is not None:
+        text += f" ({found.predicted_transfer_s:.3g} s of it the transfer)"
+    return text
+
+
+def _sides(sides: Sequence[BalanceShown]) -> list[tuple[str, ...]]:
+    return [
+        (
+            each.model,
+            name,
+            str(side.workers),
+            f"{side.busy:.0%}",
+            f"{side.wanted:g}",
+            "short" if each.short in (name, "both") else "",
+        )
+        for each in sides
+        for name, side in (("prefill", each.prefill), ("decode", each.decode))
+    ]
 
 
 def _rows(scores: Sequence[Score]) -> list[tuple[str, ...]]:
@@ -137,7 +199,7 @@ def _rows(scores: Sequence[Score]) -> list[tuple[str, ...]]:
             score.worker,
             *(f"{s:.4f}" for s in (score.total, score.wait_s, score.prefill_s, score.harm_s)),
             str(score.cached_tokens),
-            "",
+            f"prefill on {score.prefill_by}" if score.prefill_by else "",
         )
         for score in ordered
     ]

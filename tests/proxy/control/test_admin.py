@@ -10,6 +10,7 @@ import pytest
 
 from proxy.config import FleetConfig, WorkerConfig, parse
 from proxy.control.admin import admin_app
+from proxy.control.balance import Balance
 from proxy.control.recent import Recent
 from proxy.core.fleet import Fleet
 from proxy.core.router import Router, RouterSettings
@@ -36,6 +37,7 @@ class State:
         for worker in self.config.workers:
             self.add_worker(worker)
         self.recent = Recent()
+        self.balance = Balance(self.router)
         self.fault: Exception | None = None
         self.reloads = 0
 
@@ -333,6 +335,22 @@ async def test_paths_and_methods_that_there_are_not(api: httpx.AsyncClient) -> N
 async def test_the_description_is_complete(api: httpx.AsyncClient) -> None:
     paths = (await api.get("/openapi.json")).json()["paths"]
     operations = [op for path in paths.values() for op in path.values()]
-    assert len(operations) == 9
+    assert len(operations) == 10
     assert all(operation["summary"] for operation in operations)
     assert (await api.get("/docs")).status_code == 200
+
+
+async def test_the_balance_of_a_fleet_without_two_sides_is_empty(api: httpx.AsyncClient) -> None:
+    answer = await api.get("/admin/balance")
+    assert (answer.status_code, answer.json()) == (200, [])
+
+
+async def test_the_balance_of_both_sides(state: State, api: httpx.AsyncClient) -> None:
+    for name, role in (("p0", Role.PREFILL), ("d0", Role.DECODE)):
+        state.router.fleet.add(WorkerSpec(name, f"http://{name}", role, "tiny"))
+    state.come_up()
+    state.balance.look(NOW)
+    [shown] = (await api.get("/admin/balance")).json()
+    assert shown["model"] == "tiny"
+    assert shown["prefill"] == {"workers": 1, "busy": 0.0, "wanted": 0.0}
+    assert shown["short"] == "neither"

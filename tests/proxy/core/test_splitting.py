@@ -48,6 +48,8 @@ def test_what_can_be(router: Router, path: str, fields: dict[str, object]) -> No
         ("/v1/chat/completions", chat("hi", max_completion_tokens=0), "one_token"),
         ("/v1/chat/completions", chat(IMAGE), "not_text"),
         ("/v1/chat/completions", chat("hi", echo=True), "echo"),
+        ("/v1/chat/completions", chat("hi", truncate_prompt_tokens=-1), "truncated"),
+        ("/v1/responses", {"input": "hi", "truncation": "auto"}, "truncated"),
         ("/v1/completions", {"prompt": ["a", "b"]}, "samples"),
         ("/v1/completions", {"prompt": [[1], [2]]}, "samples"),
         ("/v1/completions", {"prompt": "a", "best_of": 2}, "samples"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from proxy.core.fleet import Fleet
-from proxy.core.types import Decision, Reason, Role, Score, Usage
+from proxy.core.types import Decision, Handover, Reason, Role, Score, Usage
 from proxy.core.worker import WorkerSpec
 from proxy.wire.answering import Answering, response_id_in
 from proxy.wire.request import Request, RequestHead
@@ -17,7 +17,13 @@ CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
 
 
 def answering(
-    head: bytes, *, old: bool = False, keep_alive: bool = True, explain: bool = False
+    head: bytes,
+    *,
+    old: bool = False,
+    keep_alive: bool = True,
+    explain: bool = False,
+    cached: int | None = None,
+    handed: bool = False,
 ) -> Answering:
     reader = AnswerReader()
     reader.feed(head)
@@ -26,7 +32,11 @@ def answering(
     request_head.http_1_0, request_head.explain, request_head.id = old, explain, b"id-1"
     worker = Fleet().add(WorkerSpec("s0", "http://h:1", Role.SHORT, "tiny"))
     decision = Decision(worker, Reason.SHORT_POOL, scores=(Score("s0", 0.5),))
-    return Answering(Request(request_head, b""), reader.head, decision, keep_alive=keep_alive)
+    if handed:
+        prefill = Fleet().add(WorkerSpec("p0", "http://h:2", Role.PREFILL, "tiny"))
+        decision.handover = Handover(prefill, 0, 9, 0.1, 0.1)
+    request = Request(request_head, b"")
+    return Answering(request, reader.head, decision, keep_alive=keep_alive, cached_tokens=cached)
 
 
 def test_a_fixed_length_is_kept() -> None:
@@ -115,3 +125,39 @@ def test_where_it_went_is_told_if_asked() -> None:
 )
 def test_the_id_of_a_stored_response(data: bytes, found: str | None) -> None:
     assert response_id_in(data) == found
+
+
+WITH_USAGE = b'{"usage":{"prompt_tokens":2000,"prompt_tokens_details":{"cached_tokens":1999}}}'
+ANEW = WITH_USAGE.replace(b"1999", b"64  ")
+
+
+@pytest.mark.parametrize("cut", [0, 1, 40, 70, len(WITH_USAGE)])
+def test_cached_tokens_of_a_json_answer_are_told_anew(cut: int) -> None:
+    length = b"Content-Length: %d\r\n" % len(WITH_USAGE)
+    kind = b"Content-Type: application/json\r\n"
+    one = answering(b"HTTP/1.1 200 OK\r\n" + kind + length + b"\r\n", cached=64)
+    assert one.take(WITH_USAGE[:cut], ended=False) == b""
+    assert one.take(WITH_USAGE[cut:], ended=True).endswith(b"\r\n\r\n" + ANEW)
+    assert one.usage() == Usage(2000, 0, 64)
+
+
+def test_an_answer_too_long_to_be_held_passes() -> None:
+    head = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 9999999\r\n\r\n"
+    one = answering(head, cached=64)
+    sent = b"".join(one.take(b"x" * 100_000, ended=False) for _ in range(30))
+    assert sent.endswith(b"x" * 3_000_000)
+    assert one.take(WITH_USAGE, ended=True) == WITH_USAGE
+
+
+def test_cached_tokens_of_a_stream_are_told_anew() -> None:
+    one = answering(SSE, cached=64)
+    assert one.take(EVENT, ended=False).endswith(EVENT + b"\r\n")
+    last = b"data: " + WITH_USAGE + b"\n\n"
+    sent = one.take(last, ended=True)
+    assert b'"cached_tokens":64}' in sent
+    assert sent.startswith(b"%x\r\n" % (len(last) - 2))
+
+
+def test_both_workers_of_a_hand_over_are_named() -> None:
+    told = answering(CHUNKED, explain=True, handed=True).take(b"x", ended=False)
+    assert b"X-Route: s0; prefill=p0; reason=short_pool; s0=0.5000\r\n" in told

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from proxy.core.types import Usage
-from proxy.wire.sse import MAX_HELD, TAIL, EventStream, carries_token, usage_in
+from proxy.wire.sse import MAX_HELD, TAIL, EventStream, carries_token, recounted, usage_in
 
 ROLE = b'data: {"choices":[{"index":0,"delta":{"role":"assistant","content":""}}]}\n\n'
 TOKEN = b'data: {"choices":[{"index":0,"delta":{"content":"a"}}]}\n\n'
@@ -127,3 +127,33 @@ def test_the_last_usage_counts() -> None:
         stream.feed(b'data: {"usage":{"prompt_tokens":7,"completion_tokens":%d}}\n\n' % written)
     stream.feed(DONE)
     assert stream.usage() == Usage(7, 3)
+
+
+TOLD = b'{"usage":{"prompt_tokens":9,"prompt_tokens_details":{"cached_tokens":1024}}}'
+
+
+@pytest.mark.parametrize(
+    ("cached", "same_length", "then"),
+    [
+        (12, False, TOLD.replace(b"1024", b"12")),
+        (12, True, TOLD.replace(b"1024", b"12  ")),
+        (20_000, False, TOLD.replace(b"1024", b"20000")),
+        (20_000, True, TOLD),  # it does not fit
+        (0, True, TOLD.replace(b"1024", b"0   ")),
+    ],
+)
+def test_cached_tokens_are_told_anew(cached: int, same_length: bool, then: bytes) -> None:
+    assert recounted(TOLD, cached, same_length=same_length) == then
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"",
+        b'{"choices":[{"text":"\\"usage\\":{\\"cached_tokens\\": 7}"}]}',
+        b'{"cached_tokens": 7}',
+        b'{"usage":{"prompt_tokens":9,"prompt_tokens_details":null}}',
+    ],
+)
+def test_what_is_no_usage_stays(text: bytes) -> None:
+    assert recounted(text, 3, same_length=False) == text

@@ -1,0 +1,152 @@
+"""Connections made before users need them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from proxy.config import TransferConfig
+from proxy.control import warmup as module
+from proxy.control.handovers import Handovers
+from proxy.control.warmup import Warmup
+from proxy.core.router import Router
+from proxy.core.types import Role
+from proxy.core.worker import Worker, WorkerSpec
+from proxy.transfer.registry import connector
+from tests.proxy.core.making import fleet_of, router_of
+from tests.proxy.wire import scripts
+from tests.proxy.wire.fake_worker import FakeWorker
+from tests.proxy.wire.kv import Faults, Kv
+from tests.proxy.wire.site import eventually
+
+
+class Stage:
+    """Prefill and decode workers, and the router's view of them."""
+
+    def __init__(self, kv: Kv, fakes: dict[str, FakeWorker], router: Router, name: str) -> None:
+        self.kv, self.fakes, self.router = kv, fakes, router
+        self.counts = Handovers(str)
+        self.warmup = Warmup(router, connector(TransferConfig(connector=name)), self.counts)
+
+    def worker(self, name: str) -> Worker:
+        found = self.router.fleet.get(name)
+        assert found is not None
+        return found
+
+    def are_warm(self, *pairs: tuple[str, str]) -> bool:
+        links = self.router.links
+        return all(links.knows(self.worker(p), self.worker(d)) for p, d in pairs)
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Let it work."""
+        task = asyncio.create_task(self.warmup.run())
+        try:
+            yield
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+
+@asynccontextmanager
+async def stage(
+    prefills: int = 1, decodes: int = 1, name: str = "nixl", api_key: str | None = None
+) -> AsyncIterator[Stage]:
+    """Start workers."""
+    kv = Kv()
+    roles = {f"p{n}": Role.PREFILL for n in range(prefills)}
+    roles |= {f"d{n}": Role.DECODE for n in range(decodes)}
+    fakes = {}
+    specs = []
+    for who, role in roles.items():
+        fake = fakes[who] = FakeWorker(who)
+        await fake.listen()
+        fake.always(kv.worker(fake, role.value))
+        specs.append(WorkerSpec(who, fake.url, role, "tiny", api_key=api_key))
+    try:
+        yield Stage(kv, fakes, router_of(*specs, transfer=True), name)
+    finally:
+        for fake in fakes.values():
+            await fake.stop()
+    assert kv.faults == []
+    assert kv.held == []
+
+
+async def test_each_pair_is_connected_once() -> None:
+    async with stage(2, 2) as here:
+        pairs = [(p, d) for p in ("p0", "p1") for d in ("d0", "d1")]
+        assert here.router.links.are_cold(here.worker("p0"), here.worker("d0"), 0.0)
+        async with here.running():
+            await eventually(lambda: here.are_warm(*pairs))
+            await asyncio.sleep(0.3)
+        assert here.counts.warmups == {"done": 4}
+        assert here.kv.ends() == ["read"] * 4
+        assert len({each.prompt for each in here.kv.pinned}) == 4  # nothing of it is cached
+
+
+async def test_both_legs_bear_the_workers_key() -> None:
+    async with stage(api_key="hush") as here:
+        async with here.running():
+            await eventually(lambda: here.are_warm(("p0", "d0")))
+        for fake in here.fakes.values():
+            [call] = fake.served
+            assert call.all(b"authorization") == [b"Bearer hush"]
+
+
+async def test_a_worker_that_comes_back_is_connected_again() -> None:
+    async with stage() as here:
+        async with here.running():
+            await eventually(lambda: here.are_warm(("p0", "d0")))
+            here.worker("d0").up_since = 99.0
+            assert not here.are_warm(("p0", "d0"))
+            await eventually(lambda: here.are_warm(("p0", "d0")))
+        assert here.counts.warmups == {"done": 2}
+
+
+async def test_after_a_few_tries_it_gives_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "PAUSE_S", 0.01)
+    async with stage() as here:
+        leg, release = Faults(before=scripts.error(500)), Faults()
+        here.kv.wrong("decode", *[leg, release] * 3)
+        async with here.running():
+            await eventually(lambda: here.are_warm(("p0", "d0")))
+        assert here.counts.warmups == {"failed": 3}
+        assert here.kv.ends() == ["released"] * 3
+
+
+async def test_a_worker_without_the_connector_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    async def plain(call: Any) -> None:
+        assert json.loads(call.body)["max_tokens"] == 1
+        await scripts.answer(200, b'{"choices": []}')(call)
+
+    async with stage() as here:
+        here.fakes["p0"].always(plain)
+        async with here.running():
+            await eventually(lambda: here.are_warm(("p0", "d0")))
+        assert here.counts.warmups == {"bare": 1}
+        assert "p0 tells nothing to fetch by" in caplog.text
+
+
+async def test_connectors_that_need_no_handshake_make_nobody_wait() -> None:
+    async with stage(name="shared-storage") as here:
+        assert not here.router.links.are_cold(here.worker("p0"), here.worker("d0"), 0.0)
+        await here.warmup.run()  # it has nothing to do
+        assert here.counts.warmups == {}
+
+
+async def test_fleets_without_both_sides_are_left_alone() -> None:
+    fleet = fleet_of(WorkerSpec("p0", "http://127.0.0.1:9", Role.PREFILL, "tiny"))
+    router = router_of(*[worker.spec for worker in fleet])
+    counts = Handovers(str)
+    task = asyncio.create_task(
+        Warmup(router, connector(TransferConfig(connector="nixl")), counts).run()
+    )
+    await asyncio.sleep(0.3)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    assert counts.warmups == {}
