@@ -20,8 +20,13 @@ PROMPT_TOKENS = b"vllm:prompt_tokens_total{"
 GENERATION_TOKENS = b"vllm:generation_tokens_total{"
 PREEMPTIONS = b"vllm:num_preemptions_total{"
 KV_BYTES = b"vllm:nixl_bytes_transferred_sum{"
-# Not vLLM's: when the process came up. Told by one that runs a single API server.
+# Not vLLM's: when the process came up. Told by one whose engine counts in the same process, or by
+# vllm-sched's own engines.
 STARTED = b"process_start_time_seconds "
+ENGINES_STARTED = b"vllm_sched_start_time_seconds{"
+# Told by vllm-sched's engines alone: prompt tokens still to compute, and those of long prompts.
+BACKLOG = b"vllm_sched_prefill_backlog_tokens{"
+LONG = re.compile(rb'[{,]class="long"')
 
 ABSURD = 1e18
 
@@ -38,7 +43,11 @@ def parse(page: bytes, at: float) -> Gauges | None:
     if not running:
         return None
     usage = values(page, KV_USAGE)
-    extra = {"started": started} if (started := sum(values(page, STARTED))) else {}
+    started = sum(values(page, STARTED)) or sum(values(page, ENGINES_STARTED))
+    extra = {"started": started} if started else {}
+    if backlog := values(page, BACKLOG):
+        extra["backlog"] = sum(backlog)
+        extra["backlog_long"] = sum(values(page, BACKLOG, LONG))
     if moved := values(page, KV_BYTES):
         extra["kv_bytes"] = sum(moved)
     return Gauges(
@@ -66,10 +75,12 @@ def lines(page: bytes, start: bytes) -> Iterator[bytes]:
         at = end + 1
 
 
-def values(page: bytes, start: bytes) -> list[float]:
+def values(page: bytes, start: bytes, having: re.Pattern[bytes] | None = None) -> list[float]:
     """Return a metric's numbers, one per engine; lines that make no sense are left out."""
     found = []
     for line in lines(page, start):
+        if having is not None and not having.search(line):
+            continue
         # A label's value may hold blanks and braces, what follows the labels never.
         fields = line[max(line.rfind(b"}") + 1, len(start)) :].split()
         try:

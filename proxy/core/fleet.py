@@ -48,10 +48,12 @@ class Fleet(Roster):
         ask, worker, prefill = lease.ask, lease.worker, lease.prefill_tokens
         pace = worker.pace
         idle = not worker.prefill_tokens
-        if not idle:
-            ahead = min(worker.wait_s(now, for_long=True) / pace.token_s, worker.prefill_tokens)
-            if worker.long_tokens and not ask.long:
-                lease.behind_long = ahead * worker.long_tokens / worker.prefill_tokens
+        before = worker.prefill_tokens + worker.strange_tokens
+        if before:
+            ahead = min(worker.wait_s(now, for_long=True) / pace.token_s, before)
+            longs = worker.long_tokens + worker.strange_long
+            if longs and not ask.long:
+                lease.behind_long = ahead * longs / before
                 ahead -= lease.behind_long
             lease.ahead_tokens = ahead
         worker.served = next(self._numbers)

@@ -230,6 +230,13 @@ class Roster:
         strangers = max(gauges.running + gauges.waiting - worker.sequences, 0)
         worker.strangers = min(strangers, worker.strangers_before)
         worker.strangers_before = strangers
+        # What is charged may be computed in part: strangers' work is taken too low, never too high.
+        backlog = gauges.extra.get("backlog", 0.0)
+        strange = max(backlog - worker.prefill_tokens, 0.0) if strangers else 0.0
+        worker.strange_tokens = min(strange, worker.strange_tokens_before)
+        worker.strange_tokens_before = strange
+        longs = gauges.extra.get("backlog_long", 0.0) / backlog if backlog else 0.0
+        worker.strange_long = worker.strange_tokens * longs
         if gauges.at - worker.pace.seen_at > STALE_S and not worker.requests:
             self._forgive(worker)
         worker.reprice()

@@ -78,6 +78,9 @@ class Worker:
         "served",
         "shut",
         "spec",
+        "strange_long",
+        "strange_tokens",
+        "strange_tokens_before",
         "strangers",
         "strangers_before",
         "told_max_model_len",
@@ -104,6 +107,8 @@ class Worker:
         self.gauges: Gauges | None = None
         self.kv_capacity = 0  # tokens; 0 = not known
         self.strangers = self.strangers_before = 0  # requests on it that are not the router's
+        # Tokens that it has to prefill for them, where it tells; of those, the longs'.
+        self.strange_tokens = self.strange_tokens_before = self.strange_long = 0.0
         self.reports_cache = False
 
         self.requests = 0
@@ -211,18 +216,21 @@ class Worker:
 
     def ttft_s(self, ask: Ask, now: float, cached: int) -> float:
         """Predict a request's time to first token, with so many of its tokens cached."""
-        wait = self.wait_s(now, for_long=ask.long) if self.prefill_tokens else 0.0
+        wait = self.wait_s(now, for_long=ask.long)
         return wait + self.pace.first_token_s(ask.prompt_tokens - cached, 0.0, cached)
 
     def wait_s(self, now: float, *, for_long: bool) -> float:
-        """Predict how long the prefills that are charged to it will keep a new one waiting.
+        """Predict how long the prefills charged to it, and strangers', keep a new one waiting.
 
         What is overdue is taken to last as long again: it may be cached and cost nothing, and its
         worker hang.
         """
-        if not self.prefill_tokens:
-            return 0.0
         pace = self.pace
+        strange = self.strange_tokens
+        if strange and not for_long:
+            strange -= (1.0 - pace.passing) * self.strange_long
+        if not self.prefill_tokens:
+            return pace.token_s * strange
         most = pace.token_s * self.prefill_tokens
         wait = self.free_at - now
         if wait > most:
@@ -233,9 +241,11 @@ class Worker:
             wait -= wait * (1.0 - pace.passing) * self.long_tokens / self.prefill_tokens
         if now > self.due_at:
             wait += now - self.due_at
-        return wait
+        return wait + pace.token_s * strange
 
     def heard(self, now: float) -> None:
         """Note a sign of life, or that it was given a prefill while it had none."""
         pace = self.pace
-        self.due_at = now + pace.fixed_s + pace.token_s * self.prefill_tokens
+        self.due_at = (
+            now + pace.fixed_s + pace.token_s * (self.prefill_tokens + self.strange_tokens)
+        )

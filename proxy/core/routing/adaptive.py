@@ -84,7 +84,8 @@ class Adaptive(Rule):
     def rank(self, worker: Worker) -> float:
         """Reckon the cost of a usual request."""
         usual = worker.prompt_price * USUAL_PROMPT + worker.output_price * USUAL_OUTPUT
-        return worker.pace.fixed_s + worker.pace.token_s * worker.prefill_tokens + usual
+        ahead = worker.prefill_tokens + worker.strange_tokens
+        return worker.pace.fixed_s + worker.pace.token_s * ahead + usual
 
     def note(self, worker: Worker) -> str:  # noqa: ARG002
         """Say why one is left out that could have taken it."""
@@ -101,7 +102,7 @@ def reckon(candidates: list[Worker], view: View) -> tuple[list[float], list[floa
     uncached: list[float] = []
     for worker in candidates:
         cost = worker.flat_price + worker.prompt_price * prompt + worker.output_price * output
-        if worker.prefill_tokens:
+        if worker.prefill_tokens or worker.strange_tokens:
             cost += worker.wait_s(now, for_long=long)
         if worker.kv_capacity:
             cost += kv_wait_s(worker, prompt + output)

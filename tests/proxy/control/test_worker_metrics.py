@@ -51,6 +51,29 @@ def test_several_api_servers_do_not_tell_when_they_started() -> None:
     assert gauges.extra == {}
 
 
+OURS = b"""\
+# TYPE vllm_sched_start_time_seconds gauge
+vllm_sched_start_time_seconds{engine="0",model_name="tiny"} 1.5e+09
+# TYPE vllm_sched_prefill_backlog_tokens gauge
+vllm_sched_prefill_backlog_tokens{class="long",engine="0",model_name="tiny"} 9000.0
+vllm_sched_prefill_backlog_tokens{class="short",engine="0",model_name="tiny"} 200.0
+vllm_sched_prefill_backlog_tokens{class="long",engine="1",model_name="tiny"} 1000.0
+vllm_sched_prefill_backlog_tokens{class="all",engine="1",model_name="a,class=\\"long\\""} 5.0
+"""
+
+
+def test_engines_with_our_policies_tell_what_they_have_to_prefill() -> None:
+    gauges = parse(vllm_page(BUSY) + OURS, at=0)
+    assert gauges is not None
+    assert gauges.extra == {"started": STARTED, "backlog": 10_205, "backlog_long": 10_000}
+
+
+def test_they_tell_when_they_started_where_the_server_does_not() -> None:
+    gauges = parse(vllm_page(BUSY, started=None) + OURS, at=0)
+    assert gauges is not None
+    assert gauges.extra["started"] == 1.5e9
+
+
 @pytest.mark.parametrize("model", ['a "} 9', "b\\", "c\nvllm:num_requests_running{} 9", "d}{e f"])
 def test_a_model_name_that_looks_like_the_format(model: str) -> None:
     gauges = parse(vllm_page(BUSY, model=model), at=0)

@@ -132,6 +132,48 @@ def test_strangers_are_what_two_pages_show_beyond_our_own() -> None:
     assert worker.strangers == 0
 
 
+def backlog(at: float, running: int, tokens: float, longs: float = 0.0) -> Gauges:
+    return Gauges(at=at, running=running, extra={"backlog": tokens, "backlog_long": longs})
+
+
+def test_the_prefill_work_of_strangers_is_waited_for() -> None:
+    fleet = fleet_of(spec("a"))
+    worker = members(fleet)[0]
+    worker.pace.token_s, worker.pace.passing = 0.001, 0.5
+    lease = fleet.charge(ask(2000), Decision(worker, Reason.ONLY_CHOICE), 0.0)
+    own = worker.wait_s(0.0, for_long=True)
+    fleet.set_gauges("a", backlog(1.0, 2, 10_000, 5_000))
+    assert worker.strange_tokens == 0  # one page may only be late
+    fleet.set_gauges("a", backlog(2.0, 2, 12_000, 6_000))
+    assert worker.strange_tokens == 8000
+    assert worker.wait_s(0.0, for_long=True) == pytest.approx(own + 8.0)
+    assert worker.wait_s(0.0, for_long=False) == pytest.approx(own + 6.0)  # past half the longs'
+    assert worker.ttft_s(ask(100), 0.0, 0) == pytest.approx(
+        own + 6.0 + worker.pace.first_token_s(100)
+    )
+    fleet.release(lease)
+    fleet.set_gauges("a", backlog(3.0, 0, 0.0))
+    assert worker.wait_s(0.0, for_long=True) == 0
+
+
+def test_a_backlog_without_strangers_is_our_own() -> None:
+    fleet = fleet_of(spec("a"))
+    worker = members(fleet)[0]
+    fleet.charge(ask(100), Decision(worker, Reason.ONLY_CHOICE), 0.0)
+    for second in (1.0, 2.0):  # it was reckoned too small, or is not cached after all
+        fleet.set_gauges("a", backlog(second, 1, 5000))
+    assert worker.strange_tokens == 0
+
+
+def test_what_is_learnt_of_a_pace_knows_of_strangers_work() -> None:
+    fleet = fleet_of(spec("a"))
+    worker = members(fleet)[0]
+    for second in (1.0, 2.0):
+        fleet.set_gauges("a", backlog(second, 1, 3000, 1000))
+    lease = fleet.charge(ask(100), Decision(worker, Reason.ONLY_CHOICE), 2.0)
+    assert (lease.ahead_tokens, lease.behind_long) == pytest.approx((2000, 1000))
+
+
 def test_one_that_looked_slow_is_forgiven_with_time() -> None:
     fleet = fleet_of(spec("a"), spec("b"))
     a, b = members(fleet)

@@ -178,6 +178,20 @@ def test_strangers_count_as_load() -> None:
     assert names == ["b"] * 5
 
 
+def test_what_strangers_have_to_prefill_counts_as_load() -> None:
+    router = router_of(spec("a"), spec("b"))
+    for second in (1.0, 2.0):
+        for name, tokens in (("a", 50_000.0), ("b", 0.0)):
+            told = Gauges(at=second, running=1, extra={"backlog": tokens})
+            router.fleet.set_gauges(name, told)
+    names = [placed(router.submit(ask(), 2.0)).worker.name for _ in range(5)]
+    assert names == ["b"] * 5
+    decision = router.submit(ask(), 2.0, explain=True).decision
+    waits = {score.worker: score.wait_s for score in decision.scores}
+    token_s = worker_of(router, "a").pace.token_s
+    assert waits["a"] == pytest.approx(50_000 * token_s)
+
+
 def test_a_full_kv_cache_is_a_wait() -> None:
     router = router_of(spec("a"), spec("b"))
     a = worker_of(router, "a")
