@@ -9,7 +9,7 @@ from typing import TypeAlias
 
 import yaml
 
-from proxy.config import Draft, FleetConfig, WorkerConfig, load, shown
+from proxy.config import Draft, FleetConfig, PoolConfig, WorkerConfig, load, shown
 from proxy.errors import ConfigError, Problem
 from vllm_sched.cli import demo, explain, up
 from vllm_sched.cli.text import columns
@@ -96,8 +96,15 @@ def _check(path: Path, print_config: bool) -> int:
     print(f"router  http://{router.host}:{router.port}, admin http://{admin.host}:{admin.port}")
     print(f"routing {routing.policy}, long above {routing.short_limit} tokens")
     rows = [_summary(config, worker) for worker in config.workers]
+    rows += [_pool(config, pool) for pool in (config.discovery.pools if config.discovery else ())]
     print(columns([("worker", "role", "url", "model", "context", "started by"), *rows]))
     return 0
+
+
+def _pool(config: FleetConfig, pool: PoolConfig) -> tuple[str, ...]:
+    length = "is asked" if pool.max_model_len is None else str(pool.max_model_len)
+    where = f"dns {pool.dns}" if pool.dns else f"EndpointSlices {pool.selector}"
+    return f"{pool.name}: any", pool.role, where, pool.model or config.model, length, "discovered"
 
 
 def _summary(config: FleetConfig, worker: WorkerConfig) -> tuple[str, ...]:

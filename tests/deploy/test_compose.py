@@ -1,0 +1,179 @@
+"""The images and what runs them on one machine."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.deploy.rendered import ROOT
+from vllm_sched.cli.fleet import read
+
+COMPOSE = ROOT / "deploy" / "compose"
+DOCKER = ROOT / "deploy" / "docker"
+Json = dict[str, Any]
+PINNED = re.compile(r"[\w./-]+:v?\d+\.\d+\.\d+[\w.-]*")
+# Somebody else's part of the tree; they are mounted whole.
+MOUNTED = ("deploy/prometheus", "grafana/provisioning", "grafana/dashboards")
+
+document: Json = yaml.safe_load((COMPOSE / "compose.yaml").read_text())
+services: dict[str, Json] = document["services"]
+fleet = read(COMPOSE / "fleet.yaml")
+
+each_service = pytest.mark.parametrize("name", services)
+
+
+def seconds(text: str) -> int:
+    """Read a duration."""
+    return int(text[:-1]) * {"s": 1, "m": 60}[text[-1]]
+
+
+def workers() -> dict[str, Json]:
+    """Return the workers' services."""
+    return {
+        name: each for name, each in services.items() if each.get("command", [""])[0] == "serve"
+    }
+
+
+def dockerfile(name: str) -> list[tuple[str, str]]:
+    """Return a Dockerfile's instructions."""
+    text = (DOCKER / name).read_text()
+    joined = re.sub(r"\\\n", " ", re.sub(r"^\s*#.*\n", "", text, flags=re.MULTILINE))
+    return [
+        (line.split(maxsplit=1)[0], line.split(maxsplit=1)[1])
+        for line in joined.splitlines()
+        if line.strip()
+    ]
+
+
+@each_service
+def test_images_are_pinned(name: str) -> None:
+    assert PINNED.fullmatch(services[name]["image"])
+
+
+@each_service
+def test_everybody_is_looked_after(name: str) -> None:
+    service = services[name]
+    assert service["healthcheck"]["test"][0] == "CMD"
+    assert service["restart"] == "unless-stopped"
+    assert service["networks"] == ["fleet"]
+    assert service["cap_drop"] == ["ALL"]
+
+
+@each_service
+def test_what_is_mounted_is_there(name: str) -> None:
+    for volume in services[name].get("volumes", ()):
+        source = volume.split(":")[0]
+        if not source.startswith("."):
+            assert source in document["volumes"]
+            continue
+        path = (COMPOSE / source).resolve()
+        known = path.is_relative_to(ROOT) and str(path.relative_to(ROOT)) in MOUNTED
+        assert path.exists() or known, volume
+        assert volume.endswith(":ro"), volume
+
+
+def test_no_two_take_one_port_and_only_the_api_is_for_others() -> None:
+    published = [port.split(":") for each in services.values() for port in each.get("ports", ())]
+    assert len({port[-2] for port in published}) == len(published)
+    assert [port for port in published if port[0] != "127.0.0.1"] == [["8000", "8000"]]
+    inside = {int(port.rpartition(":")[2]) for port in services["router"]["ports"]}
+    assert inside == {fleet.router.port, fleet.router.admin.port}
+
+
+def test_the_fleet_is_the_services() -> None:
+    assert {worker.url for worker in fleet.workers} == {f"http://{name}:8000" for name in workers()}
+    for worker in fleet.workers:
+        model, *flags = workers()[worker.name]["command"][1:]
+        assert model == fleet.model_of(worker)
+        (length,) = [int(f.partition("=")[2]) for f in flags if f.startswith("--max-model-len=")]
+        assert worker.role == ("short" if length < 100_000 else "long")
+        if worker.role == "short":
+            assert fleet.routing.short_limit <= length
+
+
+def test_every_worker_has_its_own_gpu() -> None:
+    taken = []
+    for worker in workers().values():
+        (device,) = worker["deploy"]["resources"]["reservations"]["devices"]
+        assert device["capabilities"] == ["gpu"]
+        taken += device["device_ids"]
+    assert len(set(taken)) == len(taken) == len(fleet.workers)
+
+
+def test_nobody_is_killed_while_it_drains() -> None:
+    assert seconds(services["router"]["stop_grace_period"]) > fleet.router.drain_s
+    for worker in workers().values():
+        (timeout,) = [
+            int(flag.partition("=")[2])
+            for flag in worker["command"]
+            if flag.startswith("--shutdown-timeout=")
+        ]
+        assert seconds(worker["stop_grace_period"]) > timeout
+
+
+def test_prometheus_is_told_of_all() -> None:
+    told = [
+        target
+        for path in sorted((COMPOSE / "targets").glob("*.yaml"))
+        for group in yaml.safe_load(path.read_text())
+        for target in group["targets"]
+    ]
+    assert sorted(told) == sorted(["router:8000", *(f"{name}:8000" for name in workers())])
+
+
+@pytest.mark.parametrize("name", ["router.Dockerfile", "worker.Dockerfile"])
+def test_an_image_is_built_from_pinned_ones_and_runs_as_nobody_special(name: str) -> None:
+    steps = dockerfile(name)
+    stages = {value.split(" AS ")[1] for kind, value in steps if kind == "FROM" and " AS " in value}
+    for kind, value in steps:
+        if kind == "FROM":
+            assert PINNED.fullmatch(value.split(" AS ")[0])
+        if kind == "COPY" and value.startswith("--from="):
+            assert value.split()[0].removeprefix("--from=") in stages
+        elif kind == "COPY":
+            for source in value.split()[:-1]:
+                assert (ROOT / source).exists(), source
+    user = [value for kind, value in steps if kind == "USER"][-1]
+    assert int(user.split(":")[0]) >= 1000
+    assert ("ENTRYPOINT", '["vllm-sched"]') in steps
+
+
+def test_the_routers_image_has_no_vllm_in_it() -> None:
+    assert not [value for kind, value in dockerfile("router.Dockerfile") if "vllm/" in value]
+    installed = [value for _, value in dockerfile("router.Dockerfile") if "pip install" in value]
+    assert installed == ["/opt/venv/bin/pip install --no-cache-dir --no-compile ."]
+
+
+def test_all_that_is_copied_is_let_through() -> None:
+    lines = (ROOT / ".dockerignore").read_text().splitlines()
+    assert "*" in lines
+    let_through = {line[1:] for line in lines if line.startswith("!")}
+    for path in DOCKER.glob("*.Dockerfile"):
+        for kind, value in dockerfile(path.name):
+            if kind == "COPY" and "--from" not in value:
+                assert set(value.split()[:-1]) <= let_through
+
+
+def test_compose_and_dockerfiles_and_manifests_name_the_same_images() -> None:
+    for service in services.values():
+        if build := service.get("build"):
+            assert (COMPOSE / build["context"]).resolve() == ROOT
+            text = (ROOT / build["dockerfile"]).read_text()
+            assert f"--tag {service['image']} ." in text
+            name, _, tag = service["image"].partition(":")
+            kind = name.removeprefix("vllm-sched/")
+            base = ROOT / "deploy" / "kubernetes" / "base" / kind / "kustomization.yaml"
+            (image,) = yaml.safe_load(base.read_text())["images"]
+            assert (image["name"], image["newTag"]) == (name, tag)
+
+
+def test_the_workers_image_is_of_the_vllm_that_its_tag_names() -> None:
+    (base,) = [v for kind, v in dockerfile("worker.Dockerfile") if kind == "FROM" and "vllm/" in v]
+    version = base.partition(":v")[2]
+    for worker in workers().values():
+        assert worker["image"].endswith(f"-vllm{version}")
+    assert Path(ROOT / "pyproject.toml").read_text().count("vllm>=0.31,<0.34") == 1

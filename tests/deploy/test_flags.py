@@ -1,0 +1,77 @@
+"""Whatever is deployed starts vLLM with flags that it knows: its own parser says so."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+import pytest
+import yaml
+from vllm.entrypoints.launchers.cli_args import make_arg_parser
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+from tests.deploy.rendered import OVERLAYS, ROOT, containers, overlay
+from vllm_sched.cli.fleet import read
+from vllm_sched.cli.serve import vllm_command
+from vllm_sched.workers import launch, transfer
+
+# What LeaderWorkerSet tells each container.
+GROUP = {
+    "$(LWS_GROUP_SIZE)": "2",
+    "$(LWS_WORKER_INDEX)": "1",
+    "$(LWS_LEADER_ADDRESS)": "worker-large-0.worker-large.vllm-sched",
+}
+
+
+def commands() -> Iterator[tuple[str, list[str]]]:
+    """Return the arguments of every worker in deploy/, by where they stand."""
+    for path in sorted(ROOT.glob("deploy/fleets/*.yaml")):
+        for worker in read(path).workers:
+            if worker.launch is not None:
+                yield f"{path.name}: {worker.name}", ["model", *worker.launch.args]
+    compose = yaml.safe_load((ROOT / "deploy/compose/compose.yaml").read_text())
+    for name, service in compose["services"].items():
+        if (command := service.get("command", [""]))[0] == "serve":
+            yield f"compose.yaml: {name}", command[1:]
+    for name in OVERLAYS:
+        for what, container, _ in containers(overlay(name)):
+            if container["args"][0] == "serve":
+                yield f"{name}: {what}", container["args"][1:]
+
+
+EACH = dict(commands())
+
+
+@pytest.fixture(scope="module")
+def parser() -> FlexibleArgumentParser:
+    return make_arg_parser(FlexibleArgumentParser())
+
+
+@pytest.mark.parametrize("where", EACH)
+def test_vllm_knows_the_flags(where: str, parser: FlexibleArgumentParser) -> None:
+    model, *given = EACH[where]
+    for variable, value in GROUP.items():
+        given = [arg.replace(variable, value) for arg in given]
+    policies = [arg.partition("=")[2] for arg in given if arg.startswith("--policy=")]
+    flags = [arg for arg in given if not arg.startswith("--policy=")]
+    parsed = parser.parse_args(vllm_command(model, policies or None, [], flags))
+    assert parsed.max_model_len or where.startswith("cpu-demo"), "a context is stated"
+
+
+def test_flags_that_it_does_not_know_are_refused(parser: FlexibleArgumentParser) -> None:
+    with pytest.raises(SystemExit):
+        parser.parse_args(["model", "--max-model-length=5"])
+
+
+@pytest.mark.parametrize("part", ["prefill", "decode"])
+def test_kv_caches_move_in_a_cluster_as_between_workers_that_up_starts(
+    part: transfer.Part, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "on_cpu", lambda: False)
+    flags = transfer.wiring("nixl", part).flags
+    wanted = json.loads(flags[flags.index("--kv-transfer-config") + 1])
+    args = EACH[f"prefill-decode: StatefulSet/worker-{part}"]
+    (given,) = (arg.partition("=")[2] for arg in args if arg.startswith("--kv-transfer-config="))
+    assert json.loads(given) == wanted
+    rest = [flag for flag in flags if flag not in ("--kv-transfer-config", json.dumps(wanted))]
+    assert set(rest) <= set(args)

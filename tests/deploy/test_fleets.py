@@ -1,0 +1,66 @@
+"""The fleet files that are there to be used: right, and for as many GPUs as they say."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from proxy.config import FleetConfig
+from tests.deploy.rendered import ROOT
+from vllm_sched.cli.fleet import read
+
+FLEETS = ROOT / "deploy" / "fleets"
+GPUS = {"one-gpu": 1, "two-gpus": 2, "four-gpus": 4, "eight-gpus": 8}
+
+
+@pytest.mark.parametrize("file", sorted(FLEETS.glob("*.yaml")), ids=lambda path: path.stem)
+def test_each_is_good_and_says_how_to_use_it(file: Path) -> None:
+    assert read(file).workers
+    assert re.search(
+        rf"^#     vllm-sched (up|router)\s+deploy/fleets/{file.name}",
+        file.read_text(),
+        re.MULTILINE,
+    )
+
+
+def config(name: str) -> FleetConfig:
+    """Read one."""
+    return read(FLEETS / f"{name}.yaml")
+
+
+@pytest.mark.parametrize(("name", "gpus"), GPUS.items())
+def test_every_gpu_has_one_worker(name: str, gpus: int) -> None:
+    used: list[int] = []
+    for worker in config(name).workers:
+        assert worker.launch is not None
+        devices = worker.launch.env.get("CUDA_VISIBLE_DEVICES", "0").split(",")
+        (split,) = [
+            int(arg.partition("=")[2])
+            for arg in worker.launch.args
+            if arg.startswith("--tensor-parallel-size=")
+        ] or [1]
+        assert len(devices) == split
+        used += map(int, devices)
+    assert sorted(used) == list(range(gpus))
+
+
+@pytest.mark.parametrize("name", GPUS)
+def test_requests_that_run_are_waited_for(name: str) -> None:
+    fleet = config(name)
+    for worker in fleet.workers:
+        assert worker.launch is not None
+        (seconds,) = [
+            int(arg.partition("=")[2])
+            for arg in worker.launch.args
+            if arg.startswith("--shutdown-timeout=")
+        ]
+        assert seconds >= fleet.router.drain_s
+
+
+@pytest.mark.parametrize("name", GPUS)
+def test_whoever_prefills_long_prompts_has_the_policy_for_them(name: str) -> None:
+    for worker in config(name).workers:
+        assert worker.launch is not None
+        assert bool(worker.launch.policies) is (worker.role != "short")
