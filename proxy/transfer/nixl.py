@@ -1,8 +1,10 @@
 """NIXL: the decode worker reads the prefill worker's blocks (pull), or is written to (push).
 
-The prefill's answer says where the blocks lie; the decode leg is given that as it is. Both modes
-look alike from here: `vllm-sched up` tells the workers which one it is. Blocks are held for 30 s,
-or until the decode worker has fetched them or was refused.
+The prefill's answer says where the blocks lie; the decode leg is given that as it is. Blocks are
+held for 30 s, or until the decode worker has fetched them or was refused.
+
+Pushed, the two sides know each other by the request's id: whoever has it is written to. So it is
+one of ours, not the client's, who might send another's. Nothing frees what is not fetched then.
 
 What lacks a part is not passed on: a decode worker's engine dies of parameters that name fewer
 blocks than it needs. Without any it computes the prompt itself.
@@ -48,6 +50,14 @@ class Nixl(Connector):
     def prefill(self, pair: Pair) -> Fields:  # noqa: ARG002
         """Ask for the blocks to be kept."""
         return PREFILL
+
+    def request_id(self, pair: Pair) -> bytes | None:
+        """Make the id up where it decides whose blocks go where."""
+        return pair.id.encode() if self.config.mode == "push" else None
+
+    def release(self, taken: Taken) -> bytes | None:
+        """Have pulled blocks freed."""
+        return None if self.config.mode == "push" else super().release(taken)
 
     def take(self, pair: Pair, answer: Mapping[str, Any]) -> Taken:  # noqa: ARG002
         """Take all parameters as they are."""

@@ -105,7 +105,9 @@ def release(
     """Have what was taken freed: through a decode worker, or if it is not well through another."""
     body = wire.connector.release(taken) if wire.connector is not None else None
     if body is None:
-        return  # nothing is kept
+        if taken.params is not None:
+            wire.metrics.handover_ended(LEFT)
+        return
     if not well:
         others = (w for w in wire.router.fleet.of(decode.model) if w.live and w is not decode)
         found = next((w for w in others if w.role is decode.role and w.breaker.closed), None)

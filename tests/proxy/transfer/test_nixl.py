@@ -91,5 +91,14 @@ def test_what_nobody_fetches_is_released_by_a_request_that_must_be_refused() -> 
     assert asked["model"].startswith("vllm-sched:")
 
 
-def test_no_leg_needs_an_id_of_its_own() -> None:
+def test_pulled_no_leg_needs_an_id_of_its_own() -> None:
     assert nixl.request_id(PAIR) is None
+
+
+def test_pushed_the_id_is_ours_and_nothing_can_be_released() -> None:
+    """Blocks are written to whoever has the id, so no client may choose it."""
+    push = make("nixl", mode="push")
+    taken = push.take(PAIR, {"kv_transfer_params": TOLD | {"transfer_mode": "push"}})
+    assert push.request_id(PAIR) == PAIR.id.encode()
+    assert params(push.decode(PAIR, taken))["transfer_mode"] == "push"
+    assert push.release(taken) is None
