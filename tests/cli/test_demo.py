@@ -6,18 +6,29 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
-from proxy.config import load, parse
+from proxy.config import FleetConfig, load, parse
 from vllm_sched.cli import demo
 from vllm_sched.cli.main import main
 from vllm_sched.cli.up import placed
+from vllm_sched.workers import launch, transfer
 
 ROOT = Path(__file__).parents[2]
 FLEET = ROOT / "deploy/fleets/cpu-demo.yaml"
+ENDS = ROOT / "deploy/fleets/prefill-decode.yaml"
+
+
+@pytest.fixture(autouse=True)
+def cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have a CPU build of vLLM installed, with NIXL."""
+    monkeypatch.setattr(launch, "on_cpu", lambda: True)
+    monkeypatch.setattr(demo, "on_cpu", lambda: True)
+    monkeypatch.setattr(transfer, "_factory", lambda: '"NixlConnector"')
 
 
 def test_one_pool_knows_no_roles_and_no_limits() -> None:
-    pool = demo.one_pool(load(FLEET))
+    pool = demo.ways(load(FLEET))["baseline"][1]
     assert {worker.role for worker in pool.workers} == {"general"}
     # The short worker's limit is the router's own: without it, it holds whatever the long one does.
     assert {worker.stated_max_model_len for worker in pool.workers} == {16384}
@@ -58,10 +69,45 @@ def test_both_routers_get_the_same_uncached_workers(monkeypatch: pytest.MonkeyPa
     assert worker.launch.cpus == (3,)
 
 
-@pytest.mark.parametrize(("offered", "cpus"), [({0, 1, 5}, [0, 1]), ({4}, [None, None])])
+def roles(config: FleetConfig) -> list[str]:
+    return [worker.role for worker in config.workers]
+
+
+def test_all_four_roles_are_played_and_what_can_be_had_with_less() -> None:
+    found = {name: config for name, (_, config) in demo.ways(load(FLEET)).items()}
+    assert {name: roles(config) for name, config in found.items()} == {
+        "baseline": ["general", "general"],
+        "pools": ["short", "long"],
+        "halves": ["prefill", "decode"],
+        "all": ["short", "long", "prefill", "decode"],
+    }
+    assert [config.transfer is not None for config in found.values()] == [False, False, True, True]
+    for name, config in found.items():  # a router takes each of them
+        parse(yaml.safe_dump(config.model_dump(mode="json")), name)
+
+
+def test_two_workers_make_one_pool_or_two_halves() -> None:
+    found = demo.ways(load(ENDS))
+    assert [roles(config) for _, config in found.values()] == [
+        ["general", "general"],
+        ["prefill", "decode"],
+    ]
+    assert found["baseline"][1].transfer is None
+
+
+@pytest.mark.parametrize(
+    ("offered", "cpus"), [({0, 1, 5}, [0, 1, 0, 1]), ({4}, [None, None, None, None])]
+)
 def test_each_worker_gets_a_processor_where_there_are_enough(
     offered: set[int], cpus: list[int | None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(demo.os, "sched_getaffinity", lambda _: offered)
-    monkeypatch.setattr(demo, "on_cpu", lambda: True)
-    assert demo.own_cpus(2) == cpus
+    assert demo.own_cpus(load(FLEET).workers) == cpus
+
+
+def test_a_connector_that_is_not_there_is_told_first(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(transfer, "_factory", lambda: "")
+    assert main(["demo", str(FLEET)]) == 2
+    assert "has no NixlConnector" in capsys.readouterr().err

@@ -6,6 +6,7 @@ import argparse
 import os
 import sys
 import tempfile
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -21,9 +22,11 @@ from proxy.config import (
 )
 from proxy.errors import ConfigError, Problem
 from vllm_sched.bench.compare import Comparison, Contender, Narrator, Plan, measure, running
+from vllm_sched.bench.contest import Contest
 from vllm_sched.bench.workloads import build
 from vllm_sched.cli import measure as measuring
 from vllm_sched.cli.up import described, placed
+from vllm_sched.cli.wiring import PARTS, absent
 from vllm_sched.workers.launch import Worker, free_port, on_cpu
 
 READY_S = 30.0
@@ -35,13 +38,15 @@ def add_options(command: argparse.ArgumentParser) -> None:
 
 
 def demo(arguments: argparse.Namespace, config: FleetConfig) -> int:
-    """Play a load through the fleet as it is written, and through the same workers as one pool."""
+    """Play a load through the fleet as it is written, and through less of it."""
     measuring.check(arguments)
     if problems := [
         Problem(f"workers[{index}].launch", "is missing; this command starts all workers itself")
         for index, worker in enumerate(config.workers)
         if worker.launch is None
     ]:
+        raise ConfigError(str(arguments.fleet), problems)
+    if problems := [*absent(config)]:
         raise ConfigError(str(arguments.fleet), problems)
     workload = build(arguments.workload, longs=arguments.longs, seed=arguments.seed)
     plan = Plan(config.model, workload, arguments.rounds)
@@ -52,22 +57,50 @@ def demo(arguments: argparse.Namespace, config: FleetConfig) -> int:
 
 async def _play(
     beside: Path, config: FleetConfig, plan: Plan, folder: Path, narrator: Narrator
-) -> Comparison:
-    cpus = own_cpus(len(config.workers))
+) -> Comparison | Contest:
     workers = [
         described(config, to_play(worker, cpu), beside, folder)
-        for worker, cpu in zip(config.workers, cpus, strict=True)
+        for worker, cpu in zip(config.workers, own_cpus(config.workers), strict=True)
     ]
-    pool = one_pool(config)
-    sides = (
-        Contender("baseline", "one pool, round robin", router_of(pool, folder, "one-pool")),
-        Contender(
-            "candidate", f"pools, {config.routing.policy}", router_of(config, folder, "pools")
-        ),
-    )
-    async with running(workers, narrator), running([side.worker for side in sides], narrator):
-        await measure(sides, plan, narrator)
-    return Comparison(plan, *sides)
+    contenders = [
+        Contender(name, label, router_of(each, folder, name))
+        for name, (label, each) in ways(config).items()
+    ]
+    async with running(workers, narrator), running([c.worker for c in contenders], narrator):
+        await measure(contenders, plan, narrator)
+    if len(contenders) > 2:
+        return Contest(plan, contenders)
+    return Comparison(plan, *contenders)
+
+
+def ways(config: FleetConfig) -> dict[str, tuple[str, FleetConfig]]:
+    """Name the ways to use these workers, simplest first; no two use more processors than one.
+
+    With all roles in a fleet the parts of it are played too, and only one of the parts makes the
+    one pool: its workers have the machine to themselves, as the other's rest meanwhile.
+    """
+    whole = [worker for worker in config.workers if worker.role not in PARTS]
+    halves = [worker for worker in config.workers if worker.role in PARTS]
+    policy = config.routing.policy
+    found = {"baseline": ("one pool, round robin", one_pool(_only(config, whole or halves)))}
+    if whole and halves:
+        found["pools"] = (f"short and long, {policy}", _only(config, whole, moves=False))
+        found["halves"] = ("prefill and decode", _only(config, halves))
+        found["all"] = ("all four roles", config)
+    else:
+        label = f"pools, {policy}" if whole else "prefill and decode"
+        found["candidate"] = (label, config)
+    return found
+
+
+def _only(
+    config: FleetConfig, workers: Sequence[WorkerConfig], *, moves: bool = True
+) -> FleetConfig:
+    less = config.model_copy(update={"workers": tuple(workers)})
+    if moves:
+        return less
+    routing = config.routing.model_copy(update={"disaggregate_above": "auto"})
+    return less.model_copy(update={"transfer": None, "routing": routing})
 
 
 def to_play(worker: WorkerConfig, cpu: int | None) -> WorkerConfig:
@@ -82,10 +115,18 @@ def to_play(worker: WorkerConfig, cpu: int | None) -> WorkerConfig:
     return worker.model_copy(update={"launch": launch})
 
 
-def own_cpus(workers: int) -> list[int | None]:
-    """Give each worker a processor, as if on a machine of its own, where that can be done."""
+def own_cpus(workers: Sequence[WorkerConfig]) -> list[int | None]:
+    """Give each worker a processor, as if on a machine of its own, where that can be done.
+
+    Those that hand prompts over begin anew: a part of the fleet is played while the other rests.
+    """
     offered = sorted(os.sched_getaffinity(0))
-    return [*offered[:workers]] if on_cpu() and len(offered) >= workers else [None] * workers
+    cpus: dict[str, int | None] = {}
+    for part in (True, False):
+        names = [worker.name for worker in workers if (worker.role in PARTS) == part]
+        alone = on_cpu() and len(offered) >= len(names)
+        cpus |= zip(names, offered if alone else [None] * len(names), strict=False)
+    return [cpus[worker.name] for worker in workers]
 
 
 def one_pool(config: FleetConfig) -> FleetConfig:
@@ -95,7 +136,7 @@ def one_pool(config: FleetConfig) -> FleetConfig:
         for worker in config.workers
     ]
     routing = RoutingConfig(policy="round_robin", prefix_affinity=False, tokenize=False)
-    return config.model_copy(update={"workers": tuple(alike), "routing": routing})
+    return config.model_copy(update={"workers": tuple(alike), "routing": routing, "transfer": None})
 
 
 def router_of(config: FleetConfig, folder: Path, name: str) -> Worker:

@@ -12,6 +12,7 @@ from rich.console import Console
 
 from vllm_sched.bench import report, swimlane
 from vllm_sched.bench.compare import Narrator, Plan, compare
+from vllm_sched.bench.contest import Contest
 from vllm_sched.bench.workloads import WORKLOADS, build
 from vllm_sched.errors import UsageError
 from vllm_sched.workers.launch import DEFAULT, NONE, Side, WorkerError
@@ -92,11 +93,13 @@ def run_compare(args: argparse.Namespace) -> int:
     return measured(partial(compare, baseline, candidate, plan), args)
 
 
-def measured(measure: Callable[[Narrator], Awaitable[Comparison]], args: argparse.Namespace) -> int:
+def measured(
+    measure: Callable[[Narrator], Awaitable[Comparison | Contest]], args: argparse.Namespace
+) -> int:
     """Measure, show and keep the result; 1 when a server or a request failed."""
     console = Console()
 
-    async def run(narrator: Narrator) -> Comparison:
+    async def run(narrator: Narrator) -> Comparison | Contest:
         return await measure(narrator)
 
     try:
@@ -113,7 +116,8 @@ def measured(measure: Callable[[Narrator], Awaitable[Comparison]], args: argpars
         result.save(args.save)
         console.print(f"saved {args.save}", style="dim", highlight=False)
     if args.plot:
-        swimlane.write(result, args.plot)
+        # Of several the last one: it has all that the others have.
+        swimlane.write(result.pairs[-1] if isinstance(result, Contest) else result, args.plot)
         console.print(f"drew {args.plot}", style="dim", highlight=False)
     return int(result.failed)
 
@@ -132,13 +136,17 @@ def check(args: argparse.Namespace) -> None:
             raise UsageError(f"{path}: there is no folder {path.parent}; make it first")
 
 
-def _tell(result: Comparison, console: Console) -> None:
-    failed = [each.failed for each in result.sides]
-    labels = [each.label for each in result.sides]
-    console.print(report.table(result.figures, labels, [len(some) for some in failed]))
+def _tell(result: Comparison | Contest, console: Console) -> None:
+    sides = result.contenders if isinstance(result, Contest) else result.sides
+    failed = [each.failed for each in sides]
+    if isinstance(result, Contest):
+        console.print(result.table())
+    else:
+        labels = [each.label for each in sides]
+        console.print(report.table(result.figures, labels, [len(some) for some in failed]))
     if warning := result.warning():
         console.print(warning, style="yellow", highlight=False)
-    for each, some in zip(result.sides, failed, strict=True):
+    for each, some in zip(sides, failed, strict=True):
         _complain(console, each.role, [f"{record.klass}: {record.error}" for record in some])
 
 
