@@ -295,12 +295,14 @@ class Router:
         """
         worker = lease.worker
         decoding = worker.decoding
-        leg = lease.under_way
+        first = lease.prefill
+        if first is not None and first.released:
+            first = None
         if not self.fleet.release(lease):
             return
         self.queue.freed(now)
-        if leg is not lease:  # it ended in its prefill
-            learning.judge(self.fleet, leg, now, outcome, retry_after_s)
+        if first is not None:  # it ended in its prefill
+            learning.judge(self.fleet, first, now, outcome, retry_after_s)
             learning.judge(self.fleet, lease, now, Outcome.MOOT, None)
             return
         learning.judge(self.fleet, lease, now, outcome, retry_after_s)
