@@ -1,0 +1,1 @@
+"""What a hand-over spares those that are being answered, and that it changes no token."""

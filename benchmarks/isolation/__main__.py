@@ -1,0 +1,105 @@
+"""What a hand-over spares those that are being answered: real workers, NIXL over CPU buffers.
+
+    python -m benchmarks.isolation --rounds 5 --save out/isolation.json
+    python -m benchmarks.isolation --rounds 0 --identical 100
+
+Two general workers under least_loaded, and one prefill and one decode worker, on the same two
+processors, in turns: four streams run while 12,000-token prompts and short ones arrive. Then the
+same prompts by every route, token by token. 11 GB of memory; nothing else should run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from benchmarks.isolation import identical, stage, verdict
+from vllm_sched.bench import report
+from vllm_sched.bench.compare import Comparison, Narrator, Plan, measure, running
+from vllm_sched.errors import VllmSchedError
+
+LONE_SAMPLES = 2
+BUSY = 1.0  # load average above which the figures are worth little
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure and print; 1 when a request failed or an answer was another."""
+    args = _arguments(argv)
+    console = Console(width=None if sys.stdout.isatty() else 150)
+    busy = os.getloadavg()[0]
+    try:
+        with (
+            tempfile.TemporaryDirectory(prefix="isolation-") as folder,
+            Narrator(console) as narrator,
+        ):
+            result, wrong = asyncio.run(_run(args, Path(folder), narrator))
+    except VllmSchedError as error:
+        console.print(f"isolation: {error}", style="red", markup=False, highlight=False)
+        return 1
+    failed = False
+    if result is not None:
+        labels = [each.label for each in result.sides]
+        console.print(
+            report.table(result.figures, labels, [len(each.failed) for each in result.sides])
+        )
+        console.print(verdict.table(result))
+        for warning in (result.warning(), f"load average {busy:.1f} at the start" * (busy > BUSY)):
+            if warning:
+                console.print(warning, style="yellow", highlight=False)
+        if args.save:
+            result.save(args.save)
+        failed = result.failed
+    for route, count in wrong.items():
+        console.print(f"{route}: {count} of {args.identical} answers differ", highlight=False)
+    return int(failed or any(wrong.values()))
+
+
+async def _run(
+    args: argparse.Namespace, folder: Path, narrator: Narrator
+) -> tuple[Comparison | None, dict[str, int]]:
+    config = stage.fleet()
+    sides = stage.sides(config, folder)
+    plan = Plan(config.model, stage.workload(seed=args.seed), args.rounds, LONE_SAMPLES)
+    result, wrong = None, {}
+    async with (
+        running(stage.started(config, folder), narrator),
+        running([side.worker for side in sides], narrator),
+    ):
+        if args.rounds:
+            await measure(sides, plan, narrator)
+            result = Comparison(plan, *sides)
+        if args.identical:
+            direct = {"one worker": str(config.workers[0].url)}
+            routes = direct | {side.label: side.worker.url for side in sides}
+            asked = identical.prompts(args.identical, args.seed)
+            wrong = await identical.differing(routes, asked, config.model, narrator.step)
+    return result, wrong
+
+
+def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="isolation", description="what a hand-over spares those that are being answered"
+    )
+    parser.add_argument("--rounds", type=int, default=3, help="that count; 0: no timing")
+    parser.add_argument("--identical", type=int, default=0, metavar="N", help="prompts compared")
+    parser.add_argument("--seed", type=int, default=0, help="fixes the prompts")
+    parser.add_argument("--save", type=Path, metavar="FILE", help="write every sample as JSON")
+    args = parser.parse_args(argv)
+    if args.rounds < 0 or args.identical < 0:
+        parser.error("--rounds and --identical: less than 0 is nothing to do")
+    if not args.rounds and not args.identical:
+        parser.error("--rounds 0 without --identical: nothing to do")
+    if args.save and not args.save.parent.is_dir():
+        parser.error(f"--save {args.save}: there is no folder {args.save.parent}; make it first")
+    return args
+
+
+if __name__ == "__main__":
+    sys.exit(main())

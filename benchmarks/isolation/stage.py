@@ -1,0 +1,96 @@
+"""Four workers on two processors: two general ones, or a prefill and a decode worker."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from proxy.config import FleetConfig, LaunchConfig, RoutingConfig, TransferConfig, WorkerConfig
+from vllm_sched.bench.compare import Contender
+from vllm_sched.bench.workloads import BACKGROUND, LONG, SHORT, STEP_TOKENS, Arrival, Workload
+from vllm_sched.cli.demo import router_of
+from vllm_sched.cli.up import described, placed
+from vllm_sched.errors import UsageError
+from vllm_sched.workers.launch import Worker
+
+LENGTH = 16384
+FLAGS = (f"--max-model-len={LENGTH}", f"--max-num-batched-tokens={STEP_TOKENS}")
+# As many tokens of KV cache each: a block is 32 tokens on a CPU, with NIXL 128.
+BLOCKS = {"general": "2048", "prefill": "512", "decode": "512"}
+ROLES = ("general", "general", "prefill", "decode")
+# Prompts above it are handed over; the shorts of the workload are not.
+ABOVE = 1000
+
+
+def fleet() -> FleetConfig:
+    """Describe them; each pair has both processors, a worker one of them."""
+    cpus = sorted(os.sched_getaffinity(0))
+    if len(cpus) < 2:
+        raise UsageError("isolation: two processors are needed; this machine offers one")
+    workers = [
+        WorkerConfig.model_validate(
+            {
+                "name": f"{role}-{number % 2}",
+                "role": role,
+                "launch": LaunchConfig(
+                    model="tiny",
+                    args=(*FLAGS, f"--num-gpu-blocks-override={BLOCKS[role]}"),
+                    cpus=(cpus[number % 2],),
+                ),
+            }
+        )
+        for number, role in enumerate(ROLES)
+    ]
+    return placed(
+        FleetConfig(model="tiny", workers=tuple(workers), transfer=TransferConfig(connector="nixl"))
+    )
+
+
+def started(config: FleetConfig, folder: Path) -> list[Worker]:
+    """Describe how `vllm-sched up` would start them."""
+    return [described(config, worker, folder, folder) for worker in config.workers]
+
+
+def sides(config: FleetConfig, folder: Path) -> tuple[Contender, Contender]:
+    """Put a router before each pair."""
+    general, halves = config.workers[:2], config.workers[2:]
+    whole = config.model_copy(
+        update={
+            "workers": general,
+            "transfer": None,
+            "routing": RoutingConfig(policy="least_loaded", prefix_affinity=False),
+        }
+    )
+    handed = config.model_copy(
+        update={"workers": halves, "routing": RoutingConfig(disaggregate_above=ABOVE)}
+    )
+    return (
+        Contender("baseline", "2 general, least_loaded", router_of(whole, folder, "general")),
+        Contender("candidate", "1 prefill + 1 decode", router_of(handed, folder, "halves")),
+    )
+
+
+def workload(
+    *,
+    longs: int = 4,
+    every_s: float = 4.0,
+    long_tokens: int = 12_000,
+    decodes: int = 4,
+    decoded: int = 3500,
+    shorts_per_long: int = 4,
+    seed: int = 0,
+) -> Workload:
+    """Four streams run; a long prompt comes when the one before is done, and shorts all along.
+
+    The longs don't wait for each other, so that what one takes is its own prefill.
+    """
+    arrivals: Sequence[Arrival] = [
+        *(Arrival(0.0, BACKGROUND, 24, decoded) for _ in range(decodes)),
+        *(Arrival(number * every_s, LONG, long_tokens, 16) for number in range(longs)),
+        *(
+            Arrival(round(0.3 + number * every_s / shorts_per_long, 6), SHORT, 100, 16)
+            for number in range(longs * shorts_per_long)
+        ),
+    ]
+    return Workload("isolation", tuple(arrivals), seed, lone_prompt_tokens=long_tokens)

@@ -1,0 +1,122 @@
+"""The isolation benchmark without its workers: who is started, what is judged, what is counted."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from aiohttp import web
+from aiohttp.test_utils import TestServer
+
+from benchmarks.isolation import identical, stage, verdict
+from benchmarks.isolation.__main__ import main
+from proxy.config import parse
+from tests.bench.canned import canned_comparison
+from vllm_sched.errors import UsageError
+from vllm_sched.workers import launch
+
+
+@pytest.fixture(autouse=True)
+def two(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have two processors and a CPU build."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {2, 5})
+    monkeypatch.setattr(launch, "on_cpu", lambda: True)
+
+
+def test_both_pairs_have_the_same_two_processors(tmp_path: Path) -> None:
+    config = stage.fleet()
+    workers = stage.started(config, tmp_path)
+    assert [worker.cpus for worker in workers] == [(2,), (5,), (2,), (5,)]
+    moved = ["--kv-transfer-config" in worker.command for worker in workers]
+    assert moved == [False, False, True, True]
+
+
+def test_each_pair_has_a_router_of_its_own(tmp_path: Path) -> None:
+    config = stage.fleet()
+    files = [Path(side.worker.command[-1]) for side in stage.sides(config, tmp_path)]
+    whole, halves = (parse(file.read_text(), file.name) for file in files)
+    assert [worker.role for worker in whole.workers] == ["general", "general"]
+    assert (whole.routing.policy, whole.transfer) == ("least_loaded", None)
+    assert [worker.role for worker in halves.workers] == ["prefill", "decode"]
+    assert halves.routing.disaggregate_above == stage.ABOVE
+    urls = [worker.url for config in (whole, halves) for worker in config.workers]
+    assert len({*urls}) == 4
+    assert yaml.safe_load(files[0].read_text())["model"] == "tiny"
+
+
+def test_one_processor_is_not_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})
+    with pytest.raises(UsageError, match="two processors"):
+        stage.fleet()
+
+
+def test_only_longs_are_handed_over_and_none_waits_for_another() -> None:
+    arrivals = stage.workload().arrivals
+    longs = [each.at for each in arrivals if each.klass == "long"]
+    assert longs == [0.0, 4.0, 8.0, 12.0]
+    above = {each.klass for each in arrivals if each.prompt_tokens > stage.ABOVE}
+    assert above == {"long"}
+
+
+def test_promises_are_judged_by_their_ratio() -> None:
+    found = {each.what: each for each in verdict.verdicts(canned_comparison((2.0,), (0.5,)))}
+    short = found["a short prompt, to its first token, p50"]
+    assert short.ratio == pytest.approx(0.25)
+    assert short.kept
+    decode = found["p99 between two tokens of a running decode"]
+    assert decode.ratio == pytest.approx(1.0)
+    assert not decode.kept
+    assert not verdict.Verdict("", None, None, None, 1.0).kept
+
+
+def test_prompts_are_of_all_sizes_and_always_the_same() -> None:
+    made = identical.prompts(100)
+    sizes = sorted(map(len, made))
+    assert (sizes[0], sizes[-1]) == (10, 12_000)
+    assert made == identical.prompts(100)
+    assert made != identical.prompts(100, seed=1)
+
+
+@pytest.fixture
+async def servers() -> AsyncIterator[dict[str, str]]:
+    """Serve right answers, answers with other tokens, and the right tokens by another cache."""
+
+    def answering(tokens: list[int], likely: float) -> web.Application:
+        async def answer(request: web.Request) -> web.Response:
+            asked = await request.json()
+            choice: dict[str, Any] = {"token_ids": tokens, "logprobs": {"token_logprobs": [likely]}}
+            assert asked["temperature"] == 0
+            return web.json_response({"choices": [choice]})
+
+        app = web.Application()
+        app.router.add_post("/v1/completions", answer)
+        return app
+
+    told = {"right": ([7], -1.0), "near": ([7], -1.0001), "other": ([8], -1.0), "far": ([7], -1.1)}
+    running = {name: TestServer(answering(*each)) for name, each in told.items()}
+    for server in running.values():
+        await server.start_server()
+    yield {name: str(server.make_url("")).rstrip("/") for name, server in running.items()}
+    for server in running.values():
+        await server.close()
+
+
+async def test_what_differs_is_counted_by_route(servers: dict[str, str]) -> None:
+    counts = await identical.differing(servers, [[1], [2]], "m")
+    assert counts == {
+        "right, cold": 0, "right, warm": 0, "near, cold": 0, "near, warm": 0,
+        "other, cold": 2, "other, warm": 2, "far, cold": 2, "far, warm": 2,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--rounds=-1"], ["--rounds=0"], ["--save", "no/such/folder/f.json"]]
+)
+def test_what_makes_no_sense_is_refused(arguments: list[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(arguments)
+    assert left.value.code == 2
