@@ -30,12 +30,18 @@ class FakeOpenAI:
     workers: tuple[str, ...] = ()  # named in X-Route where X-Explain asks
     failing: tuple[int, ...] = ()  # completions that are refused, by their number
     hangs: bool = False
+    slots: int = 1000  # requests it works on at once; the others wait
     url: str = ""
     bodies: list[dict[str, Any]] = field(default_factory=list)
     headers: list[dict[str, str]] = field(default_factory=list)
     under_way: int = 0
     most_under_way: int = 0
     begun: asyncio.Event = field(default_factory=asyncio.Event)
+    free: asyncio.Semaphore = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Free all slots."""
+        self.free = asyncio.Semaphore(self.slots)
 
     @property
     def played(self) -> list[dict[str, Any]]:
@@ -73,7 +79,8 @@ class FakeOpenAI:
         self.under_way += 1
         self.most_under_way = max(self.most_under_way, self.under_way)
         try:
-            return await self._streamed(request, body)
+            async with self.free:
+                return await self._streamed(request, body)
         finally:
             self.under_way -= 1
 

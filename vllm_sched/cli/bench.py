@@ -23,6 +23,7 @@ from vllm_sched.cli.load import (
     asked,
     check_outputs,
     run_interruptibly,
+    salt_of,
     traffic_of,
     watched,
 )
@@ -30,7 +31,7 @@ from vllm_sched.errors import UsageError
 
 if TYPE_CHECKING:
     import asyncio
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
 ERRORS_SHOWN = 5
 
@@ -81,10 +82,12 @@ def run_bench(args: argparse.Namespace) -> int:
     schedule = _schedule(args)
     check_outputs(args.save, args.plot)
     console = Console()
+    args.prompt_salt = salt_of(args)
     played, endpoint = run_interruptibly(
         lambda stop: _measured(asked(args, explain=bool(args.plot)), schedule, args, console, stop)
     )
-    result = as_result(played, endpoint, schedule, targets)
+    notes = {"prompt_salt": args.prompt_salt}
+    result = as_result(played, endpoint, schedule, targets, notes)
     tell(result, played, console)
     if args.save:
         result.save(args.save)
@@ -100,7 +103,11 @@ def run_bench(args: argparse.Namespace) -> int:
 
 
 def as_result(
-    played: Played, endpoint: Endpoint, schedule: Schedule, targets: goodput.Targets
+    played: Played,
+    endpoint: Endpoint,
+    schedule: Schedule,
+    targets: goodput.Targets,
+    notes: Mapping[str, object],
 ) -> Result:
     """Put a run together with what was played."""
     return Result(
@@ -118,6 +125,7 @@ def as_result(
             "client_late_p99_s": played.late_p99,
             "cut_requests": played.cut,
             "short_answers": played.short,
+            **notes,
         },
         played.warnings(),
     )
@@ -150,7 +158,14 @@ async def _measured(
     endpoint = await learn(asked)
     tally = Tally()
     label = f"{schedule.source.name} against {endpoint.model} at {endpoint.address}"
-    work = play(endpoint, schedule, timeout_s=args.timeout, tally=tally, stop=stop)
+    work = play(
+        endpoint,
+        schedule,
+        salt=args.prompt_salt,
+        timeout_s=args.timeout,
+        tally=tally,
+        stop=stop,
+    )
     return await watched(console, label, schedule, tally, work), endpoint
 
 

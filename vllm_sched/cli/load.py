@@ -87,6 +87,11 @@ def add_traffic(parser: argparse.ArgumentParser) -> None:
         help="tokens that one of a trace's hash_ids stands for (default: %(default)s)",
     )
     parser.add_argument(
+        "--prompt-salt",
+        metavar="TEXT",
+        help="repeat an earlier run's very words (default: new ones, which no prefix cache has)",
+    )
+    parser.add_argument(
         "--goodput",
         nargs="+",
         default=[],
@@ -104,6 +109,11 @@ def traffic_of(args: argparse.Namespace) -> dict[str, Any]:
         "tenants": args.tenants,
         "prefix_hit": args.prefix_hit,
     }
+
+
+def salt_of(args: argparse.Namespace) -> str:
+    """Give what fixes the words of prompts."""
+    return args.prompt_salt if args.prompt_salt is not None else os.urandom(4).hex()
 
 
 def asked(args: argparse.Namespace, *, explain: bool = False) -> Asked:

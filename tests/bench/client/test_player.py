@@ -137,3 +137,17 @@ async def test_a_router_says_who_served_a_request() -> None:
         endpoint = await learn(Asked(fake.url, explain=True))
         result = await play(endpoint, schedule(rate=100, count=6))
     assert {each.worker for each in result.outcomes} == {"s0", "l0"}
+
+
+async def test_another_salt_makes_other_words_and_the_same_lengths() -> None:
+    fake = FakeOpenAI()
+    async with serving(fake):
+        endpoint = await learn(Asked(fake.url))
+        for salt in ("a", "b", "a"):
+            await play(endpoint, schedule(rate=500, count=3), salt=salt)
+    first, second, again = (
+        sorted(body["prompt"] for body in fake.played[i : i + 3]) for i in (0, 3, 6)
+    )
+    assert first == again
+    assert not {text[:30] for text in first} & {text[:30] for text in second}
+    assert sorted(map(len, map(str.split, first))) == sorted(map(len, map(str.split, second)))

@@ -102,13 +102,21 @@ async def play(
     endpoint: Endpoint,
     schedule: Schedule,
     *,
+    salt: str = "",
     timeout_s: float = TIMEOUT_S,
     tally: Tally | None = None,
     stop: asyncio.Event | None = None,
 ) -> Played:
-    """Play it to its end, or until `stop` is set; a failed request is an outcome, no exception."""
+    """Play it to its end, or until `stop` is set; a failed request is an outcome, no exception.
+
+    The schedule fixes lengths and times, `salt` the words: under another one, a server's prefix
+    cache has nothing left of an earlier run.
+    """
     _allow_many_connections()
-    player = _Player(endpoint, schedule, timeout_s, tally or Tally(), stop or asyncio.Event())
+    texts = Texts(f"{schedule.seed}/{salt}")
+    player = _Player(
+        endpoint, schedule, texts, timeout_s, tally or Tally(), stop or asyncio.Event()
+    )
     return await player.run()
 
 
@@ -117,6 +125,7 @@ class _Player:
         self,
         endpoint: Endpoint,
         schedule: Schedule,
+        texts: Texts,
         timeout_s: float,
         tally: Tally,
         stop: asyncio.Event,
@@ -126,7 +135,7 @@ class _Player:
         self._timeout_s = timeout_s
         self._tally = tally
         self._stop = stop
-        self._texts = Texts(schedule.seed)
+        self._texts = texts
         self._outcomes: list[Outcome] = []
         self._cut = 0
 

@@ -53,7 +53,7 @@ class Measure:
 class Texts:
     """Texts by name; the same seed makes the same ones."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int | str) -> None:
         self._seed = seed
         pool = random.Random(f"pool/{seed}").choices(WORDS, k=POOL)
         self._pool = " ".join(pool)

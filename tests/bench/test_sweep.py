@@ -1,0 +1,76 @@
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from vllm_sched.bench.sweep import CONCURRENCY, RATE, Point, Sweep
+
+
+def figures(share: float | None, tokens: float, **more: Any) -> dict[str, Any]:
+    return {
+        "goodput_share": share,
+        "completed": 10,
+        "failed": 0,
+        "request_throughput": 2.0,
+        "total_token_throughput": tokens,
+        "p99_ttft_ms": 100.0,
+        "p99_itl_ms": 10.0,
+        **more,
+    }
+
+
+def sweep() -> Sweep:
+    points = [
+        Point(name, axis, load, seed, figures(share / load if share else None, tokens * load))
+        for name, share, tokens in (("short", 4.0, 100.0), ("long", 1.0, 900.0))
+        for axis in (RATE, CONCURRENCY)
+        for load in (1.0, 4.0, 8.0)
+        for seed in (0, 1)
+    ]
+    return Sweep([p for p in points if p.share <= 1] + [p for p in points if p.share > 1])
+
+
+def test_curves_have_a_value_per_seed_and_a_knee() -> None:
+    curves = sweep().curves(RATE, "goodput")
+    assert set(curves) == {"short", "long"}
+    assert {load: len(values) for load, values in curves["long"].points.items()} == {
+        1.0: 2, 4.0: 2, 8.0: 2,
+    }  # fmt: skip
+    assert curves["long"].knee == 1.0
+    assert curves["short"].knee == 4.0
+    assert sweep().curves(CONCURRENCY, "tokens")["short"].knee == 8.0
+
+
+def test_without_targets_a_rate_is_served_when_it_is_kept_up_with() -> None:
+    kept = Point("a", RATE, 2.0, 0, figures(None, 1.0))
+    behind = Point("a", RATE, 8.0, 0, figures(None, 1.0))
+    failing = Point("a", RATE, 2.0, 0, figures(None, 1.0, failed=10))
+    closed = Point("a", CONCURRENCY, 8.0, 0, figures(None, 1.0))
+    assert [p.share for p in (kept, behind, failing, closed)] == [1.0, 0.25, 0.5, 1.0]
+    assert [p.goodput for p in (kept, behind)] == [2.0, 2.0]
+    assert Point("a", RATE, 1.0, 0, figures(None, 1.0, completed=0)).share == 0.0
+
+
+def test_the_table_has_a_line_per_load() -> None:
+    console = Console(file=io.StringIO(), width=80)
+    console.print(sweep().table(targets=True))
+    assert isinstance(console.file, io.StringIO)
+    text = console.file.getvalue()
+    for word in ("short", "long", "4/s", "8 at once", "in time", "TTFT p99", "50%"):
+        assert word in text
+
+
+def test_the_json_has_every_run() -> None:
+    found = sweep().to_json()
+    assert len(found["points"]) == 24
+    assert found["served_request_rate"] == {"short": 4.0, "long": 1.0}
+    assert found["knee_concurrency"] == {"short": 8.0, "long": 8.0}
+    assert {"request_rate", "seed", "share_in_time"} <= set(found["points"][0])
+
+
+def test_nobody_served_is_a_gap_in_the_line() -> None:
+    nobody = Point("a", RATE, 2.0, 0, figures(0.0, 0.0, p99_ttft_ms=None, completed=0))
+    assert nobody.ttft_p99_ms != pytest.approx(nobody.ttft_p99_ms)

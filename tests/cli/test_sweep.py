@@ -1,0 +1,76 @@
+"""`vllm-sched sweep` from the command line to its pictures, against a fake with few slots."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.bench.fake_openai import FakeOpenAI
+from tests.cli.test_bench import served
+from vllm_sched.cli.main import main
+
+
+def test_listed_loads_of_two_workloads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save, plot = tmp_path / "sweep.json", tmp_path / "pictures"
+    with served(FakeOpenAI()) as fake:
+        words = [
+            "--workload", "20x3", "--workload", "200x3", "--request-rates", "40,20",
+            "--concurrencies", "1,2", "--seeds", "2", "--duration", "0.3",
+            "--goodput", "ttft:5000", "--save", str(save), "--plot", str(plot),
+        ]  # fmt: skip
+        assert main(["sweep", "--url", fake.url, *words]) == 0
+    out = capsys.readouterr().out
+    for word in ("20x3 at 20 requests/s, seed 0", "200x3", "40/s", "2 at once", "in time"):
+        assert word in out
+    result = json.loads(save.read_text())
+    assert len(result["points"]) == 2 * (2 + 2) * 2
+    assert result["served_request_rate"] == {"20x3": 40, "200x3": 40}
+    assert {path.stem for path in plot.iterdir()} == {"goodput", "ttft-by-rate", "throughput"}
+    prompts = [body["prompt"] for body in fake.played]
+    # No run finds another's prompts in a prefix cache.
+    assert len({prompt[:40] for prompt in prompts}) == len(prompts)
+
+
+def test_the_search_stops_where_requests_are_late(tmp_path: Path) -> None:
+    save = tmp_path / "sweep.json"
+    # 2 slots of 50 ms each: 40 requests/s, and then a queue.
+    with served(FakeOpenAI(ttft_s=0.05, slots=2)) as fake:
+        words = ["--workload", "20x1", "--start", "10", "--seeds", "1", "--duration", "1"]
+        words += ["--goodput", "ttft:200", "--save", str(save)]
+        assert main(["sweep", "--url", fake.url, *words]) == 0
+    result = json.loads(save.read_text())
+    rates = [point["request_rate"] for point in result["points"]]
+    served_rate = result["served_request_rate"]["20x1"]
+    assert served_rate is not None
+    assert 5 <= served_rate <= 60
+    assert max(rates) > served_rate
+
+
+def test_nothing_but_failures_is_a_failure(capsys: pytest.CaptureFixture[str]) -> None:
+    with served(FakeOpenAI(failing=tuple(range(100)))) as fake:
+        words = ["--workload", "20x3", "--request-rates", "20", "--seeds", "1", "--duration", "0.2"]
+        assert main(["sweep", "--url", fake.url, *words]) == 1
+    assert "no rate was kept up with" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--request-rates", "1,two"], "--request-rates 1,two: 'two' is no load"),
+        (["--concurrencies", "1.5"], "'1.5' is no load; give whole numbers"),
+        (["--request-rates", "0"], "'0' is no load"),
+        (["--seeds", "0"], "--seeds 0"),
+        (["--start", "0"], "--start 0"),
+        (["--workload", "quake"], "unknown workload 'quake'"),
+        ([], "connection refused"),
+    ],
+)
+def test_what_can_not_be_done_is_said_in_a_line(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["sweep", "--url", "http://127.0.0.1:9", *words]) == 2
+    err = capsys.readouterr().err
+    assert said in err
+    assert err.count("\n") == 1

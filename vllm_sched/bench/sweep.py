@@ -1,0 +1,147 @@
+"""Many runs, one picture: a workload at several loads, several times over."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+from statistics import fmean
+from typing import TYPE_CHECKING, Any, Final
+
+from rich import box
+from rich.table import Table
+
+from vllm_sched.bench.knee import served_rate, throughput_knee
+from vllm_sched.bench.plots.curves import Curve
+from vllm_sched.bench.stats import interval
+from vllm_sched.bench.summary import milliseconds
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+RATE: Final = "request_rate"
+CONCURRENCY: Final = "max_concurrency"
+
+
+@dataclass(frozen=True)
+class Point:
+    """One run: a load, a seed, and vLLM's figures for all requests."""
+
+    workload: str
+    axis: str
+    load: float
+    seed: int
+    figures: Mapping[str, Any]
+
+    @property
+    def share(self) -> float:
+        """The share of requests that met the targets; of those that did not fail, without any."""
+        if self.figures["goodput_share"] is not None:
+            return float(self.figures["goodput_share"])
+        ended = self.figures["completed"] + self.figures["failed"]
+        # With no target, a rate is served if it is kept up: what piles up is not.
+        kept_up = self.figures["request_throughput"] / self.load if self.axis == RATE else 1.0
+        return float(min(1.0, kept_up) * self.figures["completed"] / ended) if ended else 0.0
+
+    @property
+    def goodput(self) -> float:
+        """Requests per second in time, of those that arrive: a queue's slow end does not count."""
+        return self.share * self.load
+
+    @property
+    def tokens(self) -> float:
+        """Tokens per second, read and written."""
+        return float(self.figures["total_token_throughput"])
+
+    @property
+    def ttft_p99_ms(self) -> float:
+        """The tail of the waits; infinite where nobody was served."""
+        found = self.figures["p99_ttft_ms"]
+        return float("nan") if found is None else float(found)
+
+
+@dataclass
+class Sweep:
+    """All points so far."""
+
+    points: list[Point] = field(default_factory=list)
+
+    def at(self, workload: str, axis: str, load: float) -> list[Point]:
+        """Give the runs of one load, one for each seed."""
+        return [
+            each
+            for each in self.points
+            if (each.workload, each.axis, each.load) == (workload, axis, load)
+        ]
+
+    def curves(self, axis: str, measure: str) -> dict[str, Curve]:
+        """Give a line per workload: what `measure` names, at each load, for each seed."""
+        found: dict[str, dict[float, list[float]]] = defaultdict(lambda: defaultdict(list))
+        for each in self.points:
+            if each.axis == axis:
+                found[each.workload][each.load].append(getattr(each, measure))
+        knees = self.knees(axis)
+        return {name: Curve(dict(points), knees[name]) for name, points in found.items()}
+
+    def knees(self, axis: str) -> dict[str, float | None]:
+        """Give each workload's knee: the rate that is served, or where throughput levels off."""
+        measure, knee = ("share", served_rate) if axis == RATE else ("tokens", throughput_knee)
+        means: dict[str, dict[float, float]] = defaultdict(dict)
+        for each in self.points:
+            if each.axis == axis:
+                runs = self.at(each.workload, axis, each.load)
+                means[each.workload][each.load] = fmean(getattr(run, measure) for run in runs)
+        return {name: knee(found) for name, found in means.items()}
+
+    def table(self, *, targets: bool) -> Table:
+        """Lay out a line per load, with 95 % intervals where there are several seeds."""
+        layout = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+        layout.add_column("")
+        heads = (
+            "load", "in time" if targets else "kept up", "TTFT p99", "ITL p99", "tokens/s"
+        )  # fmt: skip
+        for head in heads:
+            layout.add_column(head, justify="right", no_wrap=True)
+        for axis, unit in ((RATE, "/s"), (CONCURRENCY, " at once")):
+            knees = self.knees(axis)
+            loads = sorted({(p.workload, p.load) for p in self.points if p.axis == axis})
+            for name, load in loads:
+                runs = self.at(name, axis, load)
+                last = (name, load) == max(pair for pair in loads if pair[0] == name)
+                layout.add_row(
+                    name,
+                    f"{load:g}{unit}",
+                    _percent([run.share for run in runs]),
+                    milliseconds(interval([run.ttft_p99_ms for run in runs])[0]),
+                    milliseconds(fmean(run.figures["p99_itl_ms"] or 0.0 for run in runs)),
+                    _with_interval([run.tokens for run in runs]),
+                    style="bold" if load == knees[name] else "",
+                    end_section=last,
+                )
+        return layout
+
+    def to_json(self) -> dict[str, Any]:
+        """Give every run's figures, without samples."""
+        return {
+            "points": [
+                {
+                    "workload": each.workload,
+                    each.axis: each.load,
+                    "seed": each.seed,
+                    "share_in_time": each.share,
+                    **each.figures,
+                }
+                for each in self.points
+            ],
+            "served_request_rate": self.knees(RATE),
+            "knee_concurrency": self.knees(CONCURRENCY),
+        }
+
+
+def _percent(shares: Sequence[float]) -> str:
+    mean, half = interval(shares)
+    return f"{mean:.0%}" + (f" ± {100 * half:.0f}" if half >= 0.005 else "")
+
+
+def _with_interval(values: Sequence[float]) -> str:
+    mean, half = interval(values)
+    return f"{mean:,.0f}" + (f" ± {half:,.0f}" if half else "")
