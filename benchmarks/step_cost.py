@@ -1,7 +1,8 @@
 """What a call of `schedule()` costs with our policies, beside upstream's: `make bench`.
 
 Real Scheduler objects with 256 running (255 decodes and a long prefill) and many waiting, half of
-them long and held. Both sides take the same steps in turns; medians of the times of the call alone.
+them long and held. Both sides take the same steps in turns; medians of the processor time of the
+call alone, so that other programs on the machine matter little.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import argparse
 import gc
 import statistics
 import time
+from collections.abc import Mapping
 from typing import Any
 
 from rich.console import Console
@@ -18,17 +20,35 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from tests.engine.schedulers import BLOCK, answer, make_request, make_scheduler
-from vllm_sched import LongPromptScheduler, SyncLongPromptScheduler
+from vllm_sched import PolicyScheduler, SyncPolicyScheduler
 
 RUNNING = 256
 LONG_TOKENS, SHORT_TOKENS = 6_000, 200  # long is above 5,242, 4 % of the context
-PAIRS = {
-    "async": (AsyncScheduler, LongPromptScheduler),
-    "sync": (Scheduler, SyncLongPromptScheduler),
+KINDS = {
+    "async": (AsyncScheduler, PolicyScheduler),
+    "sync": (Scheduler, SyncPolicyScheduler),
 }
+Policies = Mapping[str, Mapping[str, object]]
+# The last two are the largest that there can be: some policies contradict each other. Beside
+# `prefill_first` there is nothing to compare, for its steps are not upstream's.
+SETS: dict[str, Policies] = {
+    "long_prompt": {"long_prompt": {}},
+    "lanes": {"lanes": {}},
+    "rotation": {"rotation": {}},
+    "chunk_budget": {"chunk_budget": {}},
+    "deferred_prefill": {"deferred_prefill": {}},
+    "every": {
+        "lanes": {}, "long_prompt": {}, "deferred_prefill": {"departures": 4}, "rotation": {},
+        "chunk_budget": {},
+    },
+    "every, static": {
+        "static_batching": {}, "lanes": {}, "long_prompt": {}, "rotation": {}, "chunk_budget": {},
+    },
+}  # fmt: skip
+EVERY = ("every", "every, static")
 
 
-def loaded(kind: type, waiting: int, *, slots_free: bool) -> Any:
+def loaded(kind: type, policies: Policies | None, waiting: int, *, slots_free: bool) -> Any:
     """Make a scheduler in the state to measure.
 
     Its slots are all taken, or there are more but no room in the KV cache: then the scan looks at
@@ -37,6 +57,7 @@ def loaded(kind: type, waiting: int, *, slots_free: bool) -> Any:
     decode_tokens = 8
     decodes = (RUNNING - 1) * -(-(decode_tokens + 2000) // BLOCK)
     scheduler = make_scheduler(
+        policies,
         scheduler_cls=kind,
         budget=1024,
         max_model_len=131_072,
@@ -46,9 +67,9 @@ def loaded(kind: type, waiting: int, *, slots_free: bool) -> Any:
     )
     for _ in range(RUNNING - 1):
         scheduler.add_request(make_request(decode_tokens, output=2000))
-    for _ in range(4):
-        take_step(scheduler)
     scheduler.add_request(make_request(120_000, output=10))
+    while len(scheduler.running) < RUNNING:
+        take_step(scheduler)
     take_step(scheduler)
     if slots_free:
         scheduler.max_num_running_reqs = scheduler.max_num_active_reqs = 2 * RUNNING
@@ -58,23 +79,28 @@ def loaded(kind: type, waiting: int, *, slots_free: bool) -> Any:
         scheduler.kv_cache_manager.watermark_blocks = pool.get_num_free_blocks()
     for number in range(waiting):
         tokens = LONG_TOKENS if number % 2 else SHORT_TOKENS
-        scheduler.add_request(make_request(tokens, output=10))
+        scheduler.add_request(make_request(tokens, output=10, priority=number % 3 - 1))
     assert len(scheduler.running) == RUNNING
     return scheduler
 
 
 def take_step(scheduler: Any) -> float:
     """Step once and return the seconds that `schedule()` took."""
-    start = time.perf_counter()
+    start = time.process_time()
     output = scheduler.schedule()
-    took = time.perf_counter() - start
+    took = time.process_time() - start
     scheduler.update_from_output(output, answer(scheduler, output))
     return took
 
 
-def measure(kinds: tuple[type, type], waiting: int, steps: int, *, slots_free: bool) -> list[float]:
+def measure(
+    kinds: tuple[type, type], policies: Policies, waiting: int, steps: int, *, slots_free: bool
+) -> list[float]:
     """Return the median seconds of both sides, which step in turns."""
-    schedulers = [loaded(kind, waiting, slots_free=slots_free) for kind in kinds]
+    schedulers = [
+        loaded(kind, given, waiting, slots_free=slots_free)
+        for kind, given in zip(kinds, (None, policies), strict=True)
+    ]
     times: list[list[float]] = [[], []]
     for number in range(steps):
         for side in (0, 1) if number % 2 else (1, 0):
@@ -89,27 +115,35 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=90)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--waiting", type=int, nargs="+", default=[10, 1000, 10_000])
+    parser.add_argument("--waiting", type=int, nargs="+", default=[10, 10_000])
+    parser.add_argument("--sets", nargs="+", choices=SETS, default=["long_prompt", *EVERY])
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     arguments = parser.parse_args()
 
     console = Console()
-    table = Table("scheduler", "slots", "waiting", "upstream us", "ours us", "ratio")
+    table = Table("policies", "scheduler", "slots", "waiting", "upstream us", "ours us", "ratio")
     gc.disable()
-    for name, kinds in PAIRS.items():
-        for slots_free in (False, True):
-            for waiting in arguments.waiting:
-                rounds = []
-                for _ in range(arguments.rounds):
-                    rounds.append(measure(kinds, waiting, arguments.steps, slots_free=slots_free))
-                    gc.collect()
-                theirs, ours = (statistics.median(side) for side in zip(*rounds, strict=True))
-                ratio = statistics.median(mine / other for other, mine in rounds)
-                slots = "free, no KV" if slots_free else "taken"
-                table.add_row(
-                    name, slots, f"{waiting:,}", f"{theirs * 1e6:.0f}", f"{ours * 1e6:.0f}",
-                    f"{ratio:.2f}",
-                )  # fmt: skip
-                console.print(".", end="")
+    for label in arguments.sets:
+        for name in arguments.kinds:
+            for slots_free in (False, True):
+                for waiting in arguments.waiting:
+                    rounds = []
+                    for _ in range(arguments.rounds):
+                        rounds.append(
+                            measure(
+                                KINDS[name], SETS[label], waiting, arguments.steps,
+                                slots_free=slots_free,
+                            )
+                        )  # fmt: skip
+                        gc.collect()
+                    theirs, ours = (statistics.median(side) for side in zip(*rounds, strict=True))
+                    ratio = statistics.median(mine / other for other, mine in rounds)
+                    slots = "free, no KV" if slots_free else "taken"
+                    table.add_row(
+                        label, name, slots, f"{waiting:,}", f"{theirs * 1e6:.0f}",
+                        f"{ours * 1e6:.0f}", f"{ratio:.2f}",
+                    )  # fmt: skip
+                    console.print(".", end="")
     console.print()
     console.print(table)
 

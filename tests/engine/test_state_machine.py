@@ -25,6 +25,7 @@ from vllm.v1.request import RequestStatus
 
 from tests.engine.schedulers import answer, make_request, make_scheduler
 from vllm_sched import PolicyScheduler, SyncPolicyScheduler
+from vllm_sched.policies import registry
 
 BUDGET, CONTEXT = 64, 2000
 LONG = 80  # 4 % of the context
@@ -50,17 +51,27 @@ class Machine(RuleBasedStateMachine):
         self, partial: int, longs: int, blocks: int, slots: int, priority: bool, share: object
     ) -> None:
         """Make the scheduler."""
+        self.partial, self.longs = partial, longs
+        policies = {
+            "long_prompt": {
+                "max_num_partial_prefills": partial,
+                "max_long_partial_prefills": longs,
+                "long_prefill_share": share,
+                "max_wait_s": MAX_WAIT,
+            }
+        }
+        self.make(policies, blocks, slots, priority=priority)
+
+    def make(
+        self, policies: dict[str, dict[str, Any]], blocks: int, slots: int, *, priority: bool
+    ) -> None:
+        """Make a scheduler with these policies."""
         self.now = 0.0
-        self.partial, self.longs, self.blocks = partial, longs, blocks
+        self.blocks = blocks
+        self.pauses_decodes = False
+        self.empty_steps = 0
         self.scheduler: Any = make_scheduler(
-            {
-                "long_prompt": {
-                    "max_num_partial_prefills": partial,
-                    "max_long_partial_prefills": longs,
-                    "long_prefill_share": share,
-                    "max_wait_s": MAX_WAIT,
-                }
-            },
+            policies,
             scheduler_cls=self.kind,
             async_scheduling=self.depth > 1,
             budget=BUDGET,
@@ -149,14 +160,22 @@ class Machine(RuleBasedStateMachine):
             self.waits_since[request.request_id] = self.now
         if paused == PauseState.PAUSED_ALL:
             assert not tokens
-        elif not preempted and len(decodes) <= BUDGET:
+        elif not (preempted or self.pauses_decodes) and len(decodes) <= BUDGET:
             for request in decodes:
                 assert tokens.get(request.request_id) == 1, "a decode was left out"
 
         admitted = [r for r in scheduler.running if r not in was_running]
         assert not (admitted and paused != PauseState.UNPAUSED)
         self._check_longs(scheduler.running, admitted, tokens)
+        self._check_progress(tokens)
         self.in_flight.append((output, answer(scheduler, output)))
+
+    def _check_progress(self, tokens: Any) -> None:
+        # One with nothing in it may be a mistake of the policies': the next one puts it right.
+        # With steps in flight it can also mean that everybody's last token is on its way.
+        idle = tokens or not self.alive or self.in_flight
+        self.empty_steps = 0 if idle or self.scheduler.pause_state else self.empty_steps + 1
+        assert self.empty_steps < 2, "steps without anything in them"
 
     def _check_longs(self, running: list[Any], admitted: list[Any], tokens: Any) -> None:
         def left_before(request: Any) -> int:
@@ -178,6 +197,7 @@ class Machine(RuleBasedStateMachine):
 
     def _finish_one(self) -> None:
         output, result = self.in_flight.popleft()
+        self.now += 0.01 if output.total_num_scheduled_tokens else 0.001
         self.scheduler.update_from_output(output, result)
         for name in [n for n, r in self.alive.items() if r.is_finished()]:
             del self.alive[name]
@@ -229,6 +249,88 @@ class Machine(RuleBasedStateMachine):
         assert self.scheduler.kv_cache_manager.usage == 0
 
 
+SETTINGS: dict[str, st.SearchStrategy[dict[str, Any]]] = {
+    "static_batching": st.fixed_dictionaries(
+        {"size": st.sampled_from([0, 2]), "max_wait_s": st.just(MAX_WAIT)}
+    ),
+    "prefill_first": st.fixed_dictionaries(
+        {"pause_decodes": st.booleans(), "max_pause_s": st.sampled_from([0.03, 5.0])}
+    ),
+    "lanes": st.fixed_dictionaries(
+        {
+            "reserve_slots": st.sampled_from([0.0, 0.5]),
+            "reserve_kv": st.sampled_from([0.0, 0.5]),
+            "batch_share": st.sampled_from([0.25, 1.0]),
+            "batch_max_wait_s": st.just(MAX_WAIT),
+        }
+    ),
+    "long_prompt": st.fixed_dictionaries(
+        {"max_num_partial_prefills": st.sampled_from([2, 4]), "max_wait_s": st.just(MAX_WAIT)}
+    ),
+    "deferred_prefill": st.fixed_dictionaries(
+        {"departures": st.sampled_from([1, 3, "auto"]), "exclusive": st.booleans()}
+    ),
+    "rotation": st.fixed_dictionaries(
+        {"chunk": st.sampled_from([0, 16]), "order": st.sampled_from(["rotate", "shortest"])}
+    ),
+    "chunk_budget": st.fixed_dictionaries(
+        {
+            "itl_ms": st.sampled_from([1.0, 15.0, 1000.0]),
+            "chunk": st.sampled_from([None, None, 20]),
+            "ttft_ms": st.sampled_from([None, 100.0]),
+            "min_chunk": st.sampled_from([1, 32]),
+        }
+    ),
+}
+
+
+@st.composite
+def policy_sets(draw: st.DrawFn) -> dict[str, dict[str, Any]]:
+    """Any set of policies that do not contradict each other."""
+    names = draw(st.sets(st.sampled_from(sorted(SETTINGS)), min_size=1))
+    for one, other in registry.CONFLICTS:
+        if {one, other} <= names:
+            names.discard(draw(st.sampled_from([one, other])))
+    return {name: draw(SETTINGS[name]) for name in sorted(names)}
+
+
+class AnyPolicies(Machine):
+    """The same with any policies."""
+
+    @initialize(
+        policies=policy_sets(),
+        blocks=st.sampled_from([90, 140, 2000]),
+        slots=st.sampled_from([3, 16]),
+        priority=st.booleans(),
+    )
+    def start(  # type: ignore[override]
+        self, policies: dict[str, dict[str, Any]], blocks: int, slots: int, priority: bool
+    ) -> None:
+        """Make the scheduler."""
+        self.make(policies, blocks, slots, priority=priority)
+        exclusive = policies.get("deferred_prefill", {}).get("exclusive", False)
+        self.pauses_decodes = "prefill_first" in policies or exclusive
+
+    def _check_longs(self, running: list[Any], admitted: list[Any], tokens: Any) -> None:
+        """Limits on longs are the other machine's."""
+
+    def teardown(self) -> None:
+        """Read what is counted and shown, which must make sense."""
+        super().teardown()
+        if not hasattr(self, "scheduler"):
+            return
+        for policy in self.scheduler._policies:
+            for value in (*policy.gauges().values(), *policy.counters().values()):
+                assert 0 <= value < float("inf")
+
+
+class AsyncAnyPolicies(AnyPolicies):
+    """And with two steps in flight."""
+
+    kind = PolicyScheduler
+    depth = 2
+
+
 class AsyncMachine(Machine):
     """The same with two steps in flight."""
 
@@ -236,7 +338,7 @@ class AsyncMachine(Machine):
     depth = 2
 
 
-@pytest.mark.parametrize("machine", [Machine, AsyncMachine])
+@pytest.mark.parametrize("machine", [Machine, AsyncMachine, AnyPolicies, AsyncAnyPolicies])
 def test_any_order_of_events(machine: type[RuleBasedStateMachine]) -> None:
     run_state_machine_as_test(  # type: ignore[no-untyped-call]
         machine,

@@ -60,10 +60,14 @@ class InFlight(NamedTuple):
     context_tokens: int
 
 
-def overrides(policies: Sequence[Policy], name: str) -> list[Callable[..., Any]]:
+def overrides(policies: Sequence[Policy], name: str) -> list[tuple[int, Callable[..., Any]]]:
     """Return this method of the policies that have their own: the others need not be asked."""
     base = getattr(Policy, name)
-    return [getattr(p, name) for p in policies if getattr(type(p), name) is not base]
+    return [
+        (number, getattr(policy, name))
+        for number, policy in enumerate(policies)
+        if getattr(type(policy), name) is not base
+    ]
 
 
 class PolicySteps(Upstream):
@@ -94,14 +98,17 @@ class PolicySteps(Upstream):
         self._may_cut = bool(self.scheduler_config.enable_chunked_prefill)
         self._arranges = any(policy.arranges for policy in self._policies)
         self._prefills_lead = any(policy.prefills_lead for policy in self._policies)
-        self._ask_budget = overrides(self._policies, "budget")
-        self._ask_pause = overrides(self._policies, "pauses_decodes")
-        self._ask_chunk = overrides(self._policies, "chunk")
-        self._ask_rank = overrides(self._policies, "rank")
-        self._tell_arrived = overrides(self._policies, "arrived")
-        self._tell_admitted = overrides(self._policies, "admitted")
-        self._tell_departed = overrides(self._policies, "departed")
-        self._tell_result = overrides(self._policies, "observe")
+        self._ask_lane = overrides(self._policies, "lane")
+        self._ask_gate = overrides(self._policies, "gate")
+        self._ask_urgency = overrides(self._policies, "urgency")
+        self._ask_budget = [ask for _, ask in overrides(self._policies, "budget")]
+        self._ask_pause = [ask for _, ask in overrides(self._policies, "pauses_decodes")]
+        self._ask_chunk = [ask for _, ask in overrides(self._policies, "chunk")]
+        self._ask_rank = [ask for _, ask in overrides(self._policies, "rank")]
+        self._tell_arrived = [tell for _, tell in overrides(self._policies, "arrived")]
+        self._tell_admitted = [tell for _, tell in overrides(self._policies, "admitted")]
+        self._tell_departed = [tell for _, tell in overrides(self._policies, "departed")]
+        self._tell_result = [tell for _, tell in overrides(self._policies, "observe")]
         self.waiting = LaneQueue(
             by_priority=self.policy == SchedulingPolicy.PRIORITY,
             lanes_of=self._lanes_of,
@@ -175,11 +182,7 @@ class PolicySteps(Upstream):
     def _begin_step(self) -> Step:
         now = self.clock()
         running = self.running
-        prefills: list[Request] = []
-        # Kept by upstream for its own needs: empty means that nobody runs in prefill.
-        if self._inflight_prefills:
-            prefills = [request for request in running if request.is_prefill_chunk]
-        decoding = [r for r in running if not r.is_prefill_chunk] if prefills else running.copy()
+        prefills, decoding = self._prefills_and_decodes()
         if prefills and self._arranges:
             prefills.sort(key=self._rank)
             running[:] = prefills + decoding if self._prefills_lead else decoding + prefills
@@ -209,6 +212,21 @@ class PolicySteps(Upstream):
         for policy, counts in zip(self._policies, self.waiting.counts, strict=True):
             policy.begin_step(step, counts)
         return step
+
+    def _prefills_and_decodes(self) -> tuple[list[Request], list[Request]]:
+        running = self.running
+        # Kept by upstream for its own needs: empty means that nobody runs in prefill.
+        count = len(self._inflight_prefills)
+        if not count:
+            return [], running.copy()
+        # As arranged in the step before: decodes, then prefills. Newcomers come last.
+        tail = running[-count:]
+        if all(r.is_prefill_chunk and r in self._inflight_prefills for r in tail):
+            return tail, running[:-count]
+        return (
+            [request for request in running if request.is_prefill_chunk],
+            [request for request in running if not request.is_prefill_chunk],
+        )
 
     def _rank(self, request: Request) -> tuple[float, ...]:
         return tuple(rank(request) for rank in self._ask_rank)
@@ -241,7 +259,10 @@ class PolicySteps(Upstream):
 
     def _lanes_of(self, request: Request) -> LaneKey:
         cached = partial(self._cached_tokens, request)
-        return tuple(policy.lane(request, cached) for policy in self._policies)
+        lanes = [""] * len(self._policies)
+        for number, lane in self._ask_lane:
+            lanes[number] = lane(request, cached)
+        return tuple(lanes)
 
     def _cached_tokens(self, request: Request) -> int:
         """How much of a waiting prompt need not be computed: local hits, and KV on its way."""
@@ -264,23 +285,19 @@ class PolicySteps(Upstream):
 
     def _gate_of(self, lanes: LaneKey, head: Request, waited: float) -> Gate:
         self._note_admissions()
-        if self._idle and len(self.running) == 0:
-            gates = [Gate.OPEN]
-        else:
-            gates = [
-                policy.gate(lane, head, waited)
-                for policy, lane in zip(self._policies, lanes, strict=True)
-            ]
-        gate = max(gates)
+        strictest, closed_by = Gate.OPEN, None
+        if not self._idle or self.running:
+            for number, gate in self._ask_gate:
+                said = gate(lanes[number], head, waited)
+                if said > strictest:
+                    strictest = said
+                    closed_by = number if said is Gate.CLOSED else None
         if self._seen is not None:
-            self._seen.gate(lanes, gates.index(gate) if gate is Gate.CLOSED else None)
-        return gate
+            self._seen.gate(lanes, closed_by)
+        return strictest
 
     def _urgency_of(self, lanes: LaneKey, head: Request, waited: float) -> tuple[float, ...]:
-        return tuple(
-            policy.urgency(lane, head, waited)
-            for policy, lane in zip(self._policies, lanes, strict=True)
-        )
+        return tuple(urgency(lanes[number], head, waited) for number, urgency in self._ask_urgency)
 
     def _note_admissions(self) -> None:
         for request in self.running[self._counted :]:

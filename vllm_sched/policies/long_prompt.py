@@ -123,6 +123,8 @@ class LongPrompt(Policy):
         self.pace = StepPace()
         self._slow_steps = 0  # since one without prefill was last seen
         self._last_arrival = -math.inf  # when a short was last seen waiting
+        self._overdue: str | None = None  # the one let in for its long wait, next
+        self._releases = 0
         self._stood_back = 0  # steps in a row in which the longs had nothing, for the shorts' sake
 
         # What follows is of the current step alone.
@@ -162,12 +164,17 @@ class LongPrompt(Policy):
         if self._longs >= places or self._long_left <= 0:
             return Gate.CLOSED
         # One that found no room in the KV cache need not keep shorts waiting behind it.
+        if overdue and self._longs >= self._places:
+            self._overdue = head.request_id
         stuck = self._step.refused == head.request_id and not overdue
         return Gate.LAST if stuck else Gate.OPEN
 
     def admitted(self, request: RequestView) -> None:
         """Count a long prompt at once: the next must not slip in within the same step."""
         self._longs += self._is_long(request.num_tokens - request.num_computed_tokens)
+        if request.request_id == self._overdue:
+            self._overdue = None
+            self._releases += 1
 
     # Who gets how much
 
@@ -270,6 +277,21 @@ class LongPrompt(Policy):
             self._slow_steps = 0
         elif result.seconds > SHORTEST_STEP_S:
             self._slow_steps += 1
+
+    # What it does
+
+    def gauges(self) -> Mapping[str, float]:
+        """Show how many longs prefill, and how long a step one chunk may cause."""
+        shown = {"long_prefills": float(self._longs)}
+        return shown if self._fit_s is None else shown | {"step_limit_seconds": self._fit_s}
+
+    def counters(self) -> Mapping[str, float]:
+        """Count longs admitted beyond the limit for their long wait."""
+        return {"starvation_releases": float(self._releases)}
+
+    def held_reason(self, lane: str) -> str:
+        """Say whether the places for longs are taken, or this step is for the shorts alone."""
+        return "long_limit" if self._longs >= self._places else "shorts_first"
 
     def _is_long(self, tokens_left: int) -> bool:
         return tokens_left > self.threshold

@@ -77,8 +77,8 @@ class Rotation(Policy):
         self._order = {name: self._order.get(name, 0.0) for name in here}
         self._last = {
             # Who had one in the step before has been waiting since now.
-            name: step.now if self._order[name] >= self._step.index else self._last[name]
-            for name in here
+            name: step.now if order >= self._step.index else self._last.get(name, step.now)
+            for name, order in self._order.items()
         }
         self._step = step
         self._head_since = step.now - max((lane.waited for lane in lanes.values()), default=0.0)
