@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +27,13 @@ services: dict[str, Json] = document["services"]
 fleet = read(COMPOSE / "fleet.yaml")
 
 each_service = pytest.mark.parametrize("name", services)
+
+
+def has_compose() -> bool:
+    """Whether there is `docker compose`; it reads a file without a daemon."""
+    if not shutil.which("docker"):
+        return False
+    return not subprocess.run(["docker", "compose", "version"], capture_output=True).returncode
 
 
 def seconds(text: str) -> int:
@@ -113,6 +123,14 @@ def test_nobody_is_killed_while_it_drains() -> None:
             if flag.startswith("--shutdown-timeout=")
         ]
         assert seconds(worker["stop_grace_period"]) > timeout
+
+
+@pytest.mark.skipif(not has_compose(), reason="docker has no compose plugin here")
+def test_docker_compose_takes_it() -> None:
+    told = ["docker", "compose", "--file", str(COMPOSE / "compose.yaml"), "config", "--quiet"]
+    environment = {**os.environ, "GRAFANA_PASSWORD": "x"}
+    done = subprocess.run(told, capture_output=True, text=True, env=environment)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_prometheus_is_told_of_all() -> None:

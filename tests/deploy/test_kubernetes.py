@@ -146,6 +146,10 @@ def test_selectors_find_their_pods_and_ports_are_there(name: str) -> None:
         assert len(chosen) == 1, f"{each['metadata']['name']} finds {len(chosen)} kinds of pods"
         for port in each["spec"]["ports"]:
             assert port["targetPort"] in ports(chosen[0])
+    for each in kinds(objects, "LeaderWorkerSet"):  # which makes a Service of its name
+        assert each["metadata"]["name"] not in {
+            service["metadata"]["name"] for service in kinds(objects, "Service")
+        }
     for each in kinds(objects, "StatefulSet"):
         service = named(objects, "Service", each["spec"]["serviceName"])
         assert service["spec"]["clusterIP"] == "None"

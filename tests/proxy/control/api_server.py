@@ -182,7 +182,7 @@ class ApiServer:
                             await answer.write(json.dumps(event).encode() + b"\n")
                     async with self._changed:
                         await self._changed.wait_for(lambda v=version: self.version > v)
-        except TimeoutError:
+        except (TimeoutError, ConnectionError):
             pass
 
 

@@ -59,7 +59,6 @@ class Ear:
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kubernetes, "FIRST_PAUSE_S", 0.01)
     monkeypatch.setattr(kubernetes, "LONGEST_PAUSE_S", 0.05)
-    monkeypatch.setattr(kubernetes, "GRACE_S", 0.05)
 
 
 @pytest.fixture
@@ -134,8 +133,9 @@ async def test_a_watch_that_ends_in_time_goes_on_where_it_ended(api: ApiServer) 
         await api.apply(endpoint_slice("z", endpoint("l-1"), pool="long"))
         await api.bookmark()
         bookmarked = str(api.version)
-        await api.watched(2)
-    assert api.watches[1]["resourceVersion"] == bookmarked
+        # The second one, unless this machine was so slow that the first one ended before.
+        while bookmarked not in (begun := [each["resourceVersion"] for each in api.watches]):
+            await api.watched(len(begun) + 1)
     assert (len(api.lists), ear.troubles) == (1, [])
 
 
@@ -164,7 +164,10 @@ async def test_a_dropped_watch_loses_nothing(api: ApiServer, ear: Ear) -> None:
     assert len(ear.troubles) == 1
 
 
-async def test_a_silent_watch_is_taken_to_be_dead(api: ApiServer) -> None:
+async def test_a_silent_watch_is_taken_to_be_dead(
+    api: ApiServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kubernetes, "GRACE_S", 0.05)
     ear = Ear()
     api.silent = True
     async with watching(api, ear, watch_s=1.0):
