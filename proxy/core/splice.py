@@ -13,8 +13,9 @@ passed over at the speed of memchr.
 
 from __future__ import annotations
 
+import functools
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import orjson
@@ -95,15 +96,23 @@ def _value_end(masked: bytes, start: int) -> int:
     return at
 
 
-def _named(body: bytes, names: Collection[bytes]) -> list[Member]:
+@functools.lru_cache(maxsize=256)
+def _spelt(names: tuple[str, ...]) -> dict[bytes, tuple[str, bytes]]:
+    """Write names as they are in a body, without their quotes and with them."""
+    return {name.encode(): (name, b'"%b"' % name.encode()) for name in names}
+
+
+def _named(body: bytes, names: Mapping[bytes, tuple[str, bytes]]) -> list[Member]:
     """List the members of these names."""
     there = None
     if len(body) <= SMALL and not (b"\\u00" in body and ESCAPED.search(body)):
         # In a string such quotes would be escaped: it is a key somewhere, or the end of a string.
-        places = [at for name in names if (at := body.find(b'"%b"' % name)) >= 0]
-        if not places:
+        first, find = len(body), body.find
+        for _, quoted in names.values():
+            if 0 <= (at := find(quoted)) < first:
+                first = at
+        if first == len(body):
             return []
-        first = min(places)
         if body[first - 1] != BACKSLASH:
             there = _walk(body, first)
     return [each for each in there or members(body) if each.name in names]
@@ -112,17 +121,18 @@ def _named(body: bytes, names: Collection[bytes]) -> list[Member]:
 def spliced(body: bytes, fields: Mapping[str, bytes | None]) -> bytes:
     """Set members, or take out those that are None; each is JSON text and goes in as it is.
 
-    Their names are of letters, digits and `_`.
-    Where a member is there several times, all of them are changed. One that is not there yet comes
-    last: who reads `body` from its start finds the prompt where the client put it.
+    Their names are of letters, digits and `_`. Where a member is there several times, all of them
+    are changed. One that is not there yet comes last: who reads `body` from its start finds the
+    prompt where the client put it.
     """
-    wanted = {name.encode(): text for name, text in fields.items()}
+    names = _spelt(tuple(fields))
     pieces: list[bytes] = []
     at = 0  # bytes of the body that are dealt with
-    there: set[bytes] = set()
-    for name, start, value, end in _named(body, wanted):
+    there: set[str] = set()
+    for key, start, value, end in _named(body, names):
+        name = names[key][0]
         there.add(name)
-        text = wanted[name]
+        text = fields[name]
         if text is not None:
             pieces += (body[at:value], text)
             at = end
@@ -136,16 +146,21 @@ def spliced(body: bytes, fields: Mapping[str, bytes | None]) -> bytes:
             comma = COMMA.match(body, end)
             at = comma.end() if comma else end
     new = [
-        b'"%b":%b' % (name, text)
-        for name, text in wanted.items()
-        if text is not None and name not in there
+        b"%b:%b" % (quoted, text)
+        for name, quoted in names.values()
+        if (text := fields[name]) is not None and name not in there
     ]
     if new:
-        end = max(at, _last(body, body.rindex(b"}")) + 1)
-        pieces += (body[at:end], b",".join(new))
-        at = end
-        if not _ends_with_brace(pieces[:-1]):
-            pieces.insert(-1, b",")
+        end = _last(body, body.rindex(b"}")) + 1
+        if end > at:
+            bare = body[end - 1] == OPENING[1]
+            pieces.append(body[at:end])
+            at = end
+        else:
+            bare = _ends_with_brace(pieces)
+        if not bare:
+            pieces.append(b",")
+        pieces.append(b",".join(new))
     pieces.append(body[at:])
     return b"".join(pieces)
 
@@ -153,7 +168,7 @@ def spliced(body: bytes, fields: Mapping[str, bytes | None]) -> bytes:
 def _ends_with_brace(pieces: list[bytes]) -> bool:
     """Whether an object has no members so far."""
     for piece in reversed(pieces):
-        if stripped := piece[-8:].strip(SPACE) or piece.strip(SPACE):
+        if stripped := piece.strip(SPACE):
             return stripped.endswith(b"{")
     return False
 
