@@ -22,11 +22,17 @@ def whole_because(ask: Ask, fields: dict[str, Any]) -> str:
     """Say why a request can't be split, in a word that may be a label; empty if it can."""
     if ask.route not in ROUTES:
         return "route"
-    if ask.samples != 1 or any((count(fields.get(name)) or 1) > 1 for name in SAMPLES):
+    if ask.samples != 1:
         return "samples"
     if ask.output_tokens is not None and ask.output_tokens <= 1:
         return "one_token"
-    if ask.pinned or fields.get("background"):
+    if ask.pinned:
+        return "stored"
+    if NOTED.isdisjoint(fields):  # nearly always
+        return ""
+    if any((count(fields.get(name)) or 1) > 1 for name in SAMPLES):
+        return "samples"
+    if fields.get("background"):
         return "stored"
     for name, why in WHOLE:
         value = fields.get(name)
@@ -50,6 +56,9 @@ WHOLE = (
     ("prompt_embeds", "not_text"),
     ("kv_transfer_params", "client"),
     ("ec_transfer_params", "client"),
+)
+NOTED = frozenset(
+    [*SAMPLES, "background", "truncation", "tools", "tool_choice", *(name for name, _ in WHOLE)]
 )
 
 

@@ -9,6 +9,7 @@ from proxy.core.types import Ask
 from proxy.transfer.types import Connector, Fields, Pair, Taken
 
 ONE, FALSE = b"1", b"false"
+ESCAPE = b"\\u00"  # with which a name may be spelt otherwise
 # Where each route has its output limit. One token is the least a worker computes; the decode worker
 # computes the same one again, from the last token of the prompt.
 LIMITS = {
@@ -36,4 +37,11 @@ def prefill_body(connector: Connector, pair: Pair, ask: Ask, body: bytes) -> byt
 def decode_body(connector: Connector, pair: Pair, taken: Taken, body: bytes) -> bytes:
     """Write the decode leg's."""
     fields = connector.decode(pair, taken)
-    return spliced(body, fields) if fields else body
+    if not fields:
+        return body
+    if ESCAPE in body or any(name.encode() in body for name in fields):
+        return spliced(body, fields)
+    # There is nothing to replace, and a request's body is never an empty object.
+    end = body.rindex(b"}")
+    new = b"".join(b',"%b":%b' % (k.encode(), v) for k, v in fields.items() if v is not None)
+    return b"".join((body[:end], new, body[end:]))

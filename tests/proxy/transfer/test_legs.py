@@ -62,3 +62,25 @@ def test_what_a_client_may_have_said_is_replaced() -> None:
     leg = decode_body(make("nixl"), PAIR, Taken(b'{"c":3}'), body)
     assert leg.count(b'{"c":3}') == 2
     assert b'"a"' not in leg
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"prompt":"x"} \n',
+        b'{"prompt":"a } b"}',
+        b'{"prompt":"kv_transfer_params"}',
+        b'{"prompt":"x","kv_transfer_params":null}',
+        b'{"prompt":"x","kv\\u005ftransfer_params":null}',
+        b'{"prompt":"x","n":{"a":{}}}',
+    ],
+)
+def test_the_decode_leg_of_any_body_has_the_parameters_once(body: bytes) -> None:
+    leg = decode_body(make("nixl"), PAIR, Taken(b'{"c":3}'), body)
+    pairs = json.loads(leg, object_pairs_hook=list)
+    assert [value for name, value in pairs if name == "kv_transfer_params"] == [[("c", 3)]]
+    theirs = json.loads(body)
+    theirs.pop("kv_transfer_params", None)
+    ours = json.loads(leg)
+    del ours["kv_transfer_params"]
+    assert ours == theirs
