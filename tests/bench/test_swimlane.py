@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from xml.parsers import expat
 
@@ -8,6 +9,7 @@ import pytest
 
 from tests.bench.canned import canned_comparison, canned_round, record
 from vllm_sched.bench import swimlane
+from vllm_sched.bench.engine_trace import Phase
 from vllm_sched.bench.runner import Record, Round
 from vllm_sched.errors import UsageError
 
@@ -111,3 +113,43 @@ def test_the_round_with_the_median_gain_is_drawn(tmp_path: Path) -> None:
 def test_another_ending_is_refused() -> None:
     with pytest.raises(UsageError, match=r"pair\.png.*\.html or \.svg"):
         swimlane.check_suffix(Path("pair.png"))
+
+
+def told(played: Round) -> str:
+    """Draw a round with what the engine says of its long prompt, whose clock is a second off."""
+    phases = [
+        Phase("waiting", 11.0, 11.5),
+        Phase("prefill", 11.5, 12.0, 6000),
+        Phase("prefill", 13.0, 13.5, 6000),
+        Phase("preempted", 13.5, 14.0),
+        Phase("decode", 14.0, 14.5, 1),
+    ]
+    played = replace(played, began=11.0)
+    played.records[1].name = "round1-1"
+    panel = swimlane.Panel("side", "a", played, stories={"round1-1": phases})
+    svg = swimlane.swimlane([panel], title="one")
+    elements(svg)
+    return svg
+
+
+def test_the_engines_account_is_drawn_chunk_by_chunk() -> None:
+    svg = told(canned_round(1, 2.0))
+    # The legend's have their numbers in another order.
+    boxes = re.findall(r'class="(chunk long|out)" x="([\d.]*)" y="[\d.]*" width="([\d.]*)"', svg)
+    assert [name for name, _, _ in boxes] == ["chunk long", "chunk long", "out"]
+    first, second = [(float(x), float(width)) for _, x, width in boxes[:2]]
+    assert first[1] == second[1]
+    assert second[0] - first[0] == pytest.approx(3 * first[1], rel=0.01)
+    assert "in the engine&#x27;s queue 500 ms, prompt in 2 chunks, preempted 1 times" in svg
+
+
+def test_the_grey_ends_where_the_engine_began() -> None:
+    widths = [
+        [float(w) for w in re.findall(r'class="wait" x="[^"]*" y="[^"]*" width="([^"]*)"', svg)][1]
+        for svg in (told(canned_round(1, 2.0)), drawn(canned_round(1, 2.0)))
+    ]
+    assert widths[0] == pytest.approx(widths[1] * 0.5 / 3.9, rel=0.01)
+
+
+def test_without_a_trace_nothing_is_said_of_chunks() -> None:
+    assert "chunk" not in drawn(canned_round(1, 2.0)).split("</style>")[1]

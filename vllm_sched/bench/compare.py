@@ -12,10 +12,10 @@ from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Self
 
-from vllm_sched.bench import report
+from vllm_sched.bench import engine_trace, report
 from vllm_sched.bench.runner import Round, play
 from vllm_sched.bench.workloads import CLASSES, SHORT
-from vllm_sched.workers.launch import Side, Worker, on_cpu, worker
+from vllm_sched.workers.launch import Side, Worker, on_cpu, trace_flags, tracing, worker
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping, Sequence
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.status import Status
 
+    from vllm_sched.bench.engine_trace import Stories
     from vllm_sched.bench.runner import Record
     from vllm_sched.bench.workloads import Workload
 
@@ -52,6 +53,8 @@ class Contender:
     worker: Worker
     facts: Mapping[str, object] = field(default_factory=dict)  # about it, for the JSON
     rounds: list[Round] = field(default_factory=list)
+    trace: Path | None = None  # where its engine writes what it did
+    stories: Stories = field(default_factory=dict)  # what is read there
 
     @property
     def failed(self) -> list[Record]:
@@ -100,14 +103,22 @@ class Narrator:
             self._status = None
 
 
-def contender(role: str, side: Side, plan: Plan, *, sharing: int = 2) -> Contender:
+def contender(
+    role: str, side: Side, plan: Plan, *, sharing: int = 2, trace: Path | None = None
+) -> Contender:
     """Describe a worker for a side, one of `sharing` alive at once on this machine."""
+    if trace is not None:
+        side, trace = engine_trace.traceable(side), engine_trace.path_of(trace, role)
     # Each takes nearly the whole accelerator unless told otherwise.
     share = [] if on_cpu() else ["--gpu-memory-utilization", f"{0.85 / sharing:.2f}"]
     flags = [*share, *plan.workload.worker_flags]
     facts = {"scheduler": side.name, "policies": side.settings}
-    started = worker(side, model=plan.model, flags=flags, name=role)
-    return Contender(role, side.label, started, facts)
+    env = None
+    if trace is not None:
+        flags += trace_flags(side.extra)
+        env = tracing(trace)
+    started = worker(side, model=plan.model, flags=flags, name=role, env=env)
+    return Contender(role, side.label, started, facts, trace=trace)
 
 
 @asynccontextmanager
@@ -141,11 +152,25 @@ async def measure(contenders: Sequence[Contender], plan: Plan, narrator: Narrato
             each.rounds.append(await _play(each, plan, plan.workload, number, narrator))
 
 
-async def compare(baseline: Side, candidate: Side, plan: Plan, narrator: Narrator) -> Comparison:
-    """Start both sides, measure them, and stop them."""
-    sides = (contender("baseline", baseline, plan), contender("candidate", candidate, plan))
+async def compare(
+    baseline: Side,
+    candidate: Side,
+    plan: Plan,
+    narrator: Narrator,
+    *,
+    trace: Path | None = None,
+) -> Comparison:
+    """Start both sides, measure them, and stop them; with a file each for what the engines did."""
+    sides = (
+        contender("baseline", baseline, plan, trace=trace),
+        contender("candidate", candidate, plan, trace=trace),
+    )
     async with running([each.worker for each in sides], narrator):
         await measure(sides, plan, narrator)
+        for each in sides:
+            if each.trace is not None:
+                narrator.step(f"reading what {each.role} did")
+                each.stories = await asyncio.to_thread(engine_trace.fetch, each.worker, each.trace)
     return Comparison(plan, *sides)
 
 

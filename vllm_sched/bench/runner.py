@@ -37,6 +37,7 @@ class Record:
     ticks: list[float] = field(default_factory=list)  # one per event that carried a token
     completed: int = 0  # tokens, by the worker's own count
     error: str = ""
+    name: str = ""  # that the worker is given for it
 
     @property
     def first_token(self) -> float | None:
@@ -67,6 +68,7 @@ class Round:
     records: tuple[Record, ...]
     lone: tuple[Record, ...] = ()
     stall: float = 0.0  # the longest time that this client, not the worker, was held up
+    began: float = 0.0  # its start, by the machine's monotonic clock
 
     @property
     def failed(self) -> list[Record]:
@@ -145,15 +147,15 @@ async def play(
     lone_bodies = [
         request_body(model, prompt, 1) for prompt in workload.lone_prompts(number, lone_samples)
     ]
-    with _ahead_of_others():
+    with ahead_of_others():
         async with _session() as session, _Watch() as watch:
             client = _Client(session, f"{url}/v1/completions", on_done)
-            records = await client.play(workload.arrivals, bodies)
+            records = await client.play(workload.arrivals, bodies, number)
             lone = [
                 await client.one(body, Record("lone", workload.lone_prompt_tokens, 1))
                 for body in lone_bodies
             ]
-    return Round(number, tuple(records), tuple(lone), watch.stall)
+    return Round(number, tuple(records), tuple(lone), watch.stall, client.began)
 
 
 class _Client:
@@ -167,8 +169,18 @@ class _Client:
         self._on_done = on_done
         self._start = time.perf_counter()
 
-    async def play(self, arrivals: Sequence[Arrival], bodies: Sequence[bytes]) -> list[Record]:
-        records = [Record(a.klass, a.prompt_tokens, a.output_tokens) for a in arrivals]
+    @property
+    def began(self) -> float:
+        """When its clock was at nought."""
+        return self._start
+
+    async def play(
+        self, arrivals: Sequence[Arrival], bodies: Sequence[bytes], number: int
+    ) -> list[Record]:
+        records = [
+            Record(a.klass, a.prompt_tokens, a.output_tokens, name=f"round{number}-{index}")
+            for index, a in enumerate(arrivals)
+        ]
         jobs = list(zip(arrivals, bodies, records, strict=True))
         async with asyncio.TaskGroup() as group:
             started = []
@@ -195,7 +207,7 @@ class _Client:
         record.sent = self._now()
         stream = Stream(record)
         try:
-            async for chunk in self._chunks(body):
+            async for chunk in self._chunks(body, record.name):
                 stream.feed(chunk, self._now())
                 if running and record.ticks:
                     running.set()
@@ -213,8 +225,10 @@ class _Client:
         await asyncio.sleep(at - self._now())
         await self.one(body, record)
 
-    async def _chunks(self, body: bytes) -> AsyncIterator[bytes]:
+    async def _chunks(self, body: bytes, name: str) -> AsyncIterator[bytes]:
         headers = {"Content-Type": "application/json"}
+        if name:
+            headers["X-Request-Id"] = name
         async with self._session.post(self._url, data=body, headers=headers) as response:
             if response.status != 200:
                 raise _RefusedError(f"HTTP {response.status}: {await response.text()}")
@@ -226,7 +240,7 @@ class _Client:
 
 
 @contextmanager
-def _ahead_of_others() -> Iterator[None]:
+def ahead_of_others() -> Iterator[None]:
     """Be served first by the kernel, where it allows that: real clients are on other machines.
 
     Otherwise a busy machine lets the client wait, and its wait passes for the worker's.

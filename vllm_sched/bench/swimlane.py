@@ -1,19 +1,22 @@
 """The swimlane pair: the same arrivals under two schedulers, on one time axis.
 
 A line per request: grey from its arrival until its first token, then a tick for every token, so
-a pause can be seen as a gap. Everything is in the one file it writes: an SVG, or a page around
-one. Position, height and dashes carry the meaning; colour only repeats it.
+a pause can be seen as a gap. With the engine's own trace the grey ends where the engine began, and
+each chunk of the prompt is a box, each time out after a preemption a hatched one. Everything is in
+the one file it writes: an SVG, or a page around one. Position, height and dashes carry the meaning;
+colour only repeats it.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
 from string import Template
 from typing import TYPE_CHECKING
 
+from vllm_sched.bench.engine_trace import PREEMPTED, PREFILL, WAITING, Phase
 from vllm_sched.bench.report import GROUPS, Figure, foreground_end, show, show_ratio
 from vllm_sched.bench.workloads import BACKGROUND, LONG, SHORT
 from vllm_sched.errors import UsageError
@@ -22,6 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from vllm_sched.bench.compare import Comparison
+    from vllm_sched.bench.engine_trace import Stories
     from vllm_sched.bench.runner import Record, Round
 
 SUFFIXES = (".html", ".svg")
@@ -55,6 +59,9 @@ font-family:ui-sans-serif,system-ui,"Segoe UI",Helvetica,Arial,sans-serif;font-s
 .swim .long{stroke:var(--long)}.swim .short{stroke:var(--short)}
 .swim .background{stroke:var(--background)}
 .swim circle{stroke-width:1.6;fill:var(--paper)}
+.swim .chunk{fill-opacity:.25;stroke-width:.8}.swim .chunk.long{fill:var(--long)}
+.swim .chunk.short{fill:var(--short)}.swim .chunk.background{fill:var(--background)}
+.swim .out{fill:none;stroke:var(--pause);stroke-width:.8;stroke-dasharray:1.5 1.5}
 .swim .num{font-variant-numeric:tabular-nums}
 """
 
@@ -67,6 +74,15 @@ class Panel:
     label: str
     played: Round
     numbers: str = ""
+    stories: Stories = field(default_factory=dict)  # what its engine says
+
+    def phases(self, record: Record) -> list[Phase]:
+        """Return what the engine did with a request, on the round's clock."""
+        began = self.played.began
+        return [
+            Phase(phase.name, phase.start - began, phase.end - began, phase.tokens)
+            for phase in self.stories.get(record.name, ())
+        ]
 
 
 @dataclass(frozen=True)
@@ -117,7 +133,7 @@ def swimlane(panels: Sequence[Panel], *, title: str, subtitle: str = "") -> str:
             f'<rect class="paper" width="{WIDTH:g}" height="{height:g}"/>',
             _text(24, 30, title, "h1"),
             _text(24, 49, subtitle, "soft"),
-            _legend(scale, 72),
+            _legend(scale, 72, engines=any(panel.stories for panel in panels)),
             *parts,
             "</svg>\n",
         ]
@@ -145,7 +161,7 @@ def write(comparison: Comparison, path: Path) -> None:
     index = comparison.typical()
     lines = comparison.figures
     panels = [
-        Panel(each.role, each.label, each.rounds[index], _numbers(lines, each.role))
+        Panel(each.role, each.label, each.rounds[index], _numbers(lines, each.role), each.stories)
         for each in comparison.sides
     ]
     workload = comparison.plan.workload
@@ -186,18 +202,20 @@ def _panel(panel: Panel, scale: Scale, top: float) -> tuple[str, float]:
         if len(records) > 1:
             parts.append(_text(24, middle + 9, f"{len(records)} {each}", "soft"))
         for number, record in enumerate(sorted(records, key=lambda r: r.sent), 1):
-            parts.append(_lane(record, f"{klass} {number}", scale, y))
+            parts.append(_lane(record, f"{klass} {number}", scale, y, panel.phases(record)))
             y += LANE
         y += GROUP_GAP
     return "\n".join(parts), bottom + AXIS - top
 
 
-def _lane(record: Record, name: str, scale: Scale, top: float) -> str:
+def _lane(record: Record, name: str, scale: Scale, top: float, phases: Sequence[Phase] = ()) -> str:
     middle = top + LANE / 2
     waited_until = record.first_token if record.first_token is not None else scale.until
+    if phases:
+        waited_until = next((p.end for p in phases if p.name == WAITING), record.sent)
     begin, first = scale.x(record.sent), scale.x(waited_until)
     parts = [
-        f"<title>{escape(_story(record, name))}</title>",
+        f"<title>{escape(_story(record, name, phases))}</title>",
         f'<rect class="hit" x="{LEFT:g}" y="{top:g}" width="{WIDTH - LEFT - RIGHT:g}" '
         f'height="{LANE:g}"/>',
     ]
@@ -206,6 +224,7 @@ def _lane(record: Record, name: str, scale: Scale, top: float) -> str:
             f'<rect class="wait" x="{begin:.1f}" y="{middle - 2.5:g}" '
             f'width="{first - begin:.1f}" height="5"/>'
         )
+    parts += _boxes(record, phases, scale, middle)
     shown = [tick for tick in record.ticks if 0 <= tick <= scale.until]
     if shown:
         # Ticks that fall on the same tenth of a pixel are one tick: the file stays small.
@@ -213,11 +232,25 @@ def _lane(record: Record, name: str, scale: Scale, top: float) -> str:
         path = "".join(f"M{x:.1f} {middle - 4.5:g}v9" for x in columns)
         parts.append(f'<path class="tick {record.klass}" d="{path}"/>')
     parts += _pauses(record, scale, middle)
+    at = first if record.first_token is None else scale.x(record.first_token)
     if record.first_token is not None and record.first_token > 0:
-        parts.append(f'<circle class="{record.klass}" cx="{first:.1f}" cy="{middle:g}" r="3.4"/>')
+        parts.append(f'<circle class="{record.klass}" cx="{at:.1f}" cy="{middle:g}" r="3.4"/>')
     if record.error:
-        parts.append(_text(first + 4, middle + 4, f"failed: {record.error[:80]}"))
+        parts.append(_text(at + 4, middle + 4, f"failed: {record.error[:80]}"))
     return f'<g class="lane">{"".join(parts)}</g>'
+
+
+def _boxes(record: Record, phases: Sequence[Phase], scale: Scale, middle: float) -> Iterator[str]:
+    """Draw the chunks of its prompt, and the times that it was out."""
+    styles = {PREFILL: f"chunk {record.klass}", PREEMPTED: "out"}
+    for phase in phases:
+        if phase.name not in styles or phase.end <= 0 or phase.start >= scale.until:
+            continue
+        begin, end = scale.x(phase.start), scale.x(phase.end)
+        yield (
+            f'<rect class="{styles[phase.name]}" x="{begin:.1f}" y="{middle - 4:g}" '
+            f'width="{max(end - begin, 0.4):.1f}" height="8"/>'
+        )
 
 
 def _pauses(record: Record, scale: Scale, middle: float) -> Iterator[str]:
@@ -229,13 +262,19 @@ def _pauses(record: Record, scale: Scale, middle: float) -> Iterator[str]:
         yield f'<path class="pause stop" d="M{end:.1f} {middle - 6.5:g}v13"/>'
 
 
-def _story(record: Record, name: str) -> str:
+def _story(record: Record, name: str, phases: Sequence[Phase] = ()) -> str:
     """Tell what happened to a request, for the tooltip."""
     parts = [name, f"{record.prompt_tokens:,}-token prompt"]
     if record.sent > 0:
         parts.append(f"arrived at {record.sent:.2f} s")
     if record.ttft is not None and record.sent > 0:
         parts.append(f"first token after {show(record.ttft, 's')}")
+    waits = [phase for phase in phases if phase.name == WAITING]
+    if chunks := [phase for phase in phases if phase.name == PREFILL]:
+        queued = show(sum(wait.end - wait.start for wait in waits), "s")
+        parts.append(f"in the engine's queue {queued}, prompt in {len(chunks)} chunks")
+    if out := sum(phase.name == PREEMPTED for phase in phases):
+        parts.append(f"preempted {out} times")
     parts.append(f"{record.completed} tokens")
     if record.itls:
         parts.append(f"longest gap {show(max(record.itls), 's')}")
@@ -254,7 +293,7 @@ def _axis(scale: Scale, top: float, bottom: float) -> str:
     return "".join(parts)
 
 
-def _legend(scale: Scale, y: float) -> str:
+def _legend(scale: Scale, y: float, *, engines: bool = False) -> str:
     at = 24.0
     parts: list[str] = []
 
@@ -265,9 +304,16 @@ def _legend(scale: Scale, y: float) -> str:
 
     entry(
         f'<rect class="wait" x="{at:g}" y="{y - 2.5:g}" width="24" height="5"/>',
-        "waiting for the first token",
-        205,
+        "waiting for the engine" if engines else "waiting for the first token",
+        175 if engines else 205,
     )
+    if engines:
+        box = f'y="{y - 4:g}" height="8"'
+        chunks = "".join(
+            f'<rect class="chunk long" x="{at + dx:g}" {box} width="11"/>' for dx in (0, 12)
+        )
+        entry(chunks, "a chunk of the prompt", 165)
+        entry(f'<rect class="out" x="{at:g}" {box} width="24"/>', "preempted", 105)
     entry(f'<circle class="short" cx="{at + 14:g}" cy="{y:g}" r="3.4"/>', "first token", 118)
     ticks = "".join(f"M{at + dx:g} {y - 4.5:g}v9" for dx in (4, 9, 14, 19))
     entry(f'<path class="tick short" d="{ticks}"/>', "a token", 98)

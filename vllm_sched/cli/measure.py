@@ -62,6 +62,13 @@ def add_compare(subparsers: argparse._SubParsersAction[argparse.ArgumentParser])
             help=f"an extra vLLM flag for the {role}, as --{role}-arg=--flag=value; "
             "may be repeated",
         )
+    parser.add_argument(
+        "--trace",
+        type=Path,
+        metavar="OUT.json",
+        help="write what each engine did, for Perfetto, as OUT.baseline.json and "
+        "OUT.candidate.json, and draw it too",
+    )
     add_options(parser)
     parser.set_defaults(func=run_compare)
 
@@ -90,7 +97,9 @@ def run_compare(args: argparse.Namespace) -> int:
     candidate = Side.parse(args.candidate, sets=args.sets, extra=args.candidate_arg)
     workload = build(args.workload, longs=args.longs, seed=args.seed)
     plan = Plan(args.model or str(tiny_model()), workload, args.rounds)
-    return measured(partial(compare, baseline, candidate, plan), args)
+    if args.trace is not None and not args.trace.parent.is_dir():
+        raise UsageError(f"--trace {args.trace}: there is no folder {args.trace.parent}; make it")
+    return measured(partial(compare, baseline, candidate, plan, trace=args.trace), args)
 
 
 def measured(
