@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,8 @@ import pytest
 import yaml
 
 from proxy.config import FleetConfig, load, parse
+from tests.bench.canned import canned_comparison
+from vllm_sched.bench.contest import Contest
 from vllm_sched.cli import demo
 from vllm_sched.cli.main import main
 from vllm_sched.cli.up import placed
@@ -111,3 +114,24 @@ def test_a_connector_that_is_not_there_is_told_first(
     monkeypatch.setattr(transfer, "_factory", lambda: "")
     assert main(["demo", str(FLEET)]) == 2
     assert "has no NixlConnector" in capsys.readouterr().err
+
+
+def test_what_is_told_drawn_and_kept_of_more_than_two(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    two, other = canned_comparison((2.0,), (0.5,)), canned_comparison((2.0,), (1.0,))
+    first, second = two.sides
+    third = other.candidate
+    second.role, third.role, third.label = "pools", "halves", "P/D"
+    third.rounds[0].records[1].error = "gone"
+
+    async def play(_: Any) -> Contest:
+        return Contest(two.plan, (first, second, third))
+
+    arguments = argparse.Namespace(save=tmp_path / "c.json", plot=tmp_path / "c.svg")
+    assert demo.measuring.measured(play, arguments) == 1
+    told = capsys.readouterr().out
+    assert "short prompts" in told
+    assert "halves: long: gone" in told
+    assert "P/D" in (tmp_path / "c.svg").read_text()
+    assert (tmp_path / "c.json").is_file()
