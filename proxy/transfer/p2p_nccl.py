@@ -19,10 +19,12 @@ class P2pNccl(Connector):
     name = "p2p-nccl"
     needs_params = False
 
-    def request_id(self, pair: Pair) -> bytes:
-        """Write both addresses into the id."""
+    def request_id(self, pair: Pair) -> bytes | None:
+        """Write both addresses into the id; of one that joined since nothing is known."""
         where = self.config.addresses
-        prefill, decode = where[pair.prefill.name], where[pair.decode.name]
+        prefill, decode = where.get(pair.prefill.name), where.get(pair.decode.name)
+        if prefill is None or decode is None:
+            return None
         return f"___prefill_addr_{prefill}___decode_addr_{decode}_{pair.id}".encode()
 
 

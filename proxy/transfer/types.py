@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 import orjson
 
 from proxy.config import TransferConfig
+from proxy.core.types import Usage
 
 Fields = Mapping[str, bytes | None]
 PARAMS = "kv_transfer_params"
@@ -83,6 +84,15 @@ class Connector:
             PARAMS.encode(),
             taken.params,
         )
+
+
+def usage_of(answer: Mapping[str, Any]) -> Usage | None:
+    """Read what a prefill worker says it computed; None where it doesn't say."""
+    usage = answer.get("usage")
+    if type(usage) is not dict:
+        return None
+    prompt = usage.get("prompt_tokens") or usage.get("input_tokens")
+    return Usage(prompt, 1, cached_tokens_in(answer) or 0) if type(prompt) is int else None
 
 
 def cached_tokens_in(answer: Mapping[str, Any]) -> int | None:

@@ -52,14 +52,14 @@ def local_answer(wire: Wire, request: Request, *, keep_alive: bool) -> bytes:
 
 def live(fleet: Fleet) -> bool:
     """Whether anything can be served."""
-    return any(worker.up and not worker.draining for worker in fleet)
+    return any(worker.live for worker in fleet)
 
 
 def models(fleet: Fleet) -> bytes:
     """List what live workers serve, each model once, with the longest context that one offers."""
     longest: dict[str, int | None] = {}
     for worker in fleet:
-        if not worker.up:
+        if not worker.up or not worker.role.serves_whole:
             continue
         for model in worker.models:
             limits = [limit for limit in (longest.get(model), worker.max_model_len) if limit]

@@ -28,7 +28,6 @@ from proxy.wire.prefill_leg import PrefillLeg
 from proxy.wire.record import Record
 from proxy.wire.release import Orphan, release, take
 from proxy.wire.response import OK
-from proxy.wire.sse import TAIL, usage_in
 from proxy.wire.worker_connection import Trouble
 
 if TYPE_CHECKING:
@@ -184,8 +183,8 @@ class Exchange:
         self._leg = None
         if lease is None or pair is None:
             return
-        taken = take(connector, pair, answer)
-        wire.router.prefilled(lease, now, usage_in(answer[-TAIL:]))
+        taken, usage = take(connector, pair, answer)
+        wire.router.prefilled(lease, now, usage)
         wire.metrics.prefilled(lease, now, bare=taken.params is None)
         self._taken = taken
         self.once = taken.params is not None

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING
 
 import orjson
 
-from proxy.transfer.types import Connector, Pair, Taken
+from proxy.transfer.types import Connector, Pair, Taken, usage_of
 from proxy.wire.http import JSON
 
 if TYPE_CHECKING:
+    from proxy.core.types import Usage
     from proxy.core.worker import Worker
     from proxy.wire.response import Head
     from proxy.wire.server import Wire
@@ -74,7 +75,7 @@ class Orphan:
 
     def prefilled(self, now: float, answer: bytes) -> None:
         """Have the blocks freed."""
-        taken = take(self._wire.connector, self._pair, answer)
+        taken, _ = take(self._wire.connector, self._pair, answer)
         release(self._wire, now, self._decode, taken, self._authorization)
 
     def begun(self, now: float, head: Head) -> None:
@@ -88,15 +89,15 @@ class Orphan:
         self._wire.metrics.handover_ended(LEFT)
 
 
-def take(connector: Connector | None, pair: Pair, answer: bytes) -> Taken:
+def take(connector: Connector | None, pair: Pair, answer: bytes) -> tuple[Taken, Usage | None]:
     """Read a prefill's answer; nothing is taken from one that makes no sense."""
     try:
         fields = orjson.loads(answer)
     except orjson.JSONDecodeError:
-        return Taken()
+        return Taken(), None
     if connector is None or type(fields) is not dict:
-        return Taken()
-    return connector.take(pair, fields)
+        return Taken(), None
+    return connector.take(pair, fields), usage_of(fields)
 
 
 def release(

@@ -15,7 +15,7 @@ PAIR = Pair(Side("p0", "10.0.0.1"), Side("d0", "10.0.0.2"), "one-of-a-kind")
 
 def make(name: str, **settings: Any) -> Connector:
     """Make a connector."""
-    return connector(TransferConfig(connector=name, **settings))
+    return connector(TransferConfig.model_validate({"connector": name, **settings}))
 
 
 def params(fields: Fields) -> Any:

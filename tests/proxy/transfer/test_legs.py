@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from proxy.core import splitting
+from proxy.core.types import Usage
 from proxy.transfer.legs import LIMITS, decode_body, prefill_body
-from proxy.transfer.types import Taken
+from proxy.transfer.types import Taken, usage_of
 from tests.proxy.core.making import ask
 from tests.proxy.transfer.making import PAIR, make
 
@@ -84,3 +85,17 @@ def test_the_decode_leg_of_any_body_has_the_parameters_once(body: bytes) -> None
     ours = json.loads(leg)
     del ours["kv_transfer_params"]
     assert ours == theirs
+
+
+@pytest.mark.parametrize(
+    ("usage", "then"),
+    [
+        ({"prompt_tokens": 9}, Usage(9, 1, 0)),
+        ({"prompt_tokens": 9, "prompt_tokens_details": {"cached_tokens": 4}}, Usage(9, 1, 4)),
+        ({"input_tokens": 9, "input_tokens_details": {"cached_tokens": 4}}, Usage(9, 1, 4)),
+        ({"prompt_tokens": "9"}, None),
+        (None, None),
+    ],
+)
+def test_what_a_prefill_worker_says_it_computed(usage: object, then: Usage | None) -> None:
+    assert usage_of({"usage": usage}) == then

@@ -18,4 +18,4 @@ def test_every_name_that_a_fleet_file_may_say_is_one() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_each_is_what_it_is_called(name: str) -> None:
-    assert connector(TransferConfig(connector=name)).name == name
+    assert connector(TransferConfig.model_validate({"connector": name})).name == name
