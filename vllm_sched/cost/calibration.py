@@ -54,7 +54,8 @@ def calibrate(measured: Sequence[Measured], *, seed: int = 0) -> Calibration:
     """Fit to measured steps of all three kinds."""
     by_kind: dict[Kind, list[Measured]] = {kind: [] for kind in PLACES}
     for each in measured:
-        by_kind[kind_of(each.shape)].append(each)
+        if each.seconds > 0:
+            by_kind[kind_of(each.shape)].append(each)
     for kind, steps in by_kind.items():
         if len(steps) < LEAST_STEPS:
             raise UsageError(

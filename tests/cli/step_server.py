@@ -1,0 +1,133 @@
+"""A worker made of a step's time alone: it batches, sleeps as long as a step takes, and streams."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from aiohttp import web
+
+from vllm_sched.cost.step_time import StepShape, StepTime
+
+
+@dataclass(eq=False)
+class Running:
+    """One prompt of a request."""
+
+    index: int
+    context: int
+    left: int
+    out: asyncio.Queue[tuple[int, int] | None]
+    made: int = 0
+
+
+@dataclass
+class StepServer:
+    """Serves `/v1/models` and `/v1/completions`; faults are set before it is asked."""
+
+    time: StepTime
+    max_model_len: int = 4096
+    card: dict[str, Any] | None = None
+    status: int = 200
+    ends_after: int | None = None  # tokens, whatever was asked for
+    _waiting: list[Running] = field(default_factory=list)
+    _running: list[Running] = field(default_factory=list)
+
+    async def models(self, _: web.Request) -> web.Response:
+        """Name the model."""
+        card = {"id": "fake", "max_model_len": self.max_model_len}
+        return web.json_response({"data": [card if self.card is None else self.card]})
+
+    async def completions(self, request: web.Request) -> web.StreamResponse:
+        """Stream one answer, or several."""
+        body = await request.json()
+        if self.status != 200:
+            return web.json_response({"error": "no\nway"}, status=self.status)
+        prompts = body["prompt"] if isinstance(body["prompt"][0], list) else [body["prompt"]]
+        tokens = body["max_tokens"] if self.ends_after is None else self.ends_after
+        out: asyncio.Queue[tuple[int, int] | None] = asyncio.Queue()
+        mine = [Running(n, len(prompt), tokens, out) for n, prompt in enumerate(prompts)]
+        answer = web.StreamResponse()
+        await answer.prepare(request)
+        self._waiting += mine
+        try:
+            going = len(mine)
+            while going:
+                made = await out.get()
+                if made is None:
+                    going -= 1
+                    continue
+                event = {
+                    "choices": [{"index": made[0], "text": "x"}],
+                    "usage": {"completion_tokens": made[1]},
+                }
+                text = json.dumps(event, separators=(",", ":"))
+                await answer.write(f"data: {text}\n\n".encode())
+        finally:
+            for each in mine:
+                each.left = 0
+        await answer.write(b"data: [DONE]\n\n")
+        return answer
+
+    async def steps(self) -> None:
+        """Step for ever."""
+        while True:
+            new, self._waiting = self._waiting, []
+            decoding = [each for each in self._running if each.left > 0]
+            tokens = sum(each.context for each in new)
+            shape = StepShape(
+                tokens,
+                sum(each.context**2 / 2 for each in new),
+                len(decoding),
+                sum(each.context for each in decoding),
+            )
+            await asyncio.sleep(self.time.seconds(shape) or 0.001)
+            self._running = [*decoding, *new]
+            for each in self._running:
+                each.left -= 1
+                each.made += 1
+                each.context += 1
+                each.out.put_nowait((each.index, each.made))
+                if each.left <= 0:
+                    each.out.put_nowait(None)
+
+
+@contextmanager
+def serving(server: StepServer) -> Iterator[str]:
+    """Serve in a thread of its own; gives the URL."""
+    loop = asyncio.new_event_loop()
+    ready: asyncio.Future[str] = loop.create_future()
+    done = asyncio.Event()
+    started = threading.Event()
+
+    async def run() -> None:
+        app = web.Application()
+        app.router.add_get("/v1/models", server.models)
+        app.router.add_post("/v1/completions", server.completions)
+        runner = web.AppRunner(app, shutdown_timeout=0.1)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        host, port = runner.addresses[0][:2]
+        ready.set_result(f"http://{host}:{port}")
+        started.set()
+        stepping = asyncio.create_task(server.steps())
+        await done.wait()
+        stepping.cancel()
+        await asyncio.gather(stepping, return_exceptions=True)
+        await runner.cleanup()
+
+    thread = threading.Thread(target=loop.run_until_complete, args=(run(),))
+    thread.start()
+    try:
+        assert started.wait(10)
+        yield ready.result()
+    finally:
+        loop.call_soon_threadsafe(done.set)
+        thread.join(10)
+        loop.close()

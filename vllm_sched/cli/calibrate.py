@@ -1,0 +1,260 @@
+"""`vllm-sched calibrate`: measure what a worker's steps take, and fit it."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import statistics
+import sys
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from vllm_sched.bench.compare import Narrator
+from vllm_sched.bench.steps import MeasureError, Plan, meter
+from vllm_sched.cli import chart
+from vllm_sched.cost.calibration import Calibration, Measured, calibrate
+from vllm_sched.cost.fit import PLACES, Kind, kind_of
+from vllm_sched.errors import UsageError
+from vllm_sched.workers import launch
+from vllm_sched.workers.launch import WorkerError
+
+TINY: Final = "tiny"
+INTERRUPTED = 130
+# Above this the straight lines are not what the worker does, or the machine was not quiet.
+PROMISED_ERROR: Final = 0.15
+KINDS: Final[dict[Kind, str]] = {
+    "decode": "decode alone", "prefill": "prefill alone", "mixed": "both",
+}  # fmt: skip
+ROWS: Final = (
+    ("decode_fixed_s", "c_d: a decode step", 1e3, "ms"),
+    ("decode_s", "t_d: a sequence that decodes", 1e6, "us"),
+    ("context_s", "a token of its context", 1e9, "ns"),
+    ("prefill_fixed_s", "c_p: a step of prefill alone", 1e3, "ms"),
+    ("prefill_s", "t_p: a token of prefill", 1e6, "us"),
+    ("pair_s", "a pair of tokens that attend", 1e9, "ns"),
+    ("mixed_s", "delta: doing both in a step", 1e3, "ms"),
+    ("floor_s", "the shortest step with prefill", 1e3, "ms"),
+)
+
+
+def add_calibrate(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Describe the command."""
+    command = commands.add_parser(
+        "calibrate",
+        help="measure what a worker's steps take, for `threshold` and for predictions",
+        description=(
+            "Measure steps that decode, prefill, or do both, on a worker that has nothing else to "
+            "do, and fit what they cost: coefficients with 95 % intervals, and errors on steps "
+            "that had no part in the fit."
+        ),
+        allow_abbrev=False,
+    )
+    add = command.add_argument
+    where = command.add_mutually_exclusive_group(required=True)
+    where.add_argument(
+        "--model", metavar="M", help=f"start a worker of this model here; {TINY!r} is a random one"
+    )
+    where.add_argument("--url", metavar="URL", help="a worker that runs already, and is idle")
+    add(
+        "--arg",
+        dest="args",
+        action="append",
+        default=[],
+        metavar="FLAG",
+        help="with --model: an extra vLLM flag, as --arg=--flag=value; may be repeated",
+    )
+    add(
+        "--budget",
+        type=int,
+        default=2048,
+        metavar="TOKENS",
+        help="the worker's max_num_batched_tokens; no step is made larger (default: %(default)s)",
+    )
+    add(
+        "--max-batch",
+        type=int,
+        default=16,
+        metavar="B",
+        help="most sequences decoding at once, not above the worker's max_num_seqs "
+        "(default: %(default)s)",
+    )
+    add("--seed", type=int, default=0, help="of prompts, held-out steps and intervals")
+    add("--save", type=Path, metavar="cost.json", help="write coefficients and all steps")
+    add("--plot", type=Path, metavar="FILE.svg", help="draw measured against fitted")
+    command.set_defaults(func=run_calibrate)
+
+
+@dataclass(frozen=True)
+class Source:
+    """What was measured."""
+
+    model: str
+    where: str
+
+
+def run_calibrate(args: argparse.Namespace) -> int:
+    """Run the command; 1 when the worker failed."""
+    check(args)
+    console = Console()
+    try:
+        with Narrator(console) as narrator:
+            source, steps = asyncio.run(_measure(args, narrator.step, narrator.detail))
+    except (WorkerError, MeasureError) as error:
+        print(f"vllm-sched calibrate: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("vllm-sched calibrate: interrupted; nothing is left running", file=sys.stderr)
+        return INTERRUPTED
+    found = calibrate(steps, seed=args.seed)
+    _tell(console, found)
+    if args.save:
+        args.save.write_text(json.dumps(to_json(source, found), indent=1) + "\n")
+        console.print(f"saved {args.save}", style="dim", highlight=False)
+    if args.plot:
+        args.plot.write_text(chart.draw(picture(source, found)))
+        console.print(f"drew {args.plot}", style="dim", highlight=False)
+    return 0
+
+
+def check(args: argparse.Namespace) -> None:
+    """Refuse what would only fail after minutes of measuring."""
+    for name in ("budget", "max_batch"):
+        if (value := getattr(args, name)) < 1:
+            raise UsageError(f"--{name.replace('_', '-')} {value}: at least 1 is needed")
+    if args.args and args.url:
+        raise UsageError("--arg is for a worker started here; leave it out, or give --model")
+    if args.url and not args.url.startswith(("http://", "https://")):
+        raise UsageError(f"--url {args.url}: give it as http://HOST:PORT")
+    if args.plot:
+        chart.check_suffix(args.plot)
+    for path in filter(None, (args.save, args.plot)):
+        if not path.parent.is_dir():
+            raise UsageError(f"{path}: there is no folder {path.parent}; make it first")
+
+
+async def _measure(
+    args: argparse.Namespace, step: Callable[[str], None], detail: Callable[[str], None]
+) -> tuple[Source, list[Measured]]:
+    async with AsyncExitStack() as stack:
+        url = args.url
+        if url is None:
+            step("starting a worker (about a minute)")
+            worker = await stack.enter_async_context(_worker(args))
+            url = worker.url
+        found = await stack.enter_async_context(meter(url, args.seed))
+        plan = Plan.of(
+            budget=args.budget,
+            max_batch=args.max_batch,
+            max_model_len=found.max_model_len,
+            seed=args.seed,
+        )
+        step("measuring")
+        steps = await found.measure(plan, detail)
+        return Source(args.model or found.model, args.url or "here"), steps
+
+
+def _worker(args: argparse.Namespace) -> launch.Worker:
+    from vllm_sched.workers.tiny_model import tiny_model
+
+    model = str(tiny_model()) if args.model == TINY else args.model
+    flags = ["--max-num-batched-tokens", str(args.budget), *args.args]
+    return launch.worker(model=model, flags=flags, name="worker")
+
+
+def to_json(source: Source, found: Calibration) -> dict[str, Any]:
+    """Give what `threshold --cost` reads, and everything it came from."""
+    return {
+        **asdict(source),
+        "step_time": found.time.to_json(),
+        "intervals": dict(found.intervals),
+        "held_out_error": {
+            "all": found.error(), **{kind: found.error(kind) for kind in PLACES},
+        },
+        "steps": [
+            {**asdict(each.shape), "seconds": each.seconds, "held_out": held_out}
+            for steps, held_out in ((found.fitted, False), (found.held_out, True))
+            for each in steps
+        ],
+    }  # fmt: skip
+
+
+def picture(source: Source, found: Calibration) -> chart.Chart:
+    """Draw measured steps against fitted ones, held-out ones included."""
+    everything = (*found.fitted, *found.held_out)
+    times = [each.seconds * 1000 for each in everything]
+    ends = [(at, at) for at in (min(times), max(times))]
+    error = found.error() or 0.0
+    return chart.Chart(
+        title=f"Steps of {Path(source.model).name}: measured against fitted",
+        subtitle=f"median error of held-out steps {error:.1%}",
+        x="fitted, ms",
+        y="measured, ms",
+        log_x=True,
+        log_y=True,
+        series=[
+            chart.Series("as fitted", ends),
+            *(
+                chart.Series(
+                    name,
+                    [
+                        (found.time.seconds(each.shape) * 1000, each.seconds * 1000)
+                        for each in everything
+                        if kind_of(each.shape) == kind
+                    ],
+                    dots=True,
+                )
+                for kind, name in KINDS.items()
+            ),
+        ],
+    )
+
+
+def _tell(console: Console, found: Calibration) -> None:
+    layout = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    layout.add_column("")
+    for heading in ("", "95 % interval", "unit"):
+        layout.add_column(heading, justify="right", no_wrap=True)
+    for name, meaning, scale, unit in ROWS:
+        low, high = found.intervals[name]
+        layout.add_row(
+            meaning,
+            f"{getattr(found.time, name) * scale:.3g}",
+            f"{low * scale:.3g} - {high * scale:.3g}",
+            unit,
+        )
+    console.print(layout)
+    errors = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    errors.add_column("")
+    for heading in ("steps", "shortest", "longest", "median error\nof held-out", "residual p90"):
+        errors.add_column(heading, justify="right")
+    for kind, name in KINDS.items():
+        errors.add_row(name, *_residuals(found, kind))
+    console.print(errors)
+    error = found.error() or 0.0
+    text = f"median error of held-out steps: {error:.1%}"
+    if error > PROMISED_ERROR:
+        text += "; more than 15 %: measure again when the machine is quiet"
+    style = "yellow" if error > PROMISED_ERROR else ""
+    console.print(text, style=style, highlight=False, soft_wrap=True)
+
+
+def _residuals(found: Calibration, kind: Kind) -> list[str]:
+    steps = [e for e in (*found.fitted, *found.held_out) if kind_of(e.shape) == kind]
+    times = [each.seconds * 1000 for each in steps]
+    off = [abs(found.time.seconds(each.shape) / each.seconds - 1) for each in steps]
+    error = found.error(kind)
+    return [
+        str(len(steps)),
+        f"{min(times):.3g} ms",
+        f"{max(times):.3g} ms",
+        "-" if error is None else f"{error:.1%}",
+        f"{statistics.quantiles(off, n=10)[-1]:.1%}",
+    ]
