@@ -1,0 +1,154 @@
+"""What a real worker tells on its own /metrics, and in its trace."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from prometheus_client import Metric
+from prometheus_client.parser import text_string_to_metric_families as read_text
+
+from proxy.control.worker_metrics import parse
+from tests.engine.test_trace import ENGINE, REQUESTS, check, slices
+from tests.fleet.conftest import FLAGS, SETTINGS
+from tests.fleet.test_worker import DEADLINE_S, client_of, complete, prompt, settled
+from vllm_sched.engine.metrics import COUNTERS, FACTS, FOLDER, GAUGES
+from vllm_sched.workers.launch import Side, Worker, trace_flags, tracing, worker
+from vllm_sched.workers.tiny_model import tiny_model
+
+LONGS, SHORTS = (9000, 8000, 7000), (60, 50, 40, 30)
+OUTPUT = 40
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("trace") / "out.json"
+
+
+@pytest.fixture(scope="module")
+def seen(file: Path) -> Iterator[Worker]:
+    """Start one with a policy and a trace."""
+    with worker(
+        Side("long_prompt", SETTINGS),
+        model=str(tiny_model()),
+        flags=(*FLAGS, "--served-model-name", "tiny", *trace_flags(())),
+        env={name: value for name, value in os.environ.items() if name != FOLDER} | tracing(file),
+        name="seen",
+        deadline_s=400,  # beside the others' workers
+    ) as started:
+        yield started
+
+
+def page(worker: Worker) -> bytes:
+    with urllib.request.urlopen(f"{worker.url}/metrics", timeout=10) as answer:
+        return bytes(answer.read())
+
+
+def families(worker: Worker) -> dict[str, Metric]:
+    return {family.name: family for family in read_text(page(worker).decode())}
+
+
+def number(found: dict[str, Metric], sample: str, **labels: str) -> float:
+    """Add up the samples of that name and with those labels."""
+    return sum(
+        s.value
+        for family in found.values()
+        for s in family.samples
+        if s.name == f"vllm_sched_{sample}" and labels.items() <= s.labels.items()
+    )
+
+
+async def test_while_it_works_and_when_it_has_worked(seen: Worker) -> None:
+    async with client_of(seen) as client, asyncio.TaskGroup() as group:
+        for seed, tokens in enumerate((*SHORTS, *LONGS)):
+            group.create_task(complete(client, prompt(7000 + seed, tokens), OUTPUT))
+        async with asyncio.timeout(DEADLINE_S):
+            while True:
+                found = await asyncio.to_thread(families, seen)
+                if number(found, "requests_held", policy="long_prompt"):
+                    break
+                await asyncio.sleep(0.02)
+        assert number(found, "requests_held", reason="long_limit") in (1, 2)
+        assert number(found, "prefills_running", **{"class": "long"}) == 1
+        assert number(found, "requests_running", policy="long_prompt", lane="long") >= 1
+        backlog = number(found, "prefill_backlog_tokens", **{"class": "long"})
+        assert 7000 < backlog < sum(LONGS)
+        told = parse(await asyncio.to_thread(page, seen), at=0.0)  # as the router reads it
+        assert told is not None
+        assert 0 < told.extra["backlog_long"] <= told.extra["backlog"] <= sum(LONGS) + sum(SHORTS)
+        assert told.extra["started"] == number(found, "start_time_seconds")
+    await settled(seen, running=0, waiting=0)
+    found = await asyncio.to_thread(families, seen)
+    for gauge in ("requests_held", "requests_waiting", "requests_running", "prefills_running"):
+        assert number(found, gauge) == 0, gauge
+    assert number(found, "prefill_backlog_tokens") == 0
+    assert number(found, "step_tokens_total", kind="prefill") == sum(LONGS) + sum(SHORTS)
+    assert number(found, "step_tokens_total", kind="decode") == 7 * (OUTPUT - 1)
+    assert number(found, "requests_admitted_total", lane="long") == 3
+    assert number(found, "requests_admitted_total", lane="short") == 4
+    assert number(found, "hold_seconds_count", policy="long_prompt") >= 2
+    assert number(found, "steps_total") == number(found, "step_seconds_count") + number(
+        found, "steps_total", kind="empty"
+    )
+    assert number(found, "steps_predicted_total") > 10
+    assert number(found, "step_time_coefficient_seconds", coefficient="decode_fixed") > 0
+
+
+def test_names_and_labels(seen: Worker) -> None:
+    found = families(seen)
+    kinds = {**dict.fromkeys([*GAUGES, *FACTS], "gauge"), **dict.fromkeys(COUNTERS, "counter")}
+    for name, kind in kinds.items():
+        family = found[f"vllm_sched_{name}"]
+        assert family.type == kind
+        _, labels = (GAUGES | FACTS | COUNTERS)[name]
+        for sample in family.samples:
+            assert set(sample.labels) == {"model_name", "engine", *labels}, name
+            assert (sample.labels["model_name"], sample.labels["engine"]) == ("tiny", "0")
+    (info,) = found["vllm_sched_info"].samples
+    assert (info.labels["policies"], info.value) == ("long_prompt", 1)
+    assert "vllm:num_requests_running" in found  # vLLM's own are there as before
+
+
+def told_by(file: Path, sender: Worker) -> list[dict[str, object]]:
+    """Ask for the trace and read it."""
+    before = file.stat().st_mtime_ns if file.exists() else 0
+    assert sender.pid is not None
+    os.kill(sender.pid, signal.SIGUSR1)
+    give_up = time.monotonic() + DEADLINE_S
+    while not file.exists() or file.stat().st_mtime_ns == before:
+        assert time.monotonic() < give_up
+        time.sleep(0.02)
+    return list(json.loads(file.read_text())["traceEvents"])
+
+
+async def test_the_trace_on_a_signal_while_it_works(seen: Worker, file: Path) -> None:
+    async with client_of(seen) as client:
+        long = asyncio.create_task(complete(client, prompt(8000, 9500), 4))
+        await complete(client, prompt(8001, 90), 4)
+        assert not long.done()
+        events = await asyncio.to_thread(told_by, file, seen)
+        await long
+    check(events)
+    assert any(name.endswith("(9,500 tokens)") for name in slices(events, REQUESTS))
+
+
+def test_the_trace_at_the_end(seen: Worker, file: Path) -> None:
+    seen.stop()
+    events = json.loads(file.read_text())["traceEvents"]
+    check(events)
+    names = {e["name"] for e in events if e["ph"] == "X" and e["pid"] == ENGINE}
+    assert names >= {"mixed", "decode"}
+    tracks = slices(events, REQUESTS)
+    for tokens, chunks in ((9500, 19), (90, 1)):
+        (track,) = [t for name, t in tracks.items() if name.endswith(f"({tokens:,} tokens)")]
+        prefill = [e["args"]["tokens"] for e in track if e["name"] == "prefill"]
+        assert len(prefill) >= chunks
+        assert sum(prefill) == tokens
+        assert [e["name"] for e in track].count("decode") == 3
