@@ -151,16 +151,30 @@ async def test_the_only_decode_worker_dies_before_its_first_byte(start: Start) -
 
 async def test_a_transfer_that_fails_is_no_reason_to_leave_anybody_out(start: Start) -> None:
     """A decode worker that can't read blocks says 500; whole, the request is served."""
-    here = await pairs(start, prefills=1, decodes=1)
-    here.kv.wrong("d0", Faults(during=scripts.error(500, "Internal server error")))
-    body = chat_body()
+    here = await pairs(start, prefills=2, decodes=1)
+    for _ in range(4):
+        here.kv.wrong("d0", Faults(during=scripts.error(500, "Internal server error")))
+        body = chat_body()
+        assert words(await ask(here, body)) == expected(body)
+        await here.settled()
+    kinds = [leg.split()[0] for leg in here.legs() if "release" not in leg]
+    assert kinds == ["prefill", "decode", "whole"] * 4
+    assert here.site.worker("d0").breaker.closed
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("how", [scripts.reset, scripts.hang_up])
+async def test_what_was_read_is_not_sent_again_on_another_connection(
+    start: Start, how: Script, stream: bool
+) -> None:
+    """A kept connection that breaks is no sign that the decode worker heard nothing."""
+    here = await pairs(start, prefills=1, decodes=2)
+    while not all(fake.connections for fake in here.site.fakes.values()):
+        await ask(here, chat_body())
+    here.kv.wrong("decode", Faults(during=how))
+    body = chat_body(stream=stream)
     assert words(await ask(here, body)) == expected(body)
     await here.settled()
-    assert [leg for leg in here.legs() if "release" not in leg] == [
-        "prefill p0",
-        "decode d0",
-        "whole d0",
-    ]
 
 
 async def test_workers_for_all_help_out(start: Start) -> None:
