@@ -13,6 +13,7 @@ blocks than it needs. Without any it computes the prompt itself.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from operator import itemgetter
 from typing import Any
 
 from proxy.transfer.types import (
@@ -38,7 +39,10 @@ PREFILL: Fields = {
         }
     )
 }
-NEEDED = ("remote_engine_id", "remote_request_id", "remote_host", "remote_port", "tp_size")
+NEEDED = frozenset(
+    ["remote_engine_id", "remote_request_id", "remote_host", "remote_port", "tp_size"]
+)
+needed = itemgetter(*NEEDED)
 CACHED = "remote_prefill_cached_tokens"  # for the decode worker's usage, from vLLM 0.32 on
 
 
@@ -61,10 +65,16 @@ class Nixl(Connector):
 
     def take(self, pair: Pair, answer: Mapping[str, Any]) -> Taken:  # noqa: ARG002
         """Take all parameters as they are."""
-        params, cached = params_of(answer), cached_tokens_in(answer)
-        if not params.get("do_remote_prefill") or any(params.get(key) is None for key in NEEDED):
-            return Taken(None, cached)
-        blocks = params.get("remote_block_ids")
-        if type(blocks) is not list or not blocks or not any(blocks):
-            return Taken(None, cached)
-        return Taken(text(params), None if type(params.get(CACHED)) is int else cached)
+        params = params_of(answer)
+        if not _are_whole(params):
+            return Taken(None, cached_tokens_in(answer))
+        knows = type(params.get(CACHED)) is int
+        return Taken(text(params), None if knows else cached_tokens_in(answer))
+
+
+def _are_whole(params: dict[str, Any]) -> bool:
+    """Whether a decode worker survives them."""
+    if not params.get("do_remote_prefill") or not params.keys() >= NEEDED:
+        return False
+    blocks = params.get("remote_block_ids")
+    return type(blocks) is list and any(blocks) and None not in needed(params)
