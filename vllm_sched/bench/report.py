@@ -7,7 +7,6 @@ its round and leaves the ratio alone.
 
 from __future__ import annotations
 
-import math
 import statistics
 from dataclasses import dataclass
 from functools import partial
@@ -17,6 +16,7 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
+from vllm_sched.bench import stats
 from vllm_sched.bench.workloads import BACKGROUND, LONG, SHORT
 
 if TYPE_CHECKING:
@@ -38,6 +38,9 @@ GROUPS = {
 }
 
 
+percentile = stats.percentile
+
+
 @dataclass(frozen=True)
 class Figure:
     """One line of the comparison."""
@@ -55,17 +58,6 @@ class Figure:
         if self.ratio is None or abs(self.ratio - 1) < 0.02:
             return None
         return (self.ratio > 1) == (self.unit == RATE)
-
-
-def percentile(samples: Iterable[float], percent: float) -> float | None:
-    """Interpolate linearly between the nearest ranks, as numpy does; None without samples."""
-    ordered = sorted(samples)
-    if not ordered:
-        return None
-    rank = (len(ordered) - 1) * percent / 100
-    below = math.floor(rank)
-    above = min(below + 1, len(ordered) - 1)
-    return ordered[below] + (ordered[above] - ordered[below]) * (rank - below)
 
 
 def foreground_end(played: Round) -> float:

@@ -14,6 +14,7 @@ from vllm_sched.bench.client.events import EventStream
 from vllm_sched.bench.client.text import Texts
 from vllm_sched.bench.client.wire import WireError
 from vllm_sched.bench.outcome import Outcome
+from vllm_sched.bench.runner import ahead_of_others
 from vllm_sched.bench.stats import percentile
 
 if TYPE_CHECKING:
@@ -117,7 +118,8 @@ async def play(
     player = _Player(
         endpoint, schedule, texts, timeout_s, tally or Tally(), stop or asyncio.Event()
     )
-    return await player.run()
+    with ahead_of_others():
+        return await player.run()
 
 
 class _Player:

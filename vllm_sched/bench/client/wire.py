@@ -53,8 +53,13 @@ class Address:
 
     def __str__(self) -> str:
         """Write it as a URL."""
+        return f"http{'s' * self.tls}://{self.authority}{self.root}"
+
+    @property
+    def authority(self) -> str:
+        """Host and port, as a Host header has them."""
         host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"http{'s' * self.tls}://{host}:{self.port}{self.root}"
+        return f"{host}:{self.port}"
 
 
 class Wire:
@@ -63,7 +68,7 @@ class Wire:
     def __init__(self, address: Address, headers: Mapping[str, str]) -> None:
         """Send these headers with every request."""
         self.address = address
-        lines = {"Host": f"{address.host}:{address.port}", "Content-Type": "application/json"}
+        lines = {"Host": address.authority, "Content-Type": "application/json"}
         self._head = "".join(f"{k}: {v}\r\n" for k, v in (lines | dict(headers)).items())
         self._idle: list[_Connection] = []
         self._open: set[_Connection] = set()

@@ -94,6 +94,6 @@ def _draw(axes: Any, curves: Mapping[str, Curve]) -> None:
                 color=look["color"], markeredgewidth=1.4, gid="knee",
             )  # fmt: skip
             axes.annotate(
-                f"knee {curve.knee:g}", (curve.knee, y), xytext=(0, -18), ha="center",
+                f"knee {curve.knee:g}", (curve.knee, y), xytext=(10, -16), ha="left",
                 textcoords="offset points", color=look["color"],
             )  # fmt: skip
