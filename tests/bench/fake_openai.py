@@ -51,11 +51,15 @@ class FakeOpenAI:
     def app(self) -> web.Application:
         app = web.Application(client_max_size=2**26)
         app.router.add_get("/v1/models", self._models)
+        app.router.add_get("/health", self._health)
         if self.tokenizer:
             app.router.add_post("/tokenize", self._tokenize)
         for path in ("/v1/completions", "/v1/chat/completions"):
             app.router.add_post(path, self._complete)
         return app
+
+    async def _health(self, _: web.Request) -> web.Response:
+        return web.Response()
 
     async def _models(self, request: web.Request) -> web.Response:
         if not self.lists_models:

@@ -139,7 +139,7 @@ class Sweep:
 
 def _percent(shares: Sequence[float]) -> str:
     mean, half = interval(shares)
-    return f"{mean:.0%}" + (f" ± {100 * half:.0f}" if half >= 0.005 else "")
+    return f"{mean:.0%}" + (f" ± {min(100, 100 * half):.0f}" if half >= 0.005 else "")
 
 
 def _with_interval(values: Sequence[float]) -> str:

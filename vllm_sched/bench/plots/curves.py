@@ -37,7 +37,7 @@ def draw_goodput(
             va="bottom", color=MUTED,
         )  # fmt: skip
         axes.set_xlim(left=0)
-        axes.set_ylim(bottom=0)
+        axes.set_ylim(0, max(most, _top(curves)))
         if targets:
             axes.annotate(
                 f"in time: {targets}; marked: the most that is {share:.0%} in time",
@@ -56,7 +56,7 @@ def draw_throughput(stem: Path, curves: Mapping[str, Curve]) -> None:
         ticks = sorted({x for curve in curves.values() for x in curve.points})
         axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
         axes.minorticks_off()
-        axes.set_ylim(bottom=0)
+        axes.set_ylim(0, _top(curves))
         legend(axes, len(curves))
 
 
@@ -66,11 +66,17 @@ def draw_latency(stem: Path, curves: Mapping[str, Curve], target_ms: float | Non
     with picture(stem, title, "offered rate (requests/s)", "TTFT p99 (ms)") as axes:
         _draw(axes, curves)
         axes.set_yscale("log")
-        plain_log(axes.yaxis)
         axes.set_xlim(left=0)
         if target_ms is not None:
             limit(axes, target_ms, f"target {target_ms:g} ms", upright=False)
+        plain_log(axes.yaxis)
         legend(axes, len(curves))
+
+
+def _top(curves: Mapping[str, Curve]) -> float:
+    """Leave room for intervals; those of two seeds that disagree may run out of the picture."""
+    means = [interval(values)[0] for curve in curves.values() for values in curve.points.values()]
+    return 1.4 * max((mean for mean in means if not math.isnan(mean)), default=1.0) or 1.0
 
 
 def _draw(axes: Any, curves: Mapping[str, Curve]) -> None:

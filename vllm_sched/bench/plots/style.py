@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 INCHES: Final = (7.2, 4.3)
 DPI: Final = 150
+CROWDED: Final = 3000  # an axis that spans more than this has room for powers of ten alone
 MUTED: Final = "#666666"
 COLOURS: Final = ("#0072b2", "#b24a00", "#007a5a", "#a0527f", "#1a1a1a", "#8a7000", "#3d9bd0")
 DASHES: Final = ("-", (0, (5, 2)), (0, (1, 1.4)), (0, (6, 2, 1, 2)), (0, (3, 1.5)))
@@ -121,6 +122,8 @@ def plain_log(axis: Any, unit: str = "", factor: float = 1.0) -> None:
     """Label a logarithmic axis with numbers that people write: 20, 50, 100."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-    axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    low, high = axis.get_view_interval()
+    narrow = low > 0 and high / low < CROWDED
+    axis.set_major_locator(LogLocator(subs=(1, 2, 5) if narrow else (1,)))
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value * factor:,.10g}{unit}"))
     axis.set_minor_formatter(NullFormatter())

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 POINTS: Final = 400
-LEAST_MS: Final = 0.01  # for a logarithm's sake
+LEAST_MS: Final = 0.1  # events in one packet have no gap, and zero no logarithm
 
 
 def draw_tail(
@@ -37,12 +37,12 @@ def draw_tail(
                 gid="line",
                 **look,
             )
-        plain_log(axes.xaxis)
-        plain_log(axes.yaxis, " %", 100)
         if shown:
             axes.set_ylim(0.7 / max(map(len, shown.values())), 1.1)
+        plain_log(axes.yaxis, " %", 100)
         if target_s is not None:
             limit(axes, target_s * 1000, f"target {target_s * 1000:g} ms", upright=True)
+        plain_log(axes.xaxis)
         legend(axes, len(shown))
 
 
