@@ -28,6 +28,8 @@ from vllm_sched.workers.launch import WorkerError
 
 TINY: Final = "tiny"
 INTERRUPTED = 130
+# Weights may have to be fetched first, and graphs to be compiled.
+DEADLINE_S: Final = 1800.0
 # Above this the straight lines are not what the worker does, or the machine was not quiet.
 PROMISED_ERROR: Final = 0.15
 KINDS: Final[dict[Kind, str]] = {
@@ -166,7 +168,7 @@ def _worker(args: argparse.Namespace) -> launch.Worker:
 
     model = str(tiny_model()) if args.model == TINY else args.model
     flags = ["--max-num-batched-tokens", str(args.budget), *args.args]
-    return launch.worker(model=model, flags=flags, name="worker")
+    return launch.worker(model=model, flags=flags, name="worker", deadline_s=DEADLINE_S)
 
 
 def to_json(source: Source, found: Calibration) -> dict[str, Any]:
