@@ -50,10 +50,15 @@ def learn(lease: Lease, now: float, usage: Usage, decoding: int) -> None:
         if lease.first_token_at is not None:
             if ask.stream and steps >= ENOUGH_STEPS:
                 pace.saw_steps(beside, (now - lease.first_token_at) / steps, now)
-        elif not ask.stream and steps >= 0 and lease.prefill is None:
-            tokens = lease.ahead_tokens + ask.prompt_tokens - cached
-            whole_s = now - lease.charged_at
-            pace.saw_whole(tokens, lease.behind_long, cached, beside, steps, whole_s, now)
+        elif not ask.stream and steps >= 0:
+            seconds = now - lease.charged_at
+            halves = lease.decision.handover
+            if halves is None:
+                tokens = lease.ahead_tokens + ask.prompt_tokens - cached
+                pace.saw_whole(tokens, lease.behind_long, cached, beside, steps, seconds, now)
+            elif steps >= ENOUGH_STEPS:  # its first token is one more, after the transfer
+                decode_s = max(seconds - halves.transfer_s, 0.0)
+                pace.saw_steps(beside, decode_s / (steps + 1), now)
     if lease.prefill is None:  # else it is the prefill worker that had so much cached
         saw_cached(worker, cached, usage)
 

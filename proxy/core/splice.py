@@ -129,6 +129,7 @@ def spliced(body: bytes, fields: Mapping[str, bytes | None]) -> bytes:
     pieces: list[bytes] = []
     at = 0  # bytes of the body that are dealt with
     there: set[str] = set()
+    text: bytes | None = None  # for the last of those that are there
     for key, start, value, end in _named(body, names):
         name = names[key][0]
         there.add(name)
@@ -146,9 +147,9 @@ def spliced(body: bytes, fields: Mapping[str, bytes | None]) -> bytes:
             comma = COMMA.match(body, end)
             at = comma.end() if comma else end
     new = [
-        b"%b:%b" % (quoted, text)
+        b"%b:%b" % (quoted, added)
         for name, quoted in names.values()
-        if (text := fields[name]) is not None and name not in there
+        if (added := fields[name]) is not None and name not in there
     ]
     if new:
         end = _last(body, body.rindex(b"}")) + 1
@@ -157,7 +158,7 @@ def spliced(body: bytes, fields: Mapping[str, bytes | None]) -> bytes:
             pieces.append(body[at:end])
             at = end
         else:
-            bare = _ends_with_brace(pieces)
+            bare = text is None and _ends_with_brace(pieces)
         if not bare:
             pieces.append(b",")
         pieces.append(b",".join(new))

@@ -54,7 +54,7 @@ def others(here: Router, name: str) -> frozenset[str]:
 
 def why(here: Router) -> dict[str, int]:
     """Return what was counted."""
-    return {str(key[1]): count for key, count in here.handovers.items()}
+    return {key[1]: count for key, count in here.handovers.items()}
 
 
 # Auto
@@ -334,6 +334,24 @@ def test_a_prefill_leg_teaches_the_prefill_worker_and_a_transfer_the_transfer() 
     assert lease.decision.handover is not None
     assert lease.decision.handover.transfer_s == pytest.approx(0.3, rel=0.1)
     assert lease.decision.predicted_ttft_s == pytest.approx(1.1, rel=0.15)
+
+
+def test_without_a_stream_the_end_teaches_how_long_the_decode_workers_steps_take() -> None:
+    here, now = router(disaggregate_above=1), 0.0
+    pace = worker_of(here, "d0").pace
+    for _ in range(80):
+        lease = placed(here.submit(ask(LONG, 100, stream=False), now))
+        assert lease.decision.handover is not None
+        now += 1.0
+        here.prefilled(lease, now, None)
+        now += lease.decision.handover.transfer_s + 100 * 0.03
+        if here.may_learn(lease, now):
+            here.finish(lease, now, Outcome.DONE, Usage(LONG, 100))
+        else:
+            here.finish(lease, now, Outcome.DONE)
+        now += 10.0
+    assert pace.step_s(0.5) == pytest.approx(0.03, rel=0.15)
+    assert pace.end_due > now - 10.0  # not from each of them
 
 
 def test_cached_tokens_of_a_hand_over_are_the_prefill_workers() -> None:
