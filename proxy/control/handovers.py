@@ -40,9 +40,11 @@ class Handovers:
 
     def prefilled(self, lease: Lease, now: float, *, bare: bool) -> None:
         """Count a prefill leg that is done."""
-        self.ended("prefilled_bare" if bare else "prefilled")
+        how = "prefilled_bare" if bare else "prefilled"
+        self.ends[how] = self.ends.get(how, 0) + 1
         if (first := lease.prefill) is not None:
-            self._of(self.prefills, lease).observe(now - first.charged_at)
+            seen = self.prefills.get(lease.ask.model) or self._of(self.prefills, lease)
+            seen.observe(now - first.charged_at)
 
     def transferred(self, lease: Lease, now: float) -> None:
         """Count a decode leg whose first token has come: the transfer, less a step of decoding."""

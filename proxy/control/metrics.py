@@ -125,10 +125,6 @@ class Metrics:
         key = worker, why
         self.retries[key] = self.retries.get(key, 0) + 1
 
-    def prefilled(self, lease: Lease, now: float, *, bare: bool) -> None:
-        """Count a prefill leg that is done; `bare` if it left nothing to be fetched."""
-        self.handovers.prefilled(lease, now, bare=bare)
-
     def handover_failed(self, lease: Lease) -> None:
         """Count a leg of a hand-over that failed before the client got anything."""
         self.handovers.ended("decode_failed" if lease.sent else "prefill_failed")
@@ -140,10 +136,6 @@ class Metrics:
     def handover_ended(self, how: str) -> None:
         """Count what became of a hand-over, or of what one left behind; `how` is of a few."""
         self.handovers.ended(how)
-
-    def transferred(self, lease: Lease, now: float) -> None:
-        """Count a hand-over whose first token has come."""
-        self.handovers.transferred(lease, now)
 
     def model_label(self, model: str) -> str:
         """Return a model's name as all families show it; those that clients make up are `other`."""

@@ -178,7 +178,7 @@ def _handovers(page: Page, metrics: Metrics) -> None:
     found, fleet = metrics.handovers, metrics.router.fleet
     decisions: Counter[tuple[str, str]] = Counter()
     for (model, why), count in metrics.router.handovers.items():
-        decisions[metrics.model_label(model), str(why)] += count
+        decisions[metrics.model_label(model), why] += count
     page.values(HANDOVER_DECISIONS, decisions.items())
     page.values(HANDOVERS, (((how,), count) for how, count in found.ends.items()))
     page.values(WARMUPS, (((how,), count) for how, count in found.warmups.items()))

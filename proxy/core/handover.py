@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from proxy.core.links import Links
@@ -28,13 +27,16 @@ from proxy.core.worker import Held, Worker
 if TYPE_CHECKING:
     from proxy.core.routing.view import View
 
-DECODE = Role.DECODE
+DECODE, HANDOVER = Role.DECODE, Reason.HANDOVER  # looked up once: see reading.py
 KV_FULL = 0.95
 GAIN, GAIN_S = 0.03, 0.002  # a hand-over that gains less, as a share and in seconds, is none
 
 
-class Why(StrEnum):
-    """What became of the question whether to hand a request over; a label in metrics."""
+class Why:
+    """What became of the question whether to hand a request over; a label in metrics.
+
+    No enum: its members hash in Python, and one is counted with every request.
+    """
 
     HANDED_OVER = "handed_over"
     ELSEWHERE = "elsewhere"  # whole, on a worker that is neither for prefill nor for decode
@@ -83,7 +85,7 @@ class Handing:
         handover = Handover(self.prefill, self.cached_tokens, tokens, self.prefill_s, transfer_s)
         ttft_s = self.prefill_s + transfer_s + worker.pace.step_s(worker.decoding)
         cached = worker.cached(view.held)
-        return Decision(worker, Reason.HANDOVER, ttft_s, (), cached, handover)
+        return Decision(worker, HANDOVER, ttft_s, (), cached, handover)
 
 
 def whole_s(worker: Worker, view: View) -> float:

@@ -8,8 +8,7 @@ bodies, and sends nothing itself.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import orjson
 
@@ -24,16 +23,14 @@ NOTHING: Fields = {}
 NO_MODEL = "vllm-sched:release"
 
 
-@dataclass(frozen=True, slots=True)
-class Side:
+class Side(NamedTuple):
     """A worker at one end of a transfer."""
 
     name: str
     host: str  # of its URL
 
 
-@dataclass(frozen=True, slots=True)
-class Pair:
+class Pair(NamedTuple):
     """Two workers, and the id of one hand-over between them, which no other ever has."""
 
     prefill: Side
@@ -41,8 +38,7 @@ class Pair:
     id: str
 
 
-@dataclass(frozen=True, slots=True)
-class Taken:
+class Taken(NamedTuple):
     """What a prefill worker's answer leaves to the decode leg, for one use only."""
 
     params: bytes | None = None  # JSON text; None: there is nothing to be fetched

@@ -20,13 +20,13 @@ from typing import TYPE_CHECKING
 from proxy.core import refusals
 from proxy.core.types import Lease, Outcome, Reason, Refusal, Ticket
 from proxy.transfer.legs import decode_body, prefill_body
-from proxy.transfer.types import Pair, Taken
+from proxy.transfer.types import Pair, Taken, usage_of
 from proxy.wire.answering import Answering, response_id_in
 from proxy.wire.counting import TokenCount
 from proxy.wire.own_answers import refuse
 from proxy.wire.prefill_leg import PrefillLeg
 from proxy.wire.record import Record
-from proxy.wire.release import Orphan, release, take
+from proxy.wire.release import Orphan, read, release
 from proxy.wire.response import OK
 from proxy.wire.worker_connection import Trouble
 
@@ -181,17 +181,17 @@ class Exchange:
         """Have the rest decoded."""
         wire, lease, pair, connector = self._wire, self._lease, self._pair, self._wire.connector
         self._leg = None
-        if lease is None or pair is None:
+        if lease is None or pair is None or connector is None:
             return
-        taken, usage = take(connector, pair, answer)
-        wire.router.prefilled(lease, now, usage)
-        wire.metrics.prefilled(lease, now, bare=taken.params is None)
-        self._taken = taken
+        fields = read(answer)
+        taken = self._taken = connector.take(pair, fields)
         self.once = taken.params is not None
-        body, request_id = self._request.body, self._request.id
-        if connector is not None:
-            body = decode_body(connector, pair, taken, body)
-            request_id = connector.request_id(pair) or request_id
+        halves = lease.decision.handover
+        learns = halves is not None and halves.cached_tokens > 0
+        wire.router.prefilled(lease, now, usage_of(fields) if learns else None)
+        wire.metrics.handovers.prefilled(lease, now, bare=taken.params is None)
+        body = decode_body(connector, pair, taken, self._request.body)
+        request_id = connector.request_id(pair) or self._request.id
         pool = wire.pools.of(lease.worker)
         pool.send(now, self, self._to_worker(pool, body, request_id))
         wire.settle(now)
@@ -329,7 +329,7 @@ class Exchange:
         if lease is not None:
             if record.first_token_at is None:
                 if lease.prefill is not None:
-                    self._wire.metrics.transferred(lease, now)
+                    self._wire.metrics.handovers.transferred(lease, now)
                 router.first_token(lease, now)
             router.tokens(lease, tokens)
         record.saw_tokens(now, self._wire.metrics)

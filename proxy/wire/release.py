@@ -6,15 +6,14 @@ scheduled tells the prefill worker that nobody will come, so it is sent one that
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import orjson
 
-from proxy.transfer.types import Connector, Pair, Taken, usage_of
+from proxy.transfer.types import Pair, Taken
 from proxy.wire.http import JSON
 
 if TYPE_CHECKING:
-    from proxy.core.types import Usage
     from proxy.core.worker import Worker
     from proxy.wire.response import Head
     from proxy.wire.server import Wire
@@ -75,7 +74,8 @@ class Orphan:
 
     def prefilled(self, now: float, answer: bytes) -> None:
         """Have the blocks freed."""
-        taken, _ = take(self._wire.connector, self._pair, answer)
+        connector = self._wire.connector
+        taken = Taken() if connector is None else connector.take(self._pair, read(answer))
         release(self._wire, now, self._decode, taken, self._authorization)
 
     def begun(self, now: float, head: Head) -> None:
@@ -89,15 +89,13 @@ class Orphan:
         self._wire.metrics.handover_ended(LEFT)
 
 
-def take(connector: Connector | None, pair: Pair, answer: bytes) -> tuple[Taken, Usage | None]:
-    """Read a prefill's answer; nothing is taken from one that makes no sense."""
+def read(answer: bytes) -> dict[str, Any]:
+    """Read a prefill's answer; there is nothing in one that makes no sense."""
     try:
         fields = orjson.loads(answer)
     except orjson.JSONDecodeError:
-        return Taken(), None
-    if connector is None or type(fields) is not dict:
-        return Taken(), None
-    return connector.take(pair, fields), usage_of(fields)
+        return {}
+    return fields if type(fields) is dict else {}
 
 
 def release(

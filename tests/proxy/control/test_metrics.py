@@ -237,9 +237,9 @@ def full(metrics: Metrics, router: Router) -> None:
     router.decisions["tiny", Reason.PREFIX] = 3
     router.handovers["tiny", Why.HANDED_OVER] = 2
     lease = handed_over(router)
-    metrics.prefilled(lease, 1.5, bare=False)
+    metrics.handovers.prefilled(lease, 1.5, bare=False)
     router.prefilled(lease, 1.5, None)
-    metrics.transferred(lease, 1.75)
+    metrics.handovers.transferred(lease, 1.75)
     metrics.handovers.warmed("done")
     router.fleet.set_gauges("s0", Gauges(1.0, extra={"kv_bytes": 4096.0}))
 
