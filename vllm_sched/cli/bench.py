@@ -65,10 +65,13 @@ def add_bench(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -
         "--burstiness",
         type=float,
         metavar="B",
-        help="of the gaps between requests: 1 is Poisson, less is burstier",
+        help=(
+            "of the gaps between requests: 1 is Poisson, less is burstier (default: 1; at the "
+            "workload's own rate its own)"
+        ),
     )
     add_traffic(parser)
-    parser.add_argument("--seed", type=int, default=0, help="fixes lengths, times and prompts")
+    parser.add_argument("--seed", type=int, default=0, help="fixes lengths and times")
     parser.add_argument("--save", type=Path, metavar="FILE.json", help="write every sample")
     parser.add_argument(
         "--plot", type=Path, metavar="DIR", help="draw TTFT, ITL, tenants and the router's choices"

@@ -65,7 +65,9 @@ def add_endpoint(parser: argparse.ArgumentParser) -> None:
 
 def add_traffic(parser: argparse.ArgumentParser) -> None:
     """Describe what is sent, loops and seeds aside."""
-    parser.add_argument("--duration", type=float, metavar="SECONDS", help="default: 60")
+    parser.add_argument(
+        "--duration", type=float, metavar="SECONDS", help="default: 60, or the trace"
+    )
     parser.add_argument("--num-requests", type=int, metavar="N")
     parser.add_argument(
         "--scale", type=float, default=1.0, metavar="F", help="multiply all lengths, as 0.1"

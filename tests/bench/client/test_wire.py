@@ -181,6 +181,18 @@ async def test_nobody_listening_is_an_error_in_a_line() -> None:
         await Wire(Address.parse("http://nowhere.invalid"), {}).get("/", 5)
 
 
+async def test_a_port_that_speaks_no_tls_is_an_error_in_a_line() -> None:
+    async def handler(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(10)
+        writer.write(b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\n\r\n")
+
+    async with talking_to(handler) as wire:
+        secure = Wire(Address("127.0.0.1", wire.address.port, tls=True, root=""), {})
+        with pytest.raises(WireError, match=r"^https://127\.0\.0\.1") as caught:
+            await secure.get("/", 5)
+    assert "\n" not in str(caught.value)
+
+
 @pytest.mark.parametrize(
     ("url", "address", "written"),
     [
