@@ -1,12 +1,15 @@
-"""Two real vLLM workers, started together, alive for the whole session."""
+"""Real vLLM workers, started two at a time, alive for the whole session."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import ExitStack
 
 import pytest
 
+from proxy.config import FleetConfig, LaunchConfig, TransferConfig, WorkerConfig
+from vllm_sched.cli.up import described, placed
 from vllm_sched.workers.launch import Side, Worker, worker
 from vllm_sched.workers.tiny_model import tiny_model
 
@@ -16,6 +19,12 @@ FLAGS = (
     "--max-num-seqs", "64",
     "--enable-prefix-caching",
 )  # fmt: skip
+ENDS = (
+    "--max-model-len=16384",
+    "--max-num-batched-tokens=512",
+    "--num-gpu-blocks-override=512",
+    "--enable-prefix-caching",
+)
 # Above 1,000 tokens is long; the structured-output backend starts with the first request.
 SETTINGS = {"long_prompt": {"long_prefill_token_threshold": 1000}}
 
@@ -40,6 +49,41 @@ def workers() -> Iterator[dict[str, Worker]]:
             stack.callback(each.stop)
             each.start()
             started[name] = each
+        for each in started.values():
+            each.wait_ready()
+        yield started
+
+
+@pytest.fixture(scope="session")
+def fleet() -> FleetConfig:
+    """Describe a prefill and a decode worker, a processor each where there are two."""
+    cpus = sorted(os.sched_getaffinity(0))
+    workers = [
+        WorkerConfig(
+            name=f"{role}-0",
+            role=role,
+            launch=LaunchConfig(
+                model="tiny", args=ENDS, cpus=(cpu,), env={"VLLM_LOGGING_LEVEL": "INFO"}
+            ),
+        )
+        for role, cpu in (("prefill", cpus[0]), ("decode", cpus[-1]))
+    ]
+    return placed(
+        FleetConfig(model="tiny", workers=tuple(workers), transfer=TransferConfig(connector="nixl"))
+    )
+
+
+@pytest.fixture(scope="session")
+def ends(
+    fleet: FleetConfig, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[str, Worker]]:
+    """Start both as `vllm-sched up` would."""
+    logs = tmp_path_factory.mktemp("ends")
+    started = {each.name: described(fleet, each, logs, logs) for each in fleet.workers}
+    with ExitStack() as stack:
+        for each in started.values():
+            stack.callback(each.stop)
+            each.start()
         for each in started.values():
             each.wait_ready()
         yield started

@@ -63,7 +63,7 @@ class Router:
 
 @contextmanager
 def routing(
-    folder: Path, workers: list[dict[str, object]], rules: dict[str, object]
+    folder: Path, workers: list[dict[str, object]], rules: dict[str, object], **blocks: object
 ) -> Iterator[Router]:
     """Run `vllm-sched router` before these workers."""
     fleet = {
@@ -71,6 +71,7 @@ def routing(
         "workers": workers,
         "router": {"port": 0, "admin": {"port": 0}, "drain_s": 2.0},
         "routing": rules,
+        **blocks,
     }
     source, log = folder / "fleet.yaml", folder / "router.log"
     source.write_text(json.dumps(fleet))  # every JSON is YAML

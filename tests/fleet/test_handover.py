@@ -1,0 +1,363 @@
+"""Prefill here, decode there: two real workers with NIXL between them, behind the real router."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from openai import AsyncOpenAI
+
+from proxy.config import FleetConfig
+from tests.fleet.test_router import VLLM_BENCH_SERVE, Router, routing, threads
+from tests.fleet.test_worker import DEADLINE_S, complete, gauges, prompt, settled
+from vllm_sched.workers.launch import Worker
+from vllm_sched.workers.tiny_model import tiny_model
+
+Ends = dict[str, Worker]
+PREFILL, DECODE = "prefill-0", "decode-0"
+# Prompts above it are handed over; a block is 128 tokens.
+ABOVE = 256
+HELD = "kv_cache_usage_perc"
+# A lease of vLLM's ends after a minute: what is free sooner was freed, not left to it.
+FREED_S = 20.0
+# Chunks cut elsewhere round otherwise; another prompt's KV cache is 0.01 and more away.
+NEAR = 1e-3
+
+
+@pytest.fixture(scope="module")
+def router(
+    ends: Ends, fleet: FleetConfig, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Router]:
+    """Run the router before both."""
+    assert all(worker.healthy() for worker in ends.values())
+    workers: list[dict[str, object]] = [
+        {"name": worker.name, "role": worker.role, "url": worker.url} for worker in fleet.workers
+    ]
+    rules: dict[str, object] = {"disaggregate_above": ABOVE}
+    folder = tmp_path_factory.mktemp("handover")
+    with routing(folder, workers, rules, transfer="nixl") as running:
+        yield running
+
+
+async def freed(worker: Worker) -> None:
+    """Wait until no block of a worker's is held, by a request or for a transfer."""
+    async with asyncio.timeout(FREED_S):
+        while True:
+            if await asyncio.to_thread(gauges, worker, HELD) == (0,):
+                return
+            await asyncio.sleep(0.02)
+
+
+def handed_over(router: Router, limit: int = 1) -> list[bool]:
+    """Tell of the last requests, newest first, which were served in two legs."""
+    return [each["prefill_worker"] is not None for each in router.decisions(limit)]
+
+
+@dataclass(eq=False)
+class Said:
+    """Tokens, and how likely each was: what a wrong KV cache changes first."""
+
+    ids: list[int]
+    likely: list[float]
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __eq__(self, other: object) -> bool:
+        assert isinstance(other, Said)
+        pairs = zip(self.likely, other.likely, strict=True)
+        return self.ids == other.ids and all(abs(a - b) < NEAR for a, b in pairs)
+
+
+async def tokens(client: AsyncOpenAI, some: list[int], output: int = 8, **more: Any) -> Said:
+    """Have a prompt continued."""
+    (choice,) = (await complete(client, some, output, logprobs=1, **more)).choices
+    assert len(choice.token_ids) == output
+    return Said(choice.token_ids, choice.logprobs.token_logprobs)
+
+
+@contextlib.asynccontextmanager
+async def direct(worker: Worker) -> AsyncIterator[AsyncOpenAI]:
+    async with AsyncOpenAI(base_url=f"{worker.url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+SIZES = (10, 130, 256, 300, 1500, 5000, 12_000)
+
+
+async def test_greedy_output_is_that_of_one_worker_cold_and_warm(
+    router: Router, ends: Ends
+) -> None:
+    prompts = [prompt(40_000 + size, size) for size in SIZES]
+    async with router.client() as client:
+        cold = [await tokens(client, each) for each in prompts]
+        assert handed_over(router, len(SIZES))[::-1] == [size > ABOVE for size in SIZES]
+        warm = [await tokens(client, each) for each in prompts]
+        # One token more on each: blocks of it are cached, here and there, and its end is not.
+        longer = [await tokens(client, [*each, 17]) for each in prompts]
+    async with direct(ends[PREFILL]) as client:
+        assert cold == warm == [await tokens(client, each) for each in prompts]
+        assert longer == [await tokens(client, [*each, 17]) for each in prompts]
+    for worker in ends.values():
+        await freed(worker)
+
+
+async def test_many_at_once_are_not_mixed_up(router: Router, ends: Ends) -> None:
+    sizes = [300 + 97 * number for number in range(12)]
+    prompts = [prompt(41_000 + size, size) for size in sizes]
+    async with router.client() as client:
+        routed = await asyncio.gather(*(tokens(client, each) for each in prompts))
+    async with direct(ends[PREFILL]) as client:
+        assert routed == [await tokens(client, each) for each in prompts]
+    await freed(ends[PREFILL])
+
+
+async def test_a_stream_has_each_token_once_and_the_right_usage(router: Router, ends: Ends) -> None:
+    some = prompt(42_000, 1600)
+    async with router.client() as client:
+        for cached in (0, 1536):  # whole blocks, the second time
+            stream = await complete(
+                client, some, 9, stream=True, stream_options={"include_usage": True}
+            )
+            events = [event async for event in stream]
+            assert handed_over(router) == [cached == 0] or cached
+            ids = [one for event in events for choice in event.choices for one in choice.token_ids]
+            usage = events[-1].usage
+            assert (usage.prompt_tokens, usage.completion_tokens) == (1600, 9)
+            assert usage.prompt_tokens_details.cached_tokens == cached
+    async with direct(ends[PREFILL]) as client:
+        assert ids == (await tokens(client, some, 9)).ids
+
+
+async def test_chat_in_two_legs(router: Router, ends: Ends) -> None:
+    asked: dict[str, Any] = {
+        "model": "tiny",
+        "messages": [{"role": "user", "content": "please tell me more about that. " * 60}],
+        "max_tokens": 12,
+        "temperature": 0,
+        "extra_body": {"ignore_eos": True},
+    }
+    async with router.client() as client:
+        routed = await client.chat.completions.create(**asked)
+        assert handed_over(router) == [True]
+    async with direct(ends[PREFILL]) as client:
+        plain = await client.chat.completions.create(**asked)
+    assert routed.choices[0].message.content == plain.choices[0].message.content
+    assert routed.usage is not None
+    assert plain.usage is not None
+    assert routed.usage.prompt_tokens == plain.usage.prompt_tokens
+
+
+async def test_a_client_that_leaves_in_the_prefill_leg(router: Router, ends: Ends) -> None:
+    async with router.client() as client:
+        leaving = asyncio.create_task(complete(client, prompt(43_000, 15_000), 64))
+        await settled(ends[PREFILL], running=1, waiting=0)
+        leaving.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await leaving
+    await settled(ends[PREFILL], running=0, waiting=0)
+    await freed(ends[PREFILL])
+
+
+async def test_a_client_that_leaves_in_the_decode_leg(router: Router, ends: Ends) -> None:
+    async with router.client() as client:
+        stream = await complete(client, prompt(43_100, 3000), 4000, stream=True)
+        async for _ in stream:
+            break
+        await settled(ends[DECODE], running=1, waiting=0)
+        await stream.close()
+    await settled(ends[DECODE], running=0, waiting=0)
+    for worker in ends.values():
+        await freed(worker)
+
+
+async def test_clients_that_leave_about_when_the_prefill_is_done(
+    router: Router, ends: Ends
+) -> None:
+    async with router.client() as client:
+        begun = time.monotonic()
+        await complete(client, prompt(43_200, 1500), 1)
+        await complete(client, prompt(43_201, 1500), 2)
+        took = time.monotonic() - begun
+        for step in range(24):
+            leaving = asyncio.create_task(complete(client, prompt(43_210 + step, 1500), 200))
+            await asyncio.sleep(took / 2 * (0.5 + step / 24))
+            leaving.cancel()
+            with contextlib.suppress(asyncio.CancelledError, openai.APIError):
+                await leaving
+    for worker in ends.values():
+        await settled(worker, running=0, waiting=0)
+        await freed(worker)
+
+
+@pytest.fixture
+def listener() -> Iterator[socket.socket]:
+    """Listen where nobody has any business."""
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        listening.listen()
+        listening.settimeout(1.0)
+        yield listening
+
+
+@pytest.mark.parametrize("size", [40, 1500])
+async def test_a_client_can_not_point_a_worker_at_an_address(
+    router: Router, ends: Ends, listener: socket.socket, size: int
+) -> None:
+    params = {
+        "do_remote_prefill": True,
+        "do_remote_decode": False,
+        "remote_block_ids": [[*range(1, 13)]],
+        "remote_engine_id": "mine",
+        "remote_request_id": "mine",
+        "remote_host": "127.0.0.1",
+        "remote_port": listener.getsockname()[1],
+        "tp_size": 1,
+    }
+    some = prompt(44_000 + size, size)
+    async with direct(ends[PREFILL]) as client:
+        right = await tokens(client, some)
+    async with router.client() as client:
+        for body in (
+            {"kv_transfer_params": params},
+            {"kv_transfer_params": {"do_remote_prefill": True}},
+            {"vllm_xargs": {"kv_transfer_params": params}},
+        ):
+            with contextlib.suppress(openai.BadRequestError):
+                assert await tokens(client, some, **body) == right
+        with pytest.raises(TimeoutError):
+            listener.accept()
+        assert await tokens(client, some) == right
+    assert ends[DECODE].healthy()
+
+
+async def test_a_client_can_not_read_anothers_blocks(router: Router, ends: Ends) -> None:
+    async with direct(ends[PREFILL]) as client:
+        # A hand-over whose decode leg never comes: its blocks lie there, and this is their address.
+        held = await complete(
+            client, prompt(45_000, 1500), 1, kv_transfer_params={"do_remote_decode": True}
+        )
+        theirs = held.kv_transfer_params
+        assert theirs["do_remote_prefill"]
+        some = prompt(45_001, 1500)
+        right = await tokens(client, some)
+    async with router.client() as client:
+        with contextlib.suppress(openai.BadRequestError):
+            assert await tokens(client, some, kv_transfer_params=theirs) == right
+    # vLLM itself would have done it: this is what the router is there for.
+    async with direct(ends[DECODE]) as client:
+        assert await tokens(client, some, kv_transfer_params=theirs) != right
+    await freed(ends[PREFILL])
+
+
+def test_vllms_own_benchmark(router: Router, ends: Ends, tmp_path: Path) -> None:
+    before = gauges(ends[DECODE], "nixl_bytes_transferred_count")[0]
+    done = subprocess.run(
+        [
+            sys.executable, "-c", VLLM_BENCH_SERVE, "--backend", "openai", "--base-url", router.url,
+            "--model", "tiny", "--tokenizer", str(tiny_model()), "--dataset-name", "random",
+            "--random-input-len", "600", "--random-output-len", "8", "--num-prompts", "20",
+            "--max-concurrency", "4", "--save-result", "--result-dir", str(tmp_path),
+            "--result-filename", "result.json",
+        ],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        env={**os.environ, "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert (result["completed"], result["failed"]) == (20, 0)
+    assert gauges(ends[DECODE], "nixl_bytes_transferred_count")[0] >= before + 20
+
+
+def test_workers_compute_where_they_are_bound_and_rest_when_idle(ends: Ends) -> None:
+    bound = {cpu for worker in ends.values() for cpu in worker.cpus}
+    assert len(bound) == min(2, len(os.sched_getaffinity(0)))
+    for worker in ends.values():
+        of_all = {cpu for thread in threads(worker) for cpu in os.sched_getaffinity(thread)}
+        assert of_all == set(worker.cpus)
+        before, begun = ticks(worker), time.monotonic()
+        time.sleep(1.0)
+        used = (ticks(worker) - before) / os.sysconf("SC_CLK_TCK")
+        # A thread that polls would use all that is left of its processor.
+        assert used < (time.monotonic() - begun) / 3
+
+
+def ticks(worker: Worker) -> int:
+    """Add up the processor time of all threads of a worker."""
+    total = 0
+    for thread in threads(worker):
+        with contextlib.suppress(OSError):
+            numbers = Path(f"/proc/{thread}/task/{thread}/stat").read_text().rpartition(")")[2]
+            user, system = numbers.split()[11:13]
+            total += int(user) + int(system)
+    return total
+
+
+def kill(worker: Worker) -> None:
+    """End a worker's whole family without a word."""
+    assert worker.pid is not None
+    os.killpg(worker.pid, signal.SIGKILL)
+
+
+async def test_either_worker_is_killed_and_comes_back(router: Router, ends: Ends) -> None:
+    """In one test: each of them takes a minute to come back."""
+    some = [prompt(46_000 + number, 9000) for number in range(4)]
+    async with direct(ends[DECODE]) as client:
+        right = [await tokens(client, each) for each in some]
+    async with router.client() as client:
+        # The prefill worker, in the prefill: somebody else computes the prompt.
+        asked = asyncio.create_task(tokens(client, prompt(46_100, 15_000)))
+        await settled(ends[PREFILL], running=1, waiting=0)
+        kill(ends[PREFILL])
+        await asked
+        # And with it gone: the decode worker alone.
+        assert await tokens(client, some[0]) == right[0]
+        ends[PREFILL].stop()
+        ends[PREFILL].start()
+        # The decode worker, in mid-stream: told as an error, not as an end.
+        stream = await complete(client, prompt(46_200, 40), 16_000, stream=True)
+        await anext(stream)
+        kill(ends[DECODE])
+        with pytest.raises(openai.APIError):
+            await drained(stream)
+        ends[DECODE].stop()
+        ends[DECODE].start()
+        await asyncio.gather(*(asyncio.to_thread(each.wait_ready) for each in ends.values()))
+        await handed_over_again(router, client, some[1], right[1])
+        # What the old one had promised is not asked of the new one.
+        assert [await tokens(client, each) for each in some] == right
+    for worker in ends.values():
+        await freed(worker)
+
+
+async def drained(stream: Any) -> None:
+    """Read a stream to its end."""
+    async for _ in stream:
+        pass
+
+
+async def handed_over_again(
+    router: Router, client: AsyncOpenAI, some: list[int], right: Said
+) -> None:
+    """Ask until both legs are served again; served wrongly it must never be."""
+    async with asyncio.timeout(DEADLINE_S):
+        while True:
+            with contextlib.suppress(openai.APIStatusError):
+                assert await tokens(client, some) == right
+                if handed_over(router) == [True]:
+                    return
+            await asyncio.sleep(0.2)
