@@ -18,7 +18,7 @@ FLOORS = {
     "vllm_sched": ["cli", "sim", "bench", "workers", "engine", "policies", "cost", "errors"],
     "proxy": ["app", "wire", "control", "transfer", "core", "config", "errors"],
 }
-PURE = ("vllm_sched/policies", "vllm_sched/cost", "proxy/core")
+PURE = ("vllm_sched/policies", "vllm_sched/cost", "proxy/core", "proxy/transfer")
 # Opening anything, waiting for anything, or reading a clock.
 NOT_PURE = {
     *HEAVY, "aiohttp", "asyncio", "fastapi", "http", "httpx", "os", "pathlib", "prometheus_client",

@@ -60,7 +60,8 @@ class Handing:
 
     def tokens(self, worker: Worker, view: View) -> int:
         """Count what would have to be transferred to a decode worker."""
-        return max(view.ask.prompt_tokens - worker.cached(view.held), 1)
+        prompt, held = view.ask.prompt_tokens, view.held
+        return max(prompt - worker.cached(held), 1) if held else prompt or 1
 
     def cost_s(self, worker: Worker, view: View) -> float:
         """Reckon what it costs everybody, as `adaptive` reckons the whole."""
