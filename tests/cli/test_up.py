@@ -21,7 +21,7 @@ from proxy.config import FleetConfig
 from tests.workers.servers import assert_gone, eventually
 from vllm_sched.cli import up
 from vllm_sched.cli.main import main
-from vllm_sched.workers import launch
+from vllm_sched.workers import launch, transfer
 from vllm_sched.workers.launch import free_port
 
 ROOT = Path(__file__).parents[2]
@@ -30,7 +30,7 @@ ENV = {"PYTHONPATH": str(ROOT)}
 # `vllm-sched`, whose workers are the cheap server.
 CHEAP = f"""
 import sys
-from vllm_sched.workers import launch
+from vllm_sched.workers import launch, transfer
 launch.SERVER_MODULE, launch.on_cpu = {SERVER!r}, lambda: True
 from vllm_sched.cli.main import main
 sys.exit(main())
@@ -109,6 +109,21 @@ def test_workers_run_while_the_router_does_and_not_after(
     assert f"a: starting; log: {tmp_path}/logs/a.log\n" in out
     assert out.endswith("the workers are stopped\n")
     assert {p.name for p in (tmp_path / "logs").iterdir()} == {"a.log", "b.log"}
+
+
+def test_the_ends_of_a_transfer_are_told_how_they_are_wired(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(transfer, "_factory", lambda: '"NixlConnector"')
+    when_running(monkeypatch, lambda _: 0)
+    path = written(
+        tmp_path, started("p", role="prefill"), started("d", role="decode"), transfer="nixl"
+    )
+    assert main(["up", path]) == 0
+    said = capsys.readouterr().err
+    assert "p: NixlConnector as kv_producer, side channel 127.0.0.1:" in said
+    assert "d: NixlConnector as kv_consumer, side channel 127.0.0.1:" in said
+    assert "NIXL's thread sleeps between polls, blocks of 128" in said
 
 
 def test_one_that_dies_is_told_with_its_log_and_started_again(
