@@ -164,6 +164,54 @@ async def test_usage_is_the_clients_not_the_legs(start: Start, stream: bool) -> 
     await here.settled()
 
 
+OTHER_ROUTES: dict[str, tuple[str, dict[str, Any]]] = {
+    "/v1/messages": ("max_tokens", {"messages": [{"role": "user", "content": "z" * 300}]}),
+    "/cohere/v2/chat": ("max_tokens", {"messages": [{"role": "user", "content": "z" * 300}]}),
+    "/v1/responses": ("max_output_tokens", {"input": "z" * 300}),
+}
+
+
+@pytest.mark.parametrize("path", OTHER_ROUTES)
+@pytest.mark.parametrize("stream", [True, False])
+async def test_other_routes_have_their_own_names_for_things(
+    start: Start, path: str, stream: bool
+) -> None:
+    here = await pairs(start, prefills=1, decodes=1)
+    limit, fields = OTHER_ROUTES[path]
+    body = json.dumps({"model": "tiny", **fields, limit: 4, "stream": stream}).encode()
+    answer = await ask(here, body, path=path)
+    assert answer.status == 200
+    await here.settled()
+    assert here.legs() == ["prefill p0", "decode d0"]
+    prefill, decode = (call.json() for call in here.site.served())
+    assert prefill[limit] == 1
+    assert prefill["stream"] is False
+    stored: set[str] = {"store"} if path == "/v1/responses" else set()
+    assert set(prefill) - set(fields) == {"model", limit, "stream", "kv_transfer_params"} | stored
+    assert not prefill.get("store")  # nobody will ask for what it would store
+    assert decode.pop("kv_transfer_params")
+    assert decode == json.loads(body)
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("/v1/responses", {"background": True}),
+        ("/v1/responses", {"tools": [{"type": "web_search"}]}),
+        ("/v1/embeddings", {}),
+        ("/inference/v1/generate", {"token_ids": [1] * 300, "sampling_params": {"n": 1}}),
+    ],
+)
+async def test_other_routes_that_cannot_be_split(
+    start: Start, path: str, fields: dict[str, Any]
+) -> None:
+    here = await pairs(start, prefills=1, decodes=1)
+    body = json.dumps({"model": "tiny", "input": "z" * 300, **fields}).encode()
+    assert (await ask(here, body, path=path)).status == 200
+    assert here.legs() == ["whole d0"]
+    assert here.site.served()[0].body == body
+
+
 async def test_no_request_shows_the_client_where_blocks_lie(start: Start) -> None:
     here = await pairs(start)
     for stream in (True, False):
