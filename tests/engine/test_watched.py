@@ -142,6 +142,7 @@ def test_predictions_come_with_what_they_are_made_of(
     registry: CollectorRegistry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     times = iter(range(10_000_000))
+    monkeypatch.setattr(watched, "FIT_EVERY", 1)
     monkeypatch.setattr(PolicyScheduler, "clock", lambda _: next(times) * 1e-3)
     scheduler = make_scheduler(LONG)
     for i in range(40):
@@ -233,3 +234,15 @@ def test_one_that_gives_up_while_waiting_is_in_the_trace(file: Path) -> None:
     scheduler.shutdown()
     track = slices(read(file), REQUESTS)[f"{second.request_id} (300 tokens)"]
     assert [e["name"] for e in track] == ["waiting"]
+
+
+def test_an_engine_goes_on_when_looking_fails(
+    registry: CollectorRegistry, caplog: pytest.LogCaptureFixture
+) -> None:
+    scheduler = make_scheduler(LONG)
+    scheduler._policies[0].gauges = lambda: {"not a name": 1.0}
+    scheduler.add_request(make_request(100))
+    drain(scheduler)
+    assert scheduler._seen is None
+    assert "please report it" in caplog.text
+    assert values(registry, "info")

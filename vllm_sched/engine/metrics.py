@@ -6,8 +6,8 @@ either process starts: `vllm_sched.engine.server` does that. Where it is not set
 and one line in the log says how to have it.
 
 Cost: a histogram's three writes per step, a few microseconds; all else is collected in plain
-numbers and written ten times a second at most, and only what has changed. Labels are few: lanes and
-reasons have the names that policies give them, and beyond `MOST_LABELS` of a kind all are `other`.
+numbers and written five times a second at most, and only what has changed. Labels are few: lanes
+and reasons have the names that policies give them; beyond `MOST_LABELS` of a kind all are `other`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ FOLDER: Final = "PROMETHEUS_MULTIPROC_DIR"
 PREFIX: Final = "vllm_sched_"
 # As vLLM labels its own.
 ENGINE_LABELS: Final = ("model_name", "engine")
-WRITE_EVERY_S: Final = 0.1
+WRITE_EVERY_S: Final = 0.2
 MOST_LABELS: Final = 32
 OTHER: Final = "other"
 NO_POLICY: Final = "none"

@@ -1,7 +1,8 @@
 """What is to be seen of a scheduler, gathered around its steps: for `metrics`, and for `trace`.
 
-It decides nothing, and where neither is wanted it costs a comparison per step. Without any policy
-it works too, so that a step of ours and one of upstream's can be looked at side by side.
+It decides nothing; where neither is wanted it costs a comparison per step; and where looking fails
+the engine goes on unseen. Without any policy it works too, so that steps of ours and of upstream's
+can be looked at side by side.
 """
 
 from __future__ import annotations
@@ -9,7 +10,8 @@ from __future__ import annotations
 import signal
 import time
 from collections import defaultdict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import inf
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
@@ -43,6 +45,8 @@ else:
 
 # vLLM has two steps under way, and one per stage with pipeline parallelism.
 MOST_UNDER_WAY: Final = 64
+# Of so many steps one teaches our own fit, where no policy has one: a prime, to meet all kinds.
+FIT_EVERY: Final = 7
 # By its lanes prompts are classed where it is on: what is long is its business.
 CLASSES_BY: Final = "long_prompt"
 ALL: Final = "all"
@@ -174,7 +178,7 @@ class Seen:
         if (shape := step.shape) is not None:
             if (model := self._fit.model) is not None:
                 predicted = model.seconds(shape)
-            if self._fits:
+            if self._fits and step.number % FIT_EVERY == 0:
                 self._fit.observe(shape, now - start)
         self.metrics.stepped(
             trace.kind(len(step.contexts), len(tokens) - len(step.contexts)),
@@ -307,15 +311,10 @@ class Watched(Upstream):
         prefills = [r for r in running if r.is_prefill_chunk] if self._inflight_prefills else []
         seen.begin(self.clock(), self.max_num_scheduled_tokens)
         output: SchedulerOutput = super().schedule(*args, **kwargs)
-        prefills += self.running[before:]
-        seen.scheduled(
-            output,
-            self.current_step,
-            prefills,
-            len(self.running),
-            self.waiting,
-            self._shape(output),
-        )
+        with self._unharmed():
+            prefills += self.running[before:]
+            count, shape = len(self.running), self._shape(output)
+            seen.scheduled(output, self.current_step, prefills, count, self.waiting, shape)
         return output
 
     def update_from_output(
@@ -325,9 +324,11 @@ class Watched(Upstream):
         if (seen := self._seen) is None:
             return super().update_from_output(scheduler_output, *args, **kwargs)
         now = self.clock()
-        seen.finished(scheduler_output, now)
+        with self._unharmed():
+            seen.finished(scheduler_output, now)
         outputs = super().update_from_output(scheduler_output, *args, **kwargs)
-        seen.show(self.running, self.waiting, now)
+        with self._unharmed():
+            seen.show(self.running, self.waiting, now)
         return outputs
 
     def _constrain(self, step: Step) -> None:
@@ -347,6 +348,14 @@ class Watched(Upstream):
         if self._seen is not None and (file := self._seen.file) is not None:
             file.write(self.clock())
         super().shutdown()
+
+    @contextmanager
+    def _unharmed(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception:
+            trace.logger.exception("vllm_sched_* metrics and the trace end here; please report it")
+            self._seen = None
 
     def _shape(self, output: SchedulerOutput) -> StepShape | None:
         """Return what the step computes, as the policies' notes have it."""
