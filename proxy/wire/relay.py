@@ -51,7 +51,8 @@ OUTCOMES = {
     SERVER_ERROR: Outcome.ERRED,
 }
 CANNOT = frozenset([501, 505])  # what a worker can't do at all is not its failure
-FAILED_TRANSFER = "failed_transfer"  # why a request is served whole after all
+# Why a request is served whole after all.
+FAILED_TRANSFER, REFUSED_PREFILL = "failed_transfer", "refused_prefill"
 STORING = "responses"  # the route whose answers may be asked for again
 # Bodies up to this size are sent in one piece with their head.
 SMALL = 1 << 16
@@ -225,6 +226,14 @@ class Exchange:
             if outcome is Outcome.ERRED and retry_after_s is not None:
                 outcome = Outcome.FAILED  # it knows that it is at fault
             refusal = self._try_another(now, outcome, Trouble.STATUS, retry_after_s)
+            if refusal is None:
+                return
+            self._last_refusal = refusal
+        elif self._leg is not None and self._ask is not None and status >= BAD_REQUEST:
+            # The prefill's limits are not the client's words. A decode worker is asked for all of
+            # it, and has the last word.
+            self._ask.whole = REFUSED_PREFILL
+            refusal = self._try_another(now, Outcome.REFUSED, Trouble.STATUS)
             if refusal is None:
                 return
             self._last_refusal = refusal

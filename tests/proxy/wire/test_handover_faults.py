@@ -38,7 +38,7 @@ TABLE: dict[tuple[str, Role], tuple[str, str, str]] = {
     ("stall", D):          (WHOLE,     TORN,      WHOLE),
     ("cut", P):            (WHOLE,     WHOLE,     WHOLE),
     ("cut", D):            (WHOLE,     TORN,      WHOLE),
-    ("400", P):            (THEIR_400, THEIR_400, THEIR_400),
+    ("400", P):            (WHOLE,     WHOLE,     WHOLE),
     ("400", D):            (THEIR_400, THEIR_400, THEIR_400),
     ("429", P):            (WHOLE,     WHOLE,     WHOLE),
     ("429", D):            (WHOLE,     WHOLE,     WHOLE),

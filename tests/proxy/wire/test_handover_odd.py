@@ -103,6 +103,39 @@ async def test_parameters_reach_the_decode_worker_as_they_were_given(start: Star
     here.kv.faults.clear()
 
 
+@pytest.mark.parametrize("status", [400, 404, 413, 422, 501])
+async def test_what_a_prefill_worker_refuses_a_decode_worker_judges(
+    start: Start, status: int
+) -> None:
+    """One token, no stream: these are not the client's words, nor is that worker's limit."""
+    here = await pairs(start)
+    here.kv.wrong("prefill", Faults(before=scripts.error(status, "yours")))
+    body = chat_body()
+    assert words(await ask(here, body)) == expected(body)
+    here.kv.wrong("prefill", Faults(before=scripts.error(status, "yours")))
+    here.kv.wrong("decode", Faults(before=scripts.error(400, "mine")))
+    answer = await ask(here, chat_body())
+    assert (answer.status, answer.error()["message"]) == (400, "mine")
+    await here.settled()
+    assert [leg.split()[0] for leg in here.legs()] == ["prefill", "whole"] * 2
+    assert all(here.site.worker(f"p{number}").breaker.closed for number in range(2))
+
+
+async def test_where_no_retry_is_left_a_prefill_workers_refusal_is_the_answer(start: Start) -> None:
+    here = await pairs(start, retry_budget=0.0)
+    refusing = [Faults(before=scripts.error(400, "yours"))] * 60
+    here.kv.wrong("prefill", *refusing)
+    seen = set()
+    for _ in range(50):
+        answer = await ask(here, chat_body())
+        seen.add(answer.status)
+        if answer.status == 400:
+            assert answer.error()["message"] == "yours"
+    assert seen <= {200, 400}
+    assert 400 in seen
+    await here.settled()
+
+
 # Too few workers
 
 
