@@ -2,8 +2,9 @@
 
 Idea: prefill on a worker that does nothing else, decode on one that is not disturbed by prefills,
 and pay a transfer of the prompt's KV cache in between. Per decode worker the question is one of
-seconds: what the prompt would cost there (its own prefill, and the time that those who decode there
-lose by it) against the prefill worker's wait and prefill, and the transfer. Or, where the operator
+seconds: what the prompt would cost there (its own prefill, the time that those who decode there
+lose by it, and those who come meanwhile) against the prefill worker's wait and prefill, and the
+transfer. Or, where the operator
 set a threshold, of tokens: those that the decode worker would have to prefill. So the decode worker
 is chosen first, by what the request costs there in the better way; the prefill worker is the one
 that will be done soonest. Nothing is sent to it before the decode worker has room.
@@ -57,6 +58,7 @@ class Handing:
     transfer: TransferTime
     above: int | None  # tokens to prefill; None = where it costs less
     links: Links
+    shorts_per_s: float = 0.0  # that each decode worker is likely to be asked for
 
     def tokens(self, worker: Worker, view: View) -> int:
         """Count what would have to be transferred to a decode worker."""
@@ -71,12 +73,18 @@ class Handing:
         output_s = worker.output_price * ask.expected_output * ask.samples
         return self.prefill_s + transfer_s + step_s + output_s
 
+    def tide_s(self, worker: Worker, view: View) -> float:
+        """Reckon the delay to those who come while a decode worker prefills this."""
+        prefill_s = worker.pace.token_s * self.tokens(worker, view)
+        return self.shorts_per_s * prefill_s * prefill_s / 2.0
+
     def is_worth(self, worker: Worker, view: View, whole_s: float) -> bool:
         """Whether a decode worker should not prefill a request itself, at such a cost."""
         if worker.role is not DECODE or self.links.are_cold(self.prefill, worker, view.now):
             return False
         if self.above is not None:
             return self.tokens(worker, view) > self.above
+        whole_s += self.tide_s(worker, view)
         return self.cost_s(worker, view) * (1.0 + GAIN) + GAIN_S < whole_s
 
     def decision(self, worker: Worker, view: View) -> Decision:

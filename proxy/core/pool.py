@@ -75,7 +75,7 @@ class Pool:
     def __init__(self, workers: Sequence[Worker]) -> None:
         self.all = [worker for worker in workers if worker.live]
         self.prefills = [worker for worker in workers if worker.prefills]
-        self.decodes = any(worker.role is Role.DECODE for worker in self.all)
+        self.decodes = sum(worker.role is Role.DECODE for worker in self.all)
         self.bits = sum(worker.bit for worker in self.all)
         self.members = frozenset(self.all)
         groups: dict[tuple[Role, int], list[Worker]] = {}

@@ -220,7 +220,8 @@ class Router:
             best = handover.choose_prefill(pool.prefills, ask, now, view.held, tried)
             if best is not None:
                 time, above = self.transfer_time(ask.model), self.settings.disaggregate_above
-                view.handing = handover.Handing(*best, time, above, self.links)
+                shorts = view.traffic.shorts_per_s(now) / pool.decodes if above is None else 0.0
+                view.handing = handover.Handing(*best, time, above, self.links, shorts)
         return view
 
     def transfer_time(self, model: str) -> TransferTime:

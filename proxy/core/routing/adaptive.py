@@ -31,7 +31,7 @@ from __future__ import annotations
 from operator import attrgetter
 
 from proxy.core.handover import Handing, has_room
-from proxy.core.routing.view import WRONG, Rule, View, reason_for
+from proxy.core.routing.view import DECODE, WRONG, Rule, View, reason_for
 from proxy.core.types import Decision, Reason, Score
 from proxy.core.worker import Worker
 
@@ -126,6 +126,8 @@ def offers(candidates: list[Worker], costs: list[float], view: View) -> set[Work
         if handing.is_worth(worker, view, costs[at]):
             costs[at] = handing.cost_s(worker, view) + kv_wait_s(worker, need)
             handed.add(worker)
+        elif worker.role is DECODE:
+            costs[at] += handing.tide_s(worker, view)
     return handed
 
 

@@ -86,6 +86,15 @@ def test_nobody_decodes_there_so_a_transfer_would_be_for_nothing() -> None:
     assert placed(here.submit(ask(LONG), 0.0)).prefill is None
 
 
+def test_those_who_will_come_meanwhile_count_too() -> None:
+    """Nobody decodes there now, but ten shorts a second come, and would wait for its prefill."""
+    here = router()
+    for at in range(100):
+        here.finish(placed(here.submit(ask(20), at / 10)), at / 10, Outcome.DONE)
+    assert placed(here.submit(ask(LONG), 10.0)).prefill is not None
+    assert placed(here.submit(ask(200), 10.0)).prefill is None
+
+
 def test_a_dear_transfer_is_not_paid() -> None:
     here = router()
     busy(here, count=1)
