@@ -41,7 +41,7 @@ SETTLE_S: Final = 0.1
 # Tokens streamed, of which the first few and the last are not of full batches.
 STREAMED, WINDOW = 44, 8
 REPEATS: Final = 5
-BATCH_PROMPTS: Final = (1, 2, 4, 8)
+BATCH_PROMPTS: Final = (1, 4)
 # Prompts follow the plug so much later; tokens that come further apart are of different steps.
 FOLLOW_S: Final = 0.002
 TOGETHER: Final = 0.3
