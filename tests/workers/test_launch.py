@@ -286,3 +286,21 @@ def test_sides_from_policies() -> None:
     assert Side.of({}).flags() == []
     side = Side.of({"long_prompt": {"max_wait_s": 5}})
     assert side == Side.parse("long_prompt", sets=["long_prompt.max_wait_s=5"])
+
+
+def test_folders_of_its_own_go_with_it() -> None:
+    code = "import os, sys, time; print(os.environ['HERE'], os.environ['THERE']); time.sleep(600)"
+    command = [sys.executable, "-uc", code]
+    each = Worker(
+        command, port=1, env={**os.environ, "THERE": "stays"}, folder_variables=["HERE", "THERE"]
+    )
+    each.start()
+    try:
+        while not (words := each.log.read_text().split()):
+            each.check()
+        here, there = words
+        assert there == "stays"
+        assert [*Path(here).iterdir()] == []
+    finally:
+        each.stop()
+    assert not Path(here).exists()

@@ -60,6 +60,8 @@ CPU_ENV = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
 }
+# Where engine and server share what they count; theirs to make where nobody names one.
+METRICS_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
 # What the engine is asked for a trace by, and the seconds that it gets to end in: vLLM gives none.
 TRACE_VARIABLE = "VLLM_SCHED_TRACE"
 SHUTDOWN = "--shutdown-timeout"
@@ -139,6 +141,7 @@ class Worker:
         cpus: Sequence[int] = (),
         log: Path | None = None,
         health: str = "/health",
+        folder_variables: Sequence[str] = (),
         deadline_s: float = READY_S,
         grace_s: float = GRACE_S,
     ) -> None:
@@ -151,6 +154,8 @@ class Worker:
         self.deadline_s = deadline_s
         self.grace_s = grace_s
         self._env = dict(os.environ if env is None else env)
+        # Each is set to an empty folder that goes when the family does, unless it is set already.
+        self._folder_variables = [name for name in folder_variables if not self._env.get(name)]
         self._log = log
         self._folder: Path | None = None
         self._process: subprocess.Popen[bytes] | None = None
@@ -176,11 +181,14 @@ class Worker:
         # Also the working directory: `python -m` would import from wherever it is started.
         self._folder = Path(tempfile.mkdtemp(prefix="vllm-sched-worker-"))
         self._stopping = False
+        own = {name: self._folder / name.lower() for name in self._folder_variables}
+        for folder in own.values():
+            folder.mkdir()
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
                 self.command,
                 cwd=self._folder,
-                env=self._env,
+                env=self._env | {name: str(folder) for name, folder in own.items()},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -317,6 +325,7 @@ def worker(
         env={**QUIET_ENV, **(CPU_ENV if on_a_cpu else {}), **os.environ, **(env or {})},
         cpus=cpus,
         log=log,
+        folder_variables=[METRICS_VARIABLE],
         deadline_s=deadline_s,
     )
 
