@@ -268,7 +268,7 @@ def test_vllms_own_benchmark(router: Router, ends: Ends, tmp_path: Path) -> None
         [
             sys.executable, "-c", VLLM_BENCH_SERVE, "--backend", "openai", "--base-url", router.url,
             "--model", "tiny", "--tokenizer", str(tiny_model()), "--dataset-name", "random",
-            "--random-input-len", "600", "--random-output-len", "8", "--num-prompts", "20",
+            "--random-input-len", "600", "--random-output-len", "8", "--num-prompts", "12",
             "--max-concurrency", "4", "--save-result", "--result-dir", str(tmp_path),
             "--result-filename", "result.json",
         ],
@@ -279,8 +279,8 @@ def test_vllms_own_benchmark(router: Router, ends: Ends, tmp_path: Path) -> None
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     result = json.loads((tmp_path / "result.json").read_text())
-    assert (result["completed"], result["failed"]) == (20, 0)
-    assert gauges(ends[DECODE], "nixl_bytes_transferred_count")[0] >= before + 20
+    assert (result["completed"], result["failed"]) == (12, 0)
+    assert gauges(ends[DECODE], "nixl_bytes_transferred_count")[0] >= before + 12
 
 
 def test_workers_compute_where_they_are_bound_and_rest_when_idle(ends: Ends) -> None:
@@ -315,7 +315,7 @@ def kill(worker: Worker) -> None:
 
 async def test_either_worker_is_killed_and_comes_back(router: Router, ends: Ends) -> None:
     """In one test: each of them takes a minute to come back."""
-    some = [prompt(46_000 + number, 9000) for number in range(4)]
+    some = [prompt(46_000 + number, 3000) for number in range(3)]
     async with direct(ends[DECODE]) as client:
         right = [await tokens(client, each) for each in some]
     async with router.client() as client:
