@@ -21,6 +21,8 @@ from proxy.errors import ConfigError, ProxyError
 from tests.proxy.wire import scripts
 from tests.proxy.wire.client import Client, chat, get
 from tests.proxy.wire.fake_worker import FakeWorker
+from tests.proxy.wire.kv import Kv
+from tests.proxy.wire.site import eventually
 
 DEADLINE_S = 15.0
 
@@ -255,3 +257,40 @@ async def test_sighup_reloads(
     assert [(await client.ask(chat())).status for _ in range(3)] == [200] * 3
     client.close()
     assert not fakes[1].served
+
+
+def written_pair(path: Path, fakes: list[FakeWorker], transfer: str = "nixl") -> Path:
+    """Write a fleet file for a prefill and a decode worker."""
+    roles = zip(("prefill", "decode"), fakes, strict=True)
+    workers = "".join(f"  - {{name: {f.name}, url: '{f.url}', role: {r}}}\n" for r, f in roles)
+    router = "router: {port: 0, admin: {port: 0}, probe: {interval_s: 0.05}}\n"
+    more = f"transfer: {transfer}\nrouting: {{disaggregate_above: 1}}\n"
+    path.write_text(f"model: tiny\nworkers:\n{workers}{router}{more}")
+    return path
+
+
+async def test_a_fleet_of_two_sides_is_connected_then_hands_over(
+    tmp_path: Path, fakes: list[FakeWorker]
+) -> None:
+    kv = Kv()
+    for role, fake in zip(("prefill", "decode"), fakes, strict=True):
+        fake.always(kv.worker(fake, role))
+    source = written_pair(tmp_path / "fleet.yaml", fakes)
+    app = App(load(source), source)
+    await app.start()
+    try:
+        await ready(app, "a", "b")
+        await eventually(lambda: app.metrics.handovers.warmups == {"done": 1}, within=DEADLINE_S)
+        assert await ask(app, chat("hello " * 50)) == 200
+        assert kv.ends() == ["read", "read"]
+        [entry] = app.recent.newest(9)  # of the warm-up nothing is to be seen
+        assert (entry.prefill_worker, entry.worker) == ("a", "b")
+        assert [shown.model for shown in app.balance.shown()] == ["tiny"]
+        written_pair(source, fakes, "lmcache")
+        assert app.reload() == ["transfer"]
+        assert app.wire.connector is not None
+        assert app.wire.connector.name == "nixl"
+    finally:
+        await app.stop()
+    assert kv.faults == []
+    assert kv.held == []
