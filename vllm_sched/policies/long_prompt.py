@@ -21,7 +21,7 @@ cost of many steps slows long prompts; with M > 1 longs share one allowance and 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import ClassVar, Literal
 
 from pydantic import Field, model_validator
@@ -130,6 +130,8 @@ class LongPrompt(Policy):
         # What follows is of the current step alone.
         self._step = Step(index=0, now=0.0, budget=0, decodes=0, prefills=())
         self._longs = 0  # in prefill, those admitted in this step included
+        self._budget = facts.max_num_batched_tokens  # tokens that were divided
+        self._sharing = 1  # among so many prefills
         self._slot = facts.max_num_batched_tokens  # tokens for one prefill
         self._long_left = self._slot  # for all long prefills together
         self._short_left = self._slot
@@ -171,7 +173,7 @@ class LongPrompt(Policy):
 
     def admitted(self, request: RequestView) -> None:
         """Count a long prompt at once: the next must not slip in within the same step."""
-        self._longs += self._is_long(request.num_tokens - request.num_computed_tokens)
+        self._longs += self._in_long(request)
         if request.request_id == self._overdue:
             self._overdue = None
             self._releases += 1
@@ -187,7 +189,7 @@ class LongPrompt(Policy):
             self._seen_long.clear()
         self._step = step
         settings = self.settings
-        longs = [r for r in step.prefills if self._is_long(r.num_tokens - r.num_computed_tokens)]
+        longs = [r for r in step.prefills if self._in_long(r)]
         self._longs = len(longs)
 
         held = lanes.get(LONG, EMPTY)
@@ -200,6 +202,7 @@ class LongPrompt(Policy):
         num_shorts += min(waiting.requests, max(step.free_slots, 0))
         num_longs = self._longs + min(held.requests, max(places - self._longs, 0))
         sharing = max(min(num_shorts + num_longs, settings.max_num_partial_prefills), 1)
+        self._sharing = sharing
         self._slot = step.budget // sharing
         self._fit_s = None
         if num_shorts + num_longs <= 1 and not step.decodes:
@@ -208,7 +211,12 @@ class LongPrompt(Policy):
             self._long_left = max(int(step.budget * settings.long_prefill_share), 1)
         else:
             self._long_left = self._size_by_time(step, num_shorts, sharing)
+        self._keep_for(longs)
+
+    def _keep_for(self, longs: Sequence[RequestView]) -> None:
         # Shorts stand before longs in `running`: what the longs are due is kept from them here.
+        step = self._step
+        self._budget = step.budget
         due = sum(self._fit(r, r.num_computed_tokens, step.budget) for r in longs)
         self._short_left = max(step.budget - step.decodes - min(due, self._long_left), 1)
 
@@ -245,6 +253,9 @@ class LongPrompt(Policy):
         """One slot of the budget and of the step's time each; longs have one limit besides."""
         if not self.active:
             return tokens
+        if self._step.budget < self._budget:  # another policy's doing, since the step began
+            self._slot = max(self._step.budget // self._sharing, 1)
+            self._keep_for([r for r in self._step.prefills if self._in_long(r)])
         granted = self._fit(request, computed, tokens)
         if self._is_long(request.num_tokens - computed):
             granted = min(granted, self._long_left)
@@ -267,8 +278,7 @@ class LongPrompt(Policy):
 
         Unless it was preempted before: then it keeps its place and gets done.
         """
-        tokens = request.num_tokens - request.num_computed_tokens
-        return 1.0 if self._is_long(tokens) and not request.num_preemptions else 0.0
+        return 1.0 if self._in_long(request) and not request.num_preemptions else 0.0
 
     def observe(self, result: StepResult) -> None:
         """Learn the pace of steps with and without prefill."""
@@ -292,6 +302,9 @@ class LongPrompt(Policy):
     def held_reason(self, lane: str) -> str:
         """Say whether the places for longs are taken, or this step is for the shorts alone."""
         return "long_limit" if self._longs >= self._places else "shorts_first"
+
+    def _in_long(self, request: RequestView) -> bool:
+        return self._is_long(request.num_tokens - request.num_computed_tokens)
 
     def _is_long(self, tokens_left: int) -> bool:
         return tokens_left > self.threshold

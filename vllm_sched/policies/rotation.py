@@ -7,8 +7,8 @@ step. Without `chunk` a turn is a whole step. With it a step has as many turns a
 if fewer are about, so that no step is left half empty.
 
 `order: shortest` gives the turn to the prompt with the fewest tokens left instead, which makes the
-mean time to first token shortest and the longest prompt wait: for `max_wait_s` at most, after which
-a prompt without a chunk goes first.
+mean time to first token shortest and the longest prompt wait. In whatever order, after `max_wait_s`
+without a chunk a prompt in prefill has a turn kept for it, other policies' order notwithstanding.
 
 Cost per step: O(running prefills). How it fails: prompts that share the prefill all finish late,
 where one after the other the first would have finished early; KV blocks are held for longer.
@@ -46,7 +46,7 @@ class RotationSettings(Settings):
         "rotate", description="whose turn it is: each in turn, or the one with the fewest left"
     )
     max_wait_s: float = Field(
-        10.0, gt=0, description="with order shortest: a prompt without a chunk so long goes first"
+        10.0, gt=0, description="a prompt in prefill that was without a chunk so long has a turn"
     )
 
 
@@ -70,6 +70,8 @@ class Rotation(Policy):
         self._needed = 0  # tokens of KV cache that those in prefill, and admitted now, will take
         self._slot = facts.max_num_batched_tokens  # tokens of a turn
         self._left: int | None = None  # tokens for running prefills; None until it is asked for
+        self._kept_for: dict[str, int] = {}  # those of overdue prefills
+        self._kept = 0
 
     def begin_step(self, step: Step, lanes: Mapping[str, LaneCount]) -> None:
         """Forget those who are no longer in prefill."""
@@ -123,10 +125,11 @@ class Rotation(Policy):
         granted = min(tokens, self._slot)
         running = name in self._last
         if running:
-            granted = min(granted, self._left)
+            self._kept -= self._kept_for.pop(name, 0)
+            granted = min(granted, max(self._left - self._kept, 0))
             self._left -= granted
         if granted > 0:
-            self._releases += self.settings.order == "shortest" and self._is_overdue(name)
+            self._releases += self._is_overdue(name)
             # Newcomers are admitted last, but theirs was the first turn.
             self._order[name] = self._step.index + NOT_NEW * running
         return granted
@@ -141,10 +144,13 @@ class Rotation(Policy):
         turns = max(tokens // chunk, 1) if chunk else 1
         serving = min(turns, max(len(step.prefills) + newcomers, 1))
         self._slot = -(-tokens // serving)
+        # Whatever other policies' order is: who has gone without for too long has its turn.
+        overdue = [name for name in self._last if self._is_overdue(name)][:serving]
+        self._kept_for = dict.fromkeys(overdue, self._slot)
+        self._kept = self._slot * len(overdue)
+        ahead = len(overdue)
         if self.settings.order == "rotate":
             ahead = sum(at < self._head_since for at in self._last.values())
-        else:
-            ahead = sum(map(self._is_overdue, self._last))
         first_chunk = min(self._slot, head.num_tokens) if head else 0
         return max(tokens - first_chunk * min(newcomers, max(serving - ahead, 0)), 0)
 

@@ -1,0 +1,88 @@
+"""Every policy in a real engine: whatever it decides, the tokens are those of vLLM's scheduler."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vllm_sched.policies import registry
+
+SETS: dict[str, dict[str, Any] | None] = {
+    "default": None,
+    "static_batching": {"static_batching": {"size": 3}},
+    "prefill_first": {"prefill_first": {}},
+    "prefill_first, decodes go on": {"prefill_first": {"pause_decodes": False}},
+    "lanes": {"lanes": {"reserve_slots": 0.5}},
+    "long_prompt": {"long_prompt": {}},
+    "deferred_prefill": {"deferred_prefill": {"departures": 2, "exclusive": True}},
+    "rotation": {"rotation": {"chunk": 64}},
+    "chunk_budget": {"chunk_budget": {"chunk": 32}},
+    "chunk_budget, itl": {"chunk_budget": {"itl_ms": 3.0, "ttft_ms": 200.0}},
+    "every": {
+        "lanes": {}, "long_prompt": {}, "deferred_prefill": {"departures": 2}, "rotation": {},
+        "chunk_budget": {"itl_ms": 5.0},
+    },
+}  # fmt: skip
+Run = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def runs() -> dict[str, Run]:
+    """Run one engine under each set, in a process of its own: its settings are the process's."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.engine.one_engine", json.dumps(list(SETS.values()))],
+        capture_output=True,
+        text=True,
+        timeout=900,
+        cwd=Path(__file__).parents[2],
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return dict(zip(SETS, json.loads(done.stdout.splitlines()[-1]), strict=True))
+
+
+def test_every_policy_is_here() -> None:
+    assert {name for policies in SETS.values() for name in policies or ()} == set(registry.POLICIES)
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_greedy_output_is_that_of_the_default_scheduler(runs: dict[str, Run], name: str) -> None:
+    assert None not in runs[name]["outputs"]
+    assert runs[name]["outputs"] == runs["default"]["outputs"]
+    assert runs[name]["usage"] == 0
+
+
+def most_prefill_beside_decodes(run: Run) -> int:
+    return max(sum(step) - step.count(1) for step in run["steps"] if 1 in step)
+
+
+def most_prompts_in_a_step(run: Run) -> int:
+    return max(sum(tokens > 1 for tokens in step) for step in run["steps"])
+
+
+SIGNS: dict[str, Callable[[Run, Run], bool]] = {
+    "static_batching": lambda ours, _: max(map(len, ours["steps"])) == 3,
+    "prefill_first": lambda ours, _: ours["counters"]["prefill_first"]["paused_steps"] > 10,
+    "lanes": lambda ours, theirs: ours["steps"] != theirs["steps"],
+    "long_prompt": lambda ours, theirs: ours["steps"] != theirs["steps"],
+    "deferred_prefill": lambda ours, _: (
+        sum(
+            count
+            for name, count in ours["counters"]["deferred_prefill"].items()
+            if name.startswith("holds_ended")
+        )
+        > 0
+    ),
+    "rotation": lambda ours, theirs: most_prompts_in_a_step(ours) > most_prompts_in_a_step(theirs),
+    "chunk_budget": lambda ours, _: most_prefill_beside_decodes(ours) == 32,
+}
+
+
+@pytest.mark.parametrize("name", SIGNS)
+def test_it_did_what_it_is_for(runs: dict[str, Run], name: str) -> None:
+    assert SIGNS[name](runs[name], runs["default"])

@@ -1,0 +1,129 @@
+"""Several policies at once: refused where they contradict each other, else the registry's order."""
+
+from __future__ import annotations
+
+from itertools import combinations
+
+import pytest
+
+from tests.policies.making import Bench
+from vllm_sched.errors import UsageError
+from vllm_sched.policies import registry
+
+PAIRS = list(combinations(registry.POLICIES, 2))
+DEFINED = [pair for pair in PAIRS if pair not in registry.CONFLICTS]
+EVERY = ["lanes", "long_prompt", "deferred_prefill", "rotation", "chunk_budget"]
+
+
+def test_conflicts_are_named_in_the_registrys_order() -> None:
+    assert set(registry.CONFLICTS) <= set(PAIRS)
+
+
+@pytest.mark.parametrize("pair", registry.CONFLICTS, ids="+".join)
+def test_contradictions_are_refused_in_one_line(pair: tuple[str, str]) -> None:
+    with pytest.raises(UsageError) as caught:
+        registry.parse_settings(list(pair), [])
+    message = str(caught.value)
+    assert "\n" not in message
+    assert all(name in message for name in pair)
+    assert message.endswith("leave one of them out")
+    with pytest.raises(UsageError, match="contradict"):
+        Bench({name: {} for name in reversed(pair)})
+
+
+@pytest.mark.parametrize("pair", DEFINED, ids="+".join)
+def test_all_other_pairs_serve_everybody(pair: tuple[str, str]) -> None:
+    bench = Bench({name: {} for name in pair}, num_blocks=200, max_num_seqs=6)
+    for number, tokens in enumerate((30, 900, 200, 5, 700, 60, 1200, 20)):
+        lane = ("batch", None, "urgent")[number % 3]
+        bench.add(str(number), tokens, output=8, lane=lane)
+        bench.step()
+    assert bench.drain() < 400
+    assert bench.scheduler.kv_cache_manager.usage == 0
+
+
+def test_the_registrys_order_is_kept_whatever_the_configurations() -> None:
+    bench = Bench({name: {} for name in reversed(EVERY)})
+    assert list(bench.policies) == EVERY
+
+
+def test_lanes_decide_before_lengths() -> None:
+    bench = Bench({"lanes": {}, "long_prompt": {}}, max_num_seqs=1)
+    bench.add("first", 10, output=3)
+    bench.step()
+    bench.add("short", 10, output=1)
+    bench.add("urgent", 900, output=1, lane="urgent")
+    bench.steps(4)
+    assert bench.running == {"urgent"}
+
+
+def test_lengths_decide_within_a_lane_and_turns_among_the_like() -> None:
+    bench = Bench({"lanes": {}, "long_prompt": {"max_long_partial_prefills": 2}, "rotation": {}})
+    for name in ("long1", "long2"):
+        bench.add(name, 900)
+    bench.steps(4)
+    bench.add("short1", 70, lane="urgent")
+    bench.steps(2)
+    order = [request.request_id for request in bench.scheduler.running]
+    assert order[-2:] != ["short1", "long1"]
+    assert bench.running == {"long1", "long2", "short1"}
+
+
+def test_the_least_chunk_holds() -> None:
+    bench = Bench({"rotation": {"chunk": 16}, "chunk_budget": {"chunk": 10}})
+    bench.add("d", 10)
+    bench.step()
+    for name in "AB":
+        bench.add(name, 200)
+    got = bench.steps(4)
+    assert [sum(tokens.values()) for tokens in got] == [11] * 4
+    assert all(tokens["d"] == 1 for tokens in got)
+    assert {name for tokens in got for name in tokens} == set("ABd")
+
+
+def test_a_budget_of_another_policy_leaves_newcomers_their_turn() -> None:
+    bench = Bench({"rotation": {}, "chunk_budget": {"chunk": 10}})
+    bench.add("d", 10, output=500)
+    bench.step()
+    for name in "ABC":
+        bench.add(name, 200)
+    assert [set(tokens) - {"d"} for tokens in bench.steps(4)] == [{"A"}, {"B"}, {"C"}, {"A"}]
+
+
+def test_while_decodes_pause_a_step_is_not_cut_for_their_sake() -> None:
+    bench = Bench(
+        {"deferred_prefill": {"departures": 1, "exclusive": True}, "chunk_budget": {"chunk": 10}}
+    )
+    bench.add("d", 10, output=500)
+    bench.step()
+    bench.add("A", 200)
+    assert bench.step() == {"A": 64}
+
+
+def test_everybody_gets_in_within_the_sum_of_all_bounds() -> None:
+    bounds = {
+        "lanes": {"batch_max_wait_s": 4.0, "normal_max_wait_s": 2.0},
+        "long_prompt": {"max_wait_s": 2.0, "long_prefill_share": 0.5},
+        "deferred_prefill": {"departures": 3, "max_delay_ms": 500.0},
+        "rotation": {"max_wait_s": 0.25},
+        "chunk_budget": {"chunk": 40},
+    }
+    bench = Bench(bounds, max_num_seqs=8)
+    since: dict[str, float] = {}
+    longest = 0.0
+    for number in range(400):
+        # More urgent work than there is room for, and now and then a long prompt of another class.
+        for twin in "ab":
+            bench.add(f"u{number}{twin}", 30, output=3, lane="urgent")
+        if number % 60 == 0:
+            for name, lane in ((f"n{number}", "normal"), (f"b{number}", "batch")):
+                bench.add(name, 150, output=2, lane=lane)
+                since[name] = bench.now
+        bench.step(0.05)
+        for name in list(since):
+            if name in bench.running:
+                longest = max(longest, bench.now - since.pop(name))
+    assert longest > 2.0
+    # All bounds, and the time until the one released before is done.
+    assert longest <= 4.0 + 2.0 + 0.5 + 2.0
+    assert all(bench.now - at <= 8.5 for at in since.values())
