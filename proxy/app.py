@@ -66,6 +66,7 @@ class App:
         if moves is not None and config.transfer is not None and config.transfer.warmup:
             self.warmup = Warmup(self.router, moves, self.metrics.handovers)
         self.discovery = Discovery(self.fleet, config, _spec)
+        self.metrics.discovered = self.discovery.counts
         self._admin: AdminServer | None = None
         self._tasks: list[asyncio.Task[None]] = []
 

@@ -60,6 +60,13 @@ class Discovery:
         """What is known of each."""
         return tuple(self._sources)
 
+    def counts(self) -> list[tuple[str, bool, int]]:
+        """Name every pool, say whether its workers are told now, and how many there are."""
+        return [
+            (pool.config.name, pool.heard_at is not None and pool.why is None, len(pool.known))
+            for pool in self.pools
+        ]
+
     async def run(self) -> None:
         """Look for workers until cancelled."""
         try:

@@ -14,6 +14,7 @@ from proxy.control.handovers import Handovers
 from proxy.control.histogram import (
     DURATION_BOUNDS,
     GAP_BOUNDS,
+    LAG_BOUNDS,
     TTFT_BOUNDS,
     WAIT_BOUNDS,
     Histogram,
@@ -37,29 +38,38 @@ ROUTES = frozenset(
     route.name for route in (*routes.ROUTES.values(), routes.GET_RESPONSE, routes.CANCEL_RESPONSE)
 )
 
-RequestKey = tuple[str, str, str, str, str, int]  # route, model, worker, pool, reason, status
+# route, model, worker, pool, reason, status, class
+RequestKey = tuple[str, str, str, str, str, int, str]
 ConnectionCount = tuple[str, str, int]  # worker, state (`idle` or `busy`), how many
+PoolCount = tuple[str, bool, int]  # a pool that is discovered, whether that works, how many
+SHORT, LONG = "short", "long"  # the class of a request
 
 
 class Series:
     """Requests that share all their labels, and the histograms that they feed."""
 
-    __slots__ = ("count", "duration", "predicted", "ttft", "wait")
+    __slots__ = ("count", "duration", "predicted", "tpot", "ttft", "wait")
 
     def __init__(
-        self, ttft: Histogram, predicted: Histogram, duration: Histogram, wait: Histogram
+        self,
+        ttft: Histogram,
+        predicted: Histogram,
+        tpot: Histogram,
+        duration: Histogram,
+        wait: Histogram,
     ) -> None:
         self.count = 0
         self.ttft = ttft
         self.predicted = predicted
+        self.tpot = tpot
         self.duration = duration
         self.wait = wait
 
 
 def histogram(
-    table: dict[tuple[str, str], Histogram], key: tuple[str, str], bounds: tuple[float, ...]
+    table: dict[tuple[str, ...], Histogram], key: tuple[str, ...], bounds: tuple[float, ...]
 ) -> Histogram:
-    """Find or make the histogram of these two labels."""
+    """Find or make the histogram of these labels."""
     if (found := table.get(key)) is None:
         found = table[key] = Histogram(bounds)
     return found
@@ -74,13 +84,17 @@ class Metrics:
         self.client_connections = 0
         # Replaced by whoever owns the connections.
         self.upstream_connections: Callable[[], Iterable[ConnectionCount]] = tuple
+        # Replaced by whoever looks for workers.
+        self.discovered: Callable[[], Iterable[PoolCount]] = tuple
+        self.loop_lag = Histogram(LAG_BOUNDS)
         self.requests: dict[RequestKey, Series] = {}
         self.retries: dict[tuple[str, str], int] = {}
         self.gaps: dict[str, Histogram] = {}
-        self.ttft: dict[tuple[str, str], Histogram] = {}
-        self.predicted: dict[tuple[str, str], Histogram] = {}
-        self.durations: dict[tuple[str, str], Histogram] = {}
-        self.waits: dict[tuple[str, str], Histogram] = {}
+        self.ttft: dict[tuple[str, ...], Histogram] = {}
+        self.predicted: dict[tuple[str, ...], Histogram] = {}
+        self.tpot: dict[tuple[str, ...], Histogram] = {}
+        self.durations: dict[tuple[str, ...], Histogram] = {}
+        self.waits: dict[tuple[str, ...], Histogram] = {}
         self.handovers = Handovers(self.model_label)
         self._models: set[str] = set()
 
@@ -96,13 +110,16 @@ class Metrics:
         queue_s: float,
         pool: str = NONE,
         predicted_ttft_s: float | None = None,
+        long: bool = False,
+        tpot_s: float | None = None,
     ) -> None:
         """Count a request that was answered; `worker` and `pool` (its role) are `none` if refused.
 
         `ttft_s`, from its arrival, is None where no first token was seen; the prediction was made
-        when it was placed, and counts only beside a real one.
+        when it was placed, and counts only beside a real one. `tpot_s` is the mean time between its
+        tokens, None where there were not two.
         """
-        key = route, model, worker, pool, reason, status
+        key = route, model, worker, pool, reason, status, LONG if long else SHORT
         series = self.requests.get(key) or self._series(key)
         series.count += 1
         series.duration.observe(duration_s)
@@ -111,6 +128,8 @@ class Metrics:
             series.ttft.observe(ttft_s)
             if predicted_ttft_s is not None:
                 series.predicted.observe(queue_s + predicted_ttft_s)
+            if tpot_s is not None:
+                series.tpot.observe(tpot_s)
 
     def chunk_gap(self, pool: str, seconds: float) -> None:
         """Count the time between two events of a stream."""
@@ -153,17 +172,18 @@ class Metrics:
 
     def _series(self, key: RequestKey) -> Series:
         """Find or make a series, with names that a client made up folded into `other`."""
-        route, model, worker, pool, reason, status = key
+        route, model, worker, pool, reason, status, size = key
         model = self.model_label(model)
         route = route if route in ROUTES else OTHER
-        key = route, model, worker, pool, str(reason), status
+        key = route, model, worker, pool, str(reason), status, size
         if (series := self.requests.get(key)) is not None:
             return series
         if len(self.requests) >= MAX_SERIES:
             self._drop_workers_that_left()
         series = Series(
-            histogram(self.ttft, (pool, model), TTFT_BOUNDS),
-            histogram(self.predicted, (pool, model), TTFT_BOUNDS),
+            histogram(self.ttft, (pool, model, size), TTFT_BOUNDS),
+            histogram(self.predicted, (pool, model, size), TTFT_BOUNDS),
+            histogram(self.tpot, (pool, model, size), GAP_BOUNDS),
             histogram(self.durations, (pool, route), DURATION_BOUNDS),
             histogram(self.waits, (pool, model), WAIT_BOUNDS),
         )

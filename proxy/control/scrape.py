@@ -36,11 +36,23 @@ DECISIONS = Family(
     "proxy_decisions", "counter", "Decisions of the routing rule.", ("model", "reason")
 )
 QUEUE_REQUESTS = Family("proxy_queue_requests", "gauge", "Requests that wait in the router.")
+QUEUE_LIMIT = Family(
+    "proxy_queue_limit_requests", "gauge", "Requests that may wait in the router at most."
+)
 QUEUE_BYTES = Family("proxy_queue_bytes", "gauge", "Bytes of the bodies that wait in the router.")
+LOOP_LAG = Family(
+    "proxy_loop_lag_seconds",
+    "histogram",
+    "How late the router's event loop is, asked 5 times a second.",
+)
 CLIENTS = Family("proxy_client_connections", "gauge", "Open connections of clients.")
 UPSTREAM = Family(
     "proxy_upstream_connections", "gauge", "Open connections to workers.", ("worker", "state")
 )
+DISCOVERY_UP = Family(
+    "proxy_discovery_up", "gauge", "Whether it is told who is in a pool.", ("name",)
+)
+DISCOVERED = Family("proxy_discovery_workers", "gauge", "Workers found in a pool.", ("name",))
 BYTES_PER_TOKEN = Family(
     "proxy_bytes_per_token",
     "gauge",
@@ -52,13 +64,19 @@ TTFT = Family(
     "proxy_ttft_seconds",
     "histogram",
     "From a request's arrival to its first token, wait in the router included.",
-    ("pool", "model"),
+    ("pool", "model", "class"),
 )
 PREDICTED_TTFT = Family(
     "proxy_predicted_ttft_seconds",
     "histogram",
     "The same as predicted when it was placed, for requests that had a first token.",
-    ("pool", "model"),
+    ("pool", "model", "class"),
+)
+TPOT = Family(
+    "proxy_time_per_output_token_seconds",
+    "histogram",
+    "Mean time between a stream's tokens, of each request that had two.",
+    ("pool", "model", "class"),
 )
 DURATIONS = Family(
     "proxy_request_duration_seconds",
@@ -130,6 +148,8 @@ INFLIGHT = gauge("inflight_requests", "Requests charged to the worker.")
 PREFILL = gauge("prefill_tokens", "Prompt tokens charged that it has yet to prefill.")
 DECODE = gauge("decode_tokens", "Output tokens charged that it has yet to write.")
 KV = gauge("kv_tokens", "Tokens that the requests charged to it may hold in its cache.")
+KV_USAGE = gauge("kv_usage_ratio", "How full its KV cache is, as it says itself.")
+KV_CAPACITY = gauge("kv_capacity_tokens", "Tokens that its KV cache holds, where it tells.")
 UP = gauge("up", "Whether its probes succeed.")
 BREAKER = gauge("breaker_open", "Whether requests are kept from it because others failed.")
 DRAINING = gauge("draining", "Whether it is given nothing new.")
@@ -152,7 +172,7 @@ def render(metrics: Metrics, *, openmetrics: bool) -> tuple[bytes, str]:
 
 def _counts(page: Page, metrics: Metrics) -> None:
     requests: Counter[tuple[str, ...]] = Counter()
-    for (route, model, worker, _, reason, status), series in metrics.requests.items():
+    for (route, model, worker, _, reason, status, _), series in metrics.requests.items():
         requests[route, model, worker, reason, str(status)] += series.count
     page.values(REQUESTS, requests.items())
     page.values(RETRIES, metrics.retries.items())
@@ -163,15 +183,17 @@ def _counts(page: Page, metrics: Metrics) -> None:
 
 
 def _histograms(page: Page, metrics: Metrics) -> None:
-    tables: tuple[tuple[Family, Mapping[tuple[str, str], Histogram]], ...] = (
+    tables: tuple[tuple[Family, Mapping[tuple[str, ...], Histogram]], ...] = (
         (TTFT, metrics.ttft),
         (PREDICTED_TTFT, metrics.predicted),
+        (TPOT, metrics.tpot),
         (DURATIONS, metrics.durations),
         (WAITS, metrics.waits),
     )
     for family, table in tables:
         page.histograms(family, table.items())
     page.histograms(GAPS, (((pool,), gaps) for pool, gaps in metrics.gaps.items()))
+    page.histograms(LOOP_LAG, [((), metrics.loop_lag)])
 
 
 def _handovers(page: Page, metrics: Metrics) -> None:
@@ -201,6 +223,8 @@ def _workers(page: Page, workers: list[Worker]) -> None:
     page.values(PREFILL, ((labels, w.prefill_tokens) for labels, w in rows))
     page.values(DECODE, ((labels, w.decode_tokens) for labels, w in rows))
     page.values(KV, ((labels, w.kv_tokens) for labels, w in rows))
+    page.values(KV_USAGE, ((labels, w.gauges.kv_usage) for labels, w in rows if w.gauges))
+    page.values(KV_CAPACITY, ((labels, w.kv_capacity) for labels, w in rows if w.kv_capacity))
     page.values(UP, ((labels, w.up) for labels, w in rows))
     page.values(BREAKER, ((labels, not w.breaker.closed) for labels, w in rows))
     page.values(DRAINING, ((labels, w.draining) for labels, w in rows))
@@ -209,10 +233,14 @@ def _workers(page: Page, workers: list[Worker]) -> None:
 def _router(page: Page, metrics: Metrics) -> None:
     queue = metrics.router.queue
     page.values(QUEUE_REQUESTS, [((), len(queue))])
+    page.values(QUEUE_LIMIT, [((), queue.most)])
     page.values(QUEUE_BYTES, [((), queue.bytes)])
     page.values(CLIENTS, [((), metrics.client_connections)])
     connections = metrics.upstream_connections()
     page.values(UPSTREAM, (((worker, state), count) for worker, state, count in connections))
+    found = list(metrics.discovered())
+    page.values(DISCOVERY_UP, (((name,), works) for name, works, _ in found))
+    page.values(DISCOVERED, (((name,), count) for name, _, count in found))
     page.values(BYTES_PER_TOKEN, _learnt(metrics))
 
 

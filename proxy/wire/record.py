@@ -15,7 +15,15 @@ if TYPE_CHECKING:
 class Record:
     """The times of one request, and what became of it."""
 
-    __slots__ = ("_last_token_at", "ask", "decision", "first_token_at", "queue_s", "started")
+    __slots__ = (
+        "_last_token_at",
+        "ask",
+        "decision",
+        "first_token_at",
+        "queue_s",
+        "started",
+        "tokens",
+    )
 
     def __init__(self) -> None:
         self.ask: Ask | None = None
@@ -23,14 +31,17 @@ class Record:
         self.started = 0.0
         self.queue_s = 0.0
         self.first_token_at: float | None = None
+        self.tokens = 0  # after the first
         self._last_token_at = 0.0
 
-    def saw_tokens(self, now: float, metrics: Metrics) -> None:
-        """Note when tokens passed."""
+    def saw_tokens(self, now: float, metrics: Metrics, tokens: int = 1) -> None:
+        """Note when tokens passed, and how many."""
         if self.first_token_at is None:
             self.first_token_at = now
-        elif self.decision is not None:
-            metrics.chunk_gap(self.decision.worker.role, now - self._last_token_at)
+        else:
+            self.tokens += tokens
+            if self.decision is not None:
+                metrics.chunk_gap(self.decision.worker.role, now - self._last_token_at)
         self._last_token_at = now
 
     def close(
@@ -40,6 +51,7 @@ class Record:
         ask, decision = self.ask, self.decision
         first, worker, pool, predicted = self.first_token_at, NONE, NONE, None
         ttft_s = None if first is None else first - self.started
+        tpot_s = (self._last_token_at - first) / self.tokens if first and self.tokens else None
         duration_s = now - self.started
         if decision is not None:
             worker, pool = decision.worker.name, decision.worker.role
@@ -49,7 +61,8 @@ class Record:
             reason = Reason.FLEET_FULL  # its client left while it waited
         model = ask.model if ask is not None else ""
         metrics.request_done(
-            route, model, worker, reason, status, ttft_s, duration_s, self.queue_s, pool, predicted
-        )
+            route, model, worker, reason, status, ttft_s, duration_s, self.queue_s, pool, predicted,
+            ask is not None and ask.long, tpot_s,
+        )  # fmt: skip
         if ask is not None:
             metrics.recent.add(ask, decision, reason, status, ttft_s, duration_s, self.queue_s)

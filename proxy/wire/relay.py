@@ -341,7 +341,7 @@ class Exchange:
                     self._wire.metrics.handovers.transferred(lease, now)
                 router.first_token(lease, now)
             router.tokens(lease, tokens)
-        record.saw_tokens(now, self._wire.metrics)
+        record.saw_tokens(now, self._wire.metrics, tokens)
 
     # To the client
 

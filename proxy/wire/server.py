@@ -72,6 +72,7 @@ class Wire:
         self.pools = Pools(settings, clock, self.outbox)
         self._servers: list[asyncio.Server] = []
         self._timer: asyncio.TimerHandle | None = None
+        self._due = 0.0  # when it should ring, whatever the clock says
         self._hurried = False  # the timer is set to the shorter time
         self._next_sweep = 0.0
         self._quiet: asyncio.Future[None] | None = None
@@ -93,7 +94,7 @@ class Wire:
         self._servers.append(server)
         self.port = int(server.sockets[0].getsockname()[1])
         if self._timer is None:
-            self._timer = loop.call_later(SWEEP_S, self._tick)
+            self._ring(SWEEP_S)
 
     async def drain(self, deadline_s: float) -> None:
         """Take nothing new, let the old finish until the deadline, then close."""
@@ -203,12 +204,16 @@ class Wire:
         if not self._hurried and self._timer is not None:
             self._timer.cancel()
             self._hurried = True
-            self._timer = asyncio.get_running_loop().call_later(TICK_S, self._tick)
+            self._ring(TICK_S)
+
+    def _ring(self, pause_s: float) -> None:
+        self._due = time.monotonic() + pause_s
+        self._timer = asyncio.get_running_loop().call_later(pause_s, self._tick)
 
     def _tick(self) -> None:
+        self.metrics.loop_lag.observe(max(time.monotonic() - self._due, 0.0))
         self._hurried = bool(self.queued or self.counting)
-        pause = TICK_S if self._hurried else SWEEP_S
-        self._timer = asyncio.get_running_loop().call_later(pause, self._tick)
+        self._ring(TICK_S if self._hurried else SWEEP_S)
         now = self.clock()
         for question in [each for each in self.counting if each.deadline < now]:
             question.expire(now)

@@ -96,21 +96,22 @@ def test_requests_are_told_apart_by_all_their_labels(metrics: Metrics) -> None:
 def test_times_go_to_their_pool(metrics: Metrics) -> None:
     done(metrics, ttft_s=0.03, predicted_ttft_s=0.5, queue_s=0.25)
     done(metrics, ttft_s=9.0, worker="l0", pool=Role.LONG, queue_s=0.7)
-    short, long = ({"pool": pool, "model": "tiny"} for pool in ("short", "long"))
+    waits = {"pool": "long", "model": "tiny"}
+    short, long = ({"pool": pool, "model": "tiny", "class": "short"} for pool in ("short", "long"))
     assert value(metrics, "proxy_ttft_seconds_sum", **short) == 0.03
     assert value(metrics, "proxy_ttft_seconds_sum", **long) == 9.0
     assert value(metrics, "proxy_ttft_seconds_bucket", le="0.04", **short) == 1
     assert value(metrics, "proxy_ttft_seconds_bucket", le="0.02", **short) == 0
     # The real one has the wait in it, so the predicted one must.
     assert value(metrics, "proxy_predicted_ttft_seconds_sum", **short) == 0.75
-    assert value(metrics, "proxy_queue_wait_seconds_sum", **long) == 0.7
+    assert value(metrics, "proxy_queue_wait_seconds_sum", **waits) == 0.7
     duration = {"pool": "short", "route": CHAT}
     assert value(metrics, "proxy_request_duration_seconds_sum", **duration) == 1.5
 
 
 def test_one_without_a_first_token_has_no_ttft_and_no_prediction(metrics: Metrics) -> None:
     done(metrics, ttft_s=None)
-    labels = {"pool": "short", "model": "tiny"}
+    labels = {"pool": "short", "model": "tiny", "class": "short"}
     assert value(metrics, "proxy_ttft_seconds_count", **labels) == 0
     assert value(metrics, "proxy_predicted_ttft_seconds_count", **labels) == 0
 
@@ -118,6 +119,39 @@ def test_one_without_a_first_token_has_no_ttft_and_no_prediction(metrics: Metric
 def test_a_refused_request_has_neither_worker_nor_pool(metrics: Metrics) -> None:
     metrics.request_done(CHAT, "tiny", NONE, Reason.QUEUE_FULL, 429, None, 0.001, 0.0)
     assert requests_total(metrics, worker="none", reason="queue_full", status="429") == 1
+
+
+def test_longs_are_told_apart_from_shorts(metrics: Metrics) -> None:
+    done(metrics, ttft_s=0.5)
+    done(metrics, ttft_s=9.0, long=True)
+    for size, ttft_s in (("short", 0.5), ("long", 9.0)):
+        labels = {"pool": "short", "model": "tiny", "class": size}
+        assert value(metrics, "proxy_ttft_seconds_sum", **labels) == ttft_s
+    assert requests_total(metrics) == 2  # the count is not by class
+
+
+def test_the_mean_time_between_tokens_of_those_that_had_two(metrics: Metrics) -> None:
+    done(metrics, tpot_s=0.25)
+    done(metrics, tpot_s=None)
+    labels = {"pool": "short", "model": "tiny", "class": "short"}
+    assert value(metrics, "proxy_time_per_output_token_seconds_sum", **labels) == 0.25
+    assert value(metrics, "proxy_time_per_output_token_seconds_count", **labels) == 1
+
+
+def test_what_discovery_says(metrics: Metrics) -> None:
+    metrics.discovered = lambda: [("shorts", True, 3), ("longs", False, 2)]
+    assert value(metrics, "proxy_discovery_up", name="shorts") == 1
+    assert value(metrics, "proxy_discovery_up", name="longs") == 0
+    assert value(metrics, "proxy_discovery_workers", name="longs") == 2
+
+
+def test_caches_as_workers_tell_of_them(metrics: Metrics, router: Router) -> None:
+    s0 = {"worker": "s0", "role": "short"}
+    assert value(metrics, "proxy_worker_kv_usage_ratio", **s0) is None
+    assert value(metrics, "proxy_worker_kv_capacity_tokens", **s0) is None
+    router.fleet.set_gauges("s0", Gauges(1.0, kv_usage=0.75, kv_capacity_tokens=16000))
+    assert value(metrics, "proxy_worker_kv_usage_ratio", **s0) == 0.75
+    assert value(metrics, "proxy_worker_kv_capacity_tokens", **s0) == 16000
 
 
 def test_gaps_and_retries(metrics: Metrics) -> None:
@@ -158,6 +192,7 @@ def test_decisions_and_the_queue_are_the_router_s_own(metrics: Metrics, router: 
     assert sum(reasons.values()) == 1
     assert value(metrics, "proxy_queue_requests") == 1
     assert value(metrics, "proxy_queue_bytes") == 500
+    assert value(metrics, "proxy_queue_limit_requests") == router.settings.queue_requests
 
 
 def test_bytes_per_token_once_learnt(metrics: Metrics, router: Router) -> None:
@@ -241,7 +276,10 @@ def full(metrics: Metrics, router: Router) -> None:
     router.prefilled(lease, 1.5, None)
     metrics.handovers.transferred(lease, 1.75)
     metrics.handovers.warmed("done")
-    router.fleet.set_gauges("s0", Gauges(1.0, extra={"kv_bytes": 4096.0}))
+    told = Gauges(1.0, kv_capacity_tokens=16000, extra={"kv_bytes": 4096.0})
+    router.fleet.set_gauges("s0", told)
+    metrics.discovered = lambda: [("shorts", True, 3)]
+    metrics.loop_lag.observe(0.001)
 
 
 def handed_over(router: Router) -> Lease:
@@ -287,6 +325,9 @@ def test_every_family_is_there_in_both_formats(
         "proxy_handover_decisions", "proxy_handovers", "proxy_handover_warmups",
         "proxy_transfer_tokens", "proxy_transfer_bytes", "proxy_prefill_leg_seconds",
         "proxy_transfer_seconds", "proxy_predicted_transfer_seconds",
+        "proxy_time_per_output_token_seconds", "proxy_queue_limit_requests",
+        "proxy_loop_lag_seconds", "proxy_discovery_up", "proxy_discovery_workers",
+        "proxy_worker_kv_usage_ratio", "proxy_worker_kv_capacity_tokens",
     }  # fmt: skip
     for name in ours:
         assert found[name].samples, name
@@ -310,7 +351,7 @@ def test_prometheus_itself_has_no_complaint(metrics: Metrics, router: Router) ->
 def test_counting_costs_little(metrics: Metrics) -> None:
     def finish() -> None:
         metrics.request_done(
-            CHAT, "tiny", "s0", Reason.SHORT_POOL, 200, 0.03, 1.5, 0.0, Role.SHORT, 0.02
+            CHAT, "tiny", "s0", Reason.SHORT_POOL, 200, 0.03, 1.5, 0.0, Role.SHORT, 0.02, False, 0.1
         )
 
     def gap() -> None:
