@@ -37,7 +37,14 @@ def result() -> Comparison:
 def calls(monkeypatch: pytest.MonkeyPatch, result: Comparison) -> Calls:
     seen: Calls = []
 
-    async def compare(baseline: Side, candidate: Side, plan: Plan, _: Narrator) -> Comparison:
+    async def compare(
+        baseline: Side,
+        candidate: Side,
+        plan: Plan,
+        _: Narrator,
+        *,
+        trace: Path | None,  # noqa: ARG001
+    ) -> Comparison:
         seen.append((baseline, candidate, plan))
         return result
 
@@ -90,7 +97,7 @@ def test_a_busy_machine_is_mentioned(
 def test_a_worker_that_fails_is_told_with_its_log(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    async def compare(*_: object) -> Comparison:
+    async def compare(*_: object, **__: object) -> Comparison:
         raise WorkerError("candidate died; the end of its log:\nboom")
 
     monkeypatch.setattr(measure, "compare", compare)

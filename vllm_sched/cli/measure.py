@@ -6,7 +6,7 @@ import asyncio
 import sys
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
@@ -20,7 +20,7 @@ from vllm_sched.workers.tiny_model import tiny_model
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Awaitable, Callable, Sequence
+    from collections.abc import Callable, Coroutine, Sequence
 
     from vllm_sched.bench.compare import Comparison
 
@@ -103,17 +103,14 @@ def run_compare(args: argparse.Namespace) -> int:
 
 
 def measured(
-    measure: Callable[[Narrator], Awaitable[Comparison | Contest]], args: argparse.Namespace
+    measure: Callable[[Narrator], Coroutine[Any, Any, Comparison | Contest]],
+    args: argparse.Namespace,
 ) -> int:
     """Measure, show and keep the result; 1 when a server or a request failed."""
     console = Console()
-
-    async def run(narrator: Narrator) -> Comparison | Contest:
-        return await measure(narrator)
-
     try:
         with Narrator(console) as narrator:
-            result = asyncio.run(run(narrator))
+            result = asyncio.run(measure(narrator))
     except WorkerError as error:
         print(f"vllm-sched: {error}", file=sys.stderr)
         return 1
