@@ -1,0 +1,92 @@
+"""Recording rules, alerts and the runbook, judged by promtool."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.prometheus.tools import ALERTS, PROMETHEUS, RECORDED, ROOT, promtool, rules
+
+TESTS = PROMETHEUS / "tests" / "alerts.yml"
+RUNBOOK = (ROOT / "docs" / "runbook.md").read_text()
+
+cases: list[dict[str, Any]] = yaml.safe_load(TESTS.read_text())["tests"]
+each_alert = pytest.mark.parametrize("name", ALERTS)
+
+
+def outcomes(alert: str) -> list[bool]:
+    """Say of each case of an alert whether it is to fire."""
+    told = [one for case in cases for one in case["alert_rule_test"] if one["alertname"] == alert]
+    return [bool(one["exp_alerts"]) for one in told]
+
+
+@pytest.mark.parametrize("name", ["rules.yml", "alerts.yml"])
+def test_promtool_has_no_complaint(name: str) -> None:
+    done = promtool("check", "rules", "--lint-fatal", str(PROMETHEUS / name))
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_alerts_fire_and_keep_silent_as_their_cases_say() -> None:
+    done = promtool("test", "rules", str(TESTS))
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_a_case_can_fail(tmp_path: Path) -> None:
+    text = (
+        TESTS.read_text()
+        .replace("../", f"{PROMETHEUS}/")
+        .replace("eval_time: 10m", "eval_time: 0m")
+    )
+    changed = tmp_path / "alerts.yml"
+    changed.write_text(text)
+    assert promtool("test", "rules", str(changed)).returncode != 0
+
+
+@each_alert
+def test_it_has_a_case_in_which_it_fires_and_one_in_which_it_is_silent(name: str) -> None:
+    assert set(outcomes(name)) == {True, False}
+
+
+def test_every_case_is_of_an_alert_that_there_is() -> None:
+    assert {one["alertname"] for case in cases for one in case["alert_rule_test"]} == set(ALERTS)
+
+
+@each_alert
+def test_it_says_how_bad_it_is_what_is_and_where_to_read_on(name: str) -> None:
+    alert = ALERTS[name]
+    assert alert["labels"]["severity"] in ("page", "ticket")
+    assert alert["for"]
+    assert 20 < len(alert["annotations"]["summary"]) < 160
+    assert alert["annotations"]["runbook_url"] == f"docs/runbook.md#{name.lower()}"
+
+
+@each_alert
+def test_its_entry_in_the_runbook_says_what_it_means_and_what_to_do(name: str) -> None:
+    (entry,) = re.findall(rf"^## {name}\n(.*?)(?=^## |\Z)", RUNBOOK, re.DOTALL | re.MULTILINE)
+    assert f"**Means** ({ALERTS[name]['labels']['severity']})" in entry
+    assert "**Look at" in entry
+    assert re.search(r"\*\*Do\*\*:|do\*\*: ", entry)
+
+
+def test_the_runbook_has_no_entry_for_what_is_no_alert() -> None:
+    assert re.findall(r"^## (\w+)", RUNBOOK, re.MULTILINE) == list(ALERTS)
+
+
+@pytest.mark.parametrize("name", RECORDED)
+def test_a_recorded_series_says_its_level_and_its_operation(name: str) -> None:
+    assert re.fullmatch(r"[a-z]+:proxy_[a-z_]+:(ratio|bool|p99)(_rate)?(\d+[mh])?", name)
+
+
+def test_no_two_rules_record_the_same() -> None:
+    assert len(rules("rules.yml")) == len(RECORDED)
+
+
+@pytest.mark.parametrize("name", [name for name in RECORDED if re.search(r"\d+[mh]$", name)])
+def test_the_window_in_its_name_is_the_one_it_looks_at(name: str) -> None:
+    (window,) = re.findall(r"\d+[mh]$", name)
+    looked = set(re.findall(r"\[(\w+)\]", RECORDED[name]))
+    assert looked <= {window}
