@@ -120,14 +120,20 @@ class Router:
         now: float,
         *,
         tried: frozenset[str] = NOBODY,
+        free: bool = False,
         explain: bool = False,
     ) -> Lease | Ticket | Refusal:
-        """Place a request, let it wait, or refuse it. `tried` names the workers that failed it."""
+        """Place a request, let it wait, or refuse it. `tried` names the workers that failed it.
+
+        `free`: a prefill is all that came to nothing. To do it elsewhere is no retry of the fleet's:
+        a decode worker that was counted on anyhow is well, and one dead prefill worker may have had
+        many requests.
+        """
         if self.draining and not tried:
             return self._refused(ask.model, refusals.draining())
         self.fleet.settle(now)
         if tried:
-            if (refusal := self._no_retry(ask, now, tried)) is not None:
+            if (refusal := self._no_retry(ask, now, tried, free=free)) is not None:
                 return refusal
         else:
             self._retries.earn()
@@ -171,10 +177,12 @@ class Router:
 
         return self.queue.leave(end)
 
-    def _no_retry(self, ask: Ask, now: float, tried: frozenset[str]) -> Refusal | None:
+    def _no_retry(
+        self, ask: Ask, now: float, tried: frozenset[str], *, free: bool
+    ) -> Refusal | None:
         if len(tried) >= self.settings.max_attempts:
             why = "it was tried as often as it may be"
-        elif not self._retries.spend(now):
+        elif not free and not self._retries.spend(now):
             why = "too many requests are being retried"
         else:
             return None

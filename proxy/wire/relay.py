@@ -308,7 +308,8 @@ class Exchange:
         self._leg = self._lease = None
         wire.router.finish(lease, now, outcome, None, retry_after_s)
         self._tried |= {name}
-        placed = wire.router.submit(ask, now, tried=self._tried, explain=self._request.head.explain)
+        explain, free = self._request.head.explain, not lease.sent
+        placed = wire.router.submit(ask, now, tried=self._tried, free=free, explain=explain)
         if not isinstance(placed, Refusal):
             wire.metrics.retried(name, trouble.value)
             connection, self.connection = self.connection, None

@@ -24,7 +24,7 @@ from tests.proxy.wire.pairs import (
     pairs,
     words,
 )
-from tests.proxy.wire.site import Fake
+from tests.proxy.wire.site import Fake, eventually
 
 GOOD = {
     "do_remote_prefill": True,
@@ -121,8 +121,8 @@ async def test_what_a_prefill_worker_refuses_a_decode_worker_judges(
     assert all(here.site.worker(f"p{number}").breaker.closed for number in range(2))
 
 
-async def test_where_no_retry_is_left_a_prefill_workers_refusal_is_the_answer(start: Start) -> None:
-    here = await pairs(start, retry_budget=0.0)
+async def test_where_no_try_is_left_a_prefill_workers_refusal_is_the_answer(start: Start) -> None:
+    here = await pairs(start, max_attempts=1)
     refusing = [Faults(before=scripts.error(400, "yours"))] * 60
     here.kv.wrong("prefill", *refusing)
     seen = set()
@@ -137,6 +137,34 @@ async def test_where_no_retry_is_left_a_prefill_workers_refusal_is_the_answer(st
 
 
 # Too few workers
+
+
+@pytest.mark.parametrize("budget", [0.0, 0.2])
+async def test_a_prefill_worker_that_dies_takes_nobody_with_it(start: Start, budget: float) -> None:
+    """However many were on it: each decode worker is well, and retries are for those that aren't."""
+    here = await pairs(start, prefills=1, retry_budget=budget)
+    dying = here.site.fakes["p0"]
+    here.kv.wrong("prefill", *[Faults(before=scripts.stall)] * 40)
+    bodies = [chat_body(stream=number % 2 == 0) for number in range(40)]
+    asked = [asyncio.create_task(ask(here, body)) for body in bodies]
+    await eventually(lambda: len(dying.served) == len(bodies))
+    await dying.die()
+    for body, answer in zip(bodies, await asyncio.gather(*asked), strict=True):
+        assert words(answer) == expected(body)
+    await here.settled()
+
+
+async def test_refused_prefills_leave_the_retries_to_those_who_need_them(start: Start) -> None:
+    """Or whoever sends requests that are refused would spend everybody's."""
+    here = await pairs(start, retry_budget=0.2)
+    for _ in range(30):
+        here.kv.wrong("prefill", Faults(before=scripts.error(401, "who?")))
+        here.kv.wrong("decode", Faults(before=scripts.error(401, "who?")))
+        assert (await ask(here, chat_body())).status == 401
+    here.kv.wrong("decode", Faults(before=scripts.error(503)))
+    body = chat_body()
+    assert words(await ask(here, body)) == expected(body)
+    await here.settled()
 
 
 async def test_without_a_live_prefill_worker_all_is_decoded_whole(start: Start) -> None:
