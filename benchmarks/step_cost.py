@@ -79,7 +79,8 @@ def loaded(kind: type, policies: Policies | None, waiting: int, *, slots_free: b
         scheduler.kv_cache_manager.watermark_blocks = pool.get_num_free_blocks()
     for number in range(waiting):
         tokens = LONG_TOKENS if number % 2 else SHORT_TOKENS
-        scheduler.add_request(make_request(tokens, output=10, priority=number % 3 - 1))
+        priority = number % 3 - 1
+        scheduler.add_request(make_request(tokens, output=10, priority=priority, hashed=False))
     assert len(scheduler.running) == RUNNING
     return scheduler
 
