@@ -1,0 +1,318 @@
+"""Where requests go and why, how long they wait where, and how the workers share them."""
+
+from __future__ import annotations
+
+from grafana.asking import OF_MODEL, ROUTER, WINDOW, mean, quantile, quantiles, rate, ratio, within
+from grafana.panels import Board, Panel, Query, Row, Variable
+
+# Engines are other targets than routers: chosen by model alone.
+ENGINES = 'model_name=~"$model"'
+REQUESTS = "proxy_requests_total"
+WORKER = "{{worker}}"
+
+
+def failed() -> str:
+    """Ask for the share that failed: nought where none did, nothing where nothing was asked."""
+    bad = rate(REQUESTS, f'{OF_MODEL},status=~"5.."')
+    return ratio(f"({bad} or vector(0))", rate(REQUESTS, OF_MODEL))
+
+
+def spilled() -> str:
+    """Ask for the share of decisions that was a spill, by which."""
+    spills = rate("proxy_decisions_total", f'{OF_MODEL},reason=~"spill_.*"', "reason")
+    return f"{spills} / on () group_left () ({rate('proxy_decisions_total', OF_MODEL)} > 0)"
+
+
+def charged(metric: str, by: str = "worker") -> str:
+    """Sum up what all routers charged."""
+    return f"sum by ({by}) (proxy_worker_{metric}{{{ROUTER}}})"
+
+
+def uneven(metric: str) -> str:
+    """Compare a pool's fullest worker with its average one."""
+    each = f"sum by (role, worker) (proxy_worker_{metric}{{{ROUTER}}})"
+    return ratio(f"max by (role) ({each})", f"avg by (role) ({each})")
+
+
+GLANCE = (
+    Panel(
+        "Requests", "Answered per second, refusals included.", "reqps",
+        (Query(rate(REQUESTS, OF_MODEL)),), "stat", 4, 4,
+    ),
+    Panel(
+        "First token in time", "Share of requests whose first token came within the target.",
+        "percentunit", (Query(within("proxy_ttft_seconds", OF_MODEL, "$ttft_slo")),),
+        "stat", 4, 4, most=1, bad_below=0.99,
+    ),
+    Panel(
+        "Tokens in time", "Share of gaps between events of streams within the target.",
+        "percentunit", (Query(within("proxy_inter_token_latency_seconds", ROUTER, "$itl_slo")),),
+        "stat", 4, 4, most=1, bad_below=0.99,
+    ),
+    Panel(
+        "Waiting in the router", "Requests for which no worker has room now.", "short",
+        (Query(f"sum(proxy_queue_requests{{{ROUTER}}})"),), "stat", 4, 4, bad_above=1,
+    ),
+    Panel(
+        "Workers up", "Workers whose probes succeed, as the router that sees most of them has it.",
+        "short", (Query(f"max(sum by (instance) (proxy_worker_up{{{ROUTER}}}))"),), "stat", 4, 4,
+    ),
+    Panel(
+        "Failed", "Share of requests that ended with a 5xx, after retries.", "percentunit",
+        (Query(failed()),), "stat", 4, 4, bad_above=0.01,
+    ),
+)  # fmt: skip
+
+PLACED = (
+    Panel(
+        "Decisions, by reason",
+        "Why requests went where they went: their own pool, a spill into another one, a cached "
+        "prefix, a hand-over. Many spills mean that a pool is too small.",
+        "reqps", (Query(rate("proxy_decisions_total", OF_MODEL, "reason"), "{{reason}}"),),
+        stacked=True,
+    ),
+    Panel(
+        "Requests, by worker", "Answered by each worker.", "reqps",
+        (Query(rate(REQUESTS, f'{OF_MODEL},worker!="none"', "worker"), WORKER),), stacked=True,
+    ),
+    Panel(
+        "Refused, by reason", "Answered by the router itself, without a worker.", "reqps",
+        (Query(rate(REQUESTS, f'{OF_MODEL},worker="none"', "reason"), "{{reason}}"),),
+        stacked=True,
+    ),
+    Panel(
+        "Spilled", "Share of decisions that sent a request into a pool that is not its own.",
+        "percentunit",
+        (
+            Query(
+                spilled(),
+                "{{reason}}",
+            ),
+        ),
+    ),
+    Panel(
+        "Answers, by status", "What clients got; 499 is a client that left.", "reqps",
+        (Query(rate(REQUESTS, OF_MODEL, "status"), "{{status}}"),), stacked=True,
+    ),
+    Panel(
+        "Requests, by route", "Paths of the API.", "reqps",
+        (Query(rate(REQUESTS, OF_MODEL, "route"), "{{route}}"),), stacked=True,
+    ),
+)  # fmt: skip
+
+FIRST = (
+    Panel(
+        "Time to first token, by pool",
+        "From a request's arrival at the router, its wait there included.", "s",
+        quantiles("proxy_ttft_seconds", OF_MODEL, "pool"),
+    ),
+    Panel(
+        "Time to first token, by class",
+        "Short and long as the fleet file has it: above `short_limit` is long.", "s",
+        quantiles("proxy_ttft_seconds", OF_MODEL, "class"),
+    ),
+    Panel(
+        "First token in time, by class", "Share within the target.", "percentunit",
+        (Query(within("proxy_ttft_seconds", OF_MODEL, "$ttft_slo", "class"), "{{class}}"),),
+        most=1, bad_below=0.99,
+    ),
+    Panel(
+        "Where the time to the first token goes",
+        "Means, one on the other: waiting in the router, waiting in the engine, prefill, and the "
+        "transfer where there was one (a mean of hand-overs alone).", "s",
+        (
+            Query(mean("proxy_queue_wait_seconds", OF_MODEL), "router queue"),
+            Query(mean("vllm:request_queue_time_seconds", ENGINES), "engine queue"),
+            Query(mean("vllm:request_prefill_time_seconds", ENGINES), "prefill"),
+            Query(mean("proxy_transfer_seconds", OF_MODEL), "transfer"),
+        ),
+        stacked=True,
+    ),
+    Panel(
+        "Predicted against real",
+        "Mean time to first token as predicted when requests were placed, and as it was. The "
+        "router compares workers by these predictions.", "s",
+        (
+            Query(mean("proxy_predicted_ttft_seconds", OF_MODEL, "pool"), "{{pool}} predicted"),
+            Query(mean("proxy_ttft_seconds", OF_MODEL, "pool"), "{{pool}} real"),
+        ),
+    ),
+    Panel(
+        "Real over predicted", "1 is right, 2 is twice as long as was thought; five minutes.",
+        "short",
+        (Query('pool:proxy_ttft_real_to_predicted:ratio_rate5m{job=~"$job"}', "{{pool}}"),),
+        bad_above=2,
+    ),
+)  # fmt: skip
+
+TOKENS = (
+    Panel(
+        "Gaps between tokens, by pool",
+        "Between two events of a stream, as they came.",
+        "s",
+        quantiles("proxy_inter_token_latency_seconds", ROUTER, "pool"),
+    ),
+    Panel(
+        "Time per output token, by class",
+        "Each request's mean, as far as it streamed.",
+        "s",
+        quantiles("proxy_time_per_output_token_seconds", OF_MODEL, "class"),
+    ),
+    Panel(
+        "Whole requests, by pool",
+        "From arrival to the last byte.",
+        "s",
+        quantiles("proxy_request_duration_seconds", ROUTER, "pool"),
+    ),
+)
+
+QUEUE = (
+    Panel(
+        "The router's queue", "Requests that wait, and how many may.", "short",
+        (
+            Query(f"proxy_queue_requests{{{ROUTER}}}", "{{instance}}"),
+            Query(f"proxy_queue_limit_requests{{{ROUTER}}}", "{{instance}} limit"),
+        ),
+    ),
+    Panel(
+        "Wait in the router's queue", "Of all requests, those that never waited included.", "s",
+        quantiles("proxy_queue_wait_seconds", OF_MODEL, "pool", 0.95, 0.99),
+    ),
+    Panel(
+        "Bodies in the queue", "Bytes that wait.", "bytes",
+        (Query(f"proxy_queue_bytes{{{ROUTER}}}", "{{instance}}"),),
+    ),
+)  # fmt: skip
+
+WORKERS = (
+    Panel(
+        "Requests charged to workers", "In flight through these routers.", "short",
+        (Query(charged("inflight_requests"), WORKER),),
+    ),
+    Panel(
+        "Prompt tokens charged", "That workers have yet to prefill.", "short",
+        (Query(charged("prefill_tokens"), WORKER),),
+    ),
+    Panel(
+        "Output tokens charged", "That workers have yet to write.", "short",
+        (Query(charged("decode_tokens"), WORKER),),
+    ),
+    Panel(
+        "Cache charged", "Tokens that requests in flight may hold, over what the cache holds.",
+        "percentunit",
+        (
+            Query(
+                ratio(
+                    charged("kv_tokens"),
+                    f"max by (worker) (proxy_worker_kv_capacity_tokens{{{ROUTER}}})",
+                ),
+                WORKER,
+            ),
+        ),
+    ),
+    Panel(
+        "Uneven within a pool",
+        "The worker with the most prompt tokens charged over the average of its pool; 1 is even.",
+        "short", (Query(uneven("prefill_tokens"), "{{role}}"),),
+    ),
+    Panel(
+        "How much each pool is in use",
+        "Share of time that workers prefill; of decode pools, how full their caches are.",
+        "percentunit", (Query('role:proxy_use:ratio5m{job=~"$job"}', "{{role}}"),), most=1,
+        bad_above=0.8,
+    ),
+    Panel(
+        "Workers up, by role", "As the router that sees most of them has it.", "short",
+        (
+            Query(
+                f"max by (role) (sum by (instance, role) (proxy_worker_up{{{ROUTER}}}))", "{{role}}"
+            ),
+        ),
+    ),
+    Panel(
+        "Kept out", "Workers whose breaker is open, or that are being drained.", "short",
+        (
+            Query(
+                f"max by (worker) (proxy_worker_breaker_open{{{ROUTER}}}) > 0", "{{worker}} open"
+            ),
+            Query(
+                f"max by (worker) (proxy_worker_draining{{{ROUTER}}}) > 0", "{{worker}} draining"
+            ),
+        ),
+    ),
+    Panel(
+        "Retries, by why", "Requests that failed on a worker before its first byte.", "reqps",
+        (Query(rate("proxy_retries_total", ROUTER, "worker, why"), "{{worker}} {{why}}"),),
+    ),
+)  # fmt: skip
+
+SELF = (
+    Panel(
+        "Processor", "Of the one that a router can use.", "percentunit",
+        (Query(f"rate(process_cpu_seconds_total{{{ROUTER}}}{WINDOW})", "{{instance}}"),),
+        most=1, bad_above=0.85,
+    ),
+    Panel(
+        "Loop lag", "How late the event loop is; every stream is late by as much.", "s",
+        (
+            Query(quantile(0.5, "proxy_loop_lag_seconds", ROUTER, "instance"), "{{instance}} p50"),
+            Query(quantile(0.99, "proxy_loop_lag_seconds", ROUTER, "instance"), "{{instance}} p99"),
+        ),
+        bad_above=0.1,
+    ),
+    Panel(
+        "Memory", "Resident.", "bytes",
+        (Query(f"process_resident_memory_bytes{{{ROUTER}}}", "{{instance}}"),),
+    ),
+    Panel(
+        "Connections", "Of clients, and to workers.", "short",
+        (
+            Query(f"sum(proxy_client_connections{{{ROUTER}}})", "clients"),
+            Query(f"sum by (state) (proxy_upstream_connections{{{ROUTER}}})", "workers, {{state}}"),
+        ),
+    ),
+    Panel(
+        "Bytes per token", "Learnt from `usage`; sizes are estimated by it.", "short",
+        (
+            Query(
+                f"avg by (model, route) (proxy_bytes_per_token{{{OF_MODEL}}})",
+                "{{model}} {{route}}",
+            ),
+        ),
+    ),
+    Panel(
+        "Workers found by discovery", "In each pool, and pools of which nothing is told.", "short",
+        (
+            Query(f"max by (name) (proxy_discovery_workers{{{ROUTER}}})", "{{name}}"),
+            Query(f"min by (name) (proxy_discovery_up{{{ROUTER}}}) == 0", "{{name}} not told"),
+        ),
+    ),
+)  # fmt: skip
+
+BOARD = Board(
+    "vllm-sched-fleet",
+    "vllm-sched: Fleet and routing",
+    "What the router decides and what clients get. For single engines see vLLM's own boards.",
+    (
+        Variable("job", "Job", "proxy_build_info", "job"),
+        Variable("instance", "Router", 'proxy_build_info{job=~"$job"}', "instance"),
+        Variable("model", "Model", 'proxy_requests_total{job=~"$job"}', "model"),
+        Variable(
+            "ttft_slo", "First token within (s)",
+            values=("0.5", "1.0", "2.5", "3.0", "5.0", "10.0"), default="3.0",
+        ),
+        Variable(
+            "itl_slo", "Gaps within (s)",
+            values=("0.05", "0.1", "0.15", "0.2", "0.3", "0.5"), default="0.2",
+        ),
+    ),
+    (
+        Row("At a glance", GLANCE),
+        Row("Where requests go, and why", PLACED),
+        Row("Time to the first token", FIRST),
+        Row("After the first token", TOKENS),
+        Row("The router's queue", QUEUE),
+        Row("Workers", WORKERS),
+        Row("The router itself", SELF),
+    ),
+)  # fmt: skip

@@ -1,0 +1,186 @@
+"""The boards are what the builder makes, ask for metrics that there are, and parse."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from grafana import build, declared
+from grafana.build import BOARDS
+from grafana.panels import Board, Panel, Query, Row, metrics, series
+from tests.prometheus.tools import ROOT, promtool
+
+Json = dict[str, Any]
+each_board = pytest.mark.parametrize("board", BOARDS, ids=lambda board: board.uid)
+PROVISIONING = ROOT / "grafana" / "provisioning"
+# What Grafana puts for its variables, and what would do for ours.
+VARIABLES = {"$__rate_interval": "5m", "$ttft_slo": "3.0", "$itl_slo": "0.2"}
+
+
+def loaded(board: Board) -> Json:
+    """Read a board's file."""
+    return dict(json.loads((build.FOLDER / f"{board.uid}.json").read_text()))
+
+
+def panels(board: Board) -> list[Json]:
+    """Return a board's panels, as in its file, but for headings."""
+    return [each for each in loaded(board)["panels"] if each["type"] != "row"]
+
+
+def test_the_files_are_what_the_builder_makes() -> None:
+    assert build.differing() == []
+    assert build.main(["--check"]) == 0
+
+
+def test_a_file_that_was_changed_missing_or_nobodys_is_told(tmp_path: Path) -> None:
+    for name, text in build.files().items():
+        (tmp_path / name).write_text(text)
+    (tmp_path / "vllm-sched-fleet.json").write_text("{}")
+    (tmp_path / "vllm-sched-engine.json").unlink()
+    (tmp_path / "mine.json").write_text("{}")
+    wrong = build.differing(tmp_path)
+    assert len(wrong) == 3
+    assert all(any(name in line for line in wrong) for name in ("fleet", "engine", "mine"))
+
+
+def test_every_metric_is_declared_by_somebody() -> None:
+    assert build.undefined(BOARDS, declared.all_of_them()) == []
+
+
+@pytest.mark.parametrize(
+    "name", ["proxy_requests", "vllm_sched_steps", "vllm:gpu_cache_usage_perc", "a:b:c"]
+)
+def test_one_that_is_not_is_told(name: str) -> None:
+    panel = Panel("P", "", "s", (Query(f"rate({name}[5m])"),))
+    board = Board("u", "B", "", (), (Row("", (panel,)),))
+    (line,) = build.undefined([board], declared.all_of_them())
+    assert line.startswith(f"B: P: {name} is declared by nobody")
+
+
+@pytest.mark.parametrize(
+    ("expr", "found"),
+    [
+        ("rate(a_total[5m])", {"a_total"}),
+        ('sum by (x, le) (rate(a_bucket{le="b",c=~"d|e"}[$__rate_interval]))', {"a_bucket"}),
+        ("a / on (x) group_left (y) (b > 0)", {"a", "b"}),
+        ("(a or vector(0)) and on () (b:c:d > bool 1e3)", {"a", "b:c:d"}),
+        ("time() - a offset 5m", {"a"}),
+        ("histogram_quantile(0.99, a) unless 2 * b", {"a", "b"}),
+    ],
+)
+def test_names_are_found_in_expressions(expr: str, found: set[str]) -> None:
+    assert series(expr) - {"5m", "m"} == found
+
+
+@each_board
+def test_what_grafana_and_other_boards_rely_on(board: Board) -> None:
+    page = loaded(board)
+    assert page["uid"] == board.uid
+    assert len(page["uid"]) <= 40
+    assert page["schemaVersion"] == 39
+    assert set(page["tags"]) == {"vllm-sched", "vllm"}
+    assert {"vllm"} in [set(link["tags"]) for link in page["links"]]
+    numbers = [each["id"] for each in page["panels"]]
+    assert numbers == sorted(set(numbers))
+
+
+@each_board
+def test_panels_neither_overlap_nor_leave_the_page(board: Board) -> None:
+    taken: set[tuple[int, int]] = set()
+    for panel in loaded(board)["panels"]:
+        at = panel["gridPos"]
+        cells = {
+            (x, y)
+            for x in range(at["x"], at["x"] + at["w"])
+            for y in range(at["y"], at["y"] + at["h"])
+        }
+        assert at["x"] + at["w"] <= 24, panel["title"]
+        assert not cells & taken, panel["title"]
+        taken |= cells
+
+
+@each_board
+def test_every_panel_says_what_it_shows_and_of_which_metrics(board: Board) -> None:
+    titles = [panel.title for panel in board.panels()]
+    assert len(set(titles)) == len(titles)
+    for panel, there in zip(board.panels(), panels(board), strict=True):
+        last = there["description"].rpartition("\n\n")[2]
+        assert last == "Metrics: " + ", ".join(f"`{name}`" for name in metrics(panel))
+        assert metrics(panel)
+        assert there["fieldConfig"]["defaults"]["unit"]
+        assert there["targets"]
+        assert {each["datasource"]["uid"] for each in there["targets"]} == {"${datasource}"}
+        references = [each["refId"] for each in there["targets"]]
+        assert len(set(references)) == len(references)
+
+
+@each_board
+def test_variables_are_used_and_what_is_used_is_one(board: Board) -> None:
+    names = {each["name"] for each in loaded(board)["templating"]["list"]}
+    assert {"datasource", "job", "instance", "model"} <= names
+    text = json.dumps(loaded(board))
+    used = set(re.findall(r"\$\{?([a-z_]+)", text)) - {"__rate_interval", "__all"}
+    assert used == names
+
+
+def test_targets_are_buckets_of_the_histograms_that_they_are_asked_of() -> None:
+    from proxy.control.histogram import GAP_BOUNDS, TTFT_BOUNDS
+
+    values = {v.name: v.values for board in BOARDS for v in board.variables if v.values}
+    assert set(map(float, values["ttft_slo"])) <= set(TTFT_BOUNDS)
+    assert set(map(float, values["itl_slo"])) <= set(GAP_BOUNDS)
+    assert all(value == repr(float(value)) for some in values.values() for value in some)
+
+
+@each_board
+def test_counters_are_rated_and_quotients_have_no_nan(board: Board) -> None:
+    for title, expr in board.expressions():
+        for name in series(expr):
+            if name.endswith(("_total", "_bucket", "_sum", "_count")):
+                assert re.search(rf"rate\({re.escape(name)}\{{", expr), (title, name)
+        for below in re.findall(r" / (?:on \([^)]*\) group_left \([^)]*\) )?(.*)", expr):
+            assert re.fullmatch(r"\(.* > 0\)", below), (title, below)
+
+
+def test_every_expression_parses(tmp_path: Path) -> None:
+    rules = []
+    for number, (_, expr) in enumerate(e for board in BOARDS for e in board.expressions()):
+        for name, value in VARIABLES.items():
+            expr = expr.replace(name, value)  # noqa: PLW2901  # one after the other
+        rules.append({"record": f"panel:expr:n{number}", "expr": expr})
+    document = {"groups": [{"name": "panels", "rules": rules}]}
+    (tmp_path / "panels.yml").write_text(yaml.safe_dump(document))
+    done = promtool("check", "rules", str(tmp_path / "panels.yml"))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"{len(rules)} rules found" in done.stdout
+
+
+def test_what_alerts_and_rules_ask_for_is_declared() -> None:
+    from tests.prometheus.tools import ALERTS, RECORDED
+
+    asked = set().union(*map(series, [*RECORDED.values(), *(a["expr"] for a in ALERTS.values())]))
+    assert asked <= declared.all_of_them()
+    assert declared.recorded() == set(RECORDED)
+
+
+def test_grafana_finds_boards_and_prometheus_where_compose_puts_them() -> None:
+    compose = yaml.safe_load((ROOT / "deploy" / "compose" / "compose.yaml").read_text())["services"]
+    mounted = {v.split(":")[1]: v.split(":")[0] for v in compose["grafana"]["volumes"]}
+    (provider,) = yaml.safe_load((PROVISIONING / "dashboards" / "boards.yaml").read_text())[
+        "providers"
+    ]
+    assert provider["options"]["path"] in mounted
+    assert mounted["/etc/grafana/provisioning"].endswith("grafana/provisioning")
+    (source,) = yaml.safe_load((PROVISIONING / "datasources" / "prometheus.yaml").read_text())[
+        "datasources"
+    ]
+    assert source["url"] == "http://prometheus:9090"
+    assert "prometheus" in compose
+    assert (source["type"], source["isDefault"]) == ("prometheus", True)
+    config = yaml.safe_load((ROOT / "deploy" / "prometheus" / "prometheus.yml").read_text())
+    assert source["jsonData"]["timeInterval"] == config["global"]["scrape_interval"]
