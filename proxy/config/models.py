@@ -230,6 +230,11 @@ class TimeoutConfig(Block):
 
     connect_s: Seconds = Field(3.0, description="until a worker takes the connection")
     first_byte_s: Seconds = Field(600.0, description="until a worker begins its answer")
+    prefill_s: Seconds = Field(
+        20.0,
+        description="until a prefill worker has answered, beyond four times what is predicted; "
+        "then another worker is asked",
+    )
     idle_s: Seconds = Field(300.0, description="between two pieces of an answer")
     client_idle_s: Seconds = Field(75.0, description="between two requests of a connection")
     client_header_s: Seconds = Field(10.0, description="for a request's header to arrive")

@@ -125,8 +125,8 @@ class Router:
     ) -> Lease | Ticket | Refusal:
         """Place a request, let it wait, or refuse it. `tried` names the workers that failed it.
 
-        `free`: a prefill is all that came to nothing. To do it elsewhere is no retry of the fleet's:
-        a decode worker that was counted on anyhow is well, and one dead prefill worker may have had
+        `free`: a prefill is all that came to nothing. To do it elsewhere costs no retry: the
+        decode worker that was counted on anyhow is well, and one dead prefill worker may have had
         many requests.
         """
         if self.draining and not tried:

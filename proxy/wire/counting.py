@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import inf
 from typing import TYPE_CHECKING
 
 import orjson
@@ -22,6 +23,7 @@ class TokenCount:
 
     __slots__ = ("_answer", "_done", "_status", "connection", "deadline")
     once = False
+    patience_s = inf
 
     def __init__(self, deadline: float, done: Callable[[float, int | None], None]) -> None:
         self.deadline = deadline

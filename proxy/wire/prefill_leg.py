@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import inf
 from typing import TYPE_CHECKING, Protocol
 
 from proxy.wire.response import OK
@@ -36,11 +37,12 @@ class Owner(Protocol):
 class PrefillLeg:
     """One of them. Its owner hears of it, or `abandoned` does what is left to be done."""
 
-    __slots__ = ("_owner", "_passes", "_pieces", "_size", "connection")
+    __slots__ = ("_owner", "_passes", "_pieces", "_size", "connection", "patience_s")
     once = False
 
-    def __init__(self, owner: Owner) -> None:
+    def __init__(self, owner: Owner, patience_s: float = inf) -> None:
         self.connection: WorkerConnection | None = None
+        self.patience_s = patience_s
         self._owner = owner
         self._pieces: list[bytes] = []
         self._size = -1  # until an answer has begun

@@ -15,6 +15,7 @@ once; each lease is finished once, each ticket withdrawn or placed.
 
 from __future__ import annotations
 
+from math import inf
 from typing import TYPE_CHECKING
 
 from proxy.core import refusals
@@ -54,6 +55,7 @@ CANNOT = frozenset([501, 505])  # what a worker can't do at all is not its failu
 # Why a request is served whole after all.
 FAILED_TRANSFER, REFUSED_PREFILL = "failed_transfer", "refused_prefill"
 STORING = "responses"  # the route whose answers may be asked for again
+LATE = 4.0  # times what was predicted, a prefill is
 # Bodies up to this size are sent in one piece with their head.
 SMALL = 1 << 16
 
@@ -80,6 +82,7 @@ class Exchange:
         "connection",
         "once",
     )
+    patience_s = inf
 
     def __init__(
         self, wire: Wire, client: ClientConnection, request: Request, route: Route
@@ -175,7 +178,7 @@ class Exchange:
         pair = self._pair = Pair(pool.side, wire.pools.of(lease.worker).side, number)
         body = prefill_body(connector, pair, lease.ask, self._request.body)
         request_id = connector.request_id(pair) or self._request.id
-        leg = self._leg = PrefillLeg(self)
+        leg = self._leg = PrefillLeg(self, patience_s(lease, wire.settings.prefill_s))
         leg.send(now, pool, self._to_worker(pool, body, request_id))
 
     def prefilled(self, now: float, answer: bytes) -> None:
@@ -435,6 +438,17 @@ class Exchange:
         """Count the request, whichever way it ended."""
         self._wire.exchange_over(self)
         self._record.close(now, self._wire.metrics, self._route.name, status, reason)
+
+
+def patience_s(lease: Lease, least_s: float) -> float:
+    """Tell how long a prefill worker may take: one that hangs is not to cost ten minutes.
+
+    Nobody knows how long a worker takes that has prefilled nothing yet.
+    """
+    first, halves = lease.prefill, lease.decision.handover
+    if first is None or halves is None or not first.worker.pace.prefills:
+        return inf
+    return least_s + LATE * halves.prefill_s
 
 
 def _timed_out(refusal: Refusal) -> Refusal:

@@ -6,6 +6,7 @@ scheduled tells the prefill worker that nobody will come, so it is sent one that
 
 from __future__ import annotations
 
+from math import inf
 from typing import TYPE_CHECKING, Any
 
 import orjson
@@ -29,6 +30,7 @@ class Release:
 
     __slots__ = ("_status", "_wire", "connection", "deadline")
     once = True
+    patience_s = inf
 
     def __init__(self, wire: Wire, deadline: float) -> None:
         self.connection: WorkerConnection | None = None

@@ -13,6 +13,7 @@ class WireSettings:
     max_header_bytes: int = 64 << 10
     connect_s: float = 3.0  # until a worker takes the connection
     first_byte_s: float = 600.0  # until its answer begins
+    prefill_s: float = 20.0  # until a prefill leg's has, beyond what it may take
     idle_s: float = 300.0  # between two pieces of it; also how long a client may take none
     client_idle_s: float = 75.0  # between two requests, or two pieces of a body
     client_header_s: float = 10.0  # for a request's head

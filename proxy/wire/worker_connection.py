@@ -39,6 +39,7 @@ class Caller(Protocol):
     connection: WorkerConnection | None
     # Whether what it sends may be acted upon once only, by whoever it was that read it.
     once: bool
+    patience_s: float  # until its answer begins, if that is less than usual
 
     def begun(self, now: float, head: Head) -> None:
         """Hear that the head of the answer is there."""
@@ -89,7 +90,7 @@ class WorkerConnection(asyncio.Protocol):
         if self._transport is None:
             self.deadline = now + settings.connect_s
             return
-        self.deadline = now + settings.first_byte_s
+        self.deadline = now + min(settings.first_byte_s, caller.patience_s)
         self._pool.outbox.write(self._transport, *request)
 
     @property

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import json
+from math import inf
 from typing import Any
 
 import pytest
 from openai import AsyncOpenAI
 
 from proxy.core.types import Role
+from proxy.wire.relay import patience_s
 from tests.proxy.wire import scripts
-from tests.proxy.wire.client import BrokenError
+from tests.proxy.wire.client import BrokenError, request
 from tests.proxy.wire.conftest import Start
 from tests.proxy.wire.fake_worker import Script
 from tests.proxy.wire.kv import CACHED, CHAT, COMPLETIONS, Faults, answer_to
@@ -141,7 +143,7 @@ async def test_where_no_try_is_left_a_prefill_workers_refusal_is_the_answer(star
 
 @pytest.mark.parametrize("budget", [0.0, 0.2])
 async def test_a_prefill_worker_that_dies_takes_nobody_with_it(start: Start, budget: float) -> None:
-    """However many were on it: each decode worker is well, and retries are for those that aren't."""
+    """However many were on it: the decode workers are well, and can do without retries."""
     here = await pairs(start, prefills=1, retry_budget=budget)
     dying = here.site.fakes["p0"]
     here.kv.wrong("prefill", *[Faults(before=scripts.stall)] * 40)
@@ -345,3 +347,56 @@ async def test_the_openai_client(start: Start) -> None:
         ]
     await here.settled()
     assert here.kv.ends() == ["read"] * 3
+
+
+# A prefill worker that hangs
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_prefill_that_takes_far_longer_than_it_should_is_done_elsewhere(
+    start: Start, stream: bool
+) -> None:
+    here = await pairs(start, prefills=1)
+    assert (await ask(here, chat_body())).status == 200
+    assert here.site.worker("p0").pace.prefills
+    here.kv.wrong("prefill", Faults(before=scripts.stall))
+    body = chat_body(stream=stream)
+    asked = asyncio.create_task(ask(here, body))
+    call = await here.site.fakes["p0"].got(2)
+    here.site.skip(45.0)  # much, though not what a worker is given that serves the whole
+    assert words(await asked) == expected(body)
+    await asyncio.wait_for(call.lost.wait(), 5)
+    await here.settled()
+    assert here.legs()[-2:][0] == "prefill p0"
+    assert here.legs()[-1].startswith("whole d")
+
+
+async def test_a_prefill_worker_of_which_nothing_is_known_is_given_its_time(start: Start) -> None:
+    here = await pairs(start, prefills=1)
+    here.kv.wrong("prefill", Faults(before=scripts.stall))
+    client = await here.site.client()
+    await client.send(request(chat_body()))
+    await here.site.fakes["p0"].got(1)
+    here.site.skip(45.0)
+    await asyncio.sleep(0.5)  # a look at all deadlines, and one more
+    assert here.legs() == ["prefill p0"]
+    client.close()
+    await here.settled()
+
+
+async def test_a_long_prefill_may_take_long(start: Start) -> None:
+    here = await pairs(start, prefills=1)
+    here.kv.wrong("prefill", Faults(before=scripts.stall))
+    client = await here.site.client()
+    await client.send(request(chat_body()))
+    await here.site.fakes["p0"].got(1)
+    [exchange] = here.site.wire.exchanges
+    lease = exchange._lease
+    assert lease is not None
+    assert lease.decision.handover is not None
+    lease.decision.handover.prefill_s = 50.0
+    assert patience_s(lease, 20.0) == inf
+    here.site.worker("p0").pace.prefills = 1.0
+    assert patience_s(lease, 20.0) == 20.0 + 4 * 50.0
+    client.close()
+    await here.settled()

@@ -55,6 +55,7 @@ class Listener:
 
     drops: bool = False
     once: bool = False
+    patience_s: float = inf
     connection: WorkerConnection | None = None
     heard: list[object] = field(default_factory=list)
 
@@ -240,6 +241,14 @@ def test_patience(pool: Quick) -> None:
     assert Trouble.TIMEOUT not in listener.heard
     pool.sweep(pool.now + 21)
     assert listener.heard[-1] is Trouble.TIMEOUT
+
+
+@pytest.mark.parametrize(("patience_s", "given_s"), [(7.0, 7), (600.0, 60), (inf, 60)])
+def test_a_caller_may_have_less_patience(pool: Quick, patience_s: float, given_s: int) -> None:
+    listener = Listener(patience_s=patience_s)
+    pool.send(pool.now, listener, (b"request",))
+    assert listener.connection is not None
+    assert listener.connection.deadline == pool.now + given_s
 
 
 def test_silence_of_a_worker_that_is_not_listened_to_does_not_count(pool: Quick) -> None:
