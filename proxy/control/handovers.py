@@ -11,7 +11,7 @@ from proxy.core.handover import Why
 
 if TYPE_CHECKING:
     from proxy.core.router import Router
-    from proxy.core.types import Lease
+    from proxy.core.types import Handover, Lease
 
 logger = logging.getLogger(__name__)
 
@@ -48,15 +48,22 @@ class Handovers:
 
     def transferred(self, lease: Lease, now: float) -> None:
         """Count a decode leg whose first token has come: the transfer, less a step of decoding."""
-        handover = lease.decision.handover
+        handover = self.arrived(lease)
         if handover is None:
             return
-        model = self._label(lease.ask.model)
-        self.tokens[model] = self.tokens.get(model, 0) + handover.tokens
-        self.ended("transferred")
         step_s = lease.worker.pace.step_s(lease.worker.decoding)
         self._of(self.transfers, lease).observe(max(now - lease.charged_at - step_s, 0.0))
         self._of(self.predicted, lease).observe(handover.transfer_s)
+
+    def arrived(self, lease: Lease) -> Handover | None:
+        """Count a transfer; where there is no stream, nobody knows how long it took."""
+        handover = lease.decision.handover
+        if handover is None or not handover.tokens:
+            return None
+        model = self._label(lease.ask.model)
+        self.tokens[model] = self.tokens.get(model, 0) + handover.tokens
+        self.ended("transferred")
+        return handover
 
     def _of(self, table: dict[str, Histogram], lease: Lease) -> Histogram:
         model = self._label(lease.ask.model)

@@ -56,7 +56,9 @@ def learn(lease: Lease, now: float, usage: Usage, decoding: int) -> None:
             if halves is None:
                 tokens = lease.ahead_tokens + ask.prompt_tokens - cached
                 pace.saw_whole(tokens, lease.behind_long, cached, beside, steps, seconds, now)
-            elif steps >= ENOUGH_STEPS:  # its first token is one more, after the transfer
+            elif (
+                steps >= ENOUGH_STEPS and halves.tokens
+            ):  # its first token is one more, after the transfer
                 decode_s = max(seconds - halves.transfer_s, 0.0)
                 pace.saw_steps(beside, decode_s / (steps + 1), now)
     if lease.prefill is None:  # else it is the prefill worker that had so much cached

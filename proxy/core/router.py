@@ -267,7 +267,7 @@ class Router:
 
     def _transferred(self, lease: Lease, now: float) -> None:
         handover = lease.decision.handover
-        if handover is not None and lease.ask.stream and not lease.released:
+        if handover is not None and handover.tokens and lease.ask.stream and not lease.released:
             step_s = lease.worker.pace.step_s(lease.worker.decoding)
             seconds = max(now - lease.charged_at - step_s, 0.0)
             self.transfer_time(lease.ask.model).saw(handover.tokens, seconds)

@@ -146,7 +146,7 @@ class Handover:
 
     prefill: Worker  # who prefills; the decision's worker decodes
     cached_tokens: int  # of the prompt, in the prefill worker's cache
-    tokens: int  # to transfer: those that the decode worker should not have
+    tokens: int  # to transfer: those that the decode worker should not have; 0 if nothing can be
     prefill_s: float  # until the prefill worker has answered, predicted
     transfer_s: float
 

@@ -193,7 +193,10 @@ class Exchange:
         halves = lease.decision.handover
         learns = halves is not None and halves.cached_tokens > 0
         wire.router.prefilled(lease, now, usage_of(fields) if learns else None)
-        wire.metrics.handovers.prefilled(lease, now, bare=taken.params is None)
+        bare = connector.needs_params and taken.params is None
+        wire.metrics.handovers.prefilled(lease, now, bare=bare)
+        if bare and halves is not None:
+            halves.tokens = 0  # the decode worker's prefill is no transfer
         body = decode_body(connector, pair, taken, self._request.body)
         request_id = connector.request_id(pair) or self._request.id
         pool = wire.pools.of(lease.worker)
@@ -351,11 +354,14 @@ class Exchange:
 
     def _finish(self, now: float, answering: Answering) -> None:
         wire, status = self._wire, answering.status
-        if self._lease is not None:
-            outcome = Outcome.DONE if status < BAD_REQUEST else Outcome.REFUSED
+        if (lease := self._lease) is not None:
+            done = status < BAD_REQUEST
+            if done and lease.sent and lease.prefill and self._record.first_token_at is None:
+                wire.metrics.handovers.arrived(lease)
+            outcome = Outcome.DONE if done else Outcome.REFUSED
             # To read it takes a microsecond or two, and of many requests few are to teach anything.
-            usage = answering.usage() if wire.router.may_learn(self._lease, now) else None
-            wire.router.finish(self._lease, now, outcome, usage)
+            usage = answering.usage() if wire.router.may_learn(lease, now) else None
+            wire.router.finish(lease, now, outcome, usage)
         self._books(now, status)
         self._client.done(now, keep_alive=answering.keep_alive)
         wire.settle(now)

@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 from openai import AsyncOpenAI
 
+from proxy.config import TransferConfig
 from proxy.core.types import Role
+from proxy.transfer.registry import connector
 from proxy.wire.relay import patience_s
 from tests.proxy.wire import scripts
 from tests.proxy.wire.client import BrokenError, request
@@ -79,6 +81,40 @@ async def test_without_good_parameters_the_decode_worker_does_it_alone(
     await here.settled()
     assert here.legs() == ["prefill p0", "whole d0"]
     assert here.site.fakes["d0"].served[0].body == body
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_what_a_decode_worker_prefills_after_all_is_no_transfer(
+    start: Start, stream: bool
+) -> None:
+    here = await pairs(start, prefills=1, decodes=1)
+    here.kv.wrong("p0", Faults(before=ODD["nothing"]))
+    before = here.site.worker("d0").pace.steps
+    assert (await ask(here, chat_body(stream=stream, max_tokens=9))).status == 200
+    await here.settled()
+    assert here.site.metrics.handovers.ends == {"prefilled_bare": 1}
+    assert here.site.metrics.handovers.tokens == {}
+    assert here.site.router.transfer_time("tiny").seen == 0
+    if not stream:  # the whole time is known, and how much of it was the prefill is not
+        assert here.site.worker("d0").pace.steps == before
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_each_transfer_is_counted(start: Start, stream: bool) -> None:
+    here = await pairs(start, prefills=1, decodes=1)
+    assert (await ask(here, chat_body(stream=stream))).status == 200
+    await here.settled()
+    assert here.site.metrics.handovers.ends == {"prefilled": 1, "transferred": 1}
+    assert here.site.metrics.handovers.tokens["tiny"] > 0
+
+
+async def test_where_a_connector_needs_no_parameters_none_are_missed(start: Start) -> None:
+    here = await pairs(start, prefills=1, decodes=1)
+    here.site.wire.connector = connector(TransferConfig(connector="shared-storage"))
+    here.site.always(scripts.answer(body=b'{"choices": []}'))
+    assert (await ask(here, chat_body())).status == 200
+    assert len(here.site.served()) == 2
+    assert here.site.metrics.handovers.ends == {"prefilled": 1, "transferred": 1}
 
 
 async def test_an_answer_in_chunks_is_an_answer(start: Start) -> None:
