@@ -180,11 +180,3 @@ def _last(text: bytes, end: int) -> int:
     while text[end] in SPACE:
         end -= 1
     return end
-
-
-def _is_bare(pieces: list[bytes]) -> bool:
-    """Whether what was written so far is an object without members."""
-    for piece in reversed(pieces):
-        if stripped := piece[-64:].strip(SPACE) or piece.strip(SPACE):
-            return stripped.endswith(b"{") and b'"' not in pieces[0]
-    return False
