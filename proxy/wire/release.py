@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from proxy.wire.worker_connection import Trouble, WorkerConnection
 
 RELEASED, LEFT = "released", "left_to_expire"
-SERVER_ERROR = 500
+# With these it was refused by what knows of the connector; a 401, say, comes from before that.
+FREES = frozenset([400, 404])
 PATIENCE_S = 20.0  # well under the time after which they are freed anyway
 
 
@@ -36,7 +37,7 @@ class Release:
         self.connection: WorkerConnection | None = None
         self.deadline = deadline
         self._wire = wire
-        self._status = SERVER_ERROR
+        self._status = 0
 
     def begun(self, now: float, head: Head) -> None:  # noqa: ARG002
         """Note how it was refused."""
@@ -46,7 +47,7 @@ class Release:
         """Count it once the refusal is there."""
         if ended:
             self.connection = None
-            self._over(RELEASED if self._status < SERVER_ERROR else LEFT)
+            self._over(RELEASED if self._status in FREES else LEFT)
 
     def lost(self, now: float, trouble: Trouble) -> None:  # noqa: ARG002
         """Give up: the blocks expire in time."""
@@ -60,7 +61,7 @@ class Release:
         self._over(LEFT)
 
     def _over(self, how: str) -> None:
-        self._wire.releases.discard(self)
+        self._wire.release_over(self)
         self._wire.metrics.handover_ended(how)
 
 

@@ -109,6 +109,7 @@ class Wire:
         for client in list(self.clients):
             client.leave(now)
         await self._until(lambda: not self.clients, max(give_up, now + CLOSE_S))
+        await self._until(lambda: not self.releases, self.clock() + CLOSE_S)
         await self.close()
 
     async def close(self) -> None:
@@ -171,6 +172,12 @@ class Wire:
         """Forget an exchange."""
         self.exchanges.discard(exchange)
         if not self.exchanges:
+            self._wake()
+
+    def release_over(self, release: Release) -> None:
+        """Forget a request that blocks be freed."""
+        self.releases.discard(release)
+        if not self.releases:
             self._wake()
 
     def client_came(self, client: ClientConnection) -> None:

@@ -171,11 +171,11 @@ async def test_many_leave_at_all_times(start: Start) -> None:
     assert here.kv.faults == []
 
 
-def slow(script: Script) -> Script:
+def slow(script: Script, seconds: float = 0.01) -> Script:
     """Take a moment before answering."""
 
     async def run(call: Call) -> None:
-        await asyncio.sleep(0.01)
+        await asyncio.sleep(seconds)
         await script(call)
 
     return run
@@ -198,6 +198,27 @@ async def test_the_router_is_stopped_in_any_phase(start: Start) -> None:
         answer = await client.answer()
         assert answer.status == 503
     await here.settled()
+
+
+async def test_a_router_that_stops_has_blocks_freed_first(start: Start) -> None:
+    here = await pairs(start, prefills=1, decodes=2)
+    body = chat_body()
+    victim = here.victim(Role.DECODE, body)
+    await victim.hang()  # the decode leg waits for a connection
+    client = await here.site.client()
+    await client.send(request(body))
+    await eventually(lambda: here.kv.pinned)
+    await eventually(lambda: here.site.worker("p0").requests == 0)
+    other = here.site.fakes["d1" if victim.name == "d0" else "d0"]
+    other.then(slow(here.kv.worker(other, "decode"), 0.2))
+    here.site.router.draining = True
+    draining = asyncio.create_task(here.site.wire.drain(0.0))
+    assert (await client.answer()).status == 503
+    client.close()
+    await draining
+    assert here.kv.ends() == ["released"]
+    assert here.site.metrics.handovers.ends["released"] == 1
+    await victim.wake()
 
 
 async def test_the_client_of_a_whole_request_leaves_as_ever(start: Start) -> None:

@@ -39,7 +39,14 @@ async def test_a_refusal_is_what_is_wanted(start: Start) -> None:
     assert call.all(b"authorization") == [b"Bearer theirs"]
 
 
-@pytest.mark.parametrize("script", [scripts.error(500), scripts.reset, scripts.hang_up])
+@pytest.mark.parametrize(
+    "script",
+    [
+        *map(scripts.error, (401, 403, 413, 429, 500, 503)),
+        scripts.reset,
+        scripts.hang_up,
+    ],
+)
 async def test_what_fails_is_left_to_expire(start: Start, script: scripts.Script) -> None:
     site = await two(start)
     site.fakes["d0"].then(script)
