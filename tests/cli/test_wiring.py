@@ -109,6 +109,15 @@ def test_no_policy_cuts_what_shared_storage_stores(tmp_path: Path) -> None:
     assert "workers[0].launch.policies: long_prompt" in line
 
 
+def test_shared_storage_needs_a_folder(tmp_path: Path) -> None:
+    ends = end("prefill"), end("decode")
+    (line,) = problems(tmp_path, *ends, transfer="shared-storage")
+    assert "transfer.path: is missing" in line
+    own = '--kv-transfer-config={"kv_connector": "ExampleConnector", "kv_role": "kv_both"}'
+    ends = end("prefill", own), end("decode", own)
+    fleet.read(written(tmp_path, *ends, transfer="shared-storage"))  # its own flags say where
+
+
 def test_ends_that_fit_are_not(tmp_path: Path) -> None:
     own = '{"kv_connector": "NixlConnector", "kv_role": "kv_both"}'
     fleet.read(

@@ -36,6 +36,14 @@ def agreement(draft: Draft) -> Iterator[Problem]:
     """Check that those which are to hand prompts over to each other will be able to."""
     if draft.transfer is None:
         return
+    if draft.transfer.connector == "shared-storage" and draft.transfer.path is None:
+        ends = (w for w in draft.workers.values() if w.launch and w.role in PARTS)
+        if any(transfer.own_config(w.launch.args) is None for w in ends if w.launch):
+            yield Problem(
+                "transfer.path",
+                "is missing: shared-storage keeps its files in a folder that all its workers see; "
+                "give one, as in transfer: {connector: shared-storage, path: /kv}",
+            )
     first: dict[str | None, tuple[int, WorkerConfig, LaunchConfig]] = {}
     sides: dict[tuple[str, str], int] = {}
     for index, worker in draft.workers.items():
