@@ -127,6 +127,8 @@ class Warmup:
         taken = connector.take(pair, await _post(session, prefill, first, request_id))
         if taken.params is None and connector.needs_params:
             return BARE
+        if doubt := connector.doubt(pair, taken):
+            logger.warning("%s %s", prefill.name, doubt)
         try:
             await _post(session, decode, decode_body(connector, pair, taken, body), request_id)
         except BaseException:

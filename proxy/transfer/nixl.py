@@ -16,6 +16,8 @@ from collections.abc import Mapping
 from operator import itemgetter
 from typing import Any
 
+import orjson
+
 from proxy.transfer.types import (
     PARAMS,
     Connector,
@@ -43,6 +45,7 @@ NEEDED = frozenset(
     ["remote_engine_id", "remote_request_id", "remote_host", "remote_port", "tp_size"]
 )
 needed = itemgetter(*NEEDED)
+HERE = frozenset(["localhost", "127.0.0.1", "::1"])
 CACHED = "remote_prefill_cached_tokens"  # for the decode worker's usage, from vLLM 0.32 on
 
 
@@ -62,6 +65,17 @@ class Nixl(Connector):
     def release(self, taken: Taken) -> bytes | None:
         """Have pulled blocks freed."""
         return None if self.config.mode == "push" else super().release(taken)
+
+    def doubt(self, pair: Pair, taken: Taken) -> str:
+        """Doubt an address at which the decode worker would find itself: vLLM's default."""
+        host = orjson.loads(taken.params or b"{}").get("remote_host")
+        first, second = pair.prefill, pair.decode
+        if host not in HERE or first.host in HERE or first.host == second.host:
+            return ""
+        return (
+            f"says that its blocks are at {host}, where {second.name} finds only itself; start it "
+            f"with VLLM_NIXL_SIDE_CHANNEL_HOST={first.host}"
+        )
 
     def take(self, pair: Pair, answer: Mapping[str, Any]) -> Taken:  # noqa: ARG002
         """Take all parameters as they are."""

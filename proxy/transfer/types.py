@@ -71,6 +71,14 @@ class Connector:
         """Return the X-Request-Id that both legs must have; None: the client's, or any."""
         return None
 
+    def doubt(self, pair: Pair, taken: Taken) -> str:  # noqa: ARG002
+        """Say what in these can't be right between two workers, and what to do; empty if nothing.
+
+        Asked once per pair: a decode worker that finds nobody may compute the prompt itself, and
+        then its answer tells nothing.
+        """
+        return ""
+
     def release(self, taken: Taken) -> bytes | None:
         """Write a request to /v1/completions of a decode worker that frees what nobody fetches."""
         if taken.params is None:

@@ -17,6 +17,7 @@ from proxy.control.warmup import Warmup
 from proxy.core.router import Router
 from proxy.core.types import Role
 from proxy.core.worker import Worker, WorkerSpec
+from proxy.transfer.nixl import Nixl
 from proxy.transfer.registry import connector
 from tests.proxy.core.making import fleet_of, router_of
 from tests.proxy.wire import scripts
@@ -31,7 +32,8 @@ class Stage:
     def __init__(self, kv: Kv, fakes: dict[str, FakeWorker], router: Router, name: str) -> None:
         self.kv, self.fakes, self.router = kv, fakes, router
         self.counts = Handovers(str)
-        self.warmup = Warmup(router, connector(TransferConfig(connector=name)), self.counts)
+        config = TransferConfig.model_validate({"connector": name})
+        self.warmup = Warmup(router, connector(config), self.counts)
 
     def worker(self, name: str) -> Worker:
         found = self.router.fleet.get(name)
@@ -130,6 +132,16 @@ async def test_a_worker_without_the_connector_is_named(caplog: pytest.LogCapture
             await eventually(lambda: here.are_warm(("p0", "d0")))
         assert here.counts.warmups == {"bare": 1}
         assert "p0 tells nothing to fetch by" in caplog.text
+
+
+async def test_what_looks_wrong_is_said(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Nixl, "doubt", lambda *_: "says what can't be")
+    async with stage() as here:
+        async with here.running():
+            await eventually(lambda: here.are_warm(("p0", "d0")))
+        assert "p0 says what can't be" in caplog.text
 
 
 async def test_connectors_that_need_no_handshake_make_nobody_wait() -> None:

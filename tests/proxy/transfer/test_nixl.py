@@ -7,6 +7,7 @@ from typing import Any
 import orjson
 import pytest
 
+from proxy.transfer.types import Pair, Side, Taken
 from tests.proxy.transfer.making import PAIR, make, params
 
 # From vLLM 0.32's answer to a prefill leg.
@@ -102,3 +103,23 @@ def test_pushed_the_id_is_ours_and_nothing_can_be_released() -> None:
     assert push.request_id(PAIR) == PAIR.id.encode()
     assert params(push.decode(PAIR, taken))["transfer_mode"] == "push"
     assert push.release(taken) is None
+
+
+@pytest.mark.parametrize(
+    ("hosts", "told", "wrong"),
+    [
+        (("10.0.0.1", "10.0.0.2"), "localhost", True),
+        (("10.0.0.1", "10.0.0.2"), "::1", True),
+        (("10.0.0.1", "10.0.0.2"), "10.0.0.1", False),
+        (("10.0.0.1", "10.0.0.1"), "localhost", False),  # both there
+        (("127.0.0.1", "10.0.0.2"), "127.0.0.1", False),  # a tunnel, perhaps: nothing is known
+    ],
+)
+def test_an_address_where_a_decode_worker_finds_itself_is_doubted(
+    hosts: tuple[str, str], told: str, wrong: bool
+) -> None:
+    pair = Pair(Side("p", hosts[0]), Side("d", hosts[1]), "1")
+    doubt = nixl.doubt(pair, Taken(orjson.dumps(TOLD | {"remote_host": told})))
+    assert bool(doubt) == wrong
+    assert not wrong or doubt.endswith("VLLM_NIXL_SIDE_CHANNEL_HOST=10.0.0.1")
+    assert nixl.doubt(pair, Taken()) == ""
