@@ -15,6 +15,7 @@ once; each lease is finished once, each ticket withdrawn or placed.
 
 from __future__ import annotations
 
+import re
 from math import inf
 from typing import TYPE_CHECKING
 
@@ -56,6 +57,11 @@ CANNOT = frozenset([501, 505])  # what a worker can't do at all is not its failu
 FAILED_TRANSFER, REFUSED_PREFILL = "failed_transfer", "refused_prefill"
 STORING = "responses"  # the route whose answers may be asked for again
 LATE = 4.0  # times what was predicted, a prefill is
+# How a stream whose head was a 200 says that its transfer failed. vLLM's chat names the role before
+# it, at the same moment.
+ROLE = rb'data: [^\n]*"role": ?"assistant", ?"content": ?(?:""|null)[^\n]*\n\n'
+ROLE_ALONE = re.compile(ROLE)
+FAILED_EVENT = re.compile(rb'(?:%b)?(?:event: error\n)?data: \{"(?:error"|type": ?"error")' % ROLE)
 # Bodies up to this size are sent in one piece with their head.
 SMALL = 1 << 16
 
@@ -68,6 +74,7 @@ class Exchange:
         "_ask",
         "_client",
         "_count",
+        "_early",
         "_last_refusal",
         "_lease",
         "_leg",
@@ -101,6 +108,7 @@ class Exchange:
         self._pair: Pair | None = None
         self._taken: Taken | None = None  # by the prefill, and not yet by the decode worker
         self._answering: Answering | None = None
+        self._early = b""  # of a decode leg's stream, what says nothing yet
         self._last_refusal: Refusal | None = None  # of another try, while an error passes on
         self._tried: frozenset[str] = frozenset()
         self._record = Record()
@@ -262,6 +270,13 @@ class Exchange:
             return
         if ended:
             self.connection = None
+        if self._taken is not None and answering.status == OK:
+            self._early += body
+            if not ended and ROLE_ALONE.fullmatch(self._early):
+                return
+            body, self._early = self._early, b""
+            if FAILED_EVENT.match(body) and not self._failed_first(now):
+                return
         had_begun = answering.has_begun
         data = answering.take(body, ended)
         if not had_begun and answering.has_begun:
@@ -272,6 +287,15 @@ class Exchange:
             self._client.write(data)
         if ended:
             self._finish(now, answering)
+
+    def _failed_first(self, now: float) -> bool:
+        """Have a transfer that failed made good, as after a 500; whether that can't be."""
+        failed, self._answering = self._answering, None
+        refusal = self._try_another(now, Outcome.ERRED, Trouble.STATUS)
+        if refusal is None:
+            return False
+        self._answering, self._last_refusal = failed, refusal
+        return True
 
     def lost(self, now: float, trouble: Trouble) -> None:
         """Try another worker; where the client has part of an answer already, show that it ends."""
@@ -312,6 +336,7 @@ class Exchange:
                     ask.whole, outcome = FAILED_TRANSFER, Outcome.MOOT
                     name = lease.prefill.worker.name
         self._leg = self._lease = None
+        self._early = b""
         wire.router.finish(lease, now, outcome, None, retry_after_s)
         self._tried |= {name}
         explain, free = self._request.head.explain, not lease.sent

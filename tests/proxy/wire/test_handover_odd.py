@@ -17,7 +17,7 @@ from proxy.wire.relay import patience_s
 from tests.proxy.wire import scripts
 from tests.proxy.wire.client import BrokenError, request
 from tests.proxy.wire.conftest import Start
-from tests.proxy.wire.fake_worker import Script
+from tests.proxy.wire.fake_worker import Call, Script
 from tests.proxy.wire.kv import CACHED, CHAT, COMPLETIONS, Faults, answer_to
 from tests.proxy.wire.pairs import (
     Pairs,
@@ -28,6 +28,7 @@ from tests.proxy.wire.pairs import (
     pairs,
     words,
 )
+from tests.proxy.wire.scripts import DONE, LAST_CHUNK, SSE, chunk
 from tests.proxy.wire.site import Fake, eventually
 
 GOOD = {
@@ -259,6 +260,61 @@ async def test_a_transfer_that_fails_is_no_reason_to_leave_anybody_out(start: St
     kinds = [leg.split()[0] for leg in here.legs() if "release" not in leg]
     assert kinds == ["prefill", "decode", "whole"] * 4
     assert here.site.worker("d0").breaker.closed
+
+
+STREAM = scripts.head(200, (b"content-type", SSE), (b"transfer-encoding", b"chunked"))
+ROLE = scripts.event({"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]})
+ERROR = scripts.event({"error": {"message": "Internal server error", "code": 500}}) + DONE
+
+
+@pytest.mark.parametrize(
+    "pieces",
+    [
+        [chunk(ERROR) + LAST_CHUNK],
+        [chunk(ROLE) + chunk(ERROR) + LAST_CHUNK],
+        [chunk(ROLE), chunk(ERROR), LAST_CHUNK],
+        [chunk(ROLE), chunk(ERROR)],
+    ],
+)
+async def test_a_stream_that_begins_with_an_error_is_begun_anew(
+    start: Start, pieces: list[bytes]
+) -> None:
+    """What vLLM streams when a transfer failed; the client has seen nothing of it."""
+    here = await pairs(start, prefills=1, decodes=1)
+    here.kv.wrong("d0", Faults(during=scripts.raw(STREAM, *pieces, gap_s=0.02)))
+    body = chat_body(stream=True)
+    assert words(await ask(here, body)) == expected(body)
+    await here.settled()
+    kinds = [leg.split()[0] for leg in here.legs() if "release" not in leg]
+    assert kinds == ["prefill", "decode", "whole"]
+
+
+async def test_where_no_try_is_left_the_client_hears_of_the_error(start: Start) -> None:
+    here = await pairs(start, prefills=1, decodes=1, max_attempts=1)
+    failed = scripts.raw(STREAM, chunk(ROLE), chunk(ERROR) + LAST_CHUNK, gap_s=0.02)
+    here.kv.wrong("d0", Faults(during=failed))
+    assert (await ask(here, chat_body(stream=True))).body == ROLE + ERROR
+    await here.settled()
+
+
+async def test_a_role_is_held_back_no_longer_than_it_is_alone(start: Start) -> None:
+    here = await pairs(start, prefills=1, decodes=1)
+    rest = asyncio.Event()
+
+    async def slowly(call: Call) -> None:
+        await call.send(STREAM + chunk(ROLE))
+        await asyncio.sleep(0.02)
+        await call.send(chunk(scripts.token("a")))
+        await rest.wait()
+        await call.send(chunk(DONE) + LAST_CHUNK)
+
+    here.kv.wrong("d0", Faults(during=slowly))
+    client = await here.site.client()
+    await client.send(request(chat_body(stream=True)))
+    head = await client.head()
+    rest.set()
+    assert await client.body(head) == ROLE + scripts.token("a") + DONE
+    await here.settled()
 
 
 @pytest.mark.parametrize("stream", [True, False])
