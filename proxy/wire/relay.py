@@ -330,9 +330,11 @@ class Exchange:
         if lease.prefill is not None:
             wire.metrics.handover_failed(lease)
             if self._taken is not None:
-                self._give_back(now, well=trouble is Trouble.STATUS)
-                if outcome is Outcome.ERRED:
-                    # It may be the transfer that failed, and then nobody need be left out for it.
+                stale = trouble is Trouble.STALE
+                self._give_back(now, well=stale or trouble is Trouble.STATUS)
+                if stale or outcome is Outcome.ERRED:
+                    # It may be the transfer that failed, or the worker be well and its connection
+                    # old: then nobody need be left out for it.
                     ask.whole, outcome = FAILED_TRANSFER, Outcome.MOOT
                     name = lease.prefill.worker.name
         self._leg = self._lease = None

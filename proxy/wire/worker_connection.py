@@ -28,6 +28,7 @@ class Trouble(StrEnum):
 
     CONNECT = "connect"
     RESET = "reset"
+    STALE = "stale"  # an idle connection closed just then; what was sent may have been read or not
     TIMEOUT = "timeout"
     BROKEN = "broken"  # what it said was no HTTP
     STATUS = "status"  # it answered with a 5xx or 429
@@ -177,12 +178,10 @@ class WorkerConnection(asyncio.Protocol):
         now = self._pool.clock()
         if error is None and self._reader.finish():
             self._tell(now, caller)
-        elif (
-            self._used
-            and self._reader.untouched
-            and now - self._sent_at < STALE_S
-            and not caller.once
-        ):
+        elif self._used and self._reader.untouched and now - self._sent_at < STALE_S:
+            if caller.once:
+                self.fail(now, Trouble.STALE)
+                return
             self.caller = None
             self._pool.open_for(now, caller, self._request)
         else:

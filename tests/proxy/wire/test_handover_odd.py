@@ -262,6 +262,19 @@ async def test_a_transfer_that_fails_is_no_reason_to_leave_anybody_out(start: St
     assert here.site.worker("d0").breaker.closed
 
 
+async def test_an_old_connection_that_closes_is_nobodys_failure(start: Start) -> None:
+    """The only decode worker closes it just as the leg is sent; what it got may be used no more."""
+    here = await pairs(start, prefills=1, decodes=1)
+    assert (await ask(here, chat_body())).status == 200
+    here.kv.wrong("d0", Faults(before=scripts.hang_up))
+    body = chat_body()
+    assert words(await ask(here, body)) == expected(body)
+    await here.settled()
+    kinds = [leg.split()[0] for leg in here.legs()[2:]]
+    assert sorted(kinds) == ["decode", "prefill", "release", "whole"]
+    assert here.site.worker("d0").breaker.spotless
+
+
 STREAM = scripts.head(200, (b"content-type", SSE), (b"transfer-encoding", b"chunked"))
 ROLE = scripts.event({"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]})
 ERROR = scripts.event({"error": {"message": "Internal server error", "code": 500}}) + DONE
