@@ -20,7 +20,7 @@ TIME = StepTime(
     prefill_s=5e-5,
     mixed_s=0.003,
 )
-SMALL = ("--max-batch", "4", "--budget", "512")
+SMALL = ("--max-batch", "2", "--budget", "128")
 
 
 # What is measured
@@ -106,7 +106,7 @@ def test_nobody_listens(capsys: pytest.CaptureFixture[str]) -> None:
         (StepServer(TIME, card={"id": "x"}), "names no model with a max_model_len"),
         (StepServer(TIME, status=503), "answered 503"),
         (StepServer(TIME, ends_after=3), "an answer ended after 3 of 44 tokens"),
-        (StepServer(TIME, max_model_len=80), "leaves a prompt 35 beside 4 decodes"),
+        (StepServer(TIME, max_model_len=80), "leaves a prompt 35 beside 2 decodes"),
     ],
     ids=["no vLLM", "refuses", "ends early", "small context"],
 )

@@ -7,7 +7,7 @@
   next step to themselves, which lasts from the plug's token to theirs.
 
 What else happens on a machine only ever adds to a time, so every point is the quickest quarter of a
-few. Prompts are random, so that no prefix is cached.
+few. Prompts that are timed are random, so that no prefix of theirs is cached.
 """
 
 from __future__ import annotations
@@ -249,8 +249,12 @@ class Meter:
     async def _streams(self, count: int, context: int, tokens: int) -> AsyncIterator[list[Stream]]:
         """Have so many answers streamed inside the block; they are cut off at its end."""
         streams = [Stream(context) for _ in range(count)]
+        # All but the end of the prompt is one, and cached: a decode reads its context all the same,
+        # and hundreds of long prompts need not be computed for the sake of what follows them.
+        *shared, _ = self._prompt(context)
+        await self._stream([*shared, *self._prompt(1)], 1)
         tasks = [
-            asyncio.create_task(self._stream(self._prompt(context), tokens, into=stream))
+            asyncio.create_task(self._stream([*shared, *self._prompt(1)], tokens, into=stream))
             for stream in streams
         ]
         try:
