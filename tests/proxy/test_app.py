@@ -285,7 +285,7 @@ async def test_a_fleet_of_two_sides_is_connected_then_hands_over(
         assert kv.ends() == ["read", "read"]
         [entry] = app.recent.newest(9)  # of the warm-up nothing is to be seen
         assert (entry.prefill_worker, entry.worker) == ("a", "b")
-        assert [shown.model for shown in app.balance.shown()] == ["tiny"]
+        await eventually(lambda: [shown.model for shown in app.balance.shown()] == ["tiny"])
         written_pair(source, fakes, "lmcache")
         assert app.reload() == ["transfer"]
         assert app.wire.connector is not None
