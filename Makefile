@@ -6,7 +6,7 @@ ROUNDS ?= 3
 FLEET ?= deploy/fleets/cpu-demo.yaml
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo compare up test lint format bench bench-router clean
+.PHONY: help setup demo compare up test lint format bench bench-router boards clean
 
 help: ## show this
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 18
@@ -46,6 +46,9 @@ bench: setup ## what a step of our schedulers costs beside upstream's
 bench-router: setup ## what the router costs beside the Rust ones, against its targets (5 min)
 	@mkdir -p out/bench-router
 	@$(BIN)/python -m benchmarks.router --save out/bench-router/run.json
+
+boards: setup ## write the dashboards in grafana/dashboards anew
+	@$(BIN)/python -m grafana.build
 
 clean: ## remove what the commands above made
 	rm -rf .venv out .pytest_cache .mypy_cache .ruff_cache .hypothesis

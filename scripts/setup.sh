@@ -43,7 +43,9 @@ torch=(--torch-backend cpu)
 [ -n "${PIP_FIND_LINKS:-}" ] && compgen -G "${PIP_FIND_LINKS%/}/torch-*+cpu-*.whl" >/dev/null &&
     torch=(--find-links "$PIP_FIND_LINKS")
 install() {
-    $venv/bin/uv pip install --quiet --python $venv/bin/python "${torch[@]}" \
+    # Compiled now, once: where Python may not write beside its sources, each engine's three
+    # processes would compile vLLM and torch anew.
+    $venv/bin/uv pip install --quiet --compile-bytecode --python $venv/bin/python "${torch[@]}" \
         --excludes scripts/cpu-excludes.txt "$@"
 }
 install --editable '.[cpu,plots]' --group test --group lint || {

@@ -44,7 +44,7 @@ DEFAULT = "default"
 NONE = "none"
 
 LOOPBACK = "127.0.0.1"
-READY_S = 180.0
+READY_S = 420.0  # a minute as a rule; a busy machine takes several
 GRACE_S = 10.0
 LOG_TAIL = 30
 TAIL_BYTES = 1 << 16
