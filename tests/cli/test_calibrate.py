@@ -132,13 +132,3 @@ def test_what_is_refused_before_anything_starts(
     arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert said in failed(capsys, 2, *arguments)
-
-
-def test_a_real_worker(tmp_path: Path) -> None:
-    cost = tmp_path / "cost.json"
-    assert main(["calibrate", "--model", "tiny", *SMALL, "--save", str(cost)]) == 0
-    content = json.loads(cost.read_text())
-    found = StepTime.from_json(content["step_time"])
-    assert found.decode_fixed_s + found.decode_s > 0
-    assert found.prefill_s + found.pair_s > 0
-    assert len(content["steps"]) > 40

@@ -24,7 +24,7 @@ from tests.proxy.wire.fake_worker import FakeWorker
 from tests.proxy.wire.kv import Kv
 from tests.proxy.wire.site import eventually
 
-DEADLINE_S = 15.0
+DEADLINE_S = 60.0
 
 
 @pytest.fixture
