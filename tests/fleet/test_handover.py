@@ -20,6 +20,7 @@ from proxy.config import FleetConfig
 from tests.fleet.test_router import Router, routing, threads
 from tests.fleet.test_worker import complete, gauges, prompt, settled
 from vllm_sched.workers.launch import Worker
+from vllm_sched.workers.transfer import LEASE_S
 
 Ends = dict[str, Worker]
 PREFILL, DECODE = "prefill-0", "decode-0"
@@ -47,9 +48,9 @@ def router(
         yield running
 
 
-async def freed(worker: Worker) -> None:
+async def freed(worker: Worker, within: float = FREED_S) -> None:
     """Wait until no block of a worker's is held, by a request or for a transfer."""
-    async with asyncio.timeout(FREED_S):
+    async with asyncio.timeout(within):
         while True:
             if await asyncio.to_thread(gauges, worker, HELD) == (0,):
                 return
@@ -194,7 +195,8 @@ async def test_clients_that_leave_about_when_the_prefill_is_done(
                 await leaving
     for worker in ends.values():
         await settled(worker, running=0, waiting=0)
-        await freed(worker)
+        # Whose prefill's answer was on the wire just then are freed by the end of their lease.
+        await freed(worker, within=LEASE_S + FREED_S)
 
 
 @pytest.fixture
