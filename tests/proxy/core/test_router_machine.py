@@ -193,7 +193,7 @@ class RouterMachine(RuleBasedStateMachine):
         assert prefill.name not in tried
         assert prefill.max_requests is None or prefill.requests <= prefill.max_requests
         assert prefill.breaker.closed or (first.trial and self.now >= prefill.breaker.until)
-        if decode.kv_capacity and decode.requests > 1:
+        if decode.kv_capacity and decode.kv_tokens > lease.kv_tokens:  # else it had nothing
             assert decode.kv_tokens <= decode.kv_capacity, "its decode has room"
         assert lease.under_way is first
         assert not lease.sent
