@@ -23,13 +23,12 @@ from typing import TYPE_CHECKING
 from proxy.core.links import Links
 from proxy.core.transfer_time import TransferTime
 from proxy.core.types import Ask, Decision, Handover, Reason, Role
-from proxy.core.worker import Held, Worker
+from proxy.core.worker import KV_FULL, Held, Worker
 
 if TYPE_CHECKING:
     from proxy.core.routing.view import View
 
 DECODE, HANDOVER = Role.DECODE, Reason.HANDOVER  # looked up once: see reading.py
-KV_FULL = 0.95
 GAIN, GAIN_S = 0.03, 0.002  # a hand-over that gains less, as a share and in seconds, is none
 
 

@@ -19,6 +19,7 @@ LEAST_WAIT_SHARE = 0.2
 STALL = 0.3  # of a prefill's time that those who decode beside it lose
 NO_LIMIT = sys.maxsize
 OVERBOOKED = 2
+KV_FULL = 0.95  # of its KV cache: beyond it a request would wait for room
 # How badly a role suits a short and a long, where costs are equal.
 MISFIT = {Role.SHORT: (0, 2), Role.LONG: (2, 0)}
 # So many tokens of a prompt, and a mask of the workers that hold them; the most tokens first.

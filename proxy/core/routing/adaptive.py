@@ -33,11 +33,10 @@ from operator import attrgetter
 from proxy.core.handover import Handing, has_room
 from proxy.core.routing.view import DECODE, WRONG, Rule, View, reason_for
 from proxy.core.types import Decision, Reason, Score
-from proxy.core.worker import Worker
+from proxy.core.worker import KV_FULL, Worker
 
 SAME, SAME_S = 0.03, 0.001  # costs this close are equal
 RESERVE = 0.25  # of a long worker, while longs are about
-KV_FULL = 0.95
 # A request as they come, to put the workers of a large group in order.
 USUAL_PROMPT, USUAL_OUTPUT = 500, 100
 PREFIX = Reason.PREFIX
