@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Self
 
 import aiohttp
 
+from vllm_sched.bench.excerpt import excerpt
+
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 
@@ -23,7 +25,6 @@ if TYPE_CHECKING:
 
 REQUEST_TIMEOUT_S = 600.0
 WATCH_S = 0.02
-ERROR_LENGTH = 300
 
 
 @dataclass
@@ -107,7 +108,7 @@ class Stream:
             case {"choices": [_, *_]}:
                 self._record.ticks.append(now)
             case _:
-                self._record.error = _excerpt(payload)
+                self._record.error = excerpt(payload)
 
 
 def request_body(model: str, prompt: Sequence[int], output_tokens: int) -> bytes:
@@ -212,7 +213,7 @@ class _Client:
                 if running and record.ticks:
                     running.set()
         except (aiohttp.ClientError, OSError, TimeoutError, _RefusedError) as error:
-            record.error = _excerpt(str(error) or type(error).__name__)
+            record.error = excerpt(str(error) or type(error).__name__)
         if not record.error and not (stream.done and record.completed == record.output_tokens):
             got = record.completed or len(record.ticks)
             record.error = f"the stream ended after {got} of {record.output_tokens} tokens"
@@ -290,9 +291,3 @@ def _session() -> aiohttp.ClientSession:
         connector=aiohttp.TCPConnector(limit=0, force_close=True),
         timeout=aiohttp.ClientTimeout(total=REQUEST_TIMEOUT_S),
     )
-
-
-def _excerpt(text: str | bytes) -> str:
-    if isinstance(text, bytes):
-        text = text.decode(errors="replace")
-    return " ".join(text.split())[:ERROR_LENGTH]

@@ -26,6 +26,7 @@ from typing import Final, Self
 
 import aiohttp
 
+from vllm_sched.bench.excerpt import excerpt
 from vllm_sched.bench.runner import ahead_of_others
 from vllm_sched.bench.workloads import TOKEN_IDS
 from vllm_sched.cost.calibration import Measured
@@ -288,7 +289,7 @@ class Meter:
             async with self._session.post(f"{self._url}/v1/completions", json=body) as answer:
                 if answer.status != 200:
                     raise MeasureError(
-                        f"{self._url} answered {answer.status}: {_excerpt(await answer.text())}"
+                        f"{self._url} answered {answer.status}: {excerpt(await answer.text())}"
                     )
                 rest = b""
                 async for chunk in answer.content.iter_any():
@@ -317,7 +318,7 @@ class Meter:
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
             raise _unreachable(self._url, error) from None
         if answer.status != 200:
-            raise MeasureError(f"{self._url}{path} answered {answer.status}: {_excerpt(content)}")
+            raise MeasureError(f"{self._url}{path} answered {answer.status}: {excerpt(content)}")
         return content
 
 
@@ -343,11 +344,5 @@ def quick(times: Iterable[float]) -> float:
 
 
 def _unreachable(url: str, error: BaseException) -> MeasureError:
-    why = _excerpt(str(error) or type(error).__name__)
+    why = excerpt(str(error) or type(error).__name__)
     return MeasureError(f"{url}: {why}; is a worker listening there?")
-
-
-def _excerpt(text: str | bytes) -> str:
-    if isinstance(text, bytes):
-        text = text.decode(errors="replace")
-    return " ".join(text.split())[:300]

@@ -20,6 +20,7 @@ from rich.table import Table
 from vllm_sched.bench.compare import Narrator
 from vllm_sched.bench.steps import MeasureError, Plan, meter
 from vllm_sched.cli import chart
+from vllm_sched.cli.paths import require_folders
 from vllm_sched.cost.calibration import Calibration, Measured, calibrate
 from vllm_sched.cost.fit import PLACES, Kind, kind_of
 from vllm_sched.errors import UsageError
@@ -137,9 +138,7 @@ def check(args: argparse.Namespace) -> None:
         raise UsageError(f"--url {args.url}: give it as http://HOST:PORT")
     if args.plot:
         chart.check_suffix(args.plot)
-    for path in filter(None, (args.save, args.plot)):
-        if not path.parent.is_dir():
-            raise UsageError(f"{path}: there is no folder {path.parent}; make it first")
+    require_folders(args.save, args.plot)
 
 
 async def _measure(

@@ -20,6 +20,7 @@ from vllm_sched.bench.client.endpoint import CHAT, COMPLETIONS, Asked
 from vllm_sched.bench.client.player import TIMEOUT_S
 from vllm_sched.bench.traffic.catalogue import FORMS, NAMES
 from vllm_sched.bench.traffic.traces import BLOCK_TOKENS
+from vllm_sched.cli.paths import require_folders
 from vllm_sched.errors import UsageError
 
 if TYPE_CHECKING:
@@ -128,8 +129,7 @@ def asked(args: argparse.Namespace, *, explain: bool = False) -> Asked:
 
 def check_outputs(save: Path | None, plot: Path | None) -> None:
     """Refuse what would only fail after minutes of measuring."""
-    if save and not save.parent.is_dir():
-        raise UsageError(f"{save}: there is no folder {save.parent}; make it first")
+    require_folders(save)
     if plot:
         if plot.exists() and not plot.is_dir():
             raise UsageError(f"--plot {plot}: is a file; give a folder for the pictures")

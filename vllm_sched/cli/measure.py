@@ -14,6 +14,7 @@ from vllm_sched.bench import report, swimlane
 from vllm_sched.bench.compare import Narrator, Plan, compare
 from vllm_sched.bench.contest import Contest
 from vllm_sched.bench.workloads import WORKLOADS, build
+from vllm_sched.cli.paths import require_folders
 from vllm_sched.errors import UsageError
 from vllm_sched.workers.launch import DEFAULT, NONE, Side, WorkerError
 from vllm_sched.workers.tiny_model import tiny_model
@@ -137,9 +138,7 @@ def check(args: argparse.Namespace) -> None:
             )
     if args.plot:
         swimlane.check_suffix(args.plot)
-    for path in filter(None, (args.save, args.plot)):
-        if not path.parent.is_dir():
-            raise UsageError(f"{path}: there is no folder {path.parent}; make it first")
+    require_folders(args.save, args.plot)
 
 
 def _tell(result: Comparison | Contest, console: Console) -> None:

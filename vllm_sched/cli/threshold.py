@@ -15,6 +15,7 @@ from rich.table import Table
 
 from vllm_sched.bench.report import show
 from vllm_sched.cli import chart
+from vllm_sched.cli.paths import require_folders
 from vllm_sched.cost import profiles
 from vllm_sched.cost.events import Played, play
 from vllm_sched.cost.recursion import Recursion
@@ -156,9 +157,7 @@ def check(args: argparse.Namespace) -> None:
             raise UsageError(f"--{name.replace('_', '-')} {value:g}: give 0 or more")
     if args.plot:
         chart.check_suffix(args.plot)
-    for path in filter(None, (args.save, args.plot)):
-        if not path.parent.is_dir():
-            raise UsageError(f"{path}: there is no folder {path.parent}; make it first")
+    require_folders(args.save, args.plot)
 
 
 def read_costs(path: Path) -> StepTime:

@@ -45,7 +45,8 @@ else:
 
 # vLLM has two steps under way, and one per stage with pipeline parallelism.
 MOST_UNDER_WAY: Final = 64
-# Of so many steps one teaches our own fit, where no policy has one: a prime, to meet all kinds.
+# Of so many steps one teaches our own fit, where no policy has one and once it can predict: a
+# prime, to meet all kinds.
 FIT_EVERY: Final = 7
 # By its lanes prompts are classed where it is on: what is long is its business.
 CLASSES_BY: Final = "long_prompt"
@@ -178,7 +179,7 @@ class Seen:
         if (shape := step.shape) is not None:
             if (model := self._fit.model) is not None:
                 predicted = model.seconds(shape)
-            if self._fits and step.number % FIT_EVERY == 0:
+            if self._fits and (predicted is None or step.number % FIT_EVERY == 0):
                 self._fit.observe(shape, now - start)
         self.metrics.stepped(
             trace.kind(len(step.contexts), len(tokens) - len(step.contexts)),

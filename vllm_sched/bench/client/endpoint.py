@@ -6,9 +6,10 @@ import json
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final
 
-from vllm_sched.bench.client.events import EventStream, excerpt
+from vllm_sched.bench.client.events import EventStream
 from vllm_sched.bench.client.text import Measure, Texts
 from vllm_sched.bench.client.wire import Address, Wire, WireError
+from vllm_sched.bench.excerpt import excerpt
 from vllm_sched.bench.outcome import Outcome
 from vllm_sched.errors import VllmSchedError
 

@@ -10,10 +10,10 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
+from vllm_sched.bench.excerpt import excerpt
+
 if TYPE_CHECKING:
     from vllm_sched.bench.outcome import Outcome
-
-ERROR_LENGTH = 300
 
 
 class EventStream:
@@ -67,10 +67,3 @@ def _carries_a_token(choice: dict[str, Any]) -> bool:
     said = {name: value for name, value in delta.items() if name != "role"}
     # Beside a role an empty text is a greeting; alone it is a token that shows later.
     return bool(said) and ("role" not in delta or any(said.values()))
-
-
-def excerpt(text: str | bytes) -> str:
-    """Make one short line of an error's words."""
-    if isinstance(text, bytes):
-        text = text.decode(errors="replace")
-    return " ".join(text.split())[:ERROR_LENGTH]
