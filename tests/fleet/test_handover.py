@@ -265,11 +265,17 @@ def test_workers_compute_where_they_are_bound_and_rest_when_idle(ends: Ends) -> 
     for worker in ends.values():
         of_all = {cpu for thread in threads(worker) for cpu in os.sched_getaffinity(thread)}
         assert of_all == set(worker.cpus)
-        before, begun = ticks(worker), time.monotonic()
-        time.sleep(1.0)
-        used = (ticks(worker) - before) / os.sysconf("SC_CLK_TCK")
-        # A thread that polls would use all that is left of its processor.
-        assert used < (time.monotonic() - begun) / 3
+        # vLLM's own queue between its processes spins for a second after work. A thread that polls
+        # would use all that is left of its processor, for as long as we look.
+        assert min(used(worker) for _ in range(4)) < 1 / 3
+
+
+def used(worker: Worker) -> float:
+    """Tell how much of a processor a worker uses for a second."""
+    before, begun = ticks(worker), time.monotonic()
+    time.sleep(1.0)
+    seconds = (ticks(worker) - before) / os.sysconf("SC_CLK_TCK")
+    return seconds / (time.monotonic() - begun)
 
 
 def ticks(worker: Worker) -> int:
