@@ -100,7 +100,7 @@ class WorkerModel:
     policies: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     kv_token_bytes: int = 131_072  # that a token's KV takes, over all layers
     kv_pieces: int = 64  # contiguous pieces that a block's KV is in: layers x 2
-    transfer: TransferTime = TransferTime()  # from another worker to this one
+    transfer: TransferTime = field(default_factory=TransferTime)  # from another worker
 
     def transfer_s(self, tokens: int) -> float:
         """How long it takes to fetch so many tokens' KV."""
