@@ -5,9 +5,8 @@
                                        +--- another worker ---+---------+  until the client
                                                                            got a byte
 
-A hand-over sends two legs, one after the other. What the first brought is for one use: a decode leg
-that fails is never repeated, but begun anew with a prefill, or done without one; and what nobody
-fetched is given back.
+A hand-over sends two legs, one after the other: see `handing`. A decode leg that fails is never
+repeated, but begun anew with a prefill, or done without one.
 
 Callbacks only: a request costs no task, no timer and no future. Each way out goes through `_books`,
 once; each lease is finished once, each ticket withdrawn or placed.
@@ -15,32 +14,27 @@ once; each lease is finished once, each ticket withdrawn or placed.
 
 from __future__ import annotations
 
-import re
 from math import inf
 from typing import TYPE_CHECKING
 
 from proxy.core import refusals
 from proxy.core.types import Lease, Outcome, Reason, Refusal, Ticket
-from proxy.transfer.legs import decode_body, prefill_body
-from proxy.transfer.types import Pair, Taken, usage_of
 from proxy.wire.answering import Answering, response_id_in
 from proxy.wire.counting import TokenCount
+from proxy.wire.handing import REFUSED_PREFILL, HandOver, says_failed
 from proxy.wire.own_answers import refuse
-from proxy.wire.prefill_leg import PrefillLeg
 from proxy.wire.record import Record
-from proxy.wire.release import Orphan, read, release
 from proxy.wire.response import OK
+from proxy.wire.sending import to_worker
 from proxy.wire.worker_connection import Trouble
 
 if TYPE_CHECKING:
     from proxy.core.routes import Route
     from proxy.core.types import Ask
-    from proxy.core.worker import Worker
     from proxy.wire.client import ClientConnection
     from proxy.wire.request import Request
     from proxy.wire.response import Head
     from proxy.wire.server import Wire
-    from proxy.wire.upstream import Pool
     from proxy.wire.worker_connection import WorkerConnection
 
 CLIENT_GONE = 499  # as nginx calls it; in metrics alone
@@ -53,17 +47,7 @@ OUTCOMES = {
     SERVER_ERROR: Outcome.ERRED,
 }
 CANNOT = frozenset([501, 505])  # what a worker can't do at all is not its failure
-# Why a request is served whole after all.
-FAILED_TRANSFER, REFUSED_PREFILL = "failed_transfer", "refused_prefill"
 STORING = "responses"  # the route whose answers may be asked for again
-LATE = 4.0  # times what was predicted, a prefill is
-# How a stream whose head was a 200 says that its transfer failed. vLLM's chat names the role before
-# it, at the same moment.
-ROLE = rb'data: [^\n]*"role": ?"assistant", ?"content": ?(?:""|null)[^\n]*\n\n'
-ROLE_ALONE = re.compile(ROLE)
-FAILED_EVENT = re.compile(rb'(?:%b)?(?:event: error\n)?data: \{"(?:error"|type": ?"error")' % ROLE)
-# Bodies up to this size are sent in one piece with their head.
-SMALL = 1 << 16
 
 
 class Exchange:
@@ -74,15 +58,12 @@ class Exchange:
         "_ask",
         "_client",
         "_count",
-        "_early",
+        "_handing",
         "_last_refusal",
         "_lease",
-        "_leg",
-        "_pair",
         "_record",
         "_request",
         "_route",
-        "_taken",
         "_ticket",
         "_tried",
         "_wire",
@@ -104,11 +85,8 @@ class Exchange:
         self._count: TokenCount | None = None
         self._ticket: Ticket | None = None
         self._lease: Lease | None = None
-        self._leg: PrefillLeg | None = None
-        self._pair: Pair | None = None
-        self._taken: Taken | None = None  # by the prefill, and not yet by the decode worker
+        self._handing: HandOver | None = None
         self._answering: Answering | None = None
-        self._early = b""  # of a decode leg's stream, what says nothing yet
         self._last_refusal: Refusal | None = None  # of another try, while an error passes on
         self._tried: frozenset[str] = frozenset()
         self._record = Record()
@@ -169,71 +147,26 @@ class Exchange:
         self._lease = placed
         self._record.decision = placed.decision
         if placed.prefill is not None:
-            self._hand_over(now, placed, placed.prefill.worker)
+            first = placed.prefill.worker
+            handing = self._handing = HandOver(self._wire, self._request, placed, first)
+            handing.prefill(now, self)
             return
         self.once = False
         pool = self._wire.pools.of(placed.worker)
-        pool.send(now, self, self._to_worker(pool, self._request.body, self._request.id))
-
-    def _hand_over(self, now: float, lease: Lease, first: Worker) -> None:
-        """Have the prompt prefilled."""
-        wire = self._wire
-        connector = wire.connector
-        if connector is None:
-            raise RuntimeError("a hand-over without a connector")
-        pool = wire.pools.of(first)
-        number = wire.new_id().decode()
-        pair = self._pair = Pair(pool.side, wire.pools.of(lease.worker).side, number)
-        body = prefill_body(connector, pair, lease.ask, self._request.body)
-        request_id = connector.request_id(pair) or self._request.id
-        leg = self._leg = PrefillLeg(self, patience_s(lease, wire.settings.prefill_s))
-        leg.send(now, pool, self._to_worker(pool, body, request_id))
+        request = self._request
+        pool.send(now, self, to_worker(request, pool, request.body, request.id))
 
     def prefilled(self, now: float, answer: bytes) -> None:
         """Have the rest decoded."""
-        wire, lease, pair, connector = self._wire, self._lease, self._pair, self._wire.connector
-        self._leg = None
-        if lease is None or pair is None or connector is None:
-            return
-        fields = read(answer)
-        taken = self._taken = connector.take(pair, fields)
-        self.once = taken.params is not None
-        halves = lease.decision.handover
-        learns = halves is not None and halves.cached_tokens > 0
-        wire.router.prefilled(lease, now, usage_of(fields) if learns else None)
-        bare = connector.needs_params and taken.params is None
-        wire.metrics.handovers.prefilled(lease, now, bare=bare)
-        if bare and halves is not None:
-            halves.tokens = 0  # the decode worker's prefill is no transfer
-        body = decode_body(connector, pair, taken, self._request.body)
-        request_id = connector.request_id(pair) or self._request.id
-        pool = wire.pools.of(lease.worker)
-        pool.send(now, self, self._to_worker(pool, body, request_id))
-        wire.settle(now)
-
-    def _give_back(self, now: float, *, well: bool) -> None:
-        """Have the blocks freed that the decode worker has not fetched, or may not have."""
-        taken, self._taken = self._taken, None
-        if taken is not None and self._lease is not None:
-            who = self._request.head.authorization
-            release(self._wire, now, self._lease.worker, taken, who, well=well)
-
-    def _to_worker(self, pool: Pool, body: bytes, request_id: bytes) -> tuple[bytes, ...]:
-        """Write the request as this worker is to get it."""
-        head = self._request.head
-        authorization = pool.authorization or head.authorization
-        own = b"X-Request-Id: %b\r\n\r\n" % request_id
-        if body or head.method != "GET":
-            own = b"Content-Length: %d\r\n%b" % (len(body), own)
-        if len(body) > SMALL:
-            return b"".join((head.start, pool.host, authorization, head.lines, own)), body
-        return (b"".join((head.start, pool.host, authorization, head.lines, own, body)),)
+        if self._handing is not None:
+            self._handing.decode(now, self, answer)
+            self._wire.settle(now)
 
     # From the worker
 
     def begun(self, now: float, head: Head) -> None:
         """Pass the answer on, unless it says that another worker should be asked."""
-        status = head.status
+        status, handing = head.status, self._handing
         if (status >= SERVER_ERROR or status == TOO_MANY) and status not in CANNOT:
             retry_after_s = head.retry_after_s
             outcome = OUTCOMES.get(status, Outcome.FAILED)
@@ -243,24 +176,28 @@ class Exchange:
             if refusal is None:
                 return
             self._last_refusal = refusal
-        elif self._leg is not None and self._ask is not None and status >= BAD_REQUEST:
+        elif handing is not None and handing.prefills and status >= BAD_REQUEST:
             # The prefill's limits are not the client's words. A decode worker is asked for all of
             # it, and has the last word.
-            self._ask.whole = REFUSED_PREFILL
+            if self._ask is not None:
+                self._ask.whole = REFUSED_PREFILL
             refusal = self._try_another(now, Outcome.REFUSED, Trouble.STATUS)
             if refusal is None:
                 return
             self._last_refusal = refusal
         keep_alive = self._request.head.keep_alive and not self._wire.draining
-        taken = self._taken
-        if status >= BAD_REQUEST:  # what is refused for its form is not heard of by the connector
-            self._give_back(now, well=True)
+        handing = self._handing  # none any more, perhaps
+        cached_tokens = None
+        if handing is not None:
+            cached_tokens = handing.cached_tokens
+            if status >= BAD_REQUEST:  # the connector hears nothing of what is refused for its form
+                handing.give_back(now, well=True)
         self._answering = Answering(
             self._request,
             head,
             self._record.decision,
             keep_alive=keep_alive,
-            cached_tokens=None if taken is None else taken.cached_tokens,
+            cached_tokens=cached_tokens,
         )
 
     def received(self, now: float, body: bytes, ended: bool) -> None:
@@ -270,13 +207,12 @@ class Exchange:
             return
         if ended:
             self.connection = None
-        if self._taken is not None and answering.status == OK:
-            self._early += body
-            if not ended and ROLE_ALONE.fullmatch(self._early):
+        handing = self._handing
+        if handing is not None and handing.waits and answering.status == OK:
+            first = handing.first_of(body, ended)
+            if first is None or (says_failed(first) and not self._failed_first(now)):
                 return
-            body, self._early = self._early, b""
-            if FAILED_EVENT.match(body) and not self._failed_first(now):
-                return
+            body = first
         had_begun = answering.has_begun
         data = answering.take(body, ended)
         if not had_begun and answering.has_begun:
@@ -327,18 +263,9 @@ class Exchange:
         if lease is None or ask is None:
             return self._last_refusal
         name = lease.under_way.worker.name
-        if lease.prefill is not None:
-            wire.metrics.handover_failed(lease)
-            if self._taken is not None:
-                stale = trouble is Trouble.STALE
-                self._give_back(now, well=stale or trouble is Trouble.STATUS)
-                if stale or outcome is Outcome.ERRED:
-                    # It may be the transfer that failed, or the worker be well and its connection
-                    # old: then nobody need be left out for it.
-                    ask.whole, outcome = FAILED_TRANSFER, Outcome.MOOT
-                    name = lease.prefill.worker.name
-        self._leg = self._lease = None
-        self._early = b""
+        if (handing := self._handing) is not None:
+            name, outcome = handing.failed(now, outcome, trouble)
+        self._handing = self._lease = None
         wire.router.finish(lease, now, outcome, None, retry_after_s)
         self._tried |= {name}
         explain, free = self._request.head.explain, not lease.sent
@@ -358,7 +285,8 @@ class Exchange:
     def _first_bytes(self, now: float, data: bytes) -> None:
         """No other worker will be asked from here on."""
         self._request.body = b""
-        self._taken = None  # a head alone says nothing: a stream's comes before the transfer
+        if self._handing is not None:  # a head alone says nothing: a stream's comes too early
+            self._handing.fetched()
         lease, answering = self._lease, self._answering
         if lease is None or answering is None or answering.status != OK:
             return
@@ -444,44 +372,18 @@ class Exchange:
         if (ticket := self._ticket) is not None:
             del wire.queued[ticket]
             wire.router.withdraw(ticket, now)
-        if (leg := self._leg) is not None:
-            self._leg = None
-            self._abandon(leg)
-        if self.connection is not None:
-            connection, self.connection = self.connection, None
-            sent, well = connection.has_sent(now), connection.is_open
+        connection, self.connection = self.connection, None
+        if self._handing is not None:
+            self._handing.left(now, connection)
+        elif connection is not None:
             connection.drop()
-            if not sent:
-                self._give_back(now, well=well)
         if self._lease is not None:
-            if self._lease.prefill is not None:
-                wire.metrics.handover_left(self._lease)
             wire.router.finish(self._lease, now, Outcome.CLIENT_GONE)
-
-    def _abandon(self, leg: PrefillLeg) -> None:
-        """Let the prefill stop; if it is done already, hear where its blocks are to free them."""
-        lease, pair = self._lease, self._pair
-        if lease is not None and pair is not None and leg.is_answering:
-            authorization = self._request.head.authorization
-            leg.leave_to(Orphan(self._wire, pair, lease.worker, authorization))
-        else:
-            leg.drop()
 
     def _books(self, now: float, status: int, reason: Reason | None = None) -> None:
         """Count the request, whichever way it ended."""
         self._wire.exchange_over(self)
         self._record.close(now, self._wire.metrics, self._route.name, status, reason)
-
-
-def patience_s(lease: Lease, least_s: float) -> float:
-    """Tell how long a prefill worker may take: one that hangs is not to cost ten minutes.
-
-    Nobody knows how long a worker takes that has prefilled nothing yet.
-    """
-    first, halves = lease.prefill, lease.decision.handover
-    if first is None or halves is None or not first.worker.pace.prefills:
-        return inf
-    return least_s + LATE * halves.prefill_s
 
 
 def _timed_out(refusal: Refusal) -> Refusal:

@@ -155,8 +155,8 @@ async def outcome_of(here: Pairs, victim: FakeWorker, body: bytes, case: Case) -
 
 def begun(here: Pairs) -> bool:
     """Whether the router has part of a prefill's answer."""
-    legs = [exchange._leg for exchange in here.site.wire.exchanges]
-    return any(leg is not None and leg.is_answering for leg in legs)
+    all_of_them = [exchange._handing for exchange in here.site.wire.exchanges]
+    return any(each is not None and each.is_answering for each in all_of_them)
 
 
 def is_torn(answer: Answer, body: bytes) -> None:

@@ -13,7 +13,7 @@ from openai import AsyncOpenAI
 from proxy.config import TransferConfig
 from proxy.core.types import Role
 from proxy.transfer.registry import connector
-from proxy.wire.relay import patience_s
+from proxy.wire.handing import patience_s
 from tests.proxy.wire import scripts
 from tests.proxy.wire.client import BrokenError, request
 from tests.proxy.wire.conftest import Start

@@ -1,0 +1,191 @@
+"""The two legs of a request that is handed over, and the blocks in between.
+
+An exchange has one `HandOver` from when both workers are charged until it is placed anew or over.
+It sends the legs in the exchange's name, which hears how they go, and keeps what the prefill left
+behind: good for one decode leg, and given back in every other case.
+"""
+
+from __future__ import annotations
+
+import re
+from math import inf
+from typing import TYPE_CHECKING
+
+from proxy.core.types import Outcome
+from proxy.transfer.legs import decode_body, prefill_body
+from proxy.transfer.types import Pair, Taken, usage_of
+from proxy.wire.prefill_leg import PrefillLeg
+from proxy.wire.release import Orphan, read, release
+from proxy.wire.sending import to_worker
+from proxy.wire.worker_connection import Trouble
+
+if TYPE_CHECKING:
+    from proxy.core.types import Lease
+    from proxy.core.worker import Worker
+    from proxy.wire.relay import Exchange
+    from proxy.wire.request import Request
+    from proxy.wire.server import Wire
+    from proxy.wire.worker_connection import WorkerConnection
+
+# Why a request is served whole after all.
+FAILED_TRANSFER, REFUSED_PREFILL = "failed_transfer", "refused_prefill"
+LATE = 4.0  # times what was predicted, a prefill is
+# How a stream whose head was a 200 says that its transfer failed. vLLM's chat names the role before
+# it, at the same moment.
+ROLE = rb'data: [^\n]*"role": ?"assistant", ?"content": ?(?:""|null)[^\n]*\n\n'
+ROLE_ALONE = re.compile(ROLE)
+FAILED_EVENT = re.compile(rb'(?:%b)?(?:event: error\n)?data: \{"(?:error"|type": ?"error")' % ROLE)
+
+
+class HandOver:
+    """One of them."""
+
+    __slots__ = (
+        "_connector",
+        "_early",
+        "_first",
+        "_lease",
+        "_leg",
+        "_pair",
+        "_request",
+        "_taken",
+        "_wire",
+    )
+
+    def __init__(self, wire: Wire, request: Request, lease: Lease, first: Worker) -> None:
+        if wire.connector is None:
+            raise RuntimeError("a hand-over without a connector")
+        self._wire, self._connector = wire, wire.connector
+        self._request = request
+        self._lease, self._first = lease, first
+        number = wire.new_id().decode()
+        self._pair = Pair(wire.pools.of(first).side, wire.pools.of(lease.worker).side, number)
+        self._leg: PrefillLeg | None = None
+        self._taken: Taken | None = None  # by the prefill, and not yet by the decode worker
+        self._early = b""  # of a decode leg's stream, what says nothing yet
+
+    # The legs
+
+    def prefill(self, now: float, exchange: Exchange) -> None:
+        """Have the prompt prefilled."""
+        wire, lease, request = self._wire, self._lease, self._request
+        pool = wire.pools.of(self._first)
+        body = prefill_body(self._connector, self._pair, lease.ask, request.body)
+        leg = self._leg = PrefillLeg(exchange, patience_s(lease, wire.settings.prefill_s))
+        leg.send(now, pool, to_worker(request, pool, body, self._id))
+
+    def decode(self, now: float, exchange: Exchange, answer: bytes) -> None:
+        """Have the rest decoded, with what the prefill answered."""
+        wire, lease, request, connector = self._wire, self._lease, self._request, self._connector
+        self._leg = None
+        fields = read(answer)
+        taken = self._taken = connector.take(self._pair, fields)
+        exchange.once = taken.params is not None
+        halves = lease.decision.handover
+        learns = halves is not None and halves.cached_tokens > 0
+        wire.router.prefilled(lease, now, usage_of(fields) if learns else None)
+        bare = connector.needs_params and taken.params is None
+        wire.metrics.handovers.prefilled(lease, now, bare=bare)
+        if bare and halves is not None:
+            halves.tokens = 0  # the decode worker's prefill is no transfer
+        body = decode_body(connector, self._pair, taken, request.body)
+        pool = wire.pools.of(lease.worker)
+        pool.send(now, exchange, to_worker(request, pool, body, self._id))
+
+    @property
+    def _id(self) -> bytes:
+        return self._connector.request_id(self._pair) or self._request.id
+
+    @property
+    def prefills(self) -> bool:
+        """Whether its prefill is under way."""
+        return self._leg is not None
+
+    @property
+    def is_answering(self) -> bool:
+        """Whether part of the prefill's answer is here."""
+        return self._leg is not None and self._leg.is_answering
+
+    # The decode worker's answer
+
+    @property
+    def waits(self) -> bool:
+        """Whether nothing shows yet that the decode worker has what the prefill left behind."""
+        return self._taken is not None
+
+    @property
+    def cached_tokens(self) -> int | None:
+        """What the client's usage is to tell, where the decode worker can't know."""
+        return None if self._taken is None else self._taken.cached_tokens
+
+    def first_of(self, body: bytes, ended: bool) -> bytes | None:
+        """Take the first piece of an answer; None while it does not tell how the transfer went."""
+        self._early += body
+        if not ended and ROLE_ALONE.fullmatch(self._early):
+            return None
+        body, self._early = self._early, b""
+        return body
+
+    def fetched(self) -> None:
+        """Note that the decode worker has it all: there is nothing to be given back."""
+        self._taken = None
+
+    # What does not go to its end
+
+    def failed(self, now: float, outcome: Outcome, trouble: Trouble) -> tuple[str, Outcome]:
+        """Give up; tell who need not be asked again, and what the leg under way says of it."""
+        lease = self._lease
+        self._leg = None
+        self._wire.metrics.handover_failed(lease)
+        if self._taken is not None:
+            stale = trouble is Trouble.STALE
+            self.give_back(now, well=stale or trouble is Trouble.STATUS)
+            if stale or outcome is Outcome.ERRED:
+                # It may be the transfer that failed, or the worker be well and its connection
+                # old: then nobody need be left out for it.
+                lease.ask.whole = FAILED_TRANSFER
+                return self._first.name, Outcome.MOOT
+        return lease.under_way.worker.name, outcome
+
+    def left(self, now: float, connection: WorkerConnection | None) -> None:
+        """Stop both legs: whoever wanted the answer is gone. The decode leg's is this one."""
+        if self._leg is not None:
+            self._abandon(self._leg)
+            self._leg = None
+        if connection is not None:
+            sent, well = connection.has_sent(now), connection.is_open
+            connection.drop()
+            if not sent:
+                self.give_back(now, well=well)
+        self._wire.metrics.handover_left(self._lease)
+
+    def _abandon(self, leg: PrefillLeg) -> None:
+        """Let the prefill stop; if it is done already, hear where its blocks are to free them."""
+        if leg.is_answering:
+            authorization = self._request.head.authorization
+            leg.leave_to(Orphan(self._wire, self._pair, self._lease.worker, authorization))
+        else:
+            leg.drop()
+
+    def give_back(self, now: float, *, well: bool) -> None:
+        """Have the blocks freed that the decode worker has not fetched, or may not have."""
+        taken, self._taken = self._taken, None
+        if taken is not None:
+            who = self._request.head.authorization
+            release(self._wire, now, self._lease.worker, taken, who, well=well)
+
+
+def says_failed(body: bytes) -> bool:
+    """Whether a stream begins with the error of a transfer that failed."""
+    return FAILED_EVENT.match(body) is not None
+
+
+def patience_s(lease: Lease, least_s: float) -> float:
+    """Tell how long a prefill worker may take: one that hangs is not to cost ten minutes.
+
+    Nobody knows how long a worker takes that has prefilled nothing yet.
+    """
+    first, halves = lease.prefill, lease.decision.handover
+    if first is None or halves is None or not first.worker.pace.prefills:
+        return inf
+    return least_s + LATE * halves.prefill_s

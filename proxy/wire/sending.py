@@ -1,0 +1,24 @@
+"""A request as a worker is to get it: the client's bytes, but for what is between two ends only."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from proxy.wire.request import Request
+    from proxy.wire.upstream import Pool
+
+# Bodies up to this size are sent in one piece with their head.
+SMALL = 1 << 16
+
+
+def to_worker(request: Request, pool: Pool, body: bytes, request_id: bytes) -> tuple[bytes, ...]:
+    """Write it for one worker, with a body and an id that may be a leg's own."""
+    head = request.head
+    authorization = pool.authorization or head.authorization
+    own = b"X-Request-Id: %b\r\n\r\n" % request_id
+    if body or head.method != "GET":
+        own = b"Content-Length: %d\r\n%b" % (len(body), own)
+    if len(body) > SMALL:
+        return b"".join((head.start, pool.host, authorization, head.lines, own)), body
+    return (b"".join((head.start, pool.host, authorization, head.lines, own, body)),)
