@@ -11,25 +11,23 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    ValidationInfo,
-    model_validator,
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo, model_validator
+
+from proxy.config.types import (
+    KIB,
+    LIST,
+    MIB,
+    Block,
+    Count,
+    FilePath,
+    Key,
+    Name,
+    Port,
+    Seconds,
 )
 
-KIB, MIB = 1024, 1024 * 1024
 HTTP_PORT = 80
 HOST = re.compile(r"[\w.:-]+", re.ASCII)
-
-
-class Block(BaseModel):
-    """A mapping in the file: frozen, and strict about keys and types."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
 def _worker_url(url: str) -> str:
@@ -75,19 +73,11 @@ def _api_url(url: str) -> str:
     return url.rstrip("/")
 
 
-Port = Annotated[int, Field(ge=0, le=65535)]
-Seconds = Annotated[float, Field(gt=0)]
-Count = Annotated[int, Field(ge=1)]
-Name = Annotated[str, Field(min_length=1)]
 # They stand in headers, in metrics' labels and in the names of log files.
 WorkerName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
-Key = Annotated[str, Field(pattern=r"^[!-~]+$")]
 Url = Annotated[str, AfterValidator(_worker_url)]
 ApiUrl = Annotated[str, AfterValidator(_api_url)]
-FilePath = Annotated[Path, Field(strict=False)]
 WorkerRole = Literal["short", "long", "general", "prefill", "decode"]
-# A tuple is what a list of the file becomes; strictness is for what is in it.
-LIST = Field(strict=False)
 
 
 class LaunchConfig(Block):

@@ -15,7 +15,6 @@ from pydantic_core import ErrorDetails
 
 from proxy.config.checks import CHECKS, Check, Draft
 from proxy.config.models import (
-    Block,
     FleetConfig,
     PoolConfig,
     RouterConfig,
@@ -24,6 +23,7 @@ from proxy.config.models import (
     WorkerConfig,
 )
 from proxy.config.showing import HIDDEN, is_secret
+from proxy.config.types import Block
 from proxy.errors import ConfigError, Problem
 
 LONGEST_VALUE = 60

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from proxy.config import Draft, load, parse, shown
-from proxy.config.models import Block
+from proxy.config.types import Block
 from proxy.errors import ConfigError, Problem
 
 GOOD = """

@@ -1,0 +1,26 @@
+"""What the blocks of a fleet file are made of."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field
+
+KIB, MIB = 1024, 1024 * 1024
+
+
+class Block(BaseModel):
+    """A mapping in the file: frozen, and strict about keys and types."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+
+Port = Annotated[int, Field(ge=0, le=65535)]
+Seconds = Annotated[float, Field(gt=0)]
+Count = Annotated[int, Field(ge=1)]
+Name = Annotated[str, Field(min_length=1)]
+Key = Annotated[str, Field(pattern=r"^[!-~]+$")]
+FilePath = Annotated[Path, Field(strict=False)]
+# A tuple is what a list of the file becomes; strictness is for what is in it.
+LIST = Field(strict=False)
