@@ -30,8 +30,8 @@ class Leg(Enum):
     # The prompt, and one token that nobody reads. When it is told as finished its KV stays in the
     # cache until `release`: somebody is still to fetch it.
     PREFILL = "prefill"
-    # The prompt's KV is fetched (`Job.transfer_s`, from when there is room for it), its last token
-    # computed again, and all of the output written.
+    # The prompt's KV is fetched, as far as it is not cached (`WorkerModel.transfer_s`, from when
+    # there is room for it), its last token computed again, and all of the output written.
     DECODE = "decode"
 
 
@@ -49,7 +49,6 @@ class Job:
     text: int = 0
     shared: tuple[Piece, ...] = ()
     leg: Leg = Leg.WHOLE
-    transfer_s: float = 0.0  # of a decode leg
     klass: str = ""
     tenant: str = ""
     wishes: Mapping[str, object] = field(default_factory=dict)  # vllm_xargs, as `lane`
