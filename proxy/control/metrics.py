@@ -24,6 +24,7 @@ from proxy.control.scrape import render
 from proxy.core import routes
 
 if TYPE_CHECKING:
+    from proxy.control.live import Live, Seen
     from proxy.core.router import Router
     from proxy.core.types import Lease
 
@@ -81,9 +82,11 @@ class Metrics:
     def __init__(self, router: Router) -> None:
         self.router = router
         self.recent = Recent()
+        self.live: Live | None = None  # while somebody looks at the status page
         self.client_connections = 0
         # Replaced by whoever owns the connections.
         self.upstream_connections: Callable[[], Iterable[ConnectionCount]] = tuple
+        self.under_way: Callable[[], Iterable[Seen]] = tuple
         # Replaced by whoever looks for workers.
         self.discovered: Callable[[], Iterable[PoolCount]] = tuple
         self.loop_lag = Histogram(LAG_BOUNDS)

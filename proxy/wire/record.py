@@ -20,8 +20,13 @@ class Record:
         "ask",
         "decision",
         "first_token_at",
+        "number",
+        "placed_at",
+        "prefilled_at",
         "queue_s",
+        "sent_bytes",
         "started",
+        "ticks",
         "tokens",
     )
 
@@ -30,9 +35,20 @@ class Record:
         self.decision: Decision | None = None  # the last one, if it was placed at all
         self.started = 0.0
         self.queue_s = 0.0
+        self.placed_at: float | None = None  # last
+        self.prefilled_at: float | None = None  # by another worker than the one that decodes
+        self.sent_bytes = 0  # to the client, the head included
+        self.number = 0  # on the status page, once somebody looks
+        self.ticks: list[float] | None = None  # and when tokens passed, since it was told last
         self.first_token_at: float | None = None
         self.tokens = 0  # after the first
         self._last_token_at = 0.0
+
+    def place(self, now: float, decision: Decision) -> None:
+        """Note where it goes."""
+        self.decision = decision
+        self.placed_at = now
+        self.prefilled_at = None
 
     def saw_tokens(self, now: float, metrics: Metrics, tokens: int = 1) -> None:
         """Note when tokens passed, and how many."""
@@ -43,6 +59,8 @@ class Record:
             if self.decision is not None:
                 metrics.chunk_gap(self.decision.worker.role, now - self._last_token_at)
         self._last_token_at = now
+        if (live := metrics.live) is not None:
+            live.saw_tokens(self, now)
 
     def close(
         self, now: float, metrics: Metrics, route: str, status: int, reason: Reason | None
@@ -64,5 +82,7 @@ class Record:
             route, model, worker, reason, status, ttft_s, duration_s, self.queue_s, pool, predicted,
             ask is not None and ask.long, tpot_s,
         )  # fmt: skip
+        if (live := metrics.live) is not None:
+            live.ended(self, now, status, reason)
         if ask is not None:
             metrics.recent.add(ask, decision, reason, status, ttft_s, duration_s, self.queue_s)

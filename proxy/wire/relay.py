@@ -61,7 +61,6 @@ class Exchange:
         "_handing",
         "_last_refusal",
         "_lease",
-        "_record",
         "_request",
         "_route",
         "_ticket",
@@ -69,6 +68,7 @@ class Exchange:
         "_wire",
         "connection",
         "once",
+        "record",
     )
     patience_s = inf
 
@@ -89,13 +89,13 @@ class Exchange:
         self._answering: Answering | None = None
         self._last_refusal: Refusal | None = None  # of another try, while an error passes on
         self._tried: frozenset[str] = frozenset()
-        self._record = Record()
+        self.record = Record()
 
     # To a worker
 
     def start(self, now: float) -> None:
         """Read the body, and find out where it goes."""
-        self._record.started = now
+        self.record.started = now
         self._wire.exchanges.add(self)
         request, router = self._request, self._wire.router
         content_type = request.head.special.get(b"content-type", b"")
@@ -104,7 +104,7 @@ class Exchange:
         if isinstance(ask, Refusal):
             self._refuse(now, ask)
             return
-        self._ask = self._record.ask = ask
+        self._ask = self.record.ask = ask
         counter = router.counter_for(ask)
         if counter is None:
             self._place(now, ask)
@@ -139,13 +139,13 @@ class Exchange:
     def placed(self, now: float, placed: Lease | Refusal) -> None:
         """Go to the worker that has room, or hear that none will."""
         if (ticket := self._ticket) is not None:
-            self._record.queue_s += now - ticket.since
+            self.record.queue_s += now - ticket.since
             self._ticket = None
         if isinstance(placed, Refusal):
             self._refuse(now, placed)
             return
         self._lease = placed
-        self._record.decision = placed.decision
+        self.record.place(now, placed.decision)
         if placed.prefill is not None:
             first = placed.prefill.worker
             handing = self._handing = HandOver(self._wire, self._request, placed, first)
@@ -159,6 +159,7 @@ class Exchange:
     def prefilled(self, now: float, answer: bytes) -> None:
         """Have the rest decoded."""
         if self._handing is not None:
+            self.record.prefilled_at = now
             self._handing.decode(now, self, answer)
             self._wire.settle(now)
 
@@ -195,7 +196,7 @@ class Exchange:
         self._answering = Answering(
             self._request,
             head,
-            self._record.decision,
+            self.record.decision,
             keep_alive=keep_alive,
             cached_tokens=cached_tokens,
         )
@@ -220,6 +221,7 @@ class Exchange:
         if answering.tokens:
             self._saw_tokens(now, answering.tokens)
         if data:
+            self.record.sent_bytes += len(data)
             self._client.write(data)
         if ended:
             self._finish(now, answering)
@@ -296,7 +298,7 @@ class Exchange:
             self._wire.router.remember(response_id, lease.worker.name)
 
     def _saw_tokens(self, now: float, tokens: int) -> None:
-        record, lease, router = self._record, self._lease, self._wire.router
+        record, lease, router = self.record, self._lease, self._wire.router
         if lease is not None:
             if record.first_token_at is None:
                 if lease.prefill is not None:
@@ -311,7 +313,7 @@ class Exchange:
         wire, status = self._wire, answering.status
         if (lease := self._lease) is not None:
             done = status < BAD_REQUEST
-            if done and lease.sent and lease.prefill and self._record.first_token_at is None:
+            if done and lease.sent and lease.prefill and self.record.first_token_at is None:
                 wire.metrics.handovers.arrived(lease)
             outcome = Outcome.DONE if done else Outcome.REFUSED
             # To read it takes a microsecond or two, and of many requests few are to teach anything.
@@ -383,7 +385,7 @@ class Exchange:
     def _books(self, now: float, status: int, reason: Reason | None = None) -> None:
         """Count the request, whichever way it ended."""
         self._wire.exchange_over(self)
-        self._record.close(now, self._wire.metrics, self._route.name, status, reason)
+        self.record.close(now, self._wire.metrics, self._route.name, status, reason)
 
 
 def _timed_out(refusal: Refusal) -> Refusal:

@@ -14,7 +14,7 @@ import asyncio
 import os
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import count
 from typing import TYPE_CHECKING
 
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from proxy.control.metrics import Metrics
     from proxy.core.router import Router
     from proxy.transfer.types import Connector
+    from proxy.wire.record import Record
     from proxy.wire.relay import Exchange
     from proxy.wire.release import Release
     from proxy.wire.request import RequestHead
@@ -79,6 +80,7 @@ class Wire:
         self._ids = count(1)
         self._id_prefix = os.urandom(8).hex().encode()
         metrics.upstream_connections = self.pools.counts
+        metrics.under_way = self._under_way
 
     async def start(self, host: str, port: int, *, sock: socket.socket | None = None) -> None:
         """Listen, on a socket of the caller's if there is one."""
@@ -191,6 +193,9 @@ class Wire:
         self.metrics.client_connections = len(self.clients)
         if not self.clients:
             self._wake()
+
+    def _under_way(self) -> Iterator[Record]:
+        return (exchange.record for exchange in self.exchanges)
 
     def new_id(self) -> bytes:
         """Make an id for a request that came without one."""
