@@ -16,8 +16,10 @@ HEAVY = {"vllm", "torch", "transformers", "tokenizers", "safetensors"}
 # From the top of each tower down; an import only goes down, or stays on its floor.
 FLOORS = {
     "vllm_sched": ["cli", "sim", "bench", "workers", "engine", "policies", "cost", "errors"],
-    "proxy": ["app", "wire", "control", "transfer", "core", "config", "errors"],
-}
+    "proxy": [
+        "app", "processes", "assembly", "wire", "control", "transfer", "core", "config", "errors",
+    ],
+}  # fmt: skip
 PURE = ("vllm_sched/policies", "vllm_sched/cost", "proxy/core", "proxy/transfer")
 # Opening anything, waiting for anything, or reading a clock.
 NOT_PURE = {

@@ -38,6 +38,7 @@ ADDRESS = {
     "mooncake": (re.compile(r"http://[\w.-]+:\d{1,5}", re.ASCII), "http://host:port"),
     "lmcache": (re.compile(r"[\w.-]+:\d{1,5}:\d{1,5}", re.ASCII), "host:init_port:alloc_port"),
 }
+FORM_BYTES = 64 * 1024  # of a form that holds a file, beside the file
 # Names of this machine that can't share a port.
 HERE = frozenset({"127.0.0.1", "localhost", "::1", "0.0.0.0", "::"})  # noqa: S104 - only compared
 
@@ -177,6 +178,14 @@ def sizes(draft: Draft) -> Iterator[Problem]:
             "router.queue.max_bytes",
             f"{router.queue.max_bytes}: a body may have router.max_body_bytes, "
             f"{router.max_body_bytes}, and could never wait; give at least that",
+        )
+    batches = router.batches
+    if batches.path is not None and batches.max_file_bytes + FORM_BYTES > router.max_body_bytes:
+        yield Problem(
+            "router.batches.max_file_bytes",
+            f"{batches.max_file_bytes}: a file comes as one body, which has at most "
+            f"router.max_body_bytes, {router.max_body_bytes}; give "
+            f"{max(router.max_body_bytes - FORM_BYTES, 1)} or less, or make that more",
         )
 
 

@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo, model_validator
 
+from proxy.config.batches import BatchesConfig
 from proxy.config.types import (
     KIB,
     LIST,
@@ -265,6 +266,7 @@ class RouterConfig(Block):
     timeouts: TimeoutConfig = TimeoutConfig()
     retries: RetryConfig = RetryConfig()
     probe: ProbeConfig = ProbeConfig()
+    batches: BatchesConfig = BatchesConfig()
     allow_client_kv_transfer: bool = Field(
         False,
         description="let clients steer KV transfers themselves: they can then read each other's "
@@ -301,6 +303,11 @@ class TransferConfig(Block):
     mode: Literal["pull", "push"] = Field("pull", description="nixl only: who moves the bytes")
     path: Name | None = Field(
         None, description="shared-storage only: a folder that all its workers see"
+    )
+    lease_s: Seconds | None = Field(
+        None,
+        description="for which a prefill worker keeps blocks that nobody fetches: no more than the "
+        "workers' kv_lease_duration; `up` gives its workers twice as much; nixl: 30 if not given",
     )
     addresses: dict[str, Name] = Field(
         default_factory=dict,

@@ -19,11 +19,11 @@ from proxy.core.types import Reason, Refusal
 from proxy.wire.http import CONTINUE, RefusedError
 from proxy.wire.local import local_answer
 from proxy.wire.own_answers import refuse
-from proxy.wire.relay import Exchange
 from proxy.wire.request import Request
 from proxy.wire.request_reader import Reading, RequestReader
 
 if TYPE_CHECKING:
+    from proxy.wire.desk import Conversation
     from proxy.wire.server import Wire
 
 # Sent ahead of its turn; beyond that the client has to wait.
@@ -60,7 +60,7 @@ class ClientConnection(asyncio.Protocol):
             wire.judge, max_head=settings.max_header_bytes, max_body=settings.max_body_bytes
         )
         self._transport: asyncio.Transport
-        self._exchange: Exchange | None = None
+        self._exchange: Conversation | None = None
         self._last_words: Refusal | None = None  # to say once what came before is answered
         self._leaving = False
         self._taking = False
@@ -176,7 +176,7 @@ class ClientConnection(asyncio.Protocol):
             request.id = wire.new_id()
         if head.route is not None and not wire.draining:
             self.deadline = inf
-            self._exchange = Exchange(wire, self, request, head.route)
+            self._exchange = wire.begin(self, request, head.route)
             self._exchange.start(now)
             return
         keep_alive = head.keep_alive and not wire.draining

@@ -31,7 +31,7 @@ from proxy.wire.worker_connection import Trouble
 if TYPE_CHECKING:
     from proxy.core.routes import Route
     from proxy.core.types import Ask
-    from proxy.wire.client import ClientConnection
+    from proxy.wire.desk import Recipient
     from proxy.wire.request import Request
     from proxy.wire.response import Head
     from proxy.wire.server import Wire
@@ -73,7 +73,7 @@ class Exchange:
     patience_s = inf
 
     def __init__(
-        self, wire: Wire, client: ClientConnection, request: Request, route: Route
+        self, wire: Wire, client: Recipient, request: Request, route: Route
     ) -> None:
         self.connection: WorkerConnection | None = None
         self.once = False

@@ -21,22 +21,24 @@ from typing import TYPE_CHECKING
 from proxy.core.routes import find
 from proxy.core.types import Refusal, Ticket
 from proxy.transfer.p2p_nccl import is_steering
-from proxy.wire import local
+from proxy.wire import desk, local
 from proxy.wire.client import ClientConnection
 from proxy.wire.counting import TokenCount
 from proxy.wire.http import NONE
 from proxy.wire.outbox import Outbox
+from proxy.wire.relay import Exchange
 from proxy.wire.settings import WireSettings
 from proxy.wire.upstream import Pools
 
 if TYPE_CHECKING:
     from proxy.control.metrics import Metrics
     from proxy.core.router import Router
+    from proxy.core.routes import Route
     from proxy.transfer.types import Connector
+    from proxy.wire.desk import Conversation, Desk
     from proxy.wire.record import Record
-    from proxy.wire.relay import Exchange
     from proxy.wire.release import Release
-    from proxy.wire.request import RequestHead
+    from proxy.wire.request import Request, RequestHead
 
 BACKLOG = 4096
 # All connections are looked at every so often; the queue and token counts more often, while there
@@ -66,6 +68,8 @@ class Wire:
         self.draining = False
         self.clients: set[ClientConnection] = set()
         self.exchanges: set[Exchange] = set()
+        self.desk: Desk | None = None  # set by whoever has one, before it listens
+        self.visits: set[Conversation] = set()  # to the desk
         self.queued: dict[Ticket, Exchange] = {}
         self.counting: set[TokenCount] = set()
         self.releases: set[Release] = set()
@@ -104,10 +108,10 @@ class Wire:
         self.draining = True
         for server in self._servers:
             server.close()
-        await self._until(lambda: not self.exchanges, give_up)
+        await self._until(lambda: not self.exchanges and not self.visits, give_up)
         now = self.clock()
-        for exchange in list(self.exchanges):
-            exchange.cut(now)
+        for conversation in [*self.exchanges, *self.visits]:
+            conversation.cut(now)
         for client in list(self.clients):
             client.leave(now)
         await self._until(lambda: not self.clients, max(give_up, now + CLOSE_S))
@@ -143,9 +147,18 @@ class Wire:
             return
         route = find(head.method, head.path)
         if isinstance(route, Refusal):
+            ours = desk.absent(head) if self.desk is None else self.desk.find(head)
+            route = ours or route
+        if isinstance(route, Refusal):
             head.refusal = route
         else:
             head.route = route
+
+    def begin(self, client: ClientConnection, request: Request, route: Route) -> Conversation:
+        """Answer a request that has a route."""
+        if self.desk is not None and route.name in desk.ROUTES:
+            return self.desk.begin(client, request)
+        return Exchange(self, client, request, route)
 
     def count(self, now: float, done: Callable[[float, int | None], None]) -> TokenCount:
         """Prepare a question to a worker's /tokenize."""
@@ -174,6 +187,12 @@ class Wire:
         """Forget an exchange."""
         self.exchanges.discard(exchange)
         if not self.exchanges:
+            self._wake()
+
+    def visit_over(self, visit: Conversation) -> None:
+        """Forget a visit to the desk."""
+        self.visits.discard(visit)
+        if not self.visits:
             self._wake()
 
     def release_over(self, release: Release) -> None:

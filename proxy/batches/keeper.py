@@ -1,0 +1,50 @@
+"""The store's own thread: what waits for a disk is never done in the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Concatenate, ParamSpec, TypeVar
+
+from proxy.batches.store import Store
+from proxy.errors import ProxyError
+
+Given = ParamSpec("Given")
+Got = TypeVar("Got")
+
+
+class Keeper:
+    """Does what it is told to a store, one thing after the other."""
+
+    def __init__(self, path: Path, keep_s: float) -> None:
+        self._path = path
+        self._keep_s = keep_s
+        self._store: Store | None = None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="batches")
+
+    async def open(self) -> None:
+        """Open the store; raises `ProxyError`."""
+        loop = asyncio.get_running_loop()
+        self._store = await loop.run_in_executor(self._thread, Store, self._path, self._keep_s)
+
+    async def close(self) -> None:
+        """Close it, once what was begun is done."""
+        if self._store is not None:
+            store, self._store = self._store, None
+            await asyncio.get_running_loop().run_in_executor(self._thread, store.close)
+        self._thread.shutdown(wait=False)
+
+    async def __call__(
+        self,
+        what: Callable[Concatenate[Store, Given], Got],
+        *args: Given.args,
+        **named: Given.kwargs,
+    ) -> Got:
+        """Do it: `await keep(Store.add_file, tenant, ...)`."""
+        store = self._store
+        if store is None:
+            raise ProxyError("the store of batches is closed")
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._thread, lambda: what(store, *args, **named))

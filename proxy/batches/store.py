@@ -1,0 +1,342 @@
+"""What outlives a restart: files, batches, and one result for each line.
+
+SQLite, for one thread at a time. A line without a result is to be run; a restart in between runs it
+again, and of two results the first stays.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from proxy.batches.rows import (
+    Page,
+    batch_of,
+    file_of,
+    marks,
+    new_id,
+    replaced,
+    row_of,
+    written,
+)
+from proxy.batches.schema import connect, full_disk_told, transaction
+from proxy.batches.types import (
+    ACTIVE,
+    INPUT,
+    OUTPUT,
+    Batch,
+    Complaint,
+    File,
+    InUseError,
+    Job,
+    Line,
+    Result,
+    Status,
+)
+
+PIECE_BYTES = 1 << 20  # of a file, read at a time
+FETCH_BYTES = 1 << 20  # of lines to run
+FILE_COLUMNS = "id, tenant, name, purpose, created, expires, bytes, batch, ok"
+# How a batch ends, and what is said of its lines that were not run.
+ENDS = {
+    Status.COMPLETED: ("", ""),
+    Status.EXPIRED: (
+        "batch_expired",
+        "This request could not be executed before the completion window expired.",
+    ),
+    Status.CANCELLED: ("batch_cancelled", "The batch was cancelled before this request was run."),
+}
+
+
+class Store:
+    """One folder's files and batches."""
+
+    def __init__(self, path: Path, keep_s: float) -> None:
+        self.keep_s = keep_s
+        self.connection = connect(path)
+
+    def close(self) -> None:
+        """Close it."""
+        self.connection.close()
+
+    # Files
+
+    def add_file(self, tenant: str, name: str, purpose: str, content: bytes, now: float) -> File:
+        """Keep an upload."""
+        size = len(content)
+        file = File(new_id("file-"), tenant, name, purpose, now, now + self.keep_s, size)
+        with full_disk_told(), transaction(self.connection):
+            self._insert_file(file, content)
+        return file
+
+    def _insert_file(self, file: File, content: bytes | None) -> None:
+        row = (*asdict(file).values(), content)
+        self.connection.execute(
+            f"INSERT INTO files ({FILE_COLUMNS}, content) VALUES ({marks(row)})",  # noqa: S608
+            row,
+        )
+
+    def file(self, tenant: str, file_id: str) -> File | None:
+        """Find one of a tenant's files."""
+        row = self.connection.execute(
+            f"SELECT {FILE_COLUMNS} FROM files WHERE id = ? AND tenant = ?",  # noqa: S608
+            (file_id, tenant),
+        ).fetchone()
+        return file_of(row) if row else None
+
+    def files(self, tenant: str, page: Page, purpose: str | None = None) -> list[File]:
+        """List a tenant's files: one more than asked for, if there are more."""
+        where, values = "tenant = ?", [tenant]
+        if purpose is not None:
+            where, values = f"{where} AND purpose = ?", [*values, purpose]
+        rows = self._page("files", FILE_COLUMNS, where, values, page)
+        return [file_of(row) for row in rows]
+
+    def _page(
+        self, table: str, columns: str, where: str, values: list[str], page: Page
+    ) -> list[sqlite3.Row]:
+        if page.after:
+            sign = ">" if page.oldest_first else "<"
+            where += f" AND rowid {sign} (SELECT rowid FROM {table} WHERE id = ?)"  # noqa: S608
+            values = [*values, page.after]
+        order = "ASC" if page.oldest_first else "DESC"
+        return self.connection.execute(
+            f"SELECT {columns} FROM {table} WHERE {where} ORDER BY rowid {order} LIMIT ?",  # noqa: S608
+            (*values, page.limit + 1),
+        ).fetchall()
+
+    def delete_file(self, tenant: str, file_id: str) -> bool:
+        """Forget a file; False if there is none of that id."""
+        with transaction(self.connection):
+            if self._reads(file_id):
+                raise InUseError(f"A batch still reads {file_id}; cancel that first.")
+            gone = self.connection.execute(
+                "DELETE FROM files WHERE id = ? AND tenant = ?", (file_id, tenant)
+            )
+        return gone.rowcount > 0
+
+    def _reads(self, file_id: str) -> bool:
+        found = self.connection.execute(
+            f"SELECT 1 FROM batches WHERE input = ? AND status IN ({marks(ACTIVE)})",  # noqa: S608
+            (file_id, *ACTIVE),
+        )
+        return found.fetchone() is not None
+
+    def piece(self, file: File, at: int) -> tuple[bytes, int]:
+        """Read on in a file; returns what comes at a place and the place after it."""
+        if file.batch is None:
+            content = self._content(file.id, at, min(PIECE_BYTES, file.bytes - at))
+            return content, at + len(content)
+        pieces: list[bytes] = []
+        size = 0
+        for number, content in self.connection.execute(
+            "SELECT number, content FROM results WHERE batch = ? AND ok = ? AND number > ? "
+            "ORDER BY number",
+            (file.batch, file.ok, at),
+        ):
+            pieces += (content, b"\n")
+            size += len(content)
+            at = number
+            if size >= PIECE_BYTES:
+                break
+        return b"".join(pieces), at
+
+    def _content(self, file_id: str, start: int, size: int) -> bytes:
+        row = self.connection.execute("SELECT rowid FROM files WHERE id = ?", (file_id,)).fetchone()
+        if row is None:
+            return b""
+        with self.connection.blobopen("files", "content", row[0], readonly=True) as blob:
+            blob.seek(start)
+            return blob.read(size)
+
+    # Batches
+
+    def add_batch(self, batch: Batch) -> None:
+        """Keep a new batch."""
+        row = row_of(batch)
+        with full_disk_told(), transaction(self.connection):
+            self.connection.execute(
+                f"INSERT INTO batches ({', '.join(row)}) VALUES ({marks(row)})",  # noqa: S608
+                tuple(row.values()),
+            )
+
+    def batch(self, tenant: str, batch_id: str) -> Batch | None:
+        """Find one of a tenant's batches."""
+        found = self._batches("id = ? AND tenant = ?", (batch_id, tenant))
+        return found[0] if found else None
+
+    def batches(self, tenant: str, page: Page) -> list[Batch]:
+        """List a tenant's batches: one more than asked for, if there are more."""
+        return [batch_of(row) for row in self._page("batches", "*", "tenant = ?", [tenant], page)]
+
+    def cancel(self, tenant: str, batch_id: str, now: float) -> Batch | None:
+        """Ask for the end of a batch that runs; others stay as they are."""
+        with full_disk_told(), transaction(self.connection):
+            batch = self.batch(tenant, batch_id)
+            if batch is not None and batch.status in (Status.VALIDATING, Status.IN_PROGRESS):
+                self._move(batch, Status.CANCELLING, now)
+        return batch
+
+    def active(self) -> list[Batch]:
+        """List everybody's batches that are not over, the oldest first."""
+        return self._batches(f"status IN ({marks(ACTIVE)}) ORDER BY rowid", ACTIVE)
+
+    def _batches(self, where: str, values: Sequence[Any]) -> list[Batch]:
+        rows = self.connection.execute(f"SELECT * FROM batches WHERE {where}", values)  # noqa: S608
+        return [batch_of(row) for row in rows]
+
+    def _move(self, batch: Batch, status: Status, now: float) -> None:
+        """Write down a batch's next state, with all else that changed of it."""
+        batch.status = status
+        batch.at[status] = now
+        row = row_of(batch)
+        # What is counted is counted where results are kept.
+        for name in ("id", "completed", "failed"):
+            del row[name]
+        self.connection.execute(
+            f"UPDATE batches SET {', '.join(f'{name} = ?' for name in row)} WHERE id = ?",  # noqa: S608
+            (*row.values(), batch.id),
+        )
+
+    # Their lines
+
+    def input(self, batch: Batch) -> bytes | None:
+        """Read a batch's whole input; None if it is gone."""
+        row = self.connection.execute(
+            "SELECT content FROM files WHERE id = ? AND purpose = ?", (batch.input, INPUT)
+        ).fetchone()
+        return None if row is None else row[0]
+
+    def restart_lines(self, batch: Batch) -> None:
+        """Forget lines that were read before."""
+        with transaction(self.connection):
+            self.connection.execute("DELETE FROM lines WHERE batch = ?", (batch.id,))
+
+    def add_lines(self, batch: Batch, lines: Iterable[Line]) -> None:
+        """Keep where lines are."""
+        with full_disk_told(), transaction(self.connection):
+            self.connection.executemany(
+                "INSERT INTO lines (batch, number, custom_id, model, start, size) "
+                "VALUES (?, ?, ?, ?, ?, ?)",
+                ((batch.id, x.number, x.custom_id, x.model, x.start, x.size) for x in lines),
+            )
+
+    def begin(self, batch: Batch, total: int, now: float) -> bool:
+        """Have a batch's lines run; False if it was cancelled meanwhile."""
+        return self._settle(batch, Status.IN_PROGRESS, now, total=total)
+
+    def refuse(self, batch: Batch, complaints: list[Complaint], now: float) -> bool:
+        """End a batch whose input can't be run; False if it was cancelled meanwhile."""
+        return self._settle(batch, Status.FAILED, now, complaints=complaints)
+
+    def _settle(self, batch: Batch, status: Status, now: float, **changes: Any) -> bool:
+        with full_disk_told(), transaction(self.connection):
+            found = self._batches("id = ?", (batch.id,))
+            if not found or found[0].status is not Status.VALIDATING:
+                return False
+            for name, value in changes.items():
+                setattr(found[0], name, value)
+            self._move(found[0], status, now)
+            if status is Status.FAILED:
+                self.connection.execute("DELETE FROM lines WHERE batch = ?", (batch.id,))
+        return True
+
+    def jobs(self, batch: Batch, after: int, most: int) -> list[Job]:
+        """Read the next lines that have no result, behind the line of that number."""
+        rows = self.connection.execute(
+            "SELECT number, custom_id, model, start, size FROM lines AS l "
+            "WHERE batch = ? AND number > ? AND NOT EXISTS "
+            "(SELECT 1 FROM results AS r WHERE r.batch = l.batch AND r.number = l.number) "
+            "ORDER BY number LIMIT ?",
+            (batch.id, after, most),
+        )
+        jobs: list[Job] = []
+        left = FETCH_BYTES
+        for number, custom_id, model, start, size in rows:
+            if jobs and size > left:
+                break
+            left -= size
+            body = self._content(batch.input, start, size)
+            jobs.append(Job(batch.id, number, custom_id, model, body))
+        return jobs
+
+    def save(self, results: Sequence[Result]) -> None:
+        """Keep results; of a line that has one, the first stays."""
+        with full_disk_told(), transaction(self.connection):
+            for result in results:
+                self._save(result)
+
+    def _save(self, result: Result) -> None:
+        ok = result.ok
+        kept = self.connection.execute(
+            "INSERT OR IGNORE INTO results (batch, number, ok, content) VALUES (?, ?, ?, ?)",
+            (result.batch, result.number, ok, written(result)),
+        )
+        if kept.rowcount:
+            column = "completed" if ok else "failed"
+            self.connection.execute(
+                f"UPDATE batches SET {column} = {column} + 1 WHERE id = ?",  # noqa: S608
+                (result.batch,),
+            )
+
+    def end(self, batch_id: str, status: Status, now: float) -> None:
+        """End a batch: say of each line left why it was not run, and offer the results as files."""
+        code, message = ENDS[status]
+        with full_disk_told(), transaction(self.connection):
+            (batch,) = self._batches("id = ?", (batch_id,))
+            for job in self._left(batch) if code else ():
+                self._save(replaced(job, code, message))
+            (batch,) = self._batches("id = ?", (batch_id,))
+            batch.output = self._offer(batch, now, ok=True)
+            batch.error = self._offer(batch, now, ok=False)
+            if status is Status.COMPLETED:
+                batch.at[Status.FINALIZING] = now
+            self._move(batch, status, now)
+            self.connection.execute("DELETE FROM lines WHERE batch = ?", (batch_id,))
+
+    def _left(self, batch: Batch) -> Iterator[Job]:
+        rows = self.connection.execute(
+            "SELECT number, custom_id, model FROM lines AS l WHERE batch = ? AND NOT EXISTS "
+            "(SELECT 1 FROM results AS r WHERE r.batch = l.batch AND r.number = l.number)",
+            (batch.id,),
+        )
+        for number, custom_id, model in rows.fetchall():
+            yield Job(batch.id, number, custom_id, model, b"")
+
+    def _offer(self, batch: Batch, now: float, *, ok: bool) -> str | None:
+        """Make a file of a batch's results; none of nothing."""
+        (size,) = self.connection.execute(
+            "SELECT sum(length(content) + 1) FROM results WHERE batch = ? AND ok = ?",
+            (batch.id, ok),
+        ).fetchone()
+        if not size:
+            return None
+        name = f"{batch.id}_{'output' if ok else 'error'}.jsonl"
+        expires = now + self.keep_s
+        file = File(
+            new_id("file-"), batch.tenant, name, OUTPUT, now, expires, size, batch.id, ok
+        )  # fmt: skip
+        self._insert_file(file, None)
+        return file.id
+
+    def purge(self, now: float) -> None:
+        """Forget what was kept for long enough, and give its room back."""
+        run = self.connection.execute
+        with transaction(self.connection):
+            over = "status IN ('completed', 'failed', 'expired', 'cancelled') AND expires < ?"
+            since = now - self.keep_s
+            for table in ("lines", "results"):
+                run(
+                    f"DELETE FROM {table} WHERE batch IN (SELECT id FROM batches WHERE {over})",  # noqa: S608
+                    (since,),
+                )
+            run(f"DELETE FROM batches WHERE {over}", (since,))  # noqa: S608
+            run(
+                "DELETE FROM files WHERE expires < ? AND id NOT IN "  # noqa: S608
+                f"(SELECT input FROM batches WHERE status IN ({marks(ACTIVE)}))",
+                (now, *ACTIVE),
+            )
+        run("PRAGMA incremental_vacuum(10000)").fetchall()
