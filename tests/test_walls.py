@@ -17,7 +17,8 @@ HEAVY = {"vllm", "torch", "transformers", "tokenizers", "safetensors"}
 FLOORS = {
     "vllm_sched": ["cli", "sim", "bench", "workers", "engine", "policies", "cost", "errors"],
     "proxy": [
-        "app", "processes", "assembly", "wire", "control", "transfer", "core", "config", "errors",
+        "app", "processes", "assembly", "batches", "wire", "control", "transfer", "core", "config",
+        "errors",
     ],
 }  # fmt: skip
 PURE = ("vllm_sched/policies", "vllm_sched/cost", "proxy/core", "proxy/transfer")

@@ -20,9 +20,11 @@ DATE_S = 1.0
 class AdminServer:
     """Listens from the start, so that a port in use is an error of the start."""
 
-    def __init__(self, app: FastAPI, host: str, port: int) -> None:
+    def __init__(
+        self, app: FastAPI, host: str, port: int, *, sock: socket.socket | None = None
+    ) -> None:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._socket = socket.create_server((host, port), family=family)
+        self._socket = sock or socket.create_server((host, port), family=family)
         self._serves = False
         self._server = _Server(
             uvicorn.Config(app, log_config=None, access_log=False, lifespan="off", ws="none")

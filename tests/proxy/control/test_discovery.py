@@ -57,7 +57,7 @@ class Site:
 
     def start(self, text: str = POOLS) -> None:
         """Begin with a fleet file."""
-        from proxy.app import _spec, specs
+        from proxy.assembly import _spec, specs
 
         config = parse(text, "fleet.yaml")
         for spec in specs(config):

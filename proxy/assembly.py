@@ -1,0 +1,265 @@
+"""What a router is made of, from one fleet file: listens, leads, reloads, drains and stops.
+
+Where one process serves, it listens and leads. Where several do (`proxy/processes`), all of them
+listen and one of them leads: it alone probes, discovers, warms up and has the admin port.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from collections.abc import Sequence
+from math import inf
+from pathlib import Path
+
+from proxy.config import FleetConfig, WorkerConfig, load
+from proxy.control.admin import admin_app
+from proxy.control.admin_server import AdminServer
+from proxy.control.balance import Balance
+from proxy.control.discovery import Discovery
+from proxy.control.handovers import Aggregated
+from proxy.control.metrics import Metrics
+from proxy.control.probe import Prober
+from proxy.control.recent import Recent
+from proxy.control.warmup import Warmup
+from proxy.core.fleet import Fleet
+from proxy.core.router import Router, RouterSettings
+from proxy.core.types import Role
+from proxy.core.worker import WorkerSpec
+from proxy.errors import ConfigError, Problem, ProxyError
+from proxy.transfer.registry import connector
+from proxy.wire.server import Wire
+from proxy.wire.settings import WireSettings
+
+logger = logging.getLogger(__name__)
+
+# What only a start can change.
+BOUND = ("host", "port", "admin", "processes")
+LOOK_S = 0.25
+
+
+class App:
+    """A router and its surroundings, from one fleet file."""
+
+    def __init__(self, config: FleetConfig, source: Path | None = None) -> None:
+        self.config = config
+        self.source = source
+        self._started_with = config
+        probe = config.router.probe
+        self.fleet = Fleet(down_after=probe.down_after, up_after=probe.up_after)
+        for spec in specs(config):
+            self.fleet.add(spec)
+        self.router = Router(router_settings(config), self.fleet)
+        self.metrics = Metrics(self.router)
+        moves = connector(config.transfer) if config.transfer is not None else None
+        self.wire = Wire(self.router, wire_settings(config), self.metrics, connector=moves)
+        self.prober = Prober(self.router, probe)
+        self.balance = Balance(self.router)
+        self.warmup: Warmup | None = None
+        if moves is not None and config.transfer is not None and config.transfer.warmup:
+            self.warmup = Warmup(self.router, moves, self.metrics.handovers)
+        self.discovery = Discovery(self.fleet, config, _spec)
+        self.metrics.discovered = self.discovery.counts
+        self.leads = False
+        self._admin: AdminServer | None = None
+        self._admin_task: asyncio.Task[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def start(self) -> None:
+        """Listen on both ports and begin to probe."""
+        try:
+            self.open_admin()
+            await self.listen()
+        except OSError as error:
+            await self.stop()
+            raise ProxyError(
+                f"the router can't listen: {error}; choose another host or port under `router`"
+            ) from None
+        self.lead()
+
+    async def listen(self, sockets: Sequence[socket.socket] = ()) -> None:
+        """Listen for clients, on sockets of the caller's if there are any."""
+        host, port = self.config.router.host, self.config.router.port
+        for sock in sockets:
+            await self.wire.start(host, port, sock=sock)
+        if not sockets:
+            await self.wire.start(host, port)
+
+    def open_admin(self, sock: socket.socket | None = None) -> None:
+        """Have the admin port; it is served once this leads."""
+        admin = self.config.router.admin
+        self._admin = AdminServer(admin_app(self), admin.host, admin.port, sock=sock)
+
+    def lead(self) -> None:
+        """Begin what one process alone does."""
+        self.leads = True
+        self._tasks += [
+            asyncio.create_task(self.prober.run(), name="probes"),
+            asyncio.create_task(self.discovery.run(), name="discovery"),
+        ]
+        if self.warmup is not None:
+            self._tasks.append(asyncio.create_task(self.warmup.run(), name="warm-up"))
+        if self.config.transfer is not None:
+            self._tasks.append(asyncio.create_task(self._watch_sides(), name="sides"))
+        if self._admin is not None:
+            self._admin_task = asyncio.create_task(self._admin.run(), name="admin")
+
+    async def _watch_sides(self) -> None:
+        aggregated, clock = Aggregated(self.router), self.wire.clock
+        while True:
+            self.balance.look(clock())
+            aggregated.look(clock())
+            await asyncio.sleep(LOOK_S)
+
+    @property
+    def url(self) -> str:
+        """Where clients find it."""
+        return _url(self.config.router.host, self.wire.port)
+
+    @property
+    def admin_url(self) -> str:
+        """Where operators find it."""
+        admin = self.config.router.admin
+        return _url(admin.host, self._admin.port if self._admin else admin.port)
+
+    @property
+    def recent(self) -> Recent:
+        """The last requests."""
+        return self.metrics.recent
+
+    def add_worker(self, worker: WorkerConfig) -> None:
+        """Take in a worker until the next reload."""
+        self.fleet.add(_spec(worker, self.config))
+
+    def remove_worker(self, name: str) -> None:
+        """Take out a worker until the next reload; its requests in flight finish."""
+        self.fleet.remove(name)
+
+    def reload(self) -> list[str]:
+        """Read the fleet file again; return what will change only with the next start.
+
+        A file that can't be used changes nothing.
+        """
+        if self.source is None:
+            raise ProxyError("this router was not started from a file; there is nothing to reload")
+        late = self.take(self._placed(load(self.source)))
+        logger.info("read %s again: %d workers", self.source, len(self.fleet))
+        if late:
+            logger.warning("%s: the change takes a restart", ", ".join(late))
+        return late
+
+    def take(self, config: FleetConfig) -> list[str]:
+        """Become what a fleet file says; return what will change only with the next start."""
+        late = self._takes_a_restart(config)
+        found = self.discovery.reconfigure(config)
+        self.config = config
+        probe = self.prober.settings = config.router.probe
+        self.fleet.down_after, self.fleet.up_after = probe.down_after, probe.up_after
+        # Legs are under way that the connector has begun: that one stays.
+        moves = self._started_with.transfer
+        settings = router_settings(config.model_copy(update={"transfer": moves}))
+        # Who does not lead is told by the leader who the workers are.
+        workers = [*found, *specs(config)] if self.leads else [w.spec for w in self.fleet]
+        self.router.reconfigure(settings, workers)
+        if self.leads:
+            self.discovery.reloaded()
+        self.wire.reconfigure(wire_settings(config))
+        return late
+
+    def _takes_a_restart(self, config: FleetConfig) -> list[str]:
+        before = self._started_with
+        late = [
+            f"router.{name}"
+            for name in BOUND
+            if getattr(config.router, name) != getattr(before.router, name)
+        ]
+        if config.transfer != before.transfer:
+            late.append("transfer")
+        launched = {worker.name: worker.launch for worker in before.workers}
+        return late + [
+            f"workers[{index}].launch"
+            for index, worker in enumerate(config.workers)
+            if worker.launch != launched.get(worker.name)
+        ]
+
+    def _placed(self, config: FleetConfig) -> FleetConfig:
+        """Give workers without a URL the one that they were started with."""
+        known = {worker.name: worker.url for worker in self.config.workers}
+        workers: list[WorkerConfig] = []
+        problems: list[Problem] = []
+        for index, worker in enumerate(config.workers):
+            if worker.url is None and known.get(worker.name) is None:
+                why = "is missing, and a reload starts no worker; give it, or restart"
+                problems.append(Problem(f"workers[{index}].url", why))
+            workers.append(worker.model_copy(update={"url": worker.url or known.get(worker.name)}))
+        if problems:
+            raise ConfigError(str(self.source), problems)
+        return config.model_copy(update={"workers": tuple(workers)})
+
+    async def drain(self) -> None:
+        """Take nothing new, let requests in flight finish, and stop."""
+        await self.wire.drain(self.config.router.drain_s)
+        await self.stop()
+
+    async def stop(self) -> None:
+        """Stop now."""
+        await self.wire.close()
+        for task in self._tasks:
+            task.cancel()
+        if self._admin is not None:
+            self._admin.stop()
+        ended = self._tasks if self._admin_task is None else [*self._tasks, self._admin_task]
+        await asyncio.gather(*ended, return_exceptions=True)
+
+
+def specs(config: FleetConfig) -> list[WorkerSpec]:
+    """Tell the core of the workers."""
+    return [_spec(worker, config) for worker in config.workers]
+
+
+def _spec(worker: WorkerConfig, config: FleetConfig) -> WorkerSpec:
+    return WorkerSpec(
+        worker.name,
+        worker.url or "",
+        Role(worker.role),
+        config.model_of(worker),
+        worker.stated_max_model_len,
+        worker.max_requests,
+        worker.api_key,
+    )
+
+
+def router_settings(config: FleetConfig) -> RouterSettings:
+    """Tell the core what the file says about routing."""
+    routing, router = config.routing, config.router
+    above = routing.disaggregate_above
+    return RouterSettings(
+        policy=routing.policy,
+        short_limit=routing.short_limit,
+        prefix_affinity=routing.prefix_affinity,
+        tokenize=routing.tokenize,
+        max_attempts=router.retries.attempts,
+        retry_budget=router.retries.budget,
+        queue_requests=router.queue.max_requests,
+        queue_bytes=router.queue.max_bytes,
+        queue_wait_s=router.queue.max_wait_s,
+        transfer=config.transfer is not None,
+        disaggregate_above=None if above == "auto" else above,
+        allow_client_kv_transfer=router.allow_client_kv_transfer,
+        transfer_within_s=connector(config.transfer).within_s if config.transfer else inf,
+    )
+
+
+def wire_settings(config: FleetConfig) -> WireSettings:
+    """Tell the data path its limits."""
+    router = config.router
+    return WireSettings(
+        max_body_bytes=router.max_body_bytes,
+        max_header_bytes=router.max_header_bytes,
+        **router.timeouts.model_dump(),
+    )
+
+
+def _url(host: str, port: int) -> str:
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
