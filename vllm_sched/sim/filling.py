@@ -1,0 +1,301 @@
+"""What a plain worker computes in its next step: who enters, and whose prompt gets how much.
+
+`fill` gives the parts of prompts, whether decodes stand still for them, and for how many steps the
+same would come out, if nobody came or went.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from typing import TYPE_CHECKING, Final
+
+from vllm_sched.cost.step_time import StepShape
+from vllm_sched.sim.holding import Hold
+from vllm_sched.sim.types import Leg
+
+if TYPE_CHECKING:
+    from vllm_sched.sim.held import Task
+    from vllm_sched.sim.types import WorkerModel
+    from vllm_sched.sim.ways import Way
+
+FOREVER: Final = 1 << 40  # steps: until somebody comes or goes
+# As in `long_prompt`.
+SHORTEST_STEP_S, QUIET_S, QUIET_STRETCH, STAND_BACK = 0.010, 0.5, 3.0, 4
+LOOK_AGAIN: Final = 16  # steps after which a chunk that is sized by time is sized anew
+
+Parts = list[tuple["Task", int]]
+DECODE = Leg.DECODE
+
+
+class Filling:
+    """Who waits, who is in prefill, and how many decode."""
+
+    def __init__(self, model: WorkerModel, way: Way) -> None:
+        self.model = model
+        self.way = way
+        self.decoding = 0
+        self.context = 0  # tokens of those that decode
+        self.kv_used = 0
+        self.backlog = self.backlog_long = 0
+        self.waiting = 0
+        self._holding: deque[Task] = deque()  # with their KV here: no gate is for them
+        self._shorts: deque[Task] = deque()  # or all, where no size is told apart
+        self._longs: deque[Task] = deque()
+        self._prefills: list[Task] = []
+        self._hold = Hold(model, way)
+        self._forming, self._members = True, 0
+        self._paused_since: float | None = None
+        self._last_short = -math.inf
+        self._stood_back = 0
+        self._refused = False
+        self._hog = False  # whether a prompt takes all there is
+        self._soon = FOREVER  # steps until one who waits may enter
+
+    @property
+    def running(self) -> int:
+        """Requests that have a slot."""
+        return self.decoding + len(self._prefills)
+
+    @property
+    def wake_step(self) -> int:
+        """The step that the first of those who wait may enter."""
+        queues = (self._holding, self._shorts, self._longs)
+        return min((queue[0].ready for queue in queues if queue), default=0)
+
+    def fits(self, task: Task) -> bool:
+        """Whether there is room in the cache for all that a request may come to."""
+        return not self.kv_used or self.kv_used + task.kv <= self.model.kv_tokens
+
+    # Coming and going
+
+    def push(self, task: Task) -> None:
+        """Let one wait."""
+        self.waiting += 1
+        self.backlog += task.left
+        above = self.way.long_above
+        task.long = bool(above) and task.left > above
+        if task.long:
+            self.backlog_long += task.left
+        elif above:
+            self._last_short = task.since
+        task.holds = task.job.leg is DECODE
+        queue = self._holding if task.holds else self._longs if task.long else self._shorts
+        queue.append(task)
+
+    def drop(self, task: Task) -> None:
+        """Take out one that waits, or is in prefill."""
+        self._settle(task, task.left)
+        if task in self._prefills:
+            self._prefills.remove(task)
+            self.kv_used -= task.kv
+        else:
+            self.waiting -= 1
+            if task.holds:
+                self.kv_used -= task.kv
+
+    def computed(self, task: Task, tokens: int) -> bool:
+        """Count what was computed of a prompt; True if that was the last of it."""
+        self._settle(task, tokens)
+        task.left -= tokens
+        return not task.left
+
+    def _settle(self, task: Task, tokens: int) -> None:
+        self.backlog -= tokens
+        if task.long:
+            self.backlog_long -= tokens
+
+    def began_decode(self, task: Task) -> None:
+        """Count one whose prompt is done."""
+        self._prefills.remove(task)
+        self.decoding += 1
+        self.context += task.job.prompt_tokens + 1
+
+    def ended_prefill(self, task: Task) -> None:
+        """Take out one that has nothing to decode."""
+        self._prefills.remove(task)
+        self._hold.departed(task)
+
+    def left_decode(self, task: Task, made: int) -> None:
+        """Take out one that decoded."""
+        self.decoding -= 1
+        written = 1 + made - task.decodes_from
+        self.context = max(self.context - task.job.prompt_tokens - written, 0)
+        self.kv_used -= task.kv
+        self._hold.departed(task)
+
+    def disturbs(self, task: Task) -> bool:
+        """Whether one who has come would change the step after next."""
+        if self.running >= self.model.max_num_seqs or self._hold.on:
+            return False
+        if self.way.batch and not self._forming:
+            return False
+        if task.holds:
+            return not self._hog
+        queue = self._longs if task.long else self._shorts
+        if len(queue) > 1 or not self.fits(task):
+            return False
+        if self.way.long_above:
+            return not task.long or self._places() > 0
+        return not self._hog
+
+    # Filling
+
+    def fill(self, now: float, step: int) -> tuple[Parts, bool, int]:
+        """See the module's text."""
+        way, model = self.way, self.model
+        self._soon, self._refused, self._hog = FOREVER, False, False
+        if way.batch and not self.decoding and not self._prefills:
+            self._forming, self._members = True, 0
+        if way.departures != 1:
+            self._hold.look(now, self)
+        since = self._paused_since
+        pausing = way.pauses and self.decoding > 0
+        pausing = pausing and (since is None or now - since < way.pause_s)
+        left = model.max_num_batched_tokens - (0 if pausing else self.decoding)
+        if self.decoding and not pausing:
+            left = self._within_gap(left)
+        parts, most = (
+            self._by_size(left, now, step) if way.long_above else self._in_turn(left, now, step)
+        )
+        if way.batch and self.decoding and not parts:
+            self._forming = False
+        pausing = pausing and bool(parts)
+        if not pausing:
+            self._paused_since = None
+        else:
+            since = self._paused_since = now if self._paused_since is None else self._paused_since
+            seconds = model.time.seconds(StepShape(sum(part for _, part in parts)))
+            most = min(most, max(math.ceil((since + way.pause_s - now) / seconds), 1))
+        most = min(most, self._soon)
+        if way.departures != 1:
+            self._hold.filled(self, refused=self._refused)
+            most = min(most, self._hold.steps(now, self))
+        return parts, pausing, max(most, 1)
+
+    def _within_gap(self, left: int) -> int:
+        way = self.way
+        if way.chunk:
+            return min(left, way.chunk)
+        if not way.itl_s:
+            return left
+        done = self._prefills[0].done if self._prefills else 0
+        fitting = self.model.time.prefill_within(way.itl_s, self.decoding, self.context, done)
+        return min(left, max(fitting, way.least_chunk))
+
+    def _in_turn(self, left: int, now: float, step: int) -> tuple[Parts, int]:
+        """First come, first served."""
+        prefills, parts = self._prefills, []
+        all_of_it, index = left, 0
+        while left > 0:
+            if index == len(prefills) and self._next(now, step) is None:
+                break
+            task = prefills[index]
+            part = min(task.left, left)
+            parts.append((task, part))
+            left -= part
+            index += 1
+        if not parts:
+            return parts, FOREVER
+        task, part = parts[0]
+        if part < all_of_it:
+            return parts, 1
+        self._hog = True
+        most = task.left // part
+        sized = self.way.itl_s and self.model.time.pair_s
+        return parts, min(most, LOOK_AGAIN) if sized else most
+
+    def _next(self, now: float, step: int) -> Task | None:
+        if self._holding and (task := self._admit(self._holding, step)) is not None:
+            return task
+        queue = self._shorts
+        if not queue or not self._open(queue[0], now):
+            return None
+        return self._admit(queue, step)
+
+    def _open(self, head: Task, now: float) -> bool:
+        """Whether the policies let somebody enter."""
+        if self._hold.on:
+            return False
+        if not self.way.batch:
+            return True
+        if self._forming and self._members < self.way.batch:
+            return True
+        return now - head.since >= self.way.wait_s
+
+    def _admit(self, queue: deque[Task], step: int) -> Task | None:
+        while queue and queue[0].gone:
+            queue.popleft()
+        if not queue:
+            return None
+        task = queue[0]
+        if task.ready > step:
+            self._soon = min(self._soon, task.ready - step)
+            return None
+        if self.running >= self.model.max_num_seqs:
+            return None
+        if not task.holds:
+            if not self.fits(task):
+                self._refused = True
+                return None
+            self.kv_used += task.kv
+        queue.popleft()
+        self.waiting -= 1
+        self._members += 1
+        self._prefills.append(task)
+        self._hold.admitted(task)
+        return task
+
+    # Long prompts apart
+
+    def _places(self) -> int:
+        longs = sum(task.left > self.way.long_above for task in self._prefills)
+        return self.way.longs - longs
+
+    def _by_size(self, left: int, now: float, step: int) -> tuple[Parts, int]:
+        """Shorts first; longs get what a step's time allows."""
+        way, n = self.way, self.decoding
+        while self._next(now, step) is not None:
+            pass
+        while self._longs and self._long_may_enter(now) and not self._hold.on:
+            if self._admit(self._longs, step) is None:
+                break
+        longs = [task for task in self._prefills if task.left > way.long_above]
+        shorts = [task for task in self._prefills if task.left <= way.long_above]
+        if not longs and not shorts:
+            return [], FOREVER
+        sharing = min(len(longs) + len(shorts), way.prompts)
+        slot = max(left // sharing, 1)
+        alone = len(longs) + len(shorts) == 1 and not n
+        time = self.model.time
+        base = time.seconds(StepShape(decodes=max(n, 1), context_tokens=self.context))
+        quiet = QUIET_STRETCH if now - self._last_short > QUIET_S else 1.0
+        most_s = max(way.stretch * quiet * base, SHORTEST_STEP_S)
+        fit_s = base + (most_s - base) / sharing
+        parts: Parts = []
+        before = left
+        for task in shorts:
+            part = min(task.left, slot, left)
+            if part > 0:
+                parts.append((task, part))
+                left -= part
+        self._stood_back = self._stood_back + 1 if shorts and longs else 0
+        if shorts and longs and self._stood_back <= STAND_BACK:
+            return parts, 1
+        self._stood_back = 0
+        for task in longs:
+            fitting = time.prefill_within(fit_s, n, self.context, task.done)
+            part = int(before * way.share) if way.share else max(fitting, 1)
+            part = min(task.left, left, left if alone else min(slot, part))
+            if part > 0:
+                parts.append((task, part))
+                left -= part
+        if len(parts) == 1 and parts[0][0] in longs:
+            return parts, min(max(parts[0][0].left // parts[0][1], 1), LOOK_AGAIN)
+        return parts, 1
+
+    def _long_may_enter(self, now: float) -> bool:
+        if self._places() > 0:
+            return True
+        overdue = now - self._longs[0].since >= self.way.wait_s
+        return overdue and len(self._prefills) < max(self.way.prompts, self.way.longs + 1)

@@ -1,0 +1,59 @@
+"""Quantiles of more samples than anybody keeps: counts in bins that are all alike in proportion.
+
+Idea: DDSketch (Masson and others, 2019). A bin holds what lies within one per cent, so a quantile
+is off by half of that at most; a million samples over five decades take some 1,200 bins. Cost: a
+logarithm per sample. How it fails: only by that half per cent.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Final
+
+WIDTH: Final = 0.01  # of a bin, as a share
+SCALE: Final = 1 / math.log1p(WIDTH)
+LEAST: Final = 1e-6  # what is smaller counts as that: a microsecond
+
+
+class Sketch:
+    """See the module's text."""
+
+    __slots__ = ("bins", "count", "most", "total")
+
+    def __init__(self) -> None:
+        self.bins: dict[int, float] = {}
+        self.count = 0.0
+        self.total = 0.0
+        self.most = 0.0
+
+    def add(self, value: float, weight: float = 1.0) -> None:
+        """Count a sample, or so many alike."""
+        index = int(math.log(value / LEAST) * SCALE) if value > LEAST else 0
+        self.bins[index] = self.bins.get(index, 0.0) + weight
+        self.count += weight
+        self.total += value * weight
+        if value > self.most:
+            self.most = value
+
+    def merge(self, other: Sketch) -> None:
+        """Count another's samples too."""
+        for index, weight in other.bins.items():
+            self.bins[index] = self.bins.get(index, 0.0) + weight
+        self.count += other.count
+        self.total += other.total
+        self.most = max(self.most, other.most)
+
+    @property
+    def mean(self) -> float:
+        """The exact mean; 0 without samples."""
+        return self.total / self.count if self.count else 0.0
+
+    def quantile(self, share: float) -> float:
+        """Give what `share` of the samples do not exceed; 0 without samples."""
+        left = share * self.count
+        for index in sorted(self.bins):
+            left -= self.bins[index]
+            if left <= 1e-9 * self.count:
+                middle = LEAST * math.exp((index + 0.5) / SCALE)
+                return min(middle, self.most)
+        return self.most
