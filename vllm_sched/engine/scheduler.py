@@ -122,6 +122,10 @@ class PolicySteps(Upstream):
         """Tell the time that waits and steps are measured by."""
         return time.monotonic()
 
+    def wall_clock(self) -> float:
+        """Tell the time that requests' arrivals are in."""
+        return time.time()
+
     # Overrides
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
@@ -205,7 +209,7 @@ class PolicySteps(Upstream):
             holding_kv=len(self.kv_holding_waiting),
             kv_free=1.0 - self.kv_cache_manager.usage,
             departed=self._departed,
-            clock_offset=now - time.time(),
+            clock_offset=now - self.wall_clock(),
             may_enter=self._may_enter,
         )
         self._departed = 0

@@ -95,6 +95,7 @@ class WorkerModel:
     max_num_batched_tokens: int = 8192
     prefix_caching: bool = True
     async_scheduling: bool = True  # the next step is scheduled while one runs, as on a GPU
+    transfers: bool = False  # whether it prefills or decodes for others
     front_s: float = 0.0  # between client and engine, there and back again: HTTP, tokenizer
     policies: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     kv_token_bytes: int = 131_072  # that a token's KV takes, over all layers

@@ -1,0 +1,385 @@
+"""A real scheduler in virtual time: vLLM's objects and our policies, without a model.
+
+    engine = SimulatedEngine(EngineSettings(...))
+    engine.add(NewRequest("a", 1000, 50), now)
+    step = engine.schedule(now)          # what it computes; None if there is nothing to do
+    ... engine.finish(step, later)       # its result: tokens, and who is done
+
+Scheduler, block manager, prefix cache and KV connector's half are the very classes that serve; of
+the model there is its answer alone, a token for whoever's prompt is computed. How long that takes,
+and how many steps are under way at once, is the caller's business; the clock that policies see is
+the one he passes in.
+
+A KV block is known by a name that the caller gives it, so no token is ever hashed.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import json
+import tempfile
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from vllm.config import (
+    CacheConfig,
+    KVTransferConfig,
+    ModelConfig,
+    SchedulerConfig,
+    VllmConfig,
+)
+from vllm.sampling_params import SamplingParams
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.single_type_kv_cache_manager import register_all_kvcache_specs
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.structured_output import StructuredOutputManager
+
+from vllm_sched.cost.pace import Chunk
+from vllm_sched.cost.step_time import StepShape
+from vllm_sched.engine.scheduler import CONFIG_KEY, PolicyScheduler, SyncPolicyScheduler
+from vllm_sched.engine.simulated_transfer import REMOTE_DECODE, REMOTE_PREFILL
+from vllm_sched.engine.trace import StepNote, Trace
+
+TOKEN = 7
+# Longer than anybody's context: what a model could hold is not what a worker is told to.
+LONGEST = 1 << 24
+# The least that vLLM takes for a model. Nothing of it is ever computed.
+MODEL: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 128,
+    "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 1,
+    "num_key_value_heads": 1, "max_position_embeddings": LONGEST, "torch_dtype": "float32",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSettings:
+    """What a worker would have been told by its flags."""
+
+    max_model_len: int
+    kv_tokens: int
+    block_tokens: int = 16
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 8192
+    prefix_caching: bool = True
+    async_scheduling: bool = True
+    transfers: bool = False  # whether KV may come from, or be fetched by, other workers
+    policies: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class NewRequest:
+    """A request that is to be served, and writes so many tokens."""
+
+    id: str
+    prompt_tokens: int
+    output_tokens: int
+    # Names the text up to its n-th token: the same name, the same text.
+    name_of: Callable[[int], bytes] | None = None
+    wishes: Mapping[str, object] = field(default_factory=dict)
+    remote_prefill: bool = False
+    remote_decode: bool = False
+
+
+class Told(NamedTuple):
+    """What a step did for a request."""
+
+    id: str
+    tokens: int
+    finished: bool
+    cached_tokens: int  # of the prompt; told with the first token
+
+
+@dataclass(slots=True)
+class SimulatedStep:
+    """A step whose result is not back yet."""
+
+    shape: StepShape
+    output: SchedulerOutput
+    answer: ModelRunnerOutput
+    scheduled_at: float
+    contexts: Mapping[str, int]  # of those in prefill: tokens computed before
+    running: int
+    waiting: int
+
+
+class _Virtual:
+    """A scheduler's clock, set by hand."""
+
+    now = 0.0
+
+    def clock(self) -> float:
+        """Tell the virtual time."""
+        return self.now
+
+    def wall_clock(self) -> float:
+        """Tell it too: there is no other."""
+        return self.now
+
+
+class _Async(_Virtual, PolicyScheduler):
+    """As on a GPU."""
+
+
+class _Sync(_Virtual, SyncPolicyScheduler):
+    """As on a CPU."""
+
+
+@functools.cache
+def _base_config() -> VllmConfig:
+    """Check a model's configuration once; of its files vLLM looks at this one alone."""
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(MODEL))
+        config = VllmConfig(
+            model_config=ModelConfig(model=folder, skip_tokenizer_init=True, dtype="float32"),
+            scheduler_config=SchedulerConfig.default_factory(),
+            cache_config=CacheConfig(block_size=16),
+        )
+    register_all_kvcache_specs(config)
+    return config
+
+
+def _config(settings: EngineSettings) -> VllmConfig:
+    config = copy.copy(_base_config())
+    config.model_config = copy.copy(config.model_config)
+    config.model_config.max_model_len = settings.max_model_len
+    config.cache_config = copy.copy(config.cache_config)
+    config.cache_config.block_size = settings.block_tokens
+    config.cache_config.enable_prefix_caching = settings.prefix_caching
+    config.cache_config.num_gpu_blocks = settings.kv_tokens // settings.block_tokens
+    config.additional_config = {CONFIG_KEY: {k: dict(v) for k, v in settings.policies.items()}}
+    config.scheduler_config = SchedulerConfig(
+        max_num_seqs=settings.max_num_seqs,
+        max_num_batched_tokens=settings.max_num_batched_tokens,
+        max_model_len=settings.max_model_len,
+        enable_chunked_prefill=True,
+        async_scheduling=settings.async_scheduling,
+        is_encoder_decoder=False,
+    )
+    if settings.transfers:
+        config.kv_transfer_config = KVTransferConfig(
+            kv_connector="SimulatedConnector",
+            kv_connector_module_path="vllm_sched.engine.simulated_transfer",
+            kv_role="kv_both",
+        )
+    return config
+
+
+class SimulatedEngine:
+    """See the module's text."""
+
+    def __init__(self, settings: EngineSettings) -> None:
+        self.settings = settings
+        config = _config(settings)
+        size = settings.block_tokens
+        spec = FullAttentionSpec(block_size=size, num_kv_heads=1, head_size=1, dtype=torch.float32)
+        self.scheduler: Any = (_Async if settings.async_scheduling else _Sync)(
+            vllm_config=config,
+            kv_cache_config=KVCacheConfig(
+                num_blocks=config.cache_config.num_gpu_blocks,
+                kv_cache_tensors=[],
+                kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)],
+            ),
+            structured_output_manager=StructuredOutputManager(config),
+            block_size=size,
+        )
+        self.trace: Trace | None = None
+        self.preemptions = 0
+        self._last_result_at = 0.0
+
+    def add(self, new: NewRequest, now: float) -> None:
+        """Take a request in."""
+        self.scheduler.now = now
+        extra: dict[str, Any] = dict(new.wishes)
+        if new.remote_prefill or new.remote_decode:
+            extra["kv_transfer_params"] = {
+                REMOTE_PREFILL: new.remote_prefill,
+                REMOTE_DECODE: new.remote_decode,
+            }
+        sampling = SamplingParams(
+            ignore_eos=True, max_tokens=new.output_tokens, extra_args=extra or None
+        )
+        sampling.update_from_generation_config({}, eos_token_id=1)
+        named = new.name_of if self.settings.prefix_caching else None
+        request = Request(
+            request_id=new.id,
+            prompt_token_ids=[TOKEN] * new.prompt_tokens,
+            sampling_params=sampling,
+            pooling_params=None,
+            arrival_time=now,
+            block_hasher=named and _named_blocks(self.settings.block_tokens, named),
+        )
+        self.scheduler.add_request(request)
+        if self.trace is not None:
+            self.trace.arrived(now, new.id, new.prompt_tokens)
+
+    def abort(self, ids: Iterable[str], now: float) -> None:
+        """Drop requests, wherever they are; those that are unknown or done are left alone."""
+        self.scheduler.now = now
+        self.scheduler.finish_requests(list(ids), RequestStatus.FINISHED_ABORTED)
+
+    def schedule(self, now: float) -> SimulatedStep | None:
+        """Schedule a step; None if nothing is to be computed now."""
+        scheduler = self.scheduler
+        scheduler.now = now
+        before = len(scheduler.running)
+        prefills = [r for r in scheduler.running if r.is_prefill_chunk]
+        output = scheduler.schedule()
+        self.preemptions += len(output.preempted_req_ids or ())
+        tokens = output.num_scheduled_tokens
+        if not tokens:
+            # vLLM's loop takes an empty answer back too.
+            scheduler.update_from_output(output, _answer(output, scheduler.requests))
+            return None
+        prefills += scheduler.running[before:]
+        # Upstream has counted this step's tokens as computed already.
+        contexts = {
+            r.request_id: r.num_computed_tokens - new
+            for r in prefills
+            if (new := tokens.get(r.request_id, 0))
+        }
+        return SimulatedStep(
+            _shape(output, contexts, scheduler.requests),
+            output,
+            _answer(output, scheduler.requests),
+            now,
+            contexts,
+            len(scheduler.running),
+            len(scheduler.waiting),
+        )
+
+    def finish(self, step: SimulatedStep, now: float) -> list[Told]:
+        """Take a step's result back; in the order in which they were scheduled."""
+        self.scheduler.now = now
+        if self.trace is not None:
+            self._note(step, now)
+        self._last_result_at = now
+        outputs = self.scheduler.update_from_output(step.output, step.answer)
+        return [
+            Told(
+                each.request_id,
+                len(each.new_token_ids),
+                each.finish_reason is not None,
+                each.prefill_stats.num_cached_tokens if each.prefill_stats else 0,
+            )
+            for of_client in outputs.values()
+            for each in of_client.outputs
+        ]
+
+    def fetches_begun(self) -> dict[str, int]:
+        """Say what is fetched from elsewhere since this was asked last: tokens, by request."""
+        connector = self.scheduler.connector
+        if connector is None or not connector.begun:
+            return {}
+        begun: dict[str, int] = connector.begun
+        connector.begun = {}
+        return begun
+
+    def transferred(self, fetched: Iterable[str], released: Iterable[str], now: float) -> None:
+        """Hear whose KV has come, and whose was fetched from here; unknown ones are left alone."""
+        scheduler = self.scheduler
+        scheduler.now = now
+        output = SchedulerOutput.make_empty()
+        answer = _answer(output, {})
+        answer.kv_connector_output = KVConnectorOutput(
+            finished_recving={name for name in fetched if name in scheduler.requests},
+            finished_sending={name for name in released if name in scheduler.requests},
+        )
+        scheduler.update_from_output(output, answer)
+
+    # How it fares
+
+    @property
+    def unfinished(self) -> int:
+        """How many requests are waiting or running."""
+        return int(self.scheduler.get_num_unfinished_requests())
+
+    @property
+    def kv_usage(self) -> float:
+        """The share of the cache that is in use."""
+        return float(self.scheduler.kv_cache_manager.usage)
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        """How many run, and how many wait."""
+        running = len(self.scheduler.running)
+        return running, self.unfinished - running
+
+    def backlog(self) -> int:
+        """Count the prompt tokens that are still to be computed."""
+        scheduler = self.scheduler
+        everybody: Sequence[Request] = [
+            *(r for r in scheduler.running if r.is_prefill_chunk),
+            *scheduler.waiting,
+        ]
+        return sum(r.num_prompt_tokens - r.num_computed_tokens for r in everybody)
+
+    def policies(self) -> dict[str, dict[str, float]]:
+        """Tell what the policies counted."""
+        return {policy.name: dict(policy.counters()) for policy in self.scheduler._policies}
+
+    def _note(self, step: SimulatedStep, now: float) -> None:
+        output = step.output
+        assert self.trace is not None  # noqa: S101 - asked by the caller
+        self.trace.stepped(
+            StepNote(
+                self.scheduler.current_step,
+                max(step.scheduled_at, self._last_result_at),
+                now,
+                self.scheduler.max_num_scheduled_tokens,
+                output.num_scheduled_tokens,
+                step.contexts,
+                step.running,
+                step.waiting,
+                output.preempted_req_ids or (),
+                output.finished_req_ids,
+            )
+        )
+
+
+def _shape(
+    output: SchedulerOutput, contexts: Mapping[str, int], requests: Mapping[str, Request]
+) -> StepShape:
+    tokens = output.num_scheduled_tokens
+    prefill, pairs = 0, 0.0
+    for request_id, context in contexts.items():
+        chunk = Chunk(tokens[request_id], context)
+        prefill += chunk.tokens
+        pairs += chunk.attention
+    decodes = [request_id for request_id in tokens if request_id not in contexts]
+    context_tokens = sum([requests[request_id].num_computed_tokens for request_id in decodes])
+    return StepShape(prefill, pairs, len(decodes), context_tokens)
+
+
+def _answer(output: SchedulerOutput, requests: Mapping[str, Request]) -> ModelRunnerOutput:
+    """Play the model: a token for each request whose prompt this step completes.
+
+    To be asked right after the step was scheduled: that is when it is known who gets one.
+    """
+    ids = list(output.num_scheduled_tokens)
+    return ModelRunnerOutput(
+        req_ids=ids,
+        req_id_to_index={request_id: i for i, request_id in enumerate(ids)},
+        sampled_token_ids=[[] if requests[i].is_prefill_chunk else [TOKEN] for i in ids],
+        logprobs=None,
+        prompt_logprobs_dict={},
+        pooler_output=[],
+    )
+
+
+def _named_blocks(
+    block_tokens: int, name_of: Callable[[int], bytes]
+) -> Callable[[Request], list[Any]]:
+    """Make what names a request's blocks as they fill, by the text up to their ends."""
+
+    def names(request: Request) -> list[Any]:
+        first = len(request.block_hashes) + 1
+        last = request.num_tokens // block_tokens
+        return [name_of(number * block_tokens) for number in range(first, last + 1)]
+
+    return names
