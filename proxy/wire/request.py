@@ -12,6 +12,7 @@ import httptools
 
 from proxy.core.types import Refusal
 from proxy.wire.http import REQUEST_HEADERS, RefusedError, malformed, tokens, without
+from proxy.wire.known_head import MAX_DIGITS
 
 if TYPE_CHECKING:
     from proxy.core.routes import Route
@@ -102,6 +103,8 @@ class RequestHead:
 
     def _check_framing(self, max_body: int) -> None:
         if (length := self.special.get(b"content-length")) is not None:
+            if len(length) > MAX_DIGITS:  # Python reads no number of many thousand noughts
+                raise malformed(f"a Content-Length has at most {MAX_DIGITS} digits")
             if int(length) > max_body:
                 raise too_large(max_body)
         elif (coding := self.special.get(b"transfer-encoding")) is not None and (
@@ -141,6 +144,8 @@ def _origin_form(target: bytes, method: str) -> bytes:
     try:
         url = httptools.parse_url(target)
     except httptools.HttpParserError:
-        raise malformed("the target is no path and no URL") from None
+        url = None
+    if url is None or not url.schema or not url.host:
+        raise malformed("the target is no path and no URL")
     path = url.path or b"/"
     return path + b"?" + url.query if url.query else path

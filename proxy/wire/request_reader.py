@@ -19,6 +19,7 @@ from proxy.wire.known_head import KnownHead, get_to_know
 from proxy.wire.request import Request, RequestHead, too_large
 
 # Heads with these are read anew each time.
+MANY = 1024
 NEVER_KNOWN = frozenset([b"expect", b"transfer-encoding", b"upgrade"])
 
 
@@ -35,6 +36,7 @@ class RequestReader:
 
     __slots__ = (
         "_begun",
+        "_blocks",
         "_body_left",
         "_framing",
         "_head",
@@ -62,7 +64,8 @@ class RequestReader:
         self._max_body = max_body
         self._parser = httptools.HttpRequestParser(self)
         self._head = RequestHead()
-        self._pieces: list[bytes] = []
+        self._blocks: list[bytes] = []  # pieces of the body, many of them put together,
+        self._pieces: list[bytes] = []  # and those after them
         self._begun = 0  # requests that began in the bytes fed last
         self._body_left = 0
         self._quiet = 0  # bytes since anything came of them: a head, or framing without end
@@ -100,7 +103,7 @@ class RequestReader:
             self.ready.append(Request(head, data))
             return
         self.state = Reading.BODY
-        self._pieces = []
+        self._forget()
         self._missing = length
         self._feed_body(data)
 
@@ -110,34 +113,62 @@ class RequestReader:
         if left < 0:
             rest = data[self._missing :]
             data = data[: self._missing]
-        self._pieces.append(data)
+        self._keep(data)
         self._missing = max(left, 0)
         if left <= 0:
             self.state = Reading.NOTHING
-            self.ready.append(Request(self._head, b"".join(self._pieces)))
-            self._pieces = []
-            if rest:
-                self.feed(rest)
+            self.ready.append(Request(self._head, self._whole()))
+            if rest:  # sent ahead: parsed at one go, however many there are
+                self._parse(rest)
+
+    def _keep(self, piece: bytes) -> None:
+        """Collect a piece of the body; one of two bytes takes forty, so many become one."""
+        pieces = self._pieces
+        pieces.append(piece)
+        if len(pieces) == MANY:
+            self._blocks.append(b"".join(pieces))
+            pieces.clear()
+
+    def _whole(self) -> bytes:
+        """Put the body together, and forget it."""
+        body = b"".join(self._blocks + self._pieces if self._blocks else self._pieces)
+        self._forget()
+        return body
+
+    def _forget(self) -> None:
+        self._pieces = []
+        if self._blocks:
+            self._blocks = []
 
     def _parse(self, data: bytes) -> None:
-        if self._last and self.state is Reading.NOTHING:
-            return
         starts = self.state is Reading.NOTHING
         self._begun = 0
+        rest: memoryview | bytes = data
+        while rest and not (self._last and self.state is Reading.NOTHING):
+            rest = self._parse_some(rest)
+        if self._quiet > self._max_head:
+            raise malformed(f"more than {self._max_head} bytes of header", 431)
+        if starts and self._begun == 1 and self.state is not Reading.HEAD:
+            self._get_to_know(data)
+
+    def _parse_some(self, data: memoryview | bytes) -> memoryview | bytes:
+        """Parse up to the end, or to an upgrade; return what is behind that."""
         self._quiet += len(data)
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserUpgrade as stop:
-            self._ignore_upgrade(data[stop.args[0] :])
+            read = stop.args[0]
         except httptools.HttpParserCallbackError as error:
             raise error.__context__ or error from None
         except httptools.HttpParserError as error:
             if not (self._last and self.state is Reading.NOTHING):
                 raise malformed(f"malformed HTTP: {error}") from None
-        if self._quiet > self._max_head:
-            raise malformed(f"more than {self._max_head} bytes of header", 431)
-        if starts and self._begun == 1 and self.state is not Reading.HEAD:
-            self._get_to_know(data)
+            return b""
+        else:
+            return b""
+        # Not while that is handled: it would be the context of whatever is raised now.
+        self._ignore_upgrade()
+        return memoryview(data)[read:]
 
     def _get_to_know(self, data: bytes) -> None:
         """Remember the one head in these bytes, which begin with it."""
@@ -173,7 +204,7 @@ class RequestReader:
             raise malformed(f"more than {self._max_head} bytes of header", 431)
         self._quiet = 0
         self.state = Reading.BODY
-        self._pieces = []
+        self._forget()
         self._body_left = self._max_body
         head.keep_alive = parser.should_keep_alive()
         self._last = not head.keep_alive
@@ -190,19 +221,18 @@ class RequestReader:
         if self._body_left < 0:
             raise too_large(self._max_body)
         if self._head.refusal is None:
-            self._pieces.append(piece)
+            self._keep(piece)
 
     def on_message_complete(self) -> None:
         """Hand the request over."""
         if self._parser.should_upgrade():
             return  # llhttp believes that; its body comes yet
-        pieces, self._pieces = self._pieces, []
         self._quiet = 0
         self._framing = b""
         self.state = Reading.NOTHING
-        self.ready.append(Request(self._head, b"".join(pieces)))
+        self.ready.append(Request(self._head, self._whole()))
 
-    def _ignore_upgrade(self, rest: bytes) -> None:
+    def _ignore_upgrade(self) -> None:
         """Read on as if no upgrade had been asked for: a new parser, told the framing alone."""
         special = self._head.special
         if self._head.method == "CONNECT":
@@ -213,7 +243,7 @@ class RequestReader:
             self._framing = b"Transfer-Encoding: chunked\r\n"
         else:
             self._framing = b"Content-Length: 0\r\n"
+        if self._last:
+            self._framing += b"Connection: close\r\n"
         self._parser = httptools.HttpRequestParser(self)
         self._parser.feed_data(b"POST / HTTP/1.1\r\n" + self._framing + b"\r\n")
-        if rest:
-            self.feed(rest)

@@ -8,12 +8,14 @@ from __future__ import annotations
 import httptools
 
 from proxy.wire.http import RESPONSE_HEADERS, seconds, tokens, without
-from proxy.wire.known_head import KnownHead, get_to_know
+from proxy.wire.known_head import MAX_DIGITS, KnownHead, get_to_know
 
 # More than one read of the transport, which may hold a small head and the body's beginning.
 MAX_QUIET = 1 << 19
 OK, NO_CONTENT, NOT_MODIFIED = 200, 204, 304
 HANDLED_CONNECTION = frozenset([b"", b"close", b"keep-alive"])
+VERSIONS = frozenset(["1.1", "1.0"])
+FRAMING = frozenset([b"content-length", b"transfer-encoding"])
 
 
 class AnswerError(Exception):
@@ -151,7 +153,8 @@ class AnswerReader:
         if passes is None or passes:
             head.lines += (name, b": ", value, b"\r\n")
         if passes is not None:
-            head.special[key] = value
+            special = head.special
+            special[key] = value if key not in special else special[key] + b", " + value
 
     def on_headers_complete(self) -> None:
         """Hand the head over, unless it is a 1xx."""
@@ -159,13 +162,19 @@ class AnswerReader:
             return
         self._quiet = 0
         status = self._parser.get_status_code()
+        head = self._reading
+        special = head.special
         if status < OK:
+            if not FRAMING.isdisjoint(special):
+                raise AnswerError("an interim answer with a body")
             self._interim = True
             return
-        head = self._reading
+        if self._parser.get_http_version() not in VERSIONS:
+            raise AnswerError("it speaks another HTTP")
         head.status = status
-        special = head.special
         head.length = special.get(b"content-length")
+        if head.length is not None and len(head.length) > MAX_DIGITS:
+            raise AnswerError(f"its Content-Length has more than {MAX_DIGITS} digits")
         coding = special.get(b"transfer-encoding")
         if coding is not None and coding.strip().lower() != b"chunked":
             raise AnswerError("its Transfer-Encoding is not chunked")

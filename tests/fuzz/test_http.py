@@ -1,0 +1,203 @@
+"""The readers of HTTP against h11, over messages made wrong: see `judge`.
+
+`python -m benchmarks.fuzz` does the same for as many as one likes.
+"""
+
+from __future__ import annotations
+
+import itertools
+import tracemalloc
+
+import pytest
+
+from proxy.wire.http import RefusedError
+from proxy.wire.request_reader import RequestReader
+from proxy.wire.response import AnswerError, AnswerReader
+from tests.fuzz import corpus, judge
+from tests.fuzz.judge import Tally
+from tests.fuzz.mutate import Mutator
+
+SEED, STREAMS = 8, 12_000
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\n"
+
+
+def test_requests_are_read_as_the_reference_reads_them() -> None:
+    tally = Tally()
+    for number in range(STREAMS):
+        mutator = Mutator(SEED, number)
+        made = mutator.requests()
+        judge.requests(made, mutator.cuts(b"".join(made)), tally)
+    # It would all be for nothing if nothing were taken, or nothing refused.
+    assert tally.taken > STREAMS / 2
+    assert tally.refused > STREAMS / 2
+    assert tally.waiting > STREAMS / 50
+    assert len(tally.why) > 20
+
+
+def test_answers_are_read_as_the_reference_reads_them() -> None:
+    tally = Tally()
+    for number in range(STREAMS):
+        mutator = Mutator(SEED, number)
+        made = mutator.answers()
+        judge.answers(made, mutator.cuts(b"".join(made)), tally)
+    assert tally.taken > STREAMS / 2
+    assert tally.refused > STREAMS / 3
+    assert len(tally.why) > 20
+
+
+def test_a_seed_and_a_number_say_all() -> None:
+    assert Mutator(1, 2).requests() == Mutator(1, 2).requests()
+    assert Mutator(1, 2).requests() != Mutator(1, 3).requests()
+
+
+def test_what_is_right_is_taken() -> None:
+    for data in corpus.REQUESTS:
+        got, _, why = judge.read([data])
+        assert (len(got), why) == (1, None), data
+
+
+@pytest.mark.parametrize("line", corpus.LINES, ids=lambda line: repr(line[:40]))
+def test_each_line_alone_beside_either_framing(line: bytes) -> None:
+    """All of them, in front and behind, not only those that chance picks."""
+    tally = Tally()
+    for framing, body in (
+        (b"Content-Length: 15\r\n", corpus.SHORT),
+        (b"Transfer-Encoding: chunked\r\n", b"f\r\n" + corpus.SHORT + b"\r\n0\r\n\r\n"),
+        (b"", b""),
+    ):
+        for lines in (line + b"\r\n" + framing, framing + line + b"\r\n"):
+            data = HEAD + lines + b"\r\n" + body + corpus.INNER
+            judge.requests([data], [data[:50], data[50:]], tally)
+    assert tally.streams == 6
+
+
+# Found by this, and mended
+
+
+def test_a_length_of_many_thousand_noughts_is_refused() -> None:
+    """Python refuses to read such a number."""
+    _, _, why = judge.read([HEAD + b"Content-Length: " + b"0" * 5000 + b"2\r\n\r\n{}"])
+    assert why is not None
+    assert "digits" in why
+    with pytest.raises(AnswerError):
+        AnswerReader().feed(b"HTTP/1.1 200 OK\r\nContent-Length: " + b"0" * 5000 + b"2\r\n\r\n{}")
+
+
+@pytest.mark.parametrize(
+    "one",
+    [
+        HEAD + b"Content-Length: 2\r\n\r\n{}",
+        HEAD + b"Connection: Upgrade\r\nUpgrade: h2c\r\nContent-Length: 2\r\n\r\n{}",
+    ],
+    ids=["known", "upgrade"],
+)
+def test_thousands_sent_ahead_at_once_do_not_nest(one: bytes) -> None:
+    got, _, why = judge.read([one, one * 5000])
+    assert (len(got), why) == (5001, None)
+
+
+def test_what_is_wrong_after_an_upgrade_is_refused() -> None:
+    upgrade = HEAD + b"Connection: Upgrade\r\nUpgrade: h2c\r\nContent-Length: 2\r\n\r\n{}"
+    got, _, why = judge.read([upgrade + HEAD + b"Expect: more\r\n\r\n"])
+    assert len(got) == 1
+    assert why is not None
+
+
+def test_nothing_is_read_after_an_upgrade_that_was_to_be_the_last() -> None:
+    last = HEAD + b"Connection: Upgrade, close\r\nUpgrade: h2c\r\nContent-Length: 2\r\n\r\n{}"
+    got, _, why = judge.read([last + corpus.INNER])
+    assert (len(got), why) == (1, None)
+
+
+def test_a_target_that_is_no_url_is_refused() -> None:
+    _, _, why = judge.read([b'OPTIONS *" HTTP/1.1\r\nHost: a\r\n\r\n'])
+    assert why == "the target is no path and no URL"
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"HTTP/1.1 100 Continue\r\nContent-Length: 5",
+        b"HTTP/1.1 103 Early Hints\r\nTransfer-Encoding: chunked",
+        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: gzip\r\nTransfer-Encoding: chunked",
+        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\nTransfer-Encoding: chunked",
+        b"HTTP/0.9 200 OK\r\nContent-Length: 2",
+        b"HTTP/2.0 200 OK\r\nContent-Length: 2",
+    ],
+)
+def test_a_worker_that_frames_oddly_speaks_no_http(head: bytes) -> None:
+    with pytest.raises(AnswerError):
+        AnswerReader().feed(head + b"\r\n\r\n{}")
+
+
+def test_every_connection_header_of_a_worker_counts() -> None:
+    reader = AnswerReader()
+    reader.feed(
+        b"HTTP/1.1 200 OK\r\nConnection: X-A\r\nX-A: 1\r\nConnection: X-B\r\nX-B: 1\r\n"
+        b"Content-Length: 0\r\n\r\n"
+    )
+    assert reader.head is not None
+    assert reader.head.lines == []
+
+
+# What is held of a message without end
+
+
+@pytest.mark.parametrize(
+    ("begin", "more"),
+    [
+        (b"GET /", b"x" * 997),
+        (HEAD, b"X: " + b"y" * 997 + b"\r\n"),
+        (HEAD + b"X: ", b"y" * 997),
+        (HEAD, b"x" * 997),
+        (HEAD + b"Transfer-Encoding: chunked\r\n\r\n1;", b"x" * 997),
+        (HEAD + b"Transfer-Encoding: chunked\r\n\r\n", b"0" * 997),
+        (HEAD + b"Transfer-Encoding: chunked\r\n\r\n0\r\n", b"X: " + b"y" * 997 + b"\r\n"),
+        (HEAD + b"Transfer-Encoding: chunked\r\n\r\n", b"1\r\nx\r\n" * 200),
+        (HEAD + b"Content-Length: 9999999\r\n\r\n", b"x" * 997),
+        (b"", b"\r\n" * 500),
+    ],
+)
+def test_what_has_no_end_is_refused_within_its_limit(begin: bytes, more: bytes) -> None:
+    reader = RequestReader(judge.judged, max_head=20_000, max_body=50_000)
+    # Chunks of a byte take six; all else is refused as soon as the limit is reached.
+    most = 50_000 * 7
+
+    def pour() -> None:
+        for data in (begin, *itertools.repeat(more, most // len(more))):
+            reader.feed(data)
+
+    with pytest.raises(RefusedError):
+        pour()
+
+
+@pytest.mark.parametrize("size", [1, 7, 1000])
+def test_answers_in_a_flood_of_interim_ones_cost_nothing(size: int) -> None:
+    reader = AnswerReader()
+    flood = b"HTTP/1.1 103 Early Hints\r\nLink: </a>\r\n\r\n" * 2000
+    for at in range(0, len(flood), size):
+        reader.feed(flood[at : at + size])
+    assert reader.head is None
+    assert reader.pieces == []
+    reader.feed(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}")
+    assert reader.ended
+
+
+@pytest.mark.parametrize("chunked", [True, False], ids=["chunks", "segments"])
+def test_a_body_in_tiny_pieces_takes_little_more_than_its_size(chunked: bool) -> None:
+    size = 1 << 20
+    reader = RequestReader(judge.judged, max_head=20_000, max_body=size)
+    framing = b"Transfer-Encoding: chunked" if chunked else b"Content-Length: %d" % size
+    reader.feed(HEAD + framing + b"\r\n\r\n")
+    piece = b"2\r\n{}\r\n" if chunked else b"{}"
+    tracemalloc.start()
+    try:
+        for _ in range(size // 2 - 1):
+            reader.feed(piece)
+        held, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert held < 2 * size
+    reader.feed(piece + b"0\r\n\r\n" if chunked else piece)
+    [request] = reader.ready
+    assert len(request.body) == size
