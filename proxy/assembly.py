@@ -19,6 +19,8 @@ from proxy.control.admin_server import AdminServer
 from proxy.control.balance import Balance
 from proxy.control.discovery import Discovery
 from proxy.control.handovers import Aggregated
+from proxy.control.live import Live
+from proxy.control.live_state import LiveState
 from proxy.control.metrics import Metrics
 from proxy.control.probe import Prober
 from proxy.control.recent import Recent
@@ -61,6 +63,8 @@ class App:
             self.warmup = Warmup(self.router, moves, self.metrics.handovers)
         self.discovery = Discovery(self.fleet, config, _spec)
         self.metrics.discovered = self.discovery.counts
+        self._minute = LiveState(self.metrics, lambda: self.wire.draining)
+        self.live = Live(self.metrics, self._minute, self.wire.clock)
         self.leads = False
         self._admin: AdminServer | None = None
         self._admin_task: asyncio.Task[None] | None = None
@@ -97,6 +101,7 @@ class App:
         self._tasks += [
             asyncio.create_task(self.prober.run(), name="probes"),
             asyncio.create_task(self.discovery.run(), name="discovery"),
+            asyncio.create_task(self._minute.run(self.wire.clock), name="the last minute"),
         ]
         if self.warmup is not None:
             self._tasks.append(asyncio.create_task(self.warmup.run(), name="warm-up"))
@@ -204,6 +209,7 @@ class App:
 
     async def stop(self) -> None:
         """Stop now."""
+        self.live.close()
         await self.wire.close()
         for task in self._tasks:
             task.cancel()

@@ -113,6 +113,11 @@ class WorkerConfig(Block):
         None, repr=False, description="sent to this worker in place of the client's Authorization"
     )
     launch: LaunchConfig | None = Field(None, description="how `vllm-sched up` starts it")
+    profile: Name | None = Field(
+        None,
+        description="what `vllm-sched simulate` takes it to be: a machine's name, or the file that "
+        "`calibrate` saved",
+    )
 
     @property
     def address(self) -> tuple[str, int] | None:
@@ -304,7 +309,7 @@ class TransferConfig(Block):
     path: Name | None = Field(
         None, description="shared-storage only: a folder that all its workers see"
     )
-    lease_s: Seconds | None = Field(
+    lease_s: Annotated[float, Field(ge=6)] | None = Field(
         None,
         description="for which a prefill worker keeps blocks that nobody fetches: no more than the "
         "workers' kv_lease_duration; `up` gives its workers twice as much; nixl: 30 if not given",

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from math import inf
 from typing import TYPE_CHECKING
 
 from proxy.core.links import Links
@@ -57,6 +58,7 @@ class Handing:
     transfer: TransferTime
     above: int | None  # tokens to prefill; None = where it costs less
     links: Links
+    within_s: float = inf  # that a transfer may take, with the wait for it
     shorts_per_s: float = 0.0  # that each decode worker is likely to be asked for
 
     def tokens(self, worker: Worker, view: View) -> int:
@@ -79,12 +81,24 @@ class Handing:
 
     def is_worth(self, worker: Worker, view: View, whole_s: float) -> bool:
         """Whether a decode worker should not prefill a request itself, at such a cost."""
-        if worker.role is not DECODE or self.links.are_cold(self.prefill, worker, view.now):
+        if worker.role is not DECODE or not self.may(worker, view):
             return False
         if self.above is not None:
             return self.tokens(worker, view) > self.above
         whole_s += self.tide_s(worker, view)
         return self.cost_s(worker, view) * (1.0 + GAIN) + GAIN_S < whole_s
+
+    def may(self, worker: Worker, view: View) -> bool:
+        """Whether a transfer to a decode worker has reason to succeed, and in time."""
+        now, links = view.now, self.links
+        if links.are_cold(self.prefill, worker, now) or links.is_barred(self.prefill, worker, now):
+            return False
+        return self.within_s == inf or self.arrival_s(worker, view) <= self.within_s
+
+    def arrival_s(self, worker: Worker, view: View) -> float:
+        """Predict when a decode worker would have what the prefill worker has computed."""
+        transfer_s = self.transfer.seconds(self.tokens(worker, view))
+        return transfer_s + worker.wait_s(view.now, for_long=view.ask.long)
 
     def decision(self, worker: Worker, view: View) -> Decision:
         """Write down a hand-over to a decode worker."""
@@ -115,12 +129,19 @@ def has_room(worker: Worker, ask: Ask) -> bool:
 
 
 def choose_prefill(
-    workers: Iterable[Worker], ask: Ask, now: float, held: Held, tried: frozenset[str]
+    workers: Iterable[Worker],
+    ask: Ask,
+    now: float,
+    held: Held,
+    tried: frozenset[str],
+    links: Links,
 ) -> tuple[Worker, float, int] | None:
     """Name the prefill worker that would be done soonest, when, and what it has cached."""
     best: tuple[Worker, float, int] | None = None
     for worker in workers:
         if not worker.takes(now) or worker.name in tried or not _may_prefill(worker, ask):
+            continue
+        if links.is_barred(worker, None, now):
             continue
         cached = worker.cached(held)
         seconds = worker.ttft_s(ask, now, cached)

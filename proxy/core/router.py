@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from math import inf
 
 from proxy.core import handover, learning, placing, refusals
 from proxy.core.fleet import Fleet
@@ -61,6 +62,7 @@ class RouterSettings:
     transfer: bool = False  # whether KV moves from prefill to decode workers
     disaggregate_above: int | None = None  # tokens to prefill; None: where it costs less
     allow_client_kv_transfer: bool = False
+    transfer_within_s: float = inf  # of a prefill's end its transfer has to be done
 
 
 class Router:
@@ -225,11 +227,12 @@ class Router:
             return view
         # The last try is for one worker alone: its chance of success is the best.
         if not tried or len(tried) < self.settings.max_attempts - 1:
-            best = handover.choose_prefill(pool.prefills, ask, now, view.held, tried)
+            links, within_s = self.links, self.settings.transfer_within_s
+            best = handover.choose_prefill(pool.prefills, ask, now, view.held, tried, links)
             if best is not None:
                 time, above = self.transfer_time(ask.model), self.settings.disaggregate_above
                 shorts = view.traffic.shorts_per_s(now) / pool.decodes if above is None else 0.0
-                view.handing = handover.Handing(*best, time, above, self.links, shorts)
+                view.handing = handover.Handing(*best, time, above, links, within_s, shorts)
         return view
 
     def transfer_time(self, model: str) -> TransferTime:
@@ -320,6 +323,11 @@ class Router:
         if outcome is DONE and usage is not None and self.may_learn(lease, now):
             self.sizer.learn(lease.ask, usage)
             learning.learn(lease, now, usage, decoding)
+
+    def has_another(self, lease: Lease) -> bool:
+        """Whether somebody but a lease's worker could do all of it."""
+        others = (w for w in self.fleet.pool(lease.ask.model).all if w is not lease.worker)
+        return any(w.breaker.closed and w.may_hold(lease.ask) for w in others)
 
     # Telling
 

@@ -8,6 +8,7 @@ bodies, and sends nothing itself.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import inf
 from typing import Any, ClassVar, NamedTuple
 
 import orjson
@@ -21,6 +22,7 @@ NOTHING: Fields = {}
 # What no worker serves: a request for it is refused before it is scheduled, and the refusal has the
 # decode worker tell the prefill worker that nobody will come for its blocks.
 NO_MODEL = "vllm-sched:release"
+LEASE_USED = 0.8  # of the time for which blocks are kept: what comes later may read others' blocks
 
 
 class Side(NamedTuple):
@@ -51,9 +53,16 @@ class Connector:
     name: ClassVar[str]
     needs_params: ClassVar[bool] = True  # whether without parameters there is nothing to fetch
     connects: ClassVar[bool] = True  # whether two workers shake hands before their first transfer
+    usual_lease_s: ClassVar[float] = inf  # for which a prefill worker keeps what nobody fetches
 
     def __init__(self, config: TransferConfig) -> None:
         self.config = config
+        self.lease_s = config.lease_s or self.usual_lease_s
+
+    @property
+    def within_s(self) -> float:
+        """The time within which a decode worker must have fetched what a prefill left behind."""
+        return LEASE_USED * self.lease_s
 
     def prefill(self, pair: Pair) -> Fields:  # noqa: ARG002
         """Name the members that a prefill leg carries beside one output token and no stream."""

@@ -7,6 +7,7 @@ behind: good for one decode leg, and given back in every other case.
 
 from __future__ import annotations
 
+import logging
 import re
 from math import inf
 from typing import TYPE_CHECKING
@@ -27,9 +28,12 @@ if TYPE_CHECKING:
     from proxy.wire.server import Wire
     from proxy.wire.worker_connection import WorkerConnection
 
+logger = logging.getLogger(__name__)
+
 # Why a request is served whole after all.
 FAILED_TRANSFER, REFUSED_PREFILL = "failed_transfer", "refused_prefill"
-LATE = 4.0  # times what was predicted, a prefill is
+LATE_TRANSFER = "late_transfer"
+LATE = 4.0  # times what was predicted, a prefill or an answer is
 # How a stream whose head was a 200 says that its transfer failed. vLLM's chat names the role before
 # it, at the same moment.
 ROLE = rb'data: [^\n]*"role": ?"assistant", ?"content": ?(?:""|null)[^\n]*\n\n'
@@ -44,6 +48,7 @@ class HandOver:
         "_connector",
         "_early",
         "_first",
+        "_late_at",
         "_lease",
         "_leg",
         "_pair",
@@ -63,6 +68,7 @@ class HandOver:
         self._leg: PrefillLeg | None = None
         self._taken: Taken | None = None  # by the prefill, and not yet by the decode worker
         self._early = b""  # of a decode leg's stream, what says nothing yet
+        self._late_at = inf  # when the blocks may be another's
 
     # The legs
 
@@ -80,7 +86,7 @@ class HandOver:
         self._leg = None
         fields = read(answer)
         taken = self._taken = connector.take(self._pair, fields)
-        exchange.once = taken.params is not None
+        exchange.once = holds = taken.params is not None
         halves = lease.decision.handover
         learns = halves is not None and halves.cached_tokens > 0
         wire.router.prefilled(lease, now, usage_of(fields) if learns else None)
@@ -88,6 +94,9 @@ class HandOver:
         wire.metrics.handovers.prefilled(lease, now, bare=bare)
         if bare and halves is not None:
             halves.tokens = 0  # the decode worker's prefill is no transfer
+        within_s = connector.within_s if holds else inf
+        exchange.patience_s = decode_patience_s(lease, within_s)
+        self._late_at = now + exchange.patience_s
         body = decode_body(connector, self._pair, taken, request.body)
         pool = wire.pools.of(lease.worker)
         pool.send(now, exchange, to_worker(request, pool, body, self._id))
@@ -134,18 +143,35 @@ class HandOver:
 
     def failed(self, now: float, outcome: Outcome, trouble: Trouble) -> tuple[str, Outcome]:
         """Give up; tell who need not be asked again, and what the leg under way says of it."""
-        lease = self._lease
+        lease, first = self._lease, self._first
         self._leg = None
-        self._wire.metrics.handover_failed(lease)
-        if self._taken is not None:
-            stale = trouble is Trouble.STALE
-            self.give_back(now, well=stale or trouble is Trouble.STATUS)
-            if stale or outcome is Outcome.ERRED:
-                # It may be the transfer that failed, or the worker be well and its connection
-                # old: then nobody need be left out for it.
-                lease.ask.whole = FAILED_TRANSFER
-                return self._first.name, Outcome.MOOT
-        return lease.under_way.worker.name, outcome
+        late = trouble is Trouble.TIMEOUT and now >= self._late_at
+        if late:
+            self._wire.metrics.handover_ended("decode_late")
+        else:
+            self._wire.metrics.handover_failed(lease)
+        if self._taken is None:
+            return lease.under_way.worker.name, outcome
+        stale = trouble is Trouble.STALE
+        self.give_back(now, well=stale or trouble is Trouble.STATUS)
+        if not (stale or late or outcome is Outcome.ERRED):
+            return lease.worker.name, outcome
+        # It may be the transfer that failed, or the worker be well and its connection old: then
+        # nobody need be left out for it; where it took too long, somebody else is better.
+        lease.ask.whole = LATE_TRANSFER if late else FAILED_TRANSFER
+        if not stale:
+            self._strike(now)
+        spared = late and self._wire.router.has_another(lease)
+        return (lease.worker if spared else first).name, Outcome.MOOT
+
+    def _strike(self, now: float) -> None:
+        first, second = self._first, self._lease.worker
+        if self._wire.router.links.failed(first, second, now):
+            logger.warning(
+                "transfers from %s to %s fail: nothing is handed over between them for a while",
+                first.name,
+                second.name,
+            )
 
     def left(self, now: float, connection: WorkerConnection | None) -> None:
         """Stop both legs: whoever wanted the answer is gone. The decode leg's is this one."""
@@ -178,6 +204,22 @@ class HandOver:
 def says_failed(body: bytes) -> bool:
     """Whether a stream begins with the error of a transfer that failed."""
     return FAILED_EVENT.match(body) is not None
+
+
+def decode_patience_s(lease: Lease, within_s: float) -> float:
+    """Tell how long a decode worker may take to show that it has read the blocks in time.
+
+    A stream shows it by its first token, and any other answer by its last, which may be as long as
+    it likes where nobody knows how long the worker's steps are.
+    """
+    ask, pace = lease.ask, lease.worker.pace
+    if ask.stream or within_s == inf:
+        return within_s
+    if not pace.steps:
+        return inf
+    output = ask.output_tokens
+    most = lease.worker.limit - ask.largest_prompt if output is None else output
+    return within_s + LATE * most * pace.step_s(lease.worker.decoding + 1)
 
 
 def patience_s(lease: Lease, least_s: float) -> float:

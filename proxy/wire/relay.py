@@ -68,15 +68,16 @@ class Exchange:
         "_wire",
         "connection",
         "once",
+        "patience_s",
         "record",
     )
-    patience_s = inf
 
     def __init__(
         self, wire: Wire, client: Recipient, request: Request, route: Route
     ) -> None:
         self.connection: WorkerConnection | None = None
         self.once = False
+        self.patience_s = inf
         self._wire = wire
         self._client = client
         self._request = request
@@ -151,7 +152,7 @@ class Exchange:
             handing = self._handing = HandOver(self._wire, self._request, placed, first)
             handing.prefill(now, self)
             return
-        self.once = False
+        self.once, self.patience_s = False, inf
         pool = self._wire.pools.of(placed.worker)
         request = self._request
         pool.send(now, self, to_worker(request, pool, request.body, request.id))

@@ -29,6 +29,7 @@ def wiring_of(config: FleetConfig, worker: WorkerConfig) -> Wiring:
         few_cpus=bool(told.cpus),
         path=config.transfer.path,
         address=config.transfer.addresses.get(worker.name),
+        lease_s=config.transfer.lease_s,
     )
 
 

@@ -11,6 +11,7 @@ import importlib.util
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import ceil
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
@@ -40,8 +41,9 @@ WHOLE = "--no-enable-chunked-prefill"
 # A block is a descriptor per layer and more: a 12,000-token transfer took 12 ms with 128.
 CPU_BLOCK = "128"
 # What no decode worker has asked for. Nearly all is freed at once, by the router's word; a lease
-# that ends too early is worse than a late one, as vLLM reads the blocks then all the same.
-LEASE_S = 60
+# that ends too early is worse than a late one, as vLLM reads the blocks then all the same. So it is
+# longer than the router is told.
+LEASE_S, SPARE = 60, 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +66,7 @@ def wiring(
     few_cpus: bool = False,
     path: str | None = None,
     address: str | None = None,
+    lease_s: float | None = None,
 ) -> Wiring:
     """Describe one end; `args` and `env` are the user's own, which win where they speak.
 
@@ -81,7 +84,7 @@ def wiring(
     if connector == "nixl":
         # Else a prefill worker that dies takes with it the requests that were to be handed over.
         config["kv_load_failure_policy"] = "recompute"
-        extra["kv_lease_duration"] = LEASE_S
+        extra["kv_lease_duration"] = ceil(SPARE * lease_s) if lease_s else LEASE_S
         more[SIDE_HOST] = env.get(SIDE_HOST, host)
         more[SIDE_PORT] = env.get(SIDE_PORT) or str(launch.free_port())
         said.append(f"side channel {more[SIDE_HOST]}:{more[SIDE_PORT]}")

@@ -406,3 +406,39 @@ def test_fleets_of_one_kind_count_nothing() -> None:
     here = router_of(spec("g0"), transfer=True)
     placed(here.submit(ask(LONG), 0.0))
     assert here.handovers == {}
+
+
+# In time
+
+
+def test_nothing_is_handed_to_a_worker_that_would_fetch_it_too_late() -> None:
+    """Its own prefills come first, and the blocks would be another prompt's by then."""
+    here = router(disaggregate_above=1, transfer_within_s=24.0)
+    assert placed(here.submit(ask(LONG), 0.0)).prefill is not None
+    decode = worker_of(here, "d0")
+    decode.pace.token_s = 1e-3
+    whole = ask(30_000)
+    whole.whole = "samples"
+    placed(here.submit(whole, 0.0))
+    alone = placed(here.submit(ask(LONG), 0.0))
+    assert alone.prefill is None
+    here.finish(alone, 0.0, Outcome.MOOT)
+    assert placed(here.submit(ask(LONG), 10.0)).prefill is not None  # a third is done by then
+
+
+@pytest.mark.parametrize("above", [None, 1])
+def test_a_transfer_that_takes_longer_than_blocks_are_kept_is_none(above: int | None) -> None:
+    here = router(disaggregate_above=above, transfer_within_s=24.0)
+    busy(here, count=1)
+    for _ in range(50):
+        here.transfer_time(MODEL).saw(LONG, 30.0)
+    assert placed(here.submit(ask(LONG), 0.0)).prefill is None
+    assert placed(here.submit(ask(LONG // 2), 0.0)).prefill is not None or above is None
+
+
+def test_a_link_that_fails_is_left_alone_for_a_while() -> None:
+    here = router(disaggregate_above=1)
+    first, second = worker_of(here, "p0"), worker_of(here, "d0")
+    assert [here.links.failed(first, second, 1.0) for _ in range(3)] == [False, False, True]
+    assert placed(here.submit(ask(LONG), 2.0)).prefill is None
+    assert placed(here.submit(ask(LONG), 62.0)).prefill is not None

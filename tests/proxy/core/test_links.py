@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from proxy.core.fleet import Fleet
-from proxy.core.links import PATIENCE_S, Links
+from proxy.core.links import BARRED_S, PATIENCE_S, Links
 from proxy.core.types import Role
 from proxy.core.worker import Worker
 from tests.proxy.core.making import fleet_of, members, spec
@@ -43,3 +43,58 @@ def test_a_worker_that_went_down_has_to_be_connected_anew() -> None:
     assert not links.knows(prefill, decode)
     links.warm(prefill, decode)
     assert not links.are_cold(prefill, decode, 31.0)
+
+
+# Those that fail
+
+
+def test_a_few_failures_in_a_row_bar_a_link_for_a_while() -> None:
+    _, prefill, decode = two()
+    links = Links()
+    assert [links.failed(prefill, decode, 1.0) for _ in range(4)] == [False, False, True, False]
+    assert links.is_barred(prefill, decode, 1.0)
+    assert not links.is_barred(prefill, None, 1.0)
+    assert links.barred(1.0) == [(prefill, decode)]
+    assert links.note(prefill, 1.0) == "prefills nothing for d0 for now: transfers to there fail"
+    assert not links.is_barred(prefill, decode, 1.0 + BARRED_S)
+    assert links.note(prefill, 1.0 + BARRED_S) == ""
+    assert links.failed(prefill, decode, 100.0)  # one more will do
+
+
+def test_one_that_works_begins_anew() -> None:
+    _, prefill, decode = two()
+    links = Links()
+    links.worked(prefill, decode)
+    for _ in range(2):
+        links.failed(prefill, decode, 1.0)
+    links.worked(prefill, decode)
+    assert not links.failed(prefill, decode, 1.0)
+    assert not links.is_barred(prefill, decode, 1.0)
+
+
+def test_a_prefill_worker_may_be_barred_by_itself() -> None:
+    fleet, prefill, _ = two()
+    links = Links()
+    for _ in range(3):
+        links.failed(prefill, None, 1.0)
+    assert links.is_barred(prefill, None, 1.0)
+    assert "name nothing to fetch" in links.note(prefill, 1.0)
+    for _ in range(3):
+        fleet.probe_failed("p0", 2.0)
+    for _ in range(2):
+        fleet.probe_ok("p0", 3.0)
+    assert not links.is_barred(prefill, None, 4.0)  # it may have been started anew, and right
+
+
+def test_those_that_left_are_forgotten() -> None:
+    _, prefill, decode = two()
+    links = Links()
+    links.warm(prefill, decode)
+    for _ in range(3):
+        links.failed(prefill, decode, 1.0)
+    links.keep([prefill, decode])
+    assert links.knows(prefill, decode)
+    assert links.barred(1.0)
+    links.keep([prefill])
+    assert not links.knows(prefill, decode)
+    assert not links.barred(1.0)

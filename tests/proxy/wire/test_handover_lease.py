@@ -1,0 +1,118 @@
+"""A decode leg that shows nothing while the prefill worker's blocks are surely kept: begun anew.
+
+What a decode worker reads after that may be another prompt's, with status 200.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from math import inf
+
+import pytest
+
+from proxy.core.links import STRIKES
+from proxy.core.types import Role
+from proxy.wire.handing import decode_patience_s
+from tests.proxy.core.making import ask as ask_of
+from tests.proxy.core.making import placed, router_of, spec, worker_of
+from tests.proxy.wire import scripts
+from tests.proxy.wire.client import Answer, request
+from tests.proxy.wire.conftest import Start
+from tests.proxy.wire.kv import Faults
+from tests.proxy.wire.pairs import Pairs, chat_body, expected, pairs, words
+
+SURELY_S, TOO_LATE_S = 23.0, 24.5  # of NIXL's 30 s
+
+
+async def late(here: Pairs, body: bytes) -> Answer:
+    """Ask, and let the decode worker that has the blocks' names hang for too long."""
+    victim = here.victim(Role.DECODE, body)
+    here.kv.wrong(victim.name, Faults(before=scripts.stall))
+    calls = len(victim.served)
+    client = await here.site.client()
+    await client.send(request(body))
+    await victim.got(calls + 1)
+    here.site.skip(TOO_LATE_S)
+    return await client.answer()
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_somebody_else_computes_it_whole(start: Start, stream: bool) -> None:
+    here = await pairs(start)
+    for name in ("d0", "d1"):  # so that an answer's length says how long it may take
+        here.site.worker(name).pace.steps = 1.0
+    body = chat_body(stream=stream)
+    victim = here.victim(Role.DECODE, body).name
+    assert words(await late(here, body)) == expected(body)
+    await here.settled()
+    other = "d1" if victim == "d0" else "d0"
+    assert {*here.legs()[1:]} == {f"decode {victim}", f"release {other}", f"whole {other}"}
+    assert here.kv.ends() == ["released"]
+    assert here.site.metrics.handovers.ends["decode_late"] == 1
+    assert "decode_failed" not in here.site.metrics.handovers.ends
+    assert here.site.worker(victim).breaker.spotless  # it may have been the transfer
+
+
+async def test_before_that_it_is_left_alone(start: Start) -> None:
+    here = await pairs(start, prefills=1, decodes=1)
+    waits = asyncio.Event()
+    fake = here.site.fakes["d0"]
+    usual = fake.script_for
+
+    async def slowly(call: object) -> None:
+        await waits.wait()
+        await usual(call)(call)  # type: ignore[arg-type]
+
+    fake.then(slowly)
+    body = chat_body(stream=True)
+    client = await here.site.client()
+    await client.send(request(body))
+    await fake.got(1)
+    here.site.skip(SURELY_S)
+    await asyncio.sleep(0.5)  # two sweeps of the deadlines
+    waits.set()
+    assert words(await client.answer()) == expected(body)
+    await here.settled()
+    assert here.legs() == ["prefill p0", "decode d0"]
+
+
+async def test_where_there_is_nobody_else_the_same_worker_computes_it(start: Start) -> None:
+    here = await pairs(start, prefills=1, decodes=1)
+    body = chat_body(stream=True)
+    assert words(await late(here, body)) == expected(body)
+    await here.settled(left=1)
+    assert here.legs() == ["prefill p0", "decode d0", "whole d0"]
+
+
+async def test_a_link_that_is_late_time_and_again_is_left_alone(start: Start) -> None:
+    here = await pairs(start, prefills=1, decodes=1)
+    for _ in range(STRIKES):
+        body = chat_body(stream=True)
+        assert words(await late(here, body)) == expected(body)
+    assert words(await here.site.ask(request(chat_body()))) != []
+    assert here.legs()[-1] == "whole d0"
+    await here.settled(left=STRIKES)
+
+
+async def test_the_lease_is_as_the_operator_says(start: Start) -> None:
+    here = await pairs(start)
+    connector = here.site.wire.connector
+    assert connector is not None
+    connector.lease_s = 300.0
+    assert connector.within_s == 240.0
+
+
+def test_how_long_an_answer_may_take_is_a_matter_of_its_length() -> None:
+    here = router_of(
+        spec("p0", Role.PREFILL), spec("d0", Role.DECODE), transfer=True, disaggregate_above=1
+    )
+    one = placed(here.submit(ask_of(5000, 100, stream=False), 0.0))
+    assert decode_patience_s(one, inf) == inf
+    assert decode_patience_s(one, 24.0) == inf  # how long its steps are, nobody knows
+    pace = worker_of(here, "d0").pace
+    pace.steps, pace.base_s, pace.each_s = 1.0, 0.01, 0.0
+    assert decode_patience_s(one, 24.0) == pytest.approx(24.0 + 4 * 1.0)
+    streamed = placed(here.submit(ask_of(5000, 100), 0.0))
+    assert decode_patience_s(streamed, 24.0) == 24.0
+    endless = placed(here.submit(ask_of(5000, None, stream=False), 0.0))
+    assert decode_patience_s(endless, 24.0) > 1e9
