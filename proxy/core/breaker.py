@@ -16,6 +16,10 @@ TRIAL_S = 2.0
 LONGEST_ASKED_S = 300.0  # a worker's Retry-After beyond this is not believed
 
 
+# Closed, busy, until, failures, openings, tried at (0: no trial is out).
+Told = tuple[bool, bool, float, int, int, float]
+
+
 class State(StrEnum):
     """Whether requests pass."""
 
@@ -84,6 +88,16 @@ class Breaker:
         self._tried_at = None
         self._openings += 1
         self.until = max(self.until, now + rest)
+
+    def told(self) -> Told:
+        """Say all there is, for a breaker of the same worker in another process."""
+        tried_at = self._tried_at or 0.0
+        return self.closed, self.busy, self.until, self._failures, self._openings, tried_at
+
+    def take(self, told: Told) -> None:
+        """Become what another one was."""
+        self.closed, self.busy, self.until, self._failures, self._openings, tried_at = told
+        self._tried_at = tried_at or None
 
     def abandoned(self) -> None:
         """Note that the trial ended without telling anything: another may be sent."""

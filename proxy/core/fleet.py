@@ -47,7 +47,7 @@ class Fleet(Roster):
         """Charge what a leg takes that begins with its prompt."""
         ask, worker, prefill = lease.ask, lease.worker, lease.prefill_tokens
         pace = worker.pace
-        idle = not worker.prefill_tokens
+        idle = worker.prefill_tokens == worker.elsewhere.prefill_tokens  # as far as we would hear
         before = worker.prefill_tokens + worker.strange_tokens
         if before:
             ahead = min(worker.wait_s(now, for_long=True) / pace.token_s, before)
@@ -131,7 +131,12 @@ class Fleet(Roster):
     # How they go on
 
     def settle(self, now: float) -> None:
-        """Take those that show no first token as decoding once they should be."""
+        """Take those that show no first token as decoding once they should be.
+
+        And what other processes have charged, if there are any.
+        """
+        if self.others is not None:
+            self.others.look(now)
         silent = self._silent
         while silent and (silent[0][0] <= now or silent[0][2].released):
             lease = heappop(silent)[2]

@@ -25,6 +25,7 @@ def judge(
             lease.ask.erred_on += (worker,)
         if lease.trial:
             worker.breaker.abandoned()
+            fleet.moved(worker)
     elif not worker.breaker.spotless and (lease.trial or worker.breaker.closed):
         fleet.succeeded(worker)
 

@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import count
 from math import inf
 
+from proxy.core.breaker import Told
+from proxy.core.elsewhere import NO_LOAD, Load, Others, replace
 from proxy.core.pool import NO_POOL, Pool
 from proxy.core.prefix import PrefixIndex
 from proxy.core.types import Gauges
@@ -29,6 +31,7 @@ class Roster:
         self.prefixes = PrefixIndex()
         self.by_index: dict[int, Worker] = {}
         self.resting: set[Worker] = set()  # with a breaker that is not closed
+        self.others: Others | None = None  # processes that charge the same workers
         self._rank: Callable[[Worker], float] = lambda worker: worker.requests
         self._workers: dict[str, Worker] = {}
         self._by_model: dict[str, list[Worker]] = {}
@@ -108,6 +111,7 @@ class Roster:
             self.resting.discard(worker)
             del self.by_index[worker.index]
             self.prefixes.forget(worker.index)
+            replace(worker, NO_LOAD, worker.free_at)
             if worker.requests:
                 self._leaving.add(worker)
             self._changed()
@@ -267,3 +271,22 @@ class Roster:
                 worker.key = key
                 for group in worker.ranked_in:
                     group.put(worker)
+        if self.others is not None:
+            self.others.changed(worker)
+
+    # What other processes say
+
+    def charged_elsewhere(self, worker: Worker, load: Load, due_at: float, now: float) -> None:
+        """Take what others have charged to a worker, and when they expect to hear of it."""
+        replace(worker, load, now)
+        worker.due_at = max(worker.due_at, due_at)
+        self.moved(worker)
+
+    def judged_elsewhere(self, worker: Worker, told: Told) -> None:
+        """Take what another process has made of a worker's breaker."""
+        worker.breaker.take(told)
+        if not worker.breaker.closed and self._workers.get(worker.name) is worker:
+            self.resting.add(worker)
+        else:
+            self.resting.discard(worker)
+        self.moved(worker)

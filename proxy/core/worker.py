@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from proxy.core.breaker import Breaker
+from proxy.core.elsewhere import NO_LOAD, Load
 from proxy.core.predict import Pace
 from proxy.core.types import Ask, Gauges, Role
 
@@ -50,6 +51,7 @@ class Worker:
         "decoding",
         "draining",
         "due_at",
+        "elsewhere",
         "failed_probes",
         "flat_price",
         "free_at",
@@ -122,6 +124,7 @@ class Worker:
         self.written = 0  # tokens it has streamed, since ever
         self.free_at = 0.0  # when its prefills should be done
         self.due_at = 0.0  # when one of them should have shown, since anything was heard
+        self.elsewhere: Load = NO_LOAD  # of all this, what other processes have charged
 
         self.reprice()
 

@@ -1,0 +1,79 @@
+"""What other processes of the same router have charged to a worker.
+
+Idea: a worker's charges are everybody's, so that rules, limits and what is subtracted from its own
+page need not know how many processes there are. What of them is others' is kept beside, is replaced
+whenever somebody looks (`Others.look`), and goes into the charges as a difference: more to prefill
+as a charge would, less of it as a first token would.
+
+A breaker is a register that whoever wrote last owns: its state travels whole.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+if TYPE_CHECKING:
+    from proxy.core.worker import Worker
+
+
+class Load(NamedTuple):
+    """Charges on one worker; the names are the worker's."""
+
+    requests: int = 0
+    sequences: int = 0
+    prefill_tokens: int = 0
+    long_tokens: int = 0
+    decode_tokens: int = 0
+    kv_tokens: int = 0
+    decoding: int = 0
+    written: int = 0  # since ever, so it only grows
+
+
+NO_LOAD = Load()
+
+
+class Others(Protocol):
+    """The other processes, as the fleet needs them."""
+
+    def look(self, now: float) -> None:
+        """Take in what they have charged."""
+
+    def changed(self, worker: Worker) -> None:
+        """Tell them soon of a worker whose charges or breaker have changed here."""
+
+
+def own(worker: Worker) -> Load:
+    """Return what this process has charged to a worker."""
+    theirs = worker.elsewhere
+    return Load(
+        worker.requests - theirs.requests,
+        worker.sequences - theirs.sequences,
+        worker.prefill_tokens - theirs.prefill_tokens,
+        worker.long_tokens - theirs.long_tokens,
+        worker.decode_tokens - theirs.decode_tokens,
+        worker.kv_tokens - theirs.kv_tokens,
+        worker.decoding - theirs.decoding,
+        worker.written - theirs.written,
+    )
+
+
+def replace(worker: Worker, load: Load, now: float) -> None:
+    """Have a worker charged by others with so much, in place of what it was."""
+    before, worker.elsewhere = worker.elsewhere, load
+    worker.requests += load.requests - before.requests
+    worker.sequences += load.sequences - before.sequences
+    worker.long_tokens += load.long_tokens - before.long_tokens
+    worker.decode_tokens += load.decode_tokens - before.decode_tokens
+    worker.kv_tokens += load.kv_tokens - before.kv_tokens
+    worker.written += load.written - before.written
+    prefill = load.prefill_tokens - before.prefill_tokens
+    if prefill:
+        worker.prefill_tokens += prefill
+        token_s = worker.pace.token_s
+        if prefill > 0:
+            worker.free_at = max(worker.free_at, now) + token_s * prefill
+        else:
+            worker.free_at = now + token_s * worker.prefill_tokens
+    if load.decoding != before.decoding:
+        worker.decoding += load.decoding - before.decoding
+        worker.reprice()
