@@ -24,6 +24,8 @@ EVENT_STREAM = b"text/event-stream"
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 LAST_CHUNK = b"0\r\n\r\n"
 
+LONGEST_NUMBER = 10  # of seconds: no worker means so many
+
 # Headers that are looked at, by whether they pass on as they are. Those of one hop do not (RFC
 # 9110, 7.6.1), nor do those that are written anew: framing, Host, the id.
 REQUEST_HEADERS = {
@@ -88,10 +90,10 @@ def status_line(status: int) -> bytes:
 def seconds(value: bytes) -> float | None:
     """Read a Retry-After, which may be a number or a date."""
     if value.isdigit():
-        return float(value)
+        return float(value) if len(value) < LONGEST_NUMBER else None
     try:
         until = parsedate_to_datetime(value.decode("latin-1")).timestamp()
-    except ValueError:
+    except (ValueError, OverflowError):
         return None
     return max(until - time.time(), 0.0)
 
