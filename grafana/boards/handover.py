@@ -13,6 +13,10 @@ LEGS = f'{ROUTER},outcome=~"transferred|.*_failed|client_left_.*"'
 BLOCKS = f'{ROUTER},outcome!~"transferred|prefilled.*|.*_failed|client_left_.*"'
 SIDES = f'{ROUTER},role=~"prefill|decode"'
 PREFILL, DECODE = f'{ROUTER},role="prefill"', f'{ROUTER},role="decode"'
+# vLLM's own, which know nothing of routers.
+EXPIRED = "vllm:nixl_num_kv_expired_reqs_total"
+READ_LATE = "vllm:nixl_num_notifications_after_expiry_total"
+OF_ANY_WORKER = 'model_name=~"$model"'
 
 WHETHER = (
     Panel(
@@ -51,6 +55,15 @@ WHETHER = (
         "What became of prompts that were prefilled and not fetched. Those left to expire fill the "
         "prefill worker's cache for a while.", "reqps",
         (Query(rate(ENDS, BLOCKS, "outcome"), "{{outcome}}"),),
+    ),
+    Panel(
+        "Leases that ended",
+        "As prefill workers with NIXL say: blocks that nobody fetched in time, and those that were "
+        "read all the same, whose answers may be made of other prompts.", "reqps",
+        (
+            Query(rate(EXPIRED, OF_ANY_WORKER, "instance"), "{{instance}} not fetched"),
+            Query(rate(READ_LATE, OF_ANY_WORKER, "instance"), "{{instance}} read late"),
+        ),
     ),
     Panel(
         "Warm-ups", "Connections between prefill and decode workers that the router had made.",

@@ -147,7 +147,7 @@ class HandOver:
         self._leg = None
         late = trouble is Trouble.TIMEOUT and now >= self._late_at
         if late:
-            self._wire.metrics.handover_ended("decode_late")
+            self._wire.metrics.handover_ended("late_failed")
         else:
             self._wire.metrics.handover_failed(lease)
         if self._taken is None:

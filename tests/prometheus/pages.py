@@ -6,7 +6,7 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING
 
-from prometheus_client import CollectorRegistry, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 
 from grafana import declared
 from tests.proxy.control.vllm_page import Engine, vllm_page
@@ -31,13 +31,18 @@ class EnginePage:
         for name, (_, labels) in self._module.FACTS.items():
             self._told.fact(name, 1.0, *labels)
         self._vllms = CollectorRegistry()
-        known = {name.rpartition("_")[0] for name in declared.vllms()} | {
-            "vllm:nixl_bytes_transferred"
-        }
+        names = declared.vllms()
+        known = {name.removesuffix("_total") for name in names if name.endswith("_total")}
         labels = ["model_name", "engine"]
-        self._histograms = [
-            Histogram(name, "x", labels, registry=self._vllms) for name in sorted(known)
+        self._counters = [
+            Counter(name, "x", labels, registry=self._vllms) for name in sorted(known)
         ]
+        timed = {name.rpartition("_")[0] for name in names if not name.endswith("_total")}
+        timed.add("vllm:nixl_bytes_transferred")
+        self._histograms = [
+            Histogram(name, "x", labels, registry=self._vllms) for name in sorted(timed)
+        ]
+        known |= timed
         self._model, self._times = model, 0
         self._page, self._made_at = b"", float("-inf")
         policies = {
@@ -70,6 +75,8 @@ class EnginePage:
         self._told.write(state, float(self._times))
         for each in self._histograms:
             each.labels(self._model, "0").observe(0.1)
+        for counter in self._counters:
+            counter.labels(self._model, "0").inc()
 
     def page(self) -> bytes:
         """Write it, or show the last one if that is new."""

@@ -48,7 +48,7 @@ async def test_somebody_else_computes_it_whole(start: Start, stream: bool) -> No
     other = "d1" if victim == "d0" else "d0"
     assert {*here.legs()[1:]} == {f"decode {victim}", f"release {other}", f"whole {other}"}
     assert here.kv.ends() == ["released"]
-    assert here.site.metrics.handovers.ends["decode_late"] == 1
+    assert here.site.metrics.handovers.ends["late_failed"] == 1
     assert "decode_failed" not in here.site.metrics.handovers.ends
     assert here.site.worker(victim).breaker.spotless  # it may have been the transfer
 
