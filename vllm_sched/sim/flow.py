@@ -1,0 +1,332 @@
+"""Many requests through the router's core and plain workers, counted and forgotten.
+
+What `fleet` keeps of each request is here added to sketches as it ends, so that memory is that of
+what is under way: a million requests are played on a thousand workers within minutes. The decisions
+are the router's own, and so is what it learns; its knowledge of workers is a second old at most, as
+with real probes.
+
+What it leaves out: tokens are told to the router with a request's end, not as they are written;
+nobody's client leaves, and no worker fails.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+from typing import TYPE_CHECKING
+
+from proxy.core.fleet import Fleet
+from proxy.core.prefix import ENDS
+from proxy.core.router import Router, RouterSettings
+from proxy.core.types import Ask, Gauges, Lease, Outcome, Refusal, Role, Ticket, Usage
+from proxy.core.worker import WorkerSpec
+from vllm_sched.sim.fluid import Fluid
+from vllm_sched.sim.sketch import Sketch
+from vllm_sched.sim.types import Event, Job, Leg
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from vllm_sched.bench.goodput import Targets
+    from vllm_sched.bench.traffic.types import Piece, Request
+    from vllm_sched.sim.types import WorkerModel
+
+MODEL, ROUTE = "model", "completions"
+PROBE_S = 1.0
+BYTES_PER_TOKEN = 4
+NEVER = math.inf
+# As little is told by ids of workers' events as by anybody's: looked up once.
+WHOLE, PREFILL, DECODE = Leg.WHOLE, Leg.PREFILL, Leg.DECODE
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """A worker, and what the fleet file says of it."""
+
+    model: WorkerModel
+    role: Role = Role.GENERAL
+    max_requests: int | None = None
+
+
+@dataclass(slots=True)
+class Figures:
+    """What came of the requests of a class, or of all."""
+
+    arrived: int = 0
+    done: int = 0
+    met: int = 0  # done within the targets
+    handed_over: int = 0
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    ttft: Sketch = field(default_factory=Sketch)
+    tpot: Sketch = field(default_factory=Sketch)
+    longest: Sketch = field(default_factory=Sketch)  # gap of each request
+
+    @property
+    def share(self) -> float:
+        """Of what arrived, that was done in time."""
+        return self.met / self.arrived if self.arrived else 0.0
+
+
+@dataclass(slots=True)
+class Run:
+    """What came of a run."""
+
+    all: Figures
+    classes: dict[str, Figures]
+    refused: int
+    span_s: float  # of arrivals
+    duration_s: float  # until the last was done
+    gaps: Sketch  # between tokens, of all
+
+    @property
+    def rate(self) -> float:
+        """Requests that arrived, a second."""
+        return self.all.arrived / self.span_s if self.span_s else 0.0
+
+    @property
+    def goodput(self) -> float:
+        """Requests a second that were done in time."""
+        return self.rate * self.all.share
+
+    @property
+    def throughput(self) -> float:
+        """Tokens read and written a second."""
+        figures = self.all
+        return (figures.prompt_tokens + figures.output_tokens) / (self.duration_s or 1.0)
+
+
+class _Flight:
+    """A request under way."""
+
+    __slots__ = ("cached", "first", "index", "lease", "longest", "request")
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        self.lease: Lease | None = None
+        self.index = 0  # the worker of the leg under way
+        self.first = -1.0
+        self.longest = 0.0
+        self.cached = 0
+
+
+class Flow:
+    """A fleet that requests flow through."""
+
+    def __init__(
+        self, workers: Sequence[Placed], settings: RouterSettings, targets: Targets
+    ) -> None:
+        self._targets = targets
+        fleet = Fleet()
+        for placed in workers:
+            model = placed.model
+            name = model.name
+            fleet.add(
+                WorkerSpec(
+                    name, f"http://{name}", placed.role, MODEL, model.max_model_len,
+                    placed.max_requests,
+                )
+            )  # fmt: skip
+            fleet.probe_ok(name, 0.0)
+        self.router = Router(settings, fleet)
+        self._learnt = self.router.sizer.learnt(MODEL, ROUTE)
+        self._prefixes = settings.prefix_affinity
+        self._names = [placed.model.name for placed in workers]
+        self._rooms = [placed.model.kv_tokens for placed in workers]
+        self._index = {name: index for index, name in enumerate(self._names)}
+        self.engines = [Fluid(placed.model, ended=self._noted) for placed in workers]
+        self._due: list[tuple[float, int]] = []
+        self._known = [NEVER] * len(workers)
+        self._flights: dict[str, _Flight] = {}
+        self._tickets: dict[Ticket, _Flight] = {}
+        self._next_probe = 0.0
+        self._number = 0
+        self._refused = 0
+        self._last = 0.0
+        self._all = Figures()
+        self._classes: dict[str, Figures] = {}
+
+    def play(self, requests: Iterable[Request]) -> Run:
+        """Play requests in the order of their times, until all are over."""
+        at = 0.0
+        for request in requests:
+            at = request.at
+            self._until(at)
+            self._arrive(request, at)
+        span = at
+        while self._flights or self._tickets:
+            self._until(max(self._next_probe, at))
+            at = self._next_probe
+        gaps = Sketch()
+        for engine in self.engines:
+            gaps.merge(engine.gaps)
+        return Run(self._all, self._classes, self._refused, span, self._last, gaps)
+
+    # Time
+
+    def _until(self, now: float) -> None:
+        due, known, engines = self._due, self._known, self.engines
+        while True:
+            at = due[0][0] if due else NEVER
+            if self._next_probe <= now and self._next_probe <= at:
+                self._probe(self._next_probe)
+                self._next_probe += PROBE_S
+            elif at <= now:
+                index = heappop(due)[1]
+                if known[index] != at:
+                    continue
+                ended = False
+                for event in engines[index].advance(at):
+                    ended |= self._heard(index, event)
+                self._touch(index)
+                if ended and self._tickets:
+                    self._place_waiting(at)
+            else:
+                return
+
+    def _touch(self, index: int) -> None:
+        at = self.engines[index].next_at()
+        if at != self._known[index]:
+            self._known[index] = at
+            if at < NEVER:
+                heappush(self._due, (at, index))
+
+    def _probe(self, now: float) -> None:
+        fleet = self.router.fleet
+        for index, engine in enumerate(self.engines):
+            told = engine.gauges(now)
+            gauges = Gauges(now, told.running, told.waiting, told.kv_usage, self._rooms[index])
+            fleet.set_gauges(self._names[index], gauges)
+        self._place_waiting(now)
+
+    # Requests
+
+    def _figures(self, klass: str) -> Figures:
+        found = self._classes.get(klass)
+        if found is None:
+            found = self._classes[klass] = Figures()
+        return found
+
+    def _arrive(self, request: Request, now: float) -> None:
+        self._number += 1
+        self._all.arrived += 1
+        self._figures(request.klass).arrived += 1
+        flight = _Flight(request)
+        answer = self.router.submit(self._ask(request), now)
+        if isinstance(answer, Lease):
+            self._send(flight, answer, now)
+        elif isinstance(answer, Ticket):
+            self._tickets[answer] = flight
+        else:
+            self._refused += 1
+
+    def _ask(self, request: Request) -> Ask:
+        prompt, output = request.prompt_tokens, request.output_tokens
+        size = prompt * BYTES_PER_TOKEN
+        ask = Ask(str(self._number), ROUTE, MODEL, size, prompt, 0, prompt, output)
+        ask.extra_tokens = prompt
+        ask.expected_output = min(int(self._learnt.output), output)
+        ask.stream = ask.counted = True
+        ask.long = ask.budget > self.router.settings.short_limit
+        if output <= 1:
+            ask.whole = "one_token"
+        if request.shared and self._prefixes:
+            ask.prefix = _hashes(request.shared)
+            ask.prefix_bytes = size
+        return ask
+
+    def _place_waiting(self, now: float) -> None:
+        for ticket, answer in self.router.due(now):
+            flight = self._tickets.pop(ticket)
+            if isinstance(answer, Refusal):
+                self._refused += 1
+            else:
+                self._send(flight, answer, now)
+
+    def _send(self, flight: _Flight, lease: Lease, now: float) -> None:
+        flight.lease = lease
+        handed = lease.prefill
+        worker, leg = (lease.worker, WHOLE) if handed is None else (handed.worker, PREFILL)
+        self._flights[lease.ask.id] = flight
+        self._submit(flight, self._index[worker.name], leg, now)
+
+    def _submit(self, flight: _Flight, index: int, leg: Leg, now: float) -> None:
+        request, lease = flight.request, flight.lease
+        assert lease is not None  # noqa: S101 - it has just been given
+        output = 1 if leg is PREFILL else request.output_tokens
+        flight.index = index
+        job = Job(lease.ask.id, request.prompt_tokens, output, 0, request.shared, leg)
+        self.engines[index].submit(job, now)
+        self._touch(index)
+
+    def _noted(self, job: Job, gap: float) -> None:
+        self._flights[job.id].longest = gap
+
+    def _heard(self, index: int, event: Event) -> bool:
+        """Tell the router; True if that made room."""
+        flight = self._flights[event.job_id]
+        lease, request, at = flight.lease, flight.request, event.at
+        if lease is None:
+            return False
+        router = self.router
+        prompt = request.prompt_tokens
+        if event.fetched:
+            if lease.prefill is not None:
+                before = self._index[lease.prefill.worker.name]
+                self.engines[before].release(event.job_id, at)
+                self._touch(before)
+            return False
+        if lease.prefill is not None and not lease.sent:
+            router.prefilled(lease, at, Usage(prompt, 1, event.cached_tokens))
+            self._submit(flight, self._index[lease.worker.name], DECODE, at)
+            return True
+        if flight.first < 0:
+            flight.first = at
+            flight.cached = event.cached_tokens
+            router.first_token(lease, at)
+        if not event.finished:
+            return False
+        del self._flights[event.job_id]
+        usage = Usage(prompt, request.output_tokens, flight.cached)
+        router.tokens(lease, request.output_tokens)
+        router.finish(lease, at, Outcome.DONE, usage)
+        self._count(flight, at, handed=lease.prefill is not None)
+        return True
+
+    def _count(self, flight: _Flight, at: float, *, handed: bool) -> None:
+        request, targets = flight.request, self._targets
+        output = request.output_tokens
+        ttft = flight.first - request.at
+        tpot = (at - flight.first) / (output - 1) if output > 1 else 0.0
+        met = (
+            (targets.ttft is None or ttft <= targets.ttft)
+            and (targets.tpot is None or tpot <= targets.tpot)
+            and (targets.itl is None or flight.longest <= targets.itl)
+            and (targets.e2el is None or at - request.at <= targets.e2el)
+        )
+        for figures in (self._all, self._figures(request.klass)):
+            figures.done += 1
+            figures.met += met
+            figures.handed_over += handed
+            figures.prompt_tokens += request.prompt_tokens
+            figures.output_tokens += output
+            figures.ttft.add(ttft)
+            if output > 1:
+                figures.tpot.add(tpot)
+                figures.longest.add(flight.longest)
+        self._last = max(self._last, at)
+
+
+def _hashes(shared: Sequence[Piece]) -> tuple[int, ...]:
+    """Hash what a prompt shares as the router would its bytes: blocks of growing size."""
+    chain: list[int] = []
+    before: tuple[Piece, ...] = ()
+    covered = 0
+    for name, tokens in shared:
+        covered += tokens * BYTES_PER_TOKEN
+        blocks = bisect_right(ENDS, covered)
+        chain += [hash((before, name, block)) for block in range(len(chain), blocks)]
+        before = (*before, (name, tokens))
+    return tuple(chain)
