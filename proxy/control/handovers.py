@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 SAY_EVERY_S = 60.0
+ANY = "any"  # decode worker; in metrics
 
 
 class Handovers:
@@ -24,6 +25,7 @@ class Handovers:
     def __init__(self, label: Callable[[str], str]) -> None:
         self.ends: dict[str, int] = {}
         self.warmups: dict[str, int] = {}
+        self.bars: dict[tuple[str, str], int] = {}  # by prefill and decode worker
         self.tokens: dict[str, int] = {}  # transferred, by model, as far as is known
         self.prefills: dict[str, Histogram] = {}  # by model, as those that follow
         self.transfers: dict[str, Histogram] = {}
@@ -33,6 +35,11 @@ class Handovers:
     def ended(self, how: str) -> None:
         """Count an end."""
         self.ends[how] = self.ends.get(how, 0) + 1
+
+    def barred(self, prefill: str, decode: str) -> None:
+        """Count that a link, or a prefill worker, is left alone for a while."""
+        key = prefill, decode
+        self.bars[key] = self.bars.get(key, 0) + 1
 
     def warmed(self, how: str) -> None:
         """Count a warm-up."""

@@ -113,6 +113,12 @@ WARMUPS = Family(
     "Connections between prefill and decode workers that the router had made.",
     ("outcome",),
 )
+BARS = Family(
+    "proxy_handover_bars",
+    "counter",
+    "Times that two workers were given no hand-over for a while, because some had failed in a row.",
+    ("prefill", "decode"),
+)
 TRANSFER_TOKENS = Family(
     "proxy_transfer_tokens", "counter", "Prompt tokens handed over, estimated.", ("model",)
 )
@@ -204,6 +210,7 @@ def _handovers(page: Page, metrics: Metrics) -> None:
     page.values(HANDOVER_DECISIONS, decisions.items())
     page.values(HANDOVERS, (((how,), count) for how, count in found.ends.items()))
     page.values(WARMUPS, (((how,), count) for how, count in found.warmups.items()))
+    page.values(BARS, found.bars.items())
     page.values(TRANSFER_TOKENS, (((model,), count) for model, count in found.tokens.items()))
     told = [
         (w, w.gauges.extra["kv_bytes"]) for w in fleet if w.gauges and "kv_bytes" in w.gauges.extra

@@ -14,10 +14,14 @@ Every lease must be finished once, on whichever way out; every ticket ends once,
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import inf
+from typing import overload
 
-from proxy.core import handover, learning, placing, refusals
+from proxy.core import fairness, handover, learning, placing, refusals
+from proxy.core.admission import AdmissionSettings, placed_too_late, queued_too_late
+from proxy.core.client_fields import ClientFields
+from proxy.core.fairness import FairnessSettings
 from proxy.core.fleet import Fleet
 from proxy.core.links import Links
 from proxy.core.queue import Queue
@@ -27,6 +31,7 @@ from proxy.core.routes import Route
 from proxy.core.routing.registry import rule
 from proxy.core.routing.view import View
 from proxy.core.sizing import Sizer
+from proxy.core.tenants import Rank, Tenant, Tenants
 from proxy.core.traffic import Traffic
 from proxy.core.transfer_time import TransferTime
 from proxy.core.types import (
@@ -42,7 +47,8 @@ from proxy.core.types import (
 )
 from proxy.core.worker import Worker, WorkerSpec
 
-DONE = Outcome.DONE  # looked up once: see reading.py
+DONE, CLIENT_GONE = Outcome.DONE, Outcome.CLIENT_GONE  # looked up once: see reading.py
+BATCH = Rank.BATCH
 NOBODY: frozenset[str] = frozenset()
 
 
@@ -59,9 +65,15 @@ class RouterSettings:
     queue_requests: int = 1024
     queue_bytes: int = 256 * 2**20
     queue_wait_s: float = 30.0
+    queue_tokens: int | None = None
+    fairness: FairnessSettings = field(default_factory=FairnessSettings)
+    admission: AdmissionSettings | None = None
     transfer: bool = False  # whether KV moves from prefill to decode workers
     disaggregate_above: int | None = None  # tokens to prefill; None: where it costs less
     allow_client_kv_transfer: bool = False
+    client_priority: bool = False  # whether tenants may say `priority` themselves,
+    client_arguments: bool = False  # and `vllm_xargs`
+    pass_priority: bool = False  # whether workers are told the class of a tenant
     transfer_within_s: float = inf  # of a prefill's end its transfer has to be done
 
 
@@ -73,7 +85,14 @@ class Router:
         self.fleet = fleet
         self.sizer = Sizer()
         self.prefixes = fleet.prefixes
-        self.queue = Queue(settings.queue_requests, settings.queue_bytes, settings.queue_wait_s)
+        self.tenants = Tenants()
+        self.queue = Queue(
+            settings.queue_requests,
+            settings.queue_bytes,
+            settings.queue_wait_s,
+            settings.queue_tokens,
+            settings.fairness,
+        )
         self.decisions: dict[tuple[str, Reason], int] = {}
         self.handovers: dict[tuple[str, str], int] = {}  # by model, and why or why not
         self.transfers: dict[str, TransferTime] = {}  # by model
@@ -89,11 +108,16 @@ class Router:
     # Reading
 
     def read(
-        self, route: Route, body: bytes, content_type: bytes, request_id: str
+        self,
+        route: Route,
+        body: bytes,
+        content_type: bytes,
+        request_id: str,
+        tenant: Tenant | None = None,
     ) -> Ask | Refusal:
         """Read a request's body."""
         hashed = self._rule.affine and self.settings.prefix_affinity
-        ask = self._reader.read(route, body, content_type, request_id, hashed=hashed)
+        ask = self._reader.read(route, body, content_type, request_id, hashed=hashed, tenant=tenant)
         return self._refused("", ask) if isinstance(ask, Refusal) else ask
 
     def counter_for(self, ask: Ask) -> Worker | None:
@@ -110,9 +134,9 @@ class Router:
         """Take a worker's count."""
         self._reader.counted(ask, prompt_tokens)
 
-    def remember(self, response_id: str, worker: str) -> None:
-        """Note which worker holds a stored response."""
-        self._reader.remember(response_id, worker)
+    def remember(self, response_id: str, worker: str, tenant: Tenant | None = None) -> None:
+        """Note which worker holds a stored response, and whose it is."""
+        self._reader.remember(response_id, worker, tenant)
 
     # Placing
 
@@ -140,44 +164,110 @@ class Router:
         else:
             self._retries.earn()
             self._saw(ask, now)
+        tenant = ask.tenant
+        if tenant is None:
+            return self._submit(ask, now, tried, explain=explain)
+        if (refusal := self._enter(tenant, ask, now, again=bool(tried))) is not None:
+            return self._refused(ask.model, refusal)
+        answer = self._submit(ask, now, tried, explain=explain)
+        if isinstance(answer, Refusal):
+            self._leave(ask, now, 0)
+        return answer
+
+    def _submit(
+        self, ask: Ask, now: float, tried: frozenset[str], *, explain: bool
+    ) -> Lease | Ticket | Refusal:
         # Whoever waits goes first.
         queue = self.queue
-        if not queue.length or tried or ask.pinned or not queue.waiting(ask.model, long=ask.long):
-            lease = self._place(ask, now, tried, explain=explain)
-            if lease is not None:
-                return lease
+        strict = None if tried else self.settings.admission
+        if not queue.length or tried or ask.pinned or not queue.stands_before(ask):
+            answer = self._place(ask, now, tried, explain=explain, admission=strict)
+            if answer is not None:
+                return answer
         refusal = placing.hopeless(self.fleet, ask, now, tried)
         if refusal is None and not queue.room_for(ask):
             refusal = refusals.queue_full(queue.retry_after_s(now))
+        if refusal is None and strict is not None:
+            likely = next(iter(self.fleet.pool(ask.model).all), None)
+            refusal = queued_too_late(strict, ask, queue, likely, now)
         if refusal is not None:
             return self._refused(ask.model, refusal)
         self._count(ask.model, Reason.FLEET_FULL)
         return queue.push(ask, now, tried, explain=explain)
 
-    def withdraw(self, ticket: Ticket, now: float) -> None:  # noqa: ARG002
+    def withdraw(self, ticket: Ticket, now: float) -> None:
         """Take a request out of the queue, because its client left."""
-        self.queue.remove(ticket)
+        if self.queue.remove(ticket):
+            self._leave(ticket.ask, now, 0)
 
     def due(self, now: float) -> list[tuple[Ticket, Lease | Refusal]]:
         """Take those out of the queue whose turn or time has come."""
-        if not self.queue.length:
+        queue = self.queue
+        if not queue.length:
             return []
         self.fleet.settle(now)
+        gone: list[tuple[Ticket, Lease | Refusal]] = []
+        for ticket in queue.expired(now):
+            waited_s = now - ticket.since
+            refusal = refusals.waited_too_long(waited_s, queue.retry_after_s(now))
+            gone.append((ticket, self._refused(ticket.ask.model, refusal)))
 
         def end(ticket: Ticket) -> Lease | Refusal | None:
             ask = ticket.ask
-            if now >= ticket.deadline:
-                rest_s = self.queue.retry_after_s(now)
-                return self._refused(
-                    ask.model, refusals.waited_too_long(now - ticket.since, rest_s)
-                )
-            lease = self._place(ask, now, ticket.tried, explain=ticket.explain)
+            explain, aged = ticket.explain, ticket.aged
+            lease = self._place(ask, now, ticket.tried, explain=explain, aged=aged)
             if lease is not None:
                 return lease
             refusal = placing.hopeless(self.fleet, ask, now, ticket.tried)
             return refusal and self._refused(ask.model, refusal)
 
-        return self.queue.leave(end)
+        gone += queue.leave(end, now)
+        for ticket, answer in gone:
+            if isinstance(answer, Refusal):
+                self._leave(ticket.ask, now, 0)
+        return gone
+
+    # Tenants
+
+    def _enter(self, tenant: Tenant, ask: Ask, now: float, *, again: bool) -> Refusal | None:
+        """Let a request in at its tenant's gate, or say which limit keeps it out."""
+        tokens = ask.prompt_tokens + ask.expected_output * ask.samples
+        if again:
+            tenant.ledger.enter_again(now, tokens)
+        else:
+            least = ask.largest_prompt - ask.prompt_error
+            breach = tenant.ledger.enter(now, tokens, least)
+            if breach is not None:
+                which = breach.limit.value
+                tenant.limited[which] = tenant.limited.get(which, 0) + 1
+                return refusals.limited(ask, breach)
+        ask.entered = tokens
+        return None
+
+    def _leave(self, ask: Ask, now: float, used: int) -> None:
+        """Let a request out at its tenant's gate, with what it used."""
+        if ask.tenant is not None and ask.entered >= 0:
+            ask.tenant.ledger.leave(now, ask.entered, used)
+            ask.entered = -1
+
+    def _settle(self, lease: Lease, now: float, outcome: Outcome, usage: Usage | None) -> None:
+        """Settle with the tenant: what it has taken, for what it was charged in advance."""
+        ask = lease.ask
+        tenant = ask.tenant
+        if tenant is None:
+            return
+        prompt, output = 0, 0
+        if outcome is DONE and usage is not None:
+            prompt, output = usage.prompt_tokens, usage.completion_tokens
+        elif outcome is DONE:
+            prompt, output = ask.prompt_tokens, lease.seen_tokens or ask.prepaid
+        elif outcome is CLIENT_GONE or lease.seen_tokens:
+            prompt, output = ask.prompt_tokens, lease.seen_tokens
+        fairness.charge_output(self.settings.fairness, ask, output - ask.prepaid)
+        ask.prepaid = output
+        tenant.prompt_tokens += prompt
+        tenant.output_tokens += output
+        self._leave(ask, now, prompt + output)
 
     def _no_retry(
         self, ask: Ask, now: float, tried: frozenset[str], *, free: bool
@@ -190,11 +280,43 @@ class Router:
             return None
         return self._refused(ask.model, refusals.nobody_left(why))
 
-    def _place(self, ask: Ask, now: float, tried: frozenset[str], *, explain: bool) -> Lease | None:
+    @overload
+    def _place(
+        self, ask: Ask, now: float, tried: frozenset[str], *, explain: bool, aged: bool
+    ) -> Lease | None: ...
+
+    @overload
+    def _place(
+        self,
+        ask: Ask,
+        now: float,
+        tried: frozenset[str],
+        *,
+        explain: bool,
+        admission: AdmissionSettings | None,
+    ) -> Lease | Refusal | None: ...
+
+    def _place(
+        self,
+        ask: Ask,
+        now: float,
+        tried: frozenset[str],
+        *,
+        explain: bool,
+        aged: bool = False,
+        admission: AdmissionSettings | None = None,
+    ) -> Lease | Refusal | None:
         view = self._look(ask, now, tried, explain=explain)
+        if ask.rank is BATCH and not aged:
+            fair = self.settings.fairness
+            view.candidates = [w for w in view.candidates if placing.leaves_room(w, ask, now, fair)]
         decision = self._choose(view)
         if decision is None:
             return None
+        if admission is not None:
+            refusal = placed_too_late(admission, ask, decision, now)
+            if refusal is not None:
+                return self._refused(ask.model, refusal)
         if view.pool.decodes and self.settings.transfer:
             key = ask.model, handover.why(decision, view)
             self.handovers[key] = self.handovers.get(key, 0) + 1
@@ -202,6 +324,10 @@ class Router:
             decision = replace(decision, reason=Reason.RETRY)
         worker = decision.worker
         lease = self.fleet.charge(ask, decision, now)
+        if ask.tenant is not None:
+            halves = decision.handover
+            cached = decision.cached_tokens if halves is None else halves.cached_tokens
+            fairness.charge(self.settings.fairness, ask.tenant, ask, cached)
         if ask.prefix:
             self.prefixes.record(ask.prefix, worker.index)
             if decision.handover is not None:
@@ -288,10 +414,18 @@ class Router:
     def tokens(self, lease: Lease, count: int) -> None:
         """Note output tokens."""
         self.fleet.tokens(lease, count)
+        ask = lease.ask
+        if ask.tenant is not None and lease.seen_tokens > ask.prepaid:
+            fairness.charge_output(self.settings.fairness, ask, lease.seen_tokens - ask.prepaid)
+            ask.prepaid = lease.seen_tokens
 
     def may_learn(self, lease: Lease, now: float) -> bool:
         """Whether the usage of a request that ends now would be heeded."""
         return now >= lease.worker.pace.end_due
+
+    def wants_usage(self, lease: Lease, now: float) -> bool:
+        """Whether it is worth reading: to be learnt from, or to settle with a tenant."""
+        return lease.ask.tenant is not None or self.may_learn(lease, now)
 
     def finish(
         self,
@@ -313,6 +447,7 @@ class Router:
         if not self.fleet.release(lease):
             return
         self.queue.freed(now)
+        self._settle(lease, now, outcome, usage)
         if first is not None:  # it ended in its prefill
             learning.judge(self.fleet, first, now, outcome, retry_after_s)
             learning.judge(self.fleet, lease, now, Outcome.MOOT, None)
@@ -339,7 +474,7 @@ class Router:
         scored = {score.worker: score for score in decision.scores} if decision else {}
         scores = tuple(
             scored.get(w.name)
-            or Score(w.name, 0.0, note=placing.note(w, ask, now) or self._rule.note(w))
+            or Score(w.name, 0.0, note=self._note(w, ask, now))
             for w in self.fleet.of(ask.model)
         )
         if decision is not None:
@@ -348,6 +483,10 @@ class Router:
             message = "Every worker that can hold it is full: it would wait in the queue."
             refusal = Refusal(429, Reason.FLEET_FULL, message)
         return replace(refusal, scores=scores)
+
+    def _note(self, worker: Worker, ask: Ask, now: float) -> str:
+        barred = self.links.note(worker, now)
+        return barred or placing.note(worker, ask, now) or self._rule.note(worker)
 
     def _refused(self, model: str, refusal: Refusal) -> Refusal:
         self._count(model, refusal.reason)
@@ -361,7 +500,10 @@ class Router:
 
     def _split(self, settings: RouterSettings) -> None:
         self._reader.splits = settings.transfer
-        self._reader.strict = not settings.allow_client_kv_transfer
+        self._reader.passes_priority = settings.pass_priority
+        self._reader.may = ClientFields(
+            settings.allow_client_kv_transfer, settings.client_priority, settings.client_arguments
+        )
 
     def reconfigure(self, settings: RouterSettings, workers: Iterable[WorkerSpec]) -> None:
         """Take a new fleet file: what is learnt of workers that stay is kept."""
@@ -372,6 +514,7 @@ class Router:
         self._retries.share = settings.retry_budget
         queue = self.queue
         queue.most, queue.most_bytes = settings.queue_requests, settings.queue_bytes
-        queue.max_wait_s = settings.queue_wait_s
+        queue.max_wait_s, queue.most_tokens = settings.queue_wait_s, settings.queue_tokens
+        queue.fairness = settings.fairness
         self.fleet.rank_by(self._rule.rank)
         self.fleet.replace(workers)

@@ -12,6 +12,8 @@ import re
 from math import inf
 from typing import TYPE_CHECKING
 
+from proxy.control.handovers import ANY
+from proxy.core.links import BARRED_S
 from proxy.core.types import Outcome
 from proxy.transfer.legs import decode_body, prefill_body
 from proxy.transfer.types import Pair, Taken, usage_of
@@ -94,6 +96,10 @@ class HandOver:
         wire.metrics.handovers.prefilled(lease, now, bare=bare)
         if bare and halves is not None:
             halves.tokens = 0  # the decode worker's prefill is no transfer
+        if bare:
+            self._strike(now, None)
+        else:
+            wire.router.links.worked(self._first, None)
         within_s = connector.within_s if holds else inf
         exchange.patience_s = decode_patience_s(lease, within_s)
         self._late_at = now + exchange.patience_s
@@ -137,7 +143,9 @@ class HandOver:
 
     def fetched(self) -> None:
         """Note that the decode worker has it all: there is nothing to be given back."""
-        self._taken = None
+        if self._taken is not None:
+            self._wire.router.links.worked(self._first, self._lease.worker)
+            self._taken = None
 
     # What does not go to its end
 
@@ -160,17 +168,30 @@ class HandOver:
         # nobody need be left out for it; where it took too long, somebody else is better.
         lease.ask.whole = LATE_TRANSFER if late else FAILED_TRANSFER
         if not stale:
-            self._strike(now)
+            self._strike(now, lease.worker)
         spared = late and self._wire.router.has_another(lease)
         return (lease.worker if spared else first).name, Outcome.MOOT
 
-    def _strike(self, now: float) -> None:
-        first, second = self._first, self._lease.worker
-        if self._wire.router.links.failed(first, second, now):
+    def _strike(self, now: float, second: Worker | None) -> None:
+        """Count a failure of the link to a decode worker, or of the prefill worker itself."""
+        first, wire = self._first, self._wire
+        if not wire.router.links.failed(first, second, now):
+            return
+        wire.metrics.handovers.barred(first.name, second.name if second is not None else ANY)
+        if second is None:
             logger.warning(
-                "transfers from %s to %s fail: nothing is handed over between them for a while",
+                "%s answers prefills with nothing to fetch by, so that all is prefilled twice; it "
+                "is given none for %g s; is it started with the %s connector?",
+                first.name,
+                BARRED_S,
+                self._connector.name,
+            )
+        else:
+            logger.warning(
+                "transfers from %s to %s fail, or come too late; there are none for %g s",
                 first.name,
                 second.name,
+                BARRED_S,
             )
 
     def left(self, now: float, connection: WorkerConnection | None) -> None:

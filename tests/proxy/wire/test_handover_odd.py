@@ -11,6 +11,7 @@ import pytest
 from openai import AsyncOpenAI
 
 from proxy.config import TransferConfig
+from proxy.core.links import BARRED_S, STRIKES
 from proxy.core.types import Role
 from proxy.transfer.registry import connector
 from proxy.wire.handing import patience_s
@@ -98,6 +99,37 @@ async def test_what_a_decode_worker_prefills_after_all_is_no_transfer(
     assert here.site.router.transfer_time("tiny").seen == 0
     if not stream:  # the whole time is known, and how much of it was the prefill is not
         assert here.site.worker("d0").pace.steps == before
+
+
+async def test_a_prefill_worker_that_names_nothing_time_and_again_is_left_alone(
+    start: Start, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each prompt would be prefilled twice; after a while it is looked at again."""
+    here = await pairs(start, prefills=1, decodes=1)
+    here.kv.wrong("p0", *[Faults(before=ODD["nothing"])] * (STRIKES + 1))
+    for _ in range(STRIKES + 2):
+        body = chat_body()
+        assert words(await ask(here, body)) == expected(body)
+    assert [leg.split()[0] for leg in here.legs()] == [
+        *["prefill", "whole"] * STRIKES,
+        *["whole"] * 2,
+    ]
+    assert "p0 answers prefills with nothing to fetch by" in caplog.text
+    assert here.site.metrics.handovers.bars == {("p0", "any"): 1}
+    page, _ = here.site.metrics.render()
+    assert b'proxy_handover_bars_total{prefill="p0",decode="any"} 1' in page
+    scores = {score.worker: score.note for score in here.would_serve(chat_body()).scores}
+    assert scores["p0"].startswith("prefills nothing for now")
+    here.site.skip(BARRED_S)
+    for kinds in (["prefill", "whole"], ["whole"]):  # one more will do
+        before = len(here.legs())
+        assert (await ask(here, chat_body())).status == 200
+        assert [leg.split()[0] for leg in here.legs()[before:]] == kinds
+    here.site.skip(BARRED_S)
+    body = chat_body()
+    assert words(await ask(here, body)) == expected(body)
+    assert here.legs()[-1] == "decode d0"  # it is well again
+    await here.settled()
 
 
 @pytest.mark.parametrize("stream", [True, False])
