@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from proxy.core import refusals
+from proxy.core.fairness import FairnessSettings
 from proxy.core.fleet import Fleet
 from proxy.core.pool import HOLDERS, Pool
 from proxy.core.prefix import COVERED, deepest
@@ -44,6 +45,19 @@ def look(
     if not found and ask.prompt_error and not ask.pinned:
         found = _those_that_may_do(pool, ask, now, tried)
     return View(ask, now, found, pool, traffic, held, longs_waiting, tried, explain)
+
+
+def leaves_room(worker: Worker, ask: Ask, now: float, settings: FairnessSettings) -> bool:
+    """Whether one of batch would leave a worker room for others who come; an idle one has it."""
+    if not worker.requests:
+        return True
+    share = 1.0 - settings.batch_reserve
+    if worker.requests + 1 > share * worker.most:
+        return False
+    room, tokens = worker.kv_capacity, ask.prompt_tokens + ask.expected_output * ask.samples
+    if room and worker.kv_tokens + tokens > share * room:
+        return False
+    return worker.wait_s(now, for_long=False) <= settings.batch_gap_s
 
 
 def _those_that_may_do(pool: Pool, ask: Ask, now: float, tried: frozenset[str]) -> list[Worker]:

@@ -1,42 +1,80 @@
 """Requests that wait for room.
 
-Each model has a lane for shorts and one for longs, first come first served, so that a long that
-waits for a long worker does not hold shorts up. Retries and requests that only one worker can
-answer have a lane of their own. Of every lane more than the head is looked at: that one may wait
-for a worker, one with a large context say, which the next does not want.
+They wait in lines: one for each model, size, class and tenant. A model's shorts and longs have
+places of their own, so that a long that waits for a long worker does not hold shorts up; retries
+and requests that only one worker can answer stand apart. Of each place the higher class goes first,
+of a class the tenant with the least of its share (see `fairness`), of a tenant who came first. Of
+every line more than the head is looked at: that one may wait for a worker, one with a large context
+say, which the next does not want.
 
-Bounded by count, by bytes of bodies and by time. How fast places became free lately says how long
-one who is turned away should stay away.
+A class whose front has waited for as long as its age goes before those above it, every second time:
+so none waits for ever, and a flood of the aged can't shut the others out. Batch goes when nobody
+else of its model waits.
+
+Bounded by count, by tokens, by bytes of bodies and by time. How fast places became free lately says
+how long one who is turned away should stay away.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
-from itertools import islice
+from collections.abc import Callable, Iterator
+from heapq import heapify, heappop, heappush
+from itertools import count, islice
 from math import ceil
 from sys import maxsize
 
+from proxy.core.fairness import FairnessSettings, Turns
+from proxy.core.tenants import Rank, Tenant
 from proxy.core.types import Ask, Lease, Refusal, Ticket
 
 SPAN_S = 5.0  # over which places that became free are counted
 LONGEST_RETRY_S = 120
-APART = "apart"
-LOOK = 16  # tickets looked at in a lane
-Lane = tuple[str, str]
+SHORT, LONG, APART = "short", "long", "apart"
+LOOK = 16  # tickets looked at in a line, and tried at a place, before it is given up
+SPARE = 64  # tickets that have left and are still known by their deadlines, before they are swept
+BATCH = Rank.BATCH
+Place = tuple[str, str]  # model and size
+Key = tuple[Place, Rank, Tenant | None]
 End = Lease | Refusal
+
+
+class Line:
+    """Those of one tenant, class, model and size, who came first in front."""
+
+    __slots__ = ("key", "place", "rank", "tenant", "tickets")
+
+    def __init__(self, key: Key) -> None:
+        self.key = key
+        self.place, self.rank, self.tenant = key
+        self.tickets: deque[Ticket] = deque()
 
 
 class Queue:
     """The router's queue."""
 
-    def __init__(self, most: int, most_bytes: int, max_wait_s: float) -> None:
+    def __init__(
+        self,
+        most: int,
+        most_bytes: int,
+        max_wait_s: float,
+        most_tokens: int | None = None,
+        fairness: FairnessSettings | None = None,
+    ) -> None:
         self.most = most
         self.most_bytes = most_bytes
+        self.most_tokens = most_tokens
         self.max_wait_s = max_wait_s
+        self.fairness = fairness or FairnessSettings()
         self.bytes = 0
+        self.tokens = 0
         self.length = 0  # how many wait
-        self._lanes: dict[Lane, deque[Ticket]] = {}
+        self.turns = Turns()
+        self._lines: dict[Key, Line] = {}
+        self._counts: dict[Place, list[int]] = {}  # of each class
+        self._aged: set[str] = set()  # models where the last turn was one of the aged
+        self._deadlines: list[tuple[float, int, Ticket]] = []
+        self._numbers = count()
         self._freed = 0  # places, since ever
         self._marks = ((0.0, 0), (0.0, 0))  # moments, and the count at each: an older, a newer
 
@@ -46,22 +84,67 @@ class Queue:
 
     def room_for(self, ask: Ask) -> bool:
         """Whether one more may wait."""
-        return self.length < self.most and self.bytes + ask.body_bytes <= self.most_bytes
+        return (
+            self.length < self.most
+            and self.bytes + ask.body_bytes <= self.most_bytes
+            and (
+                self.most_tokens is None
+                or not self.length
+                or self.tokens + ask.prompt_tokens <= self.most_tokens
+            )
+        )
 
     def waiting(self, model: str, *, long: bool) -> int:
-        """How many of a model and size class wait."""
+        """How many of a model and size wait, batch left out."""
         if not self.length:
             return 0
-        return len(self._lanes.get((model, "long" if long else "short"), ()))
+        counts = self._counts.get((model, LONG if long else SHORT))
+        return sum(counts[:BATCH]) if counts else 0
+
+    def stands_before(self, ask: Ask) -> bool:
+        """Whether anybody waits who goes before a request that comes now."""
+        if not self.length:
+            return False
+        counts = self._counts.get((ask.model, LONG if ask.long else SHORT))
+        if counts and any(counts[: ask.rank + 1]):
+            return True
+        return ask.rank is BATCH and self._others_wait(ask.model)
+
+    def _others_wait(self, model: str) -> bool:
+        return any(any(c[:BATCH]) for place, c in self._counts.items() if place[0] == model)
+
+    def ahead_of(self, ask: Ask) -> int:
+        """Reckon how many that wait will go before a request that comes now."""
+        place = ask.model, LONG if ask.long else SHORT
+        own = self._lines.get((place, ask.rank, ask.tenant))
+        turns = len(own.tickets) + 1 if own else 1
+        ahead = 0
+        for line in self._lines.values():
+            if line.place != place or line.rank > ask.rank:
+                continue
+            # Of its own class, each tenant has one turn for each of its own.
+            alike = line.rank == ask.rank and line is not own
+            ahead += min(len(line.tickets), turns) if alike else len(line.tickets)
+        return ahead
 
     def push(
         self, ask: Ask, now: float, tried: frozenset[str] = frozenset(), *, explain: bool = False
     ) -> Ticket:
         """Let one wait."""
-        ticket = Ticket(ask, now, now + self.max_wait_s, tried, explain)
-        self._lanes.setdefault(_lane(ticket), deque()).append(ticket)
+        wait_s = self.fairness.batch_wait_s if ask.rank is BATCH else self.max_wait_s
+        ticket = Ticket(ask, now, now + wait_s, tried, explain)
+        key = _key(ticket)
+        line = self._lines.get(key)
+        if line is None:
+            line = self._lines[key] = Line(key)
+        line.tickets.append(ticket)
+        self._counts.setdefault(line.place, [0] * len(Rank))[ask.rank] += 1
+        if ask.tenant is not None:
+            self.turns.came(ask.tenant, ask.rank)
+        heappush(self._deadlines, (ticket.deadline, next(self._numbers), ticket))
         self.length += 1
         self.bytes += ask.body_bytes
+        self.tokens += ask.prompt_tokens
         return ticket
 
     def remove(self, ticket: Ticket) -> bool:
@@ -69,43 +152,117 @@ class Queue:
         if ticket.left:
             return False
         ticket.left = True
-        lane = _lane(ticket)
-        self._lanes[lane].remove(ticket)
-        if not self._lanes[lane]:
-            del self._lanes[lane]
+        ask = ticket.ask
+        line = self._lines[_key(ticket)]
+        line.tickets.remove(ticket)
+        if not line.tickets:
+            del self._lines[line.key]
+        counts = self._counts[line.place]
+        counts[ask.rank] -= 1
+        if not any(counts):
+            del self._counts[line.place]
+        if ask.tenant is not None:
+            last = not line.tickets and not any(
+                other.tenant is ask.tenant and other.rank == ask.rank
+                for other in self._lines.values()
+            )
+            self.turns.went(ask.tenant, ask.rank, last=last)
         self.length -= 1
-        self.bytes -= ticket.ask.body_bytes
+        self.bytes -= ask.body_bytes
+        self.tokens -= ask.prompt_tokens
+        if len(self._deadlines) > 2 * self.length + SPARE:
+            self._deadlines = [each for each in self._deadlines if not each[2].left]
+            heapify(self._deadlines)
         return True
 
-    def leave(self, end: Callable[[Ticket], End | None]) -> list[tuple[Ticket, End]]:
-        """Let those go for whom there is an end, the lane with the oldest ticket first."""
-        gone: list[tuple[Ticket, End]] = []
-        stuck: set[Lane] = set()
-        while (lane := self._oldest(stuck)) is not None:
-            found = self._first_of(lane, end)
-            if found is None:
-                stuck.add(lane)
-            else:
-                self.remove(found[0])
-                gone.append(found)
+    # Who goes
+
+    def expired(self, now: float) -> list[Ticket]:
+        """Let those go whose time is up."""
+        gone: list[Ticket] = []
+        deadlines = self._deadlines
+        while deadlines and (deadlines[0][0] <= now or deadlines[0][2].left):
+            ticket = heappop(deadlines)[2]
+            if self.remove(ticket):
+                gone.append(ticket)
+                deadlines = self._deadlines
         return gone
 
-    def _first_of(
-        self, lane: Lane, end: Callable[[Ticket], End | None]
+    def leave(
+        self, end: Callable[[Ticket], End | None], now: float = 0.0
+    ) -> Iterator[tuple[Ticket, End]]:
+        """Let those go for whom there is an end, in their turns."""
+        # What one could not do with, none at its place can do with who needs as much.
+        least: dict[Place, int] = {}
+        misses: dict[Place, int] = {}
+        while (found := self._next(end, now, least, misses)) is not None:
+            self.remove(found[0])
+            yield found
+
+    def _next(
+        self,
+        end: Callable[[Ticket], End | None],
+        now: float,
+        least: dict[Place, int],
+        misses: dict[Place, int],
     ) -> tuple[Ticket, End] | None:
-        """Find who may go: the head, or else one that could do with less than all before it."""
-        least = maxsize
-        for ticket in islice(self._lanes[lane], LOOK):
-            if ticket.ask.needs >= least and lane[1] != APART:
+        first: dict[str, Rank] = {}  # the highest class that waits, of each model
+        for line in self._lines.values():
+            model = line.place[0]
+            first[model] = min(first.get(model, BATCH), line.rank)
+        turns: list[tuple[bool, Rank, float, float, int]] = []
+        lines = list(self._lines.values())
+        for at, line in enumerate(lines):
+            since = line.tickets[0].since
+            aged = self._is_aged(line, now)
+            if line.rank is BATCH and first[line.place[0]] is not BATCH and not aged:
                 continue
-            if (ended := end(ticket)) is not None:
-                return ticket, ended
-            least = min(least, ticket.ask.needs)
+            virtual = line.tenant.virtual if line.tenant is not None else 0.0
+            turns.append((not aged, line.rank, virtual, since, at))
+        turns.sort()
+        for late, rank, _, _, at in turns:
+            line = lines[at]
+            ended = self._first_of(line, end, least, misses, aged=not late)
+            if ended is not None:
+                model = line.place[0]
+                if not late and rank > first[model]:
+                    self._aged.add(model)
+                else:
+                    self._aged.discard(model)
+                return ended
         return None
 
-    def _oldest(self, stuck: set[Lane]) -> Lane | None:
-        free = [(tickets[0].since, lane) for lane, tickets in self._lanes.items()]
-        return min((at for at in free if at[1] not in stuck), default=(0.0, None))[1]
+    def _is_aged(self, line: Line, now: float) -> bool:
+        """Whether a line goes before those of higher classes, this time."""
+        if line.place[0] in self._aged:
+            return False
+        return now - line.tickets[0].since >= self.fairness.ages[line.rank]
+
+    def _first_of(
+        self,
+        line: Line,
+        end: Callable[[Ticket], End | None],
+        least: dict[Place, int],
+        misses: dict[Place, int],
+        *,
+        aged: bool,
+    ) -> tuple[Ticket, End] | None:
+        """Find who may go: the head, or else one that could do with less than all before it."""
+        place = line.place
+        apart = place[1] == APART
+        for ticket in islice(line.tickets, LOOK):
+            needs = ticket.ask.needs
+            if not apart and needs >= least.get(place, maxsize):
+                continue
+            if misses.get(place, 0) >= LOOK:
+                break
+            ticket.aged = aged
+            if (ended := end(ticket)) is not None:
+                return ticket, ended
+            misses[place] = misses.get(place, 0) + 1
+            # That batch leaves room free says nothing of others; they have been asked before.
+            least[place] = min(least.get(place, maxsize), needs)
+        return None
 
     # When to come back
 
@@ -115,19 +272,21 @@ class Queue:
         if now - self._marks[1][0] > SPAN_S:
             self._marks = self._marks[1], (now, self._freed)
 
-    def retry_after_s(self, now: float) -> int:
-        """How long until those who wait now should have been served."""
+    def wait_s(self, now: float, ahead: int) -> float | None:
+        """Reckon how long those take that are ahead; None if nothing tells."""
         since, before = self._marks[0]
         freed, seconds = self._freed - before, now - since
-        if freed <= 0 or seconds <= 0:
-            wait = self.max_wait_s
-        else:
-            wait = (self.length + 1) * seconds / freed
+        return (ahead + 1) * seconds / freed if freed > 0 and seconds > 0 else None
+
+    def retry_after_s(self, now: float) -> int:
+        """How long until those who wait now should have been served."""
+        wait = self.wait_s(now, self.length)
+        wait = self.max_wait_s if wait is None else wait
         return min(max(ceil(wait), 1), LONGEST_RETRY_S)
 
 
-def _lane(ticket: Ticket) -> Lane:
+def _key(ticket: Ticket) -> Key:
     ask = ticket.ask
     if ticket.tried or ask.pinned:
-        return ask.model, APART
-    return ask.model, "long" if ask.long else "short"
+        return (ask.model, APART), ask.rank, ask.tenant
+    return (ask.model, LONG if ask.long else SHORT), ask.rank, ask.tenant

@@ -8,12 +8,22 @@ from typing import Any
 import orjson
 
 from proxy.core import refusals
+from proxy.core.client_fields import (
+    PRIORITY,
+    SALT,
+    WITH_PRIORITY,
+    WITH_SALT,
+    ClientFields,
+    forbidden,
+    forbidden_form,
+    salt_in,
+)
 from proxy.core.fleet import Fleet
 from proxy.core.forms import form_fields
 from proxy.core.routes import Route, Shape
 from proxy.core.sizing import Sizer
 from proxy.core.splitting import whole_because
-from proxy.core.steering import steering, steering_form
+from proxy.core.tenants import Rank, Tenant
 from proxy.core.types import Ask, Refusal
 from proxy.core.worker import Worker
 
@@ -27,6 +37,7 @@ PROMPT_KEYS = {
 }
 # By these names they cost a tenth: Python 3.11 looks a member of an enum up in Python.
 EMPTY, FORM, RESPONSE, PROMPT = Shape.EMPTY, Shape.FORM, Shape.RESPONSE, Shape.PROMPT
+OPAQUE = Shape.OPAQUE
 KEYS_BEFORE = (b'"tools"', b'"system"', b'"instructions"')
 SHORTEST_BEFORE = 40  # in front of a prompt so near the start there is no other of them
 # A large body of a few bytes per value takes seconds, in which every stream stands still; token ids
@@ -35,6 +46,8 @@ LARGE = 262_144
 MOST_VALUES = 2_000_000
 COUNTED_BYTES = 65_536  # a longer body is not worth sending twice
 MOST_RESPONSES = 10_000  # remembered, of those that workers store
+# What a class is to workers that heed `priority`: less is more urgent. A body that says none is 0.
+PRIORITIES = {Rank.INTERACTIVE: b"-1", Rank.BATCH: b"1"}
 
 
 def values_in(body: bytes) -> int:
@@ -59,20 +72,30 @@ class Reader:
     def __init__(self, fleet: Fleet, sizer: Sizer, short_limit: int) -> None:
         self.short_limit = short_limit
         self.splits = False  # whether requests may be handed over
-        self.strict = True  # whether clients may not steer KV transfers
+        self.may = ClientFields()
+        self.passes_priority = False  # whether workers are told the class
         self._fleet = fleet
         self._sizer = sizer
-        self._responses: dict[str, str] = {}  # and the worker that stores each
+        # The worker that stores each, and whose it is.
+        self._responses: dict[str, tuple[str, Tenant | None]] = {}
 
     def read(
-        self, route: Route, body: bytes, content_type: bytes, request_id: str, *, hashed: bool
+        self,
+        route: Route,
+        body: bytes,
+        content_type: bytes,
+        request_id: str,
+        *,
+        hashed: bool,
+        tenant: Tenant | None = None,
     ) -> Ask | Refusal:
         """Read a body: which model, and how large; or say what is wrong with it."""
         shape = route.shape
+        tenants = tenant is not None
         if shape is EMPTY:
-            return self._by_id(route, request_id)
+            return self._by_id(route, request_id, tenant)
         if shape is FORM:
-            if self.strict and (named := steering_form(body, content_type)):
+            if named := forbidden_form(body, content_type, tenants=tenants, may=self.may):
                 return refusals.steers(named)
             fields: Any = form_fields(body, content_type)
         else:
@@ -84,27 +107,62 @@ class Reader:
                 return refusals.bad_request(f"The body is not JSON: {error}")
             if type(fields) is not dict:
                 return refusals.bad_request("The body must be a JSON object.")
-            if self.strict and (named := steering(fields, body)) is not None:
+            if named := forbidden(fields, body, tenants=tenants, may=self.may):
                 return refusals.steers(named)
         model = fields.get("model")
         if type(model) is not str or not self._fleet.serves(model):
-            model = self._only_model(model)
+            model = self._only_model(model, tenant)
             if isinstance(model, Refusal):
                 return model
+        if tenant is not None and not tenant.may_use(model):
+            return refusals.not_allowed(model, self._known(tenant))
         ask = self._sizer.ask(route, model, fields, len(body), request_id)
         ask.long = ask.budget > self.short_limit
+        if tenant is not None:
+            if (refusal := self._own(ask, tenant, fields, shape)) is not None:
+                return refusal
+        elif SALT in fields:
+            ask.salt = salt_in(fields)
         if hashed:
             self._hash(ask, shape, body)
-        if shape is RESPONSE:
-            ask.pinned = self._holder(fields.get("previous_response_id"))
+        if shape is RESPONSE and (previous := fields.get("previous_response_id")) is not None:
+            ask.pinned = self._holder(previous, tenant)
+            if tenant is not None and not ask.pinned:
+                return refusals.no_response(str(previous))
         if self.splits:
             ask.whole = ask.whole or whole_because(ask, fields)
             ask.least_output = "min_tokens" in fields
         return ask
 
-    def _only_model(self, named: object) -> str | Refusal:
-        """Take the fleet's model where none is named; vLLM needs no name either."""
+    def _own(
+        self, ask: Ask, tenant: Tenant, fields: dict[str, Any], shape: Shape
+    ) -> Refusal | None:
+        """Note whose it is, and what of its body is for the router to say."""
+        ask.tenant, ask.rank = tenant, tenant.spec.rank
+        changed: dict[str, bytes | None] = {}
+        if not self.may.priority:
+            if PRIORITY in fields:
+                changed[PRIORITY] = None
+            if self.passes_priority and ask.route in WITH_PRIORITY and ask.rank in PRIORITIES:
+                changed[PRIORITY] = PRIORITIES[ask.rank]
+        if not tenant.spec.salted:
+            ask.salt = salt_in(fields) if SALT in fields else ""
+        elif ask.route in WITH_SALT:
+            ask.salt = tenant.salt(salt_in(fields))
+            changed[SALT] = b'"%b"' % ask.salt.encode()
+        elif shape is not OPAQUE and shape is not FORM:
+            return refusals.not_isolated(ask.route)
+        if changed and shape is not FORM:
+            ask.fields = changed
+        return None
+
+    def _known(self, tenant: Tenant | None) -> list[str]:
         known = self._fleet.models()
+        return [name for name in known if tenant is None or tenant.may_use(name)]
+
+    def _only_model(self, named: object, tenant: Tenant | None) -> str | Refusal:
+        """Take the fleet's model where none is named; vLLM needs no name either."""
+        known = self._known(tenant)
         if named is None or named == "":
             if len(known) == 1:
                 return known[0]
@@ -113,30 +171,40 @@ class Reader:
             return refusals.unknown_model(named, known)
         return refusals.bad_request("`model` must be a string.", "model")
 
-    def _by_id(self, route: Route, request_id: str) -> Ask | Refusal:
-        """Ask the worker that stores a response; any other says in its own words that none is."""
-        holder = self._holder(route.response_id)
+    def _by_id(self, route: Route, request_id: str, tenant: Tenant | None) -> Ask | Refusal:
+        """Ask the worker that stores a response; any other says in its own words that none is.
+
+        What is not known to be a tenant's may be another's: nobody is asked then.
+        """
+        holder = self._holder(route.response_id, tenant)
+        if tenant is not None and not holder:
+            return refusals.no_response(route.response_id)
         worker = self._fleet.get(holder)
         model = worker.model if worker else next(iter(self._fleet.models()), "")
         ask = self._sizer.ask(route, model, {}, 0, request_id)
         ask.pinned = holder
+        if tenant is not None:
+            ask.tenant, ask.rank = tenant, tenant.spec.rank
         return ask
 
-    def _holder(self, response_id: object) -> str:
-        holder = self._responses.get(response_id, "") if type(response_id) is str else ""
-        return holder if holder in self._fleet else ""
+    def _holder(self, response_id: object, tenant: Tenant | None) -> str:
+        if type(response_id) is not str:
+            return ""
+        holder, whose = self._responses.get(response_id, ("", None))
+        return holder if whose is tenant and holder in self._fleet else ""
 
-    def remember(self, response_id: str, worker: str) -> None:
-        """Note which worker stores a response; the oldest are forgotten."""
+    def remember(self, response_id: str, worker: str, tenant: Tenant | None = None) -> None:
+        """Note which worker stores a response, and whose; the oldest are forgotten."""
         responses = self._responses
-        responses[response_id] = worker
+        responses[response_id] = worker, tenant
         if len(responses) > MOST_RESPONSES:
             del responses[next(iter(responses))]
 
     def _hash(self, ask: Ask, shape: Shape, body: bytes) -> None:
         start = prompt_start(shape, body)
         if start >= 0:
-            ask.prefix = self._fleet.prefixes.hashes(ask.model, body, start)
+            whose = f"{ask.model}\n{ask.salt}" if ask.salt else ask.model
+            ask.prefix = self._fleet.prefixes.hashes(whose, body, start)
             ask.prefix_bytes = len(body) - start
 
     # Counting

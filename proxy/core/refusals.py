@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from proxy.core.limits import Breach, Limit
 from proxy.core.types import Ask, Reason, Refusal
+
+OF_LIMITS = {
+    Limit.REQUESTS: "requests per minute (RPM)",
+    Limit.TOKENS: "tokens per minute (TPM)",
+    Limit.CONCURRENCY: "requests at a time",
+}
 
 
 def bad_request(message: str, param: str | None = None) -> Refusal:
@@ -13,7 +20,7 @@ def bad_request(message: str, param: str | None = None) -> Refusal:
 
 
 def steers(param: str) -> Refusal:
-    """400: the body would steer a transfer between workers, which is no client's business."""
+    """400: the body says what is not taken from clients."""
     message = f"`{param[:100]}` is not taken from clients here; leave it out."
     return Refusal(400, Reason.BAD_REQUEST, message, "forbidden_parameter", param[:100])
 
@@ -68,3 +75,81 @@ def waited_too_long(seconds: float, retry_after_s: float) -> Refusal:
 def draining() -> Refusal:
     """503: the router is about to stop."""
     return Refusal(503, Reason.DRAINING, "The router is shutting down.", retry_after_s=1.0)
+
+
+def no_key() -> Refusal:
+    """401: nobody says who asks."""
+    message = (
+        "You didn't provide an API key. You need to provide your API key in an Authorization "
+        "header using Bearer auth (i.e. Authorization: Bearer YOUR_KEY)."
+    )
+    return Refusal(401, Reason.BAD_KEY, message, headers=CHALLENGE)
+
+
+def bad_key() -> Refusal:
+    """401: the key is nobody's; it is not repeated, for answers are logged."""
+    message = "Incorrect API key provided. Ask whoever runs this service for one."
+    return Refusal(401, Reason.BAD_KEY, message, "invalid_api_key", headers=CHALLENGE)
+
+
+CHALLENGE = (("WWW-Authenticate", "Bearer"),)
+
+
+def not_allowed(model: str, allowed: Iterable[str]) -> Refusal:
+    """403: the model is there, but not for this key."""
+    names = ", ".join(sorted(allowed)) or "none"
+    message = f"Your key may not use the model `{model[:200]}`. It may use: {names}."
+    return Refusal(403, Reason.NOT_ALLOWED, message, "model_not_allowed", "model")
+
+
+def no_response(response_id: str) -> Refusal:
+    """404: this router knows of no such response of this tenant's."""
+    message = f"Response with id '{response_id[:200]}' not found."
+    return Refusal(404, Reason.NOT_ALLOWED, message, "response_not_found", "response_id")
+
+
+def not_isolated(route: str) -> Refusal:
+    """400: workers would cache its prompt among everybody's."""
+    message = f"/{route} can't be kept apart from other tenants here, and is not served."
+    return Refusal(400, Reason.NOT_ALLOWED, message, "not_isolated")
+
+
+def limited(ask: Ask, breach: Breach) -> Refusal:
+    """429: a tenant's limit, and when to come back; 400 where that is never."""
+    if breach.retry_after_s is None:
+        about = "" if ask.counted else "about "
+        message = (
+            f"Your key takes prompts of up to {breach.most} tokens; this one has {about}"
+            f"{ask.largest_prompt}. Please reduce the length of the prompt."
+        )
+        param = "messages" if ask.route.startswith(("chat", "messages")) else "prompt"
+        return Refusal(400, Reason.LIMITED, message, "context_length_exceeded", param)
+    wait = f"{breach.retry_after_s:.3g}s"
+    message = f"Rate limit reached for {OF_LIMITS[breach.limit]}: Limit {breach.most}. "
+    message += f"Please try again in {wait}."
+    headers: list[tuple[str, str]] = []
+    for name, state in (("requests", breach.requests), ("tokens", breach.tokens)):
+        if state is not None:
+            most, left, reset_s = state
+            headers += [
+                (f"x-ratelimit-limit-{name}", str(most)),
+                (f"x-ratelimit-remaining-{name}", str(left)),
+                (f"x-ratelimit-reset-{name}", f"{reset_s:.3f}s"),
+            ]
+    return Refusal(
+        429,
+        Reason.LIMITED,
+        message,
+        "rate_limit_exceeded",
+        retry_after_s=breach.retry_after_s,
+        headers=tuple(headers),
+    )
+
+
+def too_slow(wait_s: float, target_s: float, retry_after_s: float) -> Refusal:
+    """429: it would wait for too long, and is told so now."""
+    message = (
+        f"The first token would come after about {wait_s:.1f} s, and has to within {target_s:g} s. "
+        "Retry after the time given."
+    )
+    return Refusal(429, Reason.TOO_SLOW, message, "too_slow", retry_after_s=retry_after_s)

@@ -16,9 +16,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from math import inf
-from typing import overload
 
-from proxy.core import fairness, handover, learning, placing, refusals
+from proxy.core import accounts, fairness, handover, learning, placing, refusals
 from proxy.core.admission import AdmissionSettings, placed_too_late, queued_too_late
 from proxy.core.client_fields import ClientFields
 from proxy.core.fairness import FairnessSettings
@@ -47,7 +46,7 @@ from proxy.core.types import (
 )
 from proxy.core.worker import Worker, WorkerSpec
 
-DONE, CLIENT_GONE = Outcome.DONE, Outcome.CLIENT_GONE  # looked up once: see reading.py
+DONE = Outcome.DONE  # looked up once: see reading.py
 BATCH = Rank.BATCH
 NOBODY: frozenset[str] = frozenset()
 
@@ -164,14 +163,13 @@ class Router:
         else:
             self._retries.earn()
             self._saw(ask, now)
-        tenant = ask.tenant
-        if tenant is None:
+        if ask.tenant is None:
             return self._submit(ask, now, tried, explain=explain)
-        if (refusal := self._enter(tenant, ask, now, again=bool(tried))) is not None:
+        if (refusal := accounts.enter(ask, now, again=bool(tried))) is not None:
             return self._refused(ask.model, refusal)
         answer = self._submit(ask, now, tried, explain=explain)
         if isinstance(answer, Refusal):
-            self._leave(ask, now, 0)
+            accounts.leave(ask, now)
         return answer
 
     def _submit(
@@ -198,7 +196,7 @@ class Router:
     def withdraw(self, ticket: Ticket, now: float) -> None:
         """Take a request out of the queue, because its client left."""
         if self.queue.remove(ticket):
-            self._leave(ticket.ask, now, 0)
+            accounts.leave(ticket.ask, now)
 
     def due(self, now: float) -> list[tuple[Ticket, Lease | Refusal]]:
         """Take those out of the queue whose turn or time has come."""
@@ -215,59 +213,17 @@ class Router:
         def end(ticket: Ticket) -> Lease | Refusal | None:
             ask = ticket.ask
             explain, aged = ticket.explain, ticket.aged
-            lease = self._place(ask, now, ticket.tried, explain=explain, aged=aged)
-            if lease is not None:
-                return lease
+            answer = self._place(ask, now, ticket.tried, explain=explain, aged=aged)
+            if answer is not None:
+                return answer
             refusal = placing.hopeless(self.fleet, ask, now, ticket.tried)
             return refusal and self._refused(ask.model, refusal)
 
         gone += queue.leave(end, now)
         for ticket, answer in gone:
             if isinstance(answer, Refusal):
-                self._leave(ticket.ask, now, 0)
+                accounts.leave(ticket.ask, now)
         return gone
-
-    # Tenants
-
-    def _enter(self, tenant: Tenant, ask: Ask, now: float, *, again: bool) -> Refusal | None:
-        """Let a request in at its tenant's gate, or say which limit keeps it out."""
-        tokens = ask.prompt_tokens + ask.expected_output * ask.samples
-        if again:
-            tenant.ledger.enter_again(now, tokens)
-        else:
-            least = ask.largest_prompt - ask.prompt_error
-            breach = tenant.ledger.enter(now, tokens, least)
-            if breach is not None:
-                which = breach.limit.value
-                tenant.limited[which] = tenant.limited.get(which, 0) + 1
-                return refusals.limited(ask, breach)
-        ask.entered = tokens
-        return None
-
-    def _leave(self, ask: Ask, now: float, used: int) -> None:
-        """Let a request out at its tenant's gate, with what it used."""
-        if ask.tenant is not None and ask.entered >= 0:
-            ask.tenant.ledger.leave(now, ask.entered, used)
-            ask.entered = -1
-
-    def _settle(self, lease: Lease, now: float, outcome: Outcome, usage: Usage | None) -> None:
-        """Settle with the tenant: what it has taken, for what it was charged in advance."""
-        ask = lease.ask
-        tenant = ask.tenant
-        if tenant is None:
-            return
-        prompt, output = 0, 0
-        if outcome is DONE and usage is not None:
-            prompt, output = usage.prompt_tokens, usage.completion_tokens
-        elif outcome is DONE:
-            prompt, output = ask.prompt_tokens, lease.seen_tokens or ask.prepaid
-        elif outcome is CLIENT_GONE or lease.seen_tokens:
-            prompt, output = ask.prompt_tokens, lease.seen_tokens
-        fairness.charge_output(self.settings.fairness, ask, output - ask.prepaid)
-        ask.prepaid = output
-        tenant.prompt_tokens += prompt
-        tenant.output_tokens += output
-        self._leave(ask, now, prompt + output)
 
     def _no_retry(
         self, ask: Ask, now: float, tried: frozenset[str], *, free: bool
@@ -279,22 +235,6 @@ class Router:
         else:
             return None
         return self._refused(ask.model, refusals.nobody_left(why))
-
-    @overload
-    def _place(
-        self, ask: Ask, now: float, tried: frozenset[str], *, explain: bool, aged: bool
-    ) -> Lease | None: ...
-
-    @overload
-    def _place(
-        self,
-        ask: Ask,
-        now: float,
-        tried: frozenset[str],
-        *,
-        explain: bool,
-        admission: AdmissionSettings | None,
-    ) -> Lease | Refusal | None: ...
 
     def _place(
         self,
@@ -411,6 +351,26 @@ class Router:
         if usage is not None:
             learning.saw_cached(first.worker, halves.cached_tokens, usage)
 
+    def reconsider(self, lease: Lease, now: float, *, may_move: bool) -> bool:
+        """Between the legs, look at the decode worker again; False if none is good for the rest.
+
+        `may_move`: whether what the prefill left behind is there for any decode worker.
+        """
+        worker, within_s = lease.worker, self.settings.transfer_within_s
+        stands = handover.stands(lease, now, within_s)
+        if stands and not worker.draining:
+            return True
+        other = None
+        if may_move:
+            workers = self.fleet.pool(lease.ask.model).all
+            other = handover.instead(workers, lease, now, self.links, within_s)
+        if other is None:
+            return stands
+        self.fleet.move(lease, other, now)
+        if lease.ask.prefix:
+            self.prefixes.record(lease.ask.prefix, other.index)
+        return True
+
     def tokens(self, lease: Lease, count: int) -> None:
         """Note output tokens."""
         self.fleet.tokens(lease, count)
@@ -447,7 +407,7 @@ class Router:
         if not self.fleet.release(lease):
             return
         self.queue.freed(now)
-        self._settle(lease, now, outcome, usage)
+        accounts.settle(self.settings.fairness, lease, now, outcome, usage)
         if first is not None:  # it ended in its prefill
             learning.judge(self.fleet, first, now, outcome, retry_after_s)
             learning.judge(self.fleet, lease, now, Outcome.MOOT, None)
@@ -473,8 +433,7 @@ class Router:
         decision = self._choose(view)
         scored = {score.worker: score for score in decision.scores} if decision else {}
         scores = tuple(
-            scored.get(w.name)
-            or Score(w.name, 0.0, note=self._note(w, ask, now))
+            scored.get(w.name) or Score(w.name, 0.0, note=self._note(w, ask, now))
             for w in self.fleet.of(ask.model)
         )
         if decision is not None:

@@ -55,11 +55,12 @@ def steering(fields: Mapping[str, Any], body: bytes) -> str | None:
         # These are in all bodies of one route, beside a long list of token ids.
         or ("sampling_params" in fields and (b"extra_args" in body or b"\\" in body))
     ):
-        return _found(body, TREE)
+        return find(body, TREE)
     return None
 
 
-def _found(text: bytes, tree: Tree) -> str | None:
+def find(text: bytes, tree: Tree) -> str | None:
+    """Name the first member of an object that a tree has, and that is not null."""
     for name, _, start, end in members(text):
         if name not in tree:
             continue
@@ -67,13 +68,15 @@ def _found(text: bytes, tree: Tree) -> str | None:
         if inner is None:
             if value != NULL:
                 return name.decode()
-        elif value.startswith(b"{") and (found := _found(value, inner)) is not None:
+        elif value.startswith(b"{") and (found := find(value, inner)) is not None:
             return f"{name.decode()}.{found}"
     return None
 
 
-def steering_form(body: bytes, content_type: bytes) -> str | None:
+def steering_form(body: bytes, content_type: bytes, *, at_all: bool = False) -> str | None:
     """Name what in a multipart form would steer a transfer; None if nothing does.
+
+    `at_all`: name its arguments for the engine whatever they are.
 
     Parts are not told apart by their boundary, about which two parsers might disagree: any line
     that begins such a part counts, and so does the JSON text after its head.
@@ -87,13 +90,13 @@ def steering_form(body: bytes, content_type: bytes) -> str | None:
             mentions += 1
             if mentions > MOST_MENTIONS:
                 return ARGUMENTS.decode()
-            if (name := _in_part(body, at, at + len(mark))) is not None:
+            if (name := _in_part(body, at, at + len(mark), at_all=at_all)) is not None:
                 return name
             at = body.find(mark, at + len(mark))
     return None
 
 
-def _in_part(body: bytes, at: int, end: int) -> str | None:
+def _in_part(body: bytes, at: int, end: int, *, at_all: bool) -> str | None:
     """Look into the part in whose head a mention may be."""
     first = max(at - LONGEST_LINE, 0)
     line = body.rfind(b"\n", first, at) + 1
@@ -101,6 +104,8 @@ def _in_part(body: bytes, at: int, end: int) -> str | None:
         return ARGUMENTS.decode()
     if not PART.match(body, line, end):
         return None
+    if at_all:
+        return ARGUMENTS.decode()
     start = body.find(HEAD_END, end)
     if start < 0:
         return None

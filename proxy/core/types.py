@@ -10,8 +10,12 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
+from proxy.core.tenants import Rank, Tenant
+
 if TYPE_CHECKING:
     from proxy.core.worker import Worker
+
+STANDARD = Rank.STANDARD
 
 
 class Role(StrEnum):
@@ -56,6 +60,10 @@ class Reason(StrEnum):
     WAITED_TOO_LONG = "waited_too_long"
     NO_WORKER = "no_worker"
     DRAINING = "draining"
+    BAD_KEY = "bad_key"  # of no tenant
+    NOT_ALLOWED = "not_allowed"  # a model that is not for this tenant
+    LIMITED = "limited"  # the tenant's limits
+    TOO_SLOW = "too_slow"  # its first token would have come too late
 
 
 @dataclass(slots=True)
@@ -85,6 +93,13 @@ class Ask:
     pinned: str = ""  # the worker that holds what it refers to, as a stored response
     whole: str = ""  # why its prefill and its decode can't be two workers'; empty if they can
     least_output: bool = False  # whether its body says `min_tokens`
+    tenant: Tenant | None = None  # who asks; None where nobody is asked for a key
+    rank: Rank = STANDARD
+    salt: str = ""  # of its cached prefix: with another, the same text is another prefix
+    fields: dict[str, bytes | None] | None = None  # of its body, that are set or taken out
+    entered: int = -1  # tokens taken from its tenant's limit, while it is in flight; else -1
+    paid: float = 0.0  # that its tenant was charged for its prompt when it was placed
+    prepaid: int = 0  # output tokens that were charged, and may not have been written yet
 
     @property
     def needs(self) -> int:
@@ -212,6 +227,7 @@ class Ticket:
     tried: frozenset[str] = frozenset()
     explain: bool = False
     left: bool = False  # withdrawn, placed or refused: no longer queued
+    aged: bool = False  # its turn came for how long it waited
 
 
 @dataclass(slots=True, frozen=True)
@@ -225,6 +241,7 @@ class Refusal:
     param: str | None = None
     retry_after_s: float | None = None
     scores: tuple[Score, ...] = ()  # kept only when somebody asked to see them
+    headers: tuple[tuple[str, str], ...] = ()  # beyond those that every answer has
 
 
 @dataclass(slots=True)

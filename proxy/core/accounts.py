@@ -1,0 +1,58 @@
+"""What a tenant's request takes of its limits and of its share: when it comes, and when it ends."""
+
+from __future__ import annotations
+
+from proxy.core import refusals
+from proxy.core.fairness import FairnessSettings, charge_output, give_back
+from proxy.core.types import Ask, Lease, Outcome, Refusal, Usage
+
+DONE, CLIENT_GONE = Outcome.DONE, Outcome.CLIENT_GONE  # looked up once: see reading.py
+
+
+def enter(ask: Ask, now: float, *, again: bool) -> Refusal | None:
+    """Let a request in, or say which limit keeps it out; `again`: another worker is to try it."""
+    tenant = ask.tenant
+    if tenant is None:
+        return None
+    tokens = ask.prompt_tokens + ask.expected_output * ask.samples
+    if again:
+        tenant.ledger.enter_again(now, tokens)
+    else:
+        breach = tenant.ledger.enter(now, tokens, ask.largest_prompt - ask.prompt_error)
+        if breach is not None:
+            which = breach.limit.value
+            tenant.limited[which] = tenant.limited.get(which, 0) + 1
+            return refusals.limited(ask, breach)
+    ask.entered = tokens
+    return None
+
+
+def leave(ask: Ask, now: float, used: int = 0) -> None:
+    """Let a request out, with the tokens it used."""
+    if ask.tenant is not None and ask.entered >= 0:
+        ask.tenant.ledger.leave(now, ask.entered, used)
+        ask.entered = -1
+
+
+def settle(
+    settings: FairnessSettings, lease: Lease, now: float, outcome: Outcome, usage: Usage | None
+) -> None:
+    """Have a tenant pay for what it got, and no more: a worker's failure is not its expense."""
+    ask = lease.ask
+    tenant = ask.tenant
+    if tenant is None:
+        return
+    prompt = output = 0
+    if outcome is DONE and usage is not None:
+        prompt, output = usage.prompt_tokens, usage.completion_tokens
+    elif outcome is DONE:
+        prompt, output = ask.prompt_tokens, lease.seen_tokens or ask.prepaid
+    elif outcome is CLIENT_GONE or lease.seen_tokens:
+        prompt, output = ask.prompt_tokens, lease.seen_tokens
+    charge_output(settings, ask, output - ask.prepaid)
+    ask.prepaid = 0
+    if not prompt:
+        give_back(tenant, ask)
+    tenant.prompt_tokens += prompt
+    tenant.output_tokens += output
+    leave(ask, now, prompt + output)

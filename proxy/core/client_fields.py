@@ -1,0 +1,79 @@
+"""What a client may not say, in one place. All else passes as it was written.
+
+For every fleet, unless `router.allow_client_kv_transfer`:
+
+- `kv_transfer_params` and `ec_transfer_params`, wherever an engine reads them from: 400. They steer
+  transfers between workers: see `steering`.
+- An `X-Request-Id` that names addresses is replaced: one connector would connect to them.
+
+Where there are tenants:
+
+- `vllm_xargs`, in a form too, and `sampling_params.extra_args`: 400. Policies and plugins of the
+  engine read them, `lane` among others; unless `router.client_fields` has `vllm_xargs`.
+- `priority`: taken out, and the tenant's class is put there if the workers heed it; unless
+  `router.client_fields` has `priority`.
+- `cache_salt`: passes; where caches are isolated, it becomes a part of the tenant's.
+- `X-Vllm-Priority` and `X-Data-Parallel-Rank` stay behind, for they overrule the router; so does
+  `Endpoint-Load-Metrics-Format`, which asks how busy others keep a worker.
+- `Authorization`, `Api-Key`, `X-Api-Key` stay behind: they are for the router.
+
+Without tenants all who come are one, who may order among themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from proxy.core.steering import LEAVES, TREE, Tree, find, steering, steering_form
+
+PRIORITY, ARGUMENTS, SALT = "priority", "vllm_xargs", "cache_salt"
+# The routes whose bodies have these members, as of vLLM 0.32. Where a body has no room for a salt,
+# nothing can be cached apart.
+BOTH = frozenset(
+    ["chat/completions", "chat/completions/batch", "completions", "responses", "embeddings",
+     "pooling", "classify", "score", "rerank", "v2/rerank", "generative_scoring", "systemone",
+     "inference/v1/generate"]
+)  # fmt: skip
+WITH_PRIORITY = BOTH | {"cohere/v2/chat", "v2/embed"}
+WITH_SALT = BOTH | {"messages"}
+LONGEST_SALT = 128
+STRICT: Tree = {**TREE, ARGUMENTS.encode(): None, b"sampling_params": {b"extra_args": None}}
+
+HEADERS = (b"x-vllm-priority", b"x-data-parallel-rank", b"endpoint-load-metrics-format")
+KEYS = (b"api-key", b"x-api-key")
+
+
+class ClientFields(NamedTuple):
+    """What the operator lets clients say."""
+
+    kv_transfer: bool = False
+    priority: bool = False
+    arguments: bool = False
+
+
+def forbidden(fields: Mapping[str, Any], body: bytes, *, tenants: bool, may: ClientFields) -> str:
+    """Name what a JSON body says that is not taken from clients; empty if nothing."""
+    if not tenants or may.arguments:
+        return ("" if may.kv_transfer else steering(fields, body)) or ""
+    if (
+        ARGUMENTS in fields
+        or any(name.decode() in fields for name in LEAVES)
+        or ("sampling_params" in fields and (b"extra_args" in body or b"\\" in body))
+    ):
+        return find(body, {ARGUMENTS.encode(): None} if may.kv_transfer else STRICT) or ""
+    return ""
+
+
+def forbidden_form(body: bytes, content_type: bytes, *, tenants: bool, may: ClientFields) -> str:
+    """Name what a form says that is not taken from clients; empty if nothing."""
+    strict = tenants and not may.arguments
+    if may.kv_transfer and not strict:
+        return ""
+    return steering_form(body, content_type, at_all=strict) or ""
+
+
+def salt_in(fields: Mapping[str, Any]) -> str:
+    """Read the salt that a client gave; what a worker would refuse is none."""
+    own = fields.get(SALT)
+    return own[:LONGEST_SALT] if type(own) is str else ""

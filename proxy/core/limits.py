@@ -1,0 +1,170 @@
+"""How much a tenant may ask for: requests and tokens a minute, at once, and in one prompt.
+
+Idea: a bucket that refills at a steady rate and holds a minute's worth (GCRA: all of its state is
+one number, the moment at which it will be full again). So any `t` seconds let through at most a
+minute's limit and `t` times the rate. What a request will take is estimated when it comes and
+corrected when it ends; a bucket may then owe, which time makes good.
+
+Cost: under a microsecond. How it fails: a client that sends its whole minute at once may, having
+paused before, have twice the limit within sixty seconds.
+
+The numbers lie in `cells`, which may be any writable sequence of floats: where several processes
+share a limit, a part of memory that they share. Clocks must then agree, as the system's monotonic
+one does. Two that write at the same moment may lose one of the two; what is in flight can't stand
+that, so each counts its own, and `elsewhere` is what the others have.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import MutableSequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+MINUTE = 60.0
+CELLS = 2  # that one tenant's ledger takes
+REQUESTS, TOKENS = range(CELLS)
+AGAIN_S = 1.0  # after which one who has too much in flight may try again: nobody knows better
+
+
+class Limit(StrEnum):
+    """Which limit was met; labels of a metric."""
+
+    REQUESTS = "requests_per_minute"
+    TOKENS = "tokens_per_minute"
+    CONCURRENCY = "concurrency"
+    PROMPT = "max_prompt_tokens"
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What the operator allows a tenant; None: no limit."""
+
+    requests_per_minute: int | None = None
+    tokens_per_minute: int | None = None
+    concurrency: int | None = None
+    max_prompt_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Breach:
+    """A limit that a request does not keep."""
+
+    limit: Limit
+    most: int
+    retry_after_s: float | None = None  # None: it is no use
+    requests: tuple[int, int, float] | None = None  # limit, left, seconds until all are back
+    tokens: tuple[int, int, float] | None = None
+
+
+class Bucket:
+    """So much per minute."""
+
+    __slots__ = ("_at", "_cells", "per_minute")
+
+    def __init__(
+        self, per_minute: int, cells: MutableSequence[float] | None = None, at: int = 0
+    ) -> None:
+        self.per_minute = per_minute
+        self._cells = array("d", [0.0]) if cells is None else cells
+        self._at = at
+
+    def left(self, now: float) -> float:
+        """How much may be taken; less than nothing where it owes."""
+        return self.per_minute - max(self._cells[self._at] - now, 0.0) * self.per_minute / MINUTE
+
+    def reset_s(self, now: float) -> float:
+        """How long until it is full."""
+        return max(self._cells[self._at] - now, 0.0)
+
+    def wait_s(self, now: float, amount: float) -> float:
+        """How long until so much could be taken; more than it holds passes when it is full."""
+        wanted = min(amount, self.per_minute)
+        return max((wanted - self.left(now)) * MINUTE / self.per_minute, 0.0)
+
+    def take(self, now: float, amount: float) -> float:
+        """Take so much, or nothing; return how long to wait, 0 if it was taken."""
+        wait = self.wait_s(now, amount)
+        if wait <= 0.0:
+            self.charge(now, amount)
+        return wait
+
+    def charge(self, now: float, amount: float) -> None:
+        """Take so much, even if it is not there; give back where it is less than nothing."""
+        cells, at = self._cells, self._at
+        full = cells[at]
+        cells[at] = (max(now, full)) + amount * MINUTE / self.per_minute
+
+    def shown(self, now: float) -> tuple[int, int, float]:
+        """Tell the limit, what is left, and the seconds until it is full."""
+        return self.per_minute, max(int(self.left(now)), 0), self.reset_s(now)
+
+
+class Ledger:
+    """What one tenant has taken, and has in flight."""
+
+    __slots__ = ("_cells", "_limits", "_requests", "_tokens", "elsewhere", "running")
+
+    def __init__(self, limits: Limits, cells: MutableSequence[float] | None = None) -> None:
+        self.running = 0  # in flight and waiting, in this process
+        self.elsewhere = 0  # the same in others, as far as they have told
+        self._cells = array("d", [0.0] * CELLS) if cells is None else cells
+        self.limit(limits)
+
+    def limit(self, limits: Limits) -> None:
+        """Take other limits; of what was taken, as many seconds stay to be waited for."""
+        self._limits = limits
+        requests, tokens = limits.requests_per_minute, limits.tokens_per_minute
+        self._requests = None if requests is None else Bucket(requests, self._cells, REQUESTS)
+        self._tokens = None if tokens is None else Bucket(tokens, self._cells, TOKENS)
+
+    def share(self, cells: MutableSequence[float]) -> None:
+        """Go on with numbers that lie elsewhere."""
+        for at, number in enumerate(self._cells):
+            cells[at] = max(cells[at], number)
+        self._cells = cells
+        self.limit(self._limits)
+
+    def enter(self, now: float, tokens: int, prompt: int) -> Breach | None:
+        """Let a request in, or say which limit keeps it out; then nothing was taken.
+
+        `prompt` is the least that its largest prompt may have.
+        """
+        limits, requests, bucket = self._limits, self._requests, self._tokens
+        most = limits.max_prompt_tokens
+        if most is not None and prompt > most:
+            return Breach(Limit.PROMPT, most)
+        most = limits.concurrency
+        if most is not None and self.running + self.elsewhere >= most:
+            return self._breach(now, Limit.CONCURRENCY, most, AGAIN_S)
+        # Both are asked before either is taken from.
+        if requests is not None and (wait := requests.wait_s(now, 1)) > 0:
+            return self._breach(now, Limit.REQUESTS, requests.per_minute, wait)
+        if bucket is not None and (wait := bucket.take(now, tokens)) > 0:
+            return self._breach(now, Limit.TOKENS, bucket.per_minute, wait)
+        if requests is not None:
+            requests.charge(now, 1)
+        self.running += 1
+        return None
+
+    def _breach(self, now: float, limit: Limit, most: int, wait: float) -> Breach:
+        requests, tokens = self._requests, self._tokens
+        return Breach(
+            limit,
+            most,
+            wait,
+            None if requests is None else requests.shown(now),
+            None if tokens is None else tokens.shown(now),
+        )
+
+    def enter_again(self, now: float, tokens: int) -> None:
+        """Let one in that was in before: another worker is to try."""
+        self.running += 1
+        if self._tokens is not None:
+            self._tokens.charge(now, tokens)
+
+    def leave(self, now: float, taken: int, used: int) -> None:
+        """Let one out: of the tokens taken for it, so many were used."""
+        self.running -= 1
+        if self._tokens is not None and taken != used:
+            self._tokens.charge(now, used - taken)

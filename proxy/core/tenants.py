@@ -1,0 +1,125 @@
+"""Who asks: tenants, known by their keys.
+
+Of a key only its SHA-256 is kept. Keys are long and random (`vllm-sched key` makes them), so a
+plain hash is as good as a slow one, which each request would pay for. A presented key is looked up
+by its hash and compared in constant time: how long it takes tells nothing of the keys there are.
+"""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from enum import IntEnum
+from hashlib import sha256
+
+from proxy.core.limits import Ledger, Limits
+
+SALTED = b"vllm-sched cache\0"
+
+
+class Rank(IntEnum):
+    """Whose turn comes first. Within one, tenants have shares."""
+
+    INTERACTIVE = 0
+    STANDARD = 1
+    BATCH = 2  # in the gaps that the others leave
+
+
+RANKS = {rank.name.lower(): rank for rank in Rank}
+
+
+@dataclass(frozen=True, slots=True)
+class TenantSpec:
+    """What the operator states of a tenant."""
+
+    name: str
+    rank: Rank = Rank.STANDARD
+    weight: float = 1.0
+    limits: Limits = field(default_factory=Limits)
+    models: frozenset[str] | None = None  # None: all
+    salted: bool = False  # whether its prefixes are cached apart from others'
+
+
+class Tenant:
+    """A tenant: its share, and what it has of it."""
+
+    __slots__ = (
+        "ledger", "limited", "output_tokens", "prompt_tokens", "spec", "virtual", "waiting",
+    )  # fmt: skip
+
+    def __init__(self, spec: TenantSpec) -> None:
+        self.spec = spec
+        self.ledger = Ledger(spec.limits)
+        self.virtual = 0.0  # tokens it was served, by its weight: see `fairness`
+        self.waiting = 0  # in the queue
+        self.prompt_tokens = 0  # of requests that are over
+        self.output_tokens = 0
+        self.limited: dict[str, int] = {}  # requests that met a limit, by which
+
+    def __repr__(self) -> str:
+        """Name it."""
+        return f"<Tenant {self.spec.name}>"
+
+    @property
+    def name(self) -> str:
+        """What the operator calls it."""
+        return self.spec.name
+
+    def may_use(self, model: str) -> bool:
+        """Whether a model is for it."""
+        models = self.spec.models
+        return models is None or model in models
+
+    def salt(self, own: str = "") -> str:
+        """Return what keeps its cached prefixes apart; `own` is a salt that the client gave.
+
+        No secret is needed: clients never set it themselves.
+        """
+        return sha256(SALTED + f"{self.name}\0{own}".encode(errors="replace")).hexdigest()[:32]
+
+
+class Tenants:
+    """All of them, and their keys. With none at all nobody is asked for a key."""
+
+    def __init__(self) -> None:
+        self._tenants: dict[str, Tenant] = {}
+        self._keys: dict[bytes, tuple[bytes, Tenant]] = {}
+        self.open = True  # no keys
+        self.edition = 0  # counts the changes: what was found before one must be looked up anew
+
+    def __iter__(self) -> Iterator[Tenant]:
+        """List them."""
+        return iter(self._tenants.values())
+
+    def __len__(self) -> int:
+        """Count them."""
+        return len(self._tenants)
+
+    def get(self, name: str) -> Tenant | None:
+        """Find one by its name."""
+        return self._tenants.get(name)
+
+    def replace(self, specs: Iterable[TenantSpec], keys: Mapping[bytes, str]) -> None:
+        """Take what the operator states now; `keys` are hashes, and whose each is.
+
+        Those that stay keep what was counted of them.
+        """
+        before, self._tenants = self._tenants, {}
+        for spec in specs:
+            tenant = before.get(spec.name)
+            if tenant is None:
+                tenant = Tenant(spec)
+            else:
+                tenant.spec = spec
+                tenant.ledger.limit(spec.limits)
+            self._tenants[spec.name] = tenant
+        self._keys = {digest: (digest, self._tenants[name]) for digest, name in keys.items()}
+        self.open = not self._tenants
+        self.edition += 1
+
+    def of_key(self, presented: bytes) -> Tenant | None:
+        """Find whose key this is."""
+        digest = sha256(presented).digest()
+        known, tenant = self._keys.get(digest, (b"", None))
+        return tenant if hmac.compare_digest(known, digest) else None
