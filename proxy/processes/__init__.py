@@ -1,0 +1,1 @@
+"""Several processes on one port, that place requests as one would."""

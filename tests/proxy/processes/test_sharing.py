@@ -1,0 +1,245 @@
+"""What one process charges, in another one's decisions: fleets in one process, over one table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from proxy.core.elsewhere import Load, own
+from proxy.core.types import Lease, Outcome
+from proxy.core.worker import Worker, WorkerSpec
+from proxy.processes.sharing import LOOK_S, REST_S, SURE_S, Rows, Sharing
+from proxy.processes.table import RING, Table
+from tests.proxy.core.making import (
+    ask,
+    idle,
+    members,
+    placed,
+    refused,
+    router_of,
+    spec,
+    waits,
+    worker_of,
+)
+
+
+class Crew:
+    """Routers that share a table; each event of one's is told at once unless that is put off."""
+
+    def __init__(self, size: int, *specs: WorkerSpec, **settings: object) -> None:
+        self.table = Table.make(size)
+        self.now = 1.0
+        self.later: list[Callable[[], None]] = []
+        self.routers = [router_of(*specs, **settings) for _ in range(size)]
+        self.sharings = [self.join(i) for i in range(size)]
+
+    def join(self, index: int) -> Sharing:
+        fleet = self.routers[index].fleet
+        sharing = Sharing(self.table, index, fleet, lambda: self.now, self.later.append)
+        for row, worker in enumerate(fleet):
+            sharing.place(worker, row, 0.0)
+        fleet.others = sharing
+        return sharing
+
+    def tell(self) -> None:
+        """End the turn of every process, and let a little time pass."""
+        later, self.later[:] = list(self.later), []
+        for each in later:
+            each()
+        self.now += 2 * LOOK_S
+
+    def submit(self, index: int, **fields: int) -> Lease:
+        lease = placed(self.routers[index].submit(ask(**fields), self.now))
+        self.tell()
+        return lease
+
+    def finish(self, index: int, lease: Lease, outcome: Outcome = Outcome.DONE) -> None:
+        self.routers[index].finish(lease, self.now, outcome)
+        self.tell()
+
+    def look(self) -> None:
+        for sharing in self.sharings:
+            sharing.look(self.now)
+
+    def worker(self, index: int, name: str) -> Worker:
+        return worker_of(self.routers[index], name)
+
+
+@pytest.fixture
+def crews() -> Iterator[Callable[..., Crew]]:
+    made: list[Crew] = []
+
+    def make(size: int, *specs: WorkerSpec, **settings: object) -> Crew:
+        made.append(Crew(size, *specs, **settings))
+        return made[-1]
+
+    yield make
+    for crew in made:
+        crew.table.close()
+
+
+def test_processes_take_turns_as_one_would(crews: Callable[..., Crew]) -> None:
+    crew = crews(3, *(spec(f"w{i}") for i in range(6)))
+    leases = [(i % 3, crew.submit(i % 3)) for i in range(12)]
+    went = [lease.worker.name for _, lease in leases]
+    assert sorted(went[:6]) == sorted(went[6:]) == [f"w{i}" for i in range(6)]
+    crew.look()
+    for router in crew.routers:
+        assert [worker.requests for worker in router.fleet] == [2] * 6
+    for index, lease in leases:
+        crew.finish(index, lease)
+    crew.look()
+    for router in crew.routers:
+        assert idle(router.fleet)
+
+
+def test_a_limit_holds_for_all_together(crews: Callable[..., Crew]) -> None:
+    crew = crews(2, spec("a", most=3), queue_wait_s=5.0)
+    leases = [crew.submit(0), crew.submit(1), crew.submit(0)]
+    ticket = waits(crew.routers[1].submit(ask(), crew.now))
+    assert not [*crew.routers[1].due(crew.now)]
+    crew.finish(0, leases[0])
+    [(found, lease)] = crew.routers[1].due(crew.now)
+    assert found is ticket
+    crew.routers[1].finish(placed(lease), crew.now, Outcome.DONE)
+
+
+def test_what_was_charged_by_a_process_that_died_is_released(crews: Callable[..., Crew]) -> None:
+    crew = crews(2, spec("a", most=2), queue_requests=0)
+    crew.submit(0)
+    crew.submit(0)
+    assert refused(crew.routers[1].submit(ask(), crew.now)).status == 429
+    crew.table.clear(0)
+    crew.now += 1
+    crew.submit(1)
+    worker = crew.worker(1, "a")
+    assert own(worker).requests == worker.requests == 1
+
+
+def test_one_who_comes_later_sees_what_is_there(crews: Callable[..., Crew]) -> None:
+    crew = crews(2, spec("a"), spec("b"))
+    crew.submit(0)
+    for _ in range(3):
+        crew.routers[0].fleet.failed(crew.worker(0, "a"), crew.now)
+    crew.tell()
+    crew.table.clear(1)
+    crew.routers[1] = router_of(spec("a"), spec("b"))
+    crew.join(1)
+    assert [worker.requests for worker in crew.routers[1].fleet] == [1, 0]
+    assert not crew.worker(1, "a").breaker.closed
+
+
+def test_a_breaker_is_everybodys(crews: Callable[..., Crew]) -> None:
+    crew = crews(3, spec("a"), spec("b"))
+    bad = crew.worker(0, "a")
+    for _ in range(3):
+        crew.routers[0].fleet.failed(bad, crew.now)
+    crew.tell()
+    for index in (1, 2):
+        assert crew.submit(index).worker.name == "b"
+        assert not crew.worker(index, "a").breaker.closed
+    crew.now = bad.breaker.until + 0.01
+    trial = next(lease for lease in (crew.submit(1) for _ in range(4)) if lease.worker.name == "a")
+    assert trial.trial
+    crew.look()
+    assert not crew.worker(2, "a").takes(crew.now)
+    crew.routers[1].first_token(trial, crew.now)
+    crew.tell()
+    crew.look()
+    assert all(crew.worker(index, "a").breaker.spotless for index in range(3))
+
+
+def test_a_look_costs_only_now_and_then(crews: Callable[..., Crew]) -> None:
+    crew = crews(2, spec("a"))
+    crew.submit(0)
+    crew.sharings[1].look(crew.now)
+    before = crew.now
+    crew.routers[0].submit(ask(), crew.now)
+    for each in crew.later:
+        each()
+    crew.sharings[1].look(before)
+    assert crew.worker(1, "a").requests == 1
+    crew.sharings[1].look(before + LOOK_S)
+    assert crew.worker(1, "a").requests == 2
+
+
+def test_who_misses_a_round_of_changes_reads_all(crews: Callable[..., Crew]) -> None:
+    crew = crews(2, spec("a"), spec("b"))
+    lease = crew.submit(0)
+    crew.look()
+    for _ in range(RING):
+        crew.sharings[0].sheet.tell(1)
+    crew.finish(0, lease)
+    crew.sharings[0].sheet.tell(1)
+    crew.look()
+    assert idle(members(crew.routers[1].fleet))
+
+
+def test_a_change_that_was_never_told_is_seen_in_time(crews: Callable[..., Crew]) -> None:
+    crew = crews(2, spec("a"))
+    crew.look()
+    crew.sharings[0].sheet.write_load(0, Load(requests=5), 0.0)
+    crew.now += LOOK_S
+    crew.look()
+    assert crew.worker(1, "a").requests == 0
+    crew.now += SURE_S
+    crew.look()
+    assert crew.worker(1, "a").requests == 5
+
+
+def test_a_worker_that_left_is_told_of_until_its_last_request(crews: Callable[..., Crew]) -> None:
+    crew = crews(2, spec("a"), spec("b"))
+    leases = [crew.submit(0), crew.submit(0)]
+    lease = next(each for each in leases if each.worker.name == "a")
+    for index in range(2):
+        worker = crew.worker(index, "a")
+        crew.routers[index].fleet.remove("a")
+        crew.sharings[index].leave(worker)
+    assert not crew.sharings[1].is_free(0)
+    assert crew.sharings[1].row(lease.worker) is None
+    assert crew.sharings[0].row(lease.worker) == 0
+    crew.finish(0, lease)
+    assert crew.sharings[1].is_free(0)
+    assert crew.sharings[0].row(lease.worker) is None
+
+
+def test_rows_are_given_again_when_nobody_can_use_them(crews: Callable[..., Crew]) -> None:
+    crew = crews(2, spec("a"), spec("b"), spec("c"))
+    a, b, c = members(crew.routers[0].fleet)
+    rows = Rows(crew.sharings[0], lambda: crew.now, most=2)
+    first = rows.of(a)
+    assert first == (0, crew.now)
+    assert rows.of(b) == (1, crew.now)
+    assert rows.of(a) == first
+    assert rows.of(c) is None
+    rows.leave(a)
+    assert rows.of(c) is None
+    crew.sharings[1].sheet.write_load(0, Load(requests=1), 0.0)
+    crew.now += REST_S
+    assert rows.of(c) is None
+    crew.sharings[1].sheet.write_load(0, Load(), 0.0)
+    assert rows.of(c) == (0, crew.now)
+
+
+def test_another_leader_gives_rows_where_the_last_one_ended(crews: Callable[..., Crew]) -> None:
+    crew = crews(2, *(spec(name) for name in "abcd"))
+    a, b, c, d = members(crew.routers[0].fleet)
+    rows = Rows(crew.sharings[0], lambda: crew.now, most=4)
+    rows.adopt({a: (2, 0.5), b: (0, 0.7)})
+    assert rows.of(a) == (2, 0.5)
+    assert rows.of(c) == (3, crew.now)
+    assert rows.of(d) is None
+    crew.now += REST_S
+    assert rows.of(d) == (1, crew.now)
+
+
+def test_a_breaker_of_the_worker_before_is_not_the_next_ones(crews: Callable[..., Crew]) -> None:
+    crew = crews(2, spec("a"), spec("b"))
+    for _ in range(3):
+        crew.routers[1].fleet.failed(crew.worker(1, "a"), crew.now)
+    crew.tell()
+    crew.now += REST_S
+    newcomer = crew.routers[0].fleet.add(spec("c"))
+    crew.sharings[0].place(newcomer, 0, crew.now)
+    assert newcomer.breaker.closed

@@ -1,0 +1,107 @@
+"""The memory that processes share."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from proxy.core.elsewhere import Load
+from proxy.processes.table import (
+    BYTES,
+    CHANGES,
+    MOST_WORKERS,
+    PLACES,
+    RING,
+    WAITING,
+    Place,
+    Row,
+    Table,
+)
+
+LOAD = Load(1, 2, 3, 4, 5, 6, 7, 8)
+TOLD = (False, True, 12.5, 3, 2, 11.0)
+
+
+@pytest.fixture
+def table() -> Iterator[Table]:
+    made = Table.make(3)
+    yield made
+    made.close()
+
+
+def test_each_writes_beside_the_others(table: Table) -> None:
+    sheets = [table.sheet(i) for i in range(3)]
+    last = MOST_WORKERS - 1
+    for number, sheet in enumerate(sheets):
+        for row in (0, last):
+            sheet.write_load(row, LOAD._replace(requests=number), number + row / 2)
+            sheet.write_breaker(row, 7.0 + number, TOLD)
+        for place in (0, PLACES - 1):
+            sheet.write_place(place, Place(1, 2.5, 3, number, 5.5))
+        sheet.write_count(WAITING, number)
+        sheet.write_count(BYTES, 2**40 + number)
+    for number, sheet in enumerate(sheets):
+        for row in (0, last):
+            assert sheet.read_load(row) == Row(LOAD._replace(requests=number), number + row / 2)
+            assert sheet.read_breaker(row) == (7.0 + number, TOLD)
+        assert sheet.read_load(1) == Row(Load(), 0.0)
+        assert sheet.read_breaker(1)[0] == 0.0
+        assert sheet.read_place(PLACES - 1) == Place(1, 2.5, 3, number, 5.5)
+        assert (sheet.count(WAITING), sheet.count(BYTES)) == (number, 2**40 + number)
+        assert sheet.count(CHANGES) == 0
+
+
+def test_changes_are_told_until_a_round_is_missed(table: Table) -> None:
+    sheet = table.sheet(1)
+    assert sheet.told(0) == (0, set())
+    for row in (5, 9, 5):
+        sheet.tell(row)
+    assert sheet.told(0) == (3, {5, 9})
+    assert sheet.told(2) == (3, {5})
+    for row in range(RING):
+        sheet.tell(row)
+    assert sheet.told(3) == (RING + 3, set(range(RING)))
+    assert sheet.told(2) == (RING + 3, None)
+
+
+def test_of_a_process_that_is_gone_nothing_stays_and_everybody_hears_of_it(table: Table) -> None:
+    sheet, other = table.sheet(1), table.sheet(2)
+    sheet.write_load(4, LOAD, 1.0)
+    sheet.tell(4)
+    other.write_load(4, LOAD, 1.0)
+    table.clear(1)
+    assert sheet.read_load(4) == Row(Load(), 0.0)
+    assert other.read_load(4).load == LOAD
+    assert sheet.told(1)[1] is None
+    now = sheet.changes
+    sheet.tell(8)  # whoever comes after it
+    assert sheet.told(now) == (now + 1, {8})
+
+
+def test_a_row_is_in_use_while_anything_is_charged(table: Table) -> None:
+    sheet = table.sheet(0)
+    assert not sheet.has(3)
+    sheet.write_load(3, Load(requests=1), 0.0)
+    assert sheet.has(3)
+    sheet.write_load(3, Load(written=10), 9.0)
+    assert not sheet.has(3)
+    sheet.wipe(3)
+    assert sheet.read_load(3) == Row(Load(), 0.0)
+
+
+def test_another_process_sees_it(table: Table) -> None:
+    code = (
+        "import sys; from proxy.processes.table import Table;"
+        "from proxy.core.elsewhere import Load;"
+        "t = Table(int(sys.argv[1]), 3); s = t.sheet(2);"
+        "s.write_load(7, Load(requests=t.sheet(0).read_load(7).load.requests + 1), 2.5); s.tell(7)"
+    )
+    table.sheet(0).write_load(7, Load(requests=41), 0.0)
+    os.set_inheritable(table.fd, True)
+    subprocess.run([sys.executable, "-c", code, str(table.fd)], pass_fds=[table.fd], check=True)
+    assert table.sheet(2).told(0) == (1, {7})
+    assert table.sheet(2).read_load(7) == Row(Load(requests=42), 2.5)
