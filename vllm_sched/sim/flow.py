@@ -148,21 +148,30 @@ class Flow:
         self._all = Figures()
         self._classes: dict[str, Figures] = {}
 
-    def play(self, requests: Iterable[Request]) -> Run:
-        """Play requests in the order of their times, until all are over."""
+    def play(self, requests: Iterable[Request], most_late: float = NEVER) -> Run:
+        """Play requests in the order of their times, until all are over.
+
+        Or until more than so many have been refused or were late: then no more is to be learnt.
+        """
         at = 0.0
         for request in requests:
             at = request.at
             self._until(at)
             self._arrive(request, at)
+            if self._late > most_late:
+                break
         span = at
-        while self._flights or self._tickets:
+        while (self._flights or self._tickets) and self._late <= most_late:
             self._until(max(self._next_probe, at))
             at = self._next_probe
         gaps = Sketch()
         for engine in self.engines:
             gaps.merge(engine.gaps)
         return Run(self._all, self._classes, self._refused, span, self._last, gaps)
+
+    @property
+    def _late(self) -> int:
+        return self._refused + self._all.done - self._all.met
 
     # Time
 
@@ -179,7 +188,7 @@ class Flow:
                     continue
                 ended = False
                 for event in engines[index].advance(at):
-                    ended |= self._heard(index, event)
+                    ended |= self._heard(event)
                 self._touch(index)
                 if ended and self._tickets:
                     self._place_waiting(at)
@@ -264,7 +273,7 @@ class Flow:
     def _noted(self, job: Job, gap: float) -> None:
         self._flights[job.id].longest = gap
 
-    def _heard(self, index: int, event: Event) -> bool:
+    def _heard(self, event: Event) -> bool:
         """Tell the router; True if that made room."""
         flight = self._flights[event.job_id]
         lease, request, at = flight.lease, flight.request, event.at
