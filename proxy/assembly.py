@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from math import inf
 from pathlib import Path
 
+from proxy.batches.service import Batches
 from proxy.config import FleetConfig, WorkerConfig, load
 from proxy.control.admin import admin_app
 from proxy.control.admin_server import AdminServer
@@ -24,6 +25,7 @@ from proxy.control.live_state import LiveState
 from proxy.control.metrics import Metrics
 from proxy.control.probe import Prober
 from proxy.control.recent import Recent
+from proxy.control.tenancy import admission_settings, fairness_settings, read_keys, take_tenants
 from proxy.control.warmup import Warmup
 from proxy.core.fleet import Fleet
 from proxy.core.router import Router, RouterSettings
@@ -53,6 +55,7 @@ class App:
         for spec in specs(config):
             self.fleet.add(spec)
         self.router = Router(router_settings(config), self.fleet)
+        take_tenants(self.router.tenants, config, read_keys(config, str(source)))
         self.metrics = Metrics(self.router)
         moves = connector(config.transfer) if config.transfer is not None else None
         self.wire = Wire(self.router, wire_settings(config), self.metrics, connector=moves)
@@ -65,6 +68,8 @@ class App:
         self.metrics.discovered = self.discovery.counts
         self._minute = LiveState(self.metrics, lambda: self.wire.draining)
         self.live = Live(self.metrics, self._minute, self.wire.clock)
+        at = config.router.batches.path
+        self.batches = Batches(self.wire, config.router.batches, at) if at is not None else None
         self.leads = False
         self._admin: AdminServer | None = None
         self._admin_task: asyncio.Task[None] | None = None
@@ -80,10 +85,15 @@ class App:
             raise ProxyError(
                 f"the router can't listen: {error}; choose another host or port under `router`"
             ) from None
+        except ProxyError:
+            await self.stop()
+            raise
         self.lead()
 
     async def listen(self, sockets: Sequence[socket.socket] = ()) -> None:
         """Listen for clients, on sockets of the caller's if there are any."""
+        if self.batches is not None:
+            await self.batches.start()
         host, port = self.config.router.host, self.config.router.port
         for sock in sockets:
             await self.wire.start(host, port, sock=sock)
@@ -157,6 +167,7 @@ class App:
     def take(self, config: FleetConfig) -> list[str]:
         """Become what a fleet file says; return what will change only with the next start."""
         late = self._takes_a_restart(config)
+        keys = read_keys(config, str(self.source))
         found = self.discovery.reconfigure(config)
         self.config = config
         probe = self.prober.settings = config.router.probe
@@ -167,9 +178,12 @@ class App:
         # Who does not lead is told by the leader who the workers are.
         workers = [*found, *specs(config)] if self.leads else [w.spec for w in self.fleet]
         self.router.reconfigure(settings, workers)
+        take_tenants(self.router.tenants, config, keys)
         if self.leads:
             self.discovery.reloaded()
         self.wire.reconfigure(wire_settings(config))
+        if self.batches is not None:
+            self.batches.reconfigure(config.router.batches)
         return late
 
     def _takes_a_restart(self, config: FleetConfig) -> list[str]:
@@ -179,6 +193,8 @@ class App:
             for name in BOUND
             if getattr(config.router, name) != getattr(before.router, name)
         ]
+        if config.router.batches.path != before.router.batches.path:
+            late.append("router.batches.path")
         if config.transfer != before.transfer:
             late.append("transfer")
         launched = {worker.name: worker.launch for worker in before.workers}
@@ -210,6 +226,8 @@ class App:
     async def stop(self) -> None:
         """Stop now."""
         self.live.close()
+        if self.batches is not None:
+            await self.batches.stop()
         await self.wire.close()
         for task in self._tasks:
             task.cancel()
@@ -250,9 +268,15 @@ def router_settings(config: FleetConfig) -> RouterSettings:
         queue_requests=router.queue.max_requests,
         queue_bytes=router.queue.max_bytes,
         queue_wait_s=router.queue.max_wait_s,
+        queue_tokens=router.queue.max_tokens,
+        fairness=fairness_settings(config),
+        admission=admission_settings(config),
         transfer=config.transfer is not None,
         disaggregate_above=None if above == "auto" else above,
         allow_client_kv_transfer=router.allow_client_kv_transfer,
+        client_priority="priority" in router.client_fields,
+        client_arguments="vllm_xargs" in router.client_fields,
+        pass_priority=router.pass_priority,
         transfer_within_s=connector(config.transfer).within_s if config.transfer else inf,
     )
 
@@ -263,6 +287,7 @@ def wire_settings(config: FleetConfig) -> WireSettings:
     return WireSettings(
         max_body_bytes=router.max_body_bytes,
         max_header_bytes=router.max_header_bytes,
+        max_collected_bytes=router.max_collected_bytes,
         **router.timeouts.model_dump(),
     )
 

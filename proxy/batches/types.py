@@ -93,7 +93,7 @@ class Result:
     @property
     def ok(self) -> bool:
         """Whether it belongs in the output file, not in the error file."""
-        return 200 <= self.status < 300  # noqa: PLR2004 - HTTP's own
+        return 200 <= self.status < 300
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,4 @@
-"""Who may stand at either end of the data path beside clients and workers: a desk that answers some
-paths itself, and whoever has requests of the router's own.
-"""
+"""Who may stand beside the data path: a desk that answers some paths, requests of our own."""
 
 from __future__ import annotations
 

@@ -1,0 +1,268 @@
+"""`/v1/files` and `/v1/batches` on the clients' port."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import time
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING
+
+import orjson
+
+from proxy.batches import asked
+from proxy.batches.asked import SaidNoError
+from proxy.batches.shapes import batch_shown, file_shown, listed
+from proxy.batches.store import Store
+from proxy.batches.types import INPUT, File, InUseError, Json, StoreFullError
+from proxy.core import refusals
+from proxy.core.routes import Route, Shape
+from proxy.core.types import Reason, Refusal
+from proxy.wire.http import status_line
+from proxy.wire.own_answers import answer, refuse
+
+if TYPE_CHECKING:
+    from proxy.batches.keeper import Keeper
+    from proxy.batches.lane import Lane
+    from proxy.config.batches import BatchesConfig
+    from proxy.wire.desk import Client
+    from proxy.wire.request import Request, RequestHead
+    from proxy.wire.server import Wire
+
+logger = logging.getLogger(__name__)
+
+FILES, BATCHES = Route("files", Shape.OPAQUE), Route("batches", Shape.OPAQUE)
+PATH = re.compile(r"/v1/(files|batches)(?:/([A-Za-z0-9_-]{1,200})(?:/(content|cancel))?)?")
+# What may be asked, by noun, whether one is named, and what of it.
+METHODS = {
+    ("files", False, None): ("GET", "POST"),
+    ("files", True, None): ("GET", "DELETE"),
+    ("files", True, "content"): ("GET",),
+    ("batches", False, None): ("GET", "POST"),
+    ("batches", True, None): ("GET",),
+    ("batches", True, "cancel"): ("POST",),
+}
+
+
+class BatchDesk:
+    """Takes files and batches in, and tells of them."""
+
+    def __init__(
+        self,
+        wire: Wire,
+        keeper: Keeper,
+        lane: Lane,
+        settings: BatchesConfig,
+        wall: Callable[[], float] = time.time,
+    ) -> None:
+        self.wire = wire
+        self.keep = keeper
+        self.lane = lane
+        self.settings = settings
+        self.wall = wall
+
+    def find(self, head: RequestHead) -> Route | Refusal | None:
+        """Name the route of a request; None if it is none of these."""
+        match = PATH.fullmatch(head.path)
+        if match is None:
+            return None
+        methods = METHODS.get((match[1], match[2] is not None, match[3]))
+        if methods is None:
+            return None
+        if head.method not in methods:
+            allowed = ", ".join(methods)
+            message = f"{head.path} takes {allowed}, not {head.method[:20]}"
+            return Refusal(405, Reason.UNKNOWN_PATH, message, param=allowed)
+        return FILES if match[1] == "files" else BATCHES
+
+    def begin(self, client: Client, request: Request) -> Visit:
+        """Answer a request for one of these routes."""
+        return Visit(self, client, request)
+
+
+class Visit:
+    """One request to the desk. What it waits for is the store's thread, or a slow reader."""
+
+    def __init__(self, desk: BatchDesk, client: Client, request: Request) -> None:
+        self._desk = desk
+        self._client = client
+        self._request = request
+        self._tenant = ""
+        self._keep_alive = request.head.keep_alive
+        self._begun = False  # the client has part of the answer
+        self._flows = asyncio.Event()
+        self._flows.set()
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self, now: float) -> None:  # noqa: ARG002
+        """Begin."""
+        self._desk.wire.visits.add(self)
+        self._task = asyncio.get_running_loop().create_task(self._run())
+
+    def pause(self) -> None:
+        """Write no more for now."""
+        self._flows.clear()
+
+    def resume(self, now: float) -> None:  # noqa: ARG002
+        """Go on."""
+        self._flows.set()
+
+    def gone(self, now: float) -> None:  # noqa: ARG002
+        """Hear that nobody wants the answer any more; what was asked for may have been done."""
+        self._stop()
+
+    def cut(self, now: float) -> None:
+        """End it, because the router does."""
+        self._stop()
+        if self._begun:
+            self._client.break_off()
+        else:
+            self._client.write(refuse(refusals.draining(), self._request, keep_alive=False))
+            self._client.done(now, keep_alive=False)
+
+    def _stop(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+        self._desk.wire.visit_over(self)
+
+    async def _run(self) -> None:
+        try:
+            body = await self._do()
+        except SaidNoError as error:
+            self._refuse(error.refusal)
+        except InUseError as error:
+            self._refuse(SaidNoError(409, str(error), "file_id").refusal)
+        except StoreFullError as error:
+            logger.error("batches: refused: %s", error)
+            message = "The router has no room to keep this. Its operator has to make some."
+            self._refuse(SaidNoError(507, message, code="insufficient_storage").refusal)
+        except Exception:
+            logger.exception("batches: %s %s", self._request.head.method, self._request.head.path)
+            message = "The router failed to do this; its log says why."
+            self._refuse(SaidNoError(500, message).refusal)
+        else:
+            if body is not None:
+                self._end(answer(200, body, headers=self._headers, keep_alive=self._keeps))
+
+    @property
+    def _keeps(self) -> bool:
+        return self._keep_alive and not self._desk.wire.draining
+
+    @property
+    def _headers(self) -> list[tuple[bytes, bytes]]:
+        return [(b"X-Request-Id", self._request.id)]
+
+    def _refuse(self, refusal: Refusal) -> None:
+        if self._begun:
+            self._desk.wire.visit_over(self)
+            self._client.break_off()
+            return
+        self._desk.wire.refused(refusal)
+        self._end(refuse(refusal, self._request, keep_alive=self._keeps))
+
+    def _end(self, data: bytes = b"") -> None:
+        wire = self._desk.wire
+        wire.visit_over(self)
+        if data:
+            self._client.write(data)
+        self._client.done(wire.clock(), keep_alive=self._keeps)
+
+    async def _do(self) -> bytes | None:
+        """Do what is asked; returns the answer's body, None where it is written already."""
+        head = self._request.head
+        match = PATH.fullmatch(head.path)
+        noun, name, action = match.groups() if match else ("", "", "")
+        if name is None:
+            return await self._all_of(noun)
+        if noun == "files":
+            return await self._one_file(name, action)
+        return await self._one_batch(name, action)
+
+    async def _all_of(self, noun: str) -> bytes:
+        if self._request.head.method == "POST":
+            making: dict[str, Callable[[], Awaitable[Json]]] = {
+                "files": self._take_file,
+                "batches": self._take_batch,
+            }
+            return orjson.dumps(await making[noun]())
+        keep = self._desk.keep
+        page, purpose = asked.page(self._request, of_files=noun == "files")
+        if noun == "files":
+            files = await keep(Store.files, self._tenant, page, purpose)
+            return listed([file_shown(each) for each in files], page.limit)
+        batches = await keep(Store.batches, self._tenant, page)
+        return listed([batch_shown(each) for each in batches], page.limit)
+
+    async def _take_file(self) -> Json:
+        desk = self._desk
+        name, content = asked.upload(self._request, desk.settings)
+        self._request.body = b""
+        return file_shown(
+            await desk.keep(Store.add_file, self._tenant, name, INPUT, content, desk.wall())
+        )
+
+    async def _take_batch(self) -> Json:
+        desk = self._desk
+        batch = asked.new_batch(self._request, self._tenant, desk.settings, desk.wall())
+        file = await self._file(batch.input)
+        if file.purpose != INPUT:
+            message = f"{file.id} has the purpose {file.purpose!r}; upload one for 'batch'."
+            raise SaidNoError(400, message, "input_file_id")
+        await desk.keep(Store.add_batch, batch)
+        desk.lane.tell()
+        return batch_shown(batch)
+
+    async def _file(self, file_id: str) -> File:
+        file = await self._desk.keep(Store.file, self._tenant, file_id)
+        if file is None:
+            raise SaidNoError(404, f"No such File object: {file_id[:200]}", "id")
+        return file
+
+    async def _one_file(self, file_id: str, action: str | None) -> bytes | None:
+        file = await self._file(file_id)
+        if action is not None:
+            await self._send(file)
+            return None
+        if self._request.head.method == "DELETE":
+            gone = await self._desk.keep(Store.delete_file, self._tenant, file_id)
+            return orjson.dumps({"id": file_id, "object": "file", "deleted": gone})
+        return orjson.dumps(file_shown(file))
+
+    async def _one_batch(self, batch_id: str, action: str | None) -> bytes:
+        desk = self._desk
+        if action is None:
+            batch = await desk.keep(Store.batch, self._tenant, batch_id)
+        else:
+            batch = await desk.keep(Store.cancel, self._tenant, batch_id, desk.wall())
+            desk.lane.tell()
+        if batch is None:
+            raise SaidNoError(404, f"No batch found with id '{batch_id}'.", "id")
+        if action is not None and not batch.active:
+            message = f"Cannot cancel a batch with status '{batch.status}'."
+            raise SaidNoError(409, message)
+        return orjson.dumps(batch_shown(batch))
+
+    async def _send(self, file: File) -> None:
+        """Write a file's content as fast as the client takes it."""
+        wire = self._desk.wire
+        head = [status_line(200), b"X-Request-Id: ", self._request.id, b"\r\n"]
+        head.append(b"Content-Type: application/jsonl\r\nContent-Length: %d\r\n" % file.bytes)
+        head.append(
+            b"Connection: keep-alive\r\n\r\n" if self._keeps else b"Connection: close\r\n\r\n"
+        )
+        keeps, left, at = self._keeps, file.bytes, 0
+        while left > 0:
+            piece, at = await self._desk.keep(Store.piece, file, at)
+            if not piece or len(piece) > left:
+                raise SaidNoError(404, f"{file.id} is gone", "id")
+            left -= len(piece)
+            if not self._begun:
+                self._begun = True
+                piece = b"".join((*head, piece))
+            self._client.write(piece)
+            if not self._client.writable:
+                self._flows.clear()
+            await self._flows.wait()
+        wire.visit_over(self)
+        self._client.done(wire.clock(), keep_alive=keeps)

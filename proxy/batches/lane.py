@@ -1,0 +1,314 @@
+"""The batch lane: runs lines where there is a gap, and sees each batch to its end.
+
+One lane runs for a folder, however many routers and processes share it. It looks at the store every
+second, or when it is told of something; each turn keeps what has come back, sees what is new, and
+sends what there is room for, the batches in turn.
+
+A line that nobody could take is sent again until its batch expires; one whose worker failed, a few
+times. Lines under way when the router stops have no result, and are run by the next one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import logging
+import os
+import time
+from collections import deque
+from collections.abc import Callable
+from math import inf
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from proxy.batches.errand import Errand
+from proxy.batches.gaps import gap
+from proxy.batches.lines import Checking
+from proxy.batches.store import Store
+from proxy.batches.types import (
+    Batch,
+    Complaint,
+    Job,
+    Result,
+    Status,
+    StoreFullError,
+)
+
+if TYPE_CHECKING:
+    from proxy.batches.keeper import Keeper
+    from proxy.config.batches import BatchesConfig
+    from proxy.wire.server import Wire
+
+logger = logging.getLogger(__name__)
+
+LOOK_S = 1.0
+TURN_S = 0.05  # between two looks for a gap, while lines wait for one
+FULL_DISK_S = 5.0
+PURGE_S = 3600.0
+FETCHED = 64  # lines of one batch that are at hand
+MOST_TRIES = 3  # of a line on workers that fail
+REST_S, LONGEST_REST_S = 1.0, 60.0  # of a batch whose line came back
+NOBODY_COULD = (429, 503)  # no verdict on the line
+SERVER_ERROR = 500
+
+
+class Running:
+    """A batch under way."""
+
+    def __init__(self, batch: Batch) -> None:
+        self.batch = batch
+        self.ready: deque[Job] = deque()
+        self.last = 0  # the line read last
+        self.read_all = False
+        self.errands: set[Errand] = set()
+        self.tries: dict[int, int] = {}  # by line, of those that failed
+        self.rest_until = -inf
+        self.rest_s = REST_S
+        self.unsaved = 0
+
+    def rest(self, now: float, asked_s: float) -> None:
+        """Send nothing for a while; longer each time, and those under way count once."""
+        if now >= self.rest_until:
+            self.rest_until = now + min(max(asked_s, self.rest_s), LONGEST_REST_S)
+            self.rest_s = min(2 * self.rest_s, LONGEST_REST_S)
+
+    @property
+    def over(self) -> bool:
+        """Whether each line has a result that is kept."""
+        return self.read_all and not (self.ready or self.errands or self.unsaved)
+
+
+class Lane:
+    """Runs the batches of one folder; `wall` tells the time of day."""
+
+    def __init__(
+        self,
+        wire: Wire,
+        keeper: Keeper,
+        settings: BatchesConfig,
+        path: Path,
+        wall: Callable[[], float] = time.time,
+    ) -> None:
+        self.settings = settings
+        self.paused = ""  # why nothing is begun now
+        self._wire = wire
+        self._keep = keeper
+        self._path = path
+        self._wall = wall
+        self._lock: int | None = None
+        self._running: dict[str, Running] = {}
+        self._unsaved: list[Result] = []
+        self._told = asyncio.Event()
+        self._turning = asyncio.Lock()
+        self._next_look = self._next_purge = self._paused_until = -inf
+
+    @property
+    def in_flight(self) -> int:
+        """How many lines are on their way."""
+        return sum(len(each.errands) for each in self._running.values())
+
+    def tell(self) -> None:
+        """Hear that there is something to do."""
+        self._next_look = -inf
+        self._told.set()
+
+    async def run(self) -> None:
+        """Run until cancelled, as soon as nobody else does."""
+        try:
+            while True:
+                if self._lead():
+                    await self.turn()
+                pause = TURN_S if any(x.ready for x in self._running.values()) else LOOK_S
+                try:
+                    async with asyncio.timeout(pause):
+                        await self._told.wait()
+                except TimeoutError:
+                    pass
+                self._told.clear()
+        finally:
+            self.stop()
+
+    def stop(self) -> None:
+        """Let go of all lines; what has no result is run again by whoever comes next."""
+        now = self._wire.clock()
+        for running in self._running.values():
+            for errand in running.errands:
+                errand.drop(now)
+        self._running = {}
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def _lead(self) -> bool:
+        """Whether this is the one that runs the folder's lines."""
+        if self._lock is None:
+            lock = os.open(self._path / "lane.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                os.close(lock)
+                return False
+            self._lock = lock
+        return True
+
+    async def turn(self) -> None:
+        """Do what there is to do now."""
+        async with self._turning:
+            await self._turn()
+
+    async def _turn(self) -> None:
+        clock = self._wire.clock
+        if clock() < self._paused_until:
+            return
+        try:
+            await self.save()
+            if clock() >= self._next_look:
+                self._next_look = clock() + LOOK_S
+                await self._look()
+            await self._fetch()
+            if clock() >= self._next_purge:
+                self._next_purge = clock() + PURGE_S
+                await self._keep(Store.purge, self._wall())
+            if self.paused:
+                logger.info("batches: go on")
+                self.paused = ""
+        except StoreFullError as error:
+            self._pause(str(error))
+            return
+        except Exception as error:  # whatever it is, the lane must go on
+            logger.exception("batches: a turn failed")
+            self._pause(f"{type(error).__name__}: {error}")
+            return
+        self._send()
+
+    def _pause(self, why: str) -> None:
+        if why != self.paused:
+            logger.error("batches: paused: %s", why)
+            self.paused = why
+        self._paused_until = self._wire.clock() + FULL_DISK_S
+
+    # What is new
+
+    async def _look(self) -> None:
+        """See which batches there are, and move those on that can be."""
+        batches = await self._keep(Store.active)
+        known = {batch.id for batch in batches}
+        for gone in self._running.keys() - known:
+            self._let_go(gone)
+        for batch in batches:
+            await self._see(batch)
+
+    async def _see(self, batch: Batch) -> None:
+        now = self._wall()
+        if batch.status is Status.CANCELLING:
+            await self._end(batch, Status.CANCELLED)
+        elif now >= batch.expires:
+            await self._end(batch, Status.EXPIRED)
+        elif batch.status is Status.VALIDATING:
+            await self._check(batch)
+        elif batch.id not in self._running:
+            self._running[batch.id] = Running(batch)
+
+    async def _check(self, batch: Batch) -> None:
+        """Read a batch's input, and take it on or refuse it."""
+        keep = self._keep
+        content = await keep(Store.input, batch)
+        if content is None:
+            gone = Complaint("file_not_found", f"The input file {batch.input} is gone.")
+            await keep(Store.refuse, batch, [gone], self._wall())
+            return
+        await keep(Store.restart_lines, batch)
+        checking = Checking(content, batch.endpoint, self.settings.max_lines)
+        while True:
+            await keep(take_some, batch, checking)
+            if checking.over:
+                break
+        if checking.complaints:
+            await keep(Store.refuse, batch, checking.complaints, self._wall())
+            logger.info("batch %s: %d mistakes in its input", batch.id, len(checking.complaints))
+        elif await keep(Store.begin, batch, checking.total, self._wall()):
+            logger.info("batch %s: %d lines", batch.id, checking.total)
+            self._running[batch.id] = Running(batch)
+
+    async def _end(self, batch: Batch, status: Status) -> None:
+        self._let_go(batch.id)
+        await self.save()
+        await self._keep(Store.end, batch.id, status, self._wall())
+        logger.info("batch %s: %s", batch.id, status)
+
+    def _let_go(self, batch_id: str) -> None:
+        running = self._running.pop(batch_id, None)
+        if running is not None:
+            now = self._wire.clock()
+            for errand in running.errands:
+                errand.drop(now)
+
+    # Lines
+
+    async def _fetch(self) -> None:
+        """Have lines at hand, and end the batches that have no more."""
+        for running in list(self._running.values()):
+            if not running.ready and not running.read_all:
+                jobs = await self._keep(Store.jobs, running.batch, running.last, FETCHED)
+                running.ready += jobs
+                running.read_all = not jobs
+                if jobs:
+                    running.last = jobs[-1].number
+            if running.over:
+                await self._end(running.batch, Status.COMPLETED)
+
+    def _send(self) -> None:
+        """Send what there is room for, the batches in turn."""
+        wire = self._wire
+        room = self.settings.concurrency - self.in_flight
+        in_turn = deque(self._running.values())
+        while in_turn and room > 0 and not wire.draining:
+            running = in_turn.popleft()
+            now = wire.clock()
+            if not running.ready or now < running.rest_until:
+                continue
+            if not gap(wire.router, running.ready[0].model):
+                continue
+            self._send_one(now, running)
+            room -= 1
+            in_turn.append(running)
+
+    def _send_one(self, now: float, running: Running) -> None:
+        def over(errand: Errand) -> None:
+            self._over(running, errand)
+
+        errand = Errand(self._wire, running.ready.popleft(), running.batch.endpoint, over)
+        running.errands.add(errand)
+        errand.start(now)
+
+    def _over(self, running: Running, errand: Errand) -> None:
+        """Take what became of a line, or send it again."""
+        running.errands.discard(errand)
+        self._told.set()
+        status, job = errand.status, errand.job
+        failed = errand.broken or (status >= SERVER_ERROR and status not in NOBODY_COULD)
+        if failed:
+            tries = running.tries[job.number] = running.tries.get(job.number, 0) + 1
+        if status in NOBODY_COULD or (failed and tries < MOST_TRIES):
+            running.ready.appendleft(job)
+            running.rest(self._wire.clock(), errand.retry_after_s)
+            return
+        running.tries.pop(job.number, None)
+        running.rest_s = REST_S
+        running.unsaved += 1
+        self._unsaved.append(errand.result())
+
+    async def save(self) -> None:
+        """Keep the results there are."""
+        if not (results := self._unsaved[:]):
+            return
+        await self._keep(Store.save, results)
+        del self._unsaved[: len(results)]
+        for result in results:
+            if (running := self._running.get(result.batch)) is not None:
+                running.unsaved -= 1
+
+
+def take_some(store: Store, batch: Batch, checking: Checking) -> None:
+    """Read a slice of an input, and keep where its lines are."""
+    store.add_lines(batch, checking.some())

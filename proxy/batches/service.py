@@ -1,0 +1,64 @@
+"""Batches of one router: the store, the desk and the lane, started and stopped together."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from proxy.batches.desk import BatchDesk
+from proxy.batches.keeper import Keeper
+from proxy.batches.lane import Lane
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from proxy.config.batches import BatchesConfig
+    from proxy.wire.server import Wire
+
+logger = logging.getLogger(__name__)
+
+DAY_S = 86_400.0
+
+
+class Batches:
+    """To be started before the router listens, and stopped before its data path closes."""
+
+    def __init__(
+        self,
+        wire: Wire,
+        settings: BatchesConfig,
+        path: Path,
+        wall: Callable[[], float] = time.time,
+    ) -> None:
+        self.keeper = Keeper(path, settings.keep_days * DAY_S)
+        self.lane = Lane(wire, self.keeper, settings, path, wall)
+        self._desk = BatchDesk(wire, self.keeper, self.lane, settings, wall)
+        self._wire = wire
+        self._task: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Open the store, and begin; raises `ProxyError` where the folder can't be used."""
+        await self.keeper.open()
+        self._wire.desk = self._desk
+        self._task = asyncio.create_task(self.lane.run(), name="batches")
+
+    async def stop(self) -> None:
+        """Let go of what is under way, keep what has come back, and close."""
+        if self._task is None:
+            return
+        for visit in list(self._wire.visits):
+            visit.cut(self._wire.clock())
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+        self._task = None
+        with suppress(Exception):  # those lines are run again, then
+            await self.lane.save()
+        await self.keeper.close()
+
+    def reconfigure(self, settings: BatchesConfig) -> None:
+        """Take new limits; the folder stays."""
+        self.lane.settings = self._desk.settings = settings

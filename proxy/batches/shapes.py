@@ -1,0 +1,82 @@
+"""Files and batches as OpenAI's clients expect to be shown them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import orjson
+
+from proxy.batches.types import Batch, Complaint, File, Json, Status
+
+# When it came to a state, by the name OpenAI gives that.
+TIMES = {
+    Status.IN_PROGRESS: "in_progress_at",
+    Status.FINALIZING: "finalizing_at",
+    Status.COMPLETED: "completed_at",
+    Status.FAILED: "failed_at",
+    Status.EXPIRED: "expired_at",
+    Status.CANCELLING: "cancelling_at",
+    Status.CANCELLED: "cancelled_at",
+}
+
+
+def file_shown(file: File) -> Json:
+    """Show a file."""
+    return {
+        "id": file.id,
+        "object": "file",
+        "bytes": file.bytes,
+        "created_at": int(file.created),
+        "expires_at": int(file.expires),
+        "filename": file.name,
+        "purpose": file.purpose,
+        "status": "processed",
+    }
+
+
+def batch_shown(batch: Batch) -> Json:
+    """Show a batch."""
+    times = {name: batch.at.get(status) for status, name in TIMES.items()}
+    return {
+        "id": batch.id,
+        "object": "batch",
+        "endpoint": batch.endpoint,
+        "errors": _errors(batch.complaints),
+        "input_file_id": batch.input,
+        "completion_window": batch.window,
+        "status": batch.status.value,
+        "output_file_id": batch.output,
+        "error_file_id": batch.error,
+        "created_at": int(batch.created),
+        "expires_at": int(batch.expires),
+        **{name: None if at is None else int(at) for name, at in times.items()},
+        "request_counts": {
+            "total": batch.total,
+            "completed": batch.completed,
+            "failed": batch.failed,
+        },
+        "metadata": batch.metadata,
+    }
+
+
+def _errors(complaints: Sequence[Complaint]) -> Json | None:
+    if not complaints:
+        return None
+    data = [
+        {"code": each.code, "line": each.line, "message": each.message, "param": each.param}
+        for each in complaints
+    ]
+    return {"object": "list", "data": data}
+
+
+def listed(shown: Sequence[Json], limit: int) -> bytes:
+    """Show a page of a list, of which one more than asked for was read."""
+    data = shown[:limit]
+    page = {
+        "object": "list",
+        "data": data,
+        "first_id": data[0]["id"] if data else None,
+        "last_id": data[-1]["id"] if data else None,
+        "has_more": len(shown) > limit,
+    }
+    return orjson.dumps(page)

@@ -1,0 +1,108 @@
+"""All that a test of batches talks to."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from openai import AsyncOpenAI
+from openai.types import Batch
+
+from proxy.batches.service import Batches
+from proxy.config.batches import BatchesConfig
+from tests.proxy.wire.fake_worker import Call
+from tests.proxy.wire.site import Site
+
+DEADLINE_S = 30.0
+CHAT = "/v1/chat/completions"
+ACTIVE = ("validating", "in_progress", "finalizing", "cancelling")
+
+
+class Office:
+    """A router's batches. Closed and opened again, it is a router that was restarted."""
+
+    def __init__(self, site: Site, path: Path, **settings: Any) -> None:
+        self.site = site
+        self.path = path
+        self.settings = BatchesConfig(path=path, **settings)
+        self.ahead = 0.0
+        self.batches: Batches
+        self.client: AsyncOpenAI
+
+    def wall(self) -> float:
+        """Tell the time of day, as batches see it."""
+        return time.time() + self.ahead
+
+    async def open(self) -> None:
+        """Start."""
+        self.batches = Batches(self.site.wire, self.settings, self.path, self.wall)
+        await self.batches.start()
+        url = f"http://127.0.0.1:{self.site.port}/v1"
+        self.client = AsyncOpenAI(base_url=url, api_key="theirs", max_retries=0, timeout=DEADLINE_S)
+
+    async def close(self) -> None:
+        """Stop, as a router does that is told to."""
+        await self.client.close()
+        await self.batches.stop()
+
+    async def reopen(self) -> None:
+        """Be restarted."""
+        await self.close()
+        await self.open()
+
+    def skip(self, seconds: float) -> None:
+        """Let time pass, for batches and for the router."""
+        self.ahead += seconds
+        self.site.skip(seconds)
+        self.batches.lane.tell()
+
+    async def upload(self, lines: Iterable[object]) -> str:
+        """Upload lines, each as it is if it is text; return the file's id."""
+        texts = [x if isinstance(x, str) else json.dumps(x) for x in lines]
+        content = "\n".join(texts).encode()
+        made = await self.client.files.create(file=("in.jsonl", content), purpose="batch")
+        return made.id
+
+    async def begin(self, lines: Iterable[object], **more: Any) -> Batch:
+        """Upload lines and make a batch of them."""
+        file = await self.upload(lines)
+        window: Any = more.pop("window", "24h")
+        return await self.client.batches.create(
+            input_file_id=file, endpoint=CHAT, completion_window=window, **more
+        )
+
+    async def until(self, batch: Batch, *statuses: str) -> Batch:
+        """Wait until a batch is over, or in one of these states."""
+        async with asyncio.timeout(DEADLINE_S):
+            while True:
+                batch = await self.client.batches.retrieve(batch.id)
+                if batch.status in statuses or (not statuses and batch.status not in ACTIVE):
+                    return batch
+                await asyncio.sleep(0.02)
+
+    async def lines_of(self, file_id: str | None) -> list[Any]:
+        """Read a file of results; nothing where there is no such file."""
+        if file_id is None:
+            return []
+        content = await self.client.files.content(file_id)
+        return [json.loads(line) for line in content.text.splitlines()]
+
+
+def line(custom_id: str, text: str = "hi", **fields: Any) -> dict[str, Any]:
+    """Return a line of an input."""
+    body = {"model": "tiny", "messages": [{"role": "user", "content": text}], "max_tokens": 8}
+    return {"custom_id": custom_id, "method": "POST", "url": CHAT, "body": body} | fields
+
+
+def lines(count: int, prefix: str = "r") -> list[dict[str, Any]]:
+    """Return so many lines that say their own names."""
+    return [line(f"{prefix}{n}", f"{prefix}{n}") for n in range(count)]
+
+
+def texts(calls: Sequence[Call]) -> list[str]:
+    """Return what each of these calls asked."""
+    return [call.json()["messages"][0]["content"] for call in calls]

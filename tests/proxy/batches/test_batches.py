@@ -1,0 +1,331 @@
+"""Batches end to end: the official client, a router, workers that do as they are told."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from proxy.batches.lane import Lane
+from tests.proxy.batches.office import CHAT, Office, line, lines, texts
+from tests.proxy.wire import scripts
+from tests.proxy.wire.client import chat
+from tests.proxy.wire.conftest import Start
+from tests.proxy.wire.site import Fake, eventually
+
+
+async def test_a_batch_as_the_official_client_runs_it(office: Office) -> None:
+    client = office.client
+    with_numbers = line("b", temperature=None)
+    with_numbers["body"] = {**with_numbers["body"], "temperature": 0.7, "seed": 2**70}
+    batch = await office.begin([line("a"), with_numbers], metadata={"night": "1"})
+    assert (batch.object, batch.status, batch.endpoint) == ("batch", "validating", CHAT)
+    assert batch.metadata == {"night": "1"}
+    done = await office.until(batch)
+    assert done.status == "completed"
+    assert done.request_counts is not None
+    assert done.request_counts.model_dump() == {"total": 2, "completed": 2, "failed": 0}
+    assert done.error_file_id is None
+    assert done.in_progress_at is not None
+    assert done.completed_at is not None
+    first, second = await office.lines_of(done.output_file_id)
+    assert [first["custom_id"], second["custom_id"]] == ["a", "b"]
+    assert first["error"] is None
+    assert first["response"]["status_code"] == 200
+    assert first["response"]["body"]["choices"][0]["message"]["content"] == "w0"
+    # The bytes of the line are the bytes that the worker got.
+    assert office.site.fake.served[1].body == json.dumps(with_numbers["body"]).encode()
+    assert [each.id async for each in client.batches.list(limit=1)] == [batch.id]
+    names = [each.filename async for each in client.files.list(limit=1)]
+    assert names == [f"{batch.id}_output.jsonl", "in.jsonl"]
+    metrics = (await office.site.ask(b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n")).body
+    assert b'proxy_requests_total{route="chat/completions"' in metrics
+
+
+async def test_files_come_and_go(office: Office) -> None:
+    client = office.client
+    file_id = await office.upload(["{}"] * 3)
+    file = await client.files.retrieve(file_id)
+    assert (file.bytes, file.purpose, file.filename) == (8, "batch", "in.jsonl")
+    assert (await client.files.content(file_id)).content == b"{}\n{}\n{}"
+    assert (await client.files.delete(file_id)).deleted
+    with pytest.raises(openai.NotFoundError):
+        await client.files.retrieve(file_id)
+    assert [each.id async for each in client.files.list()] == []
+
+
+async def test_lines_that_fail_are_in_the_error_file(office: Office) -> None:
+    fake = office.site.fake
+
+    async def answer(call: Any) -> None:
+        text = call.json()["messages"][0]["content"]
+        await (scripts.error(400) if text == "bad" else scripts.obey("w0"))(call)
+
+    fake.always(answer)
+    done = await office.until(await office.begin([line("x", "bad"), line("y", "good")]))
+    assert done.status == "completed"
+    assert done.request_counts is not None
+    assert done.request_counts.model_dump() == {"total": 2, "completed": 1, "failed": 1}
+    assert [each["custom_id"] for each in await office.lines_of(done.output_file_id)] == ["y"]
+    [failed] = await office.lines_of(done.error_file_id)
+    assert (failed["custom_id"], failed["response"]["status_code"]) == ("x", 400)
+
+
+async def test_a_file_with_mistakes_is_refused_line_by_line(office: Office) -> None:
+    wrong = ["{nonsense", line("a"), line("a"), line("b", url="/v1/embeddings"), {"custom_id": "c"}]
+    done = await office.until(await office.begin(wrong))
+    assert done.status == "failed"
+    assert done.errors is not None
+    assert done.errors.data is not None
+    assert [(each.line, each.code, each.param) for each in done.errors.data] == [
+        (1, "invalid_json_line", None),
+        (3, "duplicate_custom_id", "custom_id"),
+        (4, "invalid_url", "url"),
+        (5, "missing_required_parameter", "method"),
+    ]
+    assert office.site.served() == []
+
+
+async def test_a_restart_in_the_middle_leaves_one_result_for_each_line(office: Office) -> None:
+    opening = asyncio.Event()
+    fake = office.site.fake
+    answered: Counter[str] = Counter()
+
+    async def half(call: Any) -> None:
+        text = call.json()["messages"][0]["content"]
+        if int(text[1:]) % 2:
+            await scripts.gated(opening, scripts.obey("w0"))(call)
+        else:
+            await scripts.obey("w0")(call)
+        answered[text] += 1
+
+    fake.always(half)
+    batch = await office.begin(lines(40))
+    await fake.got(8)
+    await eventually(lambda: len(answered) >= 1, within=20)
+    await office.reopen()
+    assert (await office.client.batches.retrieve(batch.id)).status == "in_progress"
+    opening.set()
+    done = await office.until(batch)
+    assert done.status == "completed"
+    results = await office.lines_of(done.output_file_id)
+    assert [each["custom_id"] for each in results] == [f"r{n}" for n in range(40)]
+    assert done.request_counts is not None
+    assert done.request_counts.model_dump() == {"total": 40, "completed": 40, "failed": 0}
+    # At least once; those that were cut, again.
+    assert {text for text, _ in Counter(texts(fake.served)).items()} == {f"r{n}" for n in range(40)}
+    await office.site.settled()
+
+
+async def test_cancelling_drops_what_runs_and_keeps_what_is_done(office: Office) -> None:
+    fake = office.site.fake
+    fake.then(scripts.obey("w0"))
+    fake.always(scripts.stall)
+    batch = await office.begin(lines(20))
+    await fake.got(3)
+    await eventually(fake.served[0].answered.is_set)
+    asked = await office.client.batches.cancel(batch.id)
+    assert asked.status in ("cancelling", "cancelled")
+    done = await office.until(batch)
+    assert done.status == "cancelled"
+    assert len(await office.lines_of(done.output_file_id)) == 1
+    left = await office.lines_of(done.error_file_id)
+    assert len(left) == 19
+    assert {each["error"]["code"] for each in left} == {"batch_cancelled"}
+    await asyncio.gather(*(call.lost.wait() for call in fake.served[1:]))
+    await office.site.settled()
+    with pytest.raises(openai.ConflictError, match="Cannot cancel"):
+        await office.client.batches.cancel(batch.id)
+
+
+async def test_a_batch_expires_with_its_window(office: Office) -> None:
+    fake = office.site.fake
+    fake.then(scripts.obey("w0"))
+    fake.always(scripts.stall)
+    batch = await office.begin(lines(3), window="2h")
+    await fake.got(3)
+    await eventually(fake.served[0].answered.is_set)
+    office.skip(2 * 3600 - 60)
+    assert (await office.client.batches.retrieve(batch.id)).status == "in_progress"
+    office.skip(61)
+    done = await office.until(batch)
+    assert (done.status, done.expired_at is None) == ("expired", False)
+    assert len(await office.lines_of(done.output_file_id)) == 1
+    left = await office.lines_of(done.error_file_id)
+    assert [each["error"]["code"] for each in left] == ["batch_expired"] * 2
+
+
+async def test_people_go_first(start: Start, tmp_path: Path) -> None:
+    site = await start(Fake(max_requests=2))
+    office = Office(site, tmp_path, concurrency=4)
+    await office.open()
+    opening = asyncio.Event()
+    site.fake.always(scripts.gated(opening, scripts.obey("w0")))
+    people = [asyncio.create_task(site.ask(chat("people"), within=30)) for _ in range(6)]
+    await eventually(lambda: len(site.router.queue) == 4)
+    batch = await office.begin(lines(3))
+    await office.until(batch, "in_progress")
+    await office.batches.lane.turn()
+    assert office.batches.lane.in_flight == 0
+    opening.set()
+    assert [answer.status for answer in await asyncio.gather(*people)] == [200] * 6
+    assert (await office.until(batch)).status == "completed"
+    assert texts(site.served()) == ["people"] * 6 + ["r0", "r1", "r2"]
+    await office.close()
+
+
+async def test_half_of_a_worker_is_left_to_people(start: Start, tmp_path: Path) -> None:
+    site = await start(Fake(max_requests=6))
+    office = Office(site, tmp_path)
+    await office.open()
+    opening = asyncio.Event()
+    site.fake.always(scripts.gated(opening, scripts.obey("w0")))
+    batch = await office.begin(lines(9))
+    await site.fake.got(3)
+    await office.batches.lane.turn()
+    assert office.batches.lane.in_flight == 3
+    opening.set()
+    assert (await office.until(batch)).status == "completed"
+    await office.close()
+
+
+async def test_two_batches_take_turns(start: Start, tmp_path: Path) -> None:
+    site = await start()
+    office = Office(site, tmp_path, concurrency=2)
+    await office.open()
+    opening = asyncio.Event()
+    site.fake.always(scripts.gated(opening, scripts.obey("w0")))
+    one = await office.begin(lines(12, "a"))
+    await site.fake.got(2)
+    two = await office.begin(lines(4, "b"))
+    await office.until(two, "in_progress")
+    opening.set()
+    assert (await office.until(two)).status == "completed"
+    assert (await office.until(one)).status == "completed"
+    order = texts(site.served())
+    assert max(order.index(f"b{n}") for n in range(4)) < order.index("a9")
+    await office.close()
+
+
+async def test_no_more_at_once_than_may_be(start: Start, tmp_path: Path) -> None:
+    site = await start(Fake(max_requests=100))
+    office = Office(site, tmp_path, concurrency=3)
+    await office.open()
+    most = 0
+
+    async def count(call: Any) -> None:
+        nonlocal most
+        most = max(most, office.batches.lane.in_flight)
+        await scripts.obey("w0")(call)
+
+    site.fake.always(count)
+    assert (await office.until(await office.begin(lines(30)))).status == "completed"
+    assert most == 3
+    await office.close()
+
+
+async def test_a_worker_that_fails_is_asked_again_a_few_times(start: Start, tmp_path: Path) -> None:
+    site = await start(router={"max_attempts": 1})
+    office = Office(site, tmp_path)
+    await office.open()
+    site.fake.then(scripts.error(500))
+    site.fake.always(scripts.obey("w0"))
+    batch = await office.begin(lines(1))
+    await site.fake.got(1)
+    await eventually(lambda: office.batches.lane.in_flight == 0)
+    office.skip(60)
+    done = await office.until(batch)
+    assert done.request_counts is not None
+    assert (done.status, done.request_counts.completed) == ("completed", 1)
+    assert len(site.served()) == 2
+    await office.close()
+
+
+async def test_a_line_that_always_fails_comes_to_an_end(start: Start, tmp_path: Path) -> None:
+    site = await start(router={"max_attempts": 1})
+    office = Office(site, tmp_path)
+    await office.open()
+    site.fake.always(scripts.error(500))
+    batch = await office.begin(lines(1))
+    for tries in range(1, 4):
+        await site.fake.got(tries)
+        await eventually(lambda: office.batches.lane.in_flight == 0)
+        office.skip(60)
+        site.worker().breaker = type(site.worker().breaker)()
+    done = await office.until(batch)
+    [failed] = await office.lines_of(done.error_file_id)
+    assert failed["response"]["status_code"] == 500
+    await office.close()
+
+
+async def test_nobody_there_is_no_verdict_on_a_line(office: Office) -> None:
+    office.site.down("w0")
+    batch = await office.begin(lines(2))
+    await office.until(batch, "in_progress")
+    for _ in range(3):
+        office.skip(60)
+        await office.batches.lane.turn()
+    assert (await office.client.batches.retrieve(batch.id)).status == "in_progress"
+    office.site.up("w0")
+    assert (await office.until(batch)).status == "completed"
+
+
+async def test_a_full_disk_refuses_uploads_and_pauses_batches(office: Office) -> None:
+    opening = asyncio.Event()
+    office.site.fake.always(scripts.gated(opening, scripts.answer(200, b'"%b"' % (b"x" * 200_000))))
+    batch = await office.begin(lines(2))
+    await office.site.fake.got(2)
+    lane = office.batches.lane
+
+    def limit(store: Any, pages: int) -> None:
+        store.connection.execute(f"PRAGMA max_page_count = {pages}")
+
+    await office.batches.keeper(limit, 1)  # no more than it has
+    with pytest.raises(openai.InternalServerError, match="no room") as caught:
+        await office.upload(["x" * 100_000])
+    assert caught.value.status_code == 507
+    opening.set()
+    await eventually(lambda: "no room" in lane.paused)
+    await office.batches.keeper(limit, 1 << 20)
+    office.skip(10)
+    done = await office.until(batch)
+    assert lane.paused == ""
+    assert len(await office.lines_of(done.output_file_id)) == 2
+
+
+async def test_a_folder_has_one_lane(office: Office) -> None:
+    other = Office(office.site, office.path)
+    second = Lane(office.site.wire, office.batches.keeper, other.settings, office.path, office.wall)
+    await eventually(lambda: office.batches.lane._lock is not None)
+    assert not second._lead()
+    await office.reopen()
+    await eventually(lambda: office.batches.lane._lock is not None)
+    office.batches.lane.stop()
+    assert second._lead()
+    second.stop()
+
+
+async def test_what_was_kept_long_enough_is_forgotten(office: Office) -> None:
+    batch = await office.begin(lines(1))
+    done = await office.until(batch)
+    office.skip(40 * 86_400.0)
+    await office.batches.lane.turn()
+    assert [each.id async for each in office.client.batches.list()] == []
+    with pytest.raises(openai.NotFoundError):
+        await office.client.files.content(done.output_file_id or "")
+
+
+async def test_a_drain_cuts_lines_and_begins_none(office: Office) -> None:
+    office.site.fake.always(scripts.stall)
+    batch = await office.begin(lines(5))
+    await office.site.fake.got(5)
+    draining = asyncio.create_task(office.site.wire.drain(0.0))
+    await draining
+    assert office.batches.lane.in_flight == 0
+    kept = await office.batches.keeper(lambda store: store.active())
+    assert [(each.id, each.completed, each.failed) for each in kept] == [(batch.id, 0, 0)]
