@@ -111,6 +111,26 @@ class Fleet(Roster):
             due = now + SILENT_PATIENCE * wait
             heappush(self._silent, (due, next(self._numbers), lease))
 
+    def move(self, lease: Lease, worker: Worker, now: float) -> None:
+        """Have another decode worker do the rest of a hand-over, whose prefill is done."""
+        if lease.released or not lease.sent or lease.decoding:
+            return
+        before, samples = lease.worker, lease.ask.samples
+        if lease.trial:
+            before.breaker.abandoned()
+        for each, sign in ((before, -1), (worker, 1)):
+            each.requests += sign
+            each.sequences += sign * samples
+            each.decode_tokens += sign * lease.decode_tokens
+            each.kv_tokens += sign * lease.kv_tokens
+        if not before.requests:
+            self._leaving.discard(before)
+        worker.served = next(self._numbers)
+        lease.worker = lease.decision.worker = worker
+        lease.trial = worker.breaker.sent(now)
+        self.moved(before)
+        self.moved(worker)
+
     def _learn_prefill(self, first: Lease, handover: Handover | None, now: float) -> None:
         cached = handover.cached_tokens if handover is not None else 0
         tokens = first.ahead_tokens + first.ask.prompt_tokens - cached

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 
 from proxy.core.links import Links
 from proxy.core.transfer_time import TransferTime
-from proxy.core.types import Ask, Decision, Handover, Reason, Role
+from proxy.core.types import Ask, Decision, Handover, Lease, Reason, Role
 from proxy.core.worker import KV_FULL, Held, Worker
 
 if TYPE_CHECKING:
@@ -148,6 +148,43 @@ def choose_prefill(
         if best is None or (seconds, worker.served) < (best[1], best[0].served):
             best = worker, seconds, cached
     return best
+
+
+def stands(lease: Lease, now: float, within_s: float) -> bool:
+    """Whether the decode worker that was chosen before the prefill is still good for the rest."""
+    worker, halves = lease.worker, lease.decision.handover
+    if not is_well(lease):
+        return False
+    if halves is None or not halves.tokens or within_s == inf:
+        return True
+    return worker.wait_s(now, for_long=lease.ask.long) + halves.transfer_s <= within_s
+
+
+def is_well(lease: Lease) -> bool:
+    """Whether a lease's worker answers, as far as is known."""
+    return lease.worker.up and (lease.worker.breaker.closed or lease.trial)
+
+
+def instead(
+    workers: Iterable[Worker], lease: Lease, now: float, links: Links, within_s: float
+) -> Worker | None:
+    """Name another decode worker for the rest of a hand-over: the one with the least ahead."""
+    ask, first, halves = lease.ask, lease.prefill, lease.decision.handover
+    if first is None or halves is None:
+        return None
+    found = [
+        (wait_s, worker.requests, worker.served, worker)
+        for worker in workers
+        if worker.role is DECODE
+        and worker is not lease.worker
+        and worker.takes(now)
+        and worker.may_hold(ask)
+        and has_room(worker, ask)
+        and not links.are_cold(first.worker, worker, now)
+        and not links.is_barred(first.worker, worker, now)
+        and (wait_s := worker.wait_s(now, for_long=ask.long)) + halves.transfer_s <= within_s
+    ]
+    return min(found)[-1] if found else None
 
 
 def _may_prefill(worker: Worker, ask: Ask) -> bool:

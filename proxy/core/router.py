@@ -365,7 +365,8 @@ class Router:
             workers = self.fleet.pool(lease.ask.model).all
             other = handover.instead(workers, lease, now, self.links, within_s)
         if other is None:
-            return stands
+            # To be down may be a probe's mistake: where there is nobody else, it is asked.
+            return stands or not (handover.is_well(lease) or self.has_another(lease))
         self.fleet.move(lease, other, now)
         if lease.ask.prefix:
             self.prefixes.record(lease.ask.prefix, other.index)

@@ -16,6 +16,7 @@ class LMCache(Connector):
     name = "lmcache"
     needs_params = False
     connects = False
+    names_decode = True
 
     def prefill(self, pair: Pair) -> Fields:
         """Name the receiver, if the decode worker is one."""

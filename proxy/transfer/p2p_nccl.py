@@ -18,6 +18,7 @@ class P2pNccl(Connector):
 
     name = "p2p-nccl"
     needs_params = False
+    names_decode = True
 
     def request_id(self, pair: Pair) -> bytes | None:
         """Write both addresses into the id; of one that joined since nothing is known."""

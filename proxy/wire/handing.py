@@ -13,6 +13,7 @@ from math import inf
 from typing import TYPE_CHECKING
 
 from proxy.control.handovers import ANY
+from proxy.core.handover import is_well
 from proxy.core.links import BARRED_S
 from proxy.core.types import Outcome
 from proxy.transfer.legs import decode_body, prefill_body
@@ -50,6 +51,7 @@ class HandOver:
         "_connector",
         "_early",
         "_first",
+        "_is_sent",
         "_late_at",
         "_lease",
         "_leg",
@@ -70,6 +72,7 @@ class HandOver:
         self._leg: PrefillLeg | None = None
         self._taken: Taken | None = None  # by the prefill, and not yet by the decode worker
         self._early = b""  # of a decode leg's stream, what says nothing yet
+        self._is_sent = False  # the decode leg
         self._late_at = inf  # when the blocks may be another's
 
     # The legs
@@ -82,8 +85,8 @@ class HandOver:
         leg = self._leg = PrefillLeg(exchange, patience_s(lease, wire.settings.prefill_s))
         leg.send(now, pool, to_worker(request, pool, body, self._id))
 
-    def decode(self, now: float, exchange: Exchange, answer: bytes) -> None:
-        """Have the rest decoded, with what the prefill answered."""
+    def decode(self, now: float, exchange: Exchange, answer: bytes) -> bool:
+        """Have the rest decoded, with what the prefill answered; False if nobody is well enough."""
         wire, lease, request, connector = self._wire, self._lease, self._request, self._connector
         self._leg = None
         fields = read(answer)
@@ -100,12 +103,17 @@ class HandOver:
             self._strike(now, None)
         else:
             wire.router.links.worked(self._first, None)
+        if not wire.router.reconsider(lease, now, may_move=not connector.names_decode):
+            return False
+        pool = wire.pools.of(lease.worker)
+        self._pair = self._pair._replace(decode=pool.side)
         within_s = connector.within_s if holds else inf
         exchange.patience_s = decode_patience_s(lease, within_s)
         self._late_at = now + exchange.patience_s
+        self._is_sent = True
         body = decode_body(connector, self._pair, taken, request.body)
-        pool = wire.pools.of(lease.worker)
         pool.send(now, exchange, to_worker(request, pool, body, self._id))
+        return True
 
     @property
     def _id(self) -> bytes:
@@ -115,6 +123,11 @@ class HandOver:
     def prefills(self) -> bool:
         """Whether its prefill is under way."""
         return self._leg is not None
+
+    @property
+    def is_free(self) -> bool:
+        """Whether trying again costs no retry: no decode worker was asked."""
+        return not self._is_sent
 
     @property
     def is_answering(self) -> bool:
@@ -151,7 +164,7 @@ class HandOver:
 
     def failed(self, now: float, outcome: Outcome, trouble: Trouble) -> tuple[str, Outcome]:
         """Give up; tell who need not be asked again, and what the leg under way says of it."""
-        lease, first = self._lease, self._first
+        lease, first, was_sent = self._lease, self._first, self._is_sent
         self._leg = None
         late = trouble is Trouble.TIMEOUT and now >= self._late_at
         if late:
@@ -161,13 +174,16 @@ class HandOver:
         if self._taken is None:
             return lease.under_way.worker.name, outcome
         stale = trouble is Trouble.STALE
-        self.give_back(now, well=stale or trouble is Trouble.STATUS)
-        if not (stale or late or outcome is Outcome.ERRED):
+        well = stale or trouble is Trouble.STATUS if was_sent else is_well(lease)
+        self.give_back(now, well=well)
+        erred = stale or late or outcome is Outcome.ERRED
+        if not (erred if was_sent else well):
             return lease.worker.name, outcome
         # It may be the transfer that failed, or the worker be well and its connection old: then
-        # nobody need be left out for it; where it took too long, somebody else is better.
+        # nobody need be left out for it. Where it took, or would take, too long, another is better.
+        late = late or not was_sent
         lease.ask.whole = LATE_TRANSFER if late else FAILED_TRANSFER
-        if not stale:
+        if was_sent and not stale:
             self._strike(now, lease.worker)
         spared = late and self._wire.router.has_another(lease)
         return (lease.worker if spared else first).name, Outcome.MOOT

@@ -72,9 +72,7 @@ class Exchange:
         "record",
     )
 
-    def __init__(
-        self, wire: Wire, client: Recipient, request: Request, route: Route
-    ) -> None:
+    def __init__(self, wire: Wire, client: Recipient, request: Request, route: Route) -> None:
         self.connection: WorkerConnection | None = None
         self.once = False
         self.patience_s = inf
@@ -159,10 +157,15 @@ class Exchange:
 
     def prefilled(self, now: float, answer: bytes) -> None:
         """Have the rest decoded."""
-        if self._handing is not None:
-            self.record.prefilled_at = now
-            self._handing.decode(now, self, answer)
-            self._wire.settle(now)
+        handing = self._handing
+        if handing is None:
+            return
+        self.record.prefilled_at = now
+        if not handing.decode(now, self, answer):
+            refusal = self._try_another(now, Outcome.MOOT, Trouble.CONNECT)
+            if refusal is not None:
+                self._refuse(now, refusal)
+        self._wire.settle(now)
 
     # From the worker
 
@@ -266,12 +269,14 @@ class Exchange:
         if lease is None or ask is None:
             return self._last_refusal
         name = lease.under_way.worker.name
+        free = False
         if (handing := self._handing) is not None:
             name, outcome = handing.failed(now, outcome, trouble)
+            free = handing.is_free
         self._handing = self._lease = None
         wire.router.finish(lease, now, outcome, None, retry_after_s)
         self._tried |= {name}
-        explain, free = self._request.head.explain, not lease.sent
+        explain = self._request.head.explain
         placed = wire.router.submit(ask, now, tried=self._tried, free=free, explain=explain)
         if not isinstance(placed, Refusal):
             wire.metrics.retried(name, trouble.value)

@@ -7,7 +7,7 @@ from math import inf
 import pytest
 
 from proxy.core.fleet import Fleet
-from proxy.core.types import Ask, Decision, Lease, Reason
+from proxy.core.types import Ask, Decision, Handover, Lease, Reason, Role
 from tests.proxy.core.making import ask, fleet_of, idle, members, spec
 
 
@@ -157,3 +157,27 @@ def test_prices_follow_those_who_decode(fleet: Fleet) -> None:
     assert worker.output_price == pytest.approx(4 * worker.pace.each_s)
     fleet.release(lease)
     assert worker.output_price == 0
+
+
+def test_the_rest_of_a_hand_over_moves_with_all_that_is_charged_for_it() -> None:
+    fleet = fleet_of(spec("p0", Role.PREFILL), spec("d0", Role.DECODE), spec("d1", Role.DECODE))
+    first, one, other = members(fleet)
+    made = Decision(one, Reason.HANDOVER, handover=Handover(first, 0, 1000, 1.0, 0.1))
+    lease = fleet.charge(ask(1000, 50), made, 0.0)
+    fleet.move(lease, other, 1.0)  # not before its prefill is done
+    assert lease.worker is one
+    fleet.hand_over(lease, 1.0)
+    fleet.move(lease, other, 1.0)
+    assert idle([first, one])
+    assert (other.requests, other.sequences, other.decode_tokens, other.kv_tokens) == (
+        1,
+        1,
+        50,
+        1050,
+    )
+    assert (lease.worker, lease.decision.worker) == (other, other)
+    fleet.first_token(lease, 2.0)
+    fleet.move(lease, one, 2.0)  # nor once it writes
+    assert lease.worker is other
+    fleet.release(lease)
+    assert idle([first, one, other])
