@@ -16,6 +16,7 @@ from proxy.config.models import (
     TransferConfig,
     WorkerConfig,
 )
+from proxy.config.tenants import TenantConfig
 from proxy.errors import Problem
 
 # What `up` says itself, and from where in the file it takes it.
@@ -53,6 +54,8 @@ class Draft:
     transfer: TransferConfig | None = None
     moves: bool = False  # whether the file says anything of a transfer
     pools: Mapping[int, PoolConfig] = field(default_factory=dict)  # those that are discovered
+    tenants: Mapping[int, TenantConfig] = field(default_factory=dict)
+    has_tenants: bool = False  # whether the file names any
 
     @property
     def everyone(self) -> list[WorkerConfig]:
@@ -77,7 +80,7 @@ def addresses(draft: Draft) -> Iterator[Problem]:
     for index, worker in draft.workers.items():
         path = f"workers[{index}].url"
         if worker.address is None:
-            if worker.launch is None:
+            if worker.launch is None and worker.profile is None:
                 yield Problem(
                     path,
                     "is missing; give it as http://host:port, or say under launch how "

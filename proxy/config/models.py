@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo, model_validator
 
 from proxy.config.batches import BatchesConfig
+from proxy.config.tenants import AdmissionConfig, FairnessConfig, TenantConfig
 from proxy.config.types import (
     KIB,
     LIST,
@@ -28,6 +29,7 @@ from proxy.config.types import (
 )
 
 HTTP_PORT = 80
+MOST_PROCESSES = 64
 HOST = re.compile(r"[\w.:-]+", re.ASCII)
 
 
@@ -65,6 +67,12 @@ def _some_pools(pools: tuple[PoolConfig, ...]) -> tuple[PoolConfig, ...]:
     if not pools:
         raise ValueError("at least one is needed; leave out discovery where there is none")
     return pools
+
+
+def _processes(number: int | str) -> int | str:
+    if number != "auto" and not (isinstance(number, int) and 1 <= number <= MOST_PROCESSES):
+        raise ValueError(f"give a number from 1 to {MOST_PROCESSES}, or auto")
+    return number
 
 
 def _api_url(url: str) -> str:
@@ -218,6 +226,9 @@ class QueueConfig(Block):
 
     max_requests: Annotated[int, Field(ge=0)] = Field(1024, description="0: nobody waits")
     max_bytes: Count = Field(256 * MIB, description="of their bodies together")
+    max_tokens: Count | None = Field(
+        None, description="of their prompts together; no limit if none"
+    )
     max_wait_s: Seconds = Field(30.0, description="refused with 429 after that")
 
 
@@ -267,11 +278,35 @@ class RouterConfig(Block):
     drain_s: Annotated[float, Field(ge=0)] = Field(
         30.0, description="that requests have to finish when the router is told to stop"
     )
+    processes: Annotated[int | str, AfterValidator(_processes)] = Field(
+        1,
+        description="that serve on the port, sharing what they know; auto: one for each processor "
+        "that the router may use, 8 at most",
+    )
     queue: QueueConfig = QueueConfig()
     timeouts: TimeoutConfig = TimeoutConfig()
     retries: RetryConfig = RetryConfig()
     probe: ProbeConfig = ProbeConfig()
     batches: BatchesConfig = BatchesConfig()
+    fairness: FairnessConfig = FairnessConfig()
+    admission: AdmissionConfig = AdmissionConfig()
+    max_collected_bytes: Count = Field(
+        512 * MIB, description="of all bodies that are still coming; beyond it 503"
+    )
+    allow_anonymous: bool = Field(
+        False, description="without tenants, let whoever reaches the port use the fleet"
+    )
+    isolate_caches: bool = Field(
+        False, description="have workers cache each tenant's prompts apart (cache_salt)"
+    )
+    pass_priority: bool = Field(
+        False,
+        description="tell workers a tenant's class as priority: -1 interactive, 1 batch; they must "
+        "run the lanes policy, or --scheduling-policy priority",
+    )
+    client_fields: Annotated[tuple[Literal["priority", "vllm_xargs"], ...], LIST] = Field(
+        (), description="what tenants may say to the engine themselves"
+    )
     allow_client_kv_transfer: bool = Field(
         False,
         description="let clients steer KV transfers themselves: they can then read each other's "
@@ -340,6 +375,9 @@ class FleetConfig(Block):
     )
     workers: Annotated[tuple[WorkerConfig, ...], LIST, AfterValidator(_some)] = Field(
         description="the vLLM servers"
+    )
+    tenants: Annotated[tuple[TenantConfig, ...], LIST] = Field(
+        (), description="who may use it; without any, nobody is asked for a key"
     )
     router: RouterConfig = RouterConfig()
     routing: RoutingConfig = RoutingConfig()

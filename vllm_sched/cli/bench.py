@@ -13,25 +13,24 @@ from vllm_sched.bench.client.endpoint import CHAT, Asked, Endpoint, learn
 from vllm_sched.bench.client.player import Played, Tally, play
 from vllm_sched.bench.result import Result
 from vllm_sched.bench.summary import table
-from vllm_sched.bench.traffic.catalogue import find
-from vllm_sched.bench.traffic.schedule import Schedule
 from vllm_sched.cli.load import (
     INTERRUPTED,
-    WORKLOAD_HELP,
     add_endpoint,
     add_traffic,
+    add_workload,
     asked,
     check_outputs,
     run_interruptibly,
     salt_of,
-    traffic_of,
+    schedule_of,
     watched,
 )
-from vllm_sched.errors import UsageError
 
 if TYPE_CHECKING:
     import asyncio
     from collections.abc import Mapping, Sequence
+
+    from vllm_sched.bench.traffic.schedule import Schedule
 
 ERRORS_SHOWN = 5
 
@@ -47,31 +46,10 @@ def add_bench(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -
         ),
     )
     add_endpoint(parser)
-    parser.add_argument("--workload", default="azure-conv", metavar="NAME|FILE", help=WORKLOAD_HELP)
-    loop = parser.add_mutually_exclusive_group()
-    loop.add_argument(
-        "--request-rate",
-        type=float,
-        metavar="R",
-        help="requests a second (default: the workload's own, or its times)",
-    )
-    loop.add_argument(
-        "--concurrency", type=int, metavar="C", help="a closed loop of so many requests instead"
-    )
-    loop.add_argument(
+    add_workload(parser).add_argument(
         "--trace", action="store_true", help="insist on the times that the workload comes with"
     )
-    parser.add_argument(
-        "--burstiness",
-        type=float,
-        metavar="B",
-        help=(
-            "of the gaps between requests: 1 is Poisson, less is burstier (default: 1; at the "
-            "workload's own rate its own)"
-        ),
-    )
     add_traffic(parser)
-    parser.add_argument("--seed", type=int, default=0, help="fixes lengths and times")
     parser.add_argument("--save", type=Path, metavar="FILE.json", help="write every sample")
     parser.add_argument(
         "--plot", type=Path, metavar="DIR", help="draw TTFT, ITL, tenants and the router's choices"
@@ -82,7 +60,7 @@ def add_bench(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -
 def run_bench(args: argparse.Namespace) -> int:
     """Run the command; 1 when a request failed."""
     targets = goodput.parse(args.goodput)
-    schedule = _schedule(args)
+    schedule = schedule_of(args, insist=args.trace)
     check_outputs(args.save, args.plot)
     console = Console()
     args.prompt_salt = salt_of(args)
@@ -148,7 +126,7 @@ def tell(result: Result, played: Played, console: Console) -> None:
     )
     for warning in result.warnings:
         console.print(warning, style="yellow", highlight=False)
-    _complain([each.error for each in result.outcomes if each.error], console)
+    complain([each.error for each in result.outcomes if each.error], console)
 
 
 async def _measured(
@@ -172,23 +150,8 @@ async def _measured(
     return await watched(console, label, schedule, tally, work), endpoint
 
 
-def _schedule(args: argparse.Namespace) -> Schedule:
-    source = find(args.workload, block_tokens=args.block_tokens)
-    if args.trace and not source.timed:
-        raise UsageError(
-            f"--trace: {source.name} has no times of its own; give a --request-rate or a FILE.jsonl"
-        )
-    return Schedule(
-        source=source,
-        seed=args.seed,
-        rate=args.request_rate,
-        burstiness=args.burstiness,
-        concurrency=args.concurrency,
-        **traffic_of(args),
-    )
-
-
-def _complain(errors: Sequence[str], console: Console) -> None:
+def complain(errors: Sequence[str], console: Console) -> None:
+    """Print the commonest errors, each once."""
     kinds: dict[str, int] = {}
     for error in errors:
         kinds[error] = kinds.get(error, 0) + 1

@@ -109,7 +109,7 @@ def _pool(config: FleetConfig, pool: PoolConfig) -> tuple[str, ...]:
 
 def _summary(config: FleetConfig, worker: WorkerConfig) -> tuple[str, ...]:
     length = worker.stated_max_model_len
-    launched = "somebody else"
+    launched = "somebody else" if worker.url else "nobody"
     if worker.launch is not None:
         how = [*worker.launch.policies]
         if worker.launch.cpus:
@@ -118,7 +118,7 @@ def _summary(config: FleetConfig, worker: WorkerConfig) -> tuple[str, ...]:
     return (
         worker.name,
         worker.role,
-        worker.url or "a free port",
+        worker.url or ("a free port" if worker.launch else "none: to simulate"),
         config.model_of(worker),
         "is asked" if length is None else str(length),
         launched,

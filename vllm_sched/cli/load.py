@@ -18,7 +18,8 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 
 from vllm_sched.bench.client.endpoint import CHAT, COMPLETIONS, Asked
 from vllm_sched.bench.client.player import TIMEOUT_S
-from vllm_sched.bench.traffic.catalogue import FORMS, NAMES
+from vllm_sched.bench.traffic.catalogue import FORMS, NAMES, find
+from vllm_sched.bench.traffic.schedule import Schedule
 from vllm_sched.bench.traffic.traces import BLOCK_TOKENS
 from vllm_sched.cli.paths import require_folders
 from vllm_sched.errors import UsageError
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from vllm_sched.bench.client.player import Played, Tally
-    from vllm_sched.bench.traffic.schedule import Schedule
 
 WORKLOAD_HELP = f"{', '.join(NAMES)}; {FORMS} (default: %(default)s)"
 T = TypeVar("T")
@@ -62,6 +62,54 @@ def add_endpoint(parser: argparse.ArgumentParser) -> None:
         action="store_false",
         help="let answers end where the model ends them",
     )
+    parser.add_argument(
+        "--prompt-salt",
+        metavar="TEXT",
+        help="repeat an earlier run's very words (default: new ones, which no prefix cache has)",
+    )
+
+
+def add_workload(parser: argparse.ArgumentParser) -> argparse._MutuallyExclusiveGroup:
+    """Describe who is played, when, and by which seed; returns the loops to choose from."""
+    parser.add_argument("--workload", default="azure-conv", metavar="NAME|FILE", help=WORKLOAD_HELP)
+    loop = parser.add_mutually_exclusive_group()
+    loop.add_argument(
+        "--request-rate",
+        type=float,
+        metavar="R",
+        help="requests a second (default: the workload's own, or its times)",
+    )
+    loop.add_argument(
+        "--concurrency", type=int, metavar="C", help="a closed loop of so many requests instead"
+    )
+    parser.add_argument(
+        "--burstiness",
+        type=float,
+        metavar="B",
+        help=(
+            "of the gaps between requests: 1 is Poisson, less is burstier (default: 1; at the "
+            "workload's own rate its own)"
+        ),
+    )
+    parser.add_argument("--seed", type=int, default=0, help="fixes lengths and times")
+    return loop
+
+
+def schedule_of(args: argparse.Namespace, *, insist: bool = False) -> Schedule:
+    """Collect what `add_workload` and `add_traffic` describe; `insist` on the workload's times."""
+    source = find(args.workload, block_tokens=args.block_tokens)
+    if insist and not source.timed:
+        raise UsageError(
+            f"--trace: {source.name} has no times of its own; give a --request-rate or a FILE.jsonl"
+        )
+    return Schedule(
+        source=source,
+        seed=args.seed,
+        rate=args.request_rate,
+        burstiness=args.burstiness,
+        concurrency=args.concurrency,
+        **traffic_of(args),
+    )
 
 
 def add_traffic(parser: argparse.ArgumentParser) -> None:
@@ -88,11 +136,6 @@ def add_traffic(parser: argparse.ArgumentParser) -> None:
         default=BLOCK_TOKENS,
         metavar="N",
         help="tokens that one of a trace's hash_ids stands for (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--prompt-salt",
-        metavar="TEXT",
-        help="repeat an earlier run's very words (default: new ones, which no prefix cache has)",
     )
     parser.add_argument(
         "--goodput",

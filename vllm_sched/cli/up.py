@@ -84,10 +84,12 @@ def up(path: Path, config: FleetConfig, log_dir: Path | None) -> int:
 
 
 def placed(config: FleetConfig) -> FleetConfig:
-    """Give a free port to each worker that has no URL."""
+    """Give a free port to each worker that is started here and has no URL."""
     workers = []
     for worker in config.workers:
-        url = worker.url or f"http://{launch.LOOPBACK}:{launch.free_port()}"
+        url = worker.url
+        if url is None and worker.launch is not None:
+            url = f"http://{launch.LOOPBACK}:{launch.free_port()}"
         workers.append(worker.model_copy(update={"url": url}))
     return config.model_copy(update={"workers": tuple(workers)})
 
@@ -102,7 +104,14 @@ def _problems_here(config: FleetConfig) -> Iterator[Problem]:
     yield from absent(config)
     offered = os.sched_getaffinity(0)
     for index, worker in enumerate(config.workers):
-        if worker.launch is None or worker.address is None:
+        if worker.address is None:
+            yield Problem(
+                f"workers[{index}].url",
+                "is missing, and there is no launch: block either; a profile alone is for "
+                "`vllm-sched simulate`",
+            )
+            continue
+        if worker.launch is None:
             continue
         if missing := set(worker.launch.cpus) - offered:
             yield Problem(

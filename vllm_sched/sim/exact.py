@@ -3,7 +3,7 @@
 As vLLM's loop does it: requests that came while a step ran are seen at its end; with asynchronous
 scheduling the next step is scheduled when one begins, so that a newcomer waits for two. A step
 takes what `StepTime` says. Loads of KV from elsewhere go on beside the steps and are noticed
-between them, or at once when nothing runs; they do not share a wire.
+between them, or at once when nothing runs; a worker fetches one after another.
 
 Cost: the scheduler's own (`facts` says how much), some 0.5 ms a step with thirty running. How it
 fails: what is not a step's computation, as tokenizers and HTTP, is `front_s` for everybody alike.
@@ -11,6 +11,7 @@ fails: what is not a step's computation, as tokenizers and HTTP, is `front_s` fo
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from collections import deque
@@ -32,12 +33,13 @@ IDLE_S: Final = 0.001
 STUCK_S: Final = 60.0
 
 
-def make_scheduler(model: WorkerModel) -> SimulatedEngine:
+def make_scheduler(model: WorkerModel, *, traced: bool = False) -> SimulatedEngine:
     """Make the scheduler; vLLM is imported here, which takes seconds."""
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     from vllm_sched.engine.simulated import EngineSettings, SimulatedEngine
+    from vllm_sched.engine.trace import Trace
 
-    return SimulatedEngine(
+    engine = SimulatedEngine(
         EngineSettings(
             max_model_len=model.max_model_len,
             kv_tokens=model.kv_tokens,
@@ -50,15 +52,18 @@ def make_scheduler(model: WorkerModel) -> SimulatedEngine:
             policies=model.policies,
         )
     )
+    if traced:
+        engine.trace = Trace()
+    return engine
 
 
 class ExactEngine:
     """One worker's; see the module's text and `types.Engine`."""
 
-    def __init__(self, model: WorkerModel, *, seed: int) -> None:
+    def __init__(self, model: WorkerModel, *, seed: int = 0, traced: bool = False) -> None:
         del seed  # nothing is left to chance
         self.model = model
-        self.scheduler = make_scheduler(model)
+        self.scheduler = make_scheduler(model, traced=traced)
         self.steps = 0
         self.busy_s = 0.0  # virtual seconds in which a step ran
         self.scheduler_s = 0.0  # real seconds that scheduling took
@@ -69,6 +74,7 @@ class ExactEngine:
         self._released: list[str] = []
         self._loads: list[tuple[float, str]] = []  # under way: when each ends
         self._look_at = inf  # when there is something to do, while no step runs
+        self._wire_free = 0.0  # when the transfers begun so far are over
         self._held_since = inf
 
     def submit(self, job: Job, now: float) -> None:
@@ -123,6 +129,16 @@ class ExactEngine:
             "policies": self.scheduler.policies(),
         }
 
+    def trace_events(self, now: float) -> Sequence[dict[str, Any]]:
+        """Give what was traced, in Chrome's format; nothing if that was not asked for."""
+        from vllm_sched.engine.trace import chrome
+
+        if (trace := self.scheduler.trace) is None:
+            return []
+        content = json.loads("".join(chrome(trace.copy(), now)))
+        events: list[dict[str, Any]] = content["traceEvents"]
+        return events
+
     # A turn of vLLM's loop
 
     def _look(self, now: float) -> None:
@@ -142,7 +158,7 @@ class ExactEngine:
         while len(self._under_way) < self._depth and scheduler.unfinished:
             begun = scheduler.schedule(now)
             for job_id, tokens in scheduler.fetches_begun().items():
-                heappush(self._loads, (now + self.model.transfer_s(tokens), job_id))
+                self._load(job_id, tokens, now, events)
             if begun is None:
                 self._wait(now)
                 return
@@ -152,6 +168,14 @@ class ExactEngine:
             self._under_way.append((begun, start + seconds))
             self.steps += 1
             self.busy_s += seconds
+
+    def _load(self, job_id: str, tokens: int, now: float, events: list[Event]) -> None:
+        """Fetch KV, when the wire is free."""
+        if not tokens:  # it was cached, all of it
+            events.append(Event(job_id, now, fetched=True))
+            return
+        self._wire_free = max(self._wire_free, now) + self.model.transfer_s(tokens)
+        heappush(self._loads, (self._wire_free, job_id))
 
     def _hear(self, now: float, events: list[Event]) -> None:
         """Take in what came since the last turn."""

@@ -1,0 +1,260 @@
+"""`vllm-sched simulate`: play a workload to a fleet in virtual time, and say how it would fare."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import time
+from collections.abc import Callable, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from proxy.errors import ConfigError, Problem
+from vllm_sched.bench import goodput
+from vllm_sched.bench.result import Result
+from vllm_sched.bench.summary import table
+from vllm_sched.cli import fleet as fleet_file
+from vllm_sched.cli.bench import complain
+from vllm_sched.cli.load import add_traffic, add_workload, check_outputs, schedule_of
+from vllm_sched.cli.paths import require_folders
+from vllm_sched.cost import profiles
+from vllm_sched.errors import UsageError
+from vllm_sched.sim.exact import ExactEngine
+from vllm_sched.sim.fleet import TIMEOUT_S, Played, SimulatedFleet
+from vllm_sched.sim.models import Assumed, worker_models
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from proxy.config import FleetConfig
+    from vllm_sched.bench.traffic.schedule import Schedule
+    from vllm_sched.sim.types import MakeEngine, WorkerModel
+
+EXACT, FLUID = "exact", "fluid"
+ENGINES: Final = (EXACT, FLUID)
+
+
+def add_simulate(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command to the parser of `vllm-sched`."""
+    parser = subparsers.add_parser(
+        "simulate",
+        help="play a workload to a fleet in virtual time",
+        description=(
+            "Play a workload to a fleet that need not be there: the real router core and the real "
+            "policies in virtual time, steps and transfers by cost models. The same figures, JSON "
+            "and pictures as `bench`."
+        ),
+        allow_abbrev=False,
+    )
+    parser.add_argument("fleet", type=Path, metavar="FLEET.yaml", help="the fleet file")
+    parser.add_argument(
+        "--engine",
+        default=EXACT,
+        choices=ENGINES,
+        help="exact: real vLLM schedulers; fluid: a plain model, for scale (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--profile",
+        metavar="NAME|FILE",
+        help=f"of workers that have none: {', '.join(profiles.PROFILES)}, or what `calibrate` "
+        "saved",
+    )
+    parser.add_argument(
+        "--front-ms",
+        type=float,
+        default=0.0,
+        metavar="MS",
+        help="what HTTP and tokenizer add to each request (default: %(default)g)",
+    )
+    parser.add_argument(
+        "--timeout",
+        type=float,
+        default=TIMEOUT_S,
+        metavar="SECONDS",
+        help="a client that waits longer leaves (default: %(default)g)",
+    )
+    add_workload(parser)
+    add_traffic(parser)
+    parser.add_argument("--save", type=Path, metavar="FILE.json", help="write every sample")
+    parser.add_argument(
+        "--plot", type=Path, metavar="DIR", help="draw TTFT, ITL, tenants and the router's choices"
+    )
+    parser.add_argument(
+        "--trace", type=Path, metavar="FILE.json", help="write what happened, for Perfetto"
+    )
+    parser.set_defaults(func=run_simulate)
+
+
+@dataclass(frozen=True)
+class Run:
+    """A simulation, and what it took."""
+
+    played: Played
+    fleet: SimulatedFleet
+    wall_s: float
+
+    @property
+    def speed(self) -> float:
+        """Virtual seconds in a real one."""
+        return self.played.duration / self.wall_s if self.wall_s else 0.0
+
+    @property
+    def scheduler_share(self) -> float | None:
+        """The part of the time that schedulers took; None where there are none."""
+        workers: Mapping[str, Mapping[str, Any]] = self.played.facts["workers"]
+        spent = [each["scheduler_s"] for each in workers.values() if "scheduler_s" in each]
+        return sum(spent) / self.wall_s if spent and self.wall_s else None
+
+
+def run_simulate(args: argparse.Namespace) -> int:
+    """Run the command; 1 when a request failed."""
+    config, models, schedule = _checked(args)
+    targets = goodput.parse(args.goodput)
+    console = Console()
+    run = _run(args, config, models, schedule, console)
+    result = as_result(run, args, config, schedule, targets)
+    console.print(table(result.classes(), targets))
+    _tell(console, result, run)
+    if args.save:
+        result.save(args.save)
+        console.print(f"saved {args.save}", style="dim", highlight=False)
+    if args.plot:
+        from vllm_sched.bench.plots import draw_run
+
+        for path in draw_run(result, args.plot):
+            console.print(f"drew {path}", style="dim", highlight=False)
+    if args.trace:
+        from vllm_sched.sim.perfetto import write
+
+        write(args.trace, run.fleet.engines, result.outcomes, run.played.duration)
+        console.print(f"wrote {args.trace}: open it at ui.perfetto.dev", style="dim")
+    return int(any(each.error for each in result.outcomes))
+
+
+def _checked(
+    args: argparse.Namespace,
+) -> tuple[FleetConfig, dict[str, WorkerModel], Schedule]:
+    """Refuse what would only fail after minutes."""
+    config = fleet_file.read(args.fleet)
+    for name in ("front_ms", "timeout"):
+        value, least = getattr(args, name), 0.0
+        if value < least or (name == "timeout" and not value):
+            raise UsageError(f"--{name.replace('_', '-')} {value:g}: must be more than 0")
+    models = worker_models(
+        config, args.fleet, Assumed(profile=args.profile, front_s=args.front_ms / 1000)
+    )
+    if not any(config.model_of(worker) == config.model for worker in config.workers):
+        why = f"{config.model!r}: no worker serves it, and requests ask for it; name theirs"
+        raise ConfigError(str(args.fleet), [Problem("model", why)])
+    schedule = schedule_of(args)
+    check_outputs(args.save, args.plot)
+    require_folders(args.trace)
+    return config, models, schedule
+
+
+def engine_maker(name: str, *, traced: bool = False) -> MakeEngine:
+    """Return what makes engines of a kind."""
+    if name == EXACT:
+        return partial(ExactEngine, traced=traced)
+    from vllm_sched.sim.fluid import Fluid
+
+    return Fluid
+
+
+def _run(
+    args: argparse.Namespace,
+    config: FleetConfig,
+    models: Mapping[str, WorkerModel],
+    schedule: Schedule,
+    console: Console,
+) -> Run:
+    # What vLLM has to say of this machine is of no concern to one that is not there.
+    logging.getLogger("vllm").setLevel(logging.ERROR)
+    if args.engine == EXACT and console.is_terminal:
+        console.print("loading vLLM's scheduler", style="dim")
+    maker = engine_maker(args.engine, traced=bool(args.trace))
+    fleet = SimulatedFleet(config, models, maker, seed=args.seed, timeout_s=args.timeout)
+    began = time.perf_counter()
+    with watched(console, schedule) as told:
+        played = fleet.play(schedule, told)
+    return Run(played, fleet, time.perf_counter() - began)
+
+
+@contextmanager
+def watched(
+    console: Console, schedule: Schedule
+) -> Iterator[Callable[[float, int, int], None] | None]:
+    """Show how far it is, where there is a terminal to show it on."""
+    if not console.is_terminal:
+        yield None
+        return
+    end = schedule.ends_after_s
+    columns = (
+        TextColumn("{task.description}"), BarColumn(30), TimeElapsedColumn(),
+        TextColumn("{task.fields[state]}", style="dim"),
+    )  # fmt: skip
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task(schedule.source.name, total=end or schedule.count, state="")
+
+        def told(now: float, sent: int, done: int) -> None:
+            progress.update(
+                task,
+                completed=now if end else done,
+                state=f"{now:,.0f} virtual s, {done:,} done, {sent - done:,} under way",
+            )
+
+        yield told
+
+
+def as_result(
+    run: Run,
+    args: argparse.Namespace,
+    config: FleetConfig,
+    schedule: Schedule,
+    targets: goodput.Targets,
+) -> Result:
+    """Put a simulation together with what was played."""
+    played, models = run.played, run.fleet.models
+    cut = played.cut
+    return Result(
+        schedule,
+        targets,
+        played.outcomes,
+        played.duration,
+        f"simulated-{args.engine}",
+        config.model,
+        {
+            "max_model_len": max(model.max_model_len for model in models.values()),
+            "cut_requests": cut,
+            "simulator": {
+                "engine": args.engine,
+                "wall_s": run.wall_s,
+                "speed": run.speed,
+                "scheduler_share": run.scheduler_share,
+                "profiles": {name: model.profile for name, model in models.items()},
+                **played.facts,
+            },
+        },
+        [f"{cut} requests were cut to what the fleet holds; --scale makes all shorter"]
+        if cut
+        else [],
+    )
+
+
+def _tell(console: Console, result: Result, run: Run) -> None:
+    text = (
+        f"{len(result.outcomes)} requests in {result.duration:.1f} virtual s, simulated in "
+        f"{run.wall_s:.1f} s: {run.speed:.3g} times as fast as time"
+    )
+    if (share := run.scheduler_share) is not None:
+        text += f"; {share:.0%} of that are vLLM's schedulers"
+    console.print(text, style="dim", highlight=False)
+    for warning in result.warnings:
+        console.print(warning, style="yellow", highlight=False)
+    complain([each.error for each in result.outcomes if each.error], console)

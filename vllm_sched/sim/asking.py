@@ -1,0 +1,31 @@
+"""A request as the router's core sees it, made without its bytes."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from proxy.core.router import Router
+from proxy.core.types import Ask
+from vllm_sched.bench.traffic.types import Request
+from vllm_sched.sim.texts import BYTES_PER_TOKEN, prefix_hashes
+
+ROUTE: Final = "completions"
+
+
+def ask_of(router: Router, model: str, request: Request, number: int, *, hashed: bool) -> Ask:
+    """Read a request; its size is taken to be known, as if a worker had counted its tokens.
+
+    How long the answer will be the router learns as ever, up to the limit that the client states.
+    """
+    prompt, most = request.prompt_tokens, request.output_tokens
+    usual = router.sizer.learnt(model, ROUTE).output
+    size = prompt * BYTES_PER_TOKEN
+    ask = Ask(f"sim-{number}", ROUTE, model, size, prompt, 0, prompt, most, int(min(usual, most)))
+    ask.stream = ask.counted = True
+    ask.long = ask.budget > router.settings.short_limit
+    if router.settings.transfer and most <= 1:
+        ask.whole = "one_token"
+    if hashed:
+        ask.prefix = prefix_hashes(number, request.shared, prompt)
+        ask.prefix_bytes = size
+    return ask

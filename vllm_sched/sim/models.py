@@ -1,0 +1,232 @@
+"""From a fleet file to what its workers are taken to be.
+
+A worker's `profile` (or, where it has none, the one that was asked for) names a published machine
+or a file that `calibrate` saved. Sizes come from the worker's own flags under `launch.args` where
+it has them, else from the machine: what vLLM takes there by default, and the KV cache that is left
+of the memory beside the weights. A calibrated file may say `kv_tokens` and `kv_token_bytes` too.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final
+
+from proxy.config import FleetConfig, WorkerConfig
+from proxy.errors import ConfigError, Problem
+from vllm_sched.cost import profiles
+from vllm_sched.cost.step_time import StepTime
+from vllm_sched.cost.transfer import TransferTime
+from vllm_sched.errors import UsageError
+from vllm_sched.sim.types import WorkerModel
+
+GIB: Final = 2**30
+# What vLLM leaves free by default, and what it takes beside weights and cache, per GPU.
+USED: Final = 0.92
+BESIDE: Final = 3.5e9
+# Where nobody says more: what `calibrate` measured may be anything.
+KV_TOKENS: Final = 262_144
+MAX_MODEL_LEN: Final = 131_072
+# A hand-over of 40,000 pieces took 174 ms for 313 MB; 87 GB/s are four links of 200 Gb/s.
+BANDWIDTH: Final = 87e9
+TRANSFER_SETUP_S: Final = 0.002
+PIECE_S: Final = (0.174 - 313e6 / BANDWIDTH) / 40_000
+TRANSFER: Final = TransferTime(TRANSFER_SETUP_S, PIECE_S, 1 / BANDWIDTH)
+ROLES_OF_A_TRANSFER: Final = ("prefill", "decode")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """A profile's sizes."""
+
+    gpus: int = 1
+    memory: float  # of one GPU
+    weights: float  # together
+    kv_token_bytes: int
+    layers: int
+    batched_tokens: int = 8192  # vLLM's defaults for its server, by the size of the GPU
+    seqs: int = 1024
+
+    @property
+    def kv_tokens(self) -> int:
+        """What the cache holds."""
+        room = self.gpus * (USED * self.memory - BESIDE) - self.weights
+        return int(room / self.kv_token_bytes)
+
+
+_8B: Final = {"weights": profiles.WEIGHTS_8B, "kv_token_bytes": profiles.KV_8B, "layers": 32}
+_70B: Final = {"weights": profiles.WEIGHTS_70B, "kv_token_bytes": profiles.KV_70B, "layers": 80}
+_A100: Final = {"memory": 80e9, "batched_tokens": 2048, "seqs": 256}
+MACHINES: Final[Mapping[str, Machine]] = {
+    "a100-8b": Machine(**_A100, **_8B),  # type: ignore[arg-type]
+    "a100-opt-13b": Machine(
+        memory=80e9, weights=26e9, kv_token_bytes=800 * 1024, layers=40, batched_tokens=2048,
+        seqs=256,
+    ),
+    "a100-70b-tp4": Machine(gpus=4, **_A100, **_70B),  # type: ignore[arg-type]
+    "h100-8b": Machine(memory=80e9, **_8B),  # type: ignore[arg-type]
+    "h100-70b-tp4": Machine(gpus=4, memory=80e9, **_70B),  # type: ignore[arg-type]
+    "h200-8b": Machine(memory=141e9, **_8B),  # type: ignore[arg-type]
+    "h200-70b-tp4": Machine(gpus=4, memory=141e9, **_70B),  # type: ignore[arg-type]
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Assumed:
+    """What the command line says of all workers."""
+
+    profile: str | None = None  # of those that name none
+    front_s: float = 0.0
+    transfer: TransferTime = TRANSFER
+
+
+def worker_models(
+    config: FleetConfig, source: Path, assumed: Assumed | None = None
+) -> dict[str, WorkerModel]:
+    """Describe a fleet's workers by name; `source` is the fleet file."""
+    assumed = assumed or Assumed()
+    problems: list[Problem] = []
+    found: dict[str, WorkerModel] = {}
+    if config.discovery is not None:
+        why = "workers that are found while a router runs can't be simulated; list them as workers"
+        problems.append(Problem("discovery", why))
+    read: dict[str, WorkerModel] = {}
+    for index, worker in enumerate(config.workers):
+        path = f"workers[{index}]"
+        profile = worker.profile or assumed.profile
+        if profile is None:
+            why = f"is missing; name a machine ({', '.join(MACHINES)}) or a file that `calibrate` "
+            problems.append(Problem(f"{path}.profile", why + "saved, or give --profile"))
+            continue
+        try:
+            if profile not in read:
+                read[profile] = of_profile(profile, source.parent)
+            found[worker.name] = model_of(worker, read[profile], config, assumed)
+        except UsageError as error:
+            problems.append(Problem(path, str(error)))
+    if problems:
+        raise ConfigError(str(source), problems)
+    return found
+
+
+def of_profile(profile: str, folder: Path = Path()) -> WorkerModel:
+    """Describe a machine that nothing else is said of; a file is looked for in the folder too."""
+    if (machine := MACHINES.get(profile)) is not None:
+        return WorkerModel(
+            name=profile,
+            profile=profile,
+            time=profiles.find(profile).time,
+            max_model_len=min(MAX_MODEL_LEN, machine.kv_tokens),
+            kv_tokens=machine.kv_tokens,
+            max_num_seqs=machine.seqs,
+            max_num_batched_tokens=machine.batched_tokens,
+            kv_token_bytes=machine.kv_token_bytes,
+            kv_pieces=2 * machine.layers,
+        )
+    if not profile.endswith(".json"):
+        profiles.find(profile)  # whose error lists the valid ones
+    return _calibrated(profile, folder)
+
+
+def _calibrated(name: str, folder: Path) -> WorkerModel:
+    path = Path(name)
+    if not path.exists():
+        path = folder / name
+    advice = "save one with `vllm-sched calibrate --save`"
+    try:
+        content = json.loads(path.read_text())
+    except OSError as error:
+        raise UsageError(f"profile {name}: {error.strerror}; {advice}") from None
+    except ValueError:
+        raise UsageError(f"profile {name} is not JSON; {advice}") from None
+    if not isinstance(content, dict) or "step_time" not in content:
+        raise UsageError(f"profile {name} has no step_time; {advice}")
+    try:
+        time = StepTime.from_json(content["step_time"])
+    except UsageError as error:
+        raise UsageError(f"profile {name}: {error}") from None
+    kv_tokens = _count(content, "kv_tokens", name, KV_TOKENS)
+    return WorkerModel(
+        name=name,
+        profile=name,
+        time=time,
+        max_model_len=min(MAX_MODEL_LEN, kv_tokens),
+        kv_tokens=kv_tokens,
+        max_num_batched_tokens=2048,
+        kv_token_bytes=_count(content, "kv_token_bytes", name, 131_072),
+    )
+
+
+def _count(content: Mapping[str, Any], key: str, name: str, default: int) -> int:
+    value = content.get(key, default)
+    if type(value) is not int or value < 1:
+        raise UsageError(f"profile {name}: {key} is {value!r}; give a whole number, 1 or more")
+    return value
+
+
+# What a worker's flags say
+
+
+def model_of(
+    worker: WorkerConfig, machine: WorkerModel, config: FleetConfig, assumed: Assumed
+) -> WorkerModel:
+    """Describe a worker: the machine, as its flags have it."""
+    flags = dict(_flags(worker.launch.args if worker.launch else ()))
+    block = _whole(flags, "--block-size") or machine.block_tokens
+    blocks = _whole(flags, "--num-gpu-blocks-override")
+    kv_tokens = blocks * block if blocks else machine.kv_tokens
+    longest = worker.stated_max_model_len or min(machine.max_model_len, kv_tokens)
+    model = replace(
+        machine,
+        name=worker.name,
+        max_model_len=longest,
+        kv_tokens=kv_tokens,
+        block_tokens=block,
+        max_num_seqs=_whole(flags, "--max-num-seqs") or machine.max_num_seqs,
+        max_num_batched_tokens=(
+            _whole(flags, "--max-num-batched-tokens") or machine.max_num_batched_tokens
+        ),
+        prefix_caching=_on(flags, "enable-prefix-caching", machine.prefix_caching),
+        async_scheduling=_on(flags, "async-scheduling", machine.async_scheduling),
+        transfers=config.transfer is not None and worker.role in ROLES_OF_A_TRANSFER,
+        front_s=assumed.front_s,
+        policies=worker.launch.policies if worker.launch else {},
+        transfer=assumed.transfer,
+    )
+    if model.kv_tokens < model.max_model_len:
+        raise UsageError(
+            f"its KV cache holds {model.kv_tokens:,} tokens, less than one request of "
+            f"max_model_len {model.max_model_len:,}: vLLM would not start; give a smaller "
+            "max_model_len"
+        )
+    return model
+
+
+def _flags(args: tuple[str, ...]) -> Iterator[tuple[str, str]]:
+    """Pair flags with their values; one without is paired with nothing."""
+    name = ""
+    for argument in args:
+        if not argument.startswith("--"):
+            if name:
+                yield name, argument
+            continue
+        name, _, value = argument.partition("=")
+        name = name.replace("_", "-")
+        yield name, value
+
+
+def _whole(flags: Mapping[str, str], name: str) -> int | None:
+    value = flags.get(name)
+    if value is None:
+        return None
+    if not (value.isascii() and value.isdigit() and int(value)):
+        raise UsageError(f"{name} {value}: give a plain whole number, 1 or more, to simulate it")
+    return int(value)
+
+
+def _on(flags: Mapping[str, str], name: str, default: bool) -> bool:
+    if f"--no-{name}" in flags:
+        return False
+    return True if f"--{name}" in flags else default
