@@ -223,24 +223,28 @@ PAIR_KEYS = (("query", "queries", "data_1", "text_1"), ("documents", "items", "d
 
 
 def _pairs(extent: Extent, body: dict[str, JSON]) -> None:
-    sides: list[list[Extent]] = []
-    for keys in PAIR_KEYS:
-        value = next((body[key] for key in keys if body.get(key) is not None), "")
-        many = type(value) is list and bool(value) and type(value[0]) is not int
-        side = []
-        for prompt in value if many else [value]:
-            one = Extent()
-            _one(one, prompt)
-            side.append(one)
-        sides.append(side)
-    left, right = sides
-    repeats = len(right) if len(left) == 1 else 1  # one query is read again for each document
-    extent.prompts = max(len(right), 1)
-    extent.text = repeats * sum(x.text for x in left) + sum(x.text for x in right)
-    extent.tokens = repeats * sum(x.tokens for x in left) + sum(x.tokens for x in right)
-    extent.vague = repeats * sum(x.vague for x in left) + sum(x.vague for x in right)
-    extent.largest_text = max(x.text for x in left) + max(x.text for x in right)
-    extent.largest_tokens = max(x.tokens for x in left) + max(x.tokens for x in right)
+    left, right = (_side(body, keys) for keys in PAIR_KEYS)
+    repeats = right.prompts if left.prompts == 1 else 1  # one query is read again for each document
+    extent.prompts = right.prompts
+    extent.text = repeats * left.text + right.text
+    extent.tokens = repeats * left.tokens + right.tokens
+    extent.vague = repeats * left.vague + right.vague
+    extent.largest_text = left.largest_text + right.largest_text
+    extent.largest_tokens = left.largest_tokens + right.largest_tokens
+
+
+def _side(body: dict[str, JSON], keys: Iterable[str]) -> Extent:
+    """Measure one side's prompts together, with the longest text and the most tokens of one."""
+    value = next((body[key] for key in keys if body.get(key) is not None), "")
+    many = type(value) is list and bool(value) and type(value[0]) is not int
+    prompts = value if many else [value]
+    side = Extent(prompts=len(prompts), largest_text=0)
+    for prompt in prompts:
+        text, tokens = side.text, side.tokens
+        _one(side, prompt)
+        side.largest_text = max(side.largest_text, side.text - text)
+        side.largest_tokens = max(side.largest_tokens, side.tokens - tokens)
+    return side
 
 
 def _state(extent: Extent, body: dict[str, JSON]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 NAMES = ("model", "stream", "prompt")
 LONGEST_FIELD = 4096
 LONGEST_HEAD = 300
+MOST_MENTIONS = 1000  # of a field, most of them in files
 HEAD_END = b"\r\n\r\n"
 
 
@@ -20,8 +21,11 @@ def form_fields(body: bytes, content_type: bytes) -> dict[str, str]:
 
 def _field(body: bytes, name: bytes, boundary: bytes) -> str | None:
     mark = b'name="' + name + b'"'
-    at = body.find(mark)
-    while at >= 0:
+    at = -len(mark)
+    for _ in range(MOST_MENTIONS):
+        at = body.find(mark, at + len(mark))
+        if at < 0:
+            return None
         opened = body.rfind(boundary, max(at - LONGEST_HEAD, 0), at)
         # A blank line between boundary and mark: those bytes were in a file.
         if opened >= 0 and HEAD_END not in body[opened:at]:
@@ -30,5 +34,4 @@ def _field(body: bytes, name: bytes, boundary: bytes) -> str | None:
             if start < len(HEAD_END) or end < 0:
                 return None
             return body[start:end].decode("utf-8", "replace")
-        at = body.find(mark, at + len(mark))
     return None

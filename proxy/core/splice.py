@@ -77,11 +77,10 @@ def _value_end(masked: bytes, start: int) -> int:
     if first not in OPENING:
         scalar = SCALAR.match(masked, start)
         return scalar.end() if scalar else start
-    close = masked.find(b"]", start)
-    if first == OPENING[0] and not any(
-        masked.find(each, start + 1, close) >= 0 for each in (b'"', b"[", b"{")
-    ):
-        return close + 1  # numbers: the one kind of list that gets as long as a prompt
+    if first == OPENING[0]:
+        close = masked.find(b"]", start)
+        if not any(masked.find(each, start + 1, close) >= 0 for each in (b'"', b"[", b"{")):
+            return close + 1  # numbers: the one kind of list that gets as long as a prompt
     depth, at, jump = 1, start + 1, JUMP.match
     while depth:
         at = jump(masked, at).end()  # type: ignore[union-attr]  # it matches anything

@@ -39,6 +39,7 @@ HEAD_END, PART_END = b"\r\n\r\n", b"\r\n--"
 # Beyond these it is no form as anybody writes one, and not worth more time to tell.
 LONGEST_LINE = 8192
 MOST_MENTIONS = 100
+LONGEST_TEXT = 65_536
 CHARSET = re.compile(rb"charset([^=]*)=[ \t]*\"?([^\s;\"]*)", re.IGNORECASE)
 PLAIN = frozenset([b"utf-8", b"utf8", b"us-ascii", b"ascii", b"iso-8859-1", b"latin-1"])
 
@@ -84,19 +85,20 @@ def steering_form(body: bytes, content_type: bytes, *, at_all: bool = False) -> 
     for extended, charset in CHARSET.findall(content_type):
         if extended.strip() or charset.lower() not in PLAIN:
             return "charset"  # of which names and values could be spelt in any way
+    read: set[int] = set()  # where texts begin that were: many heads may have one in common
     for mark in (ARGUMENTS, b"name*"):
         at, mentions = body.find(mark), 0
         while at >= 0:
             mentions += 1
             if mentions > MOST_MENTIONS:
                 return ARGUMENTS.decode()
-            if (name := _in_part(body, at, at + len(mark), at_all=at_all)) is not None:
+            if (name := _in_part(body, at, at + len(mark), read, at_all=at_all)) is not None:
                 return name
             at = body.find(mark, at + len(mark))
     return None
 
 
-def _in_part(body: bytes, at: int, end: int, *, at_all: bool) -> str | None:
+def _in_part(body: bytes, at: int, end: int, read: set[int], *, at_all: bool) -> str | None:
     """Look into the part in whose head a mention may be."""
     first = max(at - LONGEST_LINE, 0)
     line = body.rfind(b"\n", first, at) + 1
@@ -107,10 +109,14 @@ def _in_part(body: bytes, at: int, end: int, *, at_all: bool) -> str | None:
     if at_all:
         return ARGUMENTS.decode()
     start = body.find(HEAD_END, end)
-    if start < 0:
+    if start < 0 or start in read:
         return None
+    read.add(start)
     # No line inside of JSON text begins so.
-    text = body[start + len(HEAD_END) : body.find(PART_END, start + len(HEAD_END))]
+    stop = body.find(PART_END, start + len(HEAD_END))
+    text = body[start + len(HEAD_END) : stop]
+    if len(text) > LONGEST_TEXT:
+        return ARGUMENTS.decode()
     try:  # Python's parser, as vLLM: others don't take NaN
         pairs = json.loads(text.decode("utf-8", "replace"), object_pairs_hook=list)
     except (ValueError, RecursionError):

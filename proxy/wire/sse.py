@@ -24,6 +24,7 @@ MAX_HELD = 1 << 20
 TAIL = 1 << 16
 LAST_PIECES = 3
 USAGE_BYTES = 1024
+MOST_TOKENS = 10**9  # that a worker is believed to have computed for one request
 
 USAGE = b'"usage":'
 PROMPT = re.compile(rb'"(?:prompt|input)_tokens"\s*:\s*(\d+)')
@@ -109,12 +110,10 @@ def usage_in(text: bytes) -> Usage | None:
     if at < 0:
         return None
     end = at + USAGE_BYTES
-    prompt = PROMPT.search(text, at, end)
-    if prompt is None:
+    numbers = [pattern.search(text, at, end) for pattern in (PROMPT, WRITTEN, CACHED)]
+    if numbers[0] is None:
         return None
-    written = WRITTEN.search(text, at, end)
-    cached = CACHED.search(text, at, end)
-    return Usage(int(prompt[1]), int(written[1]) if written else 0, int(cached[1]) if cached else 0)
+    return Usage(*(min(int(found[1]), MOST_TOKENS) if found else 0 for found in numbers))
 
 
 def recounted(text: bytes, cached: int, *, same_length: bool) -> bytes:

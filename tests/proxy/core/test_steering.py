@@ -175,12 +175,17 @@ def test_a_form_in_an_odd_charset_could_spell_it_in_any_way(kind: bytes) -> None
         (b'Content-Disposition: form-data; name="vllm_xargs"', b'{"kv_transfer_params": null}'),
         (b'Content-Disposition: form-data; name="vllm_xargs"', b'{"x": {"kv_transfer_params": 1}}'),
         (b'Content-Disposition: form-data; name="vllm_xargs"', b'kv_transfer_params: {"'),
-        (b'Content-Disposition: form-data; name="vllm_xargs"', b"[" * 100_000),
+        (b'Content-Disposition: form-data; name="vllm_xargs"', b"[" * 50_000),
         (b'Content-Disposition: form-data; name="file"; filename="name*.wav"', b"\x00" * 100),
     ],
 )
 def test_forms_that_steer_nothing(part: tuple[bytes, bytes]) -> None:
     assert steering_form(form(part), TYPE) is None
+
+
+def test_a_text_too_long_to_be_read_counts_as_one_that_steers() -> None:
+    head = b'Content-Disposition: form-data; name="vllm_xargs"'
+    assert steering_form(form((head, b"[" + b"[]," * 30_000 + b"1]")), TYPE) == "vllm_xargs"
 
 
 @pytest.mark.parametrize("body", [b"", b"vllm_xargs", b"\nname*\r\n\r\n", b"name*" * 99])

@@ -1,0 +1,212 @@
+"""Bodies of all kinds through all that the router does with them, short of sending."""
+
+from __future__ import annotations
+
+import time
+
+import orjson
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from proxy.config import TransferConfig
+from proxy.core.fleet import Fleet
+from proxy.core.router import Router, RouterSettings
+from proxy.core.routes import ROUTES, Route, Shape
+from proxy.core.types import Ask, Lease, Outcome, Refusal, Role
+from proxy.core.worker import Worker, WorkerSpec
+from proxy.transfer.legs import decode_body, prefill_body
+from proxy.transfer.registry import connector
+from proxy.transfer.types import Pair, Side, usage_of
+from proxy.wire.release import read as read_answer
+from proxy.wire.sse import EventStream, recounted, usage_in
+from tests.fuzz.texts import BODIES, RIGHT, WRONG
+
+MODEL = "tiny"
+SANE = 2**62  # no sum of charges comes near it
+JSON_TYPE, FORM_TYPE = b"application/json", b"multipart/form-data; boundary=b"
+NIXL = connector(TransferConfig(connector="nixl"))
+EXAMPLES = settings(max_examples=100, deadline=None)
+PATHS = st.sampled_from(sorted(ROUTES))
+
+
+def fleet() -> tuple[Fleet, list[Worker]]:
+    """Make one worker of each kind."""
+    made = Fleet()
+    for role in (Role.GENERAL, Role.PREFILL, Role.DECODE):
+        made.add(WorkerSpec(role.value, "http://127.0.0.1:1", role, MODEL))
+        for at in (0.0, 1.0):
+            made.probe_ok(role.value, at)
+        made.set_served(role.value, (MODEL,), 16384)
+    return made, list(made)
+
+
+def charges(workers: list[Worker]) -> list[tuple[int, ...]]:
+    """Say what is charged to workers."""
+    return [(w.requests, w.prefill_tokens, w.decode_tokens, w.kv_tokens) for w in workers]
+
+
+def passes(route: Route, body: bytes, kind: bytes, said: bytes = b"") -> Ask | Refusal:
+    """Take a body through the router's life of a request, with what a worker says of its usage."""
+    made, workers = fleet()
+    router = Router(RouterSettings(transfer=True, disaggregate_above=1), made)
+    ask = router.read(route, body, kind, "id")
+    if isinstance(ask, Refusal):
+        assert 400 <= ask.status < 500
+        return ask
+    for number in (ask.prompt_tokens, ask.prompt_error, ask.largest_prompt, ask.expected_output):
+        assert type(number) is int
+        assert 0 <= number <= SANE
+    assert 1 <= ask.samples <= SANE
+    assert ask.output_tokens is None or 0 <= ask.output_tokens <= SANE
+    if counter := router.counter_for(ask):
+        assert counter in workers
+        router.tokenize_body(ask, body)
+    placed = router.submit(ask, 2.0)
+    if isinstance(placed, Lease):
+        ends(router, placed, body, said)
+        assert charges(workers) == [(0, 0, 0, 0)] * 3
+    return ask
+
+
+def ends(router: Router, lease: Lease, body: bytes, said: bytes) -> None:
+    """Let a request run its course."""
+    if lease.prefill is not None:
+        pair = Pair(Side("p", "h"), Side("d", "h"), "1")
+        first = prefill_body(NIXL, pair, lease.ask, body)
+        assert orjson.loads(first)["max_tokens"] == 1 or lease.ask.route == "responses"
+        answer = read_answer(said)
+        router.prefilled(lease, 3.0, usage_of(answer))
+        orjson.loads(decode_body(NIXL, pair, NIXL.take(pair, answer), body))
+    router.first_token(lease, 4.0)
+    router.tokens(lease, 1)
+    router.finish(lease, 5.0, Outcome.DONE, usage_in(said))
+    assert 0.0 < router.sizer.learnt(MODEL, lease.ask.route).bytes_per_token < 1e3
+
+
+@EXAMPLES
+@given(PATHS, BODIES, st.sampled_from([JSON_TYPE, b"", FORM_TYPE, b"\xff"]))
+def test_no_body_breaks_the_router(path: str, body: bytes, kind: bytes) -> None:
+    passes(ROUTES[path], body, kind)
+
+
+@EXAMPLES
+@given(st.sampled_from(["chat/completions", "completions", "responses"]), RIGHT, WRONG)
+def test_a_request_that_is_right_is_served_whatever_is_said_of_it(
+    name: str, text: str, said: str
+) -> None:
+    route = ROUTES[f"/v1/{name}"]
+    body = b'{"model":"tiny","prompt":"x","messages":[],"input":"x",' + text[1:].encode(
+        "utf-8", "surrogatepass"
+    )
+    usage = b'{"usage":' + said.encode("utf-8", "surrogatepass") + b"}"
+    if body.endswith(b",}"):
+        body = body[:-2] + b"}"
+    passes(route, body, JSON_TYPE, usage)
+
+
+NUMBERS = st.sampled_from(
+    ["0", "1", "-1", "7.5", "9" * 30, "9" * 999, "1e999", "null", '"x"', "[]"]
+)
+
+
+@EXAMPLES
+@given(NUMBERS, NUMBERS, NUMBERS, st.booleans())
+def test_no_usage_breaks_what_is_learnt(
+    prompt: str, written: str, cached: str, typed: bool
+) -> None:
+    names = ("input_tokens", "output_tokens") if typed else ("prompt_tokens", "completion_tokens")
+    said = (
+        f'{{"kv_transfer_params": {{"remote_host": {prompt}}}, "usage": {{"{names[0]}": {prompt}, '
+        f'"{names[1]}": {written}, "prompt_tokens_details": {{"cached_tokens": {cached}}}}}}}'
+    )
+    body = b'{"model": "tiny", "messages": [{"role": "user", "content": "hello there"}]}'
+    passes(ROUTES["/v1/chat/completions"], body, JSON_TYPE, said.encode())
+    recounted(said.encode(), 5, same_length=True)
+
+
+@EXAMPLES
+@given(
+    st.lists(
+        st.one_of(
+            st.sampled_from([b"data: ", b"event: x\n", b"\n\n", b"\r\n\r\n", b": ping\n", b"\n"]),
+            st.binary(max_size=20),
+        )
+    ),
+    st.integers(1, 9),
+)
+def test_a_stream_passes_whole_whatever_it_is(parts: list[bytes], size: int) -> None:
+    data, stream = b"".join(parts), EventStream()
+    out = b"".join(stream.feed(data[at : at + size]) for at in range(0, len(data), size))
+    assert out + stream.rest() == data
+    assert stream.tokens >= 0
+    stream.error_event("gone", "code")
+
+
+def test_depth_and_length_are_refused_not_feared() -> None:
+    route = ROUTES["/v1/chat/completions"]
+    for body in (
+        b'{"messages":' + b"[" * 500_000,
+        b'{"messages":' + b'{"a":' * 500_000,
+        b'{"max_tokens":' + b"9" * 500_000 + b"}",
+        b'{"a":' + b"[]," * 10 + b"}",
+        b"[" + b"1," * 3_000_000 + b"1]",
+    ):
+        found = passes(route, body, JSON_TYPE)
+        assert isinstance(found, Refusal)
+        assert found.status == 400
+
+
+def _many(unit: bytes, size: int, before: bytes = b"{", after: bytes = b'"z":1}') -> bytes:
+    return before + unit * (size // len(unit)) + after
+
+
+ARGS = b'{"vllm_xargs":{},'
+XARGS = b'content-disposition: form-data; name="vllm_xargs"\r\n'
+# What a reader that looks again and again would take seconds for.
+HARD = {
+    "empty objects": lambda n: _many(b'"a":{},', n, ARGS),
+    "empty lists": lambda n: _many(b'"a":[],', n, ARGS),
+    "one name many times": lambda n: _many(b'"kv_transfer_params":null,', n),
+    "backslashes": lambda n: _many(rb"\\", n, ARGS + b'"p":"', b'"}'),
+    "quotes": lambda n: _many(rb"\"", n, ARGS + b'"p":"', b'"}'),
+    "short strings": lambda n: _many(b'"aa",', n, ARGS + b'"messages":[', b"1]}"),
+    "long strings": lambda n: _many(b'"' + b"a" * 97 + b'",', n, ARGS + b'"messages":[', b"1]}"),
+    "messages": lambda n: _many(b"{},", n, b'{"messages":[', b"1]}"),
+    "tools": lambda n: _many(b"{},", n, b'{"messages":[],"tools":[', b"1]}"),
+    "nested lists": lambda n: _many(b"[[[[]]]],", n, ARGS + b'"a":[', b"1]}"),
+    "white space": lambda n: _many(b" ", n, ARGS, b'"a":1}'),
+    "escapes": lambda n: _many(b"\\u0061", n, ARGS + b'"p":"', b'"}'),
+    "digits": lambda n: _many(b"9", n, b'{"max_tokens":0.', b"}"),
+}
+HARD_FORMS = {
+    "mentions": lambda n: _many(b'name="model"', n, b"", b""),
+    "parts": lambda n: _many(b'--b\r\n\r\nname="model"\r\n', n, b"", b""),
+    "boundaries": lambda n: _many(b"--b", n, b"", b""),
+    "one text for many": lambda n: XARGS * 99 + _many(b"[],", n, b"\r\n[", b"1]\r\n--b--"),
+    "a long line": lambda n: _many(b" name", n, b"content-disposition:", b"vllm_xargs"),
+    "stars": lambda n: _many(b"\nname", n, b"", b"name*"),
+}
+
+
+@pytest.mark.parametrize("name", [*HARD, *HARD_FORMS])
+def test_work_grows_with_the_size_alone(name: str) -> None:
+    """Sixteen times the bytes may take sixteen times as long, and as much again for noise.
+
+    What was quadratic took 256 times as long; processor time, the best of several.
+    """
+    form = name in HARD_FORMS
+    make = (HARD | HARD_FORMS)[name]
+    route = ROUTES["/v1/audio/transcriptions" if form else "/v1/chat/completions"]
+    assert (route.shape is Shape.FORM) == form
+    router = Router(RouterSettings(transfer=True), fleet()[0])
+
+    def cost(size: int, rounds: int) -> float:
+        body, best = make(size), 1e9
+        for _ in range(rounds):
+            began = time.process_time()
+            router.read(route, body, FORM_TYPE if form else JSON_TYPE, "id")
+            best = min(best, time.process_time() - began)
+        return best
+
+    assert cost(128_000, 3) < 64 * max(cost(8_000, 9), 1e-4)
