@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 
 EXACT, FLUID = "exact", "fluid"
 ENGINES: Final = (EXACT, FLUID)
+# Of more requests a fluid engine tells first tokens and ends alone: a list of all gaps is too long.
+EACH_TOKEN_UP_TO: Final = 50_000
 
 
 def add_simulate(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -158,13 +160,13 @@ def _checked(
     return config, models, schedule
 
 
-def engine_maker(name: str, *, traced: bool = False) -> MakeEngine:
-    """Return what makes engines of a kind."""
+def engine_maker(name: str, *, traced: bool = False, each_token: bool = True) -> MakeEngine:
+    """Return what makes engines of a kind; `each_token`: a fluid one too tells every gap."""
     if name == EXACT:
         return partial(ExactEngine, traced=traced)
     from vllm_sched.sim.fluid import Fluid
 
-    return Fluid
+    return partial(Fluid, each_token=each_token)
 
 
 def _run(
@@ -178,12 +180,22 @@ def _run(
     logging.getLogger("vllm").setLevel(logging.ERROR)
     if args.engine == EXACT and console.is_terminal:
         console.print("loading vLLM's scheduler", style="dim")
-    maker = engine_maker(args.engine, traced=bool(args.trace))
+    maker = engine_maker(
+        args.engine, traced=bool(args.trace), each_token=expected(schedule) <= EACH_TOKEN_UP_TO
+    )
     fleet = SimulatedFleet(config, models, maker, seed=args.seed, timeout_s=args.timeout)
     began = time.perf_counter()
     with watched(console, schedule) as told:
         played = fleet.play(schedule, told)
     return Run(played, fleet, time.perf_counter() - began)
+
+
+def expected(schedule: Schedule) -> float:
+    """Reckon how many requests will come; of a closed loop nobody knows."""
+    counts = [each for each in (schedule.count, schedule.source.count) if each is not None]
+    if (end := schedule.ends_after_s) is not None and schedule.offered_rate is not None:
+        counts.append(round(schedule.offered_rate * end))
+    return min(counts, default=0)
 
 
 @contextmanager

@@ -96,7 +96,7 @@ def test_a_pools_key_is_not_shown() -> None:
 
 
 def test_a_pool_has_all_that_a_worker_has_but_name_address_and_start() -> None:
-    own = {"name", "url", "launch"}
+    own = {"name", "url", "launch", "profile"}
     assert set(WorkerConfig.model_fields) - own <= set(PoolConfig.model_fields)
     pool = PoolConfig(name="p", selector="a=b", role="long", max_requests=3, api_key_file=Path("k"))
     worker = pool.worker("w", "http://w", "key")
