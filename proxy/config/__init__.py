@@ -19,21 +19,26 @@ from proxy.config.models import (
 )
 from proxy.config.reading import load, parse
 from proxy.config.showing import shown
+from proxy.config.tenants import AdmissionConfig, FairnessConfig, LimitsConfig, TenantConfig
 
 __all__ = [
     "AdminConfig",
+    "AdmissionConfig",
     "Check",
     "DiscoveryConfig",
     "Draft",
+    "FairnessConfig",
     "FleetConfig",
     "KubernetesConfig",
     "LaunchConfig",
+    "LimitsConfig",
     "PoolConfig",
     "ProbeConfig",
     "QueueConfig",
     "RetryConfig",
     "RouterConfig",
     "RoutingConfig",
+    "TenantConfig",
     "TimeoutConfig",
     "TransferConfig",
     "WorkerConfig",

@@ -23,6 +23,8 @@ from proxy.config.models import (
     WorkerConfig,
 )
 from proxy.config.showing import HIDDEN, is_secret
+from proxy.config.tenant_checks import TENANT_CHECKS
+from proxy.config.tenants import TenantConfig
 from proxy.config.types import Block
 from proxy.errors import ConfigError, Problem
 
@@ -79,7 +81,7 @@ def parse(text: str, source: str, *, also: Sequence[Check] = ()) -> FleetConfig:
     except ValidationError as error:
         problems += map(_problem, error.errors(include_url=False))
     draft = _draft(data)
-    for check in (*CHECKS, *also):
+    for check in (*CHECKS, *TENANT_CHECKS, *also):
         problems += check(draft)
     if problems or config is None:
         raise ConfigError(source, problems)
@@ -98,6 +100,8 @@ def _draft(data: Mapping[str, Any]) -> Draft:
         ),
         transfer=_transfer(data.get("transfer")),
         moves=data.get("transfer") is not None,
+        tenants=_valid_ones(TenantConfig, data.get("tenants")),
+        has_tenants=bool(data.get("tenants")),
     )
 
 
@@ -190,7 +194,7 @@ def _blocks(annotation: object) -> Iterator[type[BaseModel]]:
 
 
 def _nearest(name: str, block: type[BaseModel] | None) -> str:
-    known = list(block.model_fields) if block else []
+    known = [f.alias or name for name, f in block.model_fields.items()] if block else []
     if close := difflib.get_close_matches(name, known, n=1):
         return f"did you mean {close[0]}?"
     return f"leave it out; valid: {', '.join(known)}"

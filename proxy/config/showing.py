@@ -10,7 +10,9 @@ from proxy.config.models import FleetConfig
 HIDDEN = "***"
 # Flags whose value is nobody's business. Variables have names of all kinds: of those, all but a few
 # families are hidden.
-SECRET = re.compile(r"secret|pass|auth|(key|token|credentials?)$", re.IGNORECASE)
+SECRET = re.compile(
+    r"secret|pass|auth|(key|token|credentials?)$|^keys?_(hashes|env)$", re.IGNORECASE
+)
 PLAIN = re.compile(r"(CUDA|NVIDIA|NCCL|VLLM|OMP|MKL|TORCH|UCX|TOKENIZERS|HF_HUB)_\w+$")
 
 
@@ -26,11 +28,13 @@ def is_plain(variable: str) -> bool:
 
 def shown(config: FleetConfig) -> dict[str, Any]:
     """Return the whole configuration as plain data."""
-    data = config.model_dump(mode="json")
+    data = config.model_dump(mode="json", by_alias=True)
     pools = data["discovery"]["pools"] if data["discovery"] else []
     for each in (*data["workers"], *pools):
         if each["api_key"] is not None:
             each["api_key"] = HIDDEN
+    for tenant in data["tenants"]:
+        tenant["key_hashes"] = [HIDDEN for _ in tenant["key_hashes"]]
     for worker in data["workers"]:
         if launch := worker["launch"]:
             launch["args"] = _without_secrets(launch["args"])

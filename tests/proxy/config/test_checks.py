@@ -43,8 +43,9 @@ def test_one_port_on_two_machines_is_fine() -> None:
 def test_a_worker_where_the_router_is() -> None:
     assert "router.port" in found([at(8000)])["workers[0].url"]
     assert "router.admin.port" in found([at(8001)])["workers[0].url"]
-    assert found([at(8000)], router={"host": "::"}).keys() == {"workers[0].url"}
-    assert found([at(8000)], router={"host": "10.0.0.1"}) == {}
+    everywhere, elsewhere = {"allow_anonymous": True, "host": "::"}, {"host": "10.0.0.1"}
+    assert found([at(8000)], router=everywhere).keys() == {"workers[0].url"}
+    assert found([at(8000)], router={**everywhere, **elsewhere}) == {}
 
 
 def test_the_router_and_its_admin_api_need_two_ports() -> None:
