@@ -36,6 +36,7 @@ logger = logging.getLogger(__name__)
 # Why a request is served whole after all.
 FAILED_TRANSFER, REFUSED_PREFILL = "failed_transfer", "refused_prefill"
 LATE_TRANSFER = "late_transfer"
+SOON_S = 0.25
 LATE = 4.0  # times what was predicted, a prefill or an answer is
 # How a stream whose head was a 200 says that its transfer failed. vLLM's chat names the role before
 # it, at the same moment.
@@ -213,7 +214,7 @@ class HandOver:
     def left(self, now: float, connection: WorkerConnection | None) -> None:
         """Stop both legs: whoever wanted the answer is gone. The decode leg's is this one."""
         if self._leg is not None:
-            self._abandon(self._leg)
+            self._abandon(now, self._leg)
             self._leg = None
         if connection is not None:
             sent, well = connection.has_sent(now), connection.is_open
@@ -222,11 +223,15 @@ class HandOver:
                 self.give_back(now, well=well)
         self._wire.metrics.handover_left(self._lease)
 
-    def _abandon(self, leg: PrefillLeg) -> None:
-        """Let the prefill stop; if it is done already, hear where its blocks are to free them."""
-        if leg.is_answering:
-            authorization = self._request.head.authorization
-            leg.leave_to(Orphan(self._wire, self._pair, self._lease.worker, authorization))
+    def _abandon(self, now: float, leg: PrefillLeg) -> None:
+        """Let the prefill stop; if it is done already, hear where its blocks are to free them.
+
+        An answer that crosses the end of its connection is read by nobody. So one that should be
+        there any moment is waited for.
+        """
+        if leg.is_answering or (leg.is_sent and nearly_done(self._lease, now)):
+            who = self._request.head.authorization
+            Orphan(self._wire, self._pair, self._lease.worker, who, leg).adopt(now)
         else:
             leg.drop()
 
@@ -241,6 +246,14 @@ class HandOver:
 def says_failed(body: bytes) -> bool:
     """Whether a stream begins with the error of a transfer that failed."""
     return FAILED_EVENT.match(body) is not None
+
+
+def nearly_done(lease: Lease, now: float) -> bool:
+    """Whether a prefill should be done in a moment; where nobody knows, it may be."""
+    first, halves = lease.prefill, lease.decision.handover
+    if first is None or halves is None or not first.worker.pace.prefills:
+        return True
+    return now > first.charged_at + halves.prefill_s - SOON_S
 
 
 def decode_patience_s(lease: Lease, within_s: float) -> float:

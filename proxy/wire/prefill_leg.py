@@ -57,6 +57,11 @@ class PrefillLeg:
         """Whether the prefill is done and its answer is on its way."""
         return self._size >= 0
 
+    @property
+    def is_sent(self) -> bool:
+        """Whether the worker may have begun with it."""
+        return self.connection is not None and self.connection.is_open
+
     def leave_to(self, owner: Owner) -> None:
         """Let somebody else hear the rest."""
         self._owner = owner

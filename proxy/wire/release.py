@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
+from proxy.core.types import Role
 from proxy.transfer.types import Pair, Taken
 from proxy.wire.http import JSON
 
 if TYPE_CHECKING:
     from proxy.core.worker import Worker
+    from proxy.wire.prefill_leg import PrefillLeg
     from proxy.wire.response import Head
     from proxy.wire.server import Wire
     from proxy.wire.worker_connection import Trouble, WorkerConnection
@@ -23,21 +25,39 @@ if TYPE_CHECKING:
 RELEASED, LEFT = "released", "left_to_expire"
 # With these it was refused by what knows of the connector; a 401, say, comes from before that.
 FREES = frozenset([400, 404])
-PATIENCE_S = 20.0  # well under the time after which they are freed anyway
+# Well under the time after which they are freed anyway.
+PATIENCE_S, TRIES = 5.0, 3
+GRACE_S = 1.0  # for a prefill that should be done by now, and whose client has left
 
 
 class Release:
-    """One such request."""
+    """Has one prefill's blocks freed: by a decode worker, or if that fails by another."""
 
-    __slots__ = ("_status", "_wire", "connection", "deadline")
+    __slots__ = ("_authorization", "_body", "_status", "_tried", "_wire", "connection", "deadline")
     once = True
     patience_s = inf
 
-    def __init__(self, wire: Wire, deadline: float) -> None:
+    def __init__(self, wire: Wire, body: bytes, authorization: bytes) -> None:
         self.connection: WorkerConnection | None = None
-        self.deadline = deadline
+        self.deadline = inf
         self._wire = wire
+        self._body = body
+        self._authorization = authorization
+        self._tried: list[Worker] = []
         self._status = 0
+
+    def send(self, now: float, decode: Worker) -> None:
+        """Send a decode worker what it must refuse."""
+        wire, body = self._wire, self._body
+        self._tried.append(decode)
+        self._status = 0
+        self.deadline = now + PATIENCE_S
+        pool = wire.pools.of(decode)
+        who = pool.authorization or self._authorization
+        start = b"POST /v1/completions HTTP/1.1\r\nHost: %b%b" % (pool.host, who)
+        framing = b"Content-Type: %b\r\nContent-Length: %d\r\n\r\n" % (JSON, len(body))
+        wire.releases.add(self)
+        pool.send(now, self, (start + framing + body,))
 
     def begun(self, now: float, head: Head) -> None:  # noqa: ARG002
         """Note how it was refused."""
@@ -45,20 +65,38 @@ class Release:
 
     def received(self, now: float, body: bytes, ended: bool) -> None:  # noqa: ARG002
         """Count it once the refusal is there."""
-        if ended:
-            self.connection = None
-            self._over(RELEASED if self._status in FREES else LEFT)
+        if not ended:
+            return
+        self.connection = None
+        if self._status in FREES:
+            self._over(RELEASED)
+        else:
+            self.elsewhere(now, self._tried[-1])
 
     def lost(self, now: float, trouble: Trouble) -> None:  # noqa: ARG002
-        """Give up: the blocks expire in time."""
+        """Ask another."""
         self.connection = None
-        self._over(LEFT)
+        self.elsewhere(now, self._tried[-1])
 
-    def expire(self, now: float) -> None:  # noqa: ARG002
-        """Wait no longer."""
+    def expire(self, now: float) -> None:
+        """Wait no longer for this one."""
         if self.connection is not None:
             self.connection.drop()
-        self._over(LEFT)
+            self.connection = None
+        self.elsewhere(now, self._tried[-1])
+
+    def elsewhere(self, now: float, decode: Worker) -> None:
+        """Ask another in place of a decode worker; without one, the blocks expire in time."""
+        others = (
+            w
+            for w in self._wire.router.fleet.of(decode.model)
+            if w.role is Role.DECODE and w.up and w.breaker.closed
+        )
+        left = [w for w in others if w is not decode and w not in self._tried]
+        if left and len(self._tried) < TRIES:
+            self.send(now, left[0])
+        else:
+            self._over(LEFT)
 
     def _over(self, how: str) -> None:
         self._wire.release_over(self)
@@ -66,30 +104,53 @@ class Release:
 
 
 class Orphan:
-    """Takes the answer to a prefill whose client left just before it was there."""
+    """Takes the answer to a prefill whose client left when it was done, or nearly so."""
 
-    __slots__ = ("_authorization", "_decode", "_pair", "_wire", "connection")
+    __slots__ = ("_authorization", "_decode", "_leg", "_pair", "_wire", "connection", "deadline")
 
-    def __init__(self, wire: Wire, pair: Pair, decode: Worker, authorization: bytes) -> None:
+    def __init__(
+        self, wire: Wire, pair: Pair, decode: Worker, authorization: bytes, leg: PrefillLeg
+    ) -> None:
         self.connection: WorkerConnection | None = None
+        self.deadline = inf
         self._wire, self._pair = wire, pair
         self._decode, self._authorization = decode, authorization
+        self._leg = leg
+
+    def adopt(self, now: float) -> None:
+        """Wait for it, a little."""
+        self.deadline = now + GRACE_S
+        self._wire.releases.add(self)
+        self._leg.leave_to(self)
 
     def prefilled(self, now: float, answer: bytes) -> None:
         """Have the blocks freed."""
         connector = self._wire.connector
         taken = Taken() if connector is None else connector.take(self._pair, read(answer))
         release(self._wire, now, self._decode, taken, self._authorization)
+        self._wire.release_over(self)
 
-    def begun(self, now: float, head: Head) -> None:
-        """Hear what can't be: the answer has begun before."""
+    def begun(self, now: float, head: Head) -> None:  # noqa: ARG002
+        """Hear that it was refused: nothing is held for it."""
+        self._leg.drop()
+        self._wire.release_over(self)
 
     def received(self, now: float, body: bytes, ended: bool) -> None:
         """Hear nothing."""
 
     def lost(self, now: float, trouble: Trouble) -> None:  # noqa: ARG002
-        """Give up."""
-        self._wire.metrics.handover_ended(LEFT)
+        """Give up: if it had begun to answer, blocks are held for it."""
+        if self._leg.is_answering:
+            self._wire.metrics.handover_ended(LEFT)
+        self._wire.release_over(self)
+
+    def expire(self, now: float) -> None:  # noqa: ARG002
+        """Let the prefill stop: it takes longer than was thought. An answer has longer to come."""
+        if self._leg.is_answering:
+            self.deadline = inf  # its connection has one of its own
+            return
+        self._leg.drop()
+        self._wire.release_over(self)
 
 
 def read(answer: bytes) -> dict[str, Any]:
@@ -110,17 +171,8 @@ def release(
         if taken.params is not None:
             wire.metrics.handover_ended(LEFT)
         return
-    if not well:
-        others = (w for w in wire.router.fleet.of(decode.model) if w.live and w is not decode)
-        found = next((w for w in others if w.role is decode.role and w.breaker.closed), None)
-        if found is None:
-            wire.metrics.handover_ended(LEFT)
-            return
-        decode = found
-    pool = wire.pools.of(decode)
-    who = pool.authorization or authorization
-    start = b"POST /v1/completions HTTP/1.1\r\nHost: %b%b" % (pool.host, who)
-    framing = b"Content-Type: %b\r\nContent-Length: %d\r\n\r\n" % (JSON, len(body))
-    question = Release(wire, now + PATIENCE_S)
-    wire.releases.add(question)
-    pool.send(now, question, (start + framing + body,))
+    question = Release(wire, body, authorization)
+    if well:
+        question.send(now, decode)
+    else:
+        question.elsewhere(now, decode)

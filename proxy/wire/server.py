@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from proxy.transfer.types import Connector
     from proxy.wire.desk import Conversation, Desk
     from proxy.wire.record import Record
-    from proxy.wire.release import Release
+    from proxy.wire.release import Orphan, Release
     from proxy.wire.request import Request, RequestHead
 
 BACKLOG = 4096
@@ -72,7 +72,7 @@ class Wire:
         self.visits: set[Conversation] = set()  # to the desk
         self.queued: dict[Ticket, Exchange] = {}
         self.counting: set[TokenCount] = set()
-        self.releases: set[Release] = set()
+        self.releases: set[Release | Orphan] = set()
         self.outbox = Outbox()
         self.pools = Pools(settings, clock, self.outbox)
         self._servers: list[asyncio.Server] = []
@@ -195,7 +195,7 @@ class Wire:
         if not self.visits:
             self._wake()
 
-    def release_over(self, release: Release) -> None:
+    def release_over(self, release: Release | Orphan) -> None:
         """Forget a request that blocks be freed."""
         self.releases.discard(release)
         if not self.releases:

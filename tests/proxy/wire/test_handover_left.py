@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from proxy.core.types import Role
+from proxy.wire.release import GRACE_S
 from tests.proxy.wire import scripts
 from tests.proxy.wire.client import chat, request
 from tests.proxy.wire.conftest import Start
@@ -81,6 +82,85 @@ async def test_while_the_prefill_answers(start: Start, way: str, pieces: int) ->
     await here.settled()
     assert here.kv.ends() == ["released"]
     assert here.legs() == ["prefill p0", "release d0"]
+
+
+@pytest.mark.parametrize("way", WAYS)
+async def test_as_the_answer_to_the_prefill_is_on_its_way(start: Start, way: str) -> None:
+    """It is done, blocks are held, and not a byte of it is here yet."""
+    here = await pairs(start, prefills=1, decodes=1)
+    fake, rest = here.site.fakes["p0"], asyncio.Event()
+    usual = here.kv.worker(fake, "prefill")
+
+    async def held_up(call: Call) -> None:
+        send = call.connection.send
+
+        async def hold(data: bytes) -> None:
+            await rest.wait()
+            await send(data)
+
+        call.connection.send = hold  # type: ignore[method-assign]
+        await usual(call)
+
+    fake.then(held_up)
+    client = await here.site.client()
+    await client.send(request(chat_body()))
+    await eventually(lambda: here.kv.held)
+    await leave(client, way)
+    await eventually(lambda: not here.site.wire.exchanges)
+    rest.set()
+    await eventually(lambda: not here.kv.held)
+    await here.settled()
+    assert here.kv.ends() == ["released"]
+    assert here.site.metrics.handovers.ends["client_left_prefill"] == 1
+    assert "left_to_expire" not in here.site.metrics.handovers.ends
+
+
+async def test_a_prefill_with_a_long_way_to_go_is_not_waited_for(start: Start) -> None:
+    here = await pairs(start, prefills=1, decodes=1)
+    here.kv.wrong("p0", Faults(before=scripts.stall))
+    pace = here.site.worker("p0").pace
+    pace.prefills, pace.token_s = 1.0, 10.0
+    client = await here.site.client()
+    await client.send(request(chat_body()))
+    call = await here.site.fakes["p0"].got(1)
+    client.close()
+    await eventually(lambda: not here.site.wire.exchanges)
+    assert here.site.wire.releases == set()
+    await asyncio.wait_for(call.lost.wait(), 5)
+    await here.settled()
+
+
+async def test_a_prefill_that_should_be_done_is_waited_for_a_little(start: Start) -> None:
+    here = await pairs(start, prefills=1, decodes=1)
+    here.kv.wrong("p0", Faults(before=scripts.stall))
+    client = await here.site.client()
+    await client.send(request(chat_body()))
+    call = await here.site.fakes["p0"].got(1)
+    client.close()
+    await eventually(lambda: here.site.wire.releases)
+    here.site.skip(GRACE_S)
+    await asyncio.wait_for(call.lost.wait(), 5)
+    await here.settled()
+    assert "left_to_expire" not in here.site.metrics.handovers.ends
+
+
+async def test_one_that_refuses_then_holds_nothing(start: Start) -> None:
+    here = await pairs(start, prefills=1, decodes=1)
+    rest = asyncio.Event()
+
+    async def refuses(call: Call) -> None:
+        await rest.wait()
+        await scripts.error(400, "no")(call)
+
+    here.site.fakes["p0"].then(refuses)
+    client = await here.site.client()
+    await client.send(request(chat_body()))
+    await here.site.fakes["p0"].got(1)
+    client.close()
+    await eventually(lambda: here.site.wire.releases)
+    rest.set()
+    await here.settled()
+    assert here.legs() == ["prefill p0"]
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -9,12 +9,24 @@ import pytest
 
 from proxy.core.types import Role
 from proxy.transfer.types import Pair, Side, Taken
-from proxy.wire.release import LEFT, PATIENCE_S, RELEASED, Orphan, read, release
+from proxy.wire.prefill_leg import PrefillLeg
+from proxy.wire.release import LEFT, PATIENCE_S, RELEASED, TRIES, Orphan, read, release
 from tests.proxy.wire import scripts
 from tests.proxy.wire.conftest import Start
 from tests.proxy.wire.site import Fake, Site, eventually
 
 TAKEN = Taken(b'{"do_remote_prefill":true,"remote_request_id":"r"}')
+
+
+class Nobody:
+    """Whoever has left."""
+
+    connection = None
+
+    def __getattr__(self, name: str) -> object:
+        raise AssertionError(f"{name} of one who has left")
+
+
 KEY = b"Authorization: Bearer theirs\r\n"
 
 
@@ -47,21 +59,49 @@ async def test_a_refusal_is_what_is_wanted(start: Start) -> None:
         scripts.hang_up,
     ],
 )
-async def test_what_fails_is_left_to_expire(start: Start, script: scripts.Script) -> None:
+async def test_what_fails_is_asked_of_another(start: Start, script: scripts.Script) -> None:
     site = await two(start)
     site.fakes["d0"].then(script)
+    site.fakes["d1"].then(scripts.error(404, "no such model"))
+    release(site.wire, site.clock(), site.worker("d0"), TAKEN, b"")
+    await eventually(lambda: ends(site) == {RELEASED: 1})
+    assert [len(site.fakes[name].served) for name in ("d0", "d1", "p0")] == [1, 1, 0]
+
+
+async def test_what_fails_everywhere_is_left_to_expire(start: Start) -> None:
+    site = await two(start)
+    site.always(scripts.error(401))
     release(site.wire, site.clock(), site.worker("d0"), TAKEN, b"")
     await eventually(lambda: ends(site) == {LEFT: 1})
+    assert len(site.served()) == 2
+    assert site.wire.releases == set()
 
 
-async def test_it_is_not_waited_for_for_ever(start: Start) -> None:
+async def test_a_large_fleet_is_not_asked_one_by_one(start: Start) -> None:
+    site = await start(*(Fake(f"d{n}", Role.DECODE) for n in range(5)), router={"transfer": True})
+    site.always(scripts.reset)
+    release(site.wire, site.clock(), site.worker("d0"), TAKEN, b"")
+    await eventually(lambda: ends(site) == {LEFT: 1})
+    assert len(site.served()) == TRIES
+
+
+async def test_one_that_hangs_is_not_waited_for_for_ever(start: Start) -> None:
     site = await two(start)
     site.fakes["d0"].then(scripts.stall)
+    site.fakes["d1"].then(scripts.error(400, "too long"))
     release(site.wire, site.clock(), site.worker("d0"), TAKEN, b"")
     await eventually(lambda: site.fakes["d0"].served)
     site.skip(PATIENCE_S + 1)
-    await eventually(lambda: ends(site) == {LEFT: 1})
+    await eventually(lambda: ends(site) == {RELEASED: 1})
     assert site.wire.releases == set()
+
+
+async def test_one_that_drains_will_do(start: Start) -> None:
+    site = await two(start)
+    site.fleet.drain("d1")
+    site.fakes["d1"].then(scripts.error(404, "no such model"))
+    release(site.wire, site.clock(), site.worker("d0"), TAKEN, b"", well=False)
+    await eventually(lambda: ends(site) == {RELEASED: 1})
 
 
 async def test_another_decode_worker_does_it_for_one_that_is_not_well(start: Start) -> None:
@@ -89,7 +129,8 @@ async def test_an_answer_that_nobody_waits_for_is_released(start: Start) -> None
         ["remote_engine_id", "remote_request_id", "remote_host", "remote_port", "tp_size"], 1
     )
     whole = params | {"do_remote_prefill": True, "remote_block_ids": [[1]]}
-    orphan = Orphan(site.wire, pair, site.worker("d0"), b"")
+    leg = PrefillLeg(Nobody())
+    orphan = Orphan(site.wire, pair, site.worker("d0"), b"", leg)
     orphan.prefilled(site.clock(), json.dumps({"kv_transfer_params": whole}).encode())
     await eventually(lambda: site.fakes["d0"].served)
     assert site.fakes["d0"].served[0].json()["kv_transfer_params"] == whole
