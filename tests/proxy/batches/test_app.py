@@ -1,0 +1,88 @@
+"""Batches in a whole router, from a fleet file."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from openai import AsyncOpenAI
+
+from proxy.app import App
+from proxy.config import load, parse
+from proxy.errors import ConfigError, ProxyError
+from tests.proxy.batches.office import ACTIVE, CHAT, lines
+from tests.proxy.test_app import ready
+from tests.proxy.wire import scripts
+from tests.proxy.wire.fake_worker import FakeWorker
+
+DEADLINE_S = 60.0
+
+
+def fleet(path: Path, url: str, batches: str) -> str:
+    """Write a fleet file."""
+    text = (
+        f"model: tiny\nworkers: [{{name: a, url: '{url}'}}]\n"
+        "router: {port: 0, admin: {port: 0}, drain_s: 0.0, probe: {interval_s: 0.05}, "
+        f"batches: {batches}}}\n"
+    )
+    path.write_text(text)
+    return text
+
+
+async def test_a_new_router_goes_on_where_the_last_one_stopped(tmp_path: Path) -> None:
+    fake = FakeWorker("a")
+    await fake.listen()
+    source = tmp_path / "fleet.yaml"
+    fleet(source, fake.url, f"{{path: {tmp_path / 'kept'}, concurrency: 4}}")
+    first = App(load(source), source)
+    await first.start()
+    await ready(first, "a")
+    fake.then(scripts.obey("a"))
+    fake.always(scripts.stall)
+    window: Any = "1h"
+    async with AsyncOpenAI(base_url=f"{first.url}/v1", api_key="x", max_retries=0) as client:
+        content = "\n".join(map(json.dumps, lines(10))).encode()
+        file = await client.files.create(file=("in", content), purpose="batch")
+        batch = await client.batches.create(
+            input_file_id=file.id, endpoint=CHAT, completion_window=window
+        )
+        await fake.got(5, within=DEADLINE_S)
+    await first.drain()
+    fake.always(scripts.obey("a"))
+    second = App(load(source), source)
+    await second.start()
+    async with AsyncOpenAI(base_url=f"{second.url}/v1", api_key="x", max_retries=0) as client:
+        async with asyncio.timeout(DEADLINE_S):
+            while (  # noqa: ASYNC110 - the API tells in no other way
+                done := await client.batches.retrieve(batch.id)
+            ).status in ACTIVE:
+                await asyncio.sleep(0.02)
+        assert done.status == "completed"
+        results = (await client.files.content(done.output_file_id or "")).text.splitlines()
+    assert len(results) == 10
+    assert len({line.split('"custom_id":')[1].split(",")[0] for line in results}) == 10
+    fleet(source, fake.url, f"{{path: {tmp_path / 'elsewhere'}, max_lines: 7}}")
+    assert second.reload() == ["router.batches.path"]
+    assert second.batches is not None
+    assert second.batches.lane.settings.max_lines == 7
+    await second.stop()
+    await fake.stop()
+
+
+async def test_a_folder_that_cannot_be_used_is_an_error_of_the_start(tmp_path: Path) -> None:
+    source = tmp_path / "fleet.yaml"
+    fleet(source, "http://127.0.0.1:9", f"{{path: {source}}}")
+    app = App(load(source), source)
+    with pytest.raises(ProxyError, match=r"router\.batches\.path"):
+        await app.start()
+    await app.stop()
+
+
+def test_a_file_has_to_fit_into_a_body(tmp_path: Path) -> None:
+    text = fleet(tmp_path / "x", "http://127.0.0.1:9", "{path: x, max_file_bytes: 67108864}")
+    with pytest.raises(ConfigError, match=r"router\.batches\.max_file_bytes: 67108864: a file"):
+        parse(text, "x")
+    parse(text.replace("path: x, ", ""), "x")  # they are off

@@ -1,0 +1,200 @@
+"""What is kept, and what is so whatever happens in between."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import orjson
+import pytest
+
+from proxy.batches.rows import Page
+from proxy.batches.store import PIECE_BYTES, Store
+from proxy.batches.types import Batch, File, InUseError, Line, Result, Status, StoreFullError
+from proxy.errors import ProxyError
+from tests.proxy.batches.office import CHAT
+
+NOW = 1_000_000.0
+KEEP_S = 1000.0
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    """Open one."""
+    store = Store(tmp_path, KEEP_S)
+    yield store
+    store.close()
+
+
+def batch_of(store: Store, count: int, tenant: str = "t", expires: float = NOW + 60) -> Batch:
+    """Keep a batch of so many lines of three bytes, and begin it."""
+    content = b"{1}" * count
+    file = store.add_file(tenant, "in", "batch", content, NOW)
+    batch = Batch(
+        f"batch_{file.id}", tenant, CHAT, file.id, "1m", Status.VALIDATING, NOW, expires
+    )  # fmt: skip
+    store.add_batch(batch)
+    lines = [Line(n + 1, f"c{n + 1}", "tiny", 3 * n, 3) for n in range(count)]
+    store.add_lines(batch, lines)
+    assert store.begin(batch, count, NOW)
+    [kept] = [each for each in store.active() if each.id == batch.id]
+    return kept
+
+
+def result(batch: Batch, number: int, status: int = 200, body: bytes = b"{}") -> Result:
+    """Make a line's result."""
+    return Result(batch.id, number, f"c{number}", f"q{number}", status, body)
+
+
+def content(store: Store, file_id: str | None) -> list[dict[str, object]]:
+    """Read a file of results."""
+    file = store.file("t", file_id or "")
+    assert isinstance(file, File)
+    text, at = b"", 0
+    while len(text) < file.bytes:
+        piece, at = store.piece(file, at)
+        assert piece
+        text += piece
+    assert len(text) == file.bytes
+    return [orjson.loads(line) for line in text.splitlines()]
+
+
+def test_of_two_results_of_a_line_the_first_stays(store: Store) -> None:
+    batch = batch_of(store, 2)
+    store.save([result(batch, 1), result(batch, 1, 400), result(batch, 2, 400)])
+    store.save([result(batch, 2)])
+    store.end(batch.id, Status.COMPLETED, NOW)
+    ended = store.batch("t", batch.id)
+    assert ended is not None
+    assert (ended.completed, ended.failed) == (1, 1)
+    assert [each["id"] for each in content(store, ended.output)] == ["q1"]
+    assert [each["id"] for each in content(store, ended.error)] == ["q2"]
+
+
+def test_lines_are_read_with_their_bodies_and_without_those_that_are_done(store: Store) -> None:
+    batch = batch_of(store, 5)
+    store.save([result(batch, 2)])
+    jobs = store.jobs(batch, 0, 3)
+    assert [(job.number, job.body) for job in jobs] == [(n, b"{1}") for n in (1, 3, 4)]
+    assert [job.number for job in store.jobs(batch, 4, 3)] == [5]
+
+
+def test_what_was_kept_is_there_after_a_kill(store: Store, tmp_path: Path) -> None:
+    batch = batch_of(store, 3)
+    store.save([result(batch, 1)])
+    another = Store(tmp_path, KEEP_S)  # the first is still open: nobody closed it
+    assert [job.number for job in another.jobs(batch, 0, 9)] == [2, 3]
+    assert [each.completed for each in another.active()] == [1]
+    another.close()
+
+
+def test_a_tenant_sees_its_own(store: Store) -> None:
+    batch, file = batch_of(store, 1), store.add_file("other", "x", "batch", b"x", NOW)
+    assert store.batch("other", batch.id) is None
+    assert store.cancel("other", batch.id, NOW) is None
+    assert store.file("t", file.id) is None
+    assert not store.delete_file("t", file.id)
+    assert [each.id for each in store.files("other", Page())] == [file.id]
+    assert store.batches("other", Page()) == []
+
+
+def test_pages(store: Store) -> None:
+    ids = [store.add_file("t", f"{n}", "batch", b"x", NOW).id for n in range(5)]
+    assert [f.name for f in store.files("t", Page(2))] == ["4", "3", "2"]  # one more: there is more
+    assert [f.name for f in store.files("t", Page(2, ids[3]))] == ["2", "1", "0"]
+    assert [f.name for f in store.files("t", Page(2, ids[3], oldest_first=True))] == ["4"]
+    assert store.files("t", Page(2, "file-nobody")) == []
+    assert store.files("t", Page(2), "batch_output") == []
+
+
+def test_a_file_that_is_read_from_stays(store: Store) -> None:
+    batch = batch_of(store, 1)
+    with pytest.raises(InUseError):
+        store.delete_file("t", batch.input)
+    store.end(batch.id, Status.CANCELLED, NOW)
+    assert store.delete_file("t", batch.input)
+
+
+def test_cancelling_is_for_what_runs(store: Store) -> None:
+    batch = batch_of(store, 1)
+    asked = store.cancel("t", batch.id, NOW)
+    assert asked is not None
+    assert asked.status is Status.CANCELLING
+    assert not store.begin(batch, 1, NOW)  # a check that ends later changes nothing
+    store.end(batch.id, Status.CANCELLED, NOW)
+    again = store.cancel("t", batch.id, NOW + 1)
+    assert again is not None
+    assert (again.status, again.at["cancelled"]) == (Status.CANCELLED, NOW)
+
+
+def test_a_full_disk_changes_nothing(store: Store) -> None:
+    batch = batch_of(store, 2)
+    (pages,) = store.connection.execute("PRAGMA page_count").fetchone()
+    store.connection.execute(f"PRAGMA max_page_count = {pages}")
+    with pytest.raises(StoreFullError, match=r"router\.batches\.path"):
+        store.add_file("t", "big", "batch", b"x" * 1_000_000, NOW)
+    with pytest.raises(StoreFullError):
+        store.save([result(batch, 1), result(batch, 2, body=orjson.dumps("x" * 1_000_000))])
+    assert [each.completed for each in store.active()] == [0]
+    assert len(store.jobs(batch, 0, 9)) == 2
+    store.connection.execute("PRAGMA max_page_count = 1000000")
+    store.save([result(batch, 1)])
+    assert [each.completed for each in store.active()] == [1]
+
+
+def test_large_results_are_read_in_pieces(store: Store) -> None:
+    batch = batch_of(store, 4)
+    body = orjson.dumps("x" * (PIECE_BYTES * 2 // 3))
+    store.save([result(batch, n, body=body) for n in range(1, 5)])
+    store.end(batch.id, Status.COMPLETED, NOW)
+    ended = store.batch("t", batch.id)
+    assert ended is not None
+    assert [each["id"] for each in content(store, ended.output)] == ["q1", "q2", "q3", "q4"]
+
+
+def test_an_answer_stays_as_it_was_but_on_one_line(store: Store) -> None:
+    batch = batch_of(store, 2)
+    store.save([result(batch, 1, body=b'{\r\n "a": 1.10,\n "b": 0.700000000000000000001}\n')])
+    store.save([result(batch, 2, body=b"no\njson \xff")])
+    row = store.connection.execute("SELECT content FROM results WHERE number = 1").fetchone()
+    assert b'"body":{ "a": 1.10, "b": 0.700000000000000000001}' in row[0]
+    row = store.connection.execute("SELECT content FROM results WHERE number = 2").fetchone()
+    assert orjson.loads(row[0])["response"]["body"] == "no\njson \ufffd"
+
+
+def test_what_is_over_is_forgotten_in_time(store: Store) -> None:
+    old, running = batch_of(store, 1), batch_of(store, 1, expires=NOW + 2 * KEEP_S)
+    store.save([result(old, 1)])
+    store.end(old.id, Status.COMPLETED, NOW + 50)
+    store.purge(NOW + KEEP_S)
+    assert store.batch("t", old.id) is not None
+    store.purge(NOW + KEEP_S + 61)
+    assert store.batch("t", old.id) is None
+    assert store.file("t", old.input) is None
+    assert store.file("t", running.input) is not None  # it is still read
+    assert store.connection.execute("SELECT count(*) FROM results").fetchone() is not None
+    assert [each.id for each in store.active()] == [running.id]
+
+
+def test_another_releases_folder_is_left_alone(tmp_path: Path) -> None:
+    store = Store(tmp_path, KEEP_S)
+    store.connection.execute("PRAGMA user_version = 99")
+    store.close()
+    with pytest.raises(ProxyError, match="schema 99"):
+        Store(tmp_path, KEEP_S)
+
+
+def test_a_folder_that_is_none(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(ProxyError, match=r"router\.batches\.path: .*give a folder"):
+        Store(tmp_path / "file", KEEP_S)
+
+
+def test_its_tables_keep_lines_apart(store: Store) -> None:
+    batch = batch_of(store, 1)
+    for line in (Line(1, "other", "", 0, 1), Line(2, "c1", "", 0, 1)):
+        with pytest.raises(sqlite3.IntegrityError):
+            store.add_lines(batch, [line])
+    store.add_lines(replace(batch, id="another"), [Line(1, "c1", "", 0, 1)])
