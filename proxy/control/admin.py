@@ -17,7 +17,9 @@ from proxy.config import FleetConfig, WorkerConfig, shown
 from proxy.control.admin_errors import HANDLED, INVALID, AdminError, ErrorAnswer, answer
 from proxy.control.balance import Balance, BalanceShown
 from proxy.control.gate import Gate
-from proxy.control.recent import KEPT, Entry, Recent
+from proxy.control.live import Live
+from proxy.control.page import page_routes
+from proxy.control.recent import KEPT, Entry
 from proxy.control.shapes import (
     Explanation,
     Question,
@@ -40,9 +42,20 @@ class AdminState(Protocol):
     def router(self) -> Router:
         """Decisions and workers."""
 
+    async def decisions(
+        self,
+        limit: int,
+        *,
+        model: str | None,
+        worker: str | None,
+        reason: Reason | None,
+        status: int | None,
+    ) -> list[Entry]:
+        """The last requests that are so, newest first."""
+
     @property
-    def recent(self) -> Recent:
-        """The last requests."""
+    def live(self) -> Live:
+        """The last minute, for the status page."""
 
     @property
     def balance(self) -> Balance:
@@ -79,6 +92,7 @@ def admin_app(state: AdminState, clock: Callable[[], float] = time.monotonic) ->
     app.include_router(worker_routes(state, clock), prefix="/admin/workers", tags=["workers"])
     app.include_router(decision_routes(state, clock), prefix="/admin", tags=["decisions"])
     app.include_router(config_routes(state), prefix="/admin", tags=["configuration"])
+    app.include_router(page_routes(state.live))
     return app
 
 
@@ -120,7 +134,7 @@ def worker_routes(state: AdminState, clock: Callable[[], float]) -> APIRouter:
     async def remove(name: str) -> Removed:
         worker = find(name)
         state.remove_worker(name)
-        return Removed(name=name, requests=worker.requests)
+        return Removed(name=name, requests=worker.requests + worker.pinned)
 
     return api
 
@@ -155,10 +169,9 @@ def decision_routes(state: AdminState, clock: Callable[[], float]) -> APIRouter:
         reason: Reason | None = None,
         status: int | None = None,
     ) -> list[Entry]:
-        chosen = state.recent.newest(
+        return await state.decisions(
             limit, model=model, worker=worker, reason=reason, status=status
         )
-        return list(chosen)
 
     @api.post("/explain", summary="Say where a request would go now, and why")
     async def explain(question: Question) -> Explanation:

@@ -11,6 +11,7 @@ from prometheus_client import ProcessCollector
 
 from proxy.control.exposition import Family, Page
 from proxy.control.histogram import Histogram
+from proxy.core.types import Role
 from proxy.core.worker import Worker
 
 if TYPE_CHECKING:
@@ -154,6 +155,7 @@ INFLIGHT = gauge("inflight_requests", "Requests charged to the worker.")
 PREFILL = gauge("prefill_tokens", "Prompt tokens charged that it has yet to prefill.")
 DECODE = gauge("decode_tokens", "Output tokens charged that it has yet to write.")
 KV = gauge("kv_tokens", "Tokens that the requests charged to it may hold in its cache.")
+PINNED = gauge("held_prompts", "Prompts it has prefilled that decode workers are yet to fetch.")
 KV_USAGE = gauge("kv_usage_ratio", "How full its KV cache is, as it says itself.")
 KV_CAPACITY = gauge("kv_capacity_tokens", "Tokens that its KV cache holds, where it tells.")
 UP = gauge("up", "Whether its probes succeed.")
@@ -230,6 +232,7 @@ def _workers(page: Page, workers: list[Worker]) -> None:
     page.values(PREFILL, ((labels, w.prefill_tokens) for labels, w in rows))
     page.values(DECODE, ((labels, w.decode_tokens) for labels, w in rows))
     page.values(KV, ((labels, w.kv_tokens) for labels, w in rows))
+    page.values(PINNED, ((labels, w.pinned) for labels, w in rows if w.role is Role.PREFILL))
     page.values(KV_USAGE, ((labels, w.gauges.kv_usage) for labels, w in rows if w.gauges))
     page.values(KV_CAPACITY, ((labels, w.kv_capacity) for labels, w in rows if w.kv_capacity))
     page.values(UP, ((labels, w.up) for labels, w in rows))

@@ -37,6 +37,7 @@ class WorkerShown(BaseModel):
     max_model_len: int | None
     max_requests: int | None
     requests: int = Field(description="in flight")
+    held: int = Field(description="prompts it has prefilled that decode workers are yet to fetch")
     prefill_tokens: int
     decode_tokens: int
     kv_tokens: int
@@ -95,6 +96,7 @@ def shown_worker(worker: Worker, now: float) -> WorkerShown:
         max_model_len=worker.max_model_len,
         max_requests=worker.max_requests,
         requests=worker.requests,
+        held=worker.pinned,
         prefill_tokens=worker.prefill_tokens,
         decode_tokens=worker.decode_tokens,
         kv_tokens=worker.kv_tokens,
@@ -113,7 +115,7 @@ def shown_worker(worker: Worker, now: float) -> WorkerShown:
 def state(worker: Worker) -> State:
     """Name the state of a worker; of several, the one that keeps requests from it longest."""
     if worker.draining:
-        return "draining" if worker.requests else "drained"
+        return "draining" if worker.requests or worker.pinned else "drained"
     if not worker.up:
         return "down" if worker.probed else "starting"
     return "up" if worker.breaker.closed else "resting"

@@ -101,6 +101,9 @@ class Fleet(Roster):
         if now >= worker.pace.first_due:
             self._learn_prefill(first, first.decision.handover, now)
         self.release(first)
+        if first.decision.handover is not None and first.decision.handover.tokens:
+            lease.pins = True
+            worker.pinned += 1
         worker.free_at = now + worker.pace.token_s * worker.prefill_tokens
         lease.sent = True
         lease.charged_at = now
@@ -110,6 +113,12 @@ class Fleet(Roster):
             wait = handover.transfer_s + lease.worker.pace.fixed_s
             due = now + SILENT_PATIENCE * wait
             heappush(self._silent, (due, next(self._numbers), lease))
+
+    def _unpin(self, lease: Lease) -> None:
+        """Note that a prefill worker no longer holds blocks for a request."""
+        if lease.pins and lease.prefill is not None:
+            lease.pins = False
+            lease.prefill.worker.pinned -= 1
 
     def move(self, lease: Lease, worker: Worker, now: float) -> None:
         """Have another decode worker do the rest of a hand-over, whose prefill is done."""
@@ -170,6 +179,7 @@ class Fleet(Roster):
         if lease.released or lease.first_token_at is not None or not lease.sent:
             return
         lease.first_token_at = now
+        self._unpin(lease)
         lease.worker.heard(now)
         if lease.trial:
             self.succeeded(lease.worker)
@@ -225,6 +235,7 @@ class Fleet(Roster):
         lease.released = True
         if lease.prefill is not None:
             self.release(lease.prefill)
+            self._unpin(lease)
         worker = lease.worker
         worker.requests -= 1
         if lease.sent:

@@ -150,9 +150,9 @@ class Router:
     ) -> Lease | Ticket | Refusal:
         """Place a request, let it wait, or refuse it. `tried` names the workers that failed it.
 
-        `free`: a prefill is all that came to nothing. To do it elsewhere costs no retry: the
-        decode worker that was counted on anyhow is well, and one dead prefill worker may have had
-        many requests.
+        `free`: a prefill is all that came to nothing. To do it elsewhere costs no retry, and is no
+        attempt: the decode worker that was counted on anyhow is well, and one dead prefill worker
+        may have had many requests.
         """
         if self.draining and not tried:
             return self._refused(ask.model, refusals.draining())
@@ -228,9 +228,11 @@ class Router:
     def _no_retry(
         self, ask: Ask, now: float, tried: frozenset[str], *, free: bool
     ) -> Refusal | None:
+        if free:  # few: the last of the attempts is whole
+            return None
         if len(tried) >= self.settings.max_attempts:
             why = "it was tried as often as it may be"
-        elif not free and not self._retries.spend(now):
+        elif not self._retries.spend(now):
             why = "too many requests are being retried"
         else:
             return None

@@ -209,6 +209,7 @@ class Lease:
     decoding: int = 0  # samples that count as decoding there
     prefill: Lease | None = None  # of a hand-over, the prefill worker's
     sent: bool = True  # False on a decode worker until the prefill is done
+    pins: bool = False  # whether the prefill worker still holds what it computed
 
     @property
     def under_way(self) -> Lease:

@@ -70,6 +70,7 @@ class Worker:
         "name",
         "output_price",
         "pace",
+        "pinned",
         "prefill_tokens",
         "probed",
         "prompt_price",
@@ -120,6 +121,7 @@ class Worker:
         self.long_tokens = 0  # of those, the longs'
         self.decode_tokens = 0  # still to be written
         self.kv_tokens = 0
+        self.pinned = 0  # hand-overs whose blocks here nobody has fetched yet, as far as is known
         self.decoding = 0  # sequences past their first token
         self.written = 0  # tokens it has streamed, since ever
         self.free_at = 0.0  # when its prefills should be done

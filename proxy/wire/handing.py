@@ -19,7 +19,7 @@ from proxy.core.types import Outcome
 from proxy.transfer.legs import decode_body, prefill_body
 from proxy.transfer.types import Pair, Taken, usage_of
 from proxy.wire.prefill_leg import PrefillLeg
-from proxy.wire.release import Orphan, read, release
+from proxy.wire.release import LEFT, Orphan, read, release
 from proxy.wire.sending import to_worker
 from proxy.wire.worker_connection import Trouble
 
@@ -95,11 +95,11 @@ class HandOver:
         exchange.once = holds = taken.params is not None
         halves = lease.decision.handover
         learns = halves is not None and halves.cached_tokens > 0
-        wire.router.prefilled(lease, now, usage_of(fields) if learns else None)
         bare = connector.needs_params and taken.params is None
-        wire.metrics.handovers.prefilled(lease, now, bare=bare)
         if bare and halves is not None:
             halves.tokens = 0  # the decode worker's prefill is no transfer
+        wire.metrics.handovers.prefilled(lease, now, bare=bare)
+        wire.router.prefilled(lease, now, usage_of(fields) if learns else None)
         if bare:
             self._strike(now, None)
         else:
@@ -166,6 +166,8 @@ class HandOver:
     def failed(self, now: float, outcome: Outcome, trouble: Trouble) -> tuple[str, Outcome]:
         """Give up; tell who need not be asked again, and what the leg under way says of it."""
         lease, first, was_sent = self._lease, self._first, self._is_sent
+        if self.is_answering:  # blocks are held, and where was in the part that is missing
+            self._wire.metrics.handover_ended(LEFT)
         self._leg = None
         late = trouble is Trouble.TIMEOUT and now >= self._late_at
         if late:

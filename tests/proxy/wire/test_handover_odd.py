@@ -11,6 +11,7 @@ import pytest
 from openai import AsyncOpenAI
 
 from proxy.config import TransferConfig
+from proxy.control.shapes import state
 from proxy.core.links import BARRED_S, STRIKES
 from proxy.core.types import Role
 from proxy.transfer.registry import connector
@@ -192,19 +193,63 @@ async def test_what_a_prefill_worker_refuses_a_decode_worker_judges(
     assert all(here.site.worker(f"p{number}").breaker.closed for number in range(2))
 
 
-async def test_where_no_try_is_left_a_prefill_workers_refusal_is_the_answer(start: Start) -> None:
+@pytest.mark.parametrize("status", [400, 429, 500, 503])
+async def test_a_prefill_that_fails_is_no_attempt(start: Start, status: int) -> None:
+    """Where nothing is tried twice, a decode worker is asked for the first time."""
     here = await pairs(start, max_attempts=1)
-    refusing = [Faults(before=scripts.error(400, "yours"))] * 60
-    here.kv.wrong("prefill", *refusing)
-    seen = set()
-    for _ in range(50):
-        answer = await ask(here, chat_body())
-        seen.add(answer.status)
-        if answer.status == 400:
-            assert answer.error()["message"] == "yours"
-    assert seen <= {200, 400}
-    assert 400 in seen
+    here.kv.wrong("prefill", *[Faults(before=scripts.error(status, "theirs"))] * 20)
+    for _ in range(20):
+        body = chat_body()
+        assert words(await ask(here, body)) == expected(body)
+        for name in ("p0", "p1"):
+            here.site.fleet.succeeded(here.site.worker(name))
+    assert [leg.split()[0] for leg in here.legs()] == ["prefill", "whole"] * 20
+    here.kv.wrong("prefill", Faults(before=scripts.error(status, "theirs")))
+    here.kv.wrong("decode", Faults(before=scripts.error(503, "mine")))
+    assert (await ask(here, chat_body())).status == 503  # that was the one attempt
     await here.settled()
+
+
+async def test_blocks_of_an_answer_that_breaks_off_are_told_of(start: Start) -> None:
+    """Where they are was in the part that is missing."""
+    here = await pairs(start)
+    here.kv.wrong("prefill", Faults(cut=(2, "reset")))
+    body = chat_body()
+    assert words(await ask(here, body)) == expected(body)
+    await here.settled()
+    ends = here.site.metrics.handovers.ends
+    assert (ends["prefill_failed"], ends["left_to_expire"]) == (1, 1)
+    here.kv.wrong("prefill", Faults(before=scripts.reset))
+    assert (await ask(here, chat_body())).status == 200
+    assert (ends["prefill_failed"], ends["left_to_expire"]) == (2, 1)  # nothing was held
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_prefill_worker_drains_until_its_blocks_are_fetched(
+    start: Start, stream: bool
+) -> None:
+    here = await pairs(start, prefills=1, decodes=1)
+    rest = asyncio.Event()
+    usual = here.kv.worker(here.site.fakes["d0"], "decode")
+
+    async def slowly(call: Call) -> None:
+        await rest.wait()
+        await usual(call)
+
+    here.site.fakes["d0"].then(slowly)
+    body = chat_body(stream=stream)
+    client = await here.site.client()
+    await client.send(request(body))
+    await here.site.fakes["d0"].got(1)
+    first = here.site.worker("p0")
+    here.site.fleet.drain("p0")
+    assert (first.requests, first.pinned, state(first)) == (0, 1, "draining")
+    page, _ = here.site.metrics.render()
+    assert b'proxy_worker_held_prompts{worker="p0",role="prefill"} 1' in page
+    rest.set()
+    assert words(await client.answer()) == expected(body)
+    await here.settled()
+    assert (first.pinned, state(first)) == (0, "drained")
 
 
 # Too few workers
