@@ -9,9 +9,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import inf
 from pathlib import Path
+from typing import Any, Protocol
 
 from proxy.batches.service import Batches
 from proxy.config import FleetConfig, WorkerConfig, load
@@ -24,12 +25,12 @@ from proxy.control.live import Live
 from proxy.control.live_state import LiveState
 from proxy.control.metrics import Metrics
 from proxy.control.probe import Prober
-from proxy.control.recent import Recent
+from proxy.control.recent import Entry, Recent
 from proxy.control.tenancy import admission_settings, fairness_settings, read_keys, take_tenants
 from proxy.control.warmup import Warmup
 from proxy.core.fleet import Fleet
 from proxy.core.router import Router, RouterSettings
-from proxy.core.types import Role
+from proxy.core.types import Reason, Role
 from proxy.core.worker import WorkerSpec
 from proxy.errors import ConfigError, Problem, ProxyError
 from proxy.transfer.registry import connector
@@ -41,6 +42,16 @@ logger = logging.getLogger(__name__)
 # What only a start can change.
 BOUND = ("host", "port", "admin", "processes")
 LOOK_S = 0.25
+
+
+class Siblings(Protocol):
+    """Other processes that serve the same fleet on the same port."""
+
+    def reloaded(self, config: FleetConfig) -> None:
+        """Have them take what was read."""
+
+    async def decisions(self, limit: int, wanted: Mapping[str, Any]) -> list[Entry]:
+        """Return the last requests of all, newest first."""
 
 
 class App:
@@ -70,6 +81,7 @@ class App:
         self.live = Live(self.metrics, self._minute, self.wire.clock)
         at = config.router.batches.path
         self.batches = Batches(self.wire, config.router.batches, at) if at is not None else None
+        self.siblings: Siblings | None = None  # other processes that serve the same
         self.leads = False
         self._admin: AdminServer | None = None
         self._admin_task: asyncio.Task[None] | None = None
@@ -143,6 +155,21 @@ class App:
         """The last requests."""
         return self.metrics.recent
 
+    async def decisions(
+        self,
+        limit: int,
+        *,
+        model: str | None = None,
+        worker: str | None = None,
+        reason: Reason | None = None,
+        status: int | None = None,
+    ) -> list[Entry]:
+        """Return the last requests that are so, newest first."""
+        wanted = {"model": model, "worker": worker, "reason": reason, "status": status}
+        if self.siblings is not None:
+            return await self.siblings.decisions(limit, wanted)
+        return list(self.recent.newest(limit, **wanted))
+
     def add_worker(self, worker: WorkerConfig) -> None:
         """Take in a worker until the next reload."""
         self.fleet.add(_spec(worker, self.config))
@@ -159,6 +186,8 @@ class App:
         if self.source is None:
             raise ProxyError("this router was not started from a file; there is nothing to reload")
         late = self.take(self._placed(load(self.source)))
+        if self.siblings is not None:
+            self.siblings.reloaded(self.config)
         logger.info("read %s again: %d workers", self.source, len(self.fleet))
         if late:
             logger.warning("%s: the change takes a restart", ", ".join(late))

@@ -167,15 +167,19 @@ class Live:
         self._closed = True
         for viewer in list(self._viewers):
             self.leave(viewer)
+        if self._task is not None:
+            self._task.cancel()
 
     async def _run(self) -> None:
-        while self._viewers:
-            self.beat()
-            await asyncio.sleep(BEAT_S)
-        self._metrics.live = None
-        self._known.clear()
-        self._ended.clear()
-        self._rows.clear()
+        try:
+            while self._viewers:
+                self.beat()
+                await asyncio.sleep(BEAT_S)
+        finally:
+            self._metrics.live = None
+            self._known.clear()
+            self._ended.clear()
+            self._rows.clear()
 
     def beat(self) -> None:
         """Tell every viewer what is new."""

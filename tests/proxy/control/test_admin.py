@@ -11,7 +11,9 @@ import pytest
 from proxy.config import FleetConfig, WorkerConfig, parse
 from proxy.control.admin import admin_app
 from proxy.control.balance import Balance
-from proxy.control.recent import Recent
+from proxy.control.live import Live
+from proxy.control.metrics import Metrics
+from proxy.control.recent import Entry, Recent
 from proxy.core.fleet import Fleet
 from proxy.core.router import Router, RouterSettings
 from proxy.core.types import Ask, Decision, Gauges, Reason, Role
@@ -38,8 +40,12 @@ class State:
             self.add_worker(worker)
         self.recent = Recent()
         self.balance = Balance(self.router)
+        self.live = Live(Metrics(self.router), lambda _: {})
         self.fault: Exception | None = None
         self.reloads = 0
+
+    async def decisions(self, limit: int, **wanted: Any) -> list[Entry]:
+        return list(self.recent.newest(limit, **wanted))
 
     def add_worker(self, worker: WorkerConfig) -> None:
         """Put it into the fleet."""
@@ -335,7 +341,7 @@ async def test_paths_and_methods_that_there_are_not(api: httpx.AsyncClient) -> N
 async def test_the_description_is_complete(api: httpx.AsyncClient) -> None:
     paths = (await api.get("/openapi.json")).json()["paths"]
     operations = [op for path in paths.values() for op in path.values()]
-    assert len(operations) == 10
+    assert len(operations) == 11
     assert all(operation["summary"] for operation in operations)
     assert (await api.get("/docs")).status_code == 200
 

@@ -1,0 +1,184 @@
+"""Headless Chromium, driven over its DevTools protocol; fetched where it is not installed."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import functools
+import json
+import os
+import re
+import subprocess
+import tempfile
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+ROOT = Path(__file__).parents[3]
+DEADLINE_S = 60.0
+OPTIONS = (
+    "--headless",
+    "--no-sandbox",  # tests may be root's, whom its sandbox refuses
+    "--disable-gpu",
+    "--disable-dev-shm-usage",
+    "--no-first-run",
+    "--hide-scrollbars",
+    "--remote-debugging-port=0",
+    "--window-size=1280,1500",
+)
+KEYS = {"Tab": 9, "Enter": 13, "Escape": 27, "ArrowLeft": 37, "ArrowRight": 39, " ": 32}
+
+
+@functools.cache
+def program() -> str:
+    """Return Chromium's path; without it the test is skipped, unless somebody counts on it."""
+    done = subprocess.run([ROOT / "scripts" / "chromium.sh"], capture_output=True, text=True)
+    if not done.returncode:
+        return done.stdout.strip()
+    if os.environ.get("CI"):
+        pytest.fail(done.stderr.strip())
+    pytest.skip(done.stderr.strip())
+
+
+class Page:
+    """One tab."""
+
+    def __init__(self, socket: aiohttp.ClientWebSocketResponse) -> None:
+        self.complaints: list[str] = []  # all that the console would show as wrong
+        self._socket = socket
+        self._session = ""
+        self._numbers = count(1)
+        self._answers: dict[int, asyncio.Future[dict[str, Any]]] = {}
+        self._loaded = asyncio.Event()
+        self._listener = asyncio.create_task(self._listen())
+
+    async def open(self) -> None:
+        """Become a tab."""
+        made = await self.call("Target.createTarget", url="about:blank")
+        found = await self.call("Target.attachToTarget", targetId=made["targetId"], flatten=True)
+        self._session = found["sessionId"]
+        for domain in ("Page", "Runtime", "Log"):
+            await self.call(f"{domain}.enable")
+
+    async def call(self, method: str, **told: Any) -> dict[str, Any]:
+        """Ask for something and wait until it is done."""
+        number = next(self._numbers)
+        answer = self._answers[number] = asyncio.get_running_loop().create_future()
+        message: dict[str, Any] = {"id": number, "method": method, "params": told}
+        if self._session:
+            message["sessionId"] = self._session
+        await self._socket.send_json(message)
+        async with asyncio.timeout(DEADLINE_S):
+            return await answer
+
+    async def goto(self, url: str) -> None:
+        """Load a page."""
+        self._loaded.clear()
+        await self.call("Page.navigate", url=url)
+        async with asyncio.timeout(DEADLINE_S):
+            await self._loaded.wait()
+
+    async def run(self, script: str) -> Any:
+        """Return what an expression comes to."""
+        done = await self.call("Runtime.evaluate", expression=script, returnByValue=True)
+        assert "exceptionDetails" not in done, done["exceptionDetails"]
+        return done["result"].get("value")
+
+    async def until(self, script: str) -> Any:
+        """Wait until an expression is true."""
+        found = None
+        try:
+            async with asyncio.timeout(DEADLINE_S):
+                while not (found := await self.run(script)):
+                    await asyncio.sleep(0.05)
+        except TimeoutError:
+            text = await self.run("document.body.innerText")
+            raise AssertionError(f"never so: {script}\n{text}\n{self.complaints}") from None
+        return found
+
+    async def press(self, *keys: str) -> None:
+        """Press keys, one after the other."""
+        for key in keys:
+            told = {"key": key, "windowsVirtualKeyCode": KEYS[key]}
+            if key in ("Enter", " "):
+                told["text"] = "\r" if key == "Enter" else " "
+            await self.call("Input.dispatchKeyEvent", type="keyDown", **told)
+            await self.call("Input.dispatchKeyEvent", type="keyUp", **told)
+
+    async def prefer(self, **features: str) -> None:
+        """Be a reader who likes it dark, or still: `color_scheme="dark"`."""
+        listed = [
+            {"name": f"prefers-{k.replace('_', '-')}", "value": v} for k, v in features.items()
+        ]
+        await self.call("Emulation.setEmulatedMedia", features=listed)
+
+    async def picture(self, **clip: float) -> bytes:
+        """Take a PNG of what is to be seen."""
+        told = {"clip": {**clip, "scale": 1}, "captureBeyondViewport": True} if clip else {}
+        made = await self.call("Page.captureScreenshot", format="png", **told)
+        return base64.b64decode(made["data"])
+
+    async def _listen(self) -> None:
+        async for message in self._socket:
+            said = json.loads(message.data)
+            if (answer := self._answers.pop(said.get("id", 0), None)) is not None:
+                if "error" in said:
+                    answer.set_exception(RuntimeError(said["error"]["message"]))
+                else:
+                    answer.set_result(said["result"])
+                continue
+            told = said.get("params", {})
+            match said.get("method"):
+                case "Page.loadEventFired":
+                    self._loaded.set()
+                case "Runtime.exceptionThrown":
+                    self.complaints.append(json.dumps(told["exceptionDetails"]))
+                case "Runtime.consoleAPICalled" if told["type"] in ("error", "warning", "assert"):
+                    self.complaints.append(json.dumps(told["args"]))
+                case "Log.entryAdded" if told["entry"]["level"] in ("error", "warning"):
+                    self.complaints.append(told["entry"]["text"])
+
+
+@asynccontextmanager
+async def browser() -> AsyncIterator[Page]:
+    """Run Chromium with one tab; nothing is left of it."""
+    chromium = await asyncio.to_thread(program)
+    with tempfile.TemporaryDirectory(
+        prefix="vllm-sched-chromium-", ignore_cleanup_errors=True
+    ) as folder:
+        process = await asyncio.create_subprocess_exec(
+            chromium,
+            *OPTIONS,
+            f"--user-data-dir={folder}",
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+        )
+        assert process.stderr is not None
+        try:
+            address = ""
+            async with asyncio.timeout(DEADLINE_S):
+                while not address:
+                    line = (await process.stderr.readline()).decode()
+                    assert line, "Chromium ended"
+                    if found := re.search(r"listening on (ws://\S+)", line):
+                        address = found[1]
+            drain = asyncio.create_task(process.stderr.read())
+            async with (
+                aiohttp.ClientSession() as session,
+                session.ws_connect(address, max_msg_size=0) as socket,
+            ):
+                page = Page(socket)
+                await page.open()
+                yield page
+                await socket.close()
+                await page._listener
+            drain.cancel()
+        finally:
+            if process.returncode is None:
+                process.terminate()
+            await process.wait()
