@@ -11,7 +11,6 @@ from prometheus_client import ProcessCollector
 
 from proxy.control.exposition import Family, Page
 from proxy.control.histogram import Histogram
-from proxy.core.types import Role
 from proxy.core.worker import Worker
 
 if TYPE_CHECKING:
@@ -232,7 +231,7 @@ def _workers(page: Page, workers: list[Worker]) -> None:
     page.values(PREFILL, ((labels, w.prefill_tokens) for labels, w in rows))
     page.values(DECODE, ((labels, w.decode_tokens) for labels, w in rows))
     page.values(KV, ((labels, w.kv_tokens) for labels, w in rows))
-    page.values(PINNED, ((labels, w.pinned) for labels, w in rows if w.role is Role.PREFILL))
+    page.values(PINNED, ((labels, w.pinned) for labels, w in rows))
     page.values(KV_USAGE, ((labels, w.gauges.kv_usage) for labels, w in rows if w.gauges))
     page.values(KV_CAPACITY, ((labels, w.kv_capacity) for labels, w in rows if w.kv_capacity))
     page.values(UP, ((labels, w.up) for labels, w in rows))

@@ -276,6 +276,7 @@ def full(metrics: Metrics, router: Router) -> None:
     router.prefilled(lease, 1.5, None)
     metrics.handovers.transferred(lease, 1.75)
     metrics.handovers.warmed("done")
+    metrics.handovers.barred("s0", "s1")
     told = Gauges(1.0, kv_capacity_tokens=16000, extra={"kv_bytes": 4096.0})
     router.fleet.set_gauges("s0", told)
     metrics.discovered = lambda: [("shorts", True, 3)]
@@ -328,6 +329,7 @@ def test_every_family_is_there_in_both_formats(
         "proxy_time_per_output_token_seconds", "proxy_queue_limit_requests",
         "proxy_loop_lag_seconds", "proxy_discovery_up", "proxy_discovery_workers",
         "proxy_worker_kv_usage_ratio", "proxy_worker_kv_capacity_tokens",
+        "proxy_worker_held_prompts", "proxy_handover_bars",
     }  # fmt: skip
     for name in ours:
         assert found[name].samples, name
