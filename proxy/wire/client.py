@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, cast
 from proxy.core import refusals
 from proxy.core.types import Reason, Refusal
 from proxy.wire.http import CONTINUE, RefusedError
-from proxy.wire.local import local_answer
+from proxy.wire.local import METRICS, local_answer
 from proxy.wire.own_answers import refuse
+from proxy.wire.page import PageVisit
 from proxy.wire.request import Request
 from proxy.wire.request_reader import Reading, RequestReader
 
@@ -57,7 +58,10 @@ class ClientConnection(asyncio.Protocol):
         self.write: Callable[[bytes], None]
         self._wire = wire
         self._reader = RequestReader(
-            wire.judge, max_head=settings.max_header_bytes, max_body=settings.max_body_bytes
+            wire.judge,
+            max_head=settings.max_header_bytes,
+            max_body=settings.max_body_bytes,
+            collecting=wire.collecting,
         )
         self._transport: asyncio.Transport
         self._exchange: Conversation | None = None
@@ -98,6 +102,7 @@ class ClientConnection(asyncio.Protocol):
     def connection_lost(self, error: Exception | None) -> None:  # noqa: ARG002
         """Drop what was done for the client."""
         self._wire.client_left(self)
+        self._reader.drop()
         self._gone()
 
     def pause_writing(self) -> None:
@@ -174,12 +179,19 @@ class ClientConnection(asyncio.Protocol):
         wire, head = self._wire, request.head
         if not request.id:
             request.id = wire.new_id()
+        if head.edition != wire.router.tenants.edition:
+            wire.judge(head)  # anew: its key may not be one any more
         if head.route is not None and not wire.draining:
             self.deadline = inf
             self._exchange = wire.begin(self, request, head.route)
             self._exchange.start(now)
             return
         keep_alive = head.keep_alive and not wire.draining
+        if head.path == METRICS and wire.pages is not None and head.refusal is None:
+            self.deadline = inf
+            self._exchange = PageVisit(wire, self, request)
+            self._exchange.start(now)
+            return
         if head.route is None and head.refusal is None:
             self.write(local_answer(wire, request, keep_alive=keep_alive))
         else:

@@ -30,10 +30,12 @@ LONGEST_NUMBER = 10  # of seconds: no worker means so many
 # 9110, 7.6.1), nor do those that are written anew: framing, Host, the id.
 REQUEST_HEADERS = {
     b"accept": True,
+    b"api-key": True,
     b"authorization": False,
     b"connection": False,
     b"content-length": False,
     b"content-type": True,
+    b"endpoint-load-metrics-format": True,
     b"expect": False,
     b"host": False,
     b"http2-settings": False,
@@ -44,8 +46,11 @@ REQUEST_HEADERS = {
     b"trailer": False,
     b"transfer-encoding": False,
     b"upgrade": False,
+    b"x-api-key": True,
+    b"x-data-parallel-rank": True,
     b"x-explain": False,
     b"x-request-id": False,
+    b"x-vllm-priority": True,
 }
 RESPONSE_HEADERS = {
     b"connection": False,

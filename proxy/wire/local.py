@@ -7,15 +7,16 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from proxy.core.types import Reason, Refusal
-from proxy.wire.http import JSON
 from proxy.wire.own_answers import answer, refuse
 
 if TYPE_CHECKING:
     from proxy.core.fleet import Fleet
+    from proxy.core.tenants import Tenant
     from proxy.wire.request import Request, RequestHead
     from proxy.wire.server import Wire
 
-PATHS = frozenset(["/health", "/ready", "/v1/models", "/metrics"])
+METRICS = "/metrics"
+PATHS = frozenset(["/health", "/ready", "/v1/models", METRICS])
 METHODS = frozenset(["GET", "HEAD"])
 OPENMETRICS = b"application/openmetrics-text"
 
@@ -32,21 +33,35 @@ def local_answer(wire: Wire, request: Request, *, keep_alive: bool) -> bytes:
     """Answer a request for one of `PATHS`."""
     fleet, head = wire.router.fleet, request.head
     bodiless = head.method == "HEAD"
-    body, content_type = b"", JSON
+    body = b""
     if head.path == "/ready":
         if wire.draining or not live(fleet):
             why = "the router is shutting down" if wire.draining else "no worker is up"
             refusal = Refusal(503, Reason.NO_WORKER, why, retry_after_s=1.0)
             return refuse(refusal, request, keep_alive=keep_alive)
     elif head.path == "/v1/models":
-        body = models(fleet)
-    elif head.path == "/metrics":
-        openmetrics = OPENMETRICS in head.special.get(b"accept", b"")
-        body, kind = wire.metrics.render(openmetrics)
-        content_type = kind.encode()
+        body = models(fleet, head.tenant)
+    elif head.path == METRICS:
+        body, kind = wire.metrics.render(wants_openmetrics(head))
+        return page_answer(body, kind, request, keep_alive=keep_alive)
     headers = [(b"X-Request-Id", request.id)]
+    return answer(200, body, headers=headers, keep_alive=keep_alive, bodiless=bodiless)
+
+
+def wants_openmetrics(head: RequestHead) -> bool:
+    """Whether a scrape asks for the other of the two formats."""
+    return OPENMETRICS in head.special.get(b"accept", b"")
+
+
+def page_answer(body: bytes, kind: str, request: Request, *, keep_alive: bool) -> bytes:
+    """Answer with a page of metrics."""
     return answer(
-        200, body, content_type, headers=headers, keep_alive=keep_alive, bodiless=bodiless
+        200,
+        body,
+        kind.encode(),
+        headers=[(b"X-Request-Id", request.id)],
+        keep_alive=keep_alive,
+        bodiless=request.head.method == "HEAD",
     )
 
 
@@ -55,13 +70,18 @@ def live(fleet: Fleet) -> bool:
     return any(worker.live for worker in fleet)
 
 
-def models(fleet: Fleet) -> bytes:
-    """List what live workers serve, each model once, with the longest context that one offers."""
+def models(fleet: Fleet, tenant: Tenant | None = None) -> bytes:
+    """List what live workers serve, each model once, with the longest context that one offers.
+
+    To a tenant, those that it may use.
+    """
     longest: dict[str, int | None] = {}
     for worker in fleet:
         if not worker.up or not worker.role.serves_whole:
             continue
         for model in worker.models:
+            if tenant is not None and not tenant.may_use(model):
+                continue
             limits = [limit for limit in (longest.get(model), worker.max_model_len) if limit]
             longest[model] = max(limits, default=None)
     cards: list[dict[str, Any]] = [

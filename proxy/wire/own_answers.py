@@ -84,5 +84,6 @@ def refuse(refusal: Refusal, request: Request | None, *, keep_alive: bool = True
         headers.append((b"Retry-After", b"%d" % max(1, math.ceil(refusal.retry_after_s))))
     if refusal.status == HTTPStatus.METHOD_NOT_ALLOWED and refusal.param:
         headers.append((b"Allow", refusal.param.encode()))
+    headers += [(name.encode(), value.encode()) for name, value in refusal.headers]
     body = error(refusal.status, refusal.message, refusal.code, refusal.param)
     return answer(refusal.status, body, headers=headers, keep_alive=keep_alive, bodiless=bodiless)

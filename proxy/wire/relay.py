@@ -18,6 +18,8 @@ from math import inf
 from typing import TYPE_CHECKING
 
 from proxy.core import refusals
+from proxy.core.splice import spliced
+from proxy.core.tenants import Rank
 from proxy.core.types import Lease, Outcome, Reason, Refusal, Ticket
 from proxy.wire.answering import Answering, response_id_in
 from proxy.wire.counting import TokenCount
@@ -99,11 +101,16 @@ class Exchange:
         request, router = self._request, self._wire.router
         content_type = request.head.special.get(b"content-type", b"")
         request_id = request.id.decode("latin-1")
-        ask = router.read(self._route, request.body, content_type, request_id)
+        tenant = request.head.tenant
+        ask = router.read(self._route, request.body, content_type, request_id, tenant)
         if isinstance(ask, Refusal):
             self._refuse(now, ask)
             return
         self._ask = self.record.ask = ask
+        if ask.fields is not None:
+            request.body = spliced(request.body, ask.fields)
+        if request.head.batch:
+            ask.rank = Rank.BATCH
         counter = router.counter_for(ask)
         if counter is None:
             self._place(now, ask)
@@ -301,7 +308,7 @@ class Exchange:
         if not lease.ask.generates:
             self._wire.router.first_token(lease, now)
         if self._route.name == STORING and (response_id := response_id_in(data)):
-            self._wire.router.remember(response_id, lease.worker.name)
+            self._wire.router.remember(response_id, lease.worker.name, lease.ask.tenant)
 
     def _saw_tokens(self, now: float, tokens: int) -> None:
         record, lease, router = self.record, self._lease, self._wire.router
@@ -323,7 +330,7 @@ class Exchange:
                 wire.metrics.handovers.arrived(lease)
             outcome = Outcome.DONE if done else Outcome.REFUSED
             # To read it takes a microsecond or two, and of many requests few are to teach anything.
-            usage = answering.usage() if wire.router.may_learn(lease, now) else None
+            usage = answering.usage() if wire.router.wants_usage(lease, now) else None
             wire.router.finish(lease, now, outcome, usage)
         self._books(now, status)
         self._client.done(now, keep_alive=answering.keep_alive)

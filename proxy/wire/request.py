@@ -15,7 +15,10 @@ from proxy.wire.http import REQUEST_HEADERS, RefusedError, malformed, tokens, wi
 from proxy.wire.known_head import MAX_DIGITS
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from proxy.core.routes import Route
+    from proxy.core.tenants import Tenant
 
 HANDLED_CONNECTION = frozenset([b"", b"close", b"keep-alive", b"upgrade"])
 
@@ -26,6 +29,8 @@ class RequestHead:
     __slots__ = (
         "authorization",
         "awaits_continue",
+        "batch",
+        "edition",
         "explain",
         "http_1_0",
         "id",
@@ -39,6 +44,7 @@ class RequestHead:
         "special",
         "start",
         "target",
+        "tenant",
     )
 
     def __init__(self) -> None:
@@ -55,9 +61,12 @@ class RequestHead:
         self.keep_alive = True
         self.explain = False
         self.awaits_continue = False
-        # Set by whoever judges it: where it goes on, or why it does not.
+        # Set by whoever judges it: where it goes on, or why it does not; whose it is.
         self.route: Route | None = None
         self.refusal: Refusal | None = None
+        self.tenant: Tenant | None = None
+        self.edition = -1  # of the tenants, among whom that was found
+        self.batch = False  # whether it is to be served in the gaps, whoever's it is
 
     @property
     def size(self) -> int:
@@ -100,6 +109,11 @@ class RequestHead:
             self.authorization = b"Authorization: %b\r\n" % authorization
         self.id = special.get(b"x-request-id", b"")
         self.explain = b"x-explain" in special
+
+    def keep_back(self, names: Iterable[bytes]) -> None:
+        """Leave out headers of what is sent on."""
+        self.pieces = without(self.pieces, names)
+        self.lines = b"".join(self.pieces)
 
     def _check_framing(self, max_body: int) -> None:
         if (length := self.special.get(b"content-length")) is not None:

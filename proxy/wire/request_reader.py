@@ -14,6 +14,7 @@ from enum import Enum, auto
 
 import httptools
 
+from proxy.wire.collecting import Collecting
 from proxy.wire.http import RefusedError, malformed
 from proxy.wire.known_head import KnownHead, get_to_know
 from proxy.wire.request import Request, RequestHead, too_large
@@ -38,8 +39,10 @@ class RequestReader:
         "_begun",
         "_blocks",
         "_body_left",
+        "_collecting",
         "_framing",
         "_head",
+        "_held",
         "_judge",
         "_known",
         "_known_as",
@@ -55,7 +58,12 @@ class RequestReader:
     )
 
     def __init__(
-        self, judge: Callable[[RequestHead], None], *, max_head: int, max_body: int
+        self,
+        judge: Callable[[RequestHead], None],
+        *,
+        max_head: int,
+        max_body: int,
+        collecting: Collecting | None = None,
     ) -> None:
         self.ready: deque[Request] = deque()
         self.state = Reading.NOTHING
@@ -66,6 +74,8 @@ class RequestReader:
         self._head = RequestHead()
         self._blocks: list[bytes] = []  # pieces of the body, many of them put together,
         self._pieces: list[bytes] = []  # and those after them
+        self._held = 0  # bytes in both
+        self._collecting = collecting or Collecting(max_body)
         self._begun = 0  # requests that began in the bytes fed last
         self._body_left = 0
         self._quiet = 0  # bytes since anything came of them: a head, or framing without end
@@ -123,6 +133,12 @@ class RequestReader:
 
     def _keep(self, piece: bytes) -> None:
         """Collect a piece of the body; one of two bytes takes forty, so many become one."""
+        try:
+            self._collecting.take(len(piece))
+        except RefusedError:
+            self._forget()
+            raise
+        self._held += len(piece)
         pieces = self._pieces
         pieces.append(piece)
         if len(pieces) == MANY:
@@ -135,7 +151,13 @@ class RequestReader:
         self._forget()
         return body
 
+    def drop(self) -> None:
+        """Forget what came of a body that will never be whole."""
+        self._forget()
+
     def _forget(self) -> None:
+        self._collecting.give(self._held)
+        self._held = 0
         self._pieces = []
         if self._blocks:
             self._blocks = []

@@ -14,7 +14,7 @@ import asyncio
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from itertools import count
 from typing import TYPE_CHECKING
 
@@ -23,8 +23,10 @@ from proxy.core.types import Refusal, Ticket
 from proxy.transfer.p2p_nccl import is_steering
 from proxy.wire import desk, local
 from proxy.wire.client import ClientConnection
+from proxy.wire.collecting import Collecting
 from proxy.wire.counting import TokenCount
 from proxy.wire.http import NONE
+from proxy.wire.keys import identify
 from proxy.wire.outbox import Outbox
 from proxy.wire.relay import Exchange
 from proxy.wire.settings import WireSettings
@@ -69,12 +71,15 @@ class Wire:
         self.clients: set[ClientConnection] = set()
         self.exchanges: set[Exchange] = set()
         self.desk: Desk | None = None  # set by whoever has one, before it listens
-        self.visits: set[Conversation] = set()  # to the desk
+        self.visits: set[Conversation] = set()  # to the desk, and for pages
+        # Where several processes serve: asks them all for their metrics, in either format.
+        self.pages: Callable[[bool], Awaitable[tuple[bytes, str]]] | None = None
         self.queued: dict[Ticket, Exchange] = {}
         self.counting: set[TokenCount] = set()
         self.releases: set[Release | Orphan] = set()
         self.outbox = Outbox()
         self.pools = Pools(settings, clock, self.outbox)
+        self.collecting = Collecting(settings.max_collected_bytes)
         self._servers: list[asyncio.Server] = []
         self._timer: asyncio.TimerHandle | None = None
         self._due = 0.0  # when it should ring, whatever the clock says
@@ -134,6 +139,7 @@ class Wire:
     def reconfigure(self, settings: WireSettings) -> None:
         """Take new limits; requests in flight keep theirs."""
         self.settings = settings
+        self.collecting.most = settings.max_collected_bytes
         self.pools.reconfigure(settings)
 
     # For clients and exchanges
@@ -142,6 +148,10 @@ class Wire:
         """Say where a request goes by its head, or why nowhere."""
         if is_steering(head.id) and not self.router.settings.allow_client_kv_transfer:
             head.id = b""  # it is given one of ours
+        head.route = None
+        head.refusal = identify(self.router.tenants, head)
+        if head.refusal is not None:
+            return
         if head.path in local.PATHS:
             head.refusal = local.local_refusal(head)
             return

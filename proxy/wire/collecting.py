@@ -1,0 +1,32 @@
+"""How much of bodies that are still coming is kept, over all connections.
+
+A client may take its time over a large body, and a thousand may at once. What came of them lies in
+memory until they are whole: together no more than so much of it.
+"""
+
+from __future__ import annotations
+
+from proxy.core.types import Reason, Refusal
+from proxy.wire.http import RefusedError
+
+
+class Collecting:
+    """The count of it."""
+
+    __slots__ = ("held", "most")
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self.held = 0
+
+    def take(self, size: int) -> None:
+        """Count a piece; raises `RefusedError` where that is too much."""
+        if self.held + size > self.most:
+            message = "Too many large requests are being sent at once. Retry after the time given."
+            refusal = Refusal(503, Reason.QUEUE_FULL, message, "too_many_bodies", retry_after_s=1.0)
+            raise RefusedError(refusal)
+        self.held += size
+
+    def give(self, size: int) -> None:
+        """Count pieces out that are whole now, or dropped."""
+        self.held -= size

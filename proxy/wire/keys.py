@@ -1,0 +1,45 @@
+"""Who sends a request, by the key in its head; and what of a head is for the router alone."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from proxy.core import refusals
+from proxy.core.client_fields import HEADERS, KEYS
+
+if TYPE_CHECKING:
+    from proxy.core.tenants import Tenants
+    from proxy.core.types import Refusal
+    from proxy.wire.request import RequestHead
+
+BEARER = b"bearer "
+# What balancers and scrapers ask for needs no key.
+FREE = frozenset(["/health", "/ready", "/metrics"])
+STAY = (*HEADERS, *KEYS)
+
+
+def presented(head: RequestHead) -> bytes:
+    """Return the key that a request shows; nothing if it shows none."""
+    special = head.special
+    authorization = special.get(b"authorization", b"").strip()
+    if authorization[: len(BEARER)].lower() == BEARER:
+        return authorization[len(BEARER) :].strip()
+    return next((special[name].strip() for name in KEYS if name in special), b"")
+
+
+def identify(tenants: Tenants, head: RequestHead) -> Refusal | None:
+    """Note whose request it is, and keep from workers what is not for them."""
+    head.edition = tenants.edition
+    head.tenant = None
+    if tenants.open:
+        return None
+    head.authorization = b""
+    if any(name in head.special for name in STAY):
+        head.keep_back(STAY)
+    if head.path in FREE:
+        return None
+    key = presented(head)
+    if not key:
+        return refusals.no_key()
+    head.tenant = tenants.of_key(key)
+    return refusals.bad_key() if head.tenant is None else None
