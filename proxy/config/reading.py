@@ -6,6 +6,7 @@ import difflib
 import re
 import typing
 from collections.abc import Hashable, Iterator, Mapping, Sequence
+from math import inf
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -29,7 +30,14 @@ from proxy.config.types import Block
 from proxy.errors import ConfigError, Problem
 
 LONGEST_VALUE = 60
-MERGE = "tag:yaml.org,2002:merge"
+# Well above what the largest fleet needs, and well below what a parser in Python takes seconds for.
+LONGEST_FILE = 1 << 20  # characters
+MOST_VALUES = 100_000  # once aliases and merges are written out
+DEEPEST = 64
+MOST_BITS = 256  # of a whole number
+MOST_PROBLEMS = 100
+TAG = "tag:yaml.org,2002:"
+MERGE = f"{TAG}merge"
 USER_AND_PASSWORD = re.compile(r"//[^/]*@")
 # Their messages say all; the others gain from knowing what the field is for.
 PLAIN = {"bool_type", "literal_error", "model_type", "string_type", "value_error"}
@@ -68,7 +76,7 @@ def load(path: Path, *, also: Sequence[Check] = ()) -> FleetConfig:
 def parse(text: str, source: str, *, also: Sequence[Check] = ()) -> FleetConfig:
     """Read a fleet file's text; `source` names it in errors."""
     try:
-        data = yaml.load(text, Loader=_Loader)  # noqa: S506 - a SafeLoader, see below
+        data = _loaded(text)
     except yaml.YAMLError as error:
         raise ConfigError(source, [_bad_yaml(error)]) from None
     if not isinstance(data, dict):
@@ -84,8 +92,33 @@ def parse(text: str, source: str, *, also: Sequence[Check] = ()) -> FleetConfig:
     for check in (*CHECKS, *TENANT_CHECKS, *also):
         problems += check(draft)
     if problems or config is None:
+        if (more := len(problems) - MOST_PROBLEMS) > 0:
+            problems[MOST_PROBLEMS:] = [Problem("", f"and {more} more like these")]
         raise ConfigError(source, problems)
     return config
+
+
+def _loaded(text: str) -> object:
+    """Read YAML, within bounds; raises `YAMLError`."""
+    if len(text) > LONGEST_FILE:
+        raise yaml.YAMLError(f"it has {len(text):,} characters; {LONGEST_FILE:,} are the most")
+    data = yaml.load(text, Loader=_Loader)  # noqa: S506 - a SafeLoader, see below
+    if _size(data, {}) > MOST_VALUES:
+        raise yaml.YAMLError(
+            f"it comes to more than {MOST_VALUES:,} values once its aliases are written out"
+        )
+    return data
+
+
+def _size(data: object, known: dict[int, float]) -> float:
+    """Count the values of a tree in which a branch may occur many times; infinite in a circle."""
+    if not isinstance(data, (dict, list, tuple)):
+        return 1
+    if (size := known.get(id(data))) is None:
+        known[id(data)] = inf
+        inner = data.values() if isinstance(data, dict) else data
+        size = known[id(data)] = 1 + sum(_size(each, known) for each in inner)
+    return size
 
 
 def _draft(data: Mapping[str, Any]) -> Draft:
@@ -124,20 +157,58 @@ def _valid(kind: type[Some], raw: object) -> Some | None:
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML, in which a key may not come twice: else the first one would go unnoticed."""
+    """YAML, in which a key may not come twice: else the first one would go unnoticed.
+
+    Of what PyYAML makes of a text it says nothing but `YAMLError` here, and the place.
+    """
+
+    merged = 0  # pairs
+    depth = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        if self.depth == DEEPEST:
+            mark = self.peek_event().start_mark  # type: ignore[no-untyped-call]
+            raise yaml.MarkedYAMLError(problem="nested too deeply", problem_mark=mark)
+        self.depth += 1
+        node: yaml.Node | None = super().compose_node(parent, index)
+        self.depth -= 1
+        return node
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         seen: set[Hashable] = set()
-        for key_node, _ in node.value:
+        for key_node, _ in node.value if isinstance(node, yaml.MappingNode) else ():
             if key_node.tag == MERGE:
                 continue
             key = self.construct_object(key_node, deep=True)
-            if isinstance(key, Hashable) and key in seen:
-                raise yaml.constructor.ConstructorError(
-                    None, None, f"{key!r} comes a second time; keep one", key_node.start_mark
-                )
+            if not isinstance(key, Hashable):
+                raise _wrong("a list or a block is no key", key_node)
+            if key in seen:
+                raise _wrong(f"{key!r} comes a second time; keep one", key_node)
             seen.add(key)
         return super().construct_mapping(node, deep)
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        try:
+            value = super().construct_object(node, deep)
+        except yaml.YAMLError:
+            raise
+        except Exception:  # a ValueError, KeyError, AttributeError, and what else it may be
+            raise _wrong(f"this can't be read as {node.tag.removeprefix(TAG)}", node) from None
+        if isinstance(value, int) and value.bit_length() > MOST_BITS:
+            raise _wrong("a number of so many digits", node)
+        if isinstance(value, str) and "\0" in value:
+            raise _wrong("a text with a NUL in it", node)
+        return value
+
+    def flatten_mapping(self, node: yaml.MappingNode) -> None:
+        super().flatten_mapping(node)
+        self.merged += len(node.value)
+        if self.merged > MOST_VALUES:
+            raise _wrong(f"merges of more than {MOST_VALUES:,} values", node)
+
+
+def _wrong(what: str, node: yaml.Node) -> yaml.YAMLError:
+    return yaml.constructor.ConstructorError(None, None, what, node.start_mark)
 
 
 def _bad_yaml(error: yaml.YAMLError) -> Problem:
