@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 # vLLM's loop looks again after so long when nobody may enter.
 IDLE_S: Final = 0.001
+IDLE_SHARE: Final = 0.01
 # A policy holds nobody for so long while nothing runs: the request can never be served.
 STUCK_S: Final = 60.0
 
@@ -203,7 +204,8 @@ class ExactEngine:
                 f"none was let in for {STUCK_S:g} s in which nothing ran; give it more kv_tokens, "
                 "or other policies"
             )
-        self._look(now + IDLE_S)
+        # The longer it lasts, the less an exact moment matters.
+        self._look(now + max(IDLE_S, IDLE_SHARE * (now - self._held_since)))
 
 
 def _request(job: Job) -> NewRequest:

@@ -1,0 +1,84 @@
+"""Workers, jobs and fleets to play with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from zlib import crc32
+
+from proxy.config import FleetConfig
+from vllm_sched.cost.step_time import StepTime
+from vllm_sched.sim.models import of_profile, worker_models
+from vllm_sched.sim.types import Engine, Event, Job, WorkerModel
+
+# 10 ms a step and a hundred tokens of prefill in another 10.
+EVEN = StepTime(decode_fixed_s=0.010, prefill_fixed_s=0.010, prefill_s=1e-4)
+
+
+def worker(time: StepTime = EVEN, **changes: Any) -> WorkerModel:
+    """Describe a plain worker, without asynchronous scheduling."""
+    settings: dict[str, Any] = {
+        "name": "w0", "time": time, "max_model_len": 4096, "kv_tokens": 65_536,
+        "async_scheduling": False, "max_num_seqs": 16, "max_num_batched_tokens": 512,
+    }  # fmt: skip
+    return WorkerModel(**settings | changes)
+
+
+def job(name: str, prompt: int = 100, output: int = 4, **changes: Any) -> Job:
+    """Describe a request unlike any other."""
+    return replace(Job(name, prompt, output, text=crc32(name.encode())), **changes)
+
+
+def drain(engine: Engine, until: float = float("inf")) -> list[Event]:
+    """Let an engine run until it has nothing to do, or until then."""
+    events: list[Event] = []
+    for _ in range(1_000_000):
+        if not (at := engine.next_at()) <= until or at == float("inf"):
+            return events
+        events += engine.advance(at)
+    raise AssertionError("it never comes to rest")
+
+
+def run(engine: Engine, arrivals: Iterable[tuple[float, Job]]) -> list[Event]:
+    """Submit jobs at their times and let the engine run to its end."""
+    events: list[Event] = []
+    for at, each in arrivals:
+        events += drain(engine, at)
+        engine.submit(each, at)
+    return events + drain(engine)
+
+
+def ends(events: Iterable[Event]) -> dict[str, float]:
+    """Say when each job finished; none does twice."""
+    found: dict[str, float] = {}
+    for event in events:
+        if event.finished:
+            assert event.job_id not in found
+            found[event.job_id] = event.at
+    return found
+
+
+def firsts(events: Iterable[Event]) -> dict[str, float]:
+    """Say when each job's first token came."""
+    found: dict[str, float] = {}
+    for event in events:
+        if event.tokens:
+            found.setdefault(event.job_id, event.at)
+    return found
+
+
+def fleet_of(
+    *workers: dict[str, Any], profile: str = "h100-8b", **blocks: Any
+) -> tuple[FleetConfig, dict[str, WorkerModel]]:
+    """Make a fleet of workers that hold 32,000 tokens, unless they say otherwise."""
+    each = [
+        {"name": f"w{number}", "profile": profile, "max_model_len": 32_000, **given}
+        for number, given in enumerate(workers)
+    ]
+    config = FleetConfig.model_validate({"model": "m", "workers": each, **blocks})
+    return config, worker_models(config, Path("fleet.yaml"))
+
+
+__all__ = ["EVEN", "drain", "ends", "firsts", "fleet_of", "job", "of_profile", "run", "worker"]
