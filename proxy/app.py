@@ -1,7 +1,4 @@
-"""The router as a process: how it starts, and what signals do to it.
-
-SIGHUP reads the fleet file again. SIGTERM and SIGINT drain; a second one stops at once.
-"""
+"""The router as its users start it: one process, or several and who keeps them."""
 
 from __future__ import annotations
 
@@ -9,7 +6,6 @@ import asyncio
 import gc
 import logging
 import resource
-import signal
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -19,7 +15,8 @@ import uvloop
 
 from proxy.assembly import App, router_settings, specs, wire_settings
 from proxy.config import FleetConfig, load
-from proxy.errors import ProxyError
+from proxy.processes.signals import serve_until_told
+from proxy.processes.supervisor import Supervisor, how_many
 
 __all__ = [
     "App",
@@ -29,12 +26,12 @@ __all__ = [
     "run",
     "serve",
     "specs",
+    "supervise",
     "wire_settings",
 ]
 
 logger = logging.getLogger(__name__)
 
-INTERRUPTED = 130
 ENOUGH_FILES = 8192
 
 
@@ -47,36 +44,31 @@ async def serve(
     """Run a router until a signal ends it; return the exit status."""
     allow_connections()
     app = App(config, source)
-    loop = asyncio.get_running_loop()
-    asked: list[signal.Signals] = []
-    first, second = asyncio.Event(), asyncio.Event()
 
-    def leave(number: signal.Signals) -> None:
-        (second if asked else first).set()
-        asked.append(number)
+    def ready() -> None:
+        # What is here now stays: the collector need not look at it again and again.
+        gc.collect()
+        gc.freeze()
+        if on_ready is not None:
+            on_ready(app)
 
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, partial(leave, number))
-    loop.add_signal_handler(signal.SIGHUP, partial(_reload, app))
-    await app.start()
-    # What is here now stays: the collector need not look at it again and again.
-    gc.collect()
-    gc.freeze()
-    if on_ready is not None:
-        on_ready(app)
-    await first.wait()
-    logger.info("draining for at most %g s", app.config.router.drain_s)
-    draining = asyncio.ensure_future(app.drain())
-    hurried = asyncio.ensure_future(second.wait())
-    await asyncio.wait((draining, hurried), return_when=asyncio.FIRST_COMPLETED)
-    hurried.cancel()
-    if draining.done():
-        await draining
-    else:
-        draining.cancel()
-        await asyncio.gather(draining, return_exceptions=True)
-        await app.stop()
-    return INTERRUPTED if asked[0] is signal.SIGINT else 0
+    return await serve_until_told(app, ready)
+
+
+async def supervise(
+    config: FleetConfig,
+    *,
+    source: Path | None = None,
+    on_ready: Callable[[Supervisor], None] | None = None,
+) -> int:
+    """Run a router of several processes until a signal ends it; return the exit status."""
+    allow_connections()  # they inherit it
+    supervisor = Supervisor(config, source)
+    return await serve_until_told(supervisor, partial(on_ready or _nothing, supervisor))
+
+
+def _nothing(_: Supervisor) -> None:
+    pass
 
 
 def allow_connections() -> None:
@@ -93,18 +85,13 @@ def allow_connections() -> None:
         )
 
 
-def _reload(app: App) -> None:
-    try:
-        app.reload()
-    except ProxyError as error:
-        logger.error("the fleet file was not taken:\n%s", error)
-
-
 def run(source: Path, *, config: FleetConfig) -> int:
     """Run a router in a loop of its own, and say where it is."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
 
-    def tell(app: App) -> None:
-        print(f"router {app.url}/v1, admin {app.admin_url}", file=sys.stderr, flush=True)  # noqa: T201
+    def tell(router: App | Supervisor) -> None:
+        print(f"router {router.url}/v1, admin {router.admin_url}", file=sys.stderr, flush=True)  # noqa: T201
 
-    return uvloop.run(serve(config, source=source, on_ready=tell))
+    if how_many(config) == 1:
+        return uvloop.run(serve(config, source=source, on_ready=tell))
+    return asyncio.run(supervise(config, source=source, on_ready=tell))

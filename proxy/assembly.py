@@ -142,13 +142,13 @@ class App:
     @property
     def url(self) -> str:
         """Where clients find it."""
-        return _url(self.config.router.host, self.wire.port)
+        return url_of(self.config.router.host, self.wire.port)
 
     @property
     def admin_url(self) -> str:
         """Where operators find it."""
         admin = self.config.router.admin
-        return _url(admin.host, self._admin.port if self._admin else admin.port)
+        return url_of(admin.host, self._admin.port if self._admin else admin.port)
 
     @property
     def recent(self) -> Recent:
@@ -165,7 +165,12 @@ class App:
         status: int | None = None,
     ) -> list[Entry]:
         """Return the last requests that are so, newest first."""
-        wanted = {"model": model, "worker": worker, "reason": reason, "status": status}
+        wanted: dict[str, Any] = {
+            "model": model,
+            "worker": worker,
+            "reason": reason,
+            "status": status,
+        }
         if self.siblings is not None:
             return await self.siblings.decisions(limit, wanted)
         return list(self.recent.newest(limit, **wanted))
@@ -247,9 +252,14 @@ class App:
             raise ConfigError(str(self.source), problems)
         return config.model_copy(update={"workers": tuple(workers)})
 
+    @property
+    def drain_s(self) -> float:
+        """How long requests have to finish, once it drains."""
+        return self.config.router.drain_s
+
     async def drain(self) -> None:
         """Take nothing new, let requests in flight finish, and stop."""
-        await self.wire.drain(self.config.router.drain_s)
+        await self.wire.drain(self.drain_s)
         await self.stop()
 
     async def stop(self) -> None:
@@ -321,5 +331,6 @@ def wire_settings(config: FleetConfig) -> WireSettings:
     )
 
 
-def _url(host: str, port: int) -> str:
+def url_of(host: str, port: int) -> str:
+    """Write where somebody listens."""
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

@@ -129,9 +129,14 @@ class Roster:
             if known is None:
                 self.add(spec)
             else:
-                known.respecify(spec)
-                self.moved(known)
+                self.respecify(known, spec)
         self._changed()
+
+    def respecify(self, worker: Worker, spec: WorkerSpec) -> None:
+        """Take what is stated of a worker that is here now; its address and model are the same."""
+        worker.respecify(spec)
+        self.moved(worker)
+        self._live_changed()
 
     def drain(self, name: str, *, draining: bool = True) -> bool:
         """Give a worker nothing more, or something again; False when there is none of the name."""
@@ -205,6 +210,23 @@ class Roster:
         worker.up = False
         self._live_changed()
         return True
+
+    def follow(
+        self, worker: Worker, *, up: bool, probed: bool, up_since: float, draining: bool
+    ) -> None:
+        """Take what another process, that probes, has found of a worker that is here."""
+        if worker.up_since != up_since:
+            if worker.probed:
+                self.prefixes.forget(worker.index)  # it was started anew
+            worker.up_since = up_since
+        if up and not worker.up:
+            worker.pace.seen_at = up_since
+            if not worker.pace.prefills:
+                self._borrow(worker)
+        changed = (worker.up, worker.draining) != (up, draining)
+        worker.up, worker.probed, worker.draining = up, probed, draining
+        if changed:
+            self._live_changed()
 
     def failed(
         self, worker: Worker, now: float, retry_after_s: float | None = None, *, busy: bool = False

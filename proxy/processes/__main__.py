@@ -1,0 +1,27 @@
+"""One process of a router, as its supervisor starts it: `python -m proxy.processes INDEX FD FD FD`.
+
+The file descriptors are the table's, the line to the supervisor, and the admin port's socket.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import sys
+
+import uvloop
+
+from proxy.processes.member import serve
+
+
+def main() -> int:
+    """Serve until told to end."""
+    index, table, line, admin = map(int, sys.argv[1:])
+    logging.basicConfig(
+        level=logging.INFO, format=f"%(asctime)s %(levelname)s [{index}] %(message)s"
+    )
+    return uvloop.run(serve(index, table, socket.socket(fileno=line), socket.socket(fileno=admin)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,263 @@
+"""One of the processes that serve: a router, the table, and a line to the supervisor."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import signal
+import socket
+import time
+from collections.abc import Coroutine, Mapping
+from itertools import count
+from typing import Any
+
+from proxy.assembly import App
+from proxy.config import FleetConfig
+from proxy.control.recent import Entry
+from proxy.errors import ProxyError
+from proxy.processes.channel import Channel
+from proxy.processes.messages import (
+    Address,
+    Answer,
+    Ask,
+    Begin,
+    Drain,
+    Joined,
+    Lead,
+    Message,
+    Reload,
+    Reloaded,
+    Serving,
+    Stop,
+    What,
+    Workers,
+)
+from proxy.processes.mirror import Mirror
+from proxy.processes.sharing import Sharing
+from proxy.processes.table import Table
+
+logger = logging.getLogger(__name__)
+
+IDLE_S, WAITING_S = 0.05, 0.005  # between two looks; those in the queue wait for what others free
+ANSWER_S = 5.0  # the supervisor has one sooner
+FAILED = 1
+
+
+class Member:
+    """A process among its siblings."""
+
+    def __init__(self, begin: Begin, index: int, table: int, channel: Channel) -> None:
+        loop = asyncio.get_running_loop()
+        self.app = App(begin.started_with, begin.source)
+        if begin.config != begin.started_with:
+            self.app.take(begin.config)
+        self.app.siblings = self
+        self.app.wire.pages = self.page
+        fleet, clock = self.app.fleet, time.monotonic
+        self._sharing = Sharing(Table(table, begin.processes), index, fleet, clock, loop.call_soon)
+        fleet.others = self._sharing
+        self._index = index
+        self._mirror = Mirror(self.app.router, self._sharing, clock)
+        self._channel = channel
+        self._addresses = begin.addresses
+        self._clock = clock
+        self._numbers = count(1)
+        self._asked: dict[int, asyncio.Future[Any]] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._listens = False
+        self.ended = asyncio.Event()
+        self.failed = False
+
+    async def run(self, admin: socket.socket) -> None:
+        """Serve until `ended`."""
+        self.app.open_admin(admin)
+        self._channel.say(Joined())
+        watching = asyncio.create_task(self._watch())
+        try:
+            await self.ended.wait()
+        finally:
+            watching.cancel()
+            await asyncio.gather(watching, *self._tasks, return_exceptions=True)
+
+    def heard(self, message: Message) -> None:
+        """Do as the supervisor says."""
+        match message:
+            case Lead():
+                self._lead()
+            case Workers():
+                if not self.app.leads:
+                    self._mirror.take(message)
+                    self._begin_to_listen()
+            case Joined():
+                self._mirror.forget()
+            case Reload():
+                self._reload()
+            case Reloaded(config):
+                self.app.take(config)
+            case Drain():
+                self.drain()
+            case Stop():
+                self._soon(self._stop())
+            case Ask(number, what, given):
+                self._channel.say(Answer(number, self._answer(what, given)))
+            case Answer(number, found):
+                asked = self._asked.pop(number, None)
+                if asked is not None and not asked.done():
+                    asked.set_result(found)
+
+    def drain(self) -> None:
+        """Let requests finish, and end."""
+        self._soon(self._drain())
+
+    # As the app needs it
+
+    def reloaded(self, config: FleetConfig) -> None:
+        """Have the others take what was read."""
+        self._channel.say(Reloaded(config))
+
+    async def decisions(self, limit: int, wanted: Mapping[str, Any]) -> list[Entry]:
+        """Return the last requests of all processes, the newest first."""
+        found = await self._ask("decisions", (limit, dict(wanted)))
+        entries: list[Entry] = [entry for each in found for entry in each]
+        entries.sort(key=lambda entry: -entry.time)
+        return entries[:limit]
+
+    async def page(self, openmetrics: bool) -> tuple[bytes, str]:
+        """Return the sum of all processes' metrics."""
+        found: tuple[bytes, str] = await self._ask("page", openmetrics)
+        return found
+
+    async def _ask(self, what: What, given: object) -> Any:
+        number = next(self._numbers)
+        asked = self._asked[number] = asyncio.get_running_loop().create_future()
+        self._channel.say(Ask(number, what, given))
+        try:
+            async with asyncio.timeout(ANSWER_S):
+                return await asked
+        finally:
+            self._asked.pop(number, None)
+
+    def _answer(self, what: What, given: Any) -> object:
+        if what == "page":
+            return self.app.metrics.render()[0].decode()
+        limit, wanted = given
+        return list(self.app.recent.newest(limit, **wanted))
+
+    # What it does
+
+    def _lead(self) -> None:
+        self._mirror.lead()
+        self.app.lead()
+        logger.info("process %d leads", self._index)
+        self._tell()
+        self._begin_to_listen()
+
+    def _tell(self) -> None:
+        if (changes := self._mirror.changes()) is not None:
+            self._channel.say(changes)
+
+    def _begin_to_listen(self) -> None:
+        if not self._listens:
+            self._listens = True
+            self._soon(self._listen())
+
+    async def _listen(self) -> None:
+        await self.app.listen([bound(address) for address in self._addresses])
+        gc.collect()
+        gc.freeze()
+        self._channel.say(Serving())
+
+    async def _watch(self) -> None:
+        """Look around: for what others say, and for what they should be told."""
+        wire, sharing = self.app.wire, self._sharing
+        seen = 0
+        while True:
+            now = self._clock()
+            sharing.look(now)
+            sharing.tell_written()
+            if wire.queued and sharing.changes != seen:
+                wire.settle(now)
+            seen = sharing.changes
+            if self.app.leads:
+                self._tell()
+            await asyncio.sleep(WAITING_S if wire.queued else IDLE_S)
+
+    def _reload(self) -> None:
+        try:
+            self.app.reload()
+        except ProxyError as error:
+            logger.error("the fleet file was not taken:\n%s", error)
+
+    async def _drain(self) -> None:
+        await self.app.drain()
+        self.ended.set()
+
+    async def _stop(self) -> None:
+        await self.app.stop()
+        self.ended.set()
+
+    def _soon(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._done)
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.error("this process ends: %s", error)
+            self.failed = True
+            self.ended.set()
+
+
+def bound(address: Address) -> socket.socket:
+    """Make a socket beside those of the other processes."""
+    family, at = address
+    made = socket.socket(family, socket.SOCK_STREAM)
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    if family == socket.AF_INET6:
+        made.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+    made.bind(at)
+    made.setblocking(False)
+    return made
+
+
+async def serve(index: int, table: int, line: socket.socket, admin: socket.socket) -> int:
+    """Serve as one of the processes until told to end; return the exit status."""
+    loop = asyncio.get_running_loop()
+    begun: asyncio.Future[Begin | None] = loop.create_future()
+    member: Member | None = None
+
+    def heard(message: Message) -> None:
+        if member is not None:
+            member.heard(message)
+        elif isinstance(message, Begin):
+            begun.set_result(message)
+        else:
+            begun.set_exception(ProxyError(f"the supervisor began with {message}"))
+
+    def lost() -> None:
+        if member is not None:
+            if not member.ended.is_set():
+                logger.warning("the supervisor is gone: draining")
+                member.drain()
+        elif not begun.done():
+            begun.set_result(None)
+
+    # A terminal's Ctrl-C, and its closing, reach every process; the supervisor says what is meant.
+    for number in (signal.SIGINT, signal.SIGHUP):
+        loop.add_signal_handler(number, _ignore)
+    channel = await Channel.open(line, heard, lost)
+    begin = await begun
+    if begin is None:
+        return FAILED
+    member = Member(begin, index, table, channel)
+    loop.add_signal_handler(signal.SIGTERM, member.drain)
+    await member.run(admin)
+    channel.close()
+    return FAILED if member.failed else 0
+
+
+def _ignore() -> None:
+    pass

@@ -1,0 +1,195 @@
+"""Every process's fleet is the leader's.
+
+The leader alone probes, discovers and is told by operators. What has changed of its workers it says
+a few times a second; the others become that. What is said is how things are, not what happened: one
+who comes late, or missed something, is as well off as the rest.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from proxy.core.predict import PARTS, Pace
+from proxy.processes.messages import Known, Workers
+from proxy.processes.sharing import Rows, Sharing
+from proxy.processes.table import MOST_WORKERS
+
+if TYPE_CHECKING:
+    from proxy.core.router import Router
+    from proxy.core.worker import Worker
+
+logger = logging.getLogger(__name__)
+
+Place = tuple[int, float]  # a row, and since when
+
+
+class Mirror:
+    """Tells of a fleet, or makes one what is told."""
+
+    def __init__(self, router: Router, sharing: Sharing, clock: Callable[[], float]) -> None:
+        self._router = router
+        self._fleet = router.fleet
+        self._sharing = sharing
+        self._rows = Rows(sharing, clock)
+        self._places: dict[Worker, Place] = {}
+        self._said: dict[Worker, tuple[object, ...]] = {}
+        self._warm: set[tuple[str, float, str, float]] = set()
+        self._full = False
+
+    # Of who leads
+
+    def lead(self) -> None:
+        """Go on from here."""
+        self._rows.adopt(self._places)
+
+    def forget(self) -> None:
+        """Say everything anew: somebody has joined."""
+        self._said.clear()
+        self._warm.clear()
+        self._full = True
+
+    def changes(self) -> Workers | None:
+        """Say what has changed since this was asked last."""
+        gone = [worker for worker in self._places if self._fleet.get(worker.name) is not worker]
+        for worker in gone:
+            self._rows.leave(worker)
+            self._leave(worker)
+        known = []
+        for worker in self._fleet:
+            if worker not in self._places:
+                self._give(worker)
+            brief = (
+                worker.spec,
+                worker.up,
+                worker.probed,
+                worker.up_since,
+                worker.draining,
+                worker.models,
+                worker.told_max_model_len,
+                id(worker.gauges),
+            )
+            if self._said.get(worker) != brief:
+                self._said[worker] = brief
+                known.append(self._known(worker))
+        warm = self._warmed()
+        everything, self._full = self._full, False
+        if not (known or gone or warm or everything):
+            return None
+        names = tuple(worker.name for worker in gone if worker.name not in self._fleet)
+        return Workers(tuple(known), names, everything, warm)
+
+    def _give(self, worker: Worker) -> None:
+        place = self._rows.of(worker)
+        if place is None:
+            logger.error(
+                "worker %s: there are more than %d; what is charged to it is not shared between "
+                "processes",
+                worker.name,
+                MOST_WORKERS,
+            )
+            place = -1, 0.0
+        self._take_place(worker, place)
+
+    def _known(self, worker: Worker) -> Known:
+        row, since = self._places[worker]
+        pace = worker.pace
+        return Known(
+            spec=worker.spec,
+            row=None if row < 0 else row,
+            since=since,
+            up=worker.up,
+            probed=worker.probed,
+            up_since=worker.up_since,
+            draining=worker.draining,
+            models=worker.models,
+            told_max_model_len=worker.told_max_model_len,
+            gauges=worker.gauges,
+            pace=tuple(getattr(pace, part) for part in PARTS) if pace.prefills else None,
+        )
+
+    def _warmed(self) -> tuple[tuple[str, str], ...]:
+        links = self._router.links
+        if not links.are_made:
+            return ()
+        found = []
+        for model in self._fleet.models():
+            pool = self._fleet.pool(model)
+            for prefill in pool.prefills:
+                for decode in pool.all:
+                    key = prefill.name, prefill.up_since, decode.name, decode.up_since
+                    if key not in self._warm and links.knows(prefill, decode):
+                        self._warm.add(key)
+                        found.append((prefill.name, decode.name))
+        return tuple(found)
+
+    # Of the others
+
+    def take(self, told: Workers) -> None:
+        """Become what the leader says."""
+        gone = set(told.gone)
+        if told.all:
+            gone |= {worker.name for worker in self._fleet}
+            gone -= {known.spec.name for known in told.known}
+        for name in gone:
+            self._remove(name)
+        for known in told.known:
+            self._take(known)
+        for first, second in told.warm:
+            prefill, decode = self._fleet.get(first), self._fleet.get(second)
+            if prefill is not None and decode is not None:
+                self._router.links.warm(prefill, decode)
+
+    def _take(self, known: Known) -> None:
+        spec, fleet = known.spec, self._fleet
+        worker = fleet.get(spec.name)
+        place = (-1 if known.row is None else known.row), known.since
+        if worker is not None and (
+            (spec.url, spec.model) != (worker.url, worker.model)
+            or self._places.get(worker, place) != place
+        ):
+            self._remove(spec.name)  # this is a namesake
+            worker = None
+        if worker is None:
+            worker = fleet.add(spec)
+        elif worker.spec != spec:
+            fleet.respecify(worker, spec)
+        if worker not in self._places:
+            self._take_place(worker, place)
+        if known.pace is not None and not worker.pace.prefills:
+            worker.pace.adopt(_pace(known.pace))
+            worker.reprice()
+        if (known.models, known.told_max_model_len) != (worker.models, worker.told_max_model_len):
+            fleet.set_served(spec.name, known.models, known.told_max_model_len)
+        if known.gauges is not None and (not worker.gauges or known.gauges.at > worker.gauges.at):
+            fleet.set_gauges(spec.name, known.gauges)
+        fleet.follow(
+            worker,
+            up=known.up,
+            probed=known.probed,
+            up_since=known.up_since,
+            draining=known.draining,
+        )
+
+    def _remove(self, name: str) -> None:
+        worker = self._fleet.remove(name)
+        if worker is not None:
+            self._leave(worker)
+
+    def _take_place(self, worker: Worker, place: Place) -> None:
+        self._places[worker] = place
+        if place[0] >= 0:
+            self._sharing.place(worker, *place)
+
+    def _leave(self, worker: Worker) -> None:
+        self._places.pop(worker, None)
+        self._said.pop(worker, None)
+        self._sharing.leave(worker)
+
+
+def _pace(parts: tuple[float, ...]) -> Pace:
+    pace = Pace()
+    for name, value in zip(PARTS, parts, strict=True):
+        setattr(pace, name, value)
+    return pace

@@ -1,0 +1,99 @@
+"""Many processes' metrics as one page.
+
+Counters and histograms add up, those of processes that are no more too: a sum must never fall, or
+whoever reads it takes that for a restart and the whole of it for new. Gauges add where each process
+has a part; what all of them know alike is taken from the leader.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from proxy.control.exposition import OPENMETRICS, TEXT, number
+
+# Each process has its own part of these.
+ADDED = frozenset(
+    [
+        "proxy_client_connections",
+        "proxy_queue_bytes",
+        "proxy_queue_requests",
+        "proxy_upstream_connections",
+        "process_open_fds",
+        "process_resident_memory_bytes",
+        "process_virtual_memory_bytes",
+    ]
+)
+# Counters that are no process's own: workers tell them, to everybody.
+ALIKE = frozenset(["proxy_transfer_bytes_total"])
+
+
+@dataclass(slots=True)
+class Family:
+    """A metric, its series in the order they were told."""
+
+    kind: str
+    help: str
+    series: dict[str, float] = field(default_factory=dict)
+
+
+Page = dict[str, Family]
+
+
+def read(text: str) -> Page:
+    """Read a page in Prometheus's format, as we write it."""
+    page: Page = {}
+    family = Family("untyped", "")
+    for line in text.splitlines():
+        if line.startswith("# HELP "):
+            _, _, name, explained = line.split(" ", 3)
+            family = page[name] = Family("untyped", explained)
+        elif line.startswith("# TYPE "):
+            family.kind = line.rsplit(" ", 1)[1]
+        elif line and not line.startswith("#"):
+            series, _, value = line.rpartition(" ")
+            family.series[series] = float(value)
+    return page
+
+
+def add_up(pages: Iterable[Page]) -> Page:
+    """Make one page of many; the leader's comes first."""
+    total: Page = {}
+    for page in pages:
+        for name, family in page.items():
+            found = total.setdefault(name, Family(family.kind, family.help))
+            adds = family.kind != "gauge" or name in ADDED
+            for series, value in family.series.items():
+                if series not in found.series:
+                    found.series[series] = value
+                elif adds and name not in ALIKE:
+                    found.series[series] += value
+    return total
+
+
+def lasting(page: Page) -> Page:
+    """Return what counts on when a process is gone."""
+    return {
+        name: family
+        for name, family in page.items()
+        if family.kind != "gauge" and name not in ALIKE
+    }
+
+
+def write(page: Page, *, openmetrics: bool) -> tuple[bytes, str]:
+    """Write a page, in either format; return it with its content type."""
+    lines: list[str] = []
+    for name, family in page.items():
+        counts = family.kind == "counter" and openmetrics
+        announced = name.removesuffix("_total") if counts else name
+        lines.append(f"# HELP {announced} {family.help}")
+        lines.append(f"# TYPE {announced} {family.kind}")
+        lines += [f"{series} {_number(value)}" for series, value in family.series.items()]
+    if openmetrics:
+        lines.append("# EOF")
+    lines.append("")
+    return "\n".join(lines).encode(), OPENMETRICS if openmetrics else TEXT
+
+
+def _number(value: float) -> str:
+    return number(int(value) if float(value).is_integer() else value)

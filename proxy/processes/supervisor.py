@@ -1,0 +1,384 @@
+"""Starts the processes of a router, keeps them alive, and carries what they say to each other.
+
+    supervisor -+- process 0, which leads     each listens on the port for itself (SO_REUSEPORT),
+                +- process 1                  and shares the table with all others
+
+It serves nobody itself. A process that dies is begun again, after pauses that grow while it dies
+young, and what it had charged is released at once; if it led, another one leads. When the
+supervisor goes, in whatever way, its processes hear the line go dead, and drain.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+import sys
+from functools import partial
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from proxy.assembly import url_of
+from proxy.config import FleetConfig
+from proxy.errors import ProxyError
+from proxy.processes import pages
+from proxy.processes.channel import Channel
+from proxy.processes.messages import (
+    Address,
+    Answer,
+    Ask,
+    Begin,
+    Drain,
+    Joined,
+    Lead,
+    Message,
+    Reload,
+    Reloaded,
+    Serving,
+    Stop,
+    Workers,
+)
+from proxy.processes.table import Table
+
+logger = logging.getLogger(__name__)
+
+MOST_BY_ITSELF = 8
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.25, 30.0
+GROWN_S = 60.0  # one that dies later than that is begun again as the first time
+ANSWER_S = 2.0  # that a question may take
+GRACE_S = 5.0  # for what was told to end
+MUCH = 8 << 20  # bytes that a process may leave unread before it is told no more of workers
+
+
+def how_many(config: FleetConfig) -> int:
+    """Return how many processes a fleet file asks for, here."""
+    asked = config.router.processes
+    if isinstance(asked, int):
+        return asked
+    return min(len(os.sched_getaffinity(0)), MOST_BY_ITSELF)
+
+
+class Child:
+    """One process, from its beginning to its end."""
+
+    def __init__(self, index: int, process: asyncio.subprocess.Process) -> None:
+        self.index = index
+        self.process = process
+        self.channel: Channel
+        self.joined = False
+        self.serving = False
+        self.missed = False  # something of what the leader said
+        self.began = asyncio.get_running_loop().time()
+
+    def __repr__(self) -> str:
+        """Name it, as logs do."""
+        return f"router process {self.index} ({self.process.pid})"
+
+
+class Supervisor:
+    """See the module's text."""
+
+    def __init__(self, config: FleetConfig, source: Path | None) -> None:
+        self.processes = how_many(config)
+        self.restarts = 0
+        self.port = self.admin_port = 0
+        self._started_with = self._config = config
+        self._source = source
+        self._table: Table
+        self._reserved: list[socket.socket] = []
+        self._admin: socket.socket
+        self._children: dict[int, Child] = {}
+        self._leader: Child | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._keepers: list[asyncio.Task[None]] = []
+        self._ending = False
+        self._all_serve = asyncio.Event()
+        self._numbers = count(1)
+        self._asked: dict[int, tuple[dict[int, Any], set[int], asyncio.Event]] = {}
+        self._pages: dict[int, pages.Page] = {}  # as they were read last
+        self._past: pages.Page = {}  # of processes that are no more
+
+    @property
+    def pids(self) -> list[int]:
+        """The processes that are there."""
+        return [child.process.pid for child in self._children.values()]
+
+    @property
+    def url(self) -> str:
+        """Where clients find it."""
+        return url_of(self._config.router.host, self.port)
+
+    @property
+    def admin_url(self) -> str:
+        """Where operators find it."""
+        return url_of(self._config.router.admin.host, self.admin_port)
+
+    @property
+    def drain_s(self) -> float:
+        """How long requests have to finish."""
+        return self._config.router.drain_s
+
+    async def start(self) -> None:
+        """Begin all, and wait until they serve; raise if one does not."""
+        try:
+            await self._reserve()
+        except OSError as error:
+            self._let_go()
+            raise ProxyError(
+                f"the router can't listen: {error}; choose another host or port under `router`"
+            ) from None
+        self._table = Table.make(self.processes)
+        self._keepers = [asyncio.create_task(self._keep(i)) for i in range(self.processes)]
+        served = asyncio.create_task(self._all_serve.wait())
+        await asyncio.wait([served, *self._keepers], return_when=asyncio.FIRST_COMPLETED)
+        served.cancel()
+        if not self._all_serve.is_set():
+            await self.stop()
+            raise ProxyError("a process of the router ended before it served; it has said why")
+
+    async def drain(self) -> None:
+        """Let requests finish, and end."""
+        self._ending = True
+        self._say_all(Drain())
+        patience = self._config.router.drain_s + GRACE_S
+        await asyncio.wait(self._keepers, timeout=patience)
+        await self.stop()
+
+    async def stop(self) -> None:
+        """End all now."""
+        self._ending = True
+        self._say_all(Stop())
+        pending = [keeper for keeper in self._keepers if not keeper.done()]
+        if pending:
+            _, pending_set = await asyncio.wait(pending, timeout=GRACE_S)
+            for child in list(self._children.values()) if pending_set else ():
+                logger.warning("%s does not end; it is killed", child)
+                child.process.kill()
+            await asyncio.gather(*pending, return_exceptions=True)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._let_go()
+
+    def reload(self) -> None:
+        """Have the fleet file read again."""
+        if self._leader is not None:
+            self._leader.channel.say(Reload())
+        else:
+            logger.error("nothing was read again: no process leads at this moment; try again")
+
+    # The port
+
+    async def _reserve(self) -> None:
+        """Take the ports: the processes' by name only, which others then can't have."""
+        router, loop = self._config.router, asyncio.get_running_loop()
+        port = router.port
+        found = await loop.getaddrinfo(router.host, port, type=socket.SOCK_STREAM)
+        for family, _, _, _, address in dict.fromkeys(found):
+            at = (address[0], port, *address[2:])
+            for shared in (False, True):  # with SO_REUSEPORT alone, a second router would join us
+                reserved = socket.socket(family, socket.SOCK_STREAM)
+                self._reserved.append(reserved)
+                reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                if shared:
+                    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+                if family == socket.AF_INET6:
+                    reserved.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+                reserved.bind(at)
+                if not shared:
+                    port = reserved.getsockname()[1]
+                    at = (address[0], port, *address[2:])
+                    self._reserved.pop().close()
+        self.port = port
+        admin = router.admin
+        family = socket.AF_INET6 if ":" in admin.host else socket.AF_INET
+        self._admin = socket.create_server((admin.host, admin.port), family=family)
+        self._reserved.append(self._admin)
+        self.admin_port = self._admin.getsockname()[1]
+
+    def _addresses(self) -> tuple[Address, ...]:
+        return tuple(
+            (each.family, each.getsockname()) for each in self._reserved if each is not self._admin
+        )
+
+    def _let_go(self) -> None:
+        for each in self._reserved:
+            each.close()
+        self._reserved.clear()
+
+    # The processes
+
+    async def _keep(self, index: int) -> None:
+        """Have a process of that index, for as long as there is to be one."""
+        pause_s = FIRST_PAUSE_S
+        while not self._ending:
+            child = await self._begin(index)
+            status = await child.process.wait()
+            self._gone(child)
+            if self._ending:
+                return
+            if not self._all_serve.is_set():
+                return  # it never will: see `start`
+            lived_s = asyncio.get_running_loop().time() - child.began
+            if lived_s > GROWN_S:
+                pause_s = FIRST_PAUSE_S
+            logger.error("%s ended (%s); another begins in %g s", child, _how(status), pause_s)
+            self.restarts += 1
+            await asyncio.sleep(pause_s)
+            pause_s = min(pause_s * 2, LONGEST_PAUSE_S)
+
+    async def _begin(self, index: int) -> Child:
+        ours, theirs = socket.socketpair()
+        given = [self._table.fd, theirs.fileno(), self._admin.fileno()]
+        command = [sys.executable, "-m", "proxy.processes", str(index), *map(str, given)]
+        # As this process finds its modules, and from nowhere else.
+        path = os.pathsep.join(each or str(Path.cwd()) for each in sys.path)
+        env = {**os.environ, "PYTHONPATH": path, "PYTHONSAFEPATH": "1"}
+        try:
+            process = await asyncio.create_subprocess_exec(*command, pass_fds=given, env=env)
+        finally:
+            theirs.close()
+        child = self._children[index] = Child(index, process)
+        child.channel = await Channel.open(ours, partial(self._heard, child), lambda: None)
+        begin = Begin(
+            self.processes, self._started_with, self._config, self._source, self._addresses()
+        )
+        child.channel.say(begin)
+        return child
+
+    def _gone(self, child: Child) -> None:
+        child.channel.close()
+        del self._children[child.index]
+        self._table.clear(child.index)
+        last = self._pages.pop(child.index, None)
+        if last is not None:
+            self._past = pages.add_up([self._past, pages.lasting(last)])
+        for _, missing, complete in self._asked.values():
+            missing.discard(child.index)
+            if not missing:
+                complete.set()
+        if self._leader is child:
+            self._leader = None
+            self._elect()
+
+    def _elect(self) -> None:
+        """Have one lead who knows the workers; at first, whoever comes first."""
+        if self._leader is not None or self._ending:
+            return
+        able = [child for child in self._children.values() if child.joined]
+        able.sort(key=lambda child: (not child.serving, child.index))
+        if able:
+            self._leader = able[0]
+            self._leader.channel.say(Lead())
+
+    # What they say
+
+    def _heard(self, child: Child, message: Message) -> None:
+        match message:
+            case Joined():
+                child.joined = True
+                self._elect()
+                if self._leader not in (None, child):
+                    self._to_leader(message)
+            case Serving():
+                child.serving = True
+                if sum(each.serving for each in self._children.values()) == self.processes:
+                    self._all_serve.set()
+            case Workers():
+                for other in self._children.values():
+                    if other is not child and other.joined:
+                        self._pass_on(other, message)
+            case Reloaded(config):
+                self._config = config
+                self._say_all(message, but=child)
+            case Ask():
+                task = asyncio.create_task(self._ask(child, message))
+                self._tasks.add(task)
+                task.add_done_callback(self._tasks.discard)
+            case Answer(number, found):
+                self._answered(child, number, found)
+
+    def _pass_on(self, child: Child, message: Workers) -> None:
+        """Tell a process of workers, unless it has not read what it was told before."""
+        if child.channel.unsent >= MUCH:
+            child.missed = True
+        elif child.missed and not message.all:
+            self._to_leader(Joined())  # to be told everything
+        else:
+            child.missed = False
+            child.channel.say(message)
+
+    def _to_leader(self, message: Message) -> None:
+        if self._leader is not None:
+            self._leader.channel.say(message)
+
+    def _say_all(self, message: Message, but: Child | None = None) -> None:
+        for child in self._children.values():
+            if child is not but:
+                child.channel.say(message)
+
+    # What they ask
+
+    async def _ask(self, child: Child, question: Ask) -> None:
+        """Put a question to all, and give whoever asked the answers, the leader's first."""
+        openmetrics = question.what == "page" and bool(question.given)
+        found = await self.gather(question)
+        answer: object = [*found.values()]
+        if question.what == "page":
+            answer = self._sum(found, openmetrics=openmetrics)
+        child.channel.say(Answer(question.number, answer))
+
+    async def gather(self, question: Ask) -> dict[int, Any]:
+        """Ask all that serve; those that do not answer in time are left out."""
+        children = [child for child in self._children.values() if child.serving]
+        children.sort(key=lambda child: (child is not self._leader, child.index))
+        number, complete = next(self._numbers), asyncio.Event()
+        answers: dict[int, Any] = {}
+        missing = {child.index for child in children}
+        self._asked[number] = answers, missing, complete
+        for child in children:
+            child.channel.say(Ask(number, question.what, question.given))
+        try:
+            async with asyncio.timeout(ANSWER_S):
+                if missing:
+                    await complete.wait()
+        except TimeoutError:
+            logger.warning("no answer from process %s", ", ".join(map(str, sorted(missing))))
+        finally:
+            del self._asked[number]
+        return {child.index: answers[child.index] for child in children if child.index in answers}
+
+    def _answered(self, child: Child, number: int, found: object) -> None:
+        if number not in self._asked:
+            return
+        answers, missing, complete = self._asked[number]
+        answers[child.index] = found
+        missing.discard(child.index)
+        if not missing:
+            complete.set()
+
+    def _sum(self, found: dict[int, str], *, openmetrics: bool) -> tuple[bytes, str]:
+        told = {index: pages.read(text) for index, text in found.items()}
+        for index, page in told.items():
+            if index in self._children:
+                self._pages[index] = page
+        # Of one that did not answer now, what it said last.
+        late = [page for index, page in self._pages.items() if index not in told]
+        total = pages.add_up([*told.values(), *late, self._past])
+        serving = sum(child.serving for child in self._children.values())
+        total["proxy_processes"] = pages.Family(
+            "gauge", "Processes of the router that serve.", {"proxy_processes": serving}
+        )
+        total["proxy_process_restarts_total"] = pages.Family(
+            "counter",
+            "Processes of the router that ended and were begun again.",
+            {"proxy_process_restarts_total": self.restarts},
+        )
+        return pages.write(total, openmetrics=openmetrics)
+
+
+def _how(status: int) -> str:
+    """Say how a process ended."""
+    return f"signal {-status}" if status < 0 else f"exit status {status}"

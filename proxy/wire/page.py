@@ -1,0 +1,69 @@
+"""The metrics of many processes, for whoever asks one of them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import TYPE_CHECKING
+
+from proxy.core.types import Reason, Refusal
+from proxy.wire import local
+from proxy.wire.own_answers import refuse
+
+if TYPE_CHECKING:
+    from proxy.wire.desk import Recipient
+    from proxy.wire.request import Request
+    from proxy.wire.server import Wire
+
+logger = logging.getLogger(__name__)
+
+Found = asyncio.Task[tuple[bytes, str]]
+
+
+class PageVisit:
+    """One request for them; see `desk.Conversation`."""
+
+    def __init__(self, wire: Wire, client: Recipient, request: Request) -> None:
+        self._wire = wire
+        self._client = client
+        self._request = request
+        self._found: Found | None = None
+
+    def start(self, now: float) -> None:  # noqa: ARG002
+        """Ask for the page."""
+        pages = self._wire.pages
+        if pages is not None:
+            self._wire.visits.add(self)
+            self._found = asyncio.ensure_future(pages(local.wants_openmetrics(self._request.head)))
+            self._found.add_done_callback(self._answer)
+
+    def _answer(self, found: Found) -> None:
+        if found.cancelled():
+            return
+        self._wire.visit_over(self)
+        keep_alive = self._request.head.keep_alive and not self._wire.draining
+        if error := found.exception():
+            logger.warning("no metrics: %s", repr(error))
+            refusal = Refusal(503, Reason.NO_WORKER, "not all processes answer", retry_after_s=1.0)
+            self._client.write(refuse(refusal, self._request, keep_alive=keep_alive))
+        else:
+            page = local.page_answer(*found.result(), self._request, keep_alive=keep_alive)
+            self._client.write(page)
+        self._client.done(self._wire.clock(), keep_alive=keep_alive)
+
+    def pause(self) -> None:
+        """Go on: a page is written at once."""
+
+    def resume(self, now: float) -> None:
+        """Go on."""
+
+    def gone(self, now: float) -> None:  # noqa: ARG002
+        """Ask no more."""
+        if self._found is not None:
+            self._found.cancel()
+        self._wire.visit_over(self)
+
+    def cut(self, now: float) -> None:
+        """End it, because the router does."""
+        self.gone(now)
+        self._client.break_off()
