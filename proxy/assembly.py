@@ -17,6 +17,7 @@ from typing import Any, Protocol
 from proxy.batches.service import Batches
 from proxy.config import FleetConfig, WorkerConfig, load
 from proxy.control.admin import admin_app
+from proxy.control.admin_key import AdminKey, key_of
 from proxy.control.admin_server import AdminServer
 from proxy.control.balance import Balance
 from proxy.control.discovery import Discovery
@@ -83,6 +84,7 @@ class App:
         self.batches = Batches(self.wire, config.router.batches, at) if at is not None else None
         self.siblings: Siblings | None = None  # other processes that serve the same
         self.leads = False
+        self._admin_key = AdminKey()
         self._admin: AdminServer | None = None
         self._admin_task: asyncio.Task[None] | None = None
         self._tasks: list[asyncio.Task[None]] = []
@@ -115,7 +117,9 @@ class App:
     def open_admin(self, sock: socket.socket | None = None) -> None:
         """Have the admin port; it is served once this leads."""
         admin = self.config.router.admin
-        self._admin = AdminServer(admin_app(self), admin.host, admin.port, sock=sock)
+        self._admin_key.take(key_of(admin, str(self.source)))
+        app = admin_app(self, key=self._admin_key)
+        self._admin = AdminServer(app, admin.host, admin.port, sock=sock)
 
     def lead(self) -> None:
         """Begin what one process alone does."""
@@ -202,6 +206,7 @@ class App:
         """Become what a fleet file says; return what will change only with the next start."""
         late = self._takes_a_restart(config)
         keys = read_keys(config, str(self.source))
+        admin_key = key_of(self._started_with.router.admin, str(self.source))
         found = self.discovery.reconfigure(config)
         self.config = config
         probe = self.prober.settings = config.router.probe
@@ -213,6 +218,7 @@ class App:
         workers = [*found, *specs(config)] if self.leads else [w.spec for w in self.fleet]
         self.router.reconfigure(settings, workers)
         take_tenants(self.router.tenants, config, keys)
+        self._admin_key.take(admin_key)
         if self.leads:
             self.discovery.reloaded()
         self.wire.reconfigure(wire_settings(config))

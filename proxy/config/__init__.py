@@ -1,8 +1,9 @@
 """The fleet file: what it may say, how it is read, and all that can be wrong with it."""
 
+from proxy.config.admin import AdminConfig
+from proxy.config.batches import BatchesConfig
 from proxy.config.checks import Check, Draft
 from proxy.config.models import (
-    AdminConfig,
     DiscoveryConfig,
     FleetConfig,
     KubernetesConfig,
@@ -24,6 +25,7 @@ from proxy.config.tenants import AdmissionConfig, FairnessConfig, LimitsConfig, 
 __all__ = [
     "AdminConfig",
     "AdmissionConfig",
+    "BatchesConfig",
     "Check",
     "DiscoveryConfig",
     "Draft",

@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
+from proxy.config.admin import is_loopback
 from proxy.config.models import (
     PoolConfig,
     RouterConfig,
@@ -94,6 +95,21 @@ def addresses(draft: Draft) -> Iterator[Problem]:
 
 def _place(host: str, port: int) -> tuple[str, int]:
     return ("here" if host in HERE else host.lower(), port)
+
+
+def admin(draft: Draft) -> Iterator[Problem]:
+    """Check that nobody rules the fleet who was not given a key."""
+    if (router := draft.router) is None:
+        return
+    admin, path = router.admin, "router.admin"
+    if admin.key_file is not None and admin.key_env is not None:
+        yield Problem(f"{path}.key_env", "key_file is given too; drop one of them")
+    if not admin.has_key and not is_loopback(admin.host):
+        yield Problem(
+            f"{path}.host",
+            f"{admin.host!r}: whoever reaches it rules the fleet; name the file with its key in "
+            f"{path}.key_file, or the variable in {path}.key_env, or listen on 127.0.0.1",
+        )
 
 
 def names(draft: Draft) -> Iterator[Problem]:
@@ -267,6 +283,7 @@ def _places(transfer: TransferConfig, workers: Iterable[WorkerConfig]) -> Iterat
 
 CHECKS: tuple[Check, ...] = (
     addresses,
+    admin,
     names,
     launches,
     limits,

@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo, model_validator
 
+from proxy.config.admin import AdminConfig
 from proxy.config.batches import BatchesConfig
 from proxy.config.tenants import AdmissionConfig, FairnessConfig, TenantConfig
 from proxy.config.types import (
@@ -212,13 +213,6 @@ class DiscoveryConfig(Block):
     )
     kubernetes: KubernetesConfig = KubernetesConfig()
     dns_every_s: Seconds = Field(5.0, description="between two look-ups of a name")
-
-
-class AdminConfig(Block):
-    """Where the admin API listens."""
-
-    host: Name = Field("127.0.0.1", description="whoever reaches it rules the fleet")
-    port: Port = Field(8001, description="0 is any free one")
 
 
 class QueueConfig(Block):

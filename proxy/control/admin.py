@@ -15,6 +15,7 @@ from fastapi import APIRouter, FastAPI, Query
 
 from proxy.config import FleetConfig, WorkerConfig, shown
 from proxy.control.admin_errors import HANDLED, INVALID, AdminError, ErrorAnswer, answer
+from proxy.control.admin_key import AdminKey
 from proxy.control.balance import Balance, BalanceShown
 from proxy.control.gate import Gate
 from proxy.control.live import Live
@@ -78,7 +79,9 @@ class AdminState(Protocol):
         """
 
 
-def admin_app(state: AdminState, clock: Callable[[], float] = time.monotonic) -> FastAPI:
+def admin_app(
+    state: AdminState, clock: Callable[[], float] = time.monotonic, key: AdminKey | None = None
+) -> FastAPI:
     """Make the API."""
     problem = {"model": ErrorAnswer}
     app = FastAPI(
@@ -86,7 +89,7 @@ def admin_app(state: AdminState, clock: Callable[[], float] = time.monotonic) ->
         description="Workers, decisions and configuration of a running router.",
         responses={"4XX": problem, 422: problem},
     )
-    app.add_middleware(Gate, host=state.config.router.admin.host)
+    app.add_middleware(Gate, host=state.config.router.admin.host, key=key)
     for kind in HANDLED:
         app.add_exception_handler(kind, answer)
     app.include_router(worker_routes(state, clock), prefix="/admin/workers", tags=["workers"])

@@ -2,7 +2,7 @@
 
 Listening on loopback keeps other machines out, but not web pages: a page whose name resolves to
 127.0.0.1 is let in by the browser. Such a page's name stands in the Host header, and a page from
-anywhere names itself in Origin. Both must be ours.
+anywhere names itself in Origin. Both must be ours. Where there is a key, it has to be shown too.
 """
 
 from __future__ import annotations
@@ -15,13 +15,15 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from proxy.control.admin_errors import error_response
+from proxy.control.admin_key import AdminKey
 
 
 class Gate:
     """Lets in requests to an address, to `localhost`, or to the `host` of the configuration."""
 
-    def __init__(self, app: ASGIApp, host: str) -> None:
+    def __init__(self, app: ASGIApp, host: str, key: AdminKey | None = None) -> None:
         self._app = app
+        self._key = key
         self._names = {"localhost", host.lower()}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -29,7 +31,17 @@ class Gate:
         if scope["type"] == "http" and (why := self._objection(Headers(scope=scope))):
             await error_response(HTTPStatus.FORBIDDEN, "forbidden", why)(scope, receive, send)
             return
+        if scope["type"] == "http" and not self._admits(Headers(scope=scope)):
+            why = "the admin API wants its key, as `Authorization: Bearer KEY`"
+            refusal = error_response(HTTPStatus.UNAUTHORIZED, "unauthorized", why)
+            refusal.headers["WWW-Authenticate"] = 'Basic realm="vllm-sched"'  # a browser will ask
+            await refusal(scope, receive, send)
+            return
         await self._app(scope, receive, send)
+
+    def _admits(self, headers: Headers) -> bool:
+        said = headers.getlist("authorization")
+        return self._key is None or (len(said) < 2 and self._key.admits("".join(said)))
 
     def _objection(self, headers: Headers) -> str | None:
         hosts = headers.getlist("host")

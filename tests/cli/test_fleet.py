@@ -181,6 +181,23 @@ def test_explain_names_what_it_can_not_know(
     assert "no max_model_len is stated: a\n" in capsys.readouterr().out
 
 
+def test_explain_shows_the_key_that_the_file_names(tmp_path: Path, admin: Admin) -> None:
+    admin.answer = LIVE
+    (tmp_path / "key").write_text("a-key-of-many-letters")
+    key = {"port": admin.server_port, "key_file": str(tmp_path / "key")}
+    path = written(tmp_path, FLEET | {"router": {"admin": key}})
+    assert explained(path, "--prompt-tokens", "9", "--live") == 0
+    assert admin.keys == ["Bearer a-key-of-many-letters"]
+
+
+def test_check_reads_the_key_that_the_file_names(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = written(tmp_path, FLEET | {"router": {"admin": {"key_file": str(tmp_path / "none")}}})
+    assert main(["check", str(path)]) == 2
+    assert "router.admin.key_file" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("count", ["0", "-5", "x", "1.5"])
 def test_explain_takes_sane_counts_only(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], count: str
@@ -199,6 +216,7 @@ class Admin(HTTPServer):
         self.answer: object = {}
         self.balance: object = []
         self.asked: list[tuple[str, object]] = []
+        self.keys: list[str | None] = []
         self.url = f"http://127.0.0.1:{self.server_port}"
 
 
@@ -208,6 +226,7 @@ class AdminHandler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers["Content-Length"]))
         self.server.asked.append((self.path, json.loads(body)))
+        self.server.keys.append(self.headers["Authorization"])
         self._answer(self.server.answer)
 
     def do_GET(self) -> None:

@@ -94,6 +94,10 @@ def test_no_two_take_one_port_and_only_the_api_is_for_others() -> None:
     assert inside == {fleet.router.port, fleet.router.admin.port}
 
 
+def test_the_admin_api_wants_the_key_that_the_container_is_given() -> None:
+    assert fleet.router.admin.key_env in services["router"]["environment"]
+
+
 def test_the_fleet_is_the_services() -> None:
     assert {worker.url for worker in fleet.workers} == {f"http://{name}:8000" for name in workers()}
     for worker in fleet.workers:
@@ -128,7 +132,7 @@ def test_nobody_is_killed_while_it_drains() -> None:
 @pytest.mark.skipif(not has_compose(), reason="docker has no compose plugin here")
 def test_docker_compose_takes_it() -> None:
     told = ["docker", "compose", "--file", str(COMPOSE / "compose.yaml"), "config", "--quiet"]
-    environment = {**os.environ, "GRAFANA_PASSWORD": "x"}
+    environment = {**os.environ, "GRAFANA_PASSWORD": "x", "ADMIN_KEY": "x"}
     done = subprocess.run(told, capture_output=True, text=True, env=environment)
     assert (done.returncode, done.stderr) == (0, "")
 

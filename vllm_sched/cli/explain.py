@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
+from proxy.control.admin_key import key_of
 from proxy.control.balance import BalanceShown
 from proxy.control.shapes import Explanation, Question, explanation
 from proxy.core.fleet import Fleet
@@ -68,13 +69,14 @@ def explain(arguments: argparse.Namespace, config: FleetConfig) -> int:
     """
     admin = config.router.admin
     url = arguments.live or f"http://{admin.host}:{admin.port}"
+    key = key_of(admin, str(arguments.fleet)) if arguments.live is not None else None
     status = 0
     if arguments.prompt_tokens is not None:
-        status = _explain_one(arguments, config, url)
+        status = _explain_one(arguments, config, url, key)
     elif arguments.live is None:
         raise UsageError("--prompt-tokens is missing; say how long the prompt is, as 12000")
     if arguments.live is not None and config.transfer is not None:
-        _show_sides(balances(url))
+        _show_sides(balances(url, key))
     elif arguments.prompt_tokens is None:
         print("this fleet has no prefill and decode workers: say --prompt-tokens")
     return status
@@ -87,7 +89,9 @@ def _show_sides(sides: Sequence[BalanceShown]) -> None:
         print(f"{each.model}: {each.advice}")
 
 
-def _explain_one(arguments: argparse.Namespace, config: FleetConfig, url: str) -> int:
+def _explain_one(
+    arguments: argparse.Namespace, config: FleetConfig, url: str, key: str | None
+) -> int:
     question = Question(
         prompt_tokens=arguments.prompt_tokens,
         max_tokens=arguments.max_tokens,
@@ -98,7 +102,7 @@ def _explain_one(arguments: argparse.Namespace, config: FleetConfig, url: str) -
         if unstated := [w.name for w in config.workers if w.stated_max_model_len is None]:
             print(f"taken to hold anything, as no max_model_len is stated: {', '.join(unstated)}")
     else:
-        found = asked(url, question)
+        found = asked(url, question, key)
     print(_verdict(found))
     if found.scores:
         print(columns([HEADING, *_rows(found.scores)]))
@@ -117,24 +121,31 @@ def predicted(config: FleetConfig, question: Question) -> Explanation:
     return explanation(router, question, config.model, now=0.0)
 
 
-def asked(url: str, question: Question) -> Explanation:
+def asked(url: str, question: Question, key: str | None = None) -> Explanation:
     """Ask the admin API of a running router where a request would go."""
-    return _ask(url, "explain", EXPLANATION, question.model_dump_json())
+    return _ask(url, "explain", EXPLANATION, question.model_dump_json(), key)
 
 
-def balances(url: str) -> list[BalanceShown]:
+def balances(url: str, key: str | None = None) -> list[BalanceShown]:
     """Ask it how busy prefill and decode workers are; nothing where there are none."""
-    return _ask(url, "balance", BALANCES)
+    return _ask(url, "balance", BALANCES, key=key)
 
 
-def _ask(url: str, what: str, kind: TypeAdapter[Answer], body: str | None = None) -> Answer:
+def _ask(
+    url: str,
+    what: str,
+    kind: TypeAdapter[Answer],
+    body: str | None = None,
+    key: str | None = None,
+) -> Answer:
     # Straight there: a proxy named by the environment knows nothing of a loopback address.
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
         request = urllib.request.Request(  # noqa: S310 - the user's own URL
             f"{url.rstrip('/')}/admin/{what}",
             data=body.encode() if body is not None else None,
-            headers={"Content-Type": "application/json"},
+            headers={"Content-Type": "application/json"}
+            | ({"Authorization": f"Bearer {key}"} if key else {}),
         )
         with opener.open(request, timeout=TIMEOUT_S) as answer:
             return kind.validate_json(answer.read())

@@ -59,6 +59,15 @@ def read(path: Path) -> FleetConfig:
     return load(path, also=[policies, agreement])
 
 
+def readable(config: FleetConfig, path: Path) -> None:
+    """Check what a fleet file only points to: files and variables with keys."""
+    from proxy.control.admin_key import key_of
+    from proxy.control.tenancy import read_keys
+
+    read_keys(config, str(path))
+    key_of(config.router.admin, str(path))
+
+
 def policies(draft: Draft) -> Iterator[Problem]:
     """Check the policies that workers are launched with."""
     for index, worker in draft.workers.items():
@@ -87,6 +96,7 @@ def _router(path: Path) -> int:
 
 def _check(path: Path, print_config: bool) -> int:
     config = read(path)
+    readable(config, path)
     if print_config:
         print(yaml.safe_dump(shown(config), sort_keys=False), end="")
         return 0
