@@ -9,9 +9,9 @@ set a threshold, of tokens: those that the decode worker would have to prefill. 
 is chosen first, by what the request costs there in the better way; the prefill worker is the one
 that will be done soonest. Nothing is sent to it before the decode worker has room.
 
-Cost: some ten multiplications per prefill worker and per decode worker. How it fails: transfers are
-predicted for the fleet, not for the pair; with a threshold, a busy prefill worker is waited for
-though a decode worker could do it sooner.
+Cost: some ten multiplications per prefill worker and per decode worker. How it fails: the prefill
+worker that is done soonest may have the slowest link to the decode worker; with a threshold, a busy
+prefill worker is waited for though a decode worker could do it sooner.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from math import inf
 from typing import TYPE_CHECKING
 
 from proxy.core.links import Links
-from proxy.core.transfer_time import TransferTime
+from proxy.core.transfer_time import TransferTimes
 from proxy.core.types import Ask, Decision, Handover, Lease, Reason, Role
 from proxy.core.worker import KV_FULL, Held, Worker
 
@@ -55,7 +55,7 @@ class Handing:
     prefill: Worker  # who would prefill
     prefill_s: float  # until that has answered
     cached_tokens: int  # there
-    transfer: TransferTime
+    transfers: TransferTimes
     above: int | None  # tokens to prefill; None = where it costs less
     links: Links
     within_s: float = inf  # that a transfer may take, with the wait for it
@@ -66,10 +66,15 @@ class Handing:
         prompt, held = view.ask.prompt_tokens, view.held
         return max(prompt - worker.cached(held), 1) if held else prompt or 1
 
+    def transfer_s(self, worker: Worker, view: View) -> float:
+        """Predict how long that takes."""
+        time = self.transfers.of(self.prefill.name, worker.name)
+        return time.seconds(self.tokens(worker, view))
+
     def cost_s(self, worker: Worker, view: View) -> float:
         """Reckon what it costs everybody, as `adaptive` reckons the whole."""
         ask, pace = view.ask, worker.pace
-        transfer_s = self.transfer.seconds(self.tokens(worker, view))
+        transfer_s = self.transfer_s(worker, view)
         step_s = pace.step_s(worker.decoding)
         output_s = worker.output_price * ask.expected_output * ask.samples
         return self.prefill_s + transfer_s + step_s + output_s
@@ -97,13 +102,11 @@ class Handing:
 
     def arrival_s(self, worker: Worker, view: View) -> float:
         """Predict when a decode worker would have what the prefill worker has computed."""
-        transfer_s = self.transfer.seconds(self.tokens(worker, view))
-        return transfer_s + worker.wait_s(view.now, for_long=view.ask.long)
+        return self.transfer_s(worker, view) + worker.wait_s(view.now, for_long=view.ask.long)
 
     def decision(self, worker: Worker, view: View) -> Decision:
         """Write down a hand-over to a decode worker."""
-        tokens = self.tokens(worker, view)
-        transfer_s = self.transfer.seconds(tokens)
+        tokens, transfer_s = self.tokens(worker, view), self.transfer_s(worker, view)
         handover = Handover(self.prefill, self.cached_tokens, tokens, self.prefill_s, transfer_s)
         ttft_s = self.prefill_s + transfer_s + worker.pace.step_s(worker.decoding)
         cached = worker.cached(view.held)

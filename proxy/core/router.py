@@ -32,7 +32,7 @@ from proxy.core.routing.view import View
 from proxy.core.sizing import Sizer
 from proxy.core.tenants import Rank, Tenant, Tenants
 from proxy.core.traffic import Traffic
-from proxy.core.transfer_time import TransferTime
+from proxy.core.transfer_time import TransferTimes
 from proxy.core.types import (
     Ask,
     Decision,
@@ -94,7 +94,7 @@ class Router:
         )
         self.decisions: dict[tuple[str, Reason], int] = {}
         self.handovers: dict[tuple[str, str], int] = {}  # by model, and why or why not
-        self.transfers: dict[str, TransferTime] = {}  # by model
+        self.transfers: dict[str, TransferTimes] = {}  # by model
         self.links = Links()
         self.draining = False
         self._reader = Reader(fleet, self.sizer, settings.short_limit)
@@ -298,16 +298,16 @@ class Router:
             links, within_s = self.links, self.settings.transfer_within_s
             best = handover.choose_prefill(pool.prefills, ask, now, view.held, tried, links)
             if best is not None:
-                time, above = self.transfer_time(ask.model), self.settings.disaggregate_above
+                time, above = self.transfer_times(ask.model), self.settings.disaggregate_above
                 shorts = view.traffic.shorts_per_s(now) / pool.decodes if above is None else 0.0
                 view.handing = handover.Handing(*best, time, above, links, within_s, shorts)
         return view
 
-    def transfer_time(self, model: str) -> TransferTime:
+    def transfer_times(self, model: str) -> TransferTimes:
         """Show what is known of a model's transfers."""
         found = self.transfers.get(model)
         if found is None:
-            found = self.transfers[model] = TransferTime()
+            found = self.transfers[model] = TransferTimes()
         return found
 
     def _saw(self, ask: Ask, now: float) -> None:
@@ -341,7 +341,8 @@ class Router:
         if handover is not None and handover.tokens and lease.ask.stream and not lease.released:
             step_s = lease.worker.pace.step_s(lease.worker.decoding)
             seconds = max(now - lease.charged_at - step_s, 0.0)
-            self.transfer_time(lease.ask.model).saw(handover.tokens, seconds)
+            first, second = handover.prefill.name, lease.worker.name
+            self.transfer_times(lease.ask.model).saw(first, second, handover.tokens, seconds)
 
     def prefilled(self, lease: Lease, now: float, usage: Usage | None) -> None:
         """Note that the prefill of a hand-over is done, and the request goes on to be decoded."""

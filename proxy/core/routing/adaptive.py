@@ -143,7 +143,7 @@ def score(worker: Worker, view: View) -> Score:
     costs = reckon([worker], view)[0]
     handing = view.handing
     if handing is not None and offers([worker], costs, view):
-        wait, own = handing.prefill_s, handing.transfer.seconds(handing.tokens(worker, view))
+        wait, own = handing.prefill_s, handing.transfer_s(worker, view)
         harm = costs[0] - wait - own - pace.step_s(worker.decoding)
         by = handing.prefill.name
         have = handing.cached_tokens

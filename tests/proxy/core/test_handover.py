@@ -98,7 +98,7 @@ def test_those_who_will_come_meanwhile_count_too() -> None:
 def test_a_dear_transfer_is_not_paid() -> None:
     here = router()
     busy(here, count=1)
-    time = here.transfer_time(MODEL)
+    time = here.transfer_times(MODEL).all
     for _ in range(50):
         time.saw(LONG, 30.0)
     assert placed(here.submit(ask(LONG), 0.0)).prefill is None
@@ -337,7 +337,7 @@ def test_a_prefill_leg_teaches_the_prefill_worker_and_a_transfer_the_transfer() 
         here.finish(lease, now + 3.0, Outcome.DONE, Usage(2000, 50))
     prefill, decode = worker_of(here, "p0"), worker_of(here, "d0")
     assert prefill.pace.first_token_s(2000) == pytest.approx(0.8, rel=0.1)
-    assert here.transfer_time(MODEL).seconds(2000) == pytest.approx(0.3, rel=0.1)
+    assert here.transfer_times(MODEL).all.seconds(2000) == pytest.approx(0.3, rel=0.1)
     assert decode.pace.prefills == 0  # it prefilled nothing
     lease = placed(here.submit(ask(2000, 50), 999.0))
     assert lease.decision.handover is not None
@@ -431,7 +431,7 @@ def test_a_transfer_that_takes_longer_than_blocks_are_kept_is_none(above: int | 
     here = router(disaggregate_above=above, transfer_within_s=24.0)
     busy(here, count=1)
     for _ in range(50):
-        here.transfer_time(MODEL).saw(LONG, 30.0)
+        here.transfer_times(MODEL).all.saw(LONG, 30.0)
     assert placed(here.submit(ask(LONG), 0.0)).prefill is None
     assert placed(here.submit(ask(LONG // 2), 0.0)).prefill is not None or above is None
 
@@ -442,3 +442,23 @@ def test_a_link_that_fails_is_left_alone_for_a_while() -> None:
     assert [here.links.failed(first, second, 1.0) for _ in range(3)] == [False, False, True]
     assert placed(here.submit(ask(LONG), 2.0)).prefill is None
     assert placed(here.submit(ask(LONG), 62.0)).prefill is not None
+
+
+# Pairs
+
+
+def test_each_pair_of_workers_has_its_own_link() -> None:
+    """One decode worker is in the same rack, the other is not."""
+    here = router(decodes=2, disaggregate_above=None)
+    busy(here, "d0", 1)
+    busy(here, "d1", 1)
+    times = here.transfer_times(MODEL)
+    for _ in range(20):
+        times.saw("p0", "d0", LONG, 30.0)
+        times.saw("p0", "d1", LONG, 0.01)
+    for _ in range(3):
+        lease = placed(here.submit(ask(LONG), 0.0))
+        assert lease.decision.route == "p0>d1"
+        assert lease.decision.handover is not None
+        assert lease.decision.handover.transfer_s == pytest.approx(0.01, rel=0.3)
+        here.finish(lease, 0.0, Outcome.MOOT)

@@ -97,7 +97,7 @@ async def test_what_a_decode_worker_prefills_after_all_is_no_transfer(
     await here.settled()
     assert here.site.metrics.handovers.ends == {"prefilled_bare": 1}
     assert here.site.metrics.handovers.tokens == {}
-    assert here.site.router.transfer_time("tiny").seen == 0
+    assert here.site.router.transfer_times("tiny").all.seen == 0
     if not stream:  # the whole time is known, and how much of it was the prefill is not
         assert here.site.worker("d0").pace.steps == before
 
