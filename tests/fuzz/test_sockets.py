@@ -110,7 +110,7 @@ async def test_each_request_to_a_hostile_worker_has_an_end(
         numbers = range(first, first + MANY_AT_ONCE)
         came += await asyncio.gather(*(hear(site, number) for number in numbers))
     assert set(came) == {"broken", "refused", "passed"}
-    assert len(site.fake.served) >= STREAMS
+    assert len(site.fake.served) > STREAMS * 3 / 4
     site.fake.always(scripts.answer())
     assert (await site.ask(chat())).status == 200
     # Its own: it goes on talking after what was a whole answer, while another request comes.
