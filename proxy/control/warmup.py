@@ -3,6 +3,10 @@
 The first transfer between two takes a handshake, seconds perhaps. As soon as both are up they are
 given a tiny request in two legs, past the router's own port, so that it is in nobody's metrics;
 until that is done, or has failed a few times, the core leaves the pair alone (see `core/links`).
+
+A decode worker that can fetch nothing may compute the prompt itself, and its answer is as good as
+any. So its metrics are asked whether it has fetched anything. A link over which nothing came is no
+link: it is left alone, and tried again each minute.
 """
 
 from __future__ import annotations
@@ -19,7 +23,8 @@ from urllib.parse import urlsplit
 import aiohttp
 import orjson
 
-from proxy.control.questions import open_session
+from proxy.control.questions import ProbeError, Questions, open_session
+from proxy.control.worker_metrics import values
 from proxy.core.types import Ask, Role
 from proxy.errors import ProxyError
 from proxy.transfer.legs import decode_body, prefill_body
@@ -38,6 +43,13 @@ TRIES, PAUSE_S, LEG_S = 3, 1.0, 20.0
 ROUTE = "completions"
 MAX_ANSWER = 8 << 20
 DONE, FAILED, BARE = "done", "failed", "bare"
+RECOMPUTED = "recomputed"  # the decode worker did it all itself
+AGAIN_S = 60.0
+FETCHED = b"vllm:external_prefix_cache_hits_total{"  # tokens, over all of a decode worker's links
+LOOKS, LOOK_S = 5, 0.1  # for the count to be shown
+
+
+Link = tuple["Worker", "Worker"]
 
 
 class LegError(ProxyError):
@@ -59,6 +71,9 @@ class Warmup:
         self._connector = connector
         self._counts = counts
         self._room = asyncio.Semaphore(AT_ONCE)
+        self._version = -1  # of the fleet, when last looked at
+        self._left: dict[str, tuple[object, list[Link]]] = {}  # by model; since when, and which
+        self._again: dict[Link, float] = {}  # from when on those that did not come about
         router.links.are_made = connector.connects
 
     async def run(self) -> None:
@@ -70,7 +85,7 @@ class Warmup:
             try:
                 while True:
                     tasks = {pair: task for pair, task in tasks.items() if not task.done()}
-                    for pair in self._cold():
+                    for pair in self._cold(self.clock()):
                         if pair not in tasks:
                             tasks[pair] = asyncio.create_task(self._warm(*pair, session))
                     await asyncio.sleep(LOOK_AROUND_S)
@@ -79,15 +94,26 @@ class Warmup:
                     task.cancel()
                 await asyncio.gather(*tasks.values(), return_exceptions=True)
 
-    def _cold(self) -> Iterator[tuple[Worker, Worker]]:
-        fleet = self._router.fleet
+    def _cold(self, now: float) -> Iterator[Link]:
+        """Name those to connect. All pairs are looked at when somebody has come up, or left."""
+        fleet, links = self._router.fleet, self._router.links
+        if fleet.version != self._version:
+            self._version = fleet.version
+            here = {*fleet}
+            links.keep(here)
+            self._again = {k: at for k, at in self._again.items() if here.issuperset(k)}
         for model in fleet.models():
             pool = fleet.pool(model)
-            decodes = [w for w in pool.all if w.role is Role.DECODE] if pool.prefills else []
-            for prefill in pool.prefills:
-                for decode in decodes:
-                    if not self._router.links.knows(prefill, decode):
-                        yield prefill, decode
+            if not pool.prefills or not pool.decodes:
+                continue
+            decodes = [w for w in pool.all if w.role is Role.DECODE]
+            since = pool, [w.up_since for w in (*pool.prefills, *decodes)]
+            before, left = self._left.get(model, (None, []))
+            if before != since:
+                left = [(prefill, decode) for prefill in pool.prefills for decode in decodes]
+            left = [pair for pair in left if not links.knows(*pair)]
+            self._left[model] = since, left
+            yield from (pair for pair in left if self._again.get(pair, 0.0) <= now)
 
     async def _warm(self, prefill: Worker, decode: Worker, session: aiohttp.ClientSession) -> None:
         """Connect two; give up after a few tries."""
@@ -102,7 +128,7 @@ class Warmup:
                     how = FAILED
                     why = error
                 self._counts.warmed(how)
-                if how != FAILED:
+                if how not in (FAILED, RECOMPUTED):
                     break
         link = f"{prefill.name} to {decode.name}"
         if how == DONE:
@@ -113,8 +139,20 @@ class Warmup:
                 prefill.name,
                 self._connector.name,
             )
+        elif how == RECOMPUTED:
+            logger.warning(
+                "transfers from %s: nothing came, and the prompt was computed again; none are made "
+                "for %g s. Are both of one model and one vLLM, and do they reach each other's side "
+                "channels? Their logs know",
+                link,
+                AGAIN_S,
+            )
+            again = self._again[prefill, decode] = self.clock() + AGAIN_S
+            self._router.links.bar(prefill, decode, again + LEG_S)
+            return
         else:
             logger.warning("transfers from %s: no first one in %d tries: %s", link, TRIES, why)
+        self._router.links.worked(prefill, decode)
         self._router.links.warm(prefill, decode)
 
     async def _once(self, prefill: Worker, decode: Worker, session: aiohttp.ClientSession) -> str:
@@ -129,12 +167,20 @@ class Warmup:
             return BARE
         if doubt := connector.doubt(pair, taken):
             logger.warning("%s %s", prefill.name, doubt)
+        before = await _fetched(session, decode)
         try:
             await _post(session, decode, decode_body(connector, pair, taken, body), request_id)
         except BaseException:
             await self._release(session, decode, taken)
             raise
-        return DONE
+        for _ in range(LOOKS if before is not None else 0):
+            if await _fetched(session, decode) != before:
+                return DONE
+            await asyncio.sleep(LOOK_S)
+        if before is None:
+            return DONE
+        await self._release(session, decode, taken)
+        return RECOMPUTED
 
     async def _release(self, session: aiohttp.ClientSession, decode: Worker, taken: Taken) -> None:
         body = self._connector.release(taken)
@@ -144,6 +190,16 @@ class Warmup:
             await _post(session, decode, body, b"warmup")
         except (LegError, aiohttp.ClientError, TimeoutError, OSError, ValueError):
             return  # it is meant to be refused; and if it was not, the blocks expire
+
+
+async def _fetched(session: aiohttp.ClientSession, worker: Worker) -> float | None:
+    """Read how many tokens a decode worker has fetched so far; None where it doesn't tell."""
+    questions = Questions(session, worker.url, worker.spec.api_key, LEG_S)
+    try:
+        told = [*values(await questions.metrics(), FETCHED)]
+    except ProbeError:
+        return None
+    return sum(told) if told else None
 
 
 async def _post(
@@ -159,7 +215,11 @@ async def _post(
         timeout=aiohttp.ClientTimeout(total=LEG_S),
         allow_redirects=False,
     ) as answer:
-        text = await answer.content.read(MAX_ANSWER)
+        text = bytearray()
+        async for chunk in answer.content.iter_any():
+            text += chunk
+            if len(text) > MAX_ANSWER:
+                raise LegError(f"{worker.name}: more than {MAX_ANSWER} bytes")
         if answer.status != HTTPStatus.OK:
             raise LegError(f"{worker.name}: status {answer.status}")
     found = orjson.loads(text)

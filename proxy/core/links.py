@@ -73,6 +73,10 @@ class Links:
         strikes.until = now + BARRED_S
         return True
 
+    def bar(self, prefill: Worker, decode: Worker, until: float) -> None:
+        """Leave a link alone for longer: it is known not to work."""
+        self._strikes[prefill, decode] = Strikes(_lives(prefill, decode), STRIKES, until)
+
     def worked(self, prefill: Worker, decode: Worker | None) -> None:
         """Note that a link, or a prefill worker, does what it is there for."""
         if self._strikes:

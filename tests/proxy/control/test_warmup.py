@@ -13,7 +13,7 @@ import pytest
 from proxy.config import TransferConfig
 from proxy.control import warmup as module
 from proxy.control.handovers import Handovers
-from proxy.control.warmup import Warmup
+from proxy.control.warmup import AGAIN_S, Warmup
 from proxy.core.router import Router
 from proxy.core.types import Role
 from proxy.core.worker import Worker, WorkerSpec
@@ -21,7 +21,7 @@ from proxy.transfer.nixl import Nixl
 from proxy.transfer.registry import connector
 from tests.proxy.core.making import fleet_of, router_of
 from tests.proxy.wire import scripts
-from tests.proxy.wire.fake_worker import FakeWorker
+from tests.proxy.wire.fake_worker import Call, FakeWorker
 from tests.proxy.wire.kv import Faults, Kv
 from tests.proxy.wire.site import eventually
 
@@ -142,6 +142,83 @@ async def test_what_looks_wrong_is_said(
         async with here.running():
             await eventually(lambda: here.are_warm(("p0", "d0")))
         assert "p0 says what can't be" in caplog.text
+
+
+# A worker that computes the prompt itself
+
+
+def counting(fake: FakeWorker, *, fetches: bool) -> None:
+    """Tell how many tokens were fetched, as vLLM does; by no request at all if it can't."""
+    told = b'vllm:num_requests_running{engine="0"} 0\n%b{engine="0",model_name="m"} %d.0\n'
+
+    async def page(call: Call) -> None:
+        number = 100 * len(fake.served) * fetches
+        text = told % (b"vllm:external_prefix_cache_hits_total", number)
+        await scripts.answer(body=text, content_type=b"text/plain")(call)
+
+    fake.always(page, "/metrics")
+
+
+async def test_a_decode_worker_that_says_what_it_fetches_is_believed() -> None:
+    async with stage() as here:
+        counting(here.fakes["d0"], fetches=True)
+        async with here.running():
+            await eventually(lambda: here.are_warm(("p0", "d0")))
+        assert here.counts.warmups == {"done": 1}
+
+
+async def test_one_that_fetches_nothing_is_no_link(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its answer is as good as any: it has computed the prompt itself."""
+    monkeypatch.setattr(module, "PAUSE_S", 0.01)
+    monkeypatch.setattr(module, "LOOK_S", 0.01)
+    async with stage(decodes=2) as here:
+        counting(here.fakes["d0"], fetches=False)
+        counting(here.fakes["d1"], fetches=True)
+        links, now = here.router.links, here.warmup.clock
+        first, dead, well = (here.worker(name) for name in ("p0", "d0", "d1"))
+        async with here.running():
+            await eventually(lambda: links.is_barred(first, dead, now()))
+            await eventually(lambda: here.are_warm(("p0", "d1")))
+            assert not here.are_warm(("p0", "d0"))
+            assert "transfers from p0 to d0: nothing came" in caplog.text
+            assert here.counts.warmups == {"recomputed": 3, "done": 1}
+            assert not links.is_barred(first, well, now())
+            # A minute later, and mended.
+            counting(here.fakes["d0"], fetches=True)
+            passed = here.warmup.clock() + AGAIN_S
+            here.warmup.clock = lambda: passed
+            await eventually(lambda: here.are_warm(("p0", "d0")))
+        assert not links.is_barred(first, dead, passed)
+
+
+# What it costs to look
+
+
+async def test_pairs_that_are_connected_are_not_looked_at_again_and_again() -> None:
+    specs = [WorkerSpec(f"p{n}", "http://h", Role.PREFILL, "tiny") for n in range(20)]
+    specs += [WorkerSpec(f"d{n}", "http://h", Role.DECODE, "tiny") for n in range(20)]
+    router = router_of(*specs, transfer=True)
+    nixl = connector(TransferConfig(connector="nixl"))
+    warmup = Warmup(router, nixl, Handovers(str))
+    asked: list[object] = []
+    knows = router.links.knows
+    router.links.knows = lambda *pair: asked.append(pair) or knows(*pair)  # type: ignore[method-assign,func-returns-value]
+    pairs = [*warmup._cold(0.0)]
+    assert len(pairs) == 400
+    for pair in pairs:
+        router.links.warm(*pair)
+    assert [*warmup._cold(0.0)] == []
+    asked.clear()
+    assert [*warmup._cold(0.0)] == []
+    assert asked == []
+    decode = pairs[0][1]
+    decode.up_since = 99.0
+    assert [*warmup._cold(0.0)] == [(p, d) for p, d in pairs if d is decode]
+    router.fleet.remove("p0")
+    assert all(p.name != "p0" for p, _ in warmup._cold(0.0))
+    assert not knows(*pairs[1])  # p0's are forgotten
 
 
 async def test_connectors_that_need_no_handshake_make_nobody_wait() -> None:
