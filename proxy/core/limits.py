@@ -24,6 +24,7 @@ from enum import StrEnum
 MINUTE = 60.0
 CELLS = 2  # that one tenant's ledger takes
 REQUESTS, TOKENS = range(CELLS)
+State = tuple[int, int, float]  # the limit, what is left, and the seconds until all of it is
 AGAIN_S = 1.0  # after which one who has too much in flight may try again: nobody knows better
 
 
@@ -53,8 +54,8 @@ class Breach:
     limit: Limit
     most: int
     retry_after_s: float | None = None  # None: it is no use
-    requests: tuple[int, int, float] | None = None  # limit, left, seconds until all are back
-    tokens: tuple[int, int, float] | None = None
+    requests: State | None = None
+    tokens: State | None = None
 
 
 class Bucket:
@@ -95,8 +96,8 @@ class Bucket:
         full = cells[at]
         cells[at] = (max(now, full)) + amount * MINUTE / self.per_minute
 
-    def shown(self, now: float) -> tuple[int, int, float]:
-        """Tell the limit, what is left, and the seconds until it is full."""
+    def shown(self, now: float) -> State:
+        """Tell how it stands."""
         return self.per_minute, max(int(self.left(now)), 0), self.reset_s(now)
 
 
@@ -148,11 +149,13 @@ class Ledger:
         return None
 
     def _breach(self, now: float, limit: Limit, most: int, wait: float) -> Breach:
+        requests, tokens = self.left(now)
+        return Breach(limit, most, wait, requests, tokens)
+
+    def left(self, now: float) -> tuple[State | None, State | None]:
+        """Tell how requests and tokens stand."""
         requests, tokens = self._requests, self._tokens
-        return Breach(
-            limit,
-            most,
-            wait,
+        return (
             None if requests is None else requests.shown(now),
             None if tokens is None else tokens.shown(now),
         )

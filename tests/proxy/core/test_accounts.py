@@ -1,0 +1,242 @@
+"""What a tenant's request takes of its limits and its share, on every way out of the router."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from proxy.core.fairness import FairnessSettings
+from proxy.core.limits import Limits
+from proxy.core.router import Router
+from proxy.core.tenants import Rank, Tenant, TenantSpec
+from proxy.core.types import Ask, Lease, Outcome, Reason, Usage
+from tests.proxy.core.making import ask, idle, placed, refused, router_of, spec, waits, worker_of
+
+
+def tenant(name: str = "t", rank: Rank = Rank.STANDARD, **limits: int) -> Tenant:
+    return Tenant(TenantSpec(name, rank, limits=Limits(**limits)))
+
+
+def of(who: Tenant, prompt: int = 100, output: int = 50, **fields: Any) -> Ask:
+    made = ask(prompt, output, **fields)
+    made.tenant, made.rank = who, who.spec.rank
+    return made
+
+
+def tokens_left(who: Tenant) -> int:
+    """Read what is left of the minute."""
+    _, tokens = who.ledger.left(0.0)
+    assert tokens is not None
+    return tokens[1]
+
+
+def one_place() -> Router:
+    return router_of(spec("w", most=1))
+
+
+def test_a_limit_is_said_in_openais_words() -> None:
+    router, who = router_of(spec("w")), tenant(requests_per_minute=1, tokens_per_minute=1000)
+    placed(router.submit(of(who), 0.0))
+    refusal = refused(router.submit(of(who), 0.0))
+    assert (refusal.status, refusal.reason) == (429, Reason.LIMITED)
+    assert refusal.code == "rate_limit_exceeded"
+    assert refusal.retry_after_s == pytest.approx(60)
+    assert "requests per minute (RPM): Limit 1" in refusal.message
+    assert dict(refusal.headers) == {
+        "x-ratelimit-limit-requests": "1",
+        "x-ratelimit-remaining-requests": "0",
+        "x-ratelimit-reset-requests": "60.000s",
+        "x-ratelimit-limit-tokens": "1000",
+        "x-ratelimit-remaining-tokens": "850",
+        "x-ratelimit-reset-tokens": "9.000s",
+    }
+    assert who.limited == {"requests_per_minute": 1}
+
+
+def test_a_prompt_may_be_too_long_for_a_key() -> None:
+    router, who = router_of(spec("w")), tenant(max_prompt_tokens=100)
+    refusal = refused(router.submit(of(who, 101), 0.0))
+    assert (refusal.status, refusal.code, refusal.param) == (
+        400, "context_length_exceeded", "messages",
+    )  # fmt: skip
+    assert refusal.retry_after_s is None
+    placed(router.submit(of(who, 110, error=10), 0.0))  # the benefit of the doubt
+    placed(router.submit(of(who, 100), 0.0))
+
+
+@pytest.mark.parametrize(
+    ("outcome", "seen", "usage", "used"),
+    [
+        (Outcome.DONE, 0, Usage(80, 20), 100),
+        (Outcome.DONE, 30, None, 130),
+        (Outcome.DONE, 0, None, 150),
+        (Outcome.CLIENT_GONE, 0, None, 100),
+        (Outcome.CLIENT_GONE, 7, None, 107),
+        (Outcome.FAILED, 7, None, 107),
+        (Outcome.FAILED, 0, None, 0),
+        (Outcome.REFUSED, 0, None, 0),
+        (Outcome.BUSY, 0, None, 0),
+    ],
+)
+def test_one_pays_for_what_one_got(
+    outcome: Outcome, seen: int, usage: Usage | None, used: int
+) -> None:
+    router, who = router_of(spec("w")), tenant(tokens_per_minute=1000)
+    lease = placed(router.submit(of(who), 0.0))
+    assert tokens_left(who) == 850
+    assert who.virtual == 200
+    if seen:
+        router.first_token(lease, 0.0)
+        router.tokens(lease, seen)
+    router.finish(lease, 0.0, outcome, usage)
+    assert tokens_left(who) == 1000 - used
+    assert who.ledger.running == 0
+    output = max(used - (80 if usage else 100), 0)
+    assert who.virtual == (100 + 2 * output if used else 0)
+    assert who.prompt_tokens + who.output_tokens == used
+    router.finish(lease, 0.0, outcome, usage)
+    assert tokens_left(who) == 1000 - used, "once"
+
+
+def test_tokens_beyond_what_was_likely_are_charged_as_they_pass() -> None:
+    router, who = router_of(spec("w")), tenant()
+    lease = placed(router.submit(of(who, 100, 10), 0.0))
+    assert who.virtual == 120
+    router.first_token(lease, 0.0)
+    seen = []
+    for _ in range(4):
+        router.tokens(lease, 5)
+        seen.append(who.virtual)
+    assert seen == [120, 120, 130, 140]
+    router.finish(lease, 0.0, Outcome.DONE)
+    assert who.virtual == 140
+
+
+def test_what_is_cached_is_not_charged() -> None:
+    router = router_of(spec("w"), fairness=FairnessSettings(cached_weight=0.5))
+    who = tenant()
+    prefix = tuple(range(8))
+    router.finish(placed(router.submit(of(who, 1024, 0, prefix=prefix), 0.0)), 0.0, Outcome.DONE)
+    first = who.virtual
+    lease = placed(router.submit(of(who, 1024, 0, prefix=prefix), 1.0))
+    assert lease.decision.cached_tokens > 0
+    assert who.virtual - first == 1024 - lease.decision.cached_tokens / 2
+
+
+def test_a_retry_goes_on_as_the_same_request() -> None:
+    router = router_of(spec("a"), spec("b"))
+    who = tenant(requests_per_minute=10, tokens_per_minute=1000, concurrency=1)
+    one = of(who)
+    lease = placed(router.submit(one, 0.0))
+    router.finish(lease, 0.0, Outcome.FAILED)
+    again = router.submit(one, 0.0, tried=frozenset({lease.worker.name}), free=True)
+    assert isinstance(again, Lease)
+    assert who.ledger.running == 1
+    assert who.virtual == 200
+    refused(router.submit(of(who), 0.0))  # concurrency
+    router.finish(again, 0.0, Outcome.DONE, Usage(100, 50))
+    assert (tokens_left(who), who.ledger.running) == (850, 0)
+
+
+def test_who_waits_has_a_place_and_gives_it_back() -> None:
+    router, who = one_place(), tenant(concurrency=2, tokens_per_minute=1000)
+    lease = placed(router.submit(of(who), 0.0))
+    ticket = waits(router.submit(of(who), 0.0))
+    assert refused(router.submit(of(who), 0.0)).reason is Reason.LIMITED
+    router.withdraw(ticket, 0.0)
+    router.withdraw(ticket, 0.0)
+    assert who.ledger.running == 1
+    waits(router.submit(of(who), 0.0))
+    (gone,) = router.due(31.0)
+    assert refused(gone[1]).reason is Reason.WAITED_TOO_LONG
+    assert who.ledger.running == 1
+    router.finish(lease, 31.0, Outcome.CLIENT_GONE)
+    assert (who.ledger.running, who.waiting) == (0, 0)
+    assert idle([worker_of(router, "w")])
+
+
+def test_who_is_refused_pays_nothing() -> None:
+    router = router_of(spec("w", limit=500, most=1), queue_requests=0)
+    who = tenant(tokens_per_minute=1000)
+    refused(router.submit(of(who, 600), 0.0))
+    placed(router.submit(of(tenant("other")), 0.0))
+    assert refused(router.submit(of(who), 0.0)).reason is Reason.QUEUE_FULL
+    assert (tokens_left(who), who.ledger.running, who.virtual) == (1000, 0, 0)
+
+
+def test_the_next_place_is_for_who_had_less() -> None:
+    router, much, little = one_place(), tenant("much"), tenant("little")
+    lease = placed(router.submit(of(much), 0.0))
+    for number in range(3):
+        waits(router.submit(of(much), 0.1 * number))
+    waits(router.submit(of(little), 1.0))
+    router.finish(lease, 2.0, Outcome.DONE)
+    order = []
+    for _ in range(4):
+        ((ticket, answer),) = router.due(2.0)
+        assert isinstance(answer, Lease)
+        assert ticket.ask.tenant is not None
+        order.append(ticket.ask.tenant.name)
+        router.finish(answer, 2.0, Outcome.DONE)
+    assert "little" in order[:2]
+
+
+# Batch
+
+
+def batch(prompt: int = 100, **fields: Any) -> Ask:
+    return of(tenant("batch", Rank.BATCH), prompt, **fields)
+
+
+def test_batch_waits_while_anybody_else_does_and_others_pass_it() -> None:
+    router = router_of(spec("w", most=8))
+    held = [placed(router.submit(of(tenant()), 0.0)) for _ in range(7)]
+    ticket = waits(router.submit(batch(), 0.0))
+    last = placed(router.submit(of(tenant()), 0.0))
+    assert router.due(0.0) == []
+    router.finish(last, 0.0, Outcome.DONE)
+    assert router.due(0.0) == [], "an eighth is left free"
+    for number, lease in enumerate(held):
+        router.first_token(lease, 0.1)
+        if number < 2:
+            router.finish(lease, 0.1, Outcome.DONE)
+    ((gone, answer),) = router.due(0.1)
+    assert gone is ticket
+    assert isinstance(answer, Lease)
+
+
+def test_an_idle_worker_takes_batch_however_small_it_is() -> None:
+    placed(router_of(spec("w", most=1)).submit(batch(), 0.0))
+
+
+def test_batch_leaves_room_in_the_cache() -> None:
+    router = router_of(spec("w"))
+    worker_of(router, "w").kv_capacity = 1000
+    placed(router.submit(of(tenant(), 400, 50), 0.0))
+    waits(router.submit(batch(400), 0.0))
+    placed(router.submit(of(tenant(), 400, 50), 0.0))
+
+
+def test_batch_comes_behind_no_long_prefill() -> None:
+    router = router_of(spec("w"))
+    long = placed(router.submit(of(tenant(), 500_000), 0.0))
+    ticket = waits(router.submit(batch(), 0.0))
+    assert router.due(0.0) == []
+    router.first_token(long, 1.0)
+    assert [gone for gone, _ in router.due(1.0)] == [ticket]
+
+
+def test_batch_may_wait_for_longer_and_comes_of_age() -> None:
+    settings = FairnessSettings(batch_age_s=300.0, batch_wait_s=600.0)
+    router = router_of(spec("w", most=4), fairness=settings)
+    held = [placed(router.submit(of(tenant()), 0.0)) for _ in range(4)]
+    ticket = waits(router.submit(batch(), 0.0))
+    assert router.due(299.0) == []
+    router.finish(held.pop(), 300.0, Outcome.DONE)
+    ((gone, answer),) = router.due(300.0)
+    assert gone is ticket
+    assert isinstance(answer, Lease), "reserve or not"
+    waits(router.submit(batch(), 300.0))
+    ((_, answer),) = router.due(900.0)
+    assert refused(answer).reason is Reason.WAITED_TOO_LONG

@@ -1,0 +1,217 @@
+"""What a client may not say is refused or taken out, in every spelling; all else passes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import orjson
+import pytest
+
+from proxy.core.client_fields import LONGEST_SALT, ClientFields, forbidden, forbidden_form, salt_in
+from proxy.core.router import Router, RouterSettings
+from proxy.core.tenants import Rank, Tenant, TenantSpec
+from proxy.core.types import Ask
+from tests.proxy.core.making import chat, fleet_of, read, refused, route, spec
+from tests.proxy.core.test_steering import EVIL, TYPE, form
+
+NOTHING = ClientFields()
+XARGS = b'Content-Disposition: form-data; name="vllm_xargs"'
+
+
+def found(body: str, may: ClientFields = NOTHING, *, tenants: bool = True) -> str:
+    return forbidden(orjson.loads(body), body.encode(), tenants=tenants, may=may)
+
+
+@pytest.mark.parametrize(
+    ("body", "name"),
+    [
+        ('{"vllm_xargs": {"lane": "urgent"}}', "vllm_xargs"),
+        ('{"vllm\\u005fxargs": {"lane": "urgent"}}', "vllm_xargs"),
+        ('{"vllm_xargs": {"lane": "urgent"}, "vllm_xargs": null}', "vllm_xargs"),
+        ('{"vllm_xargs": 1}', "vllm_xargs"),
+        ('{"sampling_params": {"extra_args": {"lane": "x"}}}', "sampling_params.extra_args"),
+        ('{"sampling_params": {"extra\\u005fargs": {"lane": "x"}}}', "sampling_params.extra_args"),
+        (f'{{"kv_transfer_params": {EVIL}}}', "kv_transfer_params"),
+        ('{"ec_transfer\\u005fparams": {}}', "ec_transfer_params"),
+    ],
+)
+def test_found_with_tenants(body: str, name: str) -> None:
+    assert found(body) == name
+    assert bool(found(body, tenants=False)) == ("_transfer_params" in name)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "{}",
+        '{"vllm_xargs": null}',
+        '{"sampling_params": {"max_tokens": 1}}',
+        '{"prompt": "vllm_xargs", "user": "\\"vllm_xargs\\": {}"}',
+        '{"messages": [{"role": "user", "content": "x", "vllm_xargs": {}}]}',
+        '{"tools": [{"function": {"parameters": {"properties": {"vllm_xargs": {}}}}}]}',
+        '{"priority": 1, "cache_salt": "s", "session_id": "s", "top_k": 3, "logit_bias": {}}',
+    ],
+)
+def test_what_passes(body: str) -> None:
+    assert found(body) == ""
+
+
+def test_an_operator_may_allow_it() -> None:
+    arguments = ClientFields(arguments=True)
+    assert found('{"vllm_xargs": {"lane": "urgent"}}', arguments) == ""
+    inner = f'{{"vllm_xargs": {{"kv_transfer_params": {EVIL}}}}}'
+    assert found(inner, arguments) == "vllm_xargs.kv_transfer_params", "that is another matter"
+    assert found(inner, ClientFields(kv_transfer=True)) == "vllm_xargs"
+    assert found(inner, ClientFields(kv_transfer=True, arguments=True)) == ""
+
+
+def test_forms() -> None:
+    lane = form((XARGS, b'{"lane": "urgent"}'))
+    assert forbidden_form(lane, TYPE, tenants=True, may=NOTHING) == "vllm_xargs"
+    assert forbidden_form(lane, TYPE, tenants=False, may=NOTHING) == ""
+    assert forbidden_form(lane, TYPE, tenants=True, may=ClientFields(arguments=True)) == ""
+    name = b'Content-Disposition: form-data; name="prompt"'
+    plain = form((name, b"what is vllm_xargs?"))
+    assert forbidden_form(plain, TYPE, tenants=True, may=NOTHING) == ""
+
+
+def test_a_salt_is_text_and_not_without_end() -> None:
+    assert salt_in({"cache_salt": "x" * 9999}) == "x" * LONGEST_SALT
+    assert [salt_in({"cache_salt": odd}) for odd in (None, 1, ["x"], {"x": 1})] == [""] * 4
+
+
+# As a router reads them
+
+
+def asked(
+    body: dict[str, Any],
+    path: str = "/v1/chat/completions",
+    *,
+    who: TenantSpec | None = None,
+    **settings: Any,
+) -> Ask:
+    router = Router(RouterSettings(**settings), fleet_of(spec("w")))
+    raw = orjson.dumps(body)
+    tenant = Tenant(who or TenantSpec("a"))
+    one = router.read(route(path), raw, b"application/json", "id", tenant)
+    assert isinstance(one, Ask), one
+    return one
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/embeddings", "/tokenize"])
+def test_a_priority_is_taken_out(path: str) -> None:
+    assert asked(chat("hi", priority=-5), path).fields == {"priority": None}
+    assert asked(chat("hi"), path).fields is None
+
+
+@pytest.mark.parametrize(
+    ("rank", "priority"), [(Rank.INTERACTIVE, b"-1"), (Rank.STANDARD, None), (Rank.BATCH, b"1")]
+)
+def test_the_class_takes_its_place_where_workers_heed_it(
+    rank: Rank, priority: bytes | None
+) -> None:
+    who = TenantSpec("a", rank)
+    one = asked(chat("hi", priority=-5), who=who, pass_priority=True)
+    assert one.fields == {"priority": priority}
+    assert one.rank is rank
+    quiet = asked(chat("hi"), who=who, pass_priority=True).fields
+    assert quiet == (None if priority is None else {"priority": priority})
+    assert asked(chat("hi"), "/v1/messages", who=who, pass_priority=True).fields is None
+    own = asked(chat("hi", priority=-5), who=who, pass_priority=True, client_priority=True)
+    assert own.fields is None
+
+
+def test_arguments_are_refused_in_openais_words() -> None:
+    router = Router(RouterSettings(), fleet_of(spec("w")))
+    body = orjson.dumps(chat("hi", vllm_xargs={"lane": "urgent"}))
+    answer = router.read(route(), body, b"application/json", "id", Tenant(TenantSpec("a")))
+    refusal = refused(answer)
+    assert (refusal.status, refusal.param, refusal.code) == (
+        400, "vllm_xargs", "forbidden_parameter",
+    )  # fmt: skip
+    assert isinstance(read(router, body), Ask), "without tenants it passes"
+
+
+LONG = "a prompt of some length, such as are cached " * 40
+
+
+def test_salted_prompts_are_apart_in_what_is_believed_to_be_cached() -> None:
+    router = Router(RouterSettings(), fleet_of(spec("w")))
+
+    def prefix(tenant: Tenant | None, **fields: Any) -> tuple[int, ...]:
+        body = orjson.dumps(chat(LONG, **fields))
+        one = router.read(route(), body, b"application/json", "id", tenant)
+        assert isinstance(one, Ask)
+        assert one.prefix
+        return one.prefix
+
+    a, b = (Tenant(TenantSpec(name, salted=True)) for name in "ab")
+    plain, other = (Tenant(TenantSpec(name)) for name in "cd")
+    assert prefix(a) == prefix(a)
+    assert len({prefix(a), prefix(b), prefix(plain)}) == 3
+    assert prefix(plain) == prefix(other) == prefix(None)
+    assert prefix(None, cache_salt="x") == prefix(plain, cache_salt="x")
+    assert len({prefix(None, cache_salt=salt) for salt in ("", "x", "y")}) == 3
+    assert len({prefix(a, cache_salt=salt) for salt in ("", "x", "y")}) == 3
+
+
+def test_a_salt_is_put_where_there_was_none_and_in_place_of_another() -> None:
+    who = TenantSpec("a", salted=True)
+    plain, own = asked(chat("hi"), who=who), asked(chat("hi", cache_salt="b"), who=who)
+    assert plain.fields is not None
+    assert own.fields is not None
+    assert plain.fields["cache_salt"] == b'"%b"' % plain.salt.encode()
+    assert own.fields["cache_salt"] != plain.fields["cache_salt"]
+
+
+@pytest.mark.parametrize("path", ["/cohere/v2/chat", "/v2/embed"])
+def test_what_can_not_be_kept_apart_is_not_served(path: str) -> None:
+    router = Router(RouterSettings(), fleet_of(spec("w")))
+    body = orjson.dumps(chat("hi", texts=["x"]))
+    who = Tenant(TenantSpec("a", salted=True))
+    refusal = refused(router.read(route(path), body, b"application/json", "id", who))
+    assert (refusal.status, refusal.code) == (400, "not_isolated")
+    unsalted = router.read(route(path), body, b"application/json", "id", Tenant(TenantSpec("b")))
+    assert isinstance(unsalted, Ask)
+
+
+# Models and stored responses
+
+
+def test_a_model_that_is_not_for_it_is_403() -> None:
+    router = Router(RouterSettings(), fleet_of(spec("w", model="m"), spec("v", model="n")))
+    who = Tenant(TenantSpec("a", models=frozenset(["n"])))
+
+    def answer(**fields: Any) -> Any:
+        body = orjson.dumps(chat("hi", **fields))
+        return router.read(route(), body, b"application/json", "id", who)
+
+    refusal = refused(answer(model="m"))
+    assert (refusal.status, refusal.code, refusal.param) == (403, "model_not_allowed", "model")
+    assert answer(model="n").model == "n"
+    assert answer().model == "n", "the only one that it may use"
+    unknown = refused(answer(model="x"))
+    assert unknown.status == 404
+    assert "serves: n." in unknown.message, "others' models are not its business"
+
+
+def test_a_stored_response_is_its_tenants_own() -> None:
+    router = Router(RouterSettings(), fleet_of(spec("w"), spec("v")))
+    a, b = (Tenant(TenantSpec(name)) for name in "ab")
+    router.remember("resp_1", "v", a)
+
+    def fetched(tenant: Tenant | None, response: str = "resp_1") -> Any:
+        path = route(f"/v1/responses/{response}", "GET")
+        return router.read(path, b"", b"", "id", tenant)
+
+    def followed(tenant: Tenant | None) -> Any:
+        body = orjson.dumps({"input": "go on", "previous_response_id": "resp_1"})
+        return router.read(route("/v1/responses"), body, b"application/json", "id", tenant)
+
+    for answer in (fetched(a), followed(a)):
+        assert answer.pinned == "v"
+        assert answer.tenant is a
+    for answer in (fetched(b), followed(b), fetched(a, "resp_2")):
+        refusal = refused(answer)
+        assert (refusal.status, refusal.code) == (404, "response_not_found")
+    assert fetched(None).pinned == ""
