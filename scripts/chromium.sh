@@ -49,7 +49,6 @@ cat >unpacked/fonts.conf <<END
   <dir>/usr/share/fonts</dir>
   <dir prefix="relative">usr/share/fonts</dir>
   <cachedir prefix="relative">fonts</cachedir>
-  <alias><family>system-ui</family><prefer><family>DejaVu Sans</family></prefer></alias>
   <alias><family>sans-serif</family><prefer><family>DejaVu Sans</family></prefer></alias>
 </fontconfig>
 END

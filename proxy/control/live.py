@@ -48,13 +48,20 @@ class Seen(Protocol):
 
     ask: Ask | None
     decision: Decision | None
+    prompt: bytes
     started: float
+    queue_s: float
+    sent_bytes: int
     placed_at: float | None
     prefilled_at: float | None
     first_token_at: float | None
     tokens: int
     number: int
     ticks: list[float] | None
+
+    @property
+    def id(self) -> str:
+        """The client's name for it, or else ours."""
 
 
 class Viewer:
@@ -255,7 +262,7 @@ class Live:
         number = 0
         for entry in self._metrics.recent.newest(KEPT):
             ended = now - (wall - entry.time)
-            if ended >= self._looked_since:
+            if ended > self._looked_since:
                 continue
             if ended < now - WINDOW_S:
                 return
@@ -285,7 +292,7 @@ class Live:
         first = seen.first_token_at
         return [
             seen.number,
-            "" if ask is None else text(ask.id),
+            text(seen.id),
             "" if ask is None else text(ask.model),
             "long" if ask is not None and ask.long else "short",
             pool, worker, prefill, reason, status,

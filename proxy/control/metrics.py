@@ -26,7 +26,7 @@ from proxy.core import routes
 if TYPE_CHECKING:
     from proxy.control.live import Live, Seen
     from proxy.core.router import Router
-    from proxy.core.types import Lease
+    from proxy.core.types import Lease, Reason
 
 OTHER = "other"
 # Stands for the worker, and its pool, of a request that got none.
@@ -83,6 +83,9 @@ class Metrics:
         self.router = router
         self.recent = Recent()
         self.live: Live | None = None  # while somebody looks at the status page
+        self.keeps_prompts = False  # whether whoever is told of ends wants them
+        # Who is told of each request that is over: the log, traces.
+        self.at_end: tuple[Callable[[Seen, float, str, int, Reason], None], ...] = ()
         self.client_connections = 0
         # Replaced by whoever owns the connections.
         self.upstream_connections: Callable[[], Iterable[ConnectionCount]] = tuple

@@ -10,6 +10,7 @@ from proxy.wire.http import NONE
 if TYPE_CHECKING:
     from proxy.control.metrics import Metrics
     from proxy.core.types import Ask, Decision
+    from proxy.wire.request import Request
 
 
 class Record:
@@ -23,7 +24,9 @@ class Record:
         "number",
         "placed_at",
         "prefilled_at",
+        "prompt",
         "queue_s",
+        "request",
         "sent_bytes",
         "started",
         "ticks",
@@ -31,6 +34,8 @@ class Record:
     )
 
     def __init__(self) -> None:
+        self.request: Request | None = None
+        self.prompt = b""  # its whole body, where prompts are to be logged
         self.ask: Ask | None = None
         self.decision: Decision | None = None  # the last one, if it was placed at all
         self.started = 0.0
@@ -43,6 +48,18 @@ class Record:
         self.first_token_at: float | None = None
         self.tokens = 0  # after the first
         self._last_token_at = 0.0
+
+    @property
+    def id(self) -> str:
+        """The client's name for it, or else ours."""
+        return "" if self.request is None else self.request.id.decode("latin-1")
+
+    def begin(self, now: float, request: Request, metrics: Metrics) -> None:
+        """Note when it came."""
+        self.started = now
+        self.request = request
+        if metrics.keeps_prompts:
+            self.prompt = request.body
 
     def place(self, now: float, decision: Decision) -> None:
         """Note where it goes."""
@@ -84,5 +101,7 @@ class Record:
         )  # fmt: skip
         if (live := metrics.live) is not None:
             live.ended(self, now, status, reason)
+        for tell in metrics.at_end:
+            tell(self, now, route, status, reason)
         if ask is not None:
             metrics.recent.add(ask, decision, reason, status, ttft_s, duration_s, self.queue_s)

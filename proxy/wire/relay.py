@@ -96,7 +96,7 @@ class Exchange:
 
     def start(self, now: float) -> None:
         """Read the body, and find out where it goes."""
-        self.record.started = now
+        self.record.begin(now, self._request, self._wire.metrics)
         self._wire.exchanges.add(self)
         request, router = self._request, self._wire.router
         content_type = request.head.special.get(b"content-type", b"")

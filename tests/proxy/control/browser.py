@@ -94,7 +94,7 @@ class Page:
         found = None
         try:
             async with asyncio.timeout(DEADLINE_S):
-                while not (found := await self.run(script)):
+                while not (found := await self.run(script)):  # noqa: ASYNC110 - it tells nobody
                     await asyncio.sleep(0.05)
         except TimeoutError:
             text = await self.run("document.body.innerText")

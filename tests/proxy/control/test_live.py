@@ -1,0 +1,254 @@
+"""What the status page is told: only while somebody looks, and never more than is taken."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from proxy.control import live
+from proxy.control.live import Live, Viewer
+from proxy.control.metrics import Metrics
+from proxy.core.types import Decision, Handover, Reason
+from proxy.wire.record import Record
+from proxy.wire.request import Request, RequestHead
+from tests.proxy.core.making import LONG, SHORT, ask, router_of, spec, worker_of
+
+
+class Still(Live):
+    """One that tells when the test says so."""
+
+    async def _run(self) -> None:
+        pass
+
+
+class Site:
+    """A router's counts, requests that are made up, and a clock."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+        self.metrics = Metrics(router_of(spec("s0", SHORT), spec("l0", LONG)))
+        self.metrics.recent._clock = self.clock
+        self.records: list[Record] = []
+        self.metrics.under_way = lambda: self.records
+        self.live: Live = Still(self.metrics, lambda _: {"told": True}, self.clock, self.clock)
+
+    def clock(self) -> float:
+        """Tell the time."""
+        return self.now
+
+    def request(self, worker: str | None = "s0", **fields: Any) -> Record:
+        """Begin a request."""
+        record = Record()
+        record.started = self.now
+        record.ask = ask(**fields)
+        self.records.append(record)
+        if worker is not None:
+            found = worker_of(self.metrics.router, worker)
+            record.place(self.now, Decision(found, Reason.SHORT_POOL))
+        return record
+
+    def end(self, record: Record, status: int = 200) -> None:
+        """End one."""
+        self.records.remove(record)
+        record.close(self.now, self.metrics, "completions", status, None)
+
+    def beat(self, seconds: float = 0.25) -> None:
+        """Let time pass and have everybody told."""
+        self.now += seconds
+        self.live.beat()
+
+
+@pytest.fixture
+async def site() -> Site:
+    """Begin with nobody looking."""
+    return Site()
+
+
+@pytest.fixture
+async def viewer(site: Site) -> AsyncIterator[Viewer]:
+    """Look."""
+    viewer = site.live.join()
+    assert viewer is not None
+    yield viewer
+    site.live.close()
+
+
+async def told(viewer: Viewer) -> tuple[str, dict[str, Any]]:
+    """Take what lies before a viewer."""
+    assert viewer.busy
+    message = await viewer.take()
+    assert message is not None
+    name, data, *rest = message.decode().split("\n")
+    assert rest == ["", ""]
+    return name.removeprefix("event: "), json.loads(data.removeprefix("data: "))
+
+
+def named(row: list[Any]) -> dict[str, Any]:
+    """Name a row's values."""
+    return dict(zip(live.FIELDS, row, strict=True))
+
+
+async def test_nothing_is_noted_while_nobody_looks(site: Site) -> None:
+    record = site.request()
+    record.saw_tokens(site.now, site.metrics)
+    record.saw_tokens(site.now + 1, site.metrics)
+    assert record.ticks is None
+    site.end(record)
+    assert not site.live._rows
+
+
+async def test_a_viewer_is_told_all_then_what_is_new(site: Site, viewer: Viewer) -> None:
+    first = site.request()
+    site.beat()
+    name, data = await told(viewer)
+    assert name == "all"
+    assert data["state"] == {"told": True}
+    [row] = data["rows"]
+    assert named(row)["status"] is None
+    site.now += 0.1
+    for _ in range(3):
+        site.now += 0.1
+        first.saw_tokens(site.now, site.metrics)
+    site.beat(0.0)
+    name, data = await told(viewer)
+    assert name == "news"
+    assert named(data["rows"][0])["first"] == 450
+    assert data["ticks"] == [[1, 450, 550, 650]]
+    site.end(first)
+    site.beat()
+    _, data = await told(viewer)
+    assert named(data["rows"][0]) | {"ended": 650, "status": 200, "tokens": 3} == named(
+        data["rows"][0]
+    )
+    site.beat()
+    assert (await told(viewer))[1]["rows"] == []
+
+
+async def test_one_that_waits_is_shown_then_where_it_went(site: Site, viewer: Viewer) -> None:
+    record = site.request(None)
+    site.beat()
+    row = named((await told(viewer))[1]["rows"][0])
+    assert (row["pool"], row["worker"], row["placed"]) == ("none", None, None)
+    workers = worker_of(site.metrics.router, "l0"), worker_of(site.metrics.router, "s0")
+    record.place(
+        site.now, Decision(workers[0], Reason.HANDOVER, handover=Handover(workers[1], 0, 9, 1, 1))
+    )
+    site.beat()
+    row = named((await told(viewer))[1]["rows"][0])
+    assert (row["pool"], row["worker"], row["prefill"], row["placed"]) == (
+        "handover", "l0", "s0", 250
+    )  # fmt: skip
+    record.prefilled_at = site.now
+    site.beat()
+    assert named((await told(viewer))[1]["rows"][0])["prefilled"] == 500
+
+
+async def test_ticks_are_bounded(site: Site, viewer: Viewer) -> None:
+    record = site.request()
+    for _ in range(10_000):
+        site.now += 0.001
+        record.saw_tokens(site.now, site.metrics)
+    site.beat()
+    await told(viewer)
+    record.saw_tokens(site.now, site.metrics)
+    assert record.ticks is not None
+    assert len(record.ticks) == 1
+    for _ in range(10_000):
+        site.now += 0.001
+        record.saw_tokens(site.now, site.metrics)
+    assert len(record.ticks) == live.MOST_TICKS
+
+
+async def test_who_is_slow_misses_some_and_is_told_all_again(site: Site, viewer: Viewer) -> None:
+    site.beat()
+    for _ in range(5):
+        site.end(site.request())
+        site.beat()
+    assert (await told(viewer))[0] == "all"
+    assert not viewer.busy  # what came since was kept for nobody
+    site.beat()
+    name, data = await told(viewer)
+    assert name == "all"
+    assert len(data["rows"]) == 5
+
+
+async def test_who_takes_nothing_is_let_go(site: Site, viewer: Viewer) -> None:
+    site.beat()
+    site.beat(live.PATIENCE_S + 1)
+    assert viewer.ended
+    assert not site.live.watched
+
+
+async def test_there_is_a_bound_to_viewers(site: Site, viewer: Viewer) -> None:
+    more = [site.live.join() for _ in range(live.MOST_VIEWERS)]
+    assert more.count(None) == 1
+    site.live.leave(viewer)
+    assert site.live.join() is not None
+
+
+async def test_the_end_is_told_to_all(site: Site, viewer: Viewer) -> None:
+    site.live.close()
+    assert await viewer.take() is None
+    assert site.live.join() is None
+
+
+async def test_too_many_at_once_are_counted_instead(
+    site: Site, viewer: Viewer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site.beat()
+    await told(viewer)
+    monkeypatch.setattr(live, "MOST_ROWS", 3)
+    for _ in range(5):
+        site.end(site.request())
+    site.request()
+    site.beat()
+    _, data = await told(viewer)
+    assert len(data["rows"]) == 3
+    assert data["dropped"] == 3
+
+
+async def test_what_was_before_is_remembered(site: Site) -> None:
+    old, lately = site.request(), site.request("l0")
+    lately.saw_tokens(site.now + 60.0, site.metrics)
+    site.end(old)
+    site.now += 61.0
+    site.end(lately, 502)
+    viewer = site.live.join()
+    assert viewer is not None
+    site.beat()
+    [row] = (await told(viewer))[1]["rows"]
+    assert named(row) == {
+        "n": -1, "id": named(row)["id"], "model": "m", "size": "short", "pool": "long",
+        "worker": "l0", "prefill": None, "reason": "short_pool", "status": 502,
+        "prompt_tokens": 100, "tokens": None, "arrived": 0, "placed": 0, "prefilled": None,
+        "first": 60_000, "ended": 61_000,
+    }  # fmt: skip
+    site.live.close()
+
+
+async def test_what_clients_choose_is_cut_and_made_text(site: Site, viewer: Viewer) -> None:
+    record = site.request()
+    assert record.ask is not None
+    record.request = Request(RequestHead(), b"")
+    record.request.id, record.ask.model = b"i" * 5000, "\ud800<b>"
+    site.beat()
+    row = named((await told(viewer))[1]["rows"][0])
+    assert row["id"] == "i" * live.MAX_TEXT
+    assert row["model"] == "?<b>"
+
+
+async def test_nothing_is_kept_once_nobody_looks(site: Site) -> None:
+    site.live = Live(site.metrics, lambda _: {}, site.clock, site.clock)
+    viewer = site.live.join()
+    assert viewer is not None
+    assert site.metrics.live is site.live
+    assert site.live._task is not None
+    site.end(site.request())
+    assert site.live._rows
+    site.live.leave(viewer)
+    await site.live._task
+    assert site.metrics.live is None
+    assert not site.live._rows

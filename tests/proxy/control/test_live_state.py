@@ -1,0 +1,88 @@
+"""How the router fares, as the status page shows it; and what a minute of counts comes to."""
+
+from __future__ import annotations
+
+import orjson
+import pytest
+
+from proxy.control.histogram import Histogram
+from proxy.control.live_state import LiveState
+from proxy.control.live_window import WINDOW_S, Window, quantile
+from proxy.control.metrics import Metrics
+from proxy.core.types import Gauges, Reason
+from tests.proxy.core.making import LONG, SHORT, router_of, spec, worker_of
+
+BOUNDS = (1.0, 2.0, 4.0)
+
+
+@pytest.mark.parametrize(
+    ("share", "counts", "expected"),
+    [
+        (0.5, [0, 0, 0, 0], None),
+        (0.5, [10, 0, 0, 0], 0.5),
+        (0.5, [0, 10, 0, 0], 1.5),
+        (0.99, [50, 50, 0, 0], 1.98),
+        (1.0, [5, 0, 5, 0], 4.0),
+        (0.5, [0, 0, 0, 7], 4.0),  # beyond the last bound nobody knows
+    ],
+)
+def test_quantiles(share: float, counts: list[int], expected: float | None) -> None:
+    found = quantile(share, counts, BOUNDS)
+    assert found == (None if expected is None else pytest.approx(expected))
+
+
+def test_only_the_last_minute_counts() -> None:
+    window, histogram = Window(), Histogram(BOUNDS)
+    for second in range(0, 300, 5):
+        histogram.observe(0.5 if second < 200 else 3.0)
+        window.copy(float(second), {"c": second}, {"h": histogram})
+    assert window.since == 295 - WINDOW_S
+    assert window.count("c", 300) == 65
+    assert window.of("h", histogram) == [0, 0, 12, 0]
+
+
+def test_what_was_not_there_a_minute_ago_counts_whole() -> None:
+    window, histogram = Window(), Histogram(BOUNDS)
+    histogram.observe(1.5)
+    assert window.of("h", histogram) == [0, 1, 0, 0]
+    window.copy(0.0, {}, {})
+    assert window.of("h", histogram) == [0, 1, 0, 0]
+    assert window.count("c", 3) == 3
+
+
+def test_everything_is_told() -> None:
+    router = router_of(spec("s0", SHORT, most=8), spec("l0", LONG))
+    metrics = Metrics(router)
+    state = LiveState(metrics)
+    metrics.request_done(
+        "completions", "m", "s0", Reason.SHORT_POOL, 200, 0.2, 2.0, 0.0, "short", 0.1, False, 0.02
+    )
+    router.decisions["m", Reason.SHORT_POOL] = 4
+    state.copy(100.0)
+    metrics.request_done(
+        "completions", "m", "s0", Reason.SHORT_POOL, 200, 0.2, 2.0, 0.0, "short", 0.1, False, 0.02
+    )
+    metrics.chunk_gap("short", 0.02)
+    metrics.handover_ended("prefilled")
+    metrics.retried("s0", "status")
+    router.decisions["m", Reason.SHORT_POOL] = 5
+    router.decisions["m", Reason.LONG_POOL] = 1
+    worker_of(router, "s0").gauges = Gauges(running=3, waiting=2, kv_usage=0.5)
+    told = orjson.loads(orjson.dumps(state(130.0)))
+    assert told["covers_s"] == 30.0
+    assert told["decisions"] == [["short_pool", 5, 1], ["long_pool", 1, 1]]
+    assert (told["handovers"], told["retries"]) == ([["prefilled", 1, 1]], [["status", 1, 1]])
+    kinds = {each["what"]: each for each in told["latencies"]}
+    assert set(kinds) == {"TTFT", "TPOT", "ITL"}
+    assert kinds["TTFT"]["count"] == 1
+    assert 0.15 < kinds["TTFT"]["p50_s"] < 0.25
+    assert (kinds["TTFT"]["pool"], kinds["TTFT"]["size"]) == ("short", "short")
+    first, second = told["workers"]
+    assert (first["name"], first["running"], first["waiting"], first["most"]) == ("s0", 3, 2, 8)
+    assert (first["state"], first["breaker"], second["running"]) == ("up", "closed", None)
+
+
+def test_a_large_fleet_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("proxy.control.live_state.MOST_WORKERS", 2)
+    told = LiveState(Metrics(router_of(*(spec(f"w{n}") for n in range(5)))))(0.0)
+    assert (len(told["workers"]), told["more_workers"]) == (2, 3)

@@ -1,0 +1,147 @@
+"""The status page as it is given, and the events that feed it."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import hashlib
+import json
+import re
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from proxy.assembly import App
+from proxy.config import load
+from proxy.control.live import MOST_VIEWERS
+from proxy.control.page import page_file
+from tests.proxy.wire import scripts
+from tests.proxy.wire.client import Client, chat
+from tests.proxy.wire.fake_worker import FakeWorker
+from tests.proxy.wire.site import eventually
+
+DEADLINE_S = 30.0
+
+
+@pytest.fixture
+async def app(tmp_path: Path) -> AsyncIterator[App]:
+    """Run a router before a fake worker."""
+    fake = FakeWorker("w0")
+    await fake.listen()
+    fake.always(scripts.stream(5, gap_s=0.03))
+    source = tmp_path / "fleet.yaml"
+    source.write_text(
+        f"model: tiny\nworkers: [{{name: w0, url: '{fake.url}'}}]\n"
+        "router: {port: 0, admin: {port: 0}, probe: {interval_s: 0.05}}\n"
+    )
+    running = App(load(source), source)
+    await running.start()
+    await eventually(lambda: all(w.up for w in running.fleet), within=DEADLINE_S)
+    yield running
+    await running.stop()
+    await fake.stop()
+
+
+@pytest.fixture
+async def web() -> AsyncIterator[aiohttp.ClientSession]:
+    """Ask as a browser would."""
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(DEADLINE_S)) as session:
+        yield session
+
+
+async def ask(app: App) -> int:
+    """Ask for a stream."""
+    client = await Client.connect(app.wire.port)
+    try:
+        return (await client.ask(chat(stream=True), within=DEADLINE_S)).status
+    finally:
+        client.close()
+
+
+async def events(answer: aiohttp.ClientResponse) -> AsyncIterator[tuple[str, Any]]:
+    """Read events as they come."""
+    name = ""
+    async for line in answer.content:
+        if line.startswith(b"event: "):
+            name = line[7:].decode().strip()
+        elif line.startswith(b"data: "):
+            yield name, json.loads(line[6:])
+
+
+@pytest.mark.parametrize("path", ["/", "/status"])
+async def test_the_page_may_do_nothing_but_what_it_is_for(
+    app: App, web: aiohttp.ClientSession, path: str
+) -> None:
+    async with web.get(app.admin_url + path) as answer:
+        assert answer.status == 200
+        assert answer.content_type == "text/html"
+        policy = answer.headers["Content-Security-Policy"]
+        text = await answer.text()
+    assert "unsafe" not in policy
+    assert {"default-src 'none'", "connect-src 'self'", "frame-ancestors 'none'"} < set(
+        policy.split("; ")
+    )
+    for kind in ("script", "style"):
+        [inner] = re.findall(rf"<{kind}>(.*?)</{kind}>", text, re.DOTALL)
+        digest = base64.b64encode(hashlib.sha256(inner.encode()).digest()).decode()
+        assert f"{kind}-src 'sha256-{digest}'" in policy
+
+
+def test_the_page_fetches_nothing_and_makes_no_markup() -> None:
+    text, _ = page_file()
+    assert not re.findall(r"https?:|src=|@import|url\(", text)
+    assert not re.findall(r"innerHTML|outerHTML|insertAdjacent|document\.write|eval\(", text)
+    assert 'style="' not in text  # the policy would refuse it
+    assert not re.findall(r"\son\w+=", text)
+
+
+async def test_other_sites_are_not_told(app: App, web: aiohttp.ClientSession) -> None:
+    for headers in ({"Host": "evil.example"}, {"Origin": "http://evil.example"}):
+        async with web.get(app.admin_url + "/admin/live", headers=headers) as answer:
+            assert answer.status == 403
+
+
+async def test_events_tell_of_a_request(app: App, web: aiohttp.ClientSession) -> None:
+    async with web.get(app.admin_url + "/admin/live") as answer:
+        assert answer.content_type == "text/event-stream"
+        told = events(answer)
+        name, everything = await anext(told)
+        assert name == "all"
+        assert [w["name"] for w in everything["state"]["workers"]] == ["w0"]
+        assert app.metrics.live is app.live
+        assert await ask(app) == 200
+        fields, ticks = everything["fields"], []
+        async for _, data in told:
+            ticks += [at for tick in data["ticks"] for at in tick[1:]]
+            rows = [dict(zip(fields, row, strict=True)) for row in data["rows"]]
+            if rows and rows[-1]["ended"] is not None:
+                break
+    assert (rows[-1]["worker"], rows[-1]["status"], rows[-1]["pool"]) == ("w0", 200, "general")
+    assert ticks == sorted(ticks)
+    assert 2 <= len(ticks) <= 6
+    await eventually(lambda: app.metrics.live is None, within=DEADLINE_S)
+
+
+async def test_one_too_many_is_refused(app: App, web: aiohttp.ClientSession) -> None:
+    open_ones = [await web.get(app.admin_url + "/admin/live") for _ in range(MOST_VIEWERS)]
+    async with web.get(app.admin_url + "/admin/live") as answer:
+        assert answer.status == 503
+        assert (await answer.json())["error"]["code"] == "too_many_viewers"
+    for each in open_ones:
+        each.close()
+    await eventually(lambda: not app.live.watched, within=DEADLINE_S)
+
+
+async def test_a_stop_ends_the_events(app: App, web: aiohttp.ClientSession) -> None:
+    async with web.get(app.admin_url + "/admin/live") as answer:
+        told = events(answer)
+        await anext(told)
+        await asyncio.wait_for(app.stop(), DEADLINE_S)
+        async with asyncio.timeout(DEADLINE_S):
+            with suppress(aiohttp.ClientError):  # the end may come as a broken connection
+                async for _ in told:
+                    pass

@@ -1,0 +1,206 @@
+"""The status page as a reader sees it: in Chromium, before a real router."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import pytest
+
+from proxy.assembly import App
+from proxy.config import load
+from proxy.core.types import Decision, Reason
+from proxy.wire.record import Record
+from tests.proxy.control.browser import Page, browser
+from tests.proxy.core.making import ask
+from tests.proxy.wire import scripts
+from tests.proxy.wire.client import Client, chat
+from tests.proxy.wire.fake_worker import FakeWorker
+from tests.proxy.wire.site import eventually
+
+DEADLINE_S = 60.0
+MARKUP = b"<img src=x onerror=alert(1)>"
+MINUTE = 5000  # requests
+TABLE = "document.querySelector('#requests').innerText"
+PRESSED = "document.activeElement.getAttribute('aria-pressed')"
+OUTLINE = "getComputedStyle(document.activeElement).outlineStyle"
+INKED = """
+(() => {
+  const canvas = document.querySelector('#lanes canvas');
+  const { width, height } = canvas;
+  const copy = new OffscreenCanvas(width, height).getContext('2d', { willReadFrequently: true });
+  copy.drawImage(canvas, 0, 0);
+  const data = copy.getImageData(0, 20, width, height - 20).data;
+  const seen = new Set();
+  for (let at = 0; at < data.length; at += 4)
+    if (data[at + 3] === 255) seen.add([data[at], data[at + 1], data[at + 2]].join());
+  return [...seen];
+})()
+"""
+
+
+class Place:
+    """Workers, and a router before them that may be started anew."""
+
+    def __init__(self, folder: Path) -> None:
+        self._source = folder / "fleet.yaml"
+        self.fakes = {"s0": FakeWorker("s0"), "l0": FakeWorker("l0")}
+        self.app: App
+
+    async def start(self, admin: int = 0) -> None:
+        """Start a router."""
+        workers = "".join(
+            f"  - {{name: {name}, role: {role}, url: '{self.fakes[name].url}'}}\n"
+            for name, role in (("s0", "short"), ("l0", "long"))
+        )
+        self._source.write_text(
+            f"model: tiny\nworkers:\n{workers}routing: {{short_limit: 500}}\n"
+            f"router: {{port: 0, admin: {{port: {admin}}}, probe: {{interval_s: 0.05}}}}\n"
+        )
+        self.app = App(load(self._source), self._source)
+        await self.app.start()
+        await eventually(lambda: all(w.up for w in self.app.fleet), within=DEADLINE_S)
+
+    @property
+    def admin(self) -> int:
+        """The port of the page."""
+        return int(self.app.admin_url.rsplit(":", 1)[1])
+
+    async def ask(self, text: str = "hi", *headers: bytes, model: str = "tiny") -> int:
+        """Ask for a stream."""
+        client = await Client.connect(self.app.wire.port)
+        try:
+            return (
+                await client.ask(chat(text, *headers, model=model, stream=True), within=DEADLINE_S)
+            ).status
+        finally:
+            client.close()
+
+
+@pytest.fixture
+async def place(tmp_path: Path) -> AsyncIterator[Place]:
+    """Run a router."""
+    place = Place(tmp_path)
+    for fake in place.fakes.values():
+        await fake.listen()
+        fake.always(scripts.stream(6, gap_s=0.02))
+    await place.start()
+    yield place
+    await place.app.stop()
+    for fake in place.fakes.values():
+        await fake.stop()
+
+
+@pytest.fixture
+async def page() -> AsyncIterator[Page]:
+    """Open a browser."""
+    async with browser() as page:
+        yield page
+
+
+async def test_it_shows_what_happened(place: Place, page: Page) -> None:
+    assert await place.ask("before anybody looked") == 200
+    await page.goto(place.app.admin_url)
+    await page.until("statusPage.rows === 1 && statusPage.state === 'up'")
+    assert await place.ask() == 200
+    assert await place.ask("long " * 600) == 200
+    assert await place.ask("hi", b"X-Request-Id: " + MARKUP, model="nope") == 404
+    await page.until("statusPage.rows === 4 && statusPage.drawn === 4")
+    table = await page.until(f"{TABLE}.includes('onerror') && {TABLE}")
+    assert {"short_pool", "long_pool", "unknown_model", "404", "s0", "l0"} <= set(table.split())
+    assert await page.run("document.querySelectorAll('img').length") == 0
+    workers = await page.until("document.querySelector('#workers').innerText")
+    assert {"s0", "l0", "short", "long", "closed"} <= set(workers.split())
+    await page.until("/TTFT\\s+short/.test(document.querySelector('#latencies').innerText)")
+    await page.until("document.querySelector('#decisions').innerText.includes('long_pool')")
+    ink = {scheme: set(await schemed(page, scheme)) for scheme in ("light", "dark")}
+    assert "0,99,166" in ink["light"]  # a short's blue
+    assert "240,160,75" in ink["dark"]  # a long's orange
+    assert await page.run("getComputedStyle(document.body).backgroundColor") == "rgb(19, 20, 22)"
+    assert page.complaints == []
+
+
+async def schemed(page: Page, scheme: str) -> list[str]:
+    """Look at the picture in one of two ways; list its colours."""
+    await page.prefer(color_scheme=scheme)
+    drawn = await page.run("statusPage.frames")
+    await page.until(f"statusPage.frames > {drawn} + 2")
+    return list(await page.run(INKED))
+
+
+async def test_it_needs_no_mouse(place: Place, page: Page) -> None:
+    await page.prefer(reduced_motion="reduce")
+    await page.goto(place.app.admin_url)
+    await page.until("statusPage.state === 'up'")
+    assert await place.ask() == 200
+    await page.until("statusPage.drawn === 1")
+    await page.press("Tab")
+    assert await page.run("document.activeElement.innerText") == "S short"
+    assert await page.run(OUTLINE) == "solid"
+    await page.press("Enter")
+    assert await page.run(PRESSED) == "false"
+    await page.until("statusPage.drawn === 0")
+    await page.press(" ")
+    assert await page.run(PRESSED) == "true"
+    await page.press(*["Tab"] * 6)
+    assert await page.run("document.activeElement.id") == "pause"
+    await page.press("Enter")
+    assert await page.run("document.activeElement.innerText") == "Go on"
+    await page.press("Tab")
+    assert await page.run("document.activeElement.id") == "lanes"
+    assert await page.run(OUTLINE) == "solid"
+    await page.press("ArrowRight")
+    chosen = await page.run("document.querySelector('#chosen').innerText")
+    assert "route short" in chosen
+    assert "worker s0" in chosen
+    await page.press("Escape")
+    assert await page.run("document.querySelector('#chosen').innerText") == ""
+    assert page.complaints == []
+
+
+async def test_it_survives_a_restart(place: Place, page: Page) -> None:
+    await page.goto(place.app.admin_url)
+    await page.until("statusPage.state === 'up'")
+    assert await place.ask() == 200
+    await page.until("statusPage.rows === 1")
+    port = place.admin
+    await place.app.stop()
+    await page.until("statusPage.state === 'down'")
+    told = await page.run("document.querySelector('#link').innerText")
+    assert "does not answer" in told
+    await place.start(port)
+    await page.until("statusPage.state === 'up'")
+    assert "started anew" in await page.run("document.querySelector('#link').innerText")
+    assert await page.run("statusPage.rows") == 0
+    assert await place.ask() == 200
+    await page.until("statusPage.rows === 1 && statusPage.drawn === 1")
+    # That it could not be reached is all there was to complain of.
+    assert [each for each in page.complaints if "ERR_" not in each] == []
+
+
+async def test_five_thousand_requests_a_minute(
+    place: Place, page: Page, record_property: Callable[[str, object], None]
+) -> None:
+    await page.goto(place.app.admin_url)
+    await page.until("statusPage.state === 'up'")
+    app, dice = place.app, random.Random(1)
+    workers = list(app.fleet)
+    for count in range(MINUTE):
+        now = app.wire.clock() - dice.uniform(2.0, 50.0)
+        record = Record()
+        record.started, record.ask = now, ask(prompt=200)
+        record.place(now + 0.01, Decision(dice.choice(workers), Reason.LEAST_LOADED))
+        for _ in range(30):
+            now += dice.expovariate(20.0)
+            record.saw_tokens(now, app.metrics)
+        record.close(now, app.metrics, "completions", 200, None)
+        if count % 500 == 499:
+            await eventually(lambda: not app.live._ended, within=DEADLINE_S)
+            await asyncio.sleep(0)
+    await page.until(f"statusPage.rows === {MINUTE} && statusPage.drawn > {MINUTE - 1000}")
+    stats = await page.run("statusPage")
+    record_property("js_ms", stats["draw_ms"])  # for whoever wants to know: no bound on it
+    assert "dropped" not in await page.run(TABLE)
+    assert page.complaints == []
