@@ -8,7 +8,17 @@ from collections.abc import Sequence
 
 from proxy.errors import ProxyError
 from vllm_sched import __version__
-from vllm_sched.cli import bench, calibrate, fleet, measure, serve, simulate, sweep, threshold
+from vllm_sched.cli import (
+    bench,
+    calibrate,
+    fleet,
+    measure,
+    plan,
+    serve,
+    simulate,
+    sweep,
+    threshold,
+)
 from vllm_sched.errors import VllmSchedError
 
 BAD_USAGE = 2
@@ -28,6 +38,7 @@ def parser() -> argparse.ArgumentParser:
     bench.add_bench(commands)
     sweep.add_sweep(commands)
     simulate.add_simulate(commands)
+    plan.add_plan(commands)
     threshold.add_threshold(commands)
     calibrate.add_calibrate(commands)
     fleet.add_fleet(commands)

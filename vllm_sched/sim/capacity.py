@@ -49,7 +49,7 @@ def decode_seconds(time: StepTime, sequences: int, context: float) -> float:
 def most_requests_per_s(
     time: StepTime, prompt: float, output: float, sequences: int, budget: int
 ) -> float:
-    """Requests a second that one worker's computing allows, with so many decoding at once.
+    """Bound the requests a second by what one worker computes, with so many decoding.
 
     Prompts ride along in full steps; the fixed part of a step is shared among its decodes.
     """

@@ -12,30 +12,28 @@ nobody's client leaves, and no worker fails.
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from typing import TYPE_CHECKING
 
 from proxy.core.fleet import Fleet
-from proxy.core.prefix import ENDS
 from proxy.core.router import Router, RouterSettings
-from proxy.core.types import Ask, Gauges, Lease, Outcome, Refusal, Role, Ticket, Usage
+from proxy.core.types import Gauges, Lease, Outcome, Refusal, Role, Ticket, Usage
 from proxy.core.worker import WorkerSpec
+from vllm_sched.sim.asking import ask_of
 from vllm_sched.sim.fluid import Fluid
 from vllm_sched.sim.sketch import Sketch
 from vllm_sched.sim.types import Event, Job, Leg
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from vllm_sched.bench.goodput import Targets
-    from vllm_sched.bench.traffic.types import Piece, Request
+    from vllm_sched.bench.traffic.types import Request
     from vllm_sched.sim.types import WorkerModel
 
-MODEL, ROUTE = "model", "completions"
+MODEL = "model"
 PROBE_S = 1.0
-BYTES_PER_TOKEN = 4
 NEVER = math.inf
 # As little is told by ids of workers' events as by anybody's: looked up once.
 WHOLE, PREFILL, DECODE = Leg.WHOLE, Leg.PREFILL, Leg.DECODE
@@ -57,6 +55,7 @@ class Figures:
     arrived: int = 0
     done: int = 0
     met: int = 0  # done within the targets
+    kept: int = 0  # those, and those that were only as late as may be borne: see `Flow`
     handed_over: int = 0
     prompt_tokens: int = 0
     output_tokens: int = 0
@@ -68,6 +67,11 @@ class Figures:
     def share(self) -> float:
         """Of what arrived, that was done in time."""
         return self.met / self.arrived if self.arrived else 0.0
+
+    @property
+    def kept_share(self) -> float:
+        """Of what arrived, that was done in time or nearly."""
+        return self.kept / self.arrived if self.arrived else 0.0
 
 
 @dataclass(slots=True)
@@ -101,10 +105,11 @@ class Run:
 class _Flight:
     """A request under way."""
 
-    __slots__ = ("cached", "first", "index", "lease", "longest", "request")
+    __slots__ = ("cached", "counts", "first", "index", "lease", "longest", "request")
 
-    def __init__(self, request: Request) -> None:
+    def __init__(self, request: Request, *, counts: bool) -> None:
         self.request = request
+        self.counts = counts
         self.lease: Lease | None = None
         self.index = 0  # the worker of the leg under way
         self.first = -1.0
@@ -113,12 +118,21 @@ class _Flight:
 
 
 class Flow:
-    """A fleet that requests flow through."""
+    """A fleet that requests flow through.
+
+    `borne_s` says for a prompt how late its first token may be where the target is less than that:
+    a long one may take longer alone, and still must not starve.
+    """
 
     def __init__(
-        self, workers: Sequence[Placed], settings: RouterSettings, targets: Targets
+        self,
+        workers: Sequence[Placed],
+        settings: RouterSettings,
+        targets: Targets,
+        borne_s: Callable[[int], float] = lambda _prompt: 0.0,
     ) -> None:
         self._targets = targets
+        self._borne_s = borne_s
         fleet = Fleet()
         for placed in workers:
             model = placed.model
@@ -131,7 +145,6 @@ class Flow:
             )  # fmt: skip
             fleet.probe_ok(name, 0.0)
         self.router = Router(settings, fleet)
-        self._learnt = self.router.sizer.learnt(MODEL, ROUTE)
         self._prefixes = settings.prefix_affinity
         self._names = [placed.model.name for placed in workers]
         self._rooms = [placed.model.kv_tokens for placed in workers]
@@ -142,25 +155,29 @@ class Flow:
         self._flights: dict[str, _Flight] = {}
         self._tickets: dict[Ticket, _Flight] = {}
         self._next_probe = 0.0
-        self._number = 0
+        self._number = self._warm = 0
         self._refused = 0
         self._last = 0.0
         self._all = Figures()
         self._classes: dict[str, Figures] = {}
 
-    def play(self, requests: Iterable[Request], most_late: float = NEVER) -> Run:
+    def play(self, requests: Iterable[Request], *, warm: int = 0, most_late: float = NEVER) -> Run:
         """Play requests in the order of their times, until all are over.
 
         Or until more than so many have been refused or were late: then no more is to be learnt.
+        The first `warm` of them are not counted: they find the fleet empty.
         """
-        at = 0.0
+        self._warm = warm
+        at = began = 0.0
         for request in requests:
             at = request.at
             self._until(at)
             self._arrive(request, at)
+            if self._number == warm:
+                began = at
             if self._late > most_late:
                 break
-        span = at
+        span = at - began
         while (self._flights or self._tickets) and self._late <= most_late:
             self._until(max(self._next_probe, at))
             at = self._next_probe
@@ -220,37 +237,25 @@ class Flow:
 
     def _arrive(self, request: Request, now: float) -> None:
         self._number += 1
-        self._all.arrived += 1
-        self._figures(request.klass).arrived += 1
-        flight = _Flight(request)
-        answer = self.router.submit(self._ask(request), now)
+        flight = _Flight(request, counts=self._number > self._warm)
+        if flight.counts:
+            self._all.arrived += 1
+            self._figures(request.klass).arrived += 1
+        hashed = self._prefixes and bool(request.shared)
+        ask = ask_of(self.router, MODEL, request, self._number, hashed=hashed)
+        answer = self.router.submit(ask, now)
         if isinstance(answer, Lease):
             self._send(flight, answer, now)
         elif isinstance(answer, Ticket):
             self._tickets[answer] = flight
         else:
-            self._refused += 1
-
-    def _ask(self, request: Request) -> Ask:
-        prompt, output = request.prompt_tokens, request.output_tokens
-        size = prompt * BYTES_PER_TOKEN
-        ask = Ask(str(self._number), ROUTE, MODEL, size, prompt, 0, prompt, output)
-        ask.extra_tokens = prompt
-        ask.expected_output = min(int(self._learnt.output), output)
-        ask.stream = ask.counted = True
-        ask.long = ask.budget > self.router.settings.short_limit
-        if output <= 1:
-            ask.whole = "one_token"
-        if request.shared and self._prefixes:
-            ask.prefix = _hashes(request.shared)
-            ask.prefix_bytes = size
-        return ask
+            self._refused += flight.counts
 
     def _place_waiting(self, now: float) -> None:
         for ticket, answer in self.router.due(now):
             flight = self._tickets.pop(ticket)
             if isinstance(answer, Refusal):
-                self._refused += 1
+                self._refused += flight.counts
             else:
                 self._send(flight, answer, now)
 
@@ -301,7 +306,9 @@ class Flow:
         usage = Usage(prompt, request.output_tokens, flight.cached)
         router.tokens(lease, request.output_tokens)
         router.finish(lease, at, Outcome.DONE, usage)
-        self._count(flight, at, handed=lease.prefill is not None)
+        self._last = max(self._last, at)
+        if flight.counts:
+            self._count(flight, at, handed=lease.prefill is not None)
         return True
 
     def _count(self, flight: _Flight, at: float, *, handed: bool) -> None:
@@ -309,15 +316,19 @@ class Flow:
         output = request.output_tokens
         ttft = flight.first - request.at
         tpot = (at - flight.first) / (output - 1) if output > 1 else 0.0
+        kept = (targets.tpot is None or tpot <= targets.tpot) and (
+            targets.itl is None or flight.longest <= targets.itl
+        )
         met = (
-            (targets.ttft is None or ttft <= targets.ttft)
-            and (targets.tpot is None or tpot <= targets.tpot)
-            and (targets.itl is None or flight.longest <= targets.itl)
+            kept
+            and (targets.ttft is None or ttft <= targets.ttft)
             and (targets.e2el is None or at - request.at <= targets.e2el)
         )
+        kept = met or (kept and ttft <= self._borne_s(request.prompt_tokens))
         for figures in (self._all, self._figures(request.klass)):
             figures.done += 1
             figures.met += met
+            figures.kept += kept
             figures.handed_over += handed
             figures.prompt_tokens += request.prompt_tokens
             figures.output_tokens += output
@@ -325,17 +336,3 @@ class Flow:
             if output > 1:
                 figures.tpot.add(tpot)
                 figures.longest.add(flight.longest)
-        self._last = max(self._last, at)
-
-
-def _hashes(shared: Sequence[Piece]) -> tuple[int, ...]:
-    """Hash what a prompt shares as the router would its bytes: blocks of growing size."""
-    chain: list[int] = []
-    before: tuple[Piece, ...] = ()
-    covered = 0
-    for name, tokens in shared:
-        covered += tokens * BYTES_PER_TOKEN
-        blocks = bisect_right(ENDS, covered)
-        chain += [hash((before, name, block)) for block in range(len(chain), blocks)]
-        before = (*before, (name, tokens))
-    return tuple(chain)

@@ -1,0 +1,71 @@
+"""`vllm-sched plan`: what it prints and writes, and how it refuses."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+import pytest
+
+from vllm_sched.cli.main import main
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+ASK = ["plan", "--workload", "2000x20", "--gpus", "2", "--profile", "h100-8b", "--quick"]
+TARGETS = ["--goodput", "ttft:800", "tpot:500"]
+
+
+def said(capsys: pytest.CaptureFixture[str]) -> str:
+    """Return what was printed, on one line."""
+    return " ".join(capsys.readouterr().out.split())
+
+
+def test_a_plan_is_shown_and_saved(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "fleet.yaml"
+    assert main([*ASK, "--policies", "default", "--save", str(path), *TARGETS]) == 0
+    text = said(capsys)
+    assert "best: 2 general; no policy" in text
+    assert "runner-up: 1 prefill + 1 decode" in text
+    more = re.search(r"one GPU more: ([\d.]+) requests/s", text)
+    fewer = re.search(r"one GPU fewer: ([\d.]+) requests/s", text)
+    assert more
+    assert fewer
+    assert float(more[1]) > float(fewer[1])
+    assert "one worker, by hand" in text
+    assert "KV cache 411,987 tokens of 128 KiB" in text
+    command = "vllm-sched plan --workload=2000x20 --gpus=2 --profile=h100-8b --goodput ttft:800"
+    assert command in path.read_text()
+    assert main(["check", str(path)]) == 0
+    assert "general-1" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("more", "error"),
+    [
+        (["--goodput", "ttft:1"], "ask for ttft:"),
+        ([*TARGETS, "--gpus", "0"], "--gpus 0: must be more than 0"),
+        ([*TARGETS, "--bandwidth", "-1"], "--bandwidth -1: must be more than 0"),
+        ([*TARGETS, "--profile", "h100-70b-tp4"], "--gpus 2: a worker of h100-70b-tp4 takes 4"),
+        ([*TARGETS, "--profile", "b300"], "unknown profile 'b300'"),
+        ([*TARGETS, "--workload", "nothing"], "unknown workload 'nothing'"),
+        (["--goodput", "speed:1"], "--goodput speed:1: unknown target"),
+        ([*TARGETS, "--save", "/nowhere/at/all.yaml"], "there is no folder"),
+    ],
+)
+def test_what_cannot_be_planned_is_one_line(
+    more: list[str], error: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*ASK, *more]) == 2
+    (line,) = [each for each in capsys.readouterr().err.splitlines() if "planning" not in each]
+    assert line.startswith("vllm-sched plan: ")
+    assert error in line
+
+
+def test_a_worker_takes_several_gpus(capsys: pytest.CaptureFixture[str]) -> None:
+    large = ["--profile", "h100-70b-tp4", "--gpus", "7", "--policies", "default", *TARGETS]
+    assert main([*ASK, *large]) == 0
+    text = said(capsys)
+    assert "3 of 7 GPUs are over: a worker takes 4" in text
+    assert "a single GPU more or fewer changes nothing" in text
+    assert "4 GPUs (one worker) fewer: no such fleet of this kind" in text

@@ -1,0 +1,219 @@
+"""Plans: the best of fleets whose order is known beforehand, and what cannot be had."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import yaml
+
+from proxy.core.types import Role
+from vllm_sched.bench.goodput import parse
+from vllm_sched.bench.traffic.catalogue import find
+from vllm_sched.cli.fleet import read
+from vllm_sched.cost.transfer import TransferTime
+from vllm_sched.errors import UsageError
+from vllm_sched.sim import plan as planning
+from vllm_sched.sim.flow import Figures, Run
+from vllm_sched.sim.plan import Plan, machine_of, plan, workers_of, write
+from vllm_sched.sim.search import Question, Search, Served, Traffic, ordered
+from vllm_sched.sim.shapes import (
+    BOTH,
+    CHUNKS,
+    DEFAULT,
+    LONG_PROMPT,
+    ONE_POOL,
+    PREFILL_DECODE,
+    SHORT_LONG,
+    Seen,
+    Shape,
+    shapes,
+)
+from vllm_sched.sim.sketch import Sketch
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+SLOW_LINK = TransferTime(0.05, 0.0, 1 / 0.5e9)
+LONGS = "300x60:0.95,40000x20:0.05"
+
+
+def question(workload: str, targets: str, **given: Any) -> Question:
+    """Ask of H100s with an 8B model, roughly: the order is known, and not near."""
+    link = given.pop("transfer", TransferTime(0.002, 0.0, 1 / 87e9))
+    settings: dict[str, Any] = {
+        "source": find(workload), "machine": machine_of("h100-8b", link)[0],
+        "targets": parse(targets.split()), "policies": (DEFAULT,), "effort": 0.4,
+    }  # fmt: skip
+    return Question(**settings | given)
+
+
+def families(found: Plan) -> list[str]:
+    """Name the families, best first."""
+    return [served.shape.family for served in found.ranking]
+
+
+def test_where_all_are_short_one_pool_is_best() -> None:
+    found = plan(question("1500x60", "ttft:500 tpot:40", effort=0.25), 3, 1)
+    assert families(found) == [ONE_POOL, PREFILL_DECODE]  # there is no boundary to try
+    assert found.best.shape.pools == {Role.GENERAL: 3}
+    assert found.more is not None
+    assert found.fewer is not None
+    assert found.fewer.rate < found.best.rate < found.more.rate
+    assert found.best.run.all.share >= 0.9
+
+
+def test_where_few_are_very_long_they_get_workers_of_their_own() -> None:
+    # The shorts' first tokens must not wait behind a long's, and the network is no way out.
+    found = plan(question(LONGS, "ttft:250", transfer=SLOW_LINK), 3, 1)
+    assert families(found)[0] == SHORT_LONG
+    assert found.best.shape.short_limit in range(360, 40_020)
+    assert found.best.rate > 1.3 * next(
+        served.rate for served in found.ranking if served.shape.family == ONE_POOL
+    )
+
+
+def test_where_prompts_are_large_and_gaps_must_be_small_prefill_is_apart() -> None:
+    found = plan(question("8000x100", "ttft:4000 tpot:20"), 3, 1)
+    assert families(found)[0] == PREFILL_DECODE
+    assert found.best.rate > 1.2 * found.ranking[1].rate
+    assert found.best.run.all.handed_over > 0
+
+
+def test_a_policy_is_found_that_makes_up_for_a_second_pool() -> None:
+    asked = question(LONGS, "ttft:250", policies=(DEFAULT, LONG_PROMPT))
+    best = Search(asked).family(ONE_POOL, 2, (0, 1))[0]
+    assert best.shape.policy == LONG_PROMPT
+
+
+def test_nobody_is_starved_for_the_others_sake() -> None:
+    asked = question(LONGS, "ttft:250", transfer=SLOW_LINK)
+    search = Search(asked)
+    shape = Shape(short=1, long=1, short_limit=2000)
+    served = search.rate_of(shape, 2.0)
+    assert served is not None
+    beyond = search.play(shape, served.rate * 3, fine=False)
+    # The shorts alone would be nine out of ten.
+    assert beyond.classes["rest"].share > 0.9 > beyond.classes["long"].kept_share
+
+
+# What cannot be had
+
+
+def refusal(asked: Question, gpus: int = 2, gpus_each: int = 1, **given: Any) -> str:
+    """Return the error's line."""
+    with pytest.raises(UsageError) as caught:
+        plan(asked, gpus, gpus_each, **given)
+    text = str(caught.value)
+    assert "\n" not in text
+    return text
+
+
+def test_targets_beyond_any_machine_are_refused_with_what_could_be_asked() -> None:
+    text = refusal(question("8000x100", "ttft:50 tpot:100"))
+    assert text.startswith("--goodput: no number of h100-8b meets it: on an idle worker 0%")
+    assert "ask for ttft:" in text
+    asked = int(text.partition("ttft:")[2].split()[0])
+    assert 285 < asked < 400
+
+
+def test_more_than_the_gpus_serve_is_refused_with_how_many_would() -> None:
+    text = refusal(question("1500x60", "ttft:500 tpot:40", effort=0.1), gpus=1, rate=300.0)
+    assert text.startswith("--request-rate 300: 1 GPUs of h100-8b serve")
+    assert 15 <= int(text.partition("--gpus ")[2].split(",")[0]) <= 40
+
+
+def test_too_few_gpus_for_a_worker() -> None:
+    with pytest.raises(UsageError, match="--gpus 3: a worker of h100-70b-tp4 takes 4; give 4"):
+        workers_of(3, 4, "h100-70b-tp4")
+
+
+def test_requests_that_no_worker_holds() -> None:
+    asked = question("140000x10", "ttft:60000")
+    assert "100% of the requests are longer than the 131,072 tokens" in refusal(asked)
+
+
+def test_no_targets() -> None:
+    assert "name the targets" in refusal(question("300x60", ""))
+
+
+def test_exact_without_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planning, "find_spec", lambda _name: None)
+    with pytest.raises(UsageError, match="vLLM is not installed"):
+        planning.require_vllm()
+
+
+# Shapes
+
+
+SEEN = Seen(boundaries={500: 0.5, 4000: 0.2}, prefill_share=0.6)
+
+
+@pytest.mark.parametrize("family", [ONE_POOL, SHORT_LONG, PREFILL_DECODE])
+@pytest.mark.parametrize("workers", [1, 2, 3, 40])
+def test_shapes_have_all_workers_and_a_role_for_each(family: str, workers: int) -> None:
+    tried = list(shapes(family, workers, SEEN, (DEFAULT, BOTH), 50))
+    assert len(set(tried)) == len(tried)
+    assert bool(tried) == (family == ONE_POOL or workers > 1)
+    for shape in tried:
+        assert shape.workers == workers
+        assert shape.family == family
+        assert all(count > 0 for count in shape.pools.values())
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        Shape(general=2, policy=BOTH, itl_ms=60),
+        Shape(short=1, long=2, short_limit=3000, policy=LONG_PROMPT),
+        Shape(prefill=1, decode=2, policy=CHUNKS, disaggregate_above=512),
+    ],
+    ids=str,
+)
+def test_every_shape_is_a_fleet_that_check_takes(shape: Shape, tmp_path: Path) -> None:
+    machine, gpus = machine_of("h100-70b-tp4")
+    path = tmp_path / "fleet.yaml"
+    path.write_text(yaml.safe_dump(shape.to_fleet(machine, "m", gpus)))
+    config = read(path)
+    placed = shape.placed(machine)
+    assert [worker.name for worker in config.workers] == [each.model.name for each in placed]
+    for worker, each in zip(config.workers, placed, strict=True):
+        assert worker.launch is not None
+        assert worker.stated_max_model_len == each.model.max_model_len
+        assert worker.launch.policies == each.model.policies
+        assert "--tensor-parallel-size=4" in worker.launch.args
+    assert config.routing.short_limit == shape.short_limit
+    assert (config.transfer is not None) == bool(shape.prefill)
+
+
+def test_of_equals_the_simplest_is_best() -> None:
+    def served(rate: float, **given: Any) -> Served:
+        return Served(Shape(**given), rate, Run(Figures(), {}, 0, 1.0, 1.0, Sketch()))
+
+    far = served(10.0, prefill=1, decode=1)
+    equal = served(9.8, general=2, policy=BOTH)
+    plain = served(9.7, general=2)
+    behind = served(5.0, general=2, policy=CHUNKS)
+    assert ordered([behind, far, equal, plain]) == [plain, equal, far, behind]
+
+
+def test_traffic_is_known_by_its_requests() -> None:
+    traffic = Traffic.of(question("100x10:0.5,900x90:0.5", "ttft:500"))
+    assert traffic.largest == 990
+    assert traffic.prompt == pytest.approx(500, rel=0.05)
+    assert traffic.above(110) == pytest.approx(0.9, abs=0.01)
+    assert traffic.above(990) == 0
+
+
+def test_the_file_says_what_it_is_for(tmp_path: Path) -> None:
+    found = plan(question("1500x60", "ttft:500 tpot:40", effort=0.1), 1, 1)
+    assert [each.shape.family for each in found.ranking] == [ONE_POOL]
+    assert found.fewer is None
+    path = tmp_path / "fleet.yaml"
+    write(found, path, model="", command="vllm-sched plan ...")
+    text = path.read_text()
+    assert "ttft:500 tpot:40" in text
+    assert read(path).model == "meta-llama/Llama-3.1-8B-Instruct"
+    write(replace(found), path, model="ours", command="")
+    assert read(path).model == "ours"

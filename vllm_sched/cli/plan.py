@@ -1,0 +1,266 @@
+"""`vllm-sched plan`: which fleet, of so many GPUs, serves a traffic best."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from vllm_sched.bench import goodput
+from vllm_sched.bench.summary import milliseconds
+from vllm_sched.bench.traffic.catalogue import find
+from vllm_sched.cli.load import WORKLOAD_HELP
+from vllm_sched.cli.paths import require_folders
+from vllm_sched.cost import profiles
+from vllm_sched.cost.transfer import TransferTime
+from vllm_sched.errors import UsageError
+from vllm_sched.sim import plan as planning
+from vllm_sched.sim.models import PIECE_S, TRANSFER, TRANSFER_SETUP_S
+from vllm_sched.sim.search import Question
+from vllm_sched.sim.shapes import POLICIES
+
+if TYPE_CHECKING:
+    from vllm_sched.sim.plan import Plan
+    from vllm_sched.sim.search import Tell
+
+
+def add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Describe the command."""
+    command = commands.add_parser(
+        "plan",
+        help="which fleet, of so many GPUs, serves a traffic best",
+        description=(
+            "Search, by simulation, for the pools, sizes, thresholds and policies with which so "
+            "many GPUs serve the most requests in time."
+        ),
+        allow_abbrev=False,
+    )
+    add = command.add_argument
+    add("--workload", default="azure-conv", metavar="NAME|FILE", help=WORKLOAD_HELP)
+    add("--gpus", type=int, required=True, metavar="N", help="that there are")
+    add(
+        "--profile",
+        required=True,
+        metavar="NAME|FILE",
+        help=f"what a worker is: {', '.join(profiles.PROFILES)}, or what `calibrate` saved",
+    )
+    add(
+        "--goodput",
+        nargs="+",
+        required=True,
+        metavar="NAME:MS",
+        help="targets: ttft, tpot, itl (the longest gap) and e2el, in milliseconds",
+    )
+    add("--request-rate", type=float, metavar="R", help="requests a second that it has to serve")
+    add("--burstiness", type=float, metavar="B", help="of the gaps between requests (default: 1)")
+    add("--scale", type=float, default=1.0, metavar="F", help="multiply all lengths, as 0.1")
+    add("--prefix-hit", type=float, metavar="SHARE", help="of prompt tokens sent before")
+    add(
+        "--bandwidth",
+        type=float,
+        default=1 / TRANSFER.byte_s / 1e9,
+        metavar="GB/S",
+        help="of the link to each worker, for hand-overs (default: %(default)g)",
+    )
+    add(
+        "--policies",
+        nargs="+",
+        default=list(POLICIES),
+        choices=POLICIES,
+        metavar="NAME",
+        help=f"to try: {', '.join(POLICIES)} (default: all)",
+    )
+    add("--exact", action="store_true", help="play the best again with vLLM's own schedulers")
+    add("--quick", action="store_true", help="a third of the requests: faster, and rougher")
+    add("--seed", type=int, default=0, help="fixes lengths and times")
+    add("--save", type=Path, metavar="FLEET.yaml", help="write the best fleet")
+    add("--model", default="", metavar="NAME", help="what clients call it, for the fleet file")
+    command.set_defaults(func=run_plan)
+
+
+def run_plan(args: argparse.Namespace) -> int:
+    """Run the command."""
+    _check(args)
+    machine, gpus_each = planning.machine_of(
+        args.profile, TransferTime(TRANSFER_SETUP_S, PIECE_S, 1 / (args.bandwidth * 1e9))
+    )
+    question = Question(
+        source=find(args.workload),
+        machine=machine,
+        targets=goodput.parse(args.goodput),
+        burstiness=args.burstiness,
+        scale=args.scale,
+        prefix_hit=args.prefix_hit,
+        seed=args.seed,
+        policies=tuple(name for name in POLICIES if name in args.policies),
+        effort=1 / 3 if args.quick else 1.0,
+    )
+    console = Console()
+    with _watched(console, question) as tell:
+        found = planning.plan(
+            question,
+            args.gpus,
+            gpus_each,
+            rate=args.request_rate,
+            exact=args.exact,
+            tell=tell,
+        )
+    _show(console, found, args)
+    if args.save:
+        command = shlex.join(["vllm-sched", "plan", *_said(args)])
+        planning.write(found, args.save, model=args.model, command=command)
+        console.print(f"saved {args.save}", style="dim", highlight=False)
+    return 0
+
+
+def _check(args: argparse.Namespace) -> None:
+    """Refuse what would only fail after minutes."""
+    require_folders(args.save)
+    for name in ("gpus", "bandwidth", "scale", "request_rate", "burstiness"):
+        value = getattr(args, name)
+        if value is not None and not 0 < value < float("inf"):
+            raise UsageError(f"--{name.replace('_', '-')} {value:g}: must be more than 0")
+    if args.exact:
+        planning.require_vllm()
+
+
+def _said(args: argparse.Namespace) -> list[str]:
+    said = [f"--workload={args.workload}", f"--gpus={args.gpus}", f"--profile={args.profile}"]
+    said += [
+        f"--{name.replace('_', '-')}={value:g}"
+        for name in ("request_rate", "burstiness", "prefix_hit")
+        if (value := getattr(args, name)) is not None
+    ]
+    if args.scale != 1:
+        said.append(f"--scale={args.scale:g}")
+    if args.seed:
+        said.append(f"--seed={args.seed}")
+    return [*said, "--goodput", *args.goodput]
+
+
+@contextmanager
+def _watched(console: Console, question: Question) -> Iterator[Tell]:
+    """Show how far it is, where there is a terminal to show it on."""
+    if not console.is_terminal:
+        print(f"planning for {question.source.name}", file=sys.stderr)
+        yield lambda _what, _share: None
+        return
+    columns = (BarColumn(30), TimeElapsedColumn(), TextColumn("{task.description}", style="dim"))
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task("", total=1.0)
+        yield lambda what, share: progress.update(task, description=what, completed=share)
+
+
+# What is shown
+
+
+def _show(console: Console, found: Plan, args: argparse.Namespace) -> None:
+    console.print(
+        f"{found.question.source.name}, prompts of {found.prompt:,.0f} and answers of "
+        f"{found.output:,.0f} tokens on average, on {args.gpus} GPUs as "
+        f"{found.best.shape.workers} workers ({found.question.machine.profile})",
+        style="dim",
+        highlight=False,
+        soft_wrap=True,
+    )
+    for at, served in enumerate(found.ranking):
+        line = f"{_place(at) + ':':<11}{served.shape}"
+        console.print(line, style="" if at else "bold", highlight=False, soft_wrap=True)
+    console.print(_fleets(found))
+    if left := args.gpus - found.best.shape.workers * found.gpus_each:
+        console.print(
+            f"{left} of {args.gpus} GPUs are over: a worker takes {found.gpus_each}",
+            style="yellow",
+            highlight=False,
+        )
+    for line in _otherwise(found, args.request_rate):
+        console.print(line, highlight=False, soft_wrap=True)
+    console.print(_capacity(found))
+    console.print(
+        f"by {found.runs} simulations with plain workers; figures of other simulators and of real "
+        "machines differ, most of all near the limit: see docs/evaluation.md",
+        style="dim",
+        highlight=False,
+        soft_wrap=True,
+    )
+
+
+def _fleets(found: Plan) -> Table:
+    share = found.question.share
+    layout = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    layout.add_column("")
+    layout.add_column(f"req./s with\n{share:.0%} in time", justify="right")
+    for name in ("TTFT\np50 / p99", "TPOT\np50 / p99", "ITL\np99 / max"):
+        layout.add_column(name, justify="right")
+    for at, served in enumerate(found.ranking):
+        figures, gaps = served.run.all, served.run.gaps
+        layout.add_row(
+            _place(at),
+            f"{served.rate:.3g}",
+            _pair(figures.ttft.quantile(0.5), figures.ttft.quantile(0.99)),
+            _pair(figures.tpot.quantile(0.5), figures.tpot.quantile(0.99)),
+            _pair(gaps.quantile(0.99), gaps.most),
+            style="bold" if not at else "",
+        )
+    return layout
+
+
+def _place(at: int) -> str:
+    return ("best", "runner-up")[at] if at < 2 else "then"
+
+
+def _pair(one: float, other: float) -> str:
+    return f"{milliseconds(one * 1000)} / {milliseconds(other * 1000)}"
+
+
+def _otherwise(found: Plan, rate: float | None) -> Iterator[str]:
+    each = found.gpus_each
+    unit = "one GPU" if each == 1 else f"{each} GPUs (one worker)"
+    best = found.best
+    for what, other in (("more", found.more), ("fewer", found.fewer)):
+        if other is None:
+            yield f"{unit} {what}: no such fleet of this kind"
+            continue
+        change = other.rate / best.rate - 1
+        yield f"{unit} {what}: {other.rate:.3g} requests/s in time ({change:+.0%}), {other.shape}"
+    if each > 1:
+        yield f"a single GPU more or fewer changes nothing: a worker takes {each}"
+    if rate is not None:
+        yield f"--request-rate {rate:g}: {rate / best.rate:.0%} of what it serves"
+    for shape, (at, share) in found.exact.items():
+        short = "" if share >= found.question.share else " (too few)"
+        yield f"with vLLM's own schedulers {share:.0%} in time at {at:.3g} req./s{short}: {shape}"
+
+
+def _capacity(found: Plan) -> Table:
+    capacity, size = found.capacity, found.question.machine.kv_token_bytes
+    layout = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_header=False, title_justify="left")
+    layout.title = "one worker, by hand"
+    layout.title_style = "bold"
+    layout.add_column("")
+    layout.add_column("", justify="right")
+    limiting = capacity.limiting_prompt
+    where = "never" if limiting is None else f"prompts from {limiting:,} tokens"
+    for name, text in (
+        ("KV cache", f"{capacity.kv_tokens:,} tokens of {size / 1024:.0f} KiB"),
+        ("requests it holds, of the mean length", f"{capacity.held:,}"),
+        ("prefill of a mean prompt", milliseconds(capacity.prefill_s * 1000)),
+        ("decode step with all it holds", milliseconds(capacity.step_s * 1000)),
+        ("requests/s that its computing allows", f"{capacity.requests_per_s:.3g}"),
+        ("KV that its prefill makes", f"{capacity.kv_bytes_per_s / 1e9:.3g} GB/s"),
+        ("KV that its link moves", f"{capacity.link_bytes_per_s / 1e9:.3g} GB/s"),
+        ("transfer of a mean prompt", milliseconds(capacity.transfer_s * 1000)),
+        ("the transfer takes longer than the prefill", where),
+        ("all prompts of the best rate, moved", f"{found.prefill_bytes_per_s / 1e9:.3g} GB/s"),
+    ):
+        layout.add_row(name, text)
+    return layout

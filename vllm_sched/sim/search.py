@@ -1,0 +1,372 @@
+"""The best fleet for a traffic, by simulation.
+
+What is compared is the rate that a fleet serves: the highest of which so many requests (nine out of
+ten, as in `sweep`) are in time. It is closed in on from both sides; every fleet is given the same
+requests, sooner or later. A fleet that does not nearly serve what the best so far does is left
+after one run. Fleets within `SAME` of each other are equal, and the simpler one is taken: the
+family that comes first, and in it fewer policies.
+
+Nobody may be starved for the others' sake: of the longest tenth of the prompts, too, nine out of
+ten have to be in time, or to have their first token within `BORNE` times what they take alone.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import islice
+from typing import TYPE_CHECKING, Final
+
+from vllm_sched.bench.knee import SHARE
+from vllm_sched.bench.traffic.schedule import Schedule
+from vllm_sched.errors import UsageError
+from vllm_sched.sim import capacity
+from vllm_sched.sim.flow import Flow, Run
+from vllm_sched.sim.shapes import FAMILIES, POLICIES, Seen, Shape, shapes
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from vllm_sched.bench.goodput import Targets
+    from vllm_sched.bench.traffic.types import Request, Source
+    from vllm_sched.sim.types import WorkerModel
+
+SAME: Final = 0.04  # rates this close are equal
+COARSE, FINE = 1.12, 1.03  # how near the two sides of a rate come
+# A run has at least so many requests, and lasts so many times the target for a first token: a queue
+# that grows by a tenth of that time would be taken for none in a shorter one.
+COARSE_REQUESTS, FINE_REQUESTS = 500, 2000
+COARSE_LASTS, FINE_LASTS = 10.0, 25.0
+LEAST_TTFT_S: Final = 3.0
+MOST_REQUESTS: Final = 30_000
+WARM: Final = 0.2  # of a run, in which it fills up: not counted
+FINALISTS: Final = 3  # of each family
+SAMPLE: Final = 4000  # requests that the traffic is known by
+QUANTILES: Final = (0.5, 0.75, 0.9, 0.97)
+DOUBLINGS: Final = 24
+BORNE: Final = 4.0
+LONGEST: Final = 0.9  # the share of prompts that are not among the longest
+REST, LONG = "rest", "long"
+IDLE: Final = 0.02  # of what computing allows: a worker that has nothing else to do
+Tell = Callable[[str, float], None]  # what is being done, and how much of all is done
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """What is to be planned for."""
+
+    source: Source
+    machine: WorkerModel
+    targets: Targets
+    burstiness: float | None = None
+    scale: float = 1.0
+    prefix_hit: float | None = None
+    seed: int = 0
+    policies: tuple[str, ...] = POLICIES
+    families: tuple[str, ...] = FAMILIES
+    share: float = SHARE
+    effort: float = 1.0  # requests in each run, against the usual
+
+    def schedule(self, rate: float, count: int, seed: int = 0) -> Schedule:
+        """Make requests at a rate."""
+        return Schedule(
+            source=self.source,
+            rate=rate,
+            burstiness=self.burstiness,
+            count=count,
+            duration_s=2 * count / rate + 1,
+            seed=self.seed + seed,
+            scale=self.scale,
+            prefix_hit=self.prefix_hit,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """What the requests are like."""
+
+    prompt: float  # means
+    output: float
+    largest: int  # prompt and output
+    prompts: tuple[int, ...]  # sorted
+    totals: tuple[int, ...]
+
+    @classmethod
+    def of(cls, question: Question) -> Traffic:
+        """Look at some of them."""
+        sample: list[Request] = list(islice(question.schedule(1.0, SAMPLE), SAMPLE))
+        if not sample:
+            raise UsageError(f"{question.source.name}: there is no request in it to plan for")
+        totals = sorted(each.prompt_tokens + each.output_tokens for each in sample)
+        return cls(
+            sum(each.prompt_tokens for each in sample) / len(sample),
+            sum(each.output_tokens for each in sample) / len(sample),
+            totals[-1],
+            tuple(sorted(each.prompt_tokens for each in sample)),
+            tuple(totals),
+        )
+
+    def above(self, limit: int) -> float:
+        """Return the share of all tokens in requests that are larger."""
+        at = bisect_left(self.totals, limit + 1)
+        return sum(self.totals[at:]) / (sum(self.totals) or 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """A fleet, and the rate that it serves."""
+
+    shape: Shape
+    rate: float
+    run: Run  # at that rate
+
+
+class Search:
+    """Searches; remembers what was asked before."""
+
+    def __init__(self, question: Question, tell: Tell = lambda _what, _share: None) -> None:
+        self.question = question
+        self.traffic = Traffic.of(question)
+        self.runs = 0
+        self._tell = tell
+        self._start = self._by_hand()
+        prompts = self.traffic.prompts
+        self._longest = prompts[int(LONGEST * (len(prompts) - 1))]
+        machine = question.machine
+
+        @lru_cache(maxsize=65_536)
+        def borne_s(prompt: int) -> float:
+            alone = capacity.prefill_seconds(machine.time, prompt, machine.max_num_batched_tokens)
+            return BORNE * alone
+
+        self._borne_s = borne_s
+
+    def _by_hand(self) -> float:
+        machine, traffic = self.question.machine, self.traffic
+        return capacity.Capacity.of(machine, traffic.prompt, traffic.output).requests_per_s
+
+    # One fleet
+
+    def count(self, rate: float, *, fine: bool) -> int:
+        """How many requests a run has."""
+        question = self.question
+        lasts = (FINE_LASTS if fine else COARSE_LASTS) * max(
+            question.targets.ttft or 0.0, LEAST_TTFT_S
+        )
+        least = FINE_REQUESTS if fine else COARSE_REQUESTS
+        return max(round(min(max(rate * lasts, least), MOST_REQUESTS) * question.effort), 50)
+
+    def play(self, shape: Shape, rate: float, *, fine: bool, seed: int = 0) -> Run:
+        """Play a fleet at a rate; a run that has failed is not played to its end."""
+        question = self.question
+        total = self.count(rate, fine=fine)
+        schedule = question.schedule(rate, total, seed)
+        flow = Flow(
+            shape.placed(question.machine), shape.settings(), question.targets, self._borne_s
+        )
+        self.runs += 1
+        warm = int(WARM * total)
+        most_late = (1 - question.share) * (total - warm) + 1
+        return flow.play(self._sorted(schedule), warm=warm, most_late=most_late)
+
+    def _sorted(self, schedule: Schedule) -> Iterator[Request]:
+        """Tell the longest from the rest."""
+        above = self._longest
+        for request in schedule:
+            yield replace(request, klass=LONG if request.prompt_tokens > above else REST)
+
+    def serves(self, shape: Shape, rate: float, *, fine: bool) -> Run | None:
+        """Play it; None if too few were in time."""
+        run = self.play(shape, rate, fine=fine)
+        enough = self.question.share
+        if run.all.share < enough:
+            return None
+        longs = run.classes.get(LONG)
+        return run if longs is None or longs.kept_share >= enough else None
+
+    def rate_of(
+        self, shape: Shape, start: float, *, fine: bool = False, least: float = 0.0
+    ) -> Served | None:
+        """Find the rate that it serves; None if that is not even the least."""
+        near = FINE if fine else COARSE
+        best: Run | None = None
+        low, high = 0.0, math.inf
+        rate = max(start, least)
+        for _ in range(DOUBLINGS):
+            if (run := self.serves(shape, rate, fine=fine)) is not None:
+                best, low = run, rate
+                if high < math.inf:
+                    break
+                rate *= 1.6
+            else:
+                high = rate
+                if rate <= least or low:
+                    break
+                rate = max(rate / 1.6, least)
+        if best is None:
+            return None
+        while high / low > near and high < math.inf:
+            rate = math.sqrt(low * high)
+            if (run := self.serves(shape, rate, fine=fine)) is not None:
+                best, low = run, rate
+            else:
+                high = rate
+        return Served(shape, low, best)
+
+    # All of them
+
+    def check(self) -> None:
+        """Refuse what no fleet could do, however large."""
+        question, traffic = self.question, self.traffic
+        holds = question.machine.max_model_len
+        at = bisect_left(traffic.totals, holds + 1)
+        fits = at / len(traffic.totals)
+        if fits < question.share:
+            raise UsageError(
+                f"{question.source.name}: {1 - fits:.0%} of the requests are longer than the "
+                f"{holds:,} tokens that a worker of {question.machine.profile} holds; use a "
+                "larger machine or a --scale below 1"
+            )
+        run = self.play(Shape(general=1), self._start * IDLE, fine=False)
+        if run.all.share >= question.share:
+            return
+        raise UsageError(self._hopeless(run))
+
+    def _hopeless(self, run: Run) -> str:
+        question, figures = self.question, run.all
+        share = question.share
+        named = {"ttft": figures.ttft, "tpot": figures.tpot, "itl": figures.longest}
+        missed = [
+            f"{name}:{_up(sketch.quantile(share) * 1000)}"
+            for name, sketch in named.items()
+            if (target := getattr(question.targets, name)) is not None
+            and sketch.quantile(share) > target
+        ]
+        wanted = " ".join(missed) or "looser targets"
+        return (
+            f"--goodput: no number of {question.machine.profile} meets it: on an idle worker "
+            f"{figures.share:.0%} of {question.source.name} are in time, and {share:.0%} should "
+            f"be; ask for {wanted} at the least"
+        )
+
+    def seen(self) -> Seen:
+        """See what fleets are worth a try."""
+        traffic, time = self.traffic, self.question.machine.time
+        largest = traffic.totals[-1]
+        boundaries: dict[int, float] = {}
+        for share in QUANTILES:
+            limit = _round(traffic.totals[int(share * (len(traffic.totals) - 1))])
+            if limit < largest and limit < self.question.machine.max_model_len:
+                boundaries[limit] = traffic.above(limit)
+        prefill = time.prefill_s * traffic.prompt + time.pair_s * traffic.prompt**2 / 2
+        steps = max(traffic.output - 1, 0)
+        # An answer's steps are shared by a few tens of others.
+        decode = steps * (
+            time.decode_s + time.context_s * traffic.prompt + time.decode_fixed_s / 32
+        )
+        whole = prefill + decode
+        return Seen(boundaries=boundaries, prefill_share=prefill / whole if whole else 0.5)
+
+    def family(self, family: str, workers: int, share: tuple[float, float]) -> list[Served]:
+        """Find the best of a family, best first; `share` says from where to where all is done."""
+        question, seen = self.question, self.seen()
+        itl_ms = self._itl_ms()
+        tried = list(shapes(family, workers, seen, question.policies, itl_ms))
+        found: list[Served] = []
+        start = self._start * workers * 0.5
+        for at, shape in enumerate(tried):
+            done = share[0] + (share[1] - share[0]) * at / max(len(tried), 1)
+            self._tell(str(shape), done)
+            best = max((each.rate for each in found), default=0.0)
+            least = best * (1 - SAME)
+            served = self.rate_of(shape, least or start, least=least)
+            if served is not None:
+                found.append(served)
+        found.sort(key=lambda each: -each.rate)
+        fine = [
+            again
+            for each in found[:FINALISTS]
+            if (
+                again := self.rate_of(each.shape, each.rate, fine=True)
+            ) is not None
+        ]  # fmt: skip
+        return ordered([*fine, *(again for each in fine[:1] for again in self._thresholds(each))])
+
+    def _thresholds(self, served: Served) -> Iterator[Served]:
+        """Try fixed thresholds for hand-overs, where the router's own was good."""
+        if not served.shape.prefill:
+            return
+        half = self.traffic.prompts[len(self.traffic.prompts) // 2]
+        for above in sorted({1, half}):
+            shape = replace(served.shape, disaggregate_above=above)
+            least = served.rate * (1 + SAME)
+            if (better := self.rate_of(shape, least, fine=True, least=least)) is not None:
+                yield better
+
+    def _itl_ms(self) -> int:
+        """Choose the gap that chunks are made for: what is asked of the slowest of them."""
+        targets = self.question.targets
+        wanted = targets.itl or targets.tpot
+        return 100 if wanted is None else max(round(wanted * 1000), 1)
+
+    def best(self, workers: int, share: tuple[float, float] = (0.0, 1.0)) -> list[Served]:
+        """Find the best of every family, best first."""
+        families = self.question.families
+        width = (share[1] - share[0]) / len(families)
+        found = []
+        for at, family in enumerate(families):
+            start = share[0] + at * width
+            found += self.family(family, workers, (start, start + width))[:1]
+        return ordered(found)
+
+    def resized(self, served: Served, workers: int) -> Served | None:
+        """Find what a fleet of that kind and policy serves with more workers, or fewer."""
+        if workers < (1 if served.shape.general else 2):
+            return None
+        shape, seen = served.shape, self.seen()
+        limit = shape.short_limit
+        if limit in seen.boundaries:
+            seen = replace(seen, boundaries={limit: seen.boundaries[limit]})
+        tried = [
+            replace(each, disaggregate_above=shape.disaggregate_above)
+            for each in shapes(shape.family, workers, seen, (shape.policy,), shape.itl_ms)
+        ]
+        start = served.rate * workers / shape.workers
+        found: list[Served] = []
+        for each in tried:
+            best = max((one.rate for one in found), default=0.0)
+            one = self.rate_of(each, max(start, best), fine=True, least=best)
+            if one is not None:
+                found.append(one)
+        return max(found, key=lambda one: one.rate, default=None)
+
+
+def ordered(found: list[Served]) -> list[Served]:
+    """Put the best first; of equals the simplest."""
+    left, best_first = list(found), list[Served]()
+    while left:
+        most = max(each.rate for each in left)
+        equal = [each for each in left if each.rate >= most * (1 - SAME)]
+        first = min(equal, key=_plainness)
+        left.remove(first)
+        best_first.append(first)
+    return best_first
+
+
+def _plainness(served: Served) -> tuple[int, int, float]:
+    shape = served.shape
+    return FAMILIES.index(shape.family), POLICIES.index(shape.policy), -served.rate
+
+
+def _round(tokens: int) -> int:
+    """To two digits: somebody reads it."""
+    return int(float(f"{tokens:.2g}"))
+
+
+def _up(milliseconds: float) -> int:
+    """To two digits, upwards."""
+    digits: int = 10 ** max(math.floor(math.log10(max(milliseconds, 1.0))) - 1, 0)
+    return math.ceil(milliseconds / digits) * digits
