@@ -79,7 +79,7 @@ class NewRequest:
     id: str
     prompt_tokens: int
     output_tokens: int
-    # Names the text up to its n-th token: the same name, the same text.
+    # Names the text up to its n-th token: the same name, the same text. Without, it is like no other.
     name_of: Callable[[int], bytes] | None = None
     wishes: Mapping[str, object] = field(default_factory=dict)
     remote_prefill: bool = False
@@ -205,18 +205,26 @@ class SimulatedEngine:
             ignore_eos=True, max_tokens=new.output_tokens, extra_args=extra or None
         )
         sampling.update_from_generation_config({}, eos_token_id=1)
-        named = new.name_of if self.settings.prefix_caching else None
         request = Request(
             request_id=new.id,
             prompt_token_ids=[TOKEN] * new.prompt_tokens,
             sampling_params=sampling,
             pooling_params=None,
             arrival_time=now,
-            block_hasher=named and _named_blocks(self.settings.block_tokens, named),
+            block_hasher=self._block_names(new),
         )
         self.scheduler.add_request(request)
         if self.trace is not None:
             self.trace.arrived(now, new.id, new.prompt_tokens)
+
+    def _block_names(self, new: NewRequest) -> Callable[[Request], list[Any]] | None:
+        if not self.settings.prefix_caching:
+            return None
+
+        def own(end: int) -> bytes:
+            return f"{new.id}/{end}".encode()
+
+        return _named_blocks(self.settings.block_tokens, new.name_of or own)
 
     def abort(self, ids: Iterable[str], now: float) -> None:
         """Drop requests, wherever they are; those that are unknown or done are left alone."""

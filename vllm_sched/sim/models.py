@@ -124,6 +124,7 @@ def of_profile(profile: str, folder: Path = Path()) -> WorkerModel:
             max_num_batched_tokens=machine.batched_tokens,
             kv_token_bytes=machine.kv_token_bytes,
             kv_pieces=2 * machine.layers,
+            transfer=TRANSFER,
         )
     if not profile.endswith(".json"):
         profiles.find(profile)  # whose error lists the valid ones
@@ -156,6 +157,7 @@ def _calibrated(name: str, folder: Path) -> WorkerModel:
         kv_tokens=kv_tokens,
         max_num_batched_tokens=2048,
         kv_token_bytes=_count(content, "kv_token_bytes", name, 131_072),
+        transfer=TRANSFER,
     )
 
 
@@ -177,6 +179,13 @@ def model_of(
     block = _whole(flags, "--block-size") or machine.block_tokens
     blocks = _whole(flags, "--num-gpu-blocks-override")
     kv_tokens = blocks * block if blocks else machine.kv_tokens
+    budget = _whole(flags, "--max-num-batched-tokens") or machine.max_num_batched_tokens
+    seqs = _whole(flags, "--max-num-seqs")
+    if seqs and seqs > budget:
+        raise UsageError(
+            f"--max-num-seqs {seqs}: more than --max-num-batched-tokens, {budget}, with which vLLM "
+            "would not start; give less"
+        )
     longest = worker.stated_max_model_len or min(machine.max_model_len, kv_tokens)
     model = replace(
         machine,
@@ -184,10 +193,8 @@ def model_of(
         max_model_len=longest,
         kv_tokens=kv_tokens,
         block_tokens=block,
-        max_num_seqs=_whole(flags, "--max-num-seqs") or machine.max_num_seqs,
-        max_num_batched_tokens=(
-            _whole(flags, "--max-num-batched-tokens") or machine.max_num_batched_tokens
-        ),
+        max_num_seqs=seqs or min(machine.max_num_seqs, budget),
+        max_num_batched_tokens=budget,
         prefix_caching=_on(flags, "enable-prefix-caching", machine.prefix_caching),
         async_scheduling=_on(flags, "async-scheduling", machine.async_scheduling),
         transfers=config.transfer is not None and worker.role in ROLES_OF_A_TRANSFER,

@@ -1,0 +1,160 @@
+"""`vllm-sched simulate` from the command line to its files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from vllm_sched.cli.main import main
+
+FLEET = """
+model: m
+workers:
+  - {name: s0, role: short, profile: h100-8b, max_model_len: 12000}
+  - {name: l0, role: long, profile: h100-8b, launch: {policies: {long_prompt: {}}}}
+"""
+LOAD = ["--workload", "azure-conv:0.9,mooncake-conv:0.1", "--request-rate", "10"]
+
+
+@pytest.fixture
+def fleet(tmp_path: Path) -> Path:
+    path = tmp_path / "fleet.yaml"
+    path.write_text(FLEET)
+    return path
+
+
+@pytest.mark.parametrize("engine", ["exact", "fluid"])
+def test_from_the_words_to_the_files(
+    engine: str, fleet: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save, trace, plot = (tmp_path / name for name in ("out.json", "trace.json", "pictures"))
+    words = [
+        *LOAD, "--num-requests", "40", "--seed", "3", "--engine", engine, "--tenants", "2",
+        "--goodput", "ttft:60000", "itl:60000", "--save", str(save), "--plot", str(plot),
+        "--trace", str(trace),
+    ]  # fmt: skip
+    assert main(["simulate", str(fleet), *words]) == 0
+    out = capsys.readouterr().out
+    for word in ("azure-conv", "mooncake-conv", "goodput", "100 %", "times as fast as time"):
+        assert word in out
+    result = json.loads(save.read_text())
+    assert (result["completed"], result["failed"], result["request_rate"]) == (40, 0, 10)
+    assert result["backend"] == f"simulated-{engine}"
+    assert set(result["classes"]) == {"azure-conv", "mooncake-conv"}
+    assert len(result["ttfts"]) == len(result["itls"]) == 40
+    assert sum(map(len, result["itls"])) == result["total_output_tokens"] - 40
+    facts = result["simulator"]
+    assert facts["profiles"] == {"s0": "h100-8b", "l0": "h100-8b"}
+    assert facts["workers"].keys() == {"s0", "l0"}
+    assert (facts["scheduler_share"] is not None) == (engine == "exact")
+    assert json.loads(trace.read_text())["traceEvents"]
+    assert {path.stem for path in plot.iterdir()} == {"ttft", "itl", "tenants", "router"}
+
+
+def test_the_same_seed_gives_the_same_result(fleet: Path, tmp_path: Path) -> None:
+    def once(name: str, seed: str) -> dict[str, object]:
+        words = [*LOAD, "--num-requests", "15", "--seed", seed, "--save", str(tmp_path / name)]
+        assert main(["simulate", str(fleet), *words]) == 0
+        found: dict[str, object] = json.loads((tmp_path / name).read_text())
+        return {key: found[key] for key in ("ttfts", "itls", "latencies", "workers_of")}
+
+    assert once("a.json", "1") == once("b.json", "1") != once("c.json", "2")
+
+
+def test_a_profile_for_workers_that_have_none(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "fleet.yaml"
+    path.write_text("model: m\nworkers:\n  - {name: w0, url: http://127.0.0.1:9}\n")
+    words = ["simulate", str(path), "--workload", "100x5", "--concurrency", "2"]
+    assert main([*words, "--num-requests", "5"]) == 2
+    assert "workers[0].profile: is missing; name a machine" in capsys.readouterr().err
+    assert main([*words, "--num-requests", "5", "--profile", "h200-8b"]) == 0
+
+
+def test_a_failed_request_is_said_and_told_by_the_status(
+    fleet: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--workload", "100x2000", "--concurrency", "1", "--num-requests", "2"]
+    assert main(["simulate", str(fleet), *words, "--timeout", "1"]) == 1
+    assert "2 failed: no whole answer within 1 s" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("text", "words", "said"),
+    [
+        (FLEET.replace("h100-8b", "h100-9b", 1), [], "unknown profile 'h100-9b'; valid: a100-8b"),
+        (FLEET.replace("12000", "900000"), [], "less than one request of max_model_len 900,000"),
+        (FLEET.replace("long_prompt", "longprompt"), [], "unknown policy 'longprompt'"),
+        (FLEET.replace("model: m", "model: m\nrouter: 5"), [], "router"),
+        (FLEET + "transfer: nixl\n", [], "no worker has the role prefill or decode"),
+        (FLEET, ["--workload", "nonsense"], "unknown workload 'nonsense'"),
+        (FLEET, ["--workload", "none.jsonl"], "none.jsonl: No such file"),
+        (FLEET, ["--num-requests", "0"], "--num-requests 0: must be more than 0"),
+        (FLEET, ["--timeout", "0"], "--timeout 0: must be more than 0"),
+        (FLEET, ["--front-ms", "-1"], "--front-ms -1: must be"),
+        (FLEET, ["--goodput", "speed:3"], "unknown target"),
+        (FLEET, ["--save", "nowhere/at/all.json"], "there is no folder nowhere/at"),
+        (FLEET, ["--trace", "nowhere/at/all.json"], "there is no folder nowhere/at"),
+    ],
+)
+def test_what_cannot_be_played_is_refused_in_a_line(
+    text: str, words: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "fleet.yaml"
+    path.write_text(text)
+    assert main(["simulate", str(path), *words]) == 2
+    complaint = capsys.readouterr().err
+    assert said in complaint
+    assert len(complaint.splitlines()) == 1
+
+
+def test_a_bad_line_of_a_trace_is_named(
+    fleet: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text('{"timestamp": 0, "input_length": 10, "output_length": 5}\n{"timestamp": 1}\n')
+    assert main(["simulate", str(fleet), "--workload", str(trace)]) == 2
+    assert "line 2: input_length is missing" in capsys.readouterr().err
+
+
+def test_a_trace_is_played_by_its_own_times(fleet: Path, tmp_path: Path) -> None:
+    trace, save = tmp_path / "trace.jsonl", tmp_path / "out.json"
+    lines = (
+        {"timestamp": at, "input_length": 700, "output_length": 5, "hash_ids": [1, 2]}
+        for at in (1000, 1500, 3000)
+    )
+    trace.write_text("\n".join(map(json.dumps, lines)))
+    assert main(["simulate", str(fleet), "--workload", str(trace), "--save", str(save)]) == 0
+    result = json.loads(save.read_text())
+    assert result["start_times"] == [0.0, 0.5, 2.0]
+    assert result["output_lens"] == [5, 5, 5]
+
+
+def test_a_model_that_nobody_serves(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "fleet.yaml"
+    path.write_text("model: m\nworkers:\n  - {name: w0, model: other, profile: h100-8b}\n")
+    assert main(["simulate", str(path)]) == 2
+    assert "model: 'm': no worker serves it" in capsys.readouterr().err
+
+
+# Those who need a worker that is there
+
+
+def test_check_says_that_a_worker_is_for_simulations_alone(
+    fleet: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["check", str(fleet)]) == 0
+    assert "none: to simulate" in capsys.readouterr().out
+
+
+def test_router_and_up_refuse_a_worker_that_is_nowhere(
+    fleet: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["router", str(fleet)]) == 2
+    assert "workers[0].url: is missing" in capsys.readouterr().err
+    assert main(["up", str(fleet), "--log-dir", str(tmp_path)]) == 2
+    said = capsys.readouterr().err
+    assert "workers[0].url: is missing, and there is no launch: block either" in said

@@ -1,0 +1,67 @@
+"""A real scheduler in virtual time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm_sched.engine.simulated import EngineSettings, NewRequest, SimulatedEngine
+
+
+def make(**changes: Any) -> SimulatedEngine:
+    given = {"max_model_len": 4096, "kv_tokens": 8192, "max_num_batched_tokens": 128, **changes}
+    return SimulatedEngine(EngineSettings(async_scheduling=False, max_num_seqs=16, **given))
+
+
+def test_a_step_says_what_it_computes() -> None:
+    engine = make()
+    engine.add(NewRequest("a", 200, 3), 0.0)
+    shapes = []
+    for now in range(4):
+        step = engine.schedule(float(now))
+        assert step is not None
+        shapes.append(step.shape)
+        told = engine.finish(step, now + 0.5)
+    assert [shape.prefill_tokens for shape in shapes] == [128, 72, 0, 0]
+    assert [shape.pairs for shape in shapes] == [128 * 64, 72 * (128 + 36), 0, 0]
+    assert [shape.decodes for shape in shapes] == [0, 0, 1, 1]
+    assert [shape.context_tokens for shape in shapes] == [0, 0, 201, 202]
+    assert [(each.id, each.tokens, each.finished) for each in told] == [("a", 1, True)]
+    assert engine.schedule(9.0) is None
+    assert engine.counts == (0, 0)
+
+
+def test_policies_see_the_virtual_clock_alone() -> None:
+    engine = make(policies={"chunk_budget": {}, "lanes": {}})
+    seen = []
+    (policy, *_) = engine.scheduler._policies
+    begin = policy.begin_step
+    policy.begin_step = lambda step, counts: (seen.append(step), begin(step, counts))
+    engine.add(NewRequest("a", 10, 1), 1234.5)
+    step = engine.schedule(1235.0)
+    assert step is not None
+    assert (seen[0].now, seen[0].clock_offset) == (1235.0, 0.0)
+    assert engine.scheduler.running[0].arrival_time == 1234.5
+
+
+def test_without_policies_the_queue_is_upstreams() -> None:
+    from vllm_sched.engine.queue import LaneQueue
+
+    assert not isinstance(make().scheduler.waiting, LaneQueue)
+    assert isinstance(make(policies={"lanes": {}}).scheduler.waiting, LaneQueue)
+
+
+def test_wishes_reach_the_policies() -> None:
+    engine = make(policies={"lanes": {}})
+    engine.add(NewRequest("a", 10, 1, wishes={"lane": "batch"}), 0.0)
+    assert engine.scheduler.waiting.counts[0]["batch"].requests == 1
+
+
+def test_backlog_counts_what_is_still_to_be_computed() -> None:
+    engine = make()
+    engine.add(NewRequest("a", 200, 3), 0.0)
+    engine.add(NewRequest("b", 50, 3), 0.0)
+    assert engine.backlog() == 250
+    step = engine.schedule(0.0)
+    assert step is not None
+    engine.finish(step, 1.0)
+    assert engine.backlog() == 250 - 128

@@ -1,0 +1,138 @@
+"""From a fleet file to what its workers are taken to be."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from proxy.config import FleetConfig
+from proxy.errors import ConfigError
+from vllm_sched.cost import profiles
+from vllm_sched.cost.step_time import StepTime
+from vllm_sched.errors import UsageError
+from vllm_sched.sim.models import MACHINES, TRANSFER, Assumed, of_profile, worker_models
+from vllm_sched.sim.types import WorkerModel
+
+
+def read(*workers: dict[str, Any], source: Path = Path("f.yaml"), **blocks: Any) -> Any:
+    each = [{"name": f"w{number}", **given} for number, given in enumerate(workers)]
+    config = FleetConfig.model_validate({"model": "m", "workers": each, **blocks})
+    return worker_models(config, source, Assumed(profile="h100-8b"))
+
+
+def test_every_profile_has_sizes() -> None:
+    assert MACHINES.keys() == profiles.PROFILES.keys()
+    for name, profile in profiles.PROFILES.items():
+        model = of_profile(name)
+        assert model.time == profile.time
+        assert 50_000 < model.kv_tokens < 2_000_000
+        assert model.max_model_len <= model.kv_tokens
+
+
+def test_an_8b_model_leaves_54_gb_of_an_h100_to_its_cache() -> None:
+    model = of_profile("h100-8b")
+    assert model.kv_tokens * model.kv_token_bytes == pytest.approx(54e9, rel=0.01)
+
+
+def test_a_transfer_takes_what_was_published() -> None:
+    assert TRANSFER.seconds(313_000_000, 40_000) == pytest.approx(0.174, rel=0.02)
+    model = of_profile("h100-70b-tp4")
+    assert model.transfer_s(16) == TRANSFER.seconds(16 * 320 * 1024, 160)
+    assert model.transfer_s(17) > model.transfer_s(16)
+
+
+def test_flags_say_what_the_worker_is() -> None:
+    args = [
+        "--max-model-len=8192", "--max-num-seqs", "32", "--max_num_batched_tokens=512",
+        "--block-size=32", "--num-gpu-blocks-override", "1024", "--no-enable-prefix-caching",
+        "--no-async-scheduling", "--enforce-eager",
+    ]  # fmt: skip
+    model: WorkerModel = read({"launch": {"args": args, "policies": {"lanes": {}}}})["w0"]
+    assert (model.max_model_len, model.max_num_seqs, model.max_num_batched_tokens) == (
+        8192,
+        32,
+        512,
+    )
+    assert (model.block_tokens, model.kv_tokens) == (32, 32_768)
+    assert (model.prefix_caching, model.async_scheduling) == (False, False)
+    assert model.policies == {"lanes": {}}
+
+
+def test_a_small_budget_makes_for_few_slots_as_in_vllm() -> None:
+    model = read({"launch": {"args": ["--max-num-batched-tokens=64"]}})["w0"]
+    assert model.max_num_seqs == 64
+
+
+def test_without_flags_it_is_the_machine() -> None:
+    model = read({"profile": "a100-8b"})["w0"]
+    assert (model.max_num_seqs, model.max_num_batched_tokens) == (256, 2048)
+    assert (model.prefix_caching, model.async_scheduling, model.transfers) == (True, True, False)
+
+
+def test_the_ends_of_a_transfer_know_that_they_are() -> None:
+    workers = ({"role": "prefill"}, {"role": "decode"}, {"role": "long"})
+    found = read(*workers, transfer="nixl")
+    assert [found[name].transfers for name in ("w0", "w1", "w2")] == [True, True, False]
+
+
+def test_a_calibrated_file_is_found_beside_the_fleet(tmp_path: Path) -> None:
+    content = {"step_time": {"decode_fixed_s": 0.5}, "kv_tokens": 9000, "kv_token_bytes": 512}
+    (tmp_path / "cost.json").write_text(json.dumps(content))
+    model = read({"profile": "cost.json"}, source=tmp_path / "fleet.yaml")["w0"]
+    assert model.time == StepTime(decode_fixed_s=0.5)
+    assert (model.kv_tokens, model.max_model_len, model.kv_token_bytes) == (9000, 9000, 512)
+
+
+@pytest.mark.parametrize(
+    ("worker", "said"),
+    [
+        ({"profile": "h100-9b"}, "unknown profile 'h100-9b'; valid: a100-8b"),
+        ({"profile": "none.json"}, "profile none.json: No such file"),
+        ({"max_model_len": 500_000}, "holds 411,987 tokens, less than"),
+        ({"launch": {"args": ["--max-num-seqs=8k"]}}, "--max-num-seqs 8k: give a plain whole"),
+        ({"launch": {"args": ["--max-num-seqs=9000"]}}, "more than --max-num-batched-tokens, 8192"),
+        ({"launch": {"args": ["--block-size", "0"]}}, "--block-size 0: give a plain whole"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_a_line(worker: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        read({}, worker)
+    (problem,) = error.value.problems
+    assert problem.path == "workers[1]"
+    assert said in problem.message
+    assert "\n" not in problem.message
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("no", "is not JSON"),
+        ("[]", "has no step_time"),
+        ('{"step_time": {"nonsense": 1}}', "unknown coefficient 'nonsense'"),
+        ('{"step_time": {}, "kv_tokens": 0}', "kv_tokens is 0"),
+        ('{"step_time": {}, "kv_tokens": true}', "kv_tokens is True"),
+    ],
+)
+def test_bad_calibrations(tmp_path: Path, text: str, said: str) -> None:
+    (tmp_path / "cost.json").write_text(text)
+    with pytest.raises(UsageError, match=said):
+        of_profile("cost.json", tmp_path)
+
+
+def test_a_worker_of_unknown_speed_and_workers_not_yet_found_are_refused() -> None:
+    config = FleetConfig.model_validate(
+        {
+            "model": "m",
+            "workers": [{"name": "w0", "url": "http://a:1"}],
+            "discovery": {"pools": [{"name": "p", "dns": "workers"}]},
+        }
+    )
+    with pytest.raises(ConfigError) as error:
+        worker_models(config, Path("f.yaml"))
+    assert [problem.path for problem in error.value.problems] == [
+        "discovery",
+        "workers[0].profile",
+    ]
