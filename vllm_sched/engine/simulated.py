@@ -79,7 +79,7 @@ class NewRequest:
     id: str
     prompt_tokens: int
     output_tokens: int
-    # Names the text up to its n-th token: the same name, the same text. Without, it is like no other.
+    # Names the text up to its n-th token: the same name, the same text. Else it is like none.
     name_of: Callable[[int], bytes] | None = None
     wishes: Mapping[str, object] = field(default_factory=dict)
     remote_prefill: bool = False
