@@ -1,0 +1,315 @@
+"""Keys, and what follows from whose a request is: as clients and workers see it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from hashlib import sha256
+from typing import Any
+
+import openai
+import pytest
+from openai import AsyncOpenAI
+
+from proxy.core.limits import Limits
+from proxy.core.tenants import Rank, TenantSpec
+from tests.proxy.wire import scripts
+from tests.proxy.wire.client import Client, chat, get, request
+from tests.proxy.wire.conftest import Start
+from tests.proxy.wire.site import Fake, Site, eventually
+
+KEY, OTHER = "sk-vs-aaaaaaaaaaaaaaaa", "sk-vs-bbbbbbbbbbbbbbbb"
+MESSAGES: Any = [{"role": "user", "content": "hi"}]
+
+
+def bearer(key: str = KEY) -> bytes:
+    return b"Authorization: Bearer " + key.encode()
+
+
+def keep(site: Site, *specs: TenantSpec, **keys: str) -> None:
+    """Have a router keep these tenants, by their keys."""
+    hashes = {sha256(key.encode()).digest(): name for name, key in keys.items()}
+    site.router.tenants.replace(specs, hashes)
+
+
+@pytest.fixture
+async def guarded(start: Start) -> Site:
+    """Start a router with two tenants, before one worker with a key of its own."""
+    site = await start(Fake("w0", api_key="workers-own"))
+    keep(site, TenantSpec("a"), TenantSpec("b"), a=KEY, b=OTHER)
+    return site
+
+
+# 401
+
+
+@pytest.mark.parametrize(
+    ("headers", "code"),
+    [
+        ((), None),
+        ((b"Authorization: Basic YTpi",), None),
+        ((b"Authorization: Bearer",), None),
+        ((b"Authorization: Bearer ",), None),
+        ((bearer("sk-vs-nobodys"),), "invalid_api_key"),
+        ((bearer(KEY + "x"),), "invalid_api_key"),
+        ((bearer(), bearer()), "invalid_api_key"),
+        ((b"X-Api-Key: nobodys",), "invalid_api_key"),
+    ],
+)
+async def test_no_key_no_answer(guarded: Site, headers: tuple[bytes, ...], code: str) -> None:
+    client = await guarded.client()
+    answer = await client.ask(chat("hi", *headers))
+    assert answer.status == 401
+    assert answer.one(b"www-authenticate") == b"Bearer"
+    error = answer.error()
+    assert (error["type"], error["code"]) == ("invalid_request_error", code)
+    assert b"sk-vs" not in answer.body, "keys are not repeated"
+    assert guarded.served() == []
+    assert (await client.ask(chat("hi", bearer()))).status == 200, "the connection goes on"
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        bearer(),
+        b"authorization: bearer " + KEY.encode(),
+        b"X-Api-Key: " + KEY.encode(),
+        b"api-key:" + KEY.encode(),
+    ],
+)
+async def test_a_key_may_be_shown_in_several_ways(guarded: Site, header: bytes) -> None:
+    assert (await guarded.ask(chat("hi", header))).status == 200
+    assert (await guarded.ask(get("/v1/models", header))).status == 200
+
+
+async def test_large_bodies_of_strangers_are_not_kept(guarded: Site) -> None:
+    client = await guarded.client()
+    answer = await client.ask(chat("x" * 3_000_000))
+    assert answer.status == 401
+    assert guarded.wire.collecting.held == 0
+
+
+async def test_a_stranger_who_asks_first_is_told_before_it_sends_its_body(guarded: Site) -> None:
+    client = await guarded.client()
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nExpect: 100-continue\r\n"
+    await client.send(head + b"Content-Length: 1000000\r\n\r\n")
+    assert (await client.answer()).status == 401
+
+
+async def test_balancers_and_scrapers_need_none(guarded: Site) -> None:
+    for path in ("/health", "/ready", "/metrics"):
+        assert (await guarded.ask(get(path))).status == 200
+    for path in ("/v1/models", "/nowhere", "/v1/files"):
+        assert (await guarded.ask(get(path))).status == 401
+
+
+async def test_the_official_client_sees_its_errors(guarded: Site) -> None:
+    url = f"http://127.0.0.1:{guarded.port}/v1"
+
+    async def ask(key: str, model: str = "tiny") -> None:
+        async with AsyncOpenAI(base_url=url, api_key=key, max_retries=0, timeout=5) as client:
+            await client.chat.completions.create(model=model, messages=MESSAGES)
+
+    await ask(KEY)
+    with pytest.raises(openai.AuthenticationError, match="Incorrect API key"):
+        await ask("sk-nobodys")
+    keep(guarded, TenantSpec("a", models=frozenset(["x"])), a=KEY)
+    with pytest.raises(openai.PermissionDeniedError, match="may not use the model `tiny`"):
+        await ask(KEY)
+    keep(guarded, TenantSpec("c", limits=Limits(requests_per_minute=1)), c=KEY)
+    await ask(KEY)
+    with pytest.raises(openai.RateLimitError, match="Rate limit reached") as error:
+        await ask(KEY)
+    assert error.value.response.headers["x-ratelimit-remaining-requests"] == "0"
+
+
+# Reload
+
+
+async def test_a_key_that_was_taken_away_does_nothing_more_on_an_open_connection(
+    guarded: Site,
+) -> None:
+    client = await guarded.client()
+    for _ in range(3):  # the head is known by now
+        assert (await client.ask(chat("hi", bearer()))).status == 200
+    keep(guarded, TenantSpec("a"), a=OTHER)
+    assert (await client.ask(chat("hi", bearer()))).status == 401
+    assert (await client.ask(chat("hi", bearer(OTHER)))).status == 200
+    keep(guarded, TenantSpec("a"), a=KEY)
+    assert (await client.ask(chat("hi", bearer()))).status == 200
+
+
+async def test_tenants_may_come_to_a_router_that_had_none(site: Site) -> None:
+    client = await site.client()
+    assert (await client.ask(chat("hi"))).status == 200
+    assert (await client.ask(chat("hi"))).status == 200
+    keep(site, TenantSpec("a"), a=KEY)
+    assert (await client.ask(chat("hi"))).status == 401
+
+
+# What workers get
+
+
+@pytest.mark.parametrize("api_key", ["workers-own", None])
+async def test_no_key_of_a_client_reaches_a_worker(start: Start, api_key: str | None) -> None:
+    site = await start(Fake("w0", api_key=api_key))
+    keep(site, TenantSpec("a"), a=KEY)
+    for headers in ((bearer(),), (b"X-Api-Key: " + KEY.encode(),), (bearer(), b"Api-Key: x")):
+        assert (await site.ask(chat("hi", *headers))).status == 200
+    for call in site.served():
+        assert KEY.encode() not in call.head
+        assert call.all(b"x-api-key") == call.all(b"api-key") == []
+        assert call.all(b"authorization") == ([b"Bearer workers-own"] if api_key else [])
+
+
+async def test_without_tenants_it_does(site: Site) -> None:
+    assert (await site.ask(chat("hi", bearer(), b"X-Api-Key: x"))).status == 200
+    (call,) = site.served()
+    assert call.all(b"authorization") == [b"Bearer " + KEY.encode()]
+    assert call.all(b"x-api-key") == [b"x"]
+
+
+async def test_what_steers_an_engine_stays_behind(guarded: Site) -> None:
+    sent = (
+        b"X-Vllm-Priority: -9",
+        b"x-data-parallel-rank: 3",
+        b"endpoint-load-metrics-format: JSON",
+        b"X-Session-Id: s",
+    )
+    assert (await guarded.ask(chat("hi", bearer(), *sent))).status == 200
+    (call,) = guarded.served()
+    names = {name for name, _ in call.headers}
+    assert not names & {
+        b"x-vllm-priority",
+        b"x-data-parallel-rank",
+        b"endpoint-load-metrics-format",
+    }
+    assert b"x-session-id" in names
+
+
+async def test_a_body_is_changed_where_it_must_be_and_nowhere_else(guarded: Site) -> None:
+    body = b'{"model":"tiny",  "priority" : -5, "messages":[{"role":"user","content":"p\\u0072"}]}'
+    assert (await guarded.ask(request(body, bearer()))).status == 200
+    plain = body.replace(b'  "priority" : -5,', b"")
+    assert (await guarded.ask(request(plain, bearer()))).status == 200
+    changed, same = guarded.served()
+    assert json.loads(changed.body) == json.loads(plain)
+    assert b"p\\u0072" in changed.body
+    assert same.body == plain
+
+
+async def test_arguments_for_the_engine_are_refused(guarded: Site) -> None:
+    answer = await guarded.ask(chat("hi", bearer(), vllm_xargs={"lane": "urgent"}))
+    assert answer.status == 400
+    assert answer.error()["param"] == "vllm_xargs"
+    assert guarded.served() == []
+
+
+async def test_each_tenants_cache_has_its_own_salt(start: Start) -> None:
+    site = await start(router={"pass_priority": True})
+    keep(
+        site,
+        TenantSpec("a", Rank.INTERACTIVE, salted=True),
+        TenantSpec("b", Rank.BATCH, salted=True),
+        a=KEY,
+        b=OTHER,
+    )
+    for key in (KEY, KEY, OTHER):
+        assert (await site.ask(chat("hi", bearer(key)))).status == 200
+    assert (await site.ask(chat("hi", bearer(OTHER), cache_salt="guess"))).status == 200
+    bodies = [call.json() for call in site.served()]
+    one, again, other, guess = (body["cache_salt"] for body in bodies)
+    assert one == again
+    assert len({one, other, guess, "guess"}) == 4
+    assert [body["priority"] for body in bodies] == [-1, -1, 1, 1]
+
+
+async def test_models_of_a_tenant(start: Start) -> None:
+    site = await start(Fake("w0", model="tiny"), Fake("w1", model="large"))
+    keep(site, TenantSpec("a", models=frozenset(["tiny"])), TenantSpec("b"), a=KEY, b=OTHER)
+
+    async def names(key: str) -> list[str]:
+        answer = await site.ask(get("/v1/models", bearer(key)))
+        return [card["id"] for card in answer.json()["data"]]
+
+    assert await names(KEY) == ["tiny"]
+    assert await names(OTHER) == ["tiny", "large"]
+    refused = await site.ask(chat("hi", bearer(), model="large"))
+    assert refused.status == 403
+    assert refused.error()["code"] == "model_not_allowed"
+
+
+# Limits and turns
+
+
+async def test_a_limit_is_429_and_says_when(start: Start) -> None:
+    site = await start()
+    keep(
+        site, TenantSpec("a", limits=Limits(requests_per_minute=2)), TenantSpec("b"), a=KEY, b=OTHER
+    )
+    client = await site.client()
+    statuses = [(await client.ask(chat("hi", bearer()))).status for _ in range(3)]
+    assert statuses == [200, 200, 429]
+    answer = await client.ask(chat("hi", bearer()))
+    assert answer.error()["type"] == "rate_limit_error"
+    assert answer.error()["code"] == "rate_limit_exceeded"
+    wait = int(answer.one(b"retry-after"))
+    assert 25 <= wait <= 30
+    assert answer.one(b"x-ratelimit-limit-requests") == b"2"
+    assert (await client.ask(chat("hi", bearer(OTHER)))).status == 200
+    site.skip(wait)
+    assert (await client.ask(chat("hi", bearer()))).status == 200
+
+
+async def test_places_are_given_back_on_every_way_out(start: Start) -> None:
+    site = await start(Fake("w0", max_requests=2))
+    keep(site, TenantSpec("a", limits=Limits(concurrency=3)), a=KEY)
+    tenant = site.router.tenants.get("a")
+    assert tenant is not None
+    gate = asyncio.Event()
+    site.fake.always(scripts.gated(gate, scripts.answer()))
+    clients = [await site.client() for _ in range(3)]
+    for client in clients:
+        await client.send(chat("hi", bearer()))
+    await eventually(lambda: len(site.router.queue) == 1)
+    assert (await site.ask(chat("hi", bearer()))).status == 429
+    clients[2].close()
+    await eventually(lambda: tenant.ledger.running == 2)
+    clients[1].close()
+    await eventually(lambda: tenant.ledger.running == 1)
+    gate.set()
+    assert (await clients[0].answer()).status == 200
+    assert (tenant.ledger.running, tenant.waiting) == (0, 0)
+    assert (await site.ask(chat("hi", bearer()))).status == 200
+
+
+async def test_usage_is_what_is_counted(start: Start) -> None:
+    site = await start()
+    keep(site, TenantSpec("a"), a=KEY)
+    tenant = site.router.tenants.get("a")
+    assert tenant is not None
+    usage = {"prompt_tokens": 11, "completion_tokens": 5, "total_tokens": 16}
+    for _ in range(3):
+        site.fake.then(scripts.answer(200, json.dumps({"usage": usage}).encode()))
+        assert (await site.ask(chat("hi", bearer()))).status == 200
+    assert (tenant.prompt_tokens, tenant.output_tokens) == (33, 15)
+
+
+async def test_a_flood_of_one_does_not_hold_the_other_up(start: Start) -> None:
+    site = await start(Fake("w0", max_requests=1))
+    keep(site, TenantSpec("a"), TenantSpec("b"), a=KEY, b=OTHER)
+    gate = asyncio.Event()
+    site.fake.always(scripts.gated(gate, scripts.answer()))
+    clients: list[Client] = []
+    for number in range(12):
+        clients.append(await site.client())
+        await clients[-1].send(chat(f"flood {number}", bearer()))
+    await eventually(lambda: len(site.router.queue) == 11)
+    single = await site.client()
+    await single.send(chat("single", bearer(OTHER)))
+    await eventually(lambda: len(site.router.queue) == 12)
+    gate.set()
+    for client in (*clients, single):
+        assert (await client.answer()).status == 200
+    texts = [call.json()["messages"][0]["content"] for call in site.fake.served]
+    assert texts.index("single") <= 2
