@@ -1,8 +1,13 @@
 """How busy prefill and decode workers were lately, and which side is short.
 
-Looked at a few times a second, with a memory of half a minute. A prefill worker is busy while a
-prompt is charged to it. A decode worker is as busy as its KV cache is full, or its places are
-taken, whichever is more: those are what a further request waits for.
+All of it in seconds of their time, so that what a token costs there counts. Looked at a few times a
+second, with a memory of half a minute.
+
+A prefill worker is busy while it has prefill work; what lies ahead of it has to be done as well, so
+the seconds of it, per half minute, are work for more workers. A decode worker is as busy as the
+most of these says: how full its KV cache is; how many of its places are taken; whether it prefills,
+which those who decode there wait for; and how much longer its steps are for those it decodes, of
+what they may be: a tenth of a second, or twice as long as for none.
 """
 
 from __future__ import annotations
@@ -22,6 +27,7 @@ if TYPE_CHECKING:
 MEMORY_S = 30.0
 MUCH, LITTLE = 0.8, 0.5
 WELL_USED = 0.7  # the share that leaves room for a burst
+STEP_S = 0.1  # in which those who read along don't notice that it takes any time
 
 
 class SideShown(BaseModel):
@@ -30,6 +36,10 @@ class SideShown(BaseModel):
     workers: int
     busy: float = Field(description="share of them that was in use, over the last half minute")
     wanted: float = Field(description="workers that this load would use well")
+    ahead_s: float = Field(0.0, description="seconds of prefills that wait on each, on average")
+    step_s: float | None = Field(
+        None, description="what a step takes a decode worker; null for prefill workers"
+    )
 
 
 class BalanceShown(BaseModel):
@@ -43,10 +53,20 @@ class BalanceShown(BaseModel):
 
 
 @dataclass(slots=True)
-class _Seen:
+class Seen:
+    """Means: shares of workers that were busy, and seconds."""
+
     at: float
     prefill: float = 0.0
     decode: float = 0.0
+    prefill_ahead_s: float = 0.0
+    decode_ahead_s: float = 0.0
+    step_s: float = 0.0
+
+    def draw(self, name: str, step: float, values: list[float]) -> None:
+        """Move a mean towards the mean of what is seen now."""
+        before = getattr(self, name)
+        setattr(self, name, before + step * (_mean(values) - before))
 
 
 class Balance:
@@ -54,23 +74,24 @@ class Balance:
 
     def __init__(self, router: Router) -> None:
         self._router = router
-        self._seen: dict[str, _Seen] = {}
+        self._seen: dict[str, Seen] = {}
 
     def look(self, now: float) -> None:
         """Take in how busy they are at this moment."""
         for model, prefills, decodes in self._sides():
-            seen = self._seen.setdefault(model, _Seen(now))
+            seen = self._seen.setdefault(model, Seen(now))
             step = 1.0 - exp((seen.at - now) / MEMORY_S)
             seen.at = now
-            seen.prefill += step * (
-                _mean([float(w.prefill_tokens > 0) for w in prefills]) - seen.prefill
-            )
-            seen.decode += step * (_mean([_filled(w) for w in decodes]) - seen.decode)
+            seen.draw("prefill", step, [float(_prefills(w)) for w in prefills])
+            seen.draw("decode", step, [_filled(w) for w in decodes])
+            seen.draw("prefill_ahead_s", step, [_ahead_s(w) for w in prefills])
+            seen.draw("decode_ahead_s", step, [_ahead_s(w) for w in decodes])
+            seen.draw("step_s", step, [w.pace.step_s(w.decoding) for w in decodes])
 
     def shown(self) -> list[BalanceShown]:
         """Describe every model that has both sides."""
         return [
-            balance(model, len(prefills), seen.prefill, len(decodes), seen.decode)
+            balance(model, len(prefills), len(decodes), seen)
             for model, prefills, decodes in self._sides()
             if (seen := self._seen.get(model)) is not None
         ]
@@ -84,12 +105,11 @@ class Balance:
         return [(model, *pair) for model, pair in sides.items() if all(pair)]
 
 
-def balance(
-    model: str, prefills: int, prefill_busy: float, decodes: int, decode_busy: float
-) -> BalanceShown:
+def balance(model: str, prefills: int, decodes: int, seen: Seen) -> BalanceShown:
     """Say which side is short."""
-    prefill = _side(prefills, prefill_busy)
-    decode = _side(decodes, decode_busy)
+    prefill_busy, decode_busy = seen.prefill, seen.decode
+    prefill = _side(prefills, prefill_busy, seen.prefill_ahead_s)
+    decode = _side(decodes, decode_busy, seen.decode_ahead_s, seen.step_s)
     short = "neither"
     if prefill_busy >= MUCH and decode_busy >= MUCH:
         short = "both"
@@ -106,9 +126,14 @@ def balance(
     )
 
 
-def _side(workers: int, busy: float) -> SideShown:
+def _side(workers: int, busy: float, ahead_s: float, step_s: float | None = None) -> SideShown:
+    load = workers * (busy + ahead_s / MEMORY_S)
     return SideShown(
-        workers=workers, busy=round(busy, 3), wanted=round(workers * busy / WELL_USED, 2)
+        workers=workers,
+        busy=round(busy, 3),
+        wanted=round(load / WELL_USED, 2),
+        ahead_s=round(ahead_s, 3),
+        step_s=None if step_s is None else round(step_s, 4),
     )
 
 
@@ -127,13 +152,27 @@ def _advice(short: str, prefill: SideShown, decode: SideShown) -> str:
     return f"{short} is short: one more {short} worker would help{move}; {wanted}"
 
 
+def _prefills(worker: Worker) -> bool:
+    """Whether it has prefill work."""
+    return worker.prefill_tokens > 0 or worker.strange_tokens > 0
+
+
+def _ahead_s(worker: Worker) -> float:
+    """Reckon how long the prefills charged to a worker, and strangers', take it."""
+    return worker.pace.token_s * (worker.prefill_tokens + worker.strange_tokens)
+
+
 def _filled(worker: Worker) -> float:
+    """Say what of a decode worker is in use."""
     gauges = worker.gauges
-    shares = [gauges.kv_usage if gauges is not None else 0.0]
+    shares = [gauges.kv_usage if gauges is not None else 0.0, float(_prefills(worker))]
     if worker.kv_capacity:
         shares.append(worker.kv_tokens / worker.kv_capacity)
     if worker.max_requests:
         shares.append(worker.requests / worker.max_requests)
+    if worker.pace.steps:
+        base_s = worker.pace.step_s(0)
+        shares.append((worker.pace.step_s(worker.decoding) - base_s) / max(STEP_S - base_s, base_s))
     return min(max(shares), 1.0)
 
 

@@ -292,8 +292,8 @@ PAIR = {
 }
 BALANCE = {
     "model": "tiny",
-    "prefill": {"workers": 1, "busy": 0.95, "wanted": 1.36},
-    "decode": {"workers": 1, "busy": 0.2, "wanted": 0.29},
+    "prefill": {"workers": 1, "busy": 0.95, "wanted": 1.36, "ahead_s": 2.5},
+    "decode": {"workers": 1, "busy": 0.2, "wanted": 0.29, "step_s": 0.0251},
     "short": "prefill",
     "advice": "prefill is short: one more would help",
 }
@@ -319,8 +319,8 @@ def test_explain_names_both_workers_of_a_hand_over_and_who_is_short(
         "(0.25 s of it the transfer)"
     )
     assert lines[2].endswith("prefill on p0")
-    assert lines[4].split() == ["tiny", "prefill", "1", "95%", "1.36", "short"]
-    assert lines[5].split() == ["tiny", "decode", "1", "20%", "0.29"]
+    assert lines[4].split() == ["tiny", "prefill", "1", "95%", "1.36", "2.50", "-", "short"]
+    assert lines[5].split() == ["tiny", "decode", "1", "20%", "0.29", "0.00", "25.1"]
     assert lines[6] == "tiny: prefill is short: one more would help"
     assert explained(path, "--live", admin.url) == 0
     assert capsys.readouterr().out.splitlines() == lines[3:]

@@ -5,12 +5,15 @@ from __future__ import annotations
 import argparse
 import http.client
 import json
+import ssl
 import urllib.error
 import urllib.request
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
+from proxy.config import TlsConfig
 from proxy.control.admin_key import key_of
 from proxy.control.balance import BalanceShown
 from proxy.control.shapes import Explanation, Question, explanation
@@ -28,7 +31,7 @@ if TYPE_CHECKING:
 TIMEOUT_S = 10.0
 NOWHERE = 1
 HEADING = ("worker", "cost s", "wait s", "prefill s", "harm s", "cached", "note")
-SIDES = ("model", "side", "workers", "busy", "wanted", "")
+SIDES = ("model", "side", "workers", "busy", "wanted", "ahead s", "step ms", "")
 Answer = TypeVar("Answer")
 EXPLANATION = TypeAdapter(Explanation)
 BALANCES = TypeAdapter(list[BalanceShown])
@@ -67,16 +70,19 @@ def explain(arguments: argparse.Namespace, config: FleetConfig) -> int:
 
     Of a running router with prefill and decode workers also how busy both are.
     """
+    from proxy.assembly import url_of
+
     admin = config.router.admin
-    url = arguments.live or f"http://{admin.host}:{admin.port}"
+    url = arguments.live or url_of(admin.host, admin.port, admin.tls)
     key = key_of(admin, str(arguments.fleet)) if arguments.live is not None else None
+    live = Live(url, key, admin.tls)
     status = 0
     if arguments.prompt_tokens is not None:
-        status = _explain_one(arguments, config, url, key)
+        status = _explain_one(arguments, config, live)
     elif arguments.live is None:
         raise UsageError("--prompt-tokens is missing; say how long the prompt is, as 12000")
     if arguments.live is not None and config.transfer is not None:
-        _show_sides(balances(url, key))
+        _show_sides(balances(live))
     elif arguments.prompt_tokens is None:
         print("this fleet has no prefill and decode workers: say --prompt-tokens")
     return status
@@ -89,9 +95,36 @@ def _show_sides(sides: Sequence[BalanceShown]) -> None:
         print(f"{each.model}: {each.advice}")
 
 
-def _explain_one(
-    arguments: argparse.Namespace, config: FleetConfig, url: str, key: str | None
-) -> int:
+@dataclass(frozen=True)
+class Live:
+    """A running router's admin API."""
+
+    url: str
+    key: str | None = field(default=None, repr=False)
+    tls: TlsConfig | None = None
+
+    def headers(self) -> dict[str, str]:
+        """Say who asks."""
+        key = {"Authorization": f"Bearer {self.key}"} if self.key else {}
+        return {"Content-Type": "application/json", **key}
+
+    def opener(self) -> urllib.request.OpenerDirector:
+        """Go straight there: a proxy named by the environment knows nothing of loopback addresses.
+
+        The certificate that the fleet file names is believed, whatever it calls its host.
+        """
+        context = ssl.create_default_context()
+        if self.tls is not None:
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+            context.check_hostname = False
+            context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+            context.load_verify_locations(self.tls.cert_file)
+        return urllib.request.build_opener(
+            urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=context)
+        )
+
+
+def _explain_one(arguments: argparse.Namespace, config: FleetConfig, live: Live) -> int:
     question = Question(
         prompt_tokens=arguments.prompt_tokens,
         max_tokens=arguments.max_tokens,
@@ -102,7 +135,7 @@ def _explain_one(
         if unstated := [w.name for w in config.workers if w.stated_max_model_len is None]:
             print(f"taken to hold anything, as no max_model_len is stated: {', '.join(unstated)}")
     else:
-        found = asked(url, question, key)
+        found = asked(live, question)
     print(_verdict(found))
     if found.scores:
         print(columns([HEADING, *_rows(found.scores)]))
@@ -121,31 +154,23 @@ def predicted(config: FleetConfig, question: Question) -> Explanation:
     return explanation(router, question, config.model, now=0.0)
 
 
-def asked(url: str, question: Question, key: str | None = None) -> Explanation:
+def asked(live: Live, question: Question) -> Explanation:
     """Ask the admin API of a running router where a request would go."""
-    return _ask(url, "explain", EXPLANATION, question.model_dump_json(), key)
+    return _ask(live, "explain", EXPLANATION, question.model_dump_json())
 
 
-def balances(url: str, key: str | None = None) -> list[BalanceShown]:
+def balances(live: Live) -> list[BalanceShown]:
     """Ask it how busy prefill and decode workers are; nothing where there are none."""
-    return _ask(url, "balance", BALANCES, key=key)
+    return _ask(live, "balance", BALANCES)
 
 
-def _ask(
-    url: str,
-    what: str,
-    kind: TypeAdapter[Answer],
-    body: str | None = None,
-    key: str | None = None,
-) -> Answer:
-    # Straight there: a proxy named by the environment knows nothing of a loopback address.
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+def _ask(live: Live, what: str, kind: TypeAdapter[Answer], body: str | None = None) -> Answer:
+    url, opener = live.url, live.opener()
     try:
         request = urllib.request.Request(  # noqa: S310 - the user's own URL
             f"{url.rstrip('/')}/admin/{what}",
             data=body.encode() if body is not None else None,
-            headers={"Content-Type": "application/json"}
-            | ({"Authorization": f"Bearer {key}"} if key else {}),
+            headers=live.headers(),
         )
         with opener.open(request, timeout=TIMEOUT_S) as answer:
             return kind.validate_json(answer.read())
@@ -193,6 +218,8 @@ def _sides(sides: Sequence[BalanceShown]) -> list[tuple[str, ...]]:
             str(side.workers),
             f"{side.busy:.0%}",
             f"{side.wanted:g}",
+            f"{side.ahead_s:.2f}",
+            "-" if side.step_s is None else f"{1000 * side.step_s:.1f}",
             "short" if each.short in (name, "both") else "",
         )
         for each in sides

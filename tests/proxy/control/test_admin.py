@@ -358,5 +358,7 @@ async def test_the_balance_of_both_sides(state: State, api: httpx.AsyncClient) -
     state.balance.look(NOW)
     [shown] = (await api.get("/admin/balance")).json()
     assert shown["model"] == "tiny"
-    assert shown["prefill"] == {"workers": 1, "busy": 0.0, "wanted": 0.0}
+    assert shown["prefill"] == {
+        "workers": 1, "busy": 0.0, "wanted": 0.0, "ahead_s": 0.0, "step_s": None
+    }  # fmt: skip
     assert shown["short"] == "neither"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from proxy.control.balance import Balance, balance
+from proxy.control.balance import MEMORY_S, Balance, Seen, balance
 from proxy.core.router import Router
 from proxy.core.types import Gauges, Role
 from tests.proxy.core.making import ask, placed, router_of, spec
@@ -21,13 +21,13 @@ from tests.proxy.core.making import ask, placed, router_of, spec
     ],
 )
 def test_the_advice(prefill: float, decode: float, short: str, words: str) -> None:
-    found = balance("m", 2, prefill, 2, decode)
+    found = balance("m", 2, 2, Seen(0.0, prefill, decode))
     assert found.short == short
     assert words in found.advice
 
 
 def test_one_worker_of_a_kind_is_not_given_away() -> None:
-    assert "could become" not in balance("m", 1, 0.9, 1, 0.0).advice
+    assert "could become" not in balance("m", 1, 1, Seen(0.0, 0.9, 0.0)).advice
 
 
 def watched(here: Router, seconds: int) -> Balance:
@@ -54,6 +54,65 @@ def test_a_decode_worker_is_as_busy_as_its_cache_is_full() -> None:
     here = router_of(spec("p0", Role.PREFILL), spec("d0", Role.DECODE), transfer=True)
     here.fleet.set_gauges("d0", Gauges(0.0, kv_usage=0.9))
     assert watched(here, 200).shown()[0].decode.busy == pytest.approx(0.9, abs=0.01)
+
+
+def test_work_that_waits_is_work_for_more_workers() -> None:
+    """In seconds: on a slow worker the same tokens are more."""
+    wanted = {}
+    for token_s in (1e-4, 1e-2):
+        here = router_of(
+            spec("p0", Role.PREFILL), spec("d0", Role.DECODE), transfer=True, disaggregate_above=1
+        )
+        for worker in here.fleet:
+            worker.pace.token_s = token_s
+        for _ in range(3):
+            placed(here.submit(ask(1000), 0.0))
+        side = Balance(here)
+        side.look(0.0)
+        side.look(1e6)  # long after, as if it had always been so
+        [shown] = side.shown()
+        wanted[token_s] = shown.prefill.wanted
+    assert wanted[1e-4] < 1.5
+    assert wanted[1e-2] > 1.5
+
+
+def test_what_waits_is_told() -> None:
+    shown = balance("m", 2, 1, Seen(0.0, 1.0, 0.5, MEMORY_S, 0.25, 0.05))
+    assert (shown.prefill.ahead_s, shown.decode.ahead_s, shown.decode.step_s) == (30.0, 0.25, 0.05)
+    assert shown.prefill.step_s is None
+    assert shown.prefill.wanted == round(2 * 2 / 0.7, 2)
+
+
+@pytest.mark.parametrize(
+    ("base_s", "each_s", "decoding", "busy"),
+    [
+        (0.02, 1e-3, 20, 0.25),  # of the 80 ms that they may grow by, 20
+        (0.02, 1e-3, 80, 1.0),
+        (0.2, 1e-2, 10, 0.5),  # one so slow may take twice as long
+        (0.02, 0.0, 100, 0.0),
+    ],
+)
+def test_a_decode_worker_is_as_busy_as_its_steps_are_long(
+    base_s: float, each_s: float, decoding: int, busy: float
+) -> None:
+    """Though its cache is all but empty."""
+    here = router_of(spec("p0", Role.PREFILL), spec("d0", Role.DECODE), transfer=True)
+    worker = here.fleet.get("d0")
+    assert worker is not None
+    pace = worker.pace
+    pace.steps, pace.base_s, pace.each_s, worker.decoding = 1.0, base_s, each_s, decoding
+    here.fleet.set_gauges("d0", Gauges(0.0, kv_usage=0.01))
+    [shown] = watched(here, 200).shown()
+    assert shown.decode.busy == pytest.approx(max(busy, 0.01), abs=0.01)
+    assert shown.decode.step_s == pytest.approx(base_s + each_s * decoding, rel=0.01)
+
+
+def test_a_decode_worker_that_prefills_is_busy() -> None:
+    here = router_of(spec("p0", Role.PREFILL), spec("d0", Role.DECODE), transfer=True)
+    whole = ask(1000)
+    whole.whole = "samples"
+    placed(here.submit(whole, 0.0))
+    assert watched(here, 200).shown()[0].decode.busy > 0.99
 
 
 def test_fleets_without_both_sides_have_no_balance() -> None:
