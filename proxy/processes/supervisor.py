@@ -108,12 +108,13 @@ class Supervisor:
     @property
     def url(self) -> str:
         """Where clients find it."""
-        return url_of(self._config.router.host, self.port)
+        return url_of(self._config.router.host, self.port, self._config.router.tls)
 
     @property
     def admin_url(self) -> str:
         """Where operators find it."""
-        return url_of(self._config.router.admin.host, self.admin_port)
+        admin = self._config.router.admin
+        return url_of(admin.host, self.admin_port, admin.tls)
 
     @property
     def drain_s(self) -> float:
@@ -186,7 +187,10 @@ class Supervisor:
                     reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
                 if family == socket.AF_INET6:
                     reserved.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-                reserved.bind(at)
+                try:
+                    reserved.bind(at)
+                except OSError as error:
+                    raise OSError(error.errno, f"{error.strerror}: {at[0]} port {port}") from None
                 if not shared:
                     port = reserved.getsockname()[1]
                     at = (address[0], port, *address[2:])

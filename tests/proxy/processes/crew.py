@@ -1,0 +1,200 @@
+"""A router of several processes, started as its users do, before fake workers on known ports."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from tests.proxy.wire.client import Client, get
+
+DEADLINE_S = 60.0
+PROC = Path("/proc")
+
+
+def free_port() -> int:
+    """Return a port that nobody has."""
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        port: int = found.getsockname()[1]
+        return port
+
+
+class Crew:
+    """The router, told of by what it says and does."""
+
+    def __init__(self, folder: Path, workers: Sequence[str], count: int = 2) -> None:
+        self.ports = {name: free_port() for name in workers}
+        self.file = folder / "fleet.yaml"
+        self.count = count
+        self.write(*workers)
+        self.said: list[str] = []
+        self.spoke = threading.Condition()
+        command = [sys.executable, "-m", "vllm_sched.cli.main", "router", str(self.file)]
+        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+        self.reader = threading.Thread(target=self._read)
+        self.reader.start()
+        try:
+            line = self.says("/v1")
+        except BaseException:
+            self.close()
+            raise
+        self.port = int(line.split("/v1")[0].rsplit(":", 1)[1])
+        self.admin = line.split("admin ")[1].strip()
+
+    def write(self, *workers: str, routing: str = "{policy: least_loaded}") -> None:
+        """Write the fleet file for some of the workers."""
+        lines = "".join(
+            f"  - {{name: {name}, url: 'http://127.0.0.1:{self.ports[name]}', max_requests: 4}}\n"
+            for name in workers
+        )
+        self.file.write_text(
+            f"model: tiny\nworkers:\n{lines}routing: {routing}\n"
+            f"router: {{port: 0, admin: {{port: 0}}, processes: {self.count}, drain_s: 5.0, "
+            "probe: {interval_s: 0.05}}\n"
+        )
+
+    def _read(self) -> None:
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            with self.spoke:
+                self.said.append(line)
+                self.spoke.notify_all()
+        with self.spoke:
+            self.spoke.notify_all()
+
+    def says(self, text: str, times: int = 1) -> str:
+        """Wait until it has said something so often; return the last such line."""
+
+        def lines() -> list[str]:
+            return [line for line in self.said if text in line]
+
+        with self.spoke:
+            said = self.spoke.wait_for(
+                lambda: len(lines()) >= times or not self.reader.is_alive(), DEADLINE_S
+            )
+        assert said, f"it never said {text!r}:\n{''.join(self.said)}"
+        assert lines(), f"it ended:\n{''.join(self.said)}"
+        return lines()[-1]
+
+    @property
+    def pids(self) -> dict[int, int]:
+        """Its processes that serve, by their index."""
+        found = {}
+        for path in PROC.glob("[0-9]*"):
+            try:
+                parent = int((path / "stat").read_text().rpartition(")")[2].split()[1])
+                words = (path / "cmdline").read_text().split("\0")
+            except (FileNotFoundError, ProcessLookupError):
+                continue
+            if parent == self.process.pid and "proxy.processes" in words:
+                found[int(words[words.index("proxy.processes") + 1])] = int(path.name)
+        return found
+
+    @property
+    def leader(self) -> int:
+        """Who leads."""
+        return int(self.says(" leads").split(" leads")[0].rsplit(" ", 1)[1])
+
+    def tell(self, number: signal.Signals) -> None:
+        """Send it a signal."""
+        self.process.send_signal(number)
+
+    def close(self) -> None:
+        """Leave nothing of it."""
+        pids = list(self.pids.values())
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+        for pid in pids:  # they end by themselves, but not at once
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+        self.reader.join(DEADLINE_S)
+        if self.process.stderr is not None:
+            self.process.stderr.close()
+
+    # As clients and operators see it
+
+    async def each(self) -> dict[bytes, Client]:
+        """Connect to every one of its processes; they put different marks on requests."""
+        found: dict[bytes, Client] = {}
+        give_up = time.monotonic() + DEADLINE_S
+        while len(found) < self.count:
+            assert time.monotonic() < give_up, found
+            client = await Client.connect(self.port)
+            mark = await mark_of(client)
+            if found.setdefault(mark, client) is not client:
+                client.close()
+        return found
+
+    async def ask_admin(self, path: str, method: str = "GET", **more: Any) -> Any:
+        """Ask the admin API."""
+        async with (
+            aiohttp.ClientSession() as session,
+            session.request(method, f"{self.admin}/admin{path}", **more) as answer,
+        ):
+            assert answer.status < 300, await answer.text()
+            return await answer.json()
+
+    async def workers(self) -> dict[str, dict[str, Any]]:
+        """Return what the admin API says of each worker."""
+        return {worker["name"]: worker for worker in await self.ask_admin("/workers")}
+
+    async def until(self, so: Callable[[dict[str, dict[str, Any]]], bool]) -> None:
+        """Wait until the workers are so."""
+        give_up = time.monotonic() + DEADLINE_S
+        while not so(found := await self.workers()):
+            assert time.monotonic() < give_up, found
+            await asyncio.sleep(0.02)
+
+    async def up(self) -> None:
+        """Wait until every process would use every worker."""
+        await self.until(lambda all_: all(worker["state"] == "up" for worker in all_.values()))
+        names = set(await self.workers())
+        for client in (await self.each()).values():
+            give_up = time.monotonic() + DEADLINE_S
+            while down := names - set(await inflight(client, "proxy_worker_up", 1.0)):
+                assert time.monotonic() < give_up, down
+                await asyncio.sleep(0.02)
+            client.close()
+
+
+async def mark_of(client: Client) -> bytes:
+    """Return what the process at the other end puts on requests."""
+    answer = await client.ask(get("/health"))
+    [name] = [value for key, value in answer.headers if key == b"x-request-id"]
+    return name.rpartition(b"-")[0]
+
+
+async def samples(client: Client) -> dict[str, float]:
+    """Return a page of metrics."""
+    answer = await client.ask(get("/metrics"))
+    assert answer.status == 200
+    lines = [line for line in answer.body.decode().splitlines() if not line.startswith("#")]
+    return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines)}
+
+
+async def inflight(client: Client, name: str, value: float) -> list[str]:
+    """Name the workers of which a gauge has a value."""
+    found = await samples(client)
+    return [
+        series.split('worker="')[1].split('"')[0]
+        for series, seen in found.items()
+        if series.startswith(name + "{") and seen == value
+    ]
+
+
+def total(found: dict[str, float], name: str) -> float:
+    """Add up all series of a metric."""
+    return sum(value for series, value in found.items() if series.partition("{")[0] == name)

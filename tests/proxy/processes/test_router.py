@@ -1,0 +1,345 @@
+"""Several processes on one port, as users start them: real ones, before fake workers."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.proxy.processes.crew import DEADLINE_S, PROC, Crew, free_port, samples, total
+from tests.proxy.wire import scripts
+from tests.proxy.wire.client import BrokenError, Client, chat, get
+from tests.proxy.wire.fake_worker import FakeWorker
+from tests.proxy.wire.site import eventually
+
+NAMES = ("a", "b")
+
+
+@pytest.fixture(scope="module")
+def crew(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Crew]:
+    """Two processes, for all tests that leave them as they were."""
+    made = Crew(tmp_path_factory.mktemp("crew"), NAMES)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+async def fakes(crew: Crew) -> AsyncIterator[dict[str, FakeWorker]]:
+    """Workers that are up, known to all processes, and not resting."""
+    made = await listening(crew)
+    await crew.up()
+    yield made
+    for fake in made.values():
+        await fake.stop()
+
+
+async def listening(crew: Crew) -> dict[str, FakeWorker]:
+    """Start the workers."""
+    made = {name: FakeWorker(name) for name in NAMES}
+    for name, fake in made.items():
+        fake.port = crew.ports[name]
+        await fake.listen()
+    return made
+
+
+async def asked(client: Client, count: int) -> list[int]:
+    """Ask one after the other."""
+    return [(await client.ask(chat())).status for _ in range(count)]
+
+
+async def arrived(fakes: dict[str, FakeWorker], count: int) -> None:
+    """Wait until so many requests are at the workers."""
+    await eventually(
+        lambda: sum(len(fake.served) for fake in fakes.values()) >= count, within=DEADLINE_S
+    )
+
+
+async def test_all_serve_and_workers_are_used_evenly(
+    crew: Crew, fakes: dict[str, FakeWorker]
+) -> None:
+    clients = await crew.each()
+    answers = await asyncio.gather(*(asked(client, 20) for client in clients.values()))
+    assert answers == [[200] * 20] * 2
+    served = [len(fake.served) for fake in fakes.values()]
+    assert sum(served) == 40
+    assert min(served) >= 10
+    for client in clients.values():
+        client.close()
+
+
+async def test_a_workers_limit_holds_for_all_together(
+    crew: Crew, fakes: dict[str, FakeWorker]
+) -> None:
+    """Each worker takes four: of ten, eight go, from whichever process; the others wait."""
+    opening = asyncio.Event()
+    for fake in fakes.values():
+        fake.always(scripts.gated(opening, scripts.answer()))
+    clients: list[Client] = []
+    for _ in range(5):
+        pair = (await crew.each()).values()
+        for client in pair:
+            await client.send(chat())
+            clients.append(client)
+            # Their answers are held back, so what is told of them can be waited for.
+            await arrived(fakes, min(len(clients), 8))
+    await crew.until(lambda workers: sum(w["requests"] for w in workers.values()) == 8)
+    page = await samples(one := await Client.connect(crew.port))
+    assert page["proxy_queue_requests"] == 2
+    assert [len(fake.served) for fake in fakes.values()] == [4, 4]
+    opening.set()
+    assert [(await client.answer()).status for client in clients] == [200] * 10
+    await crew.until(lambda workers: all(w["requests"] == 0 for w in workers.values()))
+    for client in (*clients, one):
+        client.close()
+
+
+@pytest.mark.usefixtures("fakes")
+async def test_metrics_are_everybodys_sum_whoever_is_asked(crew: Crew) -> None:
+    clients = list((await crew.each()).values())
+    before = await samples(clients[0])
+    for number, client in enumerate(clients):
+        await asked(client, 3 + number)
+    pages = [await samples(client) for client in clients]
+    for page in pages:
+        assert total(page, "proxy_requests_total") - total(before, "proxy_requests_total") == 7
+        seen = "proxy_request_duration_seconds_count"
+        assert total(page, seen) - total(before, seen) == 7
+        assert page["proxy_processes"] == 2
+        assert page['proxy_worker_up{worker="a",role="general"}'] == 1
+        assert page["proxy_client_connections"] >= 2
+    other = await clients[0].ask(get("/metrics", b"Accept: application/openmetrics-text"))
+    assert other.body.endswith(b"# EOF\n")
+    assert b"# TYPE proxy_requests counter" in other.body
+    for client in clients:
+        client.close()
+
+
+async def test_operators_see_and_rule_all_processes(
+    crew: Crew, fakes: dict[str, FakeWorker]
+) -> None:
+    clients = list((await crew.each()).values())
+    started = time.time()
+    for client in clients:
+        await asked(client, 2)
+    entries = await crew.ask_admin("/decisions?limit=50")
+    assert len([entry for entry in entries if entry["time"] >= started]) == 4
+    times = [entry["time"] for entry in entries]
+    assert times == sorted(times, reverse=True)
+    await crew.ask_admin("/workers/a/drain", "POST")
+    await only(clients, fakes["b"])
+    await crew.ask_admin("/workers/a/undrain", "POST")
+    await crew.up()
+    await crew.ask_admin("/workers/b", "DELETE")
+    await only(clients, fakes["a"])
+    spec = {"name": "b", "url": fakes["b"].url, "max_requests": 4}
+    await crew.ask_admin("/workers", "POST", json=spec)
+    await crew.up()
+    for client in clients:
+        client.close()
+
+
+async def only(clients: list[Client], fake: FakeWorker) -> None:
+    """Wait until all processes give everything to one worker."""
+    async with asyncio.timeout(DEADLINE_S):
+        for client in clients:
+            in_a_row = 0
+            while in_a_row < 4:
+                before = len(fake.served)
+                assert await asked(client, 1) == [200]
+                in_a_row = in_a_row + 1 if len(fake.served) > before else 0
+
+
+@pytest.mark.parametrize("how", ["signal", "admin"])
+async def test_a_reload_reaches_all(crew: Crew, fakes: dict[str, FakeWorker], how: str) -> None:
+    async def reload() -> None:
+        if how == "admin":
+            await crew.ask_admin("/reload", "POST")
+        else:
+            crew.tell(signal.SIGHUP)
+
+    clients = list((await crew.each()).values())
+    crew.write("a", routing="{policy: round_robin}")
+    try:
+        await reload()
+        await only(clients, fakes["a"])
+        header = b"x-route"
+        for client in clients:
+            answer = await client.ask(chat("hi", b"X-Explain: 1"))
+            [route] = [value for key, value in answer.headers if key == header]
+            assert b"reason=round_robin" in route
+    finally:
+        crew.write(*NAMES)
+        await reload()
+    await crew.up()
+    for client in clients:
+        client.close()
+
+
+async def test_a_file_with_a_mistake_changes_nothing_anywhere(
+    crew: Crew, fakes: dict[str, FakeWorker]
+) -> None:
+    crew.file.write_text(crew.file.read_text() + "nonsense: 1\n")
+    said = sum("was not taken" in line for line in crew.said)
+    crew.tell(signal.SIGHUP)
+    crew.says("was not taken", said + 1)
+    crew.write(*NAMES)
+    for client in (await crew.each()).values():
+        assert await asked(client, 4) == [200] * 4
+        client.close()
+    assert all(fake.served for fake in fakes.values())
+
+
+async def test_a_breaker_that_one_opens_keeps_all_away(
+    crew: Crew, fakes: dict[str, FakeWorker]
+) -> None:
+    first, second = (await crew.each()).values()
+    # It asks to be left alone for a while.
+    fakes["a"].always(scripts.error(503, "busy", (b"retry-after", b"2")))
+    while not fakes["a"].served:
+        assert await asked(first, 1) == [200]
+    assert len(fakes["a"].served) == 1
+    # It takes no more than the end of a turn to tell; but nothing says when that was.
+    await crew.until(lambda workers: workers["a"]["state"] == "resting")
+    assert await asked(second, 6) == [200] * 6
+    assert len(fakes["a"].served) == 1
+    fakes["a"].always(scripts.answer())
+    async with asyncio.timeout(DEADLINE_S):
+        while len(fakes["a"].served) < 2:
+            await asked(second, 1)
+    await crew.up()
+    assert await asked(first, 4) == [200] * 4
+    assert len(fakes["a"].served) >= 3
+    first.close()
+    second.close()
+
+
+@pytest.mark.parametrize("who", ["leader", "other"])
+async def test_one_that_is_killed_is_begun_again_and_its_charges_are_released(
+    crew: Crew, fakes: dict[str, FakeWorker], who: str
+) -> None:
+    opening = asyncio.Event()
+    clients = await crew.each()
+    # Who is who, nobody says: each has one request under way when one of them dies.
+    before = total(await samples(next(iter(clients.values()))), "proxy_requests_total")
+    for fake in fakes.values():
+        fake.always(scripts.gated(opening, scripts.answer()))
+    for client in clients.values():
+        await client.send(chat())
+    await arrived(fakes, 2)
+    await crew.until(lambda workers: sum(w["requests"] for w in workers.values()) == 2)
+    leader = crew.leader
+    victim = leader if who == "leader" else 1 - leader
+    ended = sum("ended (signal 9)" in line for line in crew.said)
+    led = sum(" leads" in line for line in crew.said)
+    old = crew.pids[victim]
+    os.kill(old, signal.SIGKILL)
+    crew.says("ended (signal 9)", ended + 1)
+    if who == "leader":
+        crew.says(" leads", led + 1)
+        assert crew.leader == 1 - victim
+    # The other goes on: what the dead one had is released while the other's is under way.
+    await crew.until(lambda workers: sum(w["requests"] for w in workers.values()) == 1)
+    opening.set()
+    ends = await asyncio.gather(*(end(client) for client in clients.values()))
+    assert sorted(ends, key=str) == [200, None]
+    await eventually(lambda: crew.pids.get(victim, old) != old, within=DEADLINE_S)
+    await crew.up()
+    for client in (again := await crew.each()).values():
+        assert await asked(client, 4) == [200] * 4
+        page = await samples(client)
+        assert page["proxy_processes"] == 2
+        assert page["proxy_process_restarts_total"] >= 1
+        # What was counted at the last look is counted still.
+        assert total(page, "proxy_requests_total") >= before + 1 + 4
+    for client in (*clients.values(), *again.values()):
+        client.close()
+
+
+async def end(client: Client) -> int | None:
+    """Return the status of an answer; None if the connection was broken off."""
+    try:
+        return (await client.answer(within=DEADLINE_S)).status
+    except (BrokenError, ConnectionError):
+        return None
+
+
+async def test_a_drain_lets_requests_finish_in_all_processes(tmp_path: Path) -> None:
+    crew = Crew(tmp_path, NAMES)
+    fakes = await listening(crew)
+    try:
+        await crew.up()
+        opening = asyncio.Event()
+        for fake in fakes.values():
+            fake.always(scripts.gated(opening, scripts.answer()))
+        clients = list((await crew.each()).values())
+        for client in clients:
+            await client.send(chat())
+        await arrived(fakes, 2)
+        pids = crew.pids
+        assert len(pids) == 2
+        crew.tell(signal.SIGTERM)
+        async with asyncio.timeout(DEADLINE_S):
+            while True:
+                try:
+                    (await Client.connect(crew.port)).close()
+                except ConnectionRefusedError:
+                    break
+                await asyncio.sleep(0.01)
+        assert crew.process.poll() is None
+        opening.set()
+        assert [(await client.answer()).status for client in clients] == [200, 200]
+        assert await asyncio.to_thread(crew.process.wait, DEADLINE_S) == 0
+        assert not any((PROC / str(pid)).exists() for pid in pids.values())
+        for client in clients:
+            client.close()
+    finally:
+        crew.close()
+        for fake in fakes.values():
+            await fake.stop()
+
+
+async def test_nothing_is_left_of_a_supervisor_that_is_killed(tmp_path: Path) -> None:
+    crew = Crew(tmp_path, NAMES)
+    try:
+        pids = crew.pids
+        assert len(pids) == 2
+        crew.process.kill()
+        await eventually(lambda: not any(map(alive, pids.values())), within=DEADLINE_S)
+    finally:
+        crew.close()
+
+
+def alive(pid: int) -> bool:
+    """Whether a process runs; one that nobody has waited for does not."""
+    try:
+        state = (PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state != "Z"
+
+
+def test_a_port_in_use_is_a_clear_error(tmp_path: Path) -> None:
+    """Be it another router's of several processes, who would else share the port."""
+    port = free_port()
+    file = tmp_path / "fleet.yaml"
+    file.write_text(
+        "model: tiny\nworkers: [{name: a, url: 'http://127.0.0.1:9'}]\n"
+        f"router: {{port: {port}, admin: {{port: 0}}, processes: 2}}\n"
+    )
+    with socket.socket() as taken:
+        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        taken.bind(("127.0.0.1", port))
+        taken.listen()
+        command = [sys.executable, "-m", "vllm_sched.cli.main", "router", str(file)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S)
+    assert done.returncode == 2
+    assert "can't listen" in done.stderr
+    assert str(port) in done.stderr
