@@ -73,6 +73,25 @@ def test_promises_are_judged_by_their_ratio() -> None:
     assert not verdict.Verdict("", None, None, None, 1.0).kept
 
 
+def test_each_long_prompt_is_judged_by_the_slowest() -> None:
+    compared = canned_comparison((1.0, 1.0, 1.0), (1.0, 1.0, 1.0))
+    longs = [
+        record
+        for played in compared.candidate.rounds
+        for record in played.records
+        if record.klass == "long"
+    ]
+    found = verdict.slowest(compared)
+    assert (found.ratio, found.kept) == (pytest.approx(1.0), True)
+    one = longs[-1]
+    one.ticks = [one.sent + 1.2 * (found.baseline or 0.0), *one.ticks[1:]]
+    found = verdict.slowest(compared)
+    assert (found.ratio, found.kept) == (pytest.approx(1.2), False)
+    by_what = {each.what: each.ratio for each in verdict.verdicts(compared)}
+    assert by_what["a 12,000-token prompt, to its first token, p50"] == pytest.approx(1.0)
+    assert by_what[found.what] == pytest.approx(1.2)
+
+
 def test_prompts_are_of_all_sizes_and_always_the_same() -> None:
     made = identical.prompts(100)
     sizes = sorted(map(len, made))
