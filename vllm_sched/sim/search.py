@@ -259,7 +259,7 @@ class Search:
         boundaries: dict[int, float] = {}
         for share in QUANTILES:
             limit = _round(traffic.totals[int(share * (len(traffic.totals) - 1))])
-            if limit < largest and limit < self.question.machine.max_model_len:
+            if traffic.totals[0] <= limit < min(largest, self.question.machine.max_model_len):
                 boundaries[limit] = traffic.above(limit)
         prefill = time.prefill_s * traffic.prompt + time.pair_s * traffic.prompt**2 / 2
         steps = max(traffic.output - 1, 0)
