@@ -21,6 +21,7 @@ from proxy.control.histogram import (
 )
 from proxy.control.recent import Recent
 from proxy.control.scrape import render
+from proxy.control.tenant_counts import TenantCounts
 from proxy.core import routes
 
 if TYPE_CHECKING:
@@ -102,6 +103,7 @@ class Metrics:
         self.durations: dict[tuple[str, ...], Histogram] = {}
         self.waits: dict[tuple[str, ...], Histogram] = {}
         self.handovers = Handovers(self.model_label)
+        self.tenants = TenantCounts(router.tenants)
         self._models: set[str] = set()
 
     def request_done(

@@ -37,12 +37,14 @@ class Entry:
     prefill_s: float | None = None  # predicted, as is the next
     transfer_s: float | None = None
     long: bool = False
+    tenant: str | None = None
 
 
 # Its values in their order: to make an `Entry` costs more, and hardly one is ever read.
 Row = tuple[
     str, float, str, str, str | None, Reason, int, int, int, bool, int | None,
     float | None, float | None, float, float, str | None, float | None, float | None, bool,
+    str | None,
 ]  # fmt: skip
 
 Halves = tuple[str | None, float | None, float | None]
@@ -82,6 +84,7 @@ class Recent:
                 ask.id[:MAX_TEXT], self._clock(), ask.model[:MAX_TEXT], ask.route, worker, reason,
                 status, ask.body_bytes, ask.prompt_tokens, ask.counted, ask.output_tokens,
                 predicted_s, ttft_s, queue_s, duration_s, *halves, ask.long,
+                None if ask.tenant is None else ask.tenant.name,
             )
         )  # fmt: skip
 

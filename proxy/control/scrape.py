@@ -173,6 +173,7 @@ def render(metrics: Metrics, *, openmetrics: bool) -> tuple[bytes, str]:
     _handovers(page, metrics)
     _workers(page, list(metrics.router.fleet))
     _router(page, metrics)
+    metrics.tenants.show(page)
     _process(page)
     return page.finish()
 

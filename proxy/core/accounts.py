@@ -21,7 +21,8 @@ def enter(ask: Ask, now: float, *, again: bool) -> Refusal | None:
         breach = tenant.ledger.enter(now, tokens, ask.largest_prompt - ask.prompt_error)
         if breach is not None:
             which = breach.limit.value
-            tenant.limited[which] = tenant.limited.get(which, 0) + 1
+            limited = tenant.totals.limited
+            limited[which] = limited.get(which, 0) + 1
             return refusals.limited(ask, breach)
     ask.entered = tokens
     return None
@@ -53,6 +54,6 @@ def settle(
     ask.prepaid = 0
     if not prompt:
         give_back(tenant, ask)
-    tenant.prompt_tokens += prompt
-    tenant.output_tokens += output
+    tenant.totals.prompt_tokens += prompt
+    tenant.totals.output_tokens += output
     leave(ask, now, prompt + output)

@@ -41,21 +41,27 @@ class TenantSpec:
     salted: bool = False  # whether its prefixes are cached apart from others'
 
 
+@dataclass(slots=True)
+class Totals:
+    """What was counted of a tenant since the router began; stays when the tenant goes."""
+
+    prompt_tokens: int = 0  # of requests that are over
+    output_tokens: int = 0
+    limited: dict[str, int] = field(default_factory=dict)  # requests that met a limit, by which
+
+
 class Tenant:
     """A tenant: its share, and what it has of it."""
 
-    __slots__ = (
-        "ledger", "limited", "output_tokens", "prompt_tokens", "spec", "virtual", "waiting",
-    )  # fmt: skip
+    __slots__ = ("charged", "ledger", "spec", "totals", "virtual", "waiting")
 
-    def __init__(self, spec: TenantSpec) -> None:
+    def __init__(self, spec: TenantSpec, totals: Totals | None = None) -> None:
         self.spec = spec
+        self.totals = totals or Totals()
         self.ledger = Ledger(spec.limits)
         self.virtual = 0.0  # tokens it was served, by its weight: see `fairness`
+        self.charged = 0.0  # of these, by this process, since ever
         self.waiting = 0  # in the queue
-        self.prompt_tokens = 0  # of requests that are over
-        self.output_tokens = 0
-        self.limited: dict[str, int] = {}  # requests that met a limit, by which
 
     def __repr__(self) -> str:
         """Name it."""
@@ -65,6 +71,12 @@ class Tenant:
     def name(self) -> str:
         """What the operator calls it."""
         return self.spec.name
+
+    def charge(self, tokens: float) -> None:
+        """Count tokens that it is served here."""
+        share = tokens / self.spec.weight
+        self.virtual += share
+        self.charged += share
 
     def may_use(self, model: str) -> bool:
         """Whether a model is for it."""
@@ -83,6 +95,7 @@ class Tenants:
     """All of them, and their keys. With none at all nobody is asked for a key."""
 
     def __init__(self) -> None:
+        self.totals: dict[str, Totals] = {}  # of those that are gone too
         self._tenants: dict[str, Tenant] = {}
         self._keys: dict[bytes, tuple[bytes, Tenant]] = {}
         self.open = True  # no keys
@@ -109,7 +122,7 @@ class Tenants:
         for spec in specs:
             tenant = before.get(spec.name)
             if tenant is None:
-                tenant = Tenant(spec)
+                tenant = Tenant(spec, self.totals.setdefault(spec.name, Totals()))
             else:
                 tenant.spec = spec
                 tenant.ledger.limit(spec.limits)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING
 
 from proxy.core.types import Reason
@@ -11,6 +12,11 @@ if TYPE_CHECKING:
     from proxy.control.metrics import Metrics
     from proxy.core.types import Ask, Decision
     from proxy.wire.request import Request
+
+# The W3C's header: version, trace, span, flags; all zeros are no id.
+TRACEPARENT = re.compile(
+    rb"(?!ff)[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}"
+)
 
 
 class Record:
@@ -53,6 +59,14 @@ class Record:
     def id(self) -> str:
         """The client's name for it, or else ours."""
         return "" if self.request is None else self.request.id.decode("latin-1")
+
+    @property
+    def trace_id(self) -> str:
+        """The trace that it belongs to, if any."""
+        if self.request is None:
+            return ""
+        told = TRACEPARENT.fullmatch(self.request.head.special.get(b"traceparent", b""))
+        return told[1].decode() if told else ""
 
     def begin(self, now: float, request: Request, metrics: Metrics) -> None:
         """Note when it came."""
@@ -99,6 +113,8 @@ class Record:
             route, model, worker, reason, status, ttft_s, duration_s, self.queue_s, pool, predicted,
             ask is not None and ask.long, tpot_s,
         )  # fmt: skip
+        if self.request is not None and (tenant := self.request.head.tenant) is not None:
+            metrics.tenants.ended(tenant, status, ttft_s, self.queue_s)
         if (live := metrics.live) is not None:
             live.ended(self, now, status, reason)
         for tell in metrics.at_end:

@@ -51,7 +51,7 @@ def test_a_limit_is_said_in_openais_words() -> None:
         "x-ratelimit-remaining-tokens": "850",
         "x-ratelimit-reset-tokens": "9.000s",
     }
-    assert who.limited == {"requests_per_minute": 1}
+    assert who.totals.limited == {"requests_per_minute": 1}
 
 
 def test_a_prompt_may_be_too_long_for_a_key() -> None:
@@ -94,7 +94,7 @@ def test_one_pays_for_what_one_got(
     assert who.ledger.running == 0
     output = max(used - (80 if usage else 100), 0)
     assert who.virtual == (100 + 2 * output if used else 0)
-    assert who.prompt_tokens + who.output_tokens == used
+    assert who.totals.prompt_tokens + who.totals.output_tokens == used
     router.finish(lease, 0.0, outcome, usage)
     assert tokens_left(who) == 1000 - used, "once"
 

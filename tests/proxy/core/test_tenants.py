@@ -90,6 +90,20 @@ def test_who_stays_keeps_what_was_counted_of_it() -> None:
     assert tenants.edition > edition
 
 
+def test_what_was_counted_of_it_stays_when_it_goes() -> None:
+    tenants = two()
+    a = tenants.get("a")
+    assert a is not None
+    a.totals.prompt_tokens = 5
+    tenants.replace([], {})
+    assert tenants.totals["a"].prompt_tokens == 5
+    tenants.replace([TenantSpec("a")], {})
+    again = tenants.get("a")
+    assert again is not None
+    assert again is not a
+    assert again.totals.prompt_tokens == 5
+
+
 def test_the_last_ones_go() -> None:
     tenants = two()
     tenants.replace([], {})

@@ -292,7 +292,7 @@ async def test_usage_is_what_is_counted(start: Start) -> None:
     for _ in range(3):
         site.fake.then(scripts.answer(200, json.dumps({"usage": usage}).encode()))
         assert (await site.ask(chat("hi", bearer()))).status == 200
-    assert (tenant.prompt_tokens, tenant.output_tokens) == (33, 15)
+    assert (tenant.totals.prompt_tokens, tenant.totals.output_tokens) == (33, 15)
 
 
 async def test_a_flood_of_one_does_not_hold_the_other_up(start: Start) -> None:
