@@ -4,7 +4,9 @@
     python -m benchmarks.fluid --requests 50000    # the same fleet, sooner
 
 First fleets of growing size with requests in proportion: what one costs by the number of workers.
-Then the whole. CPU time of this process, and the most memory that it ever had.
+Then the whole. CPU time of this process, and the most memory that it ever had. At the beginning
+each of a worker's first answers is lent to all workers that have none, which costs the square of
+their number, once; the cost of a request is that of those after.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import argparse
 import math
 import resource
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 
 from proxy.core.router import RouterSettings
@@ -20,12 +23,14 @@ from proxy.core.types import Role
 from vllm_sched.bench.goodput import parse
 from vllm_sched.bench.traffic.catalogue import find
 from vllm_sched.bench.traffic.schedule import Schedule
+from vllm_sched.bench.traffic.types import Request
 from vllm_sched.sim.flow import Flow, Placed, Run
 from vllm_sched.sim.models import of_profile
 
 SIZES = (4, 16, 64, 256)
 WORKLOAD = "azure-conv:0.95,mooncake-conv:0.05"
 RATE = 5.0  # a worker
+FIRST = 10  # requests a worker, after which each of them is known
 LEAST = 4000  # requests: fewer say little
 TARGETS = "ttft:3000 tpot:100"
 
@@ -41,8 +46,8 @@ def fleet(workers: int) -> list[Placed]:
     return placed
 
 
-def play(workers: int, requests: int, seed: int) -> tuple[Run, float]:
-    """Play so many requests; the run, and CPU seconds."""
+def play(workers: int, requests: int, seed: int) -> tuple[Run, float, float]:
+    """Play so many requests; the run, CPU seconds, and CPU seconds per request after the first."""
     schedule = Schedule(
         source=find(WORKLOAD),
         rate=RATE * workers,
@@ -51,20 +56,28 @@ def play(workers: int, requests: int, seed: int) -> tuple[Run, float]:
         seed=seed,
     )
     flow = Flow(fleet(workers), RouterSettings(), parse(TARGETS.split()))
+    first = min(FIRST * workers, requests // 2)
+    marks: list[float] = []
+
+    def marked() -> Iterator[Request]:
+        for number, request in enumerate(schedule):
+            if number == first:
+                marks.append(time.process_time())
+            yield request
+
     began = time.process_time()
-    run = flow.play(schedule)
-    return run, time.process_time() - began
+    run = flow.play(marked())
+    ended = time.process_time()
+    return run, ended - began, (ended - marks[0]) / (requests - first)
 
 
-def tell(workers: int, run: Run, seconds: float) -> float:
-    """Print a line; returns microseconds per request."""
-    each = seconds / run.all.arrived * 1e6
+def tell(workers: int, run: Run, seconds: float, each: float) -> None:
+    """Print a line."""
     print(
-        f"{workers:6,} {run.all.arrived:10,} {seconds:9.1f} s {each:7.0f} us "
-        f"{each / math.log2(workers):7.1f} us {run.all.share:8.1%} "
+        f"{workers:7,} {run.all.arrived:10,} {seconds:9.1f} s {each * 1e6:8.0f} us "
+        f"{each * 1e6 / math.log2(workers):7.1f} us {run.all.share:8.1%} "
         f"{run.all.ttft.quantile(0.99):7.2f} s"
     )
-    return each
 
 
 def main() -> None:
