@@ -196,7 +196,7 @@ class ClientConnection(asyncio.Protocol):
             self.write(local_answer(wire, request, keep_alive=keep_alive))
         else:
             refusal = head.refusal or refusals.draining()
-            wire.refused(refusal)
+            wire.refused(refusal, request)
             self.write(refuse(refusal, request, keep_alive=keep_alive))
         self.done(now, keep_alive=keep_alive)
 
@@ -220,10 +220,12 @@ class ClientConnection(asyncio.Protocol):
         """Say why, and close; listen a little longer, or the answer may be lost to a reset."""
         self._leaving = True
         self._wire.refused(refusal)
-        self.write(refuse(refusal, None, keep_alive=False))
+        request_id = self._reader.request_id or self._wire.new_id()
+        self.write(refuse(refusal, None, keep_alive=False, request_id=request_id))
         self.deadline = now + self._wire.settings.linger_s
         self._wire.outbox.flush()
-        self._transport.write_eof()
+        if self._transport.can_write_eof():  # there is no half of TLS to close
+            self._transport.write_eof()
 
     def _gone(self) -> None:
         self._leaving = True

@@ -36,8 +36,13 @@ def route_header(worker: str, reason: Reason, scores: Iterable[Score]) -> bytes:
     parts = [worker, f"reason={reason}"]
     for score in scores:
         note = f" ({score.note})" if score.note else ""
-        parts.append(f"{score.worker}={score.total:.4f}{note}")
+        parts.append(f"{score.worker}={shown_s(score.total)}{note}")
     return "; ".join(parts).encode("ascii", "replace")
+
+
+def shown_s(seconds: float) -> str:
+    """Write a cost; one that rounding made a little less than nothing is nothing."""
+    return f"{seconds:z.4f}"
 
 
 def decision_header(decision: Decision) -> bytes:
@@ -71,12 +76,15 @@ def answer(
     return b"".join(pieces)
 
 
-def refuse(refusal: Refusal, request: Request | None, *, keep_alive: bool = True) -> bytes:
+def refuse(
+    refusal: Refusal, request: Request | None, *, keep_alive: bool = True, request_id: bytes = b""
+) -> bytes:
     """Write an answer that says no, perhaps to what could not be read as a request."""
     headers: list[tuple[bytes, bytes]] = []
     bodiless = False
+    if known_as := request.id if request is not None else request_id:
+        headers.append((b"X-Request-Id", known_as))
     if request is not None:
-        headers.append((b"X-Request-Id", request.id))
         bodiless = request.head.method == "HEAD"
         if request.head.explain:
             headers.append((b"X-Route", route_header(NONE, refusal.reason, refusal.scores)))

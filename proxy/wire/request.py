@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from proxy.core.routes import Route
     from proxy.core.tenants import Tenant
 
+NO = frozenset([b"", b"0", b"false", b"no", b"off"])
 HANDLED_CONNECTION = frozenset([b"", b"close", b"keep-alive", b"upgrade"])
 
 
@@ -108,7 +109,7 @@ class RequestHead:
         if (authorization := special.get(b"authorization")) is not None:
             self.authorization = b"Authorization: %b\r\n" % authorization
         self.id = special.get(b"x-request-id", b"")
-        self.explain = b"x-explain" in special
+        self.explain = b"x-explain" in special and _is_yes(special[b"x-explain"])
 
     def keep_back(self, names: Iterable[bytes]) -> None:
         """Leave out headers of what is sent on."""
@@ -144,6 +145,10 @@ class Request:
         self.head = head
         self.body = body
         self.id = head.id
+
+
+def _is_yes(value: bytes) -> bool:
+    return value.strip().lower() not in NO
 
 
 def too_large(max_body: int) -> RefusedError:

@@ -21,6 +21,7 @@ from proxy.wire.request import Request, RequestHead, too_large
 
 # Heads with these are read anew each time.
 MANY = 1024
+LONGEST_ID = 256  # to be told to a client whose head was refused
 NEVER_KNOWN = frozenset([b"expect", b"transfer-encoding", b"upgrade"])
 
 
@@ -84,6 +85,14 @@ class RequestReader:
         self._known: KnownHead | None = None
         self._known_as = self._head
         self._missing = 0  # bytes of the body of a request whose head was known
+
+    @property
+    def request_id(self) -> bytes:
+        """What the client calls the request that is being read, as far as that was said."""
+        if self.state is Reading.NOTHING:
+            return b""
+        said = self._head.special.get(b"x-request-id", b"")
+        return said if len(said) <= LONGEST_ID else b""
 
     def owes_continue(self) -> bool:
         """Whether a client waits to be told to send its body; it is told once."""

@@ -165,8 +165,9 @@ def balances(live: Live) -> list[BalanceShown]:
 
 
 def _ask(live: Live, what: str, kind: TypeAdapter[Answer], body: str | None = None) -> Answer:
-    url, opener = live.url, live.opener()
+    url = live.url
     try:
+        opener = live.opener()
         request = urllib.request.Request(  # noqa: S310 - the user's own URL
             f"{url.rstrip('/')}/admin/{what}",
             data=body.encode() if body is not None else None,
@@ -235,7 +236,7 @@ def _rows(scores: Sequence[Score]) -> list[tuple[str, ...]]:
         if score.note
         else (
             score.worker,
-            *(f"{s:.4f}" for s in (score.total, score.wait_s, score.prefill_s, score.harm_s)),
+            *(f"{s:z.4f}" for s in (score.total, score.wait_s, score.prefill_s, score.harm_s)),
             str(score.cached_tokens),
             f"prefill on {score.prefill_by}" if score.prefill_by else "",
         )

@@ -182,6 +182,11 @@ async def test_an_answer_says_where_it_came_from_when_asked(start: Start) -> Non
     assert not any(call.all(b"x-explain") for f in site.fakes.values() for call in f.served)
 
 
+@pytest.mark.parametrize("said", [b"0", b"false", b"No", b"off", b""])
+async def test_one_who_says_no_wants_no_explanation(site: Site, said: bytes) -> None:
+    assert (await site.ask(chat("hi", b"X-Explain: " + said))).all(b"x-route") == []
+
+
 async def test_a_worker_can_not_forge_the_route(site: Site) -> None:
     site.fake.then(scripts.answer(200, b"{}", (b"X-Route", b"forged")))
     assert (await site.ask(chat())).all(b"x-route") == []
@@ -194,3 +199,38 @@ async def test_the_status_passes(site: Site, stream: bool) -> None:
         answer = await site.ask(chat(stream=stream))
         assert answer.status == status
         assert answer.json()["error"]["message"] == "so"
+
+
+GET = b"GET /v1/models HTTP/1.1\r\n"
+REFUSED_HEADS = {
+    "no host": (GET + b"X-Request-Id: mine\r\n\r\n", 400, b"mine"),
+    "two hosts": (GET + b"Host: a\r\nHost: b\r\nX-Request-Id: mine\r\n\r\n", 400, b"mine"),
+    "an expectation": (GET + b"Host: a\r\nExpect: b\r\nX-Request-Id: mine\r\n\r\n", 417, b"mine"),
+    "too large a body": (
+        b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 99999999999\r\n"
+        b"X-Request-Id: mine\r\n\r\n", 413, b"mine",
+    ),
+    "an id that is none": (GET + b"X-Request-Id: %b\r\n\r\n" % (b"x" * 300), 400, None),
+    "nothing said of it": (GET + b"\r\n", 400, None),
+    "no http": (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03", 400, None),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("how", REFUSED_HEADS)
+async def test_what_is_refused_for_its_head_has_an_id_too(site: Site, how: str) -> None:
+    """Or nobody could say which of the log's lines it was."""
+    data, status, expected = REFUSED_HEADS[how]
+    client = await site.client()
+    await client.send(data)
+    answer = await client.answer()
+    assert answer.status == status
+    said = answer.one(b"x-request-id")
+    assert said == expected if expected else 10 < len(said) < 100
+
+
+async def test_an_id_of_the_request_before_is_nobody_elses(site: Site) -> None:
+    client = await site.client()
+    assert (await client.ask(chat("hi", b"X-Request-Id: first"))).status == 200
+    await client.send(b"nonsense\r\n\r\n")
+    answer = await client.answer()
+    assert (answer.status, answer.one(b"x-request-id") == b"first") == (400, False)

@@ -10,7 +10,7 @@ import pytest
 
 from proxy.core.types import Reason, Refusal, Score
 from proxy.wire.http import seconds, status_line, tokens, without
-from proxy.wire.own_answers import answer, error, refuse
+from proxy.wire.own_answers import answer, error, refuse, route_header
 from proxy.wire.request import Request, RequestHead
 
 
@@ -76,6 +76,12 @@ def test_a_refused_method_says_which_would_do() -> None:
     said = refuse(Refusal(405, Reason.UNKNOWN_PATH, "no", param="POST"), asked("HEAD"))
     assert b"\r\nAllow: POST\r\n" in said
     assert said.endswith(b"\r\n\r\n")
+
+
+def test_what_costs_nothing_costs_not_less() -> None:
+    """As what rounding left of a difference."""
+    said = route_header("s0", Reason.SHORT_POOL, [Score("s0", -1e-12), Score("l0", -0.5)])
+    assert said == b"s0; reason=short_pool; s0=0.0000; l0=-0.5000"
 
 
 def test_a_refusal_explains_itself_if_asked() -> None:
