@@ -53,13 +53,13 @@ def charge(settings: FairnessSettings, tenant: Tenant, ask: Ask, cached: int) ->
     output = ask.expected_output * ask.samples
     ask.paid = max(ask.prompt_tokens - cached, 0) + settings.cached_weight * cached
     ask.prepaid = output
-    tenant.virtual += (ask.paid + settings.output_weight * output) / tenant.spec.weight
+    tenant.charge(ask.paid + settings.output_weight * output)
 
 
 def charge_output(settings: FairnessSettings, ask: Ask, tokens: float) -> None:
     """Charge output tokens beyond those that were, or give back where it is less than nothing."""
     if (tenant := ask.tenant) is not None:
-        tenant.virtual += settings.output_weight * tokens / tenant.spec.weight
+        tenant.charge(settings.output_weight * tokens)
 
 
 def give_back(tenant: Tenant, ask: Ask) -> None:

@@ -23,6 +23,7 @@ from heapq import heapify, heappop, heappush
 from itertools import count, islice
 from math import ceil
 from sys import maxsize
+from typing import Protocol
 
 from proxy.core.fairness import FairnessSettings, Turns
 from proxy.core.tenants import Rank, Tenant
@@ -36,6 +37,7 @@ SPARE = 64  # tickets that have left and are still known by their deadlines, bef
 BATCH = Rank.BATCH
 Place = tuple[str, str]  # model and size
 Key = tuple[Place, Rank, Tenant | None]
+Turn = tuple[Rank, float, float]  # class, the tenant's counter, since when
 End = Lease | Refusal
 
 
@@ -48,6 +50,29 @@ class Line:
         self.key = key
         self.place, self.rank, self.tenant = key
         self.tickets: deque[Ticket] = deque()
+
+    @property
+    def turn(self) -> Turn:
+        """Say when it goes: the least comes first."""
+        virtual = self.tenant.virtual if self.tenant is not None else 0.0
+        return self.rank, virtual, self.tickets[0].since
+
+
+class Elsewhere(Protocol):
+    """The queues of other processes, as far as they have told."""
+
+    length: int
+    bytes: int
+    tokens: int
+
+    def moved(self) -> None:
+        """Tell them of this one."""
+
+    def before(self, place: Place, rank: int) -> bool:
+        """Whether any of a class above this number waits there."""
+
+    def goes_first(self, place: Place, turn: Turn, now: float) -> bool:
+        """Whether somebody there is to have what is free now, before one whose turn is this."""
 
 
 class Queue:
@@ -69,6 +94,7 @@ class Queue:
         self.bytes = 0
         self.tokens = 0
         self.length = 0  # how many wait
+        self.elsewhere: Elsewhere | None = None  # the queues of other processes
         self.turns = Turns()
         self._lines: dict[Key, Line] = {}
         self._counts: dict[Place, list[int]] = {}  # of each class
@@ -84,34 +110,50 @@ class Queue:
 
     def room_for(self, ask: Ask) -> bool:
         """Whether one more may wait."""
+        length, size, tokens = self.length, self.bytes, self.tokens
+        if (others := self.elsewhere) is not None:
+            length, size = length + others.length, size + others.bytes
+            tokens += others.tokens
         return (
-            self.length < self.most
-            and self.bytes + ask.body_bytes <= self.most_bytes
+            length < self.most
+            and size + ask.body_bytes <= self.most_bytes
             and (
                 self.most_tokens is None
-                or not self.length
-                or self.tokens + ask.prompt_tokens <= self.most_tokens
+                or not length
+                or tokens + ask.prompt_tokens <= self.most_tokens
             )
         )
 
     def waiting(self, model: str, *, long: bool) -> int:
-        """How many of a model and size wait, batch left out."""
-        if not self.length:
-            return 0
-        counts = self._counts.get((model, LONG if long else SHORT))
-        return sum(counts[:BATCH]) if counts else 0
+        """How many of a model and size wait, batch left out; of other queues, whether any do."""
+        place = model, LONG if long else SHORT
+        counts = self._counts.get(place)
+        found = sum(counts[:BATCH]) if counts else 0
+        return found + (self.elsewhere is not None and self.elsewhere.before(place, BATCH))
 
     def stands_before(self, ask: Ask) -> bool:
         """Whether anybody waits who goes before a request that comes now."""
-        if not self.length:
+        if not self.length and self.elsewhere is None:
             return False
-        counts = self._counts.get((ask.model, LONG if ask.long else SHORT))
+        place = ask.model, LONG if ask.long else SHORT
+        if self.elsewhere is not None and self.elsewhere.before(place, ask.rank + 1):
+            return True
+        counts = self._counts.get(place)
         if counts and any(counts[: ask.rank + 1]):
             return True
         return ask.rank is BATCH and self._others_wait(ask.model)
 
     def _others_wait(self, model: str) -> bool:
         return any(any(c[:BATCH]) for place, c in self._counts.items() if place[0] == model)
+
+    def fronts(self) -> dict[Place, Turn]:
+        """Name who would go first, of each model and size."""
+        found: dict[Place, Turn] = {}
+        for line in self._lines.values():
+            turn = line.turn
+            if line.place not in found or turn < found[line.place]:
+                found[line.place] = turn
+        return found
 
     def ahead_of(self, ask: Ask) -> int:
         """Reckon how many that wait will go before a request that comes now."""
@@ -142,6 +184,8 @@ class Queue:
         if ask.tenant is not None:
             self.turns.came(ask.tenant, ask.rank)
         heappush(self._deadlines, (ticket.deadline, next(self._numbers), ticket))
+        if self.elsewhere is not None:
+            self.elsewhere.moved()
         self.length += 1
         self.bytes += ask.body_bytes
         self.tokens += ask.prompt_tokens
@@ -167,6 +211,8 @@ class Queue:
                 for other in self._lines.values()
             )
             self.turns.went(ask.tenant, ask.rank, last=last)
+        if self.elsewhere is not None:
+            self.elsewhere.moved()
         self.length -= 1
         self.bytes -= ask.body_bytes
         self.tokens -= ask.prompt_tokens
@@ -213,12 +259,13 @@ class Queue:
         turns: list[tuple[bool, Rank, float, float, int]] = []
         lines = list(self._lines.values())
         for at, line in enumerate(lines):
-            since = line.tickets[0].since
             aged = self._is_aged(line, now)
             if line.rank is BATCH and first[line.place[0]] is not BATCH and not aged:
                 continue
-            virtual = line.tenant.virtual if line.tenant is not None else 0.0
-            turns.append((not aged, line.rank, virtual, since, at))
+            others = self.elsewhere
+            if others is not None and not aged and others.goes_first(line.place, line.turn, now):
+                continue
+            turns.append((not aged, *line.turn, at))
         turns.sort()
         for late, rank, _, _, at in turns:
             line = lines[at]

@@ -178,7 +178,7 @@ class Router:
         # Whoever waits goes first.
         queue = self.queue
         strict = None if tried else self.settings.admission
-        if not queue.length or tried or ask.pinned or not queue.stands_before(ask):
+        if tried or ask.pinned or not queue.stands_before(ask):
             answer = self._place(ask, now, tried, explain=explain, admission=strict)
             if answer is not None:
                 return answer
@@ -285,7 +285,8 @@ class Router:
 
     def _look(self, ask: Ask, now: float, tried: frozenset[str], *, explain: bool) -> View:
         queue = self.queue
-        waiting = queue.length > 0 and queue.waiting(ask.model, long=True) > 0
+        about = queue.length or queue.elsewhere is not None
+        waiting = about and queue.waiting(ask.model, long=True) > 0
         traffic = self._traffic_of(ask.model)
         view = placing.look(
             self.fleet, ask, now, traffic, tried, longs_waiting=waiting, explain=explain
