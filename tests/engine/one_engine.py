@@ -28,15 +28,9 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine.llm_engine import LLMEngine
 
+from tests.engine.arrivals import ARRIVALS
 from vllm_sched import SyncPolicyScheduler
 from vllm_sched.workers.tiny_model import tiny_model
-
-# (in which step it arrives, prompt, output, lane): some while others decode, more than fit at once.
-ARRIVALS = [
-    (0, 40, 30, None), (0, 300, 12, "batch"), (3, 1500, 6, None), (5, 700, 12, "urgent"),
-    (5, 7, 24, "batch"), (8, 1200, 6, "batch"), (12, 64, 24, "urgent"), (14, 900, 12, None),
-    (20, 128, 8, None), (24, 500, 8, "batch"), (30, 33, 16, "urgent"), (31, 1000, 4, None),
-]  # fmt: skip
 
 
 def make_engine() -> LLMEngine:

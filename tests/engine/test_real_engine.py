@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.engine.arrivals import ARRIVALS
 from vllm_sched.policies import registry
 
 SETS: dict[str, dict[str, Any] | None] = {
@@ -86,3 +87,51 @@ SIGNS: dict[str, Callable[[Run, Run], bool]] = {
 @pytest.mark.parametrize("name", SIGNS)
 def test_it_did_what_it_is_for(runs: dict[str, Run], name: str) -> None:
     assert SIGNS[name](runs[name], runs["default"])
+
+
+# Decided by what is there alone, not by how long a step took: a simulation has other times.
+TIMELESS = (
+    "default",
+    "static_batching",
+    "prefill_first",
+    "prefill_first, decodes go on",
+    "lanes",
+    "rotation",
+    "chunk_budget",
+)
+
+
+@pytest.mark.parametrize("name", TIMELESS)
+def test_a_simulation_divides_every_step_as_the_engine_does(
+    runs: dict[str, Run], name: str
+) -> None:
+    assert simulated(SETS[name]) == runs[name]["steps"]
+
+
+def simulated(policies: dict[str, Any] | None) -> list[list[int]]:
+    """Serve the same arrivals in virtual time, and note the same."""
+    from vllm_sched.engine.simulated import EngineSettings, NewRequest, SimulatedEngine
+
+    engine = SimulatedEngine(
+        EngineSettings(
+            max_model_len=2048, kv_tokens=100 * 32, block_tokens=32, max_num_seqs=6,
+            max_num_batched_tokens=256, prefix_caching=False, async_scheduling=False,
+            policies=policies or {},
+        )
+    )  # fmt: skip
+    waiting = list(enumerate(ARRIVALS))
+    steps: list[list[int]] = []
+    for number in range(3000):
+        now = number / 1000
+        while waiting and waiting[0][1][0] <= number:
+            index, (_, prompt, output, lane) = waiting.pop(0)
+            wishes = {} if lane is None else {"lane": lane}
+            engine.add(NewRequest(str(index), prompt, output, wishes=wishes), now)
+        if engine.unfinished:
+            step = engine.schedule(now)
+            steps.append([] if step is None else sorted(step.output.num_scheduled_tokens.values()))
+            if step is not None:
+                engine.finish(step, now + 0.001)
+        elif not waiting:
+            return steps
+    raise AssertionError(f"{engine.unfinished} never finished")

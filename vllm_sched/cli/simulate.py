@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import logging
 import time
 from collections.abc import Callable, Mapping
@@ -184,10 +185,15 @@ def _run(
         args.engine, traced=bool(args.trace), each_token=expected(schedule) <= EACH_TOKEN_UP_TO
     )
     fleet = SimulatedFleet(config, models, maker, seed=args.seed, timeout_s=args.timeout)
+    # What was made by now stays: the collector need not look at it again and again.
+    gc.collect()
+    gc.freeze()
     began = time.perf_counter()
     with watched(console, schedule) as told:
         played = fleet.play(schedule, told)
-    return Run(played, fleet, time.perf_counter() - began)
+    wall_s = time.perf_counter() - began
+    gc.unfreeze()
+    return Run(played, fleet, wall_s)
 
 
 def expected(schedule: Schedule) -> float:
