@@ -12,6 +12,7 @@ from vllm_sched.cli import (
     bench,
     calibrate,
     fleet,
+    key,
     measure,
     plan,
     serve,
@@ -42,6 +43,7 @@ def parser() -> argparse.ArgumentParser:
     threshold.add_threshold(commands)
     calibrate.add_calibrate(commands)
     fleet.add_fleet(commands)
+    key.add_key(commands)
     return top
 
 
