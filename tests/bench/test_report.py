@@ -70,7 +70,22 @@ def test_figures_compare_and_the_rates_ratio_is_the_median_of_the_rounds() -> No
     assert short.ratio == pytest.approx(0.25)
     rate = report.figure(lines, "short", "tokens/s")
     assert rate.ratio == pytest.approx((1.0 + 0.3) / (0.5 + 0.3))
-    assert {line.group for line in lines} == set(report.GROUPS)
+    # A class that nobody sent has no lines.
+    assert {line.group for line in lines} == set(report.GROUPS) - {"batch"}
+
+
+def test_what_is_compared_of_prompts_that_came_together_and_of_a_backlog() -> None:
+    longs = [record("long", 0.0, [first, 9.0], prompt=10) for first in (2.0, 3.5, 8.0)]
+    batch = [record("batch", 0.0, [first, first + 1.0], prompt=10) for first in (1.0, 3.0)]
+    played = Round(1, (*longs, *batch))
+    assert report.spread(played, "long") == 6.0
+    assert report.spread(played, "short") is None
+    # Until the last one begins: both prompts, and what was written by then.
+    assert report.backlogged_rate(played, "batch") == pytest.approx((20 + 2 + 1) / 3.0)
+    assert report.backlogged_rate(played, "short") is None
+    lines = report.figures([played], [played])
+    assert report.figure(lines, "long", report.SPREAD).ratio == 1.0
+    assert report.figure(lines, "batch", "tokens/s").baseline == pytest.approx(23 / 3.0)
 
 
 def test_better_knows_which_way_is_up() -> None:

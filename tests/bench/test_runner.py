@@ -232,3 +232,6 @@ def test_other_spacing_and_comments_are_understood() -> None:
 def test_the_body_asks_for_exactly_these_tokens() -> None:
     body = json.loads(request_body("m", [11, 12], 16))
     assert (body["prompt"], body["max_tokens"], body["stream"]) == ([11, 12], 16, True)
+    assert "vllm_xargs" not in body
+    asked = json.loads(request_body("m", [11, 12], 16, "batch"))
+    assert asked == {**body, "vllm_xargs": {"lane": "batch"}}

@@ -2,7 +2,18 @@ from __future__ import annotations
 
 import pytest
 
-from vllm_sched.bench.workloads import BACKGROUND, LONG, SHORT, TOKEN_IDS, build, long_blocks_short
+from vllm_sched.bench.workloads import (
+    BACKGROUND,
+    BATCH,
+    LONG,
+    SHORT,
+    TOKEN_IDS,
+    build,
+    chat_beside_batch,
+    equal_prompts,
+    long_blocks_short,
+    saturated,
+)
 from vllm_sched.errors import UsageError
 
 
@@ -71,3 +82,32 @@ def test_an_unknown_name_lists_the_valid_ones() -> None:
     with pytest.raises(ValueError, match=r"'quake'.*long-blocks-short") as caught:
         build("quake")
     assert isinstance(caught.value, UsageError)
+
+
+def test_equal_prompts_come_together() -> None:
+    arrivals = equal_prompts().arrivals
+    assert len(arrivals) == 8
+    assert len(set(arrivals)) == 1
+    assert len(build("equal-prompts", longs=3, seed=1).arrivals) == 3
+
+
+def test_batch_is_there_first_and_asks_for_its_lane() -> None:
+    workload = chat_beside_batch()
+    batch = [a for a in workload.arrivals if a.klass == BATCH]
+    chats = [a for a in workload.arrivals if a.klass == SHORT]
+    assert {(a.at, a.lane) for a in batch} == {(0.0, "batch")}
+    assert {a.lane for a in chats} == {""}
+    slots = int(workload.worker_flags[workload.worker_flags.index("--max-num-seqs") + 1])
+    assert len(batch) > 3 * slots
+    assert min(a.at for a in chats) > 0
+
+
+def test_outputs_of_the_saturated_are_memoryless_and_fixed_by_the_seed() -> None:
+    outputs = [a.output_tokens for a in saturated(longs=4000, mean_output=50).arrivals]
+    assert 48 < sum(outputs) / len(outputs) < 52
+    assert sum(o > 50 for o in outputs) / len(outputs) == pytest.approx(0.37, abs=0.03)
+    assert saturated().arrivals == saturated().arrivals != saturated(seed=1).arrivals
+
+
+def test_what_is_not_given_is_the_workloads_own() -> None:
+    assert build("saturated", longs=None, seed=2) == saturated(seed=2)

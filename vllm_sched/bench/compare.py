@@ -145,11 +145,11 @@ async def measure(contenders: Sequence[Contender], plan: Plan, narrator: Narrato
     """Play the rounds against running workers, the order turned round every time."""
     for each in contenders:
         narrator.step(f"warming up {each.role}")
-        await _play(each, plan, plan.workload.shrunk(), 0, narrator)
+        await play_round(each, plan, plan.workload.shrunk(), 0, narrator)
     for number in range(1, plan.rounds + 1):
         for each in contenders if number % 2 else reversed(contenders):
             narrator.step(f"round {number} of {plan.rounds}, {each.role} ({each.label})")
-            each.rounds.append(await _play(each, plan, plan.workload, number, narrator))
+            each.rounds.append(await play_round(each, plan, plan.workload, number, narrator))
 
 
 async def compare(
@@ -269,9 +269,10 @@ def _side_json(each: Contender) -> dict[str, Any]:
     }
 
 
-async def _play(
+async def play_round(
     each: Contender, plan: Plan, workload: Workload, number: int, narrator: Narrator
 ) -> Round:
+    """Play a round against one of them; round 0 warms up."""
     each.worker.check()  # a dead worker is one clear error, not one for every request
     done = 0
 

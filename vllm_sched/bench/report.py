@@ -10,14 +10,14 @@ from __future__ import annotations
 import statistics
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from rich import box
 from rich.table import Table
 from rich.text import Text
 
 from vllm_sched.bench import stats
-from vllm_sched.bench.workloads import BACKGROUND, LONG, SHORT
+from vllm_sched.bench.workloads import BACKGROUND, BATCH, LONG, SHORT
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -32,12 +32,14 @@ PERCENTILES = (50, 90, 99)
 GROUPS = {
     SHORT: "short prompts",
     LONG: "long prompts",
+    BATCH: "batch",
     BACKGROUND: "running decodes",
     "all": "everything",
     "lone": "a short alone",
 }
 
 
+SPREAD = "TTFT last - first"
 percentile = stats.percentile
 
 
@@ -104,6 +106,23 @@ def class_rate(played: Round, klass: str) -> float | None:
     return _per_second(done, max(r.end for r in records) - min(r.sent for r in records))
 
 
+def spread(played: Round, klass: str) -> float | None:
+    """How long after the first of a class the last one had its first token."""
+    first_tokens = [r.first_token for r in played.records if r.klass == klass and r.first_token]
+    return max(first_tokens) - min(first_tokens) if len(first_tokens) > 1 else None
+
+
+def backlogged_rate(played: Round, klass: str) -> float | None:
+    """Tokens per second of a class for as long as some of it waited, prompts included.
+
+    What follows is a tail in which slots are empty, whatever the scheduler does.
+    """
+    records = [r for r in played.records if r.klass == klass and r.first_token is not None]
+    until = max((r.ticks[0] for r in records), default=0.0)
+    done = sum(r.prompt_tokens + sum(tick <= until for tick in r.ticks) for r in records)
+    return _per_second(done, until)
+
+
 def total_rate(played: Round) -> float | None:
     """Tokens per second of the whole round, background and its tail included.
 
@@ -119,6 +138,10 @@ def total_rate(played: Round) -> float | None:
     return _per_second(done, max((r.end for r in played.records), default=0.0))
 
 
+# Of a class that is all there from the start; of others `class_rate`.
+RATES: Final = {BATCH: backlogged_rate}
+
+
 def figures(baseline: Sequence[Round], candidate: Sequence[Round]) -> list[Figure]:
     """Everything that is compared, in the order of the table."""
 
@@ -131,14 +154,17 @@ def figures(baseline: Sequence[Round], candidate: Sequence[Round]) -> list[Figur
         theirs, ours = _median(a for a, _ in pairs), _median(b for _, b in pairs)
         return Figure(group, measure, unit, theirs, ours, _median(_ratio(b, a) for a, b in pairs))
 
+    played = {r.klass for each in (*baseline, *candidate) for r in each.records}
     lines: list[Figure] = []
-    for klass in (SHORT, LONG, BACKGROUND):
+    for klass in (k for k in (SHORT, LONG, BATCH, BACKGROUND) if k in played):
         if klass != BACKGROUND:  # which is decoding before the clock starts
             lines += [pooled(klass, f"TTFT p{p}", ttfts, p) for p in (50, 99)]
+        if klass == LONG:
+            lines.append(rated(klass, SPREAD, SECONDS, partial(spread, klass=klass)))
         lines += [
             pooled(klass, "ITL p99", itls, 99),
             pooled(klass, "ITL max", itls, 100),
-            rated(klass, "tokens/s", RATE, partial(class_rate, klass=klass)),
+            rated(klass, "tokens/s", RATE, partial(RATES.get(klass, class_rate), klass=klass)),
         ]
     return [
         *lines,

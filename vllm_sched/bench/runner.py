@@ -111,10 +111,12 @@ class Stream:
                 self._record.error = excerpt(payload)
 
 
-def request_body(model: str, prompt: Sequence[int], output_tokens: int) -> bytes:
+def request_body(model: str, prompt: Sequence[int], output_tokens: int, lane: str = "") -> bytes:
     """Serialise a completion request that generates exactly `output_tokens`."""
+    asked = {"vllm_xargs": {"lane": lane}} if lane else {}
     return json.dumps(
         {
+            **asked,
             "model": model,
             "prompt": list(prompt),
             "max_tokens": output_tokens,
@@ -142,7 +144,7 @@ async def play(
     requests follow one by one, once the worker has nothing else to do.
     """
     bodies = [
-        request_body(model, prompt, arrival.output_tokens)
+        request_body(model, prompt, arrival.output_tokens, arrival.lane)
         for prompt, arrival in zip(workload.prompts(number), workload.arrivals, strict=True)
     ]
     lone_bodies = [

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from vllm_sched.bench.engine_trace import PREEMPTED, PREFILL, WAITING, Phase
 from vllm_sched.bench.report import GROUPS, Figure, foreground_end, show, show_ratio
-from vllm_sched.bench.workloads import BACKGROUND, LONG, SHORT
+from vllm_sched.bench.workloads import BACKGROUND, BATCH, LONG, SHORT
 from vllm_sched.errors import UsageError
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from vllm_sched.bench.runner import Record, Round
 
 SUFFIXES = (".html", ".svg")
-ORDER = (LONG, SHORT, BACKGROUND)
+ORDER = (LONG, SHORT, BATCH, BACKGROUND)
 
 WIDTH = 1200.0
 LEFT, RIGHT = 150.0, 24.0  # gutters beside the lanes
@@ -45,10 +45,10 @@ PAUSE_LEAST_S = 0.1
 
 STYLE = """
 .swim{--paper:#ffffff;--ink:#1c2024;--soft:#62696f;--rule:#e4e7e9;--wait:#c9ced2;
---long:#b45309;--short:#1d4ed8;--background:#0f766e;--pause:#c8102e;
+--long:#b45309;--short:#1d4ed8;--batch:#7e22ce;--background:#0f766e;--pause:#c8102e;
 font-family:ui-sans-serif,system-ui,"Segoe UI",Helvetica,Arial,sans-serif;font-size:12px}
 @media (prefers-color-scheme:dark){.swim{--paper:#14171a;--ink:#e8eaec;--soft:#9aa3aa;
---rule:#2a2f34;--wait:#4a5258;--long:#f59e0b;--short:#7ba7ff;--background:#2dd4bf;
+--rule:#2a2f34;--wait:#4a5258;--long:#f59e0b;--short:#7ba7ff;--batch:#c084fc;--background:#2dd4bf;
 --pause:#ff5c74}}
 .swim .paper{fill:var(--paper)}.swim text{fill:var(--ink)}.swim .soft{fill:var(--soft)}
 .swim .h1{font-size:18px;font-weight:650}.swim .h2{font-size:14px;font-weight:650}
@@ -57,10 +57,11 @@ font-family:ui-sans-serif,system-ui,"Segoe UI",Helvetica,Arial,sans-serif;font-s
 .swim .dash{stroke-width:1.4;stroke-dasharray:3 2}.swim .stop{stroke-width:2.6}
 .swim .hit{fill:transparent}.swim g.lane:hover .hit{fill:var(--rule);fill-opacity:.55}
 .swim .long{stroke:var(--long)}.swim .short{stroke:var(--short)}
-.swim .background{stroke:var(--background)}
+.swim .background{stroke:var(--background)}.swim .batch{stroke:var(--batch)}
 .swim circle{stroke-width:1.6;fill:var(--paper)}
 .swim .chunk{fill-opacity:.25;stroke-width:.8}.swim .chunk.long{fill:var(--long)}
 .swim .chunk.short{fill:var(--short)}.swim .chunk.background{fill:var(--background)}
+.swim .chunk.batch{fill:var(--batch)}
 .swim .out{fill:none;stroke:var(--pause);stroke-width:.8;stroke-dasharray:1.5 1.5}
 .swim .num{font-variant-numeric:tabular-nums}
 """
@@ -355,11 +356,13 @@ def _rows(lines: Sequence[Figure]) -> Iterator[str]:
 
 def _crowd(records: Sequence[Record]) -> str:
     """Say who is in the picture."""
-    longs, shorts, background = ([r for r in records if r.klass == k] for k in ORDER)
-    parts = [f"{len(background)} running decodes"] if background else []
-    for name, some in (("long", longs), ("short", shorts)):
-        if some:
-            parts.append(f"{len(some)} {name} prompts of {some[0].prompt_tokens:,} tokens")
+    of = {klass: [r for r in records if r.klass == klass] for klass in ORDER}
+    parts = [f"{len(of[BACKGROUND])} running decodes"] if of[BACKGROUND] else []
+    for klass in (LONG, SHORT):
+        if some := of[klass]:
+            parts.append(f"{len(some)} {klass} prompts of {some[0].prompt_tokens:,} tokens")
+    if of[BATCH]:
+        parts.append(f"{len(of[BATCH])} batch requests")
     return ", ".join(parts)
 
 

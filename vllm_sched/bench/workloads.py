@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 LONG: Final = "long"
 SHORT: Final = "short"
 BACKGROUND: Final = "background"
-CLASSES: Final = (SHORT, LONG, BACKGROUND)
+BATCH: Final = "batch"
+CLASSES: Final = (SHORT, LONG, BATCH, BACKGROUND)
 
 # Ordinary ids in every vocabulary: special tokens lie below in ours and above in others'.
 TOKEN_IDS = range(10, 400)
@@ -34,6 +35,7 @@ class Arrival:
     klass: str
     prompt_tokens: int
     output_tokens: int
+    lane: str = ""  # that it asks for, where the `lanes` policy is on; others don't heed it
 
     @property
     def before_start(self) -> bool:
@@ -120,14 +122,98 @@ def long_blocks_short(
     )
 
 
-WORKLOADS: dict[str, Callable[..., Workload]] = {"long-blocks-short": long_blocks_short}
+def equal_prompts(
+    *, longs: int = 8, seed: int = 0, long_tokens: int = 4000, output_tokens: int = 16
+) -> Workload:
+    """Let prompts of one length arrive together: a scheduler decides but who is served first."""
+    return Workload(
+        name="equal-prompts",
+        seed=seed,
+        lone_prompt_tokens=long_tokens,
+        worker_flags=("--max-num-batched-tokens", str(STEP_TOKENS), "--no-enable-prefix-caching"),
+        arrivals=tuple(Arrival(0.0, LONG, long_tokens, output_tokens) for _ in range(longs)),
+    )
 
 
-def build(name: str, **parameters: int | float) -> Workload:
-    """Make the workload of that name."""
+def chat_beside_batch(
+    *,
+    longs: int = 96,
+    seed: int = 0,
+    batch_tokens: int = 300,
+    batch_output: int = 60,
+    chats: int = 40,
+    chat_tokens: int = 100,
+    output_tokens: int = 16,
+    first_chat_at: float = 1.0,
+    chat_every: float = 0.25,
+) -> Workload:
+    """Let chats come one by one beside more batch work than the worker has slots for.
+
+    `longs` counts the batch requests: enough to outlast the chats.
+    """
+    return Workload(
+        name="chat-beside-batch",
+        seed=seed,
+        lone_prompt_tokens=chat_tokens,
+        worker_flags=(
+            *("--max-num-batched-tokens", str(STEP_TOKENS), "--no-enable-prefix-caching"),
+            *("--max-num-seqs", "16"),
+        ),
+        arrivals=(
+            *(Arrival(0.0, BATCH, batch_tokens, batch_output, BATCH) for _ in range(longs)),
+            *(
+                Arrival(round(first_chat_at + i * chat_every, 6), SHORT, chat_tokens, output_tokens)
+                for i in range(chats)
+            ),
+        ),
+    )
+
+
+def saturated(
+    *,
+    longs: int = 256,
+    seed: int = 0,
+    slots: int = 32,
+    mean_prompt: int = 100,
+    mean_output: int = 50,
+) -> Workload:
+    """Keep a worker's slots full with outputs that forget how long they have been.
+
+    `longs` counts the requests. All are there from the start, as behind a closed loop with no time
+    to think; only the rate while some still wait is to be looked at.
+    """
+    rng = random.Random(f"saturated/{seed}")
+    return Workload(
+        name="saturated",
+        seed=seed,
+        lone_prompt_tokens=mean_prompt,
+        worker_flags=("--max-num-seqs", str(slots), "--no-enable-prefix-caching"),
+        arrivals=tuple(
+            Arrival(
+                0.0,
+                BATCH,
+                rng.randint(mean_prompt // 2, mean_prompt * 3 // 2),
+                1 + min(int(rng.expovariate(1 / mean_output)), 8 * mean_output),
+            )
+            for _ in range(longs)
+        ),
+    )
+
+
+WORKLOADS: dict[str, Callable[..., Workload]] = {
+    "long-blocks-short": long_blocks_short,
+    "equal-prompts": equal_prompts,
+    "chat-beside-batch": chat_beside_batch,
+    "saturated": saturated,
+}
+
+
+def build(name: str, **parameters: int | float | None) -> Workload:
+    """Make the workload of that name; with its own defaults for what is None."""
+    given = {key: value for key, value in parameters.items() if value is not None}
     try:
         make = WORKLOADS[name]
     except KeyError:
         valid = ", ".join(sorted(WORKLOADS))
         raise UsageError(f"unknown workload {name!r}; use one of: {valid}") from None
-    return make(**parameters)
+    return make(**given)

@@ -82,7 +82,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help=f"{', '.join(WORKLOADS)} (default: %(default)s)",
     )
-    parser.add_argument("--longs", type=int, default=2, metavar="N", help="long prompts a round")
+    parser.add_argument(
+        "--longs",
+        type=int,
+        metavar="N",
+        help="long prompts a round; of the batch workloads, requests (default: the workload's own)",
+    )
     parser.add_argument("--rounds", type=int, default=3, metavar="R", help="rounds that count")
     parser.add_argument("--seed", type=int, default=0, help="fixes the prompts")
     parser.add_argument("--save", type=Path, metavar="FILE.json", help="write every sample")
@@ -132,7 +137,7 @@ def measured(
 def check(args: argparse.Namespace) -> None:
     """Refuse what would only fail after minutes of measuring."""
     for option in ("longs", "rounds"):
-        if (value := getattr(args, option)) < 1:
+        if (value := getattr(args, option)) is not None and value < 1:
             raise UsageError(
                 f"--{option} {value}: at least 1 is needed; leave it out for a default"
             )

@@ -1,0 +1,65 @@
+"""Play each policy's trial on real workers and hold it to what was promised of it.
+
+    python -m benchmarks.policies rotation chunk_budget lanes deferred_prefill --rounds 3
+
+All sides of a trial are alive at once and take turns. `deferred_prefill` has seven workers: 16 GB
+of memory. Nothing else should run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import sys
+from collections.abc import Sequence
+
+from rich.console import Console
+
+from benchmarks.policies.promise import table
+from benchmarks.policies.trials import TRIALS
+from vllm_sched.bench.compare import Narrator
+from vllm_sched.errors import VllmSchedError
+from vllm_sched.workers.tiny_model import tiny_model
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure and print; 1 when a request failed."""
+    args = _arguments(argv)
+    console = Console(width=None if sys.stdout.isatty() else 180)
+    model = args.model or str(tiny_model())
+    failed = False
+    for name in args.trials:
+        console.print(f"{name}, load average {os.getloadavg()[0]:.1f} at the start", style="bold")
+        try:
+            with Narrator(console) as narrator:
+                found = asyncio.run(TRIALS[name](model, args.rounds, args.seed, narrator))
+        except VllmSchedError as error:
+            console.print(f"{name}: {error}", style="red", markup=False, highlight=False)
+            failed = True
+            continue
+        for each in (*found.tables, table(name, found.promises)):
+            console.print(each)
+        if found.warning:
+            console.print(found.warning, style="yellow", highlight=False)
+        failed = failed or found.failed
+    return int(failed)
+
+
+def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="policies", description="what policies were promised")
+    parser.add_argument("trials", nargs="*", metavar="TRIAL", help=f"{', '.join(TRIALS)}; all")
+    parser.add_argument("--model", help="a model vLLM can serve (default: a tiny random Llama)")
+    parser.add_argument("--rounds", type=int, default=3, help="that count")
+    parser.add_argument("--seed", type=int, default=0, help="fixes the prompts")
+    args = parser.parse_args(argv)
+    args.trials = args.trials or list(TRIALS)
+    if unknown := [name for name in args.trials if name not in TRIALS]:
+        parser.error(f"{unknown[0]!r} is no trial; use one of: {', '.join(TRIALS)}")
+    if args.rounds < 1:
+        parser.error(f"--rounds {args.rounds}: at least 1 is needed")
+    return args
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,50 @@
+"""A promise beside what was measured."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rich import box
+from rich.table import Table
+
+
+@dataclass(frozen=True)
+class Promise:
+    """A figure with a bound; both are of one unit, which `what` names."""
+
+    what: str
+    measured: float | None
+    at_most: float | None = None
+    at_least: float | None = None
+
+    @property
+    def kept(self) -> bool:
+        """Whether it holds; what could not be measured does not."""
+        if self.measured is None:
+            return False
+        above = self.at_most is not None and self.measured > self.at_most
+        below = self.at_least is not None and self.measured < self.at_least
+        return not above and not below
+
+    @property
+    def bound(self) -> str:
+        """The bound in words."""
+        limits = (("at most", self.at_most), ("at least", self.at_least))
+        return ", ".join(f"{words} {limit:.3g}" for words, limit in limits if limit is not None)
+
+
+def table(title: str, promises: Sequence[Promise]) -> Table:
+    """Lay promises out."""
+    layout = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    for heading in ("", "measured", "promised", ""):
+        layout.add_column(heading, justify="right" if heading == "measured" else "left")
+    for each in promises:
+        layout.add_row(
+            each.what,
+            "-" if each.measured is None else f"{each.measured:.3g}",
+            each.bound,
+            "kept" if each.kept else "missed",
+            style="green" if each.kept else "red",
+        )
+    return layout
