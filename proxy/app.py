@@ -44,6 +44,7 @@ async def serve(
     """Run a router until a signal ends it; return the exit status."""
     allow_connections()
     app = App(config, source)
+    app.logs.take_over()
 
     def ready() -> None:
         # What is here now stays: the collector need not look at it again and again.

@@ -24,6 +24,7 @@ from proxy.control.discovery import Discovery
 from proxy.control.handovers import Aggregated
 from proxy.control.live import Live
 from proxy.control.live_state import LiveState
+from proxy.control.logs import Logs
 from proxy.control.metrics import Metrics
 from proxy.control.probe import Prober
 from proxy.control.recent import Entry, Recent
@@ -80,6 +81,7 @@ class App:
         self.metrics.discovered = self.discovery.counts
         self._minute = LiveState(self.metrics, lambda: self.wire.draining)
         self.live = Live(self.metrics, self._minute, self.wire.clock)
+        self.logs = Logs(config, self.metrics)
         at = config.router.batches.path
         self.batches = Batches(self.wire, config.router.batches, at) if at is not None else None
         self.siblings: Siblings | None = None  # other processes that serve the same
@@ -222,6 +224,7 @@ class App:
         if self.leads:
             self.discovery.reloaded()
         self.wire.reconfigure(wire_settings(config))
+        self.logs.reconfigure(config)
         if self.batches is not None:
             self.batches.reconfigure(config.router.batches)
         return late
@@ -280,6 +283,7 @@ class App:
             self._admin.stop()
         ended = self._tasks if self._admin_task is None else [*self._tasks, self._admin_task]
         await asyncio.gather(*ended, return_exceptions=True)
+        self.logs.close()
 
 
 def specs(config: FleetConfig) -> list[WorkerSpec]:

@@ -48,7 +48,7 @@ cat >unpacked/fonts.conf <<END
 <fontconfig>
   <dir>/usr/share/fonts</dir>
   <dir prefix="relative">usr/share/fonts</dir>
-  <cachedir prefix="relative">fonts</cachedir>
+  <cachedir prefix="xdg">fontconfig</cachedir>
   <alias><family>sans-serif</family><prefer><family>DejaVu Sans</family></prefer></alias>
 </fontconfig>
 END

@@ -15,6 +15,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo, mod
 
 from proxy.config.admin import AdminConfig
 from proxy.config.batches import BatchesConfig
+from proxy.config.logs import LogsConfig
 from proxy.config.tenants import AdmissionConfig, FairnessConfig, TenantConfig
 from proxy.config.types import (
     KIB,
@@ -282,6 +283,7 @@ class RouterConfig(Block):
     retries: RetryConfig = RetryConfig()
     probe: ProbeConfig = ProbeConfig()
     batches: BatchesConfig = BatchesConfig()
+    logs: LogsConfig = LogsConfig()
     fairness: FairnessConfig = FairnessConfig()
     admission: AdmissionConfig = AdmissionConfig()
     max_collected_bytes: Count = Field(

@@ -19,6 +19,8 @@ from proxy.control.admin_key import AdminKey
 from proxy.control.balance import Balance, BalanceShown
 from proxy.control.gate import Gate
 from proxy.control.live import Live
+from proxy.control.log_routes import log_routes
+from proxy.control.logs import Logs
 from proxy.control.page import page_routes
 from proxy.control.recent import KEPT, Entry
 from proxy.control.shapes import (
@@ -53,6 +55,10 @@ class AdminState(Protocol):
         status: int | None,
     ) -> list[Entry]:
         """The last requests that are so, newest first."""
+
+    @property
+    def logs(self) -> Logs:
+        """What is logged."""
 
     @property
     def live(self) -> Live:
@@ -96,6 +102,7 @@ def admin_app(
     app.include_router(decision_routes(state, clock), prefix="/admin", tags=["decisions"])
     app.include_router(config_routes(state), prefix="/admin", tags=["configuration"])
     app.include_router(page_routes(state.live))
+    app.include_router(log_routes(state.logs), prefix="/admin", tags=["configuration"])
     return app
 
 

@@ -63,6 +63,10 @@ class Seen(Protocol):
     def id(self) -> str:
         """The client's name for it, or else ours."""
 
+    @property
+    def trace_id(self) -> str:
+        """The trace that it belongs to, if any."""
+
 
 class Viewer:
     """One page that is open."""

@@ -43,6 +43,7 @@ REQUEST_HEADERS = {
     b"proxy-authorization": False,
     b"proxy-connection": False,
     b"te": False,
+    b"traceparent": True,
     b"trailer": False,
     b"transfer-encoding": False,
     b"upgrade": False,

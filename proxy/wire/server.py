@@ -28,6 +28,7 @@ from proxy.wire.counting import TokenCount
 from proxy.wire.http import NONE
 from proxy.wire.keys import identify
 from proxy.wire.outbox import Outbox
+from proxy.wire.record import Record
 from proxy.wire.relay import Exchange
 from proxy.wire.settings import WireSettings
 from proxy.wire.upstream import Pools
@@ -38,7 +39,6 @@ if TYPE_CHECKING:
     from proxy.core.routes import Route
     from proxy.transfer.types import Connector
     from proxy.wire.desk import Conversation, Desk
-    from proxy.wire.record import Record
     from proxy.wire.release import Orphan, Release
     from proxy.wire.request import Request, RequestHead
 
@@ -189,9 +189,14 @@ class Wire:
         for ticket, placed in self.router.due(now):
             self.queued.pop(ticket).placed(now, placed)
 
-    def refused(self, refusal: Refusal) -> None:
+    def refused(self, refusal: Refusal, request: Request | None = None) -> None:
         """Count a request that came to nothing before it was read."""
-        self.metrics.request_done(NONE, "", NONE, refusal.reason, refusal.status, None, 0.0, 0.0)
+        metrics, status = self.metrics, refusal.status
+        metrics.request_done(NONE, "", NONE, refusal.reason, status, None, 0.0, 0.0)
+        for tell in metrics.at_end:
+            record, now = Record(), self.clock()
+            record.started, record.request = now, request
+            tell(record, now, NONE, status, refusal.reason)
 
     def exchange_over(self, exchange: Exchange) -> None:
         """Forget an exchange."""

@@ -12,6 +12,7 @@ from proxy.config import FleetConfig, WorkerConfig, parse
 from proxy.control.admin import admin_app
 from proxy.control.balance import Balance
 from proxy.control.live import Live
+from proxy.control.logs import Logs
 from proxy.control.metrics import Metrics
 from proxy.control.recent import Entry, Recent
 from proxy.core.fleet import Fleet
@@ -41,6 +42,7 @@ class State:
         self.recent = Recent()
         self.balance = Balance(self.router)
         self.live = Live(Metrics(self.router), lambda _: {})
+        self.logs = Logs(self.config, Metrics(self.router))
         self.fault: Exception | None = None
         self.reloads = 0
 
@@ -341,7 +343,7 @@ async def test_paths_and_methods_that_there_are_not(api: httpx.AsyncClient) -> N
 async def test_the_description_is_complete(api: httpx.AsyncClient) -> None:
     paths = (await api.get("/openapi.json")).json()["paths"]
     operations = [op for path in paths.values() for op in path.values()]
-    assert len(operations) == 11
+    assert len(operations) == 13
     assert all(operation["summary"] for operation in operations)
     assert (await api.get("/docs")).status_code == 200
 

@@ -1,0 +1,252 @@
+"""The router's log: a line for each request at its end, and the router's own lines.
+
+Nobody's secret is in it: keys never come near a request's line, and those of the fleet file are cut
+out of all others. A prompt is in it only where the fleet file says so.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any
+
+import orjson
+
+from proxy.config.showing import HIDDEN, is_secret
+from proxy.control.log_writer import LogWriter
+from proxy.control.recent import MAX_TEXT
+
+if TYPE_CHECKING:
+    from proxy.config import FleetConfig
+    from proxy.control.live import Seen
+    from proxy.control.metrics import Metrics
+    from proxy.core.types import Ask, Reason
+
+OURS = ("proxy", "vllm_sched")
+LEAD = "%(asctime)s %(levelname)s "
+MAX_PROMPT = 64 << 10
+LEAST_SECRET = 4  # a shorter one would be cut out of ordinary words
+CLIENT_GONE, BAD_REQUEST, SERVER_ERROR = 499, 400, 500
+
+
+class Logs:
+    """What one router writes."""
+
+    def __init__(
+        self,
+        config: FleetConfig,
+        metrics: Metrics,
+        writer: LogWriter | None = None,
+        wall: Callable[[], float] = time.time,
+    ) -> None:
+        self.writer = writer or LogWriter()
+        self.settings = config.router.logs
+        self.requests = False
+        self._metrics = metrics
+        self._wall = wall
+        self._handler: Handler | None = None
+        self._before: list[logging.Handler] = []  # who wrote until this took over
+        self._secrets: tuple[str, ...] = ()
+        self.reconfigure(config)
+
+    # The router's own lines
+
+    def take_over(self, mark: str = "") -> None:
+        """Write what is logged in this process from now on; `mark` tells it from others."""
+        root = logging.getLogger()
+        if self._handler is None:
+            self._before = root.handlers[:]
+        self._handler = Handler(self, mark)
+        root.handlers[:] = [self._handler]
+        self._set_level(self.settings.level)
+
+    def reconfigure(self, config: FleetConfig) -> None:
+        """Be as the fleet file says; levels that were changed by hand are forgotten."""
+        self.settings = config.router.logs
+        self._secrets = tuple({*secrets_in(config.model_dump(mode="json"))})
+        self.log_requests(self.settings.requests)
+        for name in self.levels():
+            if name:
+                logging.getLogger(name).setLevel(logging.NOTSET)
+        if self._handler is not None:
+            self._set_level(self.settings.level)
+
+    def levels(self) -> dict[str, str]:
+        """Return the levels that are set, by logger; the one without a name is for all others."""
+        found = {"": logging.getLevelName(logging.getLogger().level).lower()}
+        for name, each in list(logging.Logger.manager.loggerDict.items()):
+            if isinstance(each, logging.Logger) and each.level and name.split(".")[0] in OURS:
+                found[name] = logging.getLevelName(each.level).lower()
+        return found
+
+    def set_level(self, name: str, level: str) -> None:
+        """Change a logger's level until the next reload."""
+        logging.getLogger(name or None).setLevel(level.upper())
+
+    def _set_level(self, level: str) -> None:
+        logging.getLogger().setLevel(level.upper())
+
+    def line_of(self, record: logging.LogRecord, mark: str) -> bytes:
+        """Write one of them."""
+        if self.settings.format == "text":
+            formatter = logging.Formatter(f"{LEAD}{mark}%(message)s")
+            return self._without_secrets(formatter.format(record)).encode(errors="replace") + b"\n"
+        told: dict[str, Any] = {
+            "time": datetime.fromtimestamp(record.created, UTC),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": self._without_secrets(record.getMessage()),
+        }
+        if mark:
+            told["process"] = mark.strip()
+        if record.exc_info:
+            told["exception"] = self._without_secrets(
+                logging.Formatter().formatException(record.exc_info)
+            )
+        return written(told)
+
+    def _without_secrets(self, text: str) -> str:
+        for secret in self._secrets:
+            text = text.replace(secret, HIDDEN)
+        return text
+
+    # Requests
+
+    def log_requests(self, wanted: bool) -> None:
+        """Write a line for each request, or none."""
+        metrics = self._metrics
+        self.requests = wanted
+        others = tuple(each for each in metrics.at_end if each != self.ended)
+        metrics.at_end = (*others, self.ended) if wanted else others
+        metrics.keeps_prompts = wanted and self.settings.prompts
+
+    def ended(self, seen: Seen, now: float, route: str, status: int, reason: Reason) -> None:
+        """Write the line of a request that is over."""
+        told = account(seen, now, route, status, reason)
+        if seen.prompt:
+            told["prompt"] = seen.prompt[:MAX_PROMPT].decode(errors="replace")
+        if self.settings.format == "json":
+            wall = datetime.fromtimestamp(self._wall(), UTC)
+            self.writer.put(written({"time": wall, "event": "request", **told}))
+            return
+        stamp = datetime.fromtimestamp(self._wall()).astimezone().strftime("%Y-%m-%d %H:%M:%S")
+        said = " ".join(f"{name}={value}" for name, value in told.items() if value is not None)
+        self.writer.put(f"{stamp} REQUEST {one_line(said)}\n".encode(errors="replace"))
+
+    def close(self) -> None:
+        """Write what there is to be written, and let others write again."""
+        self.log_requests(False)
+        if self._handler is not None:
+            logging.getLogger().handlers[:] = self._before
+            self._handler = None
+        self.writer.close()
+
+
+class Handler(logging.Handler):
+    """Hands the lines of Python's logging on."""
+
+    def __init__(self, logs: Logs, mark: str) -> None:
+        super().__init__()
+        self._logs = logs
+        self._mark = mark
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Hand one on."""
+        try:
+            self._logs.writer.put(self._logs.line_of(record, self._mark))
+        except Exception:
+            self.handleError(record)
+
+    def flush(self) -> None:
+        """Wait until they are written."""
+        self._logs.writer.flush()
+
+
+def account(seen: Seen, now: float, route: str, status: int, reason: Reason) -> dict[str, Any]:
+    """Say what became of a request. Times are in milliseconds; what there was not is null."""
+    ask, decision = seen.ask, seen.decision
+    first, placed, prefilled = seen.first_token_at, seen.placed_at, seen.prefilled_at
+    handover = None if decision is None else decision.handover
+    predicted = None if decision is None else decision.predicted_ttft_s
+    return {
+        "id": text(seen.id),
+        "trace": seen.trace_id or None,
+        "route": route,
+        "reason": reason.value,
+        "worker": None if decision is None else decision.worker.name,
+        "prefill_worker": None if handover is None else handover.prefill.name,
+        "status": status,
+        "outcome": outcome(status),
+        **_sizes(ask),
+        "sent_bytes": seen.sent_bytes,
+        "output_tokens": None if first is None else seen.tokens + 1,
+        "queue_ms": milliseconds(seen.queue_s),
+        "prefill_ms": between(placed, first if handover is None else prefilled),
+        "transfer_ms": None if handover is None else between(prefilled, first),
+        "decode_ms": between(first, now),
+        "ttft_ms": between(seen.started, first),
+        "predicted_ttft_ms": None if predicted is None else milliseconds(predicted),
+        "total_ms": between(seen.started, now),
+    }
+
+
+def _sizes(ask: Ask | None) -> dict[str, Any]:
+    if ask is None:
+        return {}
+    return {
+        "model": text(ask.model),
+        "tenant": None if ask.tenant is None else ask.tenant.name,
+        "class": "long" if ask.long else "short",
+        "stream": ask.stream,
+        "body_bytes": ask.body_bytes,
+        "prompt_tokens": ask.prompt_tokens,
+        "counted": ask.counted,
+    }
+
+
+def outcome(status: int) -> str:
+    """Say in a word how a request ended."""
+    if status < BAD_REQUEST:
+        return "done"
+    if status == CLIENT_GONE:
+        return "client_gone"
+    return "failed" if status >= SERVER_ERROR else "refused"
+
+
+def between(start: float | None, end: float | None) -> float | None:
+    """Return the time between two moments, if both were."""
+    return None if start is None or end is None else milliseconds(end - start)
+
+
+def milliseconds(seconds: float) -> float:
+    """Return seconds as milliseconds, to a hundredth."""
+    return round(seconds * 1000, 2)
+
+
+def text(value: str) -> str:
+    """Cut what a client chose, and replace what is no text."""
+    return value[:MAX_TEXT].encode(errors="replace").decode()
+
+
+def one_line(value: str) -> str:
+    """Let nobody begin a line of his own."""
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in value)
+
+
+def written(told: dict[str, Any]) -> bytes:
+    """Write an object on a line of its own."""
+    return orjson.dumps(told, default=str, option=orjson.OPT_APPEND_NEWLINE | orjson.OPT_UTC_Z)
+
+
+def secrets_in(data: object, name: str = "") -> Iterator[str]:
+    """Yield every value in a configuration whose name says that it is a secret."""
+    if isinstance(data, dict):
+        for key, value in data.items():
+            yield from secrets_in(value, str(key))
+    elif isinstance(data, list):
+        for value in data:
+            yield from secrets_in(value, name)
+    elif isinstance(data, str) and len(data) >= LEAST_SECRET and is_secret(name):
+        yield data
