@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from proxy.batches.service import Batches
-from proxy.config import FleetConfig, WorkerConfig, load
+from proxy.config import FleetConfig, TlsConfig, WorkerConfig, load
 from proxy.control.admin import admin_app
 from proxy.control.admin_key import AdminKey, key_of
 from proxy.control.admin_server import AdminServer
@@ -29,6 +29,7 @@ from proxy.control.metrics import Metrics
 from proxy.control.probe import Prober
 from proxy.control.recent import Entry, Recent
 from proxy.control.tenancy import admission_settings, fairness_settings, read_keys, take_tenants
+from proxy.control.tls import Shown, check_tls, to_worker
 from proxy.control.warmup import Warmup
 from proxy.core.fleet import Fleet
 from proxy.core.router import Router, RouterSettings
@@ -42,7 +43,7 @@ from proxy.wire.settings import WireSettings
 logger = logging.getLogger(__name__)
 
 # What only a start can change.
-BOUND = ("host", "port", "admin", "processes")
+BOUND = ("host", "port", "tls", "admin", "processes")
 LOOK_S = 0.25
 
 
@@ -87,6 +88,11 @@ class App:
         self.siblings: Siblings | None = None  # other processes that serve the same
         self.leads = False
         self._admin_key = AdminKey()
+        check_tls(config, str(source))
+        own, admin = config.router.tls, config.router.admin.tls
+        self._tls = Shown(own) if own else None
+        self._admin_tls = Shown(admin) if admin else None
+        self.wire.tls = self._tls.context if self._tls else None
         self._admin: AdminServer | None = None
         self._admin_task: asyncio.Task[None] | None = None
         self._tasks: list[asyncio.Task[None]] = []
@@ -121,7 +127,8 @@ class App:
         admin = self.config.router.admin
         self._admin_key.take(key_of(admin, str(self.source)))
         app = admin_app(self, key=self._admin_key)
-        self._admin = AdminServer(app, admin.host, admin.port, sock=sock)
+        tls = self._admin_tls.context if self._admin_tls else None
+        self._admin = AdminServer(app, admin.host, admin.port, sock=sock, tls=tls)
 
     def lead(self) -> None:
         """Begin what one process alone does."""
@@ -148,13 +155,14 @@ class App:
     @property
     def url(self) -> str:
         """Where clients find it."""
-        return url_of(self.config.router.host, self.wire.port)
+        return url_of(self.config.router.host, self.wire.port, self._started_with.router.tls)
 
     @property
     def admin_url(self) -> str:
         """Where operators find it."""
         admin = self.config.router.admin
-        return url_of(admin.host, self._admin.port if self._admin else admin.port)
+        port = self._admin.port if self._admin else admin.port
+        return url_of(admin.host, port, self._started_with.router.admin.tls)
 
     @property
     def recent(self) -> Recent:
@@ -183,7 +191,9 @@ class App:
 
     def add_worker(self, worker: WorkerConfig) -> None:
         """Take in a worker until the next reload."""
-        self.fleet.add(_spec(worker, self.config))
+        spec = _spec(worker, self.config)
+        to_worker(spec.tls)  # files that can't be used are whose fault that asks, now
+        self.fleet.add(spec)
 
     def remove_worker(self, name: str) -> None:
         """Take out a worker until the next reload; its requests in flight finish."""
@@ -207,6 +217,7 @@ class App:
     def take(self, config: FleetConfig) -> list[str]:
         """Become what a fleet file says; return what will change only with the next start."""
         late = self._takes_a_restart(config)
+        check_tls(config, str(self.source))
         keys = read_keys(config, str(self.source))
         admin_key = key_of(self._started_with.router.admin, str(self.source))
         found = self.discovery.reconfigure(config)
@@ -221,6 +232,9 @@ class App:
         self.router.reconfigure(settings, workers)
         take_tenants(self.router.tenants, config, keys)
         self._admin_key.take(admin_key)
+        for shown in (self._tls, self._admin_tls):
+            if shown is not None:
+                shown.renew()
         if self.leads:
             self.discovery.reloaded()
         self.wire.reconfigure(wire_settings(config))
@@ -300,6 +314,7 @@ def _spec(worker: WorkerConfig, config: FleetConfig) -> WorkerSpec:
         worker.stated_max_model_len,
         worker.max_requests,
         worker.api_key,
+        config.tls_of(worker),
     )
 
 
@@ -341,6 +356,7 @@ def wire_settings(config: FleetConfig) -> WireSettings:
     )
 
 
-def url_of(host: str, port: int) -> str:
+def url_of(host: str, port: int, tls: TlsConfig | None = None) -> str:
     """Write where somebody listens."""
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    scheme = "http" if tls is None else "https"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"

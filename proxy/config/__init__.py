@@ -21,6 +21,7 @@ from proxy.config.models import (
 from proxy.config.reading import load, parse
 from proxy.config.showing import shown
 from proxy.config.tenants import AdmissionConfig, FairnessConfig, LimitsConfig, TenantConfig
+from proxy.config.tls import TlsConfig, WorkerTlsConfig
 
 __all__ = [
     "AdminConfig",
@@ -42,8 +43,10 @@ __all__ = [
     "RoutingConfig",
     "TenantConfig",
     "TimeoutConfig",
+    "TlsConfig",
     "TransferConfig",
     "WorkerConfig",
+    "WorkerTlsConfig",
     "load",
     "parse",
     "shown",

@@ -18,6 +18,7 @@ from proxy.config.models import (
     WorkerConfig,
 )
 from proxy.config.tenants import TenantConfig
+from proxy.config.tls import WorkerTlsConfig
 from proxy.errors import Problem
 
 # What `up` says itself, and from where in the file it takes it.
@@ -53,6 +54,7 @@ class Draft:
     router: RouterConfig | None = None
     routing: RoutingConfig | None = None
     transfer: TransferConfig | None = None
+    worker_tls: WorkerTlsConfig | None = None
     moves: bool = False  # whether the file says anything of a transfer
     pools: Mapping[int, PoolConfig] = field(default_factory=dict)  # those that are discovered
     tenants: Mapping[int, TenantConfig] = field(default_factory=dict)
@@ -110,6 +112,26 @@ def admin(draft: Draft) -> Iterator[Problem]:
             f"{admin.host!r}: whoever reaches it rules the fleet; name the file with its key in "
             f"{path}.key_file, or the variable in {path}.key_env, or listen on 127.0.0.1",
         )
+
+
+def encryption(draft: Draft) -> Iterator[Problem]:
+    """Check that what is said of TLS to workers is whole, and of use."""
+    blocks = {"worker_tls": draft.worker_tls}
+    for index, worker in draft.workers.items():
+        path = f"workers[{index}]"
+        blocks[f"{path}.tls"] = worker.tls
+        encrypted = worker.url is not None and worker.url.startswith("https://")
+        if worker.tls is not None and worker.url is not None and not encrypted:
+            why = f"the url is {worker.url!r}; write https:// there, or leave this out"
+            yield Problem(f"{path}.tls", why)
+        if worker.launch is not None and (encrypted or worker.tls is not None):
+            why = "`vllm-sched up` starts workers that speak http://; drop launch, or TLS"
+            yield Problem(f"{path}.launch", why)
+    blocks |= {f"discovery.pools[{index}].tls": pool.tls for index, pool in draft.pools.items()}
+    for path, block in blocks.items():
+        if block is not None and (block.cert_file is None) != (block.key_file is None):
+            missing = "cert_file" if block.cert_file is None else "key_file"
+            yield Problem(f"{path}.{missing}", "is missing; a certificate and its key go together")
 
 
 def names(draft: Draft) -> Iterator[Problem]:
@@ -284,6 +306,7 @@ def _places(transfer: TransferConfig, workers: Iterable[WorkerConfig]) -> Iterat
 CHECKS: tuple[Check, ...] = (
     addresses,
     admin,
+    encryption,
     names,
     launches,
     limits,

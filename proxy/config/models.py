@@ -17,6 +17,7 @@ from proxy.config.admin import AdminConfig
 from proxy.config.batches import BatchesConfig
 from proxy.config.logs import LogsConfig
 from proxy.config.tenants import AdmissionConfig, FairnessConfig, TenantConfig
+from proxy.config.tls import TlsConfig, WorkerTlsConfig
 from proxy.config.types import (
     KIB,
     LIST,
@@ -30,18 +31,17 @@ from proxy.config.types import (
     Seconds,
 )
 
-HTTP_PORT = 80
+PORTS = {"http": 80, "https": 443}
 MOST_PROCESSES = 64
 HOST = re.compile(r"[\w.:-]+", re.ASCII)
 
 
 def _worker_url(url: str) -> str:
-    """Check that it is `http://host[:port]` and nothing more; return it without a final slash."""
+    """Check that it is `https://host:port` or like it; return it without a final slash."""
     parts = urlsplit(url)
     example = "write it as http://host:port"
-    if parts.scheme != "http":
-        # TLS belongs to whatever stands in front of the fleet, or to its network.
-        raise ValueError(f"only http:// is spoken to workers; {example}")
+    if parts.scheme not in PORTS:
+        raise ValueError(f"only http:// and https:// are spoken to workers; {example}")
     if parts.username is not None:
         raise ValueError("credentials in it would not be sent; give the key as api_key")
     if parts.path.strip("/") or parts.query or parts.fragment:
@@ -122,6 +122,9 @@ class WorkerConfig(Block):
     api_key: Key | None = Field(
         None, repr=False, description="sent to this worker in place of the client's Authorization"
     )
+    tls: WorkerTlsConfig | None = Field(
+        None, description="for an https:// URL; worker_tls, at the top of the file, if not given"
+    )
     launch: LaunchConfig | None = Field(None, description="how `vllm-sched up` starts it")
     profile: Name | None = Field(
         None,
@@ -135,7 +138,7 @@ class WorkerConfig(Block):
         if self.url is None:
             return None
         parts = urlsplit(self.url)
-        return parts.hostname or "", parts.port or HTTP_PORT
+        return parts.hostname or "", parts.port or PORTS[parts.scheme]
 
     @property
     def stated_max_model_len(self) -> int | None:
@@ -180,6 +183,14 @@ class PoolConfig(Block):
     api_key_file: FilePath | None = Field(
         None, description="a file with that key, read at the start and at each reload"
     )
+    tls: WorkerTlsConfig | None = Field(
+        None, description="spoken to them; {} for what worker_tls says; plain HTTP if not given"
+    )
+
+    @property
+    def scheme(self) -> str:
+        """How the URLs of its workers begin."""
+        return "http" if self.tls is None else "https"
 
     def worker(self, name: str, url: str | None, api_key: str | None = None) -> WorkerConfig:
         """Describe one of them."""
@@ -267,6 +278,7 @@ class RouterConfig(Block):
 
     host: Name = Field("127.0.0.1", description="0.0.0.0 for all networks")
     port: Port = Field(8000, description="0 is any free one")
+    tls: TlsConfig | None = Field(None, description="the certificate that clients are shown")
     admin: AdminConfig = AdminConfig()
     max_body_bytes: Count = Field(64 * MIB, description="of one request")
     max_header_bytes: Annotated[int, Field(ge=KIB)] = Field(64 * KIB, description="of one request")
@@ -375,6 +387,9 @@ class FleetConfig(Block):
     tenants: Annotated[tuple[TenantConfig, ...], LIST] = Field(
         (), description="who may use it; without any, nobody is asked for a key"
     )
+    worker_tls: WorkerTlsConfig | None = Field(
+        None, description="for workers with an https:// URL and no tls of their own"
+    )
     router: RouterConfig = RouterConfig()
     routing: RoutingConfig = RoutingConfig()
     transfer: Annotated[TransferConfig | None, BeforeValidator(_transfer)] = Field(
@@ -388,6 +403,14 @@ class FleetConfig(Block):
         if isinstance(data, dict) and data.get("discovery") is not None:
             return {"workers": [], **data}
         return data
+
+    def tls_of(self, worker: WorkerConfig) -> WorkerTlsConfig | None:
+        """Return how a worker is met; None for plain HTTP."""
+        if worker.url is None or not worker.url.startswith("https://"):
+            return None
+        nothing = WorkerTlsConfig()
+        own = None if worker.tls == nothing else worker.tls
+        return own or self.worker_tls or nothing
 
     def model_of(self, worker: WorkerConfig) -> str:
         """Return the name that clients use for what this worker serves."""

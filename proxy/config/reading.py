@@ -26,6 +26,7 @@ from proxy.config.models import (
 from proxy.config.showing import HIDDEN, is_secret
 from proxy.config.tenant_checks import TENANT_CHECKS
 from proxy.config.tenants import TenantConfig
+from proxy.config.tls import WorkerTlsConfig
 from proxy.config.types import Block
 from proxy.errors import ConfigError, Problem
 
@@ -132,6 +133,7 @@ def _draft(data: Mapping[str, Any]) -> Draft:
             PoolConfig, discovery.get("pools") if isinstance(discovery, dict) else None
         ),
         transfer=_transfer(data.get("transfer")),
+        worker_tls=_valid(WorkerTlsConfig, data.get("worker_tls")),
         moves=data.get("transfer") is not None,
         tenants=_valid_ones(TenantConfig, data.get("tenants")),
         has_tenants=bool(data.get("tenants")),

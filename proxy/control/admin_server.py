@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import ssl
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
@@ -21,14 +22,21 @@ class AdminServer:
     """Listens from the start, so that a port in use is an error of the start."""
 
     def __init__(
-        self, app: FastAPI, host: str, port: int, *, sock: socket.socket | None = None
+        self,
+        app: FastAPI,
+        host: str,
+        port: int,
+        *,
+        sock: socket.socket | None = None,
+        tls: ssl.SSLContext | None = None,
     ) -> None:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._socket = sock or socket.create_server((host, port), family=family)
         self._serves = False
-        self._server = _Server(
-            uvicorn.Config(app, log_config=None, access_log=False, lifespan="off", ws="none")
-        )
+        config = uvicorn.Config(app, log_config=None, access_log=False, lifespan="off", ws="none")
+        config.load()
+        config.ssl = tls  # uvicorn would make one of its own, and could not renew it
+        self._server = _Server(config)
 
     @property
     def port(self) -> int:

@@ -55,7 +55,7 @@ class Dns:
         found = {}
         for host in hosts:
             name = name_of(by_address(self._pool.name, host))
-            found[name] = Endpoint(name, host, port)
+            found[name] = Endpoint(name, host, port, scheme=self._pool.scheme)
             del self._missed[name]
         for name, endpoint in self._known.items():
             if name not in found:

@@ -23,12 +23,13 @@ class Endpoint:
     port: int
     ready: bool = True
     leaving: bool = False
+    scheme: str = "http"
 
     @property
     def url(self) -> str:
         """Where it listens."""
         host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"http://{host}:{self.port}"
+        return f"{self.scheme}://{host}:{self.port}"
 
 
 Endpoints = Mapping[str, Endpoint]  # by name
@@ -74,6 +75,7 @@ def _endpoints(each: Mapping[str, Any], pool: PoolConfig) -> Iterator[Endpoint]:
             port,
             ready=conditions.get("ready") is not False,  # not said means yes
             leaving=conditions.get("terminating") is True,
+            scheme=pool.scheme,
         )
 
 

@@ -121,7 +121,7 @@ class Watch:
         """Ask what has to be asked; models are None when they are known already."""
         spec = self._worker.spec
         timeout_s = self._prober.settings.timeout_s
-        questions = Questions(self._session, spec.url, spec.api_key, timeout_s)
+        questions = Questions(self._session, spec.url, spec.api_key, timeout_s, spec.tls)
         await questions.health()
         gauges = await self._read_gauges(questions)
         if restarted(self._gauges, gauges):

@@ -8,6 +8,8 @@ from typing import Any
 import aiohttp
 import orjson
 
+from proxy.config import WorkerTlsConfig
+from proxy.control.tls import TlsError, to_worker
 from proxy.errors import ProxyError
 
 MAX_PAGE_BYTES = 8 << 20
@@ -43,11 +45,17 @@ class Questions:
     """Those for one worker."""
 
     def __init__(
-        self, session: aiohttp.ClientSession, url: str, api_key: str | None, timeout_s: float
+        self,
+        session: aiohttp.ClientSession,
+        url: str,
+        api_key: str | None,
+        timeout_s: float,
+        tls: WorkerTlsConfig | None = None,
     ) -> None:
         self._session = session
         self._url = url
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self._tls = tls
         self._timeout = aiohttp.ClientTimeout(total=timeout_s)
 
     async def health(self) -> None:
@@ -79,6 +87,7 @@ class Questions:
                 headers=self._headers,
                 timeout=self._timeout,
                 allow_redirects=False,
+                ssl=to_worker(self._tls) or True,
             ) as answer:
                 body = bytearray()
                 async for chunk in answer.content.iter_any():
@@ -88,7 +97,7 @@ class Questions:
                 return answer.status, bytes(body)
         except TimeoutError:
             raise SilentError(f"GET {path}: no answer in time") from None
-        except (aiohttp.ClientError, OSError, ValueError) as error:
+        except (aiohttp.ClientError, OSError, ValueError, TlsError) as error:
             raise ProbeError(f"GET {path}: {error or type(error).__name__}") from None
 
 

@@ -24,6 +24,7 @@ import aiohttp
 import orjson
 
 from proxy.control.questions import ProbeError, Questions, open_session
+from proxy.control.tls import TlsError, to_worker
 from proxy.control.worker_metrics import values
 from proxy.core.types import Ask, Role
 from proxy.errors import ProxyError
@@ -54,6 +55,9 @@ Link = tuple["Worker", "Worker"]
 
 class LegError(ProxyError):
     """A leg of a warm-up that came to nothing."""
+
+
+HARMLESS = (LegError, TlsError, aiohttp.ClientError, TimeoutError, OSError, ValueError)
 
 
 class Warmup:
@@ -124,7 +128,7 @@ class Warmup:
                     await asyncio.sleep(PAUSE_S * attempt)
                 try:
                     how = await self._once(prefill, decode, session)
-                except (LegError, aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
+                except HARMLESS as error:
                     how = FAILED
                     why = error
                 self._counts.warmed(how)
@@ -194,7 +198,7 @@ class Warmup:
 
 async def _fetched(session: aiohttp.ClientSession, worker: Worker) -> float | None:
     """Read how many tokens a decode worker has fetched so far; None where it doesn't tell."""
-    questions = Questions(session, worker.url, worker.spec.api_key, LEG_S)
+    questions = Questions(session, worker.url, worker.spec.api_key, LEG_S, worker.spec.tls)
     try:
         told = [*values(await questions.metrics(), FETCHED)]
     except ProbeError:
@@ -214,6 +218,7 @@ async def _post(
         headers=headers,
         timeout=aiohttp.ClientTimeout(total=LEG_S),
         allow_redirects=False,
+        ssl=to_worker(worker.spec.tls) or True,
     ) as answer:
         text = bytearray()
         async for chunk in answer.content.iter_any():

@@ -12,6 +12,7 @@ from proxy.core.predict import Pace
 from proxy.core.types import Ask, Gauges, Role
 
 if TYPE_CHECKING:
+    from proxy.config.tls import WorkerTlsConfig
     from proxy.core.pool import Group
 
 # Of the predicted wait for prefills ahead, what is left at least while any of them is still about:
@@ -38,6 +39,7 @@ class WorkerSpec:
     max_model_len: int | None = None  # None = as the worker says
     max_requests: int | None = None  # in flight; None = no limit of its own
     api_key: str | None = field(default=None, repr=False)
+    tls: WorkerTlsConfig | None = None  # None = plain HTTP
 
 
 class Worker:

@@ -11,12 +11,14 @@ One timer serves all deadlines.
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import socket
+import ssl
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from itertools import count
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from proxy.core.routes import find
 from proxy.core.types import Refusal, Ticket
@@ -42,11 +44,14 @@ if TYPE_CHECKING:
     from proxy.wire.release import Orphan, Release
     from proxy.wire.request import Request, RequestHead
 
+logger = logging.getLogger(__name__)
+
 BACKLOG = 4096
 # All connections are looked at every so often; the queue and token counts more often, while there
 # are any: a tick of an idle router costs 150 us, with cold caches.
 SWEEP_S = 0.2
 TICK_S = 0.05
+COMPLAIN_EVERY_S = 60.0
 CLOSE_S = 1.0  # at least, for written answers to be sent
 
 
@@ -70,6 +75,7 @@ class Wire:
         self.draining = False
         self.clients: set[ClientConnection] = set()
         self.exchanges: set[Exchange] = set()
+        self.tls: ssl.SSLContext | None = None  # set before it listens
         self.desk: Desk | None = None  # set by whoever has one, before it listens
         self.visits: set[Conversation] = set()  # to the desk, and for pages
         # Where several processes serve: asks them all for their metrics, in either format.
@@ -85,6 +91,7 @@ class Wire:
         self._due = 0.0  # when it should ring, whatever the clock says
         self._hurried = False  # the timer is set to the shorter time
         self._next_sweep = 0.0
+        self._next_complaint = 0.0
         self._quiet: asyncio.Future[None] | None = None
         self._ids = count(1)
         self._id_prefix = os.urandom(8).hex().encode()
@@ -99,13 +106,19 @@ class Wire:
             return ClientConnection(self)
 
         if sock is not None:
-            server = await loop.create_server(client, sock=sock, backlog=BACKLOG)
+            server = await loop.create_server(client, sock=sock, backlog=BACKLOG, **self._tls())
         else:
-            server = await loop.create_server(client, host, port, backlog=BACKLOG)
+            server = await loop.create_server(client, host, port, backlog=BACKLOG, **self._tls())
         self._servers.append(server)
         self.port = int(server.sockets[0].getsockname()[1])
         if self._timer is None:
             self._ring(SWEEP_S)
+
+    def _tls(self) -> dict[str, Any]:
+        """Say how connections are encrypted; a handshake takes no longer than a head may."""
+        if self.tls is None:
+            return {}
+        return {"ssl": self.tls, "ssl_handshake_timeout": self.settings.client_header_s}
 
     async def drain(self, deadline_s: float) -> None:
         """Take nothing new, let the old finish until the deadline, then close."""
@@ -188,6 +201,17 @@ class Wire:
             return
         for ticket, placed in self.router.due(now):
             self.queued.pop(ticket).placed(now, placed)
+
+    def short_of_room(self, now: float) -> None:
+        """Note that this machine has no room for another connection; say so now and then."""
+        self.metrics.connects_failed += 1
+        if now >= self._next_complaint:
+            self._next_complaint = now + COMPLAIN_EVERY_S
+            logger.error(
+                "no room for another connection to a worker (%d so far): raise the limit on open "
+                "files (ulimit -n), or the range of local ports",
+                self.metrics.connects_failed,
+            )
 
     def refused(self, refusal: Refusal, request: Request | None = None) -> None:
         """Count a request that came to nothing before it was read."""

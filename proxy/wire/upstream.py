@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
+from proxy.control.tls import TlsError, to_worker
 from proxy.transfer.types import Side
 from proxy.wire.worker_connection import Caller, Trouble, WorkerConnection
 
@@ -14,6 +16,12 @@ if TYPE_CHECKING:
     from proxy.core.worker import Worker, WorkerSpec
     from proxy.wire.outbox import Outbox
     from proxy.wire.settings import WireSettings
+
+
+PORTS = {"http": 80, "https": 443}
+# No more files, here or on the whole machine; no memory for sockets; no port left to call from.
+OURS = frozenset([errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL])
+HANDSHAKE_S = 60.0
 
 
 class Pool:
@@ -32,7 +40,7 @@ class Pool:
         self.authorization = b"Authorization: Bearer %b\r\n" % key.encode() if key else b""
         self.idle: list[WorkerConnection] = []
         self.open: set[WorkerConnection] = set()  # and being opened
-        self._where = address.hostname or "", address.port or 80
+        self._where = address.hostname or "", address.port or PORTS.get(address.scheme, 80)
         self.side = Side(spec.name, self._where[0])
 
     def send(self, now: float, caller: Caller, request: tuple[bytes, ...]) -> None:
@@ -66,10 +74,30 @@ class Pool:
 
     async def _open(self, connection: WorkerConnection) -> None:
         host, port = self._where
+        loop = asyncio.get_running_loop()
         try:
-            await asyncio.get_running_loop().create_connection(lambda: connection, host, port)
-        except (OSError, UnicodeError):  # the latter for a host that can be no name
-            connection.fail(self.clock(), Trouble.CONNECT)
+            if (tls := to_worker(self.spec.tls)) is None:
+                await loop.create_connection(lambda: connection, host, port)
+            else:
+                # The connection's own deadline comes first.
+                await loop.create_connection(
+                    lambda: connection, host, port, ssl=tls, ssl_handshake_timeout=HANDSHAKE_S
+                )
+        except (OSError, UnicodeError, TlsError) as error:  # the second: a host that can be no name
+            connection.fail(self.clock(), Trouble.OURS if is_ours(error) else Trouble.CONNECT)
+
+
+def is_ours(error: Exception) -> bool:
+    """Whether it is this machine that has no room for another connection."""
+    if not isinstance(error, OSError):
+        return False
+    # Of several addresses tried the numbers are in the text alone.
+    return error.errno in OURS or any(f"[Errno {number}]" in str(error) for number in OURS)
+
+
+def met(spec: WorkerSpec) -> tuple[object, ...]:
+    """Return what of a worker its connections depend on."""
+    return spec.url, spec.api_key, spec.tls
 
 
 class Pools:
@@ -88,7 +116,7 @@ class Pools:
         spec = worker.spec
         if pool is not None and pool.spec is spec:
             return pool
-        if pool is None or (pool.spec.url, pool.spec.api_key) != (spec.url, spec.api_key):
+        if pool is None or met(pool.spec) != met(spec):
             if pool is not None:
                 self._retire(pool)
             pool = self._pools[worker.name] = Pool(spec, self._settings, self._clock, self._outbox)

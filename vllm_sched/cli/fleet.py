@@ -63,7 +63,9 @@ def readable(config: FleetConfig, path: Path) -> None:
     """Check what a fleet file only points to: files and variables with keys."""
     from proxy.control.admin_key import key_of
     from proxy.control.tenancy import read_keys
+    from proxy.control.tls import check_tls
 
+    check_tls(config, str(path))
     read_keys(config, str(path))
     key_of(config.router.admin, str(path))
 
@@ -95,6 +97,8 @@ def _router(path: Path) -> int:
 
 
 def _check(path: Path, print_config: bool) -> int:
+    from proxy.assembly import url_of
+
     config = read(path)
     readable(config, path)
     if print_config:
@@ -103,7 +107,8 @@ def _check(path: Path, print_config: bool) -> int:
     router, routing = config.router, config.routing
     print(f"{path}: good")
     admin = router.admin
-    print(f"router  http://{router.host}:{router.port}, admin http://{admin.host}:{admin.port}")
+    listens = [url_of(each.host, each.port, each.tls) for each in (router, admin)]
+    print(f"router  {listens[0]}, admin {listens[1]}")
     print(f"routing {routing.policy}, long above {routing.short_limit} tokens")
     rows = [_summary(config, worker) for worker in config.workers]
     rows += [_pool(config, pool) for pool in (config.discovery.pools if config.discovery else ())]

@@ -146,7 +146,7 @@ def test_mistakes(text: str, path: str, words: list[str]) -> None:
     ("url", "words"),
     [
         ("127.0.0.1:9001", "only http://"),
-        ("https://a:1", "only http://"),
+        ("ftp://a:1", "only http:// and https://"),
         ("http://a:1/v1", "leave out '/v1'"),
         ("http://a:1?x=1", "leave out '?x=1'"),
         ("http://a:99999", "1 to 65535"),

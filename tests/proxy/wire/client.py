@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+import ssl
 from dataclasses import dataclass
 from typing import Any
 
@@ -107,7 +108,14 @@ class Client:
         self.reader, self.writer = reader, writer
 
     @classmethod
-    async def connect(cls, port: int, *, limit: int = 1 << 20, rcvbuf: int | None = None) -> Client:
+    async def connect(
+        cls,
+        port: int,
+        *,
+        limit: int = 1 << 20,
+        rcvbuf: int | None = None,
+        tls: ssl.SSLContext | None = None,
+    ) -> Client:
         """Open a connection; a small buffer makes the peer feel it soon when nobody reads."""
         raw = socket.socket()
         raw.setblocking(False)
@@ -119,7 +127,9 @@ class Client:
             raw.close()
             raise
         raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        return cls(*await asyncio.open_connection(sock=raw, limit=limit))
+        host = None if tls is None else "127.0.0.1"
+        made = await asyncio.open_connection(sock=raw, limit=limit, ssl=tls, server_hostname=host)
+        return cls(*made)
 
     async def send(self, data: bytes, *, within: float = DEADLINE_S) -> None:
         """Write, and wait until the socket takes more."""

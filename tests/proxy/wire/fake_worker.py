@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+import ssl
 import struct
 import time
 from collections import deque
@@ -231,6 +232,7 @@ class FakeWorker:
         self.cuts_left = 0  # so many requests are reset while they come,
         self.cut_after = 0  # after so many bytes
         self.port = 0
+        self.tls: ssl.SSLContext | None = None  # set before it listens
         self._waiting: set[asyncio.Event] = set()
         self._server: asyncio.Server | None = None
         self._deaf: list[socket.socket] = []
@@ -246,7 +248,7 @@ class FakeWorker:
     @property
     def url(self) -> str:
         """Where it listens."""
-        return f"http://127.0.0.1:{self.port}"
+        return f"{'https' if self.tls else 'http'}://127.0.0.1:{self.port}"
 
     @property
     def served(self) -> list[Call]:
@@ -279,7 +281,7 @@ class FakeWorker:
         """Take connections, on the port it had if it had one."""
         loop = asyncio.get_running_loop()
         self._server = await loop.create_server(
-            lambda: Connection(self), "127.0.0.1", self.port, backlog=backlog
+            lambda: Connection(self), "127.0.0.1", self.port, backlog=backlog, ssl=self.tls
         )
         self.port = self._server.sockets[0].getsockname()[1]
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import os
+import ssl
 import stat
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from proxy.config import TransferConfig
+from proxy.config import TransferConfig, WorkerTlsConfig
 from proxy.control.metrics import Metrics
 from proxy.core.fleet import Fleet
 from proxy.core.router import Router, RouterSettings
@@ -34,6 +35,8 @@ class Fake:
     max_requests: int | None = None
     api_key: str | None = None
     up: bool = True
+    tls: ssl.SSLContext | None = None  # what it shows
+    met: WorkerTlsConfig | None = None  # how the router meets it
 
 
 class Site:
@@ -78,6 +81,7 @@ class Site:
     async def add(self, each: Fake) -> FakeWorker:
         """Start one more worker and take it in."""
         fake = FakeWorker(each.name, model=each.model, max_model_len=each.max_model_len)
+        fake.tls = each.tls
         await fake.listen()
         self.fakes[each.name] = fake
         self.charged.append(self.fleet.add(spec_of(each, fake.url)))
@@ -180,6 +184,7 @@ def spec_of(each: Fake, url: str) -> WorkerSpec:
         each.model,
         max_requests=each.max_requests,
         api_key=each.api_key,
+        tls=each.met,
     )
 
 

@@ -1,0 +1,52 @@
+"""Certificates made on the spot."""
+
+from __future__ import annotations
+
+import ssl
+from dataclasses import dataclass
+from pathlib import Path
+
+import trustme
+
+from proxy.config import TlsConfig, WorkerTlsConfig
+
+
+@dataclass
+class Authority:
+    """Somebody who signs, and the files of what was signed."""
+
+    folder: Path
+
+    def __post_init__(self) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.ca = trustme.CA()
+        self.ca_file = self.folder / "ca.pem"
+        self.ca.cert_pem.write_to_path(self.ca_file)
+
+    def issue(self, name: str, host: str = "127.0.0.1") -> tuple[Path, Path]:
+        """Sign a certificate; return its file and its key's."""
+        made = self.ca.issue_cert(host)
+        cert, key = self.folder / f"{name}.pem", self.folder / f"{name}.key"
+        cert.write_bytes(b"".join(each.bytes() for each in made.cert_chain_pems))
+        made.private_key_pem.write_to_path(key)
+        return cert, key
+
+    def port(self, name: str, *, clients: bool = False, host: str = "127.0.0.1") -> TlsConfig:
+        """Describe a port that shows such a certificate."""
+        cert, key = self.issue(name, host)
+        ca = self.ca_file if clients else None
+        return TlsConfig(cert_file=cert, key_file=key, client_ca_file=ca)
+
+    def meeting(self, name: str | None = None, *, verify_hostname: bool = True) -> WorkerTlsConfig:
+        """Describe how workers are met that this one signed for."""
+        cert, key = self.issue(name) if name else (None, None)
+        return WorkerTlsConfig(
+            ca_file=self.ca_file, cert_file=cert, key_file=key, verify_hostname=verify_hostname
+        )
+
+    def client(self, name: str | None = None) -> ssl.SSLContext:
+        """Return what a client believes, and what it shows."""
+        context = ssl.create_default_context(cafile=self.ca_file)
+        if name is not None:
+            context.load_cert_chain(*self.issue(name))
+        return context

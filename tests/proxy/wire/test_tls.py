@@ -1,0 +1,265 @@
+"""Encrypted on both sides: what holds without TLS holds with it."""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from proxy.control.tls import Shown, server_context
+from tests.proxy.certificates import Authority
+from tests.proxy.wire import scripts
+from tests.proxy.wire.client import Answer, BrokenError, chat, get
+from tests.proxy.wire.conftest import Start
+from tests.proxy.wire.site import Fake, Site, eventually, sockets
+
+Begin = Callable[..., Awaitable[Site]]
+DEADLINE_S = 20.0
+
+
+@pytest.fixture(scope="module")
+def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
+    """Make one for all tests here."""
+    return Authority(tmp_path_factory.mktemp("certificates"))
+
+
+@pytest.fixture
+async def begin(authority: Authority) -> AsyncIterator[Begin]:
+    """Start routers that show a certificate; nothing of them may be left."""
+    sites: list[Site] = []
+    open_before = sockets()
+
+    async def start(
+        *fakes: Fake, shown: ssl.SSLContext | None = None, wire: dict[str, Any] | None = None
+    ) -> Site:
+        site = Site({}, wire or {})
+        site.wire.tls = shown or server_context(authority.port("router"))
+        sites.append(site)
+        await site.start(fakes or (worker(authority),))
+        return site
+
+    yield start
+    for site in sites:
+        await site.stop()
+    await eventually(lambda: sockets() <= open_before, lambda: "sockets are left")
+
+
+def worker(authority: Authority, *, clients: bool = False, **more: Any) -> Fake:
+    """Describe a worker that speaks HTTPS."""
+    met = more.pop("met", None) or authority.meeting("to-worker" if clients else None)
+    shown = server_context(
+        authority.port("worker", clients=clients, host=more.pop("host", "127.0.0.1"))
+    )
+    return Fake(tls=shown, met=met, **more)
+
+
+async def ask(site: Site, tls: ssl.SSLContext, data: bytes) -> Answer:
+    """Ask once."""
+    client = await site.client(tls=tls)
+    try:
+        return await client.ask(data, within=DEADLINE_S)
+    finally:
+        client.close()
+
+
+async def test_a_chat_and_a_stream(begin: Begin, authority: Authority) -> None:
+    site = await begin(worker(authority, max_model_len=1_000_000))
+    client = await site.client(tls=authority.client())
+    answer = await client.ask(chat())
+    assert (answer.status, answer.json()["choices"][0]["message"]["content"]) == (200, "w0")
+    stream = await client.ask(chat(stream=True))
+    assert stream.body.count(b"data: ") == 5
+    assert stream.body.endswith(b"data: [DONE]\n\n")
+    large = await client.ask(chat("x" * 300_000))
+    assert large.status == 200
+    assert len(site.fake.connections) == 1  # kept, and used again
+    version = client.writer.get_extra_info("ssl_object").version()
+    assert version in ("TLSv1.2", "TLSv1.3")
+    client.close()
+
+
+async def test_nobody_gets_in_without_tls_or_with_an_old_one(begin: Begin) -> None:
+    site = await begin()
+    plain = await site.client()
+    with pytest.raises((BrokenError, ConnectionError)):
+        await plain.ask(get("/health"))
+    assert site.wire.tls is not None
+    assert site.wire.tls.minimum_version is ssl.TLSVersion.TLSv1_2
+
+
+async def test_clients_may_have_to_show_a_certificate(
+    begin: Begin, authority: Authority, tmp_path: Path
+) -> None:
+    site = await begin(shown=server_context(authority.port("strict", clients=True)))
+    assert (await ask(site, authority.client("client"), get("/health"))).status == 200
+    stranger = Authority(tmp_path).issue("stranger")
+    context = authority.client()
+    with pytest.raises((BrokenError, OSError)):
+        await ask(site, context, get("/health"))
+    context.load_cert_chain(*stranger)
+    with pytest.raises((BrokenError, OSError)):
+        await ask(site, context, get("/health"))
+
+
+async def test_a_worker_may_want_our_certificate(begin: Begin, authority: Authority) -> None:
+    site = await begin(
+        worker(authority, clients=True, name="w0"),
+        worker(authority, clients=True, name="w1", met=authority.meeting()),
+    )
+    tls = authority.client()
+    answers = [await ask(site, tls, chat()) for _ in range(4)]
+    assert [answer.status for answer in answers] == [200] * 4
+    assert {call.connection.worker.name for call in site.served()} == {"w0"}
+
+
+@pytest.mark.parametrize("why", ["authority", "name"])
+async def test_a_worker_that_is_not_who_it_should_be_gets_nothing(
+    begin: Begin, authority: Authority, tmp_path: Path, why: str
+) -> None:
+    met = Authority(tmp_path).meeting() if why == "authority" else authority.meeting()
+    host = "worker.example" if why == "name" else "127.0.0.1"
+    site = await begin(worker(authority, met=met, host=host))
+    answer = await ask(site, authority.client(), chat())
+    assert answer.status in (502, 503)
+    assert site.fake.calls == []
+
+
+async def test_a_name_may_be_left_unverified(begin: Begin, authority: Authority) -> None:
+    met = authority.meeting(verify_hostname=False)
+    site = await begin(worker(authority, met=met, host="worker.example"))
+    assert (await ask(site, authority.client(), chat())).status == 200
+
+
+async def test_a_handshake_that_does_not_come_is_not_waited_for(
+    begin: Begin, authority: Authority
+) -> None:
+    site = await begin(wire={"client_header_s": 0.2})
+    silent = await site.client()
+    halting = await site.client()
+    await halting.send(b"\x16\x03\x01\x02\x00\x01")
+    async with asyncio.timeout(DEADLINE_S):
+        for each in (silent, halting):
+            with suppress(ConnectionError):
+                await each.reader.read()  # to its end
+    assert (await ask(site, authority.client(), get("/health"))).status == 200
+
+
+async def test_a_worker_that_does_not_shake_hands_is_given_up(
+    begin: Begin, authority: Authority
+) -> None:
+    site = await begin(Fake(name="w0", met=authority.meeting()), wire={"connect_s": 0.2})
+    answer = await ask(site, authority.client(), chat())
+    assert answer.status in (502, 503, 504)
+
+
+async def test_a_client_that_reads_slowly_slows_the_worker(
+    begin: Begin, authority: Authority
+) -> None:
+    site = await begin()
+    site.fake.always(scripts.stream(60_000, text="x" * 1000))
+    client = await site.client(tls=authority.client(), rcvbuf=1 << 14)
+    await client.send(chat(stream=True))
+    call = await site.fake.got(1)
+    async with asyncio.timeout(DEADLINE_S):
+        await call.connection.stalled.wait()
+    sent = call.connection.sent
+    assert sent < 60_000_000
+    client.close()
+    async with asyncio.timeout(DEADLINE_S):
+        await call.lost.wait()
+    await site.settled()
+
+
+async def test_a_slow_client_gets_all_of_it(begin: Begin, authority: Authority) -> None:
+    site = await begin()
+    body = b'"' + b"x" * (8 << 20) + b'"'
+    site.fake.always(scripts.answer(200, body))
+    client = await site.client(tls=authority.client(), rcvbuf=1 << 14)
+    answer = await client.ask(chat(), within=DEADLINE_S)
+    assert answer.body == body
+    client.close()
+
+
+async def test_a_client_that_leaves_ends_the_workers_work(
+    begin: Begin, authority: Authority
+) -> None:
+    site = await begin()
+    site.fake.always(scripts.stream(3, end="stall"))
+    client = await site.client(tls=authority.client())
+    await client.send(chat(stream=True))
+    await client.head()
+    client.close()
+    call = await site.fake.got(1)
+    async with asyncio.timeout(DEADLINE_S):
+        await call.lost.wait()
+    await site.settled()
+
+
+async def test_a_broken_answer_is_seen_to_be_broken(begin: Begin, authority: Authority) -> None:
+    site = await begin()
+    site.fake.always(
+        scripts.raw(
+            b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 99\r\n\r\n{",
+            end="reset",
+        )
+    )
+    client = await site.client(tls=authority.client())
+    with pytest.raises((BrokenError, OSError, asyncio.IncompleteReadError)):
+        await client.ask(chat())
+
+
+async def test_what_can_not_be_read_is_refused_in_words(begin: Begin, authority: Authority) -> None:
+    site = await begin(wire={"linger_s": 0.2})
+    client = await site.client(tls=authority.client())
+    answer = await client.ask(b"NONSENSE\r\n\r\n")
+    assert answer.status == 400
+    async with asyncio.timeout(DEADLINE_S):
+        assert await client.reader.read() == b""
+
+
+async def test_tokens_are_counted_over_tls_too(begin: Begin, authority: Authority) -> None:
+    site = await begin(worker(authority, max_model_len=2048), worker(authority, name="w1"))
+    await ask(site, authority.client(), chat("word " * 1600))
+    calls = [call for fake in site.fakes.values() for call in fake.calls]
+    assert "/tokenize" in {call.path for call in calls}
+
+
+async def test_a_renewed_certificate_is_shown_and_nobody_is_cut_off(
+    begin: Begin, authority: Authority
+) -> None:
+    config = authority.port("renewed")
+    shown = Shown(config)
+    site = await begin(shown=shown.context)
+    before = await site.client(tls=authority.client())
+    assert (await before.ask(get("/health"))).status == 200
+    authority.issue("renewed")  # into the same files
+    shown.renew()
+    after = await site.client(tls=authority.client())
+    first, second = (
+        each.writer.get_extra_info("ssl_object").getpeercert()["serialNumber"]
+        for each in (before, after)
+    )
+    assert first != second
+    assert (await before.ask(chat())).status == (await after.ask(chat())).status == 200
+    before.close()
+    after.close()
+
+
+async def test_a_drain_ends_connections(begin: Begin, authority: Authority) -> None:
+    site = await begin()
+    client = await site.client(tls=authority.client())
+    assert (await client.ask(get("/health"))).status == 200
+    await site.wire.drain(1.0)
+    async with asyncio.timeout(DEADLINE_S):
+        assert await client.reader.read() == b""
+
+
+async def test_a_plain_fleet_knows_nothing_of_it(start: Start) -> None:
+    site = await start()
+    assert site.worker().spec.tls is None
+    assert (await site.ask(chat())).status == 200
