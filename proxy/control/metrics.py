@@ -88,6 +88,7 @@ class Metrics:
         # Who is told of each request that is over: the log, traces.
         self.at_end: tuple[Callable[[Seen, float, str, int, Reason], None], ...] = ()
         self.client_connections = 0
+        self.connects_failed = 0  # because this machine had no room
         # Replaced by whoever owns the connections.
         self.upstream_connections: Callable[[], Iterable[ConnectionCount]] = tuple
         self.under_way: Callable[[], Iterable[Seen]] = tuple

@@ -35,6 +35,11 @@ RETRIES = Family(
 DECISIONS = Family(
     "proxy_decisions", "counter", "Decisions of the routing rule.", ("model", "reason")
 )
+NO_ROOM = Family(
+    "proxy_connects_without_room",
+    "counter",
+    "Connections to workers that this machine had no files, ports or memory for.",
+)
 QUEUE_REQUESTS = Family("proxy_queue_requests", "gauge", "Requests that wait in the router.")
 QUEUE_LIMIT = Family(
     "proxy_queue_limit_requests", "gauge", "Requests that may wait in the router at most."
@@ -246,6 +251,7 @@ def _router(page: Page, metrics: Metrics) -> None:
     page.values(QUEUE_LIMIT, [((), queue.most)])
     page.values(QUEUE_BYTES, [((), queue.bytes)])
     page.values(CLIENTS, [((), metrics.client_connections)])
+    page.values(NO_ROOM, [((), metrics.connects_failed)])
     connections = metrics.upstream_connections()
     page.values(UPSTREAM, (((worker, state), count) for worker, state, count in connections))
     found = list(metrics.discovered())

@@ -72,6 +72,12 @@ def waited_too_long(seconds: float, retry_after_s: float) -> Refusal:
     )
 
 
+def router_full() -> Refusal:
+    """503: the router's machine has no room for another connection to a worker."""
+    message = "The router has no room for another connection. Retry after the time given."
+    return Refusal(503, Reason.ROUTER_FULL, message, "router_full", retry_after_s=1.0)
+
+
 def draining() -> Refusal:
     """503: the router is about to stop."""
     return Refusal(503, Reason.DRAINING, "The router is shutting down.", retry_after_s=1.0)

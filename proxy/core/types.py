@@ -60,6 +60,7 @@ class Reason(StrEnum):
     WAITED_TOO_LONG = "waited_too_long"
     NO_WORKER = "no_worker"
     DRAINING = "draining"
+    ROUTER_FULL = "router_full"  # the router's machine has no room for a connection
     BAD_KEY = "bad_key"  # of no tenant
     NOT_ALLOWED = "not_allowed"  # a model that is not for this tenant
     LIMITED = "limited"  # the tenant's limits

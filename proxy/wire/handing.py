@@ -223,7 +223,6 @@ class HandOver:
             connection.drop()
             if not sent:
                 self.give_back(now, well=well)
-        self._wire.metrics.handover_left(self._lease)
 
     def _abandon(self, now: float, leg: PrefillLeg) -> None:
         """Let the prefill stop; if it is done already, hear where its blocks are to free them.

@@ -249,6 +249,13 @@ class Exchange:
     def lost(self, now: float, trouble: Trouble) -> None:
         """Try another worker; where the client has part of an answer already, show that it ends."""
         self.connection = None
+        if trouble is Trouble.OURS:
+            # No worker has failed, and for no other would there be room.
+            self._wire.short_of_room(now)
+            self._stop(now, Outcome.MOOT)
+            self._refuse(now, refusals.router_full())
+            self._wire.settle(now)
+            return
         answering = self._answering
         if answering is None or not answering.has_begun:
             self._answering = None
@@ -377,7 +384,7 @@ class Exchange:
         else:
             self._break_off(now, answering.last_words("The router was stopped.", "router_stopped"))
 
-    def _stop(self, now: float) -> None:
+    def _stop(self, now: float, outcome: Outcome = Outcome.CLIENT_GONE) -> None:
         """Stop everything that is done for the client."""
         wire = self._wire
         if (count := self._count) is not None:
@@ -390,10 +397,12 @@ class Exchange:
         connection, self.connection = self.connection, None
         if self._handing is not None:
             self._handing.left(now, connection)
+            if outcome is Outcome.CLIENT_GONE and self._lease is not None:
+                wire.metrics.handover_left(self._lease)
         elif connection is not None:
             connection.drop()
         if self._lease is not None:
-            wire.router.finish(self._lease, now, Outcome.CLIENT_GONE)
+            wire.router.finish(self._lease, now, outcome)
 
     def _books(self, now: float, status: int, reason: Reason | None = None) -> None:
         """Count the request, whichever way it ended."""

@@ -32,6 +32,7 @@ class Trouble(StrEnum):
     TIMEOUT = "timeout"
     BROKEN = "broken"  # what it said was no HTTP
     STATUS = "status"  # it answered with a 5xx or 429
+    OURS = "ours"  # this machine has no room for another connection
 
 
 class Caller(Protocol):

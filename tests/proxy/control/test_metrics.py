@@ -329,7 +329,7 @@ def test_every_family_is_there_in_both_formats(
         "proxy_time_per_output_token_seconds", "proxy_queue_limit_requests",
         "proxy_loop_lag_seconds", "proxy_discovery_up", "proxy_discovery_workers",
         "proxy_worker_kv_usage_ratio", "proxy_worker_kv_capacity_tokens",
-        "proxy_worker_held_prompts", "proxy_handover_bars",
+        "proxy_worker_held_prompts", "proxy_handover_bars", "proxy_connects_without_room",
     }  # fmt: skip
     for name in ours:
         assert found[name].samples, name

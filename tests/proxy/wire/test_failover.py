@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import errno
+import os
+import resource
+from collections.abc import Iterator
 
 import pytest
 
+from proxy.core.types import Role
+from proxy.wire.upstream import is_ours
 from tests.proxy.wire import scripts
-from tests.proxy.wire.client import BrokenError, chat, request
+from tests.proxy.wire.client import BrokenError, chat, get, request
 from tests.proxy.wire.conftest import Start
 from tests.proxy.wire.fake_worker import Call, Script
 from tests.proxy.wire.site import Fake, Site, eventually
@@ -254,3 +261,49 @@ async def test_a_worker_that_fails_fast_does_not_swallow_everything(start: Start
     for _ in range(20):
         assert await one() == 200
     assert len(site.fakes["w0"].served) < 60
+
+
+# What is the router's own fault
+
+
+@contextlib.contextmanager
+def no_more_files() -> Iterator[None]:
+    """Let this process open no further file or socket."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    free = os.dup(0)
+    os.close(free)  # the lowest number that is not in use
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+@pytest.mark.parametrize("handed_over", [False, True])
+async def test_a_router_without_room_for_a_connection_blames_no_worker(
+    start: Start, caplog: pytest.LogCaptureFixture, handed_over: bool
+) -> None:
+    fakes = [Fake("p0", Role.PREFILL), Fake("d0", Role.DECODE)] if handed_over else [Fake("w0")]
+    site = await start(*fakes, router={"transfer": handed_over, "disaggregate_above": 1})
+    client = await site.client()
+    assert (await client.ask(get("/health"))).status == 200  # it is connected
+    with no_more_files():
+        for _ in range(5):
+            answer = await client.ask(chat("x" * 100))
+            assert (answer.status, answer.error()["code"]) == (503, "router_full")
+            assert answer.one(b"retry-after") == b"1"
+    assert caplog.text.count("no room for another connection") == 1
+    assert site.metrics.connects_failed == 5
+    assert site.metrics.retries == {}
+    for fake in fakes:
+        assert site.worker(fake.name).breaker.spotless
+    site.always(scripts.answer(200, b"{}"))
+    assert (await client.ask(chat("x" * 100))).status == 200
+    await site.settled()
+
+
+def test_which_errors_are_our_own() -> None:
+    assert is_ours(OSError(errno.EMFILE, "Too many open files"))
+    assert is_ours(OSError("Multiple exceptions: [Errno 24] x, [Errno 111] y"))
+    assert not is_ours(ConnectionRefusedError(errno.ECONNREFUSED, "refused"))
+    assert not is_ours(UnicodeError())
