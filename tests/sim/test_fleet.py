@@ -198,6 +198,43 @@ def test_a_prefix_draws_requests_to_whom_has_it() -> None:
     assert max(others) < 0.3 * first
 
 
+def tenants(**of_second: Any) -> Any:
+    return [{"name": "a", "keys_env": "A"}, {"name": "b", "keys_env": "B", **of_second}]
+
+
+def test_a_tenant_with_much_to_ask_leaves_others_their_share() -> None:
+    crowd = [Request(0.0, "x", 1000, 10, tenant="a") for _ in range(20)]
+    guest = [Request(0.001, "x", 1000, 10, tenant="b") for _ in range(3)]
+
+    def waits(**blocks: Any) -> float:
+        played = play(simulated({"max_requests": 1}, **blocks), *crowd, *guest)
+        assert_whole(played.outcomes, 23)
+        return max(each.ttft for each in played.outcomes if each.tenant == "b")
+
+    assert waits(tenants=tenants()) < 0.5 * waits()
+
+
+def test_a_tenants_limit_refuses() -> None:
+    fleet = simulated({}, tenants=tenants(limits={"concurrency": 2}))
+    asked = [Request(0.0, "x", 1000, 10, tenant=name) for name in "aaabbb"]
+    errors = [each.error for each in play(fleet, *asked).outcomes]
+    assert [bool(error) for error in errors] == [False] * 5 + [True]
+
+
+def test_caches_may_be_kept_apart() -> None:
+    shared = (("system", 8000),)
+    asked = [Request(n * 1.0, "x", 8100, 5, tenant=t, shared=shared) for n, t in enumerate("aab")]
+
+    def ttfts(**router: Any) -> list[float]:
+        fleet = simulated({}, tenants=tenants(), router=router)
+        return [each.ttft for each in play(fleet, *asked).outcomes]
+
+    together, apart = ttfts(isolate_caches=False), ttfts(isolate_caches=True)
+    assert together[2] < 0.3 * together[0]
+    assert apart[1] < 0.3 * apart[0]
+    assert apart[2] == pytest.approx(apart[0], rel=0.05)
+
+
 def test_progress_is_told() -> None:
     heard: list[tuple[float, int, int]] = []
     play(simulated({}), *mixed(), told=lambda *all_three: heard.append(all_three))

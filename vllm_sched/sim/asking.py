@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Final
 
 from proxy.core.router import Router
@@ -12,10 +13,20 @@ from vllm_sched.sim.texts import BYTES_PER_TOKEN, prefix_hashes
 ROUTE: Final = "completions"
 
 
+def apart(router: Router, request: Request) -> Request:
+    """Give a request prefixes of its tenant's own, where caches are kept apart."""
+    tenant = router.tenants.get(request.tenant)
+    if tenant is None or not tenant.spec.salted or not request.shared:
+        return request
+    shared = tuple((f"{tenant.name}/{name}", tokens) for name, tokens in request.shared)
+    return replace(request, shared=shared)
+
+
 def ask_of(router: Router, model: str, request: Request, number: int, *, hashed: bool) -> Ask:
     """Read a request; its size is taken to be known, as if a worker had counted its tokens.
 
     How long the answer will be the router learns as ever, up to the limit that the client states.
+    Whose it is, is known where the fleet has a tenant of that name.
     """
     prompt, most = request.prompt_tokens, request.output_tokens
     usual = router.sizer.learnt(model, ROUTE).output
@@ -25,6 +36,8 @@ def ask_of(router: Router, model: str, request: Request, number: int, *, hashed:
     ask.long = ask.budget > router.settings.short_limit
     if router.settings.transfer and most <= 1:
         ask.whole = "one_token"
+    if (tenant := router.tenants.get(request.tenant)) is not None:
+        ask.tenant, ask.rank = tenant, tenant.spec.rank
     if hashed:
         ask.prefix = prefix_hashes(number, request.shared, prompt)
         ask.prefix_bytes = size

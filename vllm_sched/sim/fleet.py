@@ -25,7 +25,7 @@ from proxy.core.router import Router
 from vllm_sched.bench.outcome import Outcome
 from vllm_sched.bench.traffic.schedule import Schedule
 from vllm_sched.bench.traffic.types import Request
-from vllm_sched.sim.asking import ask_of
+from vllm_sched.sim.asking import apart, ask_of
 from vllm_sched.sim.clock import Agenda
 from vllm_sched.sim.types import Engine, Event, Job, Leg, MakeEngine, WorkerModel
 
@@ -42,7 +42,6 @@ class Flight:
     number: int
     outcome: Outcome
     ended: Callable[[float], None] | None  # whom to tell: a closed loop
-    ask: core.Ask | None = None
     lease: core.Lease | None = None
     ticket: core.Ticket | None = None
     cached_tokens: int = 0
@@ -77,6 +76,7 @@ class SimulatedFleet:
         timeout_s: float = TIMEOUT_S,
     ) -> None:
         from proxy.app import router_settings, specs
+        from proxy.control.tenancy import take_tenants
 
         self.models = models
         self.engines: dict[str, Engine] = {
@@ -87,6 +87,7 @@ class SimulatedFleet:
             self.router.fleet.add(spec)
             self.router.fleet.probe_ok(spec.name, now=0.0)
             self.router.fleet.set_served(spec.name, (spec.model,), models[spec.name].max_model_len)
+        take_tenants(self.router.tenants, config, {})
         self._model = config.model
         self._probe_s = config.router.probe.interval_s
         self._timeout_s = timeout_s
@@ -156,6 +157,7 @@ class SimulatedFleet:
         longest = max(model.max_model_len for model in self.models.values())
         fitted = request.fitted(longest)
         self._cut += fitted is not request
+        fitted = apart(self.router, fitted)
         number = len(self._outcomes)
         outcome = Outcome(
             now, fitted.klass, fitted.prompt_tokens, fitted.output_tokens, fitted.tenant, now
@@ -166,8 +168,8 @@ class SimulatedFleet:
         self._deadlines.append((now + self._timeout_s, flight))
         router = self.router
         hashed = router.settings.prefix_affinity and bool(fitted.shared)
-        flight.ask = ask_of(router, self._model, fitted, number, hashed=hashed)
-        self._placed(flight, router.submit(flight.ask, now), now)
+        ask = ask_of(router, self._model, fitted, number, hashed=hashed)
+        self._placed(flight, router.submit(ask, now), now)
 
     def _placed(
         self, flight: Flight, answer: core.Lease | core.Ticket | core.Refusal, now: float
@@ -192,7 +194,7 @@ class SimulatedFleet:
         """Send off those that may leave the queue."""
         if not self._queued:
             return
-        for ticket, answer in self.router.due(now):
+        for ticket, answer in list(self.router.due(now)):  # placing one may make room for more
             self._placed(self._queued.pop(ticket), answer, now)
 
     def _send(self, flight: Flight, name: str, leg: Leg, now: float) -> None:
