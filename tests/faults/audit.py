@@ -1,0 +1,68 @@
+"""What must hold of a router when nobody asks anything of it any more."""
+
+from __future__ import annotations
+
+import gc
+from collections import Counter
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from proxy.core.types import Ask, Lease, Ticket
+from proxy.wire.client import ClientConnection
+from proxy.wire.counting import TokenCount
+from proxy.wire.relay import Exchange
+from proxy.wire.release import Release
+from proxy.wire.request import Request
+from proxy.wire.worker_connection import WorkerConnection
+
+if TYPE_CHECKING:
+    from proxy.assembly import App
+    from proxy.core.worker import Worker
+
+# Made for each request or connection. Idle connections to workers stay, and each knows one head.
+PASSING = (Ask, Lease, Ticket, ClientConnection, TokenCount, Exchange, Release, Request)
+
+
+def unfinished(app: App, ever: Iterable[Worker] = ()) -> str:
+    """Say what is still under way or charged; empty when nothing is."""
+    wire, router = app.wire, app.router
+    busy = [each for each in wire.pools.counts() if each[1] == "busy" and each[2] > 0]
+    left = {
+        "exchanges": len(wire.exchanges),
+        "queued": len(wire.queued) + len(router.queue),
+        "queued bytes": router.queue.bytes,
+        "counts of tokens": len(wire.counting),
+        "releases": len(wire.releases),
+        "visits": len(wire.visits),
+        "bytes of bodies": wire.collecting.held,
+        "clients": len(wire.clients),
+        "busy connections": busy,
+        "charges": {w.name: c for w in {*app.fleet, *ever} if any(c := charges(w))},
+    }
+    return ", ".join(f"{name}: {value}" for name, value in left.items() if value)
+
+
+def charges(worker: Worker) -> tuple[int, ...]:
+    """Return what is charged to a worker."""
+    return (
+        worker.requests,
+        worker.prefill_tokens,
+        worker.decode_tokens,
+        worker.kv_tokens,
+        worker.decoding,
+    )
+
+
+def objects() -> Counter[str]:
+    """Count the objects that should be gone with their request, and connections to workers."""
+    gc.collect()
+    kinds = (*PASSING, WorkerConnection)
+    return Counter(type(each).__name__ for each in gc.get_objects() if type(each) in kinds)
+
+
+def counted(app: App) -> Counter[int]:
+    """Count the requests that the router says it answered, by status."""
+    found: Counter[int] = Counter()
+    for key, series in app.metrics.requests.items():
+        found[key[5]] += series.count
+    return found

@@ -1,0 +1,5 @@
+"""The loop that the router runs on."""
+
+from tests.proxy.wire.conftest import pytest_asyncio_loop_factories
+
+__all__ = ["pytest_asyncio_loop_factories"]

@@ -1,0 +1,117 @@
+"""A fleet under load while everything goes wrong with it: each request has one end.
+
+And when it is over, nothing is left of any: no charge, task, socket, nor object.
+
+`python -m benchmarks.soak` does the same for as long as one likes, with the router in a process of
+its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import time
+from pathlib import Path
+
+import pytest
+
+from proxy.assembly import App
+from proxy.config import load
+from proxy.control.dns import Dns
+from tests.faults import audit
+from tests.faults.crowd import LEFT, REFUSED, TORN, WHOLE, Crowd
+from tests.faults.troupe import Troupe
+from tests.proxy.wire.site import eventually, sockets
+
+SEEDS = (1, 2, 3)
+CLIENTS, SECONDS, CALM_S = 24, 6.0, 60.0
+KEPT = 65
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+async def test_each_request_has_one_end_and_nothing_is_left(
+    seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    troupe = Troupe(seed)
+    look_up = Dns._look_up
+
+    async def at_times(self: Dns) -> set[str]:
+        if not troupe.names_resolve:
+            raise socket.gaierror(socket.EAI_AGAIN, "no answer from any server")
+        return await look_up(self)
+
+    monkeypatch.setattr(Dns, "_look_up", at_times)
+    tasks, open_before = asyncio.all_tasks(), sockets()
+    await troupe.start()
+    source = tmp_path / "fleet.yaml"
+    source.write_text(troupe.fleet())
+    app = App(load(source), source)
+    await app.start()
+    ever = set(app.fleet)
+    before = audit.objects()
+    try:
+        await eventually(lambda: sum(w.up for w in app.fleet) == 7, within=CALM_S)
+        ever |= set(app.fleet)
+        crowd = await under_fire(troupe, app, seed)
+        ever |= set(app.fleet)
+        await eventually(
+            lambda: not audit.unfinished(app, ever),
+            lambda: audit.unfinished(app, ever),
+            within=CALM_S,
+        )
+        reconcile(app, crowd)
+        # The last connections and their transports go with the loop's next turns.
+        await asyncio.sleep(0.1)
+        grown = audit.objects() - before
+        grown.pop("WorkerConnection", None)
+        # Some tickets are known by their deadlines for a while; of what was a thousand the rest go.
+        assert crowd.sent > 10 * KEPT
+        assert all(number <= KEPT for number in grown.values()), grown
+        # All comes back by itself.
+        await eventually(
+            lambda: all(w.up for w in app.fleet),
+            lambda: [w.name for w in app.fleet if not w.up],
+            within=CALM_S,
+        )
+        calm = Crowd(app.wire.port, seed + 100)
+        until = time.monotonic() + 1.0
+        await calm.play(0, lambda: time.monotonic() > until or calm.sent >= 20)
+        assert calm.wrong == []
+        assert calm.outcomes[WHOLE] + calm.outcomes[LEFT] == calm.sent > 0
+    finally:
+        await app.stop()
+        await troupe.stop()
+    assert troupe.faults() == []
+    await eventually(
+        lambda: asyncio.all_tasks() <= tasks,
+        lambda: f"tasks are left: {asyncio.all_tasks() - tasks}",
+    )
+    await eventually(lambda: sockets() <= open_before, lambda: "sockets are left")
+
+
+async def under_fire(troupe: Troupe, app: App, seed: int) -> Crowd:
+    """Let the crowd ask while things befall the workers; all is well again at the end."""
+    crowd = Crowd(app.wire.port, seed)
+    until = time.monotonic() + SECONDS
+    over = lambda: time.monotonic() > until  # noqa: E731
+
+    async def befall() -> None:
+        while not over():
+            await troupe.befalls(troupe.dice.random() * 1.0)
+
+    # Two troubles at a time.
+    await asyncio.gather(befall(), befall(), *(crowd.play(n, over) for n in range(CLIENTS)))
+    assert crowd.wrong == []
+    assert min(crowd.outcomes[each] for each in (WHOLE, LEFT)) > 10
+    assert crowd.outcomes[REFUSED] + crowd.outcomes[TORN] > 0
+    return crowd
+
+
+def reconcile(app: App, crowd: Crowd) -> None:
+    """Hold the router's own counts against the clients': every request once, as it ended."""
+    counted = audit.counted(app)
+    answered = crowd.sent - crowd.outcomes[LEFT]
+    gone = counted.pop(499, 0)
+    assert gone <= crowd.outcomes[LEFT]
+    assert answered <= counted.total() <= crowd.sent - gone
+    assert crowd.outcomes[WHOLE] <= counted[200] <= crowd.outcomes[WHOLE] + crowd.outcomes[LEFT]
