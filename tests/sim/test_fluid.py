@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import random
 from itertools import pairwise
 from typing import Any
 
 import pytest
 
+from vllm_sched.cost.recursion import Recursion
 from vllm_sched.cost.step_time import StepTime
+from vllm_sched.cost.threshold import Regime
 from vllm_sched.cost.transfer import TransferTime
 from vllm_sched.sim.fluid import Fluid
 from vllm_sched.sim.types import Event, Job, Leg, WorkerModel
@@ -265,3 +268,33 @@ def test_holding_admissions_pays_where_mixed_steps_cost_extra() -> None:
     at_once = whole_s()
     assert whole_s(deferred_prefill={"departures": 4}) < 0.85 * at_once
     assert whole_s(deferred_prefill={}) < 0.9 * at_once
+
+
+@pytest.mark.parametrize("threshold", [1, 8, 16])
+@pytest.mark.parametrize("exclusive", [True, False], ids=["apart", "along"])
+def test_a_backlog_is_served_as_fast_as_the_recursion_says(threshold: int, exclusive: bool) -> None:
+    time = StepTime(
+        decode_fixed_s=0.010, decode_s=6e-5, prefill_fixed_s=0.011, prefill_s=9.5e-5, mixed_s=0.011
+    )
+    slots, mean, prompt = 64, 50, 100
+    rng = random.Random(3)
+    # An answer's first token comes with its prefill.
+    outputs = [
+        1 + math.ceil(math.log(1 - rng.random()) / math.log1p(-1 / mean)) for _ in range(6000)
+    ]
+    policies = {
+        "deferred_prefill": {
+            "departures": threshold, "exclusive": exclusive, "max_delay_ms": 1e6,
+            "max_delay_steps": 10**6,
+        }
+    }  # fmt: skip
+    engine = Fluid(
+        model(time=time, policies=policies, max_num_seqs=slots, kv_tokens=10**7,
+              max_num_batched_tokens=10**6)
+    )  # fmt: skip
+    jobs = [(0.0, Job(f"j{i}", prompt, output)) for i, output in enumerate(outputs)]
+    found = sorted(last for _, last, _ in ends(play(engine, jobs)).values())
+    middle = found[1000:5000]
+    throughput = len(middle) / (middle[-1] - middle[0])
+    regime = Regime.of(time, slots=slots, mean_output=mean, mean_prompt=prompt, exclusive=exclusive)
+    assert throughput == pytest.approx(Recursion(regime).at(threshold).throughput, rel=0.03)
