@@ -351,6 +351,7 @@ def wire_settings(config: FleetConfig) -> WireSettings:
     return WireSettings(
         max_body_bytes=router.max_body_bytes,
         max_header_bytes=router.max_header_bytes,
+        notice_s=router.drain_notice_s,
         max_collected_bytes=router.max_collected_bytes,
         **router.timeouts.model_dump(),
     )

@@ -290,6 +290,11 @@ class RouterConfig(Block):
         description="that serve on the port, sharing what they know; auto: one for each processor "
         "that the router may use, 8 at most",
     )
+    drain_notice_s: Annotated[float, Field(ge=0)] = Field(
+        0.0,
+        description="of those, in which /ready says 503 and all is served still: so that a load "
+        "balancer that asks it has heard before connections are refused",
+    )
     queue: QueueConfig = QueueConfig()
     timeouts: TimeoutConfig = TimeoutConfig()
     retries: RetryConfig = RetryConfig()

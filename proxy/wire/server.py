@@ -72,6 +72,7 @@ class Wire:
         self.metrics = metrics
         self.clock = clock
         self.port = 0  # known once it listens
+        self.leaving = False  # which /ready tells, and nothing else yet
         self.draining = False
         self.clients: set[ClientConnection] = set()
         self.exchanges: set[Exchange] = set()
@@ -121,8 +122,14 @@ class Wire:
         return {"ssl": self.tls, "ssl_handshake_timeout": self.settings.client_header_s}
 
     async def drain(self, deadline_s: float) -> None:
-        """Take nothing new, let the old finish until the deadline, then close."""
+        """Take nothing new, let the old finish until the deadline, then close.
+
+        Before that, for as long as was asked for, whoever wants to know is told to go elsewhere.
+        """
         give_up = self.clock() + deadline_s
+        self.leaving = True
+        if notice_s := min(self.settings.notice_s, deadline_s):
+            await self._until(lambda: False, self.clock() + notice_s)
         self.draining = True
         for server in self._servers:
             server.close()

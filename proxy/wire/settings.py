@@ -19,4 +19,5 @@ class WireSettings:
     client_idle_s: float = 75.0  # between two requests, or two pieces of a body
     client_header_s: float = 10.0  # for a request's head
     count_s: float = 0.15  # for a worker to count tokens, before the estimate has to do
+    notice_s: float = 0.0  # that /ready says no before it listens no more
     linger_s: float = 2.0  # for a refused client to read the answer while it still sends

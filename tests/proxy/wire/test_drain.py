@@ -45,6 +45,31 @@ async def test_it_ends_as_soon_as_the_old_is_done(start: Start) -> None:
     assert time.monotonic() - begun < 1.5
 
 
+async def test_load_balancers_are_told_while_all_is_served_still(start: Start) -> None:
+    """They ask now and then; what they send until they have heard must not be refused."""
+    site = await start(wire={"notice_s": 60.0})
+    client = await site.client()
+    assert (await client.ask(get("/ready"))).status == 200
+    draining = asyncio.create_task(site.wire.drain(90.0))
+    await eventually(lambda: site.wire.leaving)
+    answer = await client.ask(get("/ready"))
+    assert (answer.status, answer.one(b"retry-after")) == (503, b"1")
+    assert (await site.ask(get("/health"))).status == 200
+    assert (await site.ask(chat())).status == 200  # on a new connection
+    assert (await client.ask(chat())).status == 200
+    draining.cancel()
+    await asyncio.gather(draining, return_exceptions=True)
+
+
+async def test_the_notice_is_part_of_the_deadline(start: Start) -> None:
+    site = await start(wire={"notice_s": 60.0})
+    port = site.port
+    await asyncio.wait_for(site.wire.drain(0.2), 5)
+    assert site.wire.draining
+    with pytest.raises(ConnectionRefusedError):
+        await asyncio.open_connection("127.0.0.1", port)
+
+
 async def test_new_connections_are_refused(start: Start) -> None:
     site = await start()
     port = site.port
