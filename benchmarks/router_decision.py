@@ -13,10 +13,13 @@ import json
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 from proxy.core.fleet import Fleet
+from proxy.core.limits import Limits
 from proxy.core.router import Router, RouterSettings
 from proxy.core.routes import Route, find
+from proxy.core.tenants import Tenant, TenantSpec
 from proxy.core.types import Ask, Lease, Outcome, Role, Usage
 from proxy.core.worker import WorkerSpec
 
@@ -61,14 +64,14 @@ def placed(router: Router, ask: Ask, now: float) -> Lease:
     return lease
 
 
-def read(router: Router, route: Route, body: bytes) -> Ask:
+def read(router: Router, route: Route, body: bytes, tenant: Tenant | None = None) -> Ask:
     """Read a body that must be sound."""
-    ask = router.read(route, body, b"application/json", "id")
+    ask = router.read(route, body, b"application/json", "id", tenant)
     assert isinstance(ask, Ask), ask
     return ask
 
 
-def whole_life(requests: int) -> float:
+def whole_life(requests: int, tenant: Tenant | None = None) -> float:
     """Measure a request's whole life among four workers, thirty-two at a time."""
     router, route = make_router(4), find("POST", "/v1/chat/completions")
     assert isinstance(route, Route)
@@ -81,7 +84,8 @@ def whole_life(requests: int) -> float:
         running: list[Lease] = []
         for i in range(requests):
             now += 0.001
-            running.append(placed(router, read(router, route, bodies[i % 512]), now))
+            ask = read(router, route, bodies[i % 512], tenant)
+            running.append(placed(router, ask, now))
             router.first_token(running[-1], now + 0.02)
             if len(running) == 32:
                 router.finish(running.pop(0), now + 0.03, Outcome.DONE, usage)
@@ -128,12 +132,46 @@ def decision(workers: int, decisions: int) -> float:
     return cpu_us(work)
 
 
+def turn(tenants: int, waiting: int, turns: int) -> float:
+    """Measure how a place that came free is given to one of many that wait."""
+    fleet = Fleet()
+    fleet.add(WorkerSpec("w", "http://w", Role.GENERAL, MODEL, 65_536, max_requests=1))
+    fleet.probe_ok("w", 0.0)
+    router = Router(RouterSettings(queue_requests=waiting + 1), fleet)
+    route = find("POST", "/v1/chat/completions")
+    assert isinstance(route, Route)
+    everybody = [Tenant(TenantSpec(f"t{i}")) for i in range(tenants)]
+    body = chat_body(0, 640)
+    lease = placed(router, read(router, route, body), 0.0)
+    for i in range(waiting):
+        router.submit(read(router, route, body, everybody[i % tenants]), 0.0)
+    asks = [read(router, route, body, each) for each in everybody]
+    now, number = 0.0, 0
+
+    def work() -> int:
+        nonlocal lease, now, number
+        for _ in range(turns):
+            now += 0.0001
+            router.finish(lease, now, Outcome.DONE)
+            ((_, answer),) = router.due(now)
+            assert isinstance(answer, Lease)
+            lease = answer
+            number += 1
+            router.submit(replace(asks[number % tenants]), now)
+        return turns
+
+    return cpu_us(work)
+
+
 def main() -> None:
     """Print the figures."""
     parser = argparse.ArgumentParser(description="CPU cost of the router's core")
     parser.add_argument("--requests", type=int, default=5000)
     requests = parser.parse_args().requests
     print(f"whole life of a 1 KB chat request, 4 workers: {whole_life(requests):6.1f} us")
+    tenant = Tenant(TenantSpec("t", limits=Limits(10**9, 10**12, 10**6)))
+    print(f"the same of a tenant with limits:             {whole_life(requests, tenant):6.1f} us")
+    print(f"a turn among 1000 that wait, of 50 tenants:   {turn(50, 1000, requests // 5):6.1f} us")
     print(f"placement and release, 1000 workers:          {decision(1000, requests):6.1f} us")
     print(f"reading a 1 KB body:                          {reading(640, requests):6.1f} us")
     print(f"reading a 100 KB body:                        {reading(99_000, 500):6.1f} us")

@@ -25,7 +25,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from proxy.core.steering import LEAVES, TREE, Tree, find, steering, steering_form
+from proxy.core.steering import TREE, Tree, find, steering, steering_form
 
 PRIORITY, ARGUMENTS, SALT = "priority", "vllm_xargs", "cache_salt"
 # The routes whose bodies have these members, as of vLLM 0.32. Where a body has no room for a salt,
@@ -58,7 +58,8 @@ def forbidden(fields: Mapping[str, Any], body: bytes, *, tenants: bool, may: Cli
         return ("" if may.kv_transfer else steering(fields, body)) or ""
     if (
         ARGUMENTS in fields
-        or any(name.decode() in fields for name in LEAVES)
+        or "kv_transfer_params" in fields
+        or "ec_transfer_params" in fields
         or ("sampling_params" in fields and (b"extra_args" in body or b"\\" in body))
     ):
         return find(body, {ARGUMENTS.encode(): None} if may.kv_transfer else STRICT) or ""

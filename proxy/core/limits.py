@@ -25,6 +25,7 @@ MINUTE = 60.0
 CELLS = 2  # that one tenant's ledger takes
 REQUESTS, TOKENS = range(CELLS)
 State = tuple[int, int, float]  # the limit, what is left, and the seconds until all of it is
+TINY = 1e-6  # seconds, that sums of many small numbers may be off by
 AGAIN_S = 1.0  # after which one who has too much in flight may try again: nobody knows better
 
 
@@ -61,18 +62,19 @@ class Breach:
 class Bucket:
     """So much per minute."""
 
-    __slots__ = ("_at", "_cells", "per_minute")
+    __slots__ = ("_at", "_cells", "_each_s", "per_minute")
 
     def __init__(
         self, per_minute: int, cells: MutableSequence[float] | None = None, at: int = 0
     ) -> None:
         self.per_minute = per_minute
+        self._each_s = MINUTE / per_minute
         self._cells = array("d", [0.0]) if cells is None else cells
         self._at = at
 
     def left(self, now: float) -> float:
         """How much may be taken; less than nothing where it owes."""
-        return self.per_minute - max(self._cells[self._at] - now, 0.0) * self.per_minute / MINUTE
+        return self.per_minute - self.reset_s(now) / self._each_s
 
     def reset_s(self, now: float) -> float:
         """How long until it is full."""
@@ -80,21 +82,20 @@ class Bucket:
 
     def wait_s(self, now: float, amount: float) -> float:
         """How long until so much could be taken; more than it holds passes when it is full."""
-        wanted = min(amount, self.per_minute)
-        return max((wanted - self.left(now)) * MINUTE / self.per_minute, 0.0)
+        wait = max(self._cells[self._at] - now, 0.0) + min(amount * self._each_s, MINUTE) - MINUTE
+        return wait if wait > TINY else 0.0
 
     def take(self, now: float, amount: float) -> float:
         """Take so much, or nothing; return how long to wait, 0 if it was taken."""
         wait = self.wait_s(now, amount)
-        if wait <= 0.0:
+        if not wait:
             self.charge(now, amount)
         return wait
 
     def charge(self, now: float, amount: float) -> None:
         """Take so much, even if it is not there; give back where it is less than nothing."""
         cells, at = self._cells, self._at
-        full = cells[at]
-        cells[at] = (max(now, full)) + amount * MINUTE / self.per_minute
+        cells[at] = max(cells[at], now) + amount * self._each_s
 
     def shown(self, now: float) -> State:
         """Tell how it stands."""
