@@ -166,12 +166,13 @@ def figures(baseline: Sequence[Round], candidate: Sequence[Round]) -> list[Figur
             pooled(klass, "ITL max", itls, 100),
             rated(klass, "tokens/s", RATE, partial(RATES.get(klass, class_rate), klass=klass)),
         ]
-    return [
-        *lines,
+    lines += [
         rated("all", "tokens/s", RATE, total_rate),
         rated("all", "all prompts done", SECONDS, foreground_end),
-        *(pooled("lone", f"TTFT p{p}", ttfts, p) for p in (50, 99)),
     ]
+    if any(each.lone for each in (*baseline, *candidate)):
+        lines += [pooled("lone", f"TTFT p{p}", ttfts, p) for p in (50, 99)]
+    return lines
 
 
 def figure(lines: Sequence[Figure], group: str, measure: str) -> Figure:
