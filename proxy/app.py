@@ -39,11 +39,12 @@ async def serve(
     config: FleetConfig,
     *,
     source: Path | None = None,
+    read: Callable[[Path], FleetConfig] = load,
     on_ready: Callable[[App], None] | None = None,
 ) -> int:
     """Run a router until a signal ends it; return the exit status."""
     allow_connections()
-    app = App(config, source)
+    app = App(config, source, read=read)
     app.logs.take_over()
 
     def ready() -> None:
@@ -60,11 +61,12 @@ async def supervise(
     config: FleetConfig,
     *,
     source: Path | None = None,
+    read: Callable[[Path], FleetConfig] = load,
     on_ready: Callable[[Supervisor], None] | None = None,
 ) -> int:
     """Run a router of several processes until a signal ends it; return the exit status."""
     allow_connections()  # they inherit it
-    supervisor = Supervisor(config, source)
+    supervisor = Supervisor(config, source, read=read)
     return await serve_until_told(supervisor, partial(on_ready or _nothing, supervisor))
 
 
@@ -86,13 +88,13 @@ def allow_connections() -> None:
         )
 
 
-def run(source: Path, *, config: FleetConfig) -> int:
-    """Run a router in a loop of its own, and say where it is."""
+def run(source: Path, *, config: FleetConfig, read: Callable[[Path], FleetConfig] = load) -> int:
+    """Run a router in a loop of its own, and say where it is; `read` is for reloads."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
 
     def tell(router: App | Supervisor) -> None:
         print(f"router {router.url}/v1, admin {router.admin_url}", file=sys.stderr, flush=True)  # noqa: T201
 
     if how_many(config) == 1:
-        return uvloop.run(serve(config, source=source, on_ready=tell))
-    return asyncio.run(supervise(config, source=source, on_ready=tell))
+        return uvloop.run(serve(config, source=source, read=read, on_ready=tell))
+    return asyncio.run(supervise(config, source=source, read=read, on_ready=tell))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import inf
 from pathlib import Path
 from typing import Any, Protocol
@@ -60,9 +60,16 @@ class Siblings(Protocol):
 class App:
     """A router and its surroundings, from one fleet file."""
 
-    def __init__(self, config: FleetConfig, source: Path | None = None) -> None:
+    def __init__(
+        self,
+        config: FleetConfig,
+        source: Path | None = None,
+        *,
+        read: Callable[[Path], FleetConfig] = load,
+    ) -> None:
         self.config = config
         self.source = source
+        self._read = read  # the file again, as it was read the first time
         self._started_with = config
         probe = config.router.probe
         self.fleet = Fleet(down_after=probe.down_after, up_after=probe.up_after)
@@ -206,7 +213,7 @@ class App:
         """
         if self.source is None:
             raise ProxyError("this router was not started from a file; there is nothing to reload")
-        late = self.take(self._placed(load(self.source)))
+        late = self.take(self._placed(self._read(self.source)))
         if self.siblings is not None:
             self.siblings.reloaded(self.config)
         logger.info("read %s again: %d workers", self.source, len(self.fleet))

@@ -15,13 +15,14 @@ import logging
 import os
 import socket
 import sys
+from collections.abc import Callable
 from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 from proxy.assembly import url_of
-from proxy.config import FleetConfig
+from proxy.config import FleetConfig, load
 from proxy.errors import ProxyError
 from proxy.processes import pages
 from proxy.processes.channel import Channel
@@ -80,7 +81,14 @@ class Child:
 class Supervisor:
     """See the module's text."""
 
-    def __init__(self, config: FleetConfig, source: Path | None) -> None:
+    def __init__(
+        self,
+        config: FleetConfig,
+        source: Path | None,
+        *,
+        read: Callable[[Path], FleetConfig] = load,
+    ) -> None:
+        self._read = read
         self.processes = how_many(config)
         self.restarts = 0
         self.port = self.admin_port = 0
@@ -164,7 +172,9 @@ class Supervisor:
         self._let_go()
 
     def reload(self) -> None:
-        """Have the fleet file read again."""
+        """Have the fleet file read again, if there is nothing wrong with it that we can tell."""
+        if self._source is not None:
+            self._read(self._source)
         if self._leader is not None:
             self._leader.channel.say(Reload())
         else:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ import yaml
 
 import proxy.app
 from proxy.config import FleetConfig, parse
+from proxy.errors import ConfigError
 from vllm_sched.cli.main import main
 from vllm_sched.workers.launch import free_port
 
@@ -101,9 +102,11 @@ def test_print_config_has_every_default_and_no_secret(
 
 def test_router_runs_what_the_file_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[tuple[Path, FleetConfig]] = []
+    reads: list[Callable[[Path], FleetConfig]] = []
 
-    def run(path: Path, *, config: FleetConfig) -> int:
+    def run(path: Path, *, config: FleetConfig, read: Callable[[Path], FleetConfig]) -> int:
         ran.append((path, config))
+        reads.append(read)
         return 7
 
     monkeypatch.setattr(proxy.app, "run", run)
@@ -112,6 +115,12 @@ def test_router_runs_what_the_file_says(tmp_path: Path, monkeypatch: pytest.Monk
     ((source, config),) = ran
     assert source == Path(path)
     assert [worker.name for worker in config.workers] == ["s0", "l0"]
+    # A reload reads it with the same eyes: what workers are launched with included.
+    again = tmp_path / "again"
+    again.mkdir()
+    bad = with_launch(policies={"no_such_policy": {}})
+    with pytest.raises(ConfigError, match=r"workers\[0\]\.launch\.policies: .*no_such_policy"):
+        reads[0](Path(written(again, bad)))
 
 
 def test_router_starts_no_worker_so_it_needs_every_url(

@@ -60,7 +60,7 @@ def started(name: str, *args: str, **more: Any) -> dict[str, Any]:
 
 def when_running(monkeypatch: pytest.MonkeyPatch, do: Callable[[FleetConfig], int]) -> None:
     """Have something done in place of serving."""
-    monkeypatch.setattr(proxy.app, "run", lambda _, *, config: do(config))
+    monkeypatch.setattr(proxy.app, "run", lambda _, *, config, **__: do(config))
 
 
 def processes() -> dict[int, str]:

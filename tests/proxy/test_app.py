@@ -16,8 +16,8 @@ import aiohttp
 import pytest
 
 from proxy.app import App, allow_connections, serve
-from proxy.config import load
-from proxy.errors import ConfigError, ProxyError
+from proxy.config import FleetConfig, load
+from proxy.errors import ConfigError, Problem, ProxyError
 from tests.proxy.wire import scripts
 from tests.proxy.wire.client import Client, chat, get
 from tests.proxy.wire.fake_worker import FakeWorker
@@ -113,6 +113,18 @@ async def test_a_reload_with_a_mistake_changes_nothing(
         app.reload()
     assert [worker.name for worker in app.fleet] == ["a", "b"]
     assert app.config.routing.policy == "adaptive"
+
+
+async def test_a_reload_is_read_as_the_file_was_at_first(app: App, tmp_path: Path) -> None:
+    """Whoever started the router may know more of it: what workers are launched with, say."""
+
+    def read(path: Path) -> FleetConfig:
+        raise ConfigError(str(path), [Problem("workers[0].launch.policies", "what is that?")])
+
+    another = App(app.config, tmp_path / "fleet.yaml", read=read)
+    with pytest.raises(ConfigError, match=r"launch\.policies"):
+        another.reload()
+    assert [worker.name for worker in another.fleet] == ["a", "b"]
 
 
 async def test_a_reload_says_what_takes_a_restart(app: App, tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ def add_fleet(commands: Commands) -> None:
 
     starter = _command(commands, "up", "start the workers that have a launch: block, and serve")
     up.add_options(starter)
-    starter.set_defaults(func=lambda given: up.up(given.fleet, read(given.fleet), given.log_dir))
+    starter.set_defaults(func=lambda given: up.up(given.fleet, read, given.log_dir))
 
     player = _command(commands, "demo", "show on this machine what a fleet's pools are worth")
     demo.add_options(player)
@@ -93,7 +93,7 @@ def _router(path: Path) -> int:
         raise ConfigError(str(path), problems)
     from proxy.app import run
 
-    return run(path, config=config)
+    return run(path, config=config, read=read)
 
 
 def _check(path: Path, print_config: bool) -> int:

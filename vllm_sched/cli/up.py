@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -45,9 +45,9 @@ def add_options(command: argparse.ArgumentParser) -> None:
     )
 
 
-def up(path: Path, config: FleetConfig, log_dir: Path | None) -> int:
-    """Start everything, serve, and leave nothing running."""
-    config = placed(config)
+def up(path: Path, read: Callable[[Path], FleetConfig], log_dir: Path | None) -> int:
+    """Start everything, serve, and leave nothing running; `read` reads the fleet file."""
+    config = placed(read(path))
     if problems := [*_problems_here(config)]:
         raise ConfigError(str(path), problems)
     logs = log_dir or Path(tempfile.mkdtemp(prefix="vllm-sched-logs-"))
@@ -75,7 +75,7 @@ def up(path: Path, config: FleetConfig, log_dir: Path | None) -> int:
             for worker, wiring in zip(workers, wired, strict=True):
                 if wiring.said:
                     progress.say(f"{worker.name}: {wiring.said}")
-            return run(path, config=config)
+            return run(path, config=config, read=read)
     except KeyboardInterrupt:
         print("vllm-sched up: interrupted", file=sys.stderr)
         return INTERRUPTED
