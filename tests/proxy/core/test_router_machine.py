@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -12,8 +14,12 @@ from hypothesis.stateful import (
     rule,
 )
 
+from proxy.core.admission import AdmissionSettings
+from proxy.core.fairness import FairnessSettings
 from proxy.core.fleet import Fleet
+from proxy.core.limits import Limits
 from proxy.core.router import Router, RouterSettings
+from proxy.core.tenants import Rank, Tenant, TenantSpec
 from proxy.core.types import Gauges, Lease, Outcome, Refusal, Role, Ticket, Usage
 from proxy.core.worker import Worker, WorkerSpec
 from tests.proxy.core.making import MODEL, ask, idle
@@ -37,6 +43,7 @@ class RouterMachine(RuleBasedStateMachine):
         self.tickets: list[Ticket] = []
         self.transfer = False
         self.above: int | None = None
+        self.tenants: list[Tenant | None] = [None]
 
     @initialize(
         policy=st.sampled_from(["adaptive", "length", "least_loaded", "round_robin"]),
@@ -123,6 +130,7 @@ class RouterMachine(RuleBasedStateMachine):
         tried=st.one_of(st.just(frozenset[str]()), st.frozensets(NAMES, max_size=2)),
         pinned=st.sampled_from(["", "", "", "w0"]),
         splits=OFTEN,
+        who=st.integers(0, 5),
     )
     def submit(
         self,
@@ -136,6 +144,7 @@ class RouterMachine(RuleBasedStateMachine):
         tried: frozenset[str],
         pinned: str,
         splits: bool,
+        who: int,
     ) -> None:
         one = ask(
             prompt,
@@ -150,7 +159,14 @@ class RouterMachine(RuleBasedStateMachine):
         one.long = one.budget > 1000
         one.pinned = pinned
         one.whole = "samples" if not splits or pinned or not generates else ""
-        waiting_before = [t.ask for t in self.tickets if t.ask.long == one.long and plain(t)]
+        one.tenant = self.tenants[who % len(self.tenants)]
+        if one.tenant is not None:
+            one.rank = one.tenant.spec.rank
+        waiting_before = [
+            t.ask
+            for t in self.tickets
+            if t.ask.long == one.long and plain(t) and t.ask.rank <= one.rank
+        ]
         placed = self.router.submit(one, self.now, tried=tried)
         if isinstance(placed, Lease):
             self.check_placed(placed, tried)
@@ -206,7 +222,11 @@ class RouterMachine(RuleBasedStateMachine):
             assert id(ticket) in waiting, "an end for one that waits, and only one"
             waiting.remove(id(ticket))
             assert ticket.left
-            same = [t for t in self.tickets if t.ask.long == ticket.ask.long and plain(t)]
+            same = [
+                t
+                for t in self.tickets
+                if t.ask.long == ticket.ask.long and t.ask.tenant is ticket.ask.tenant and plain(t)
+            ]
             assert not plain(ticket) or same[0] is ticket, "first come first served"
             self.tickets.remove(ticket)
             if isinstance(end, Lease):
@@ -275,6 +295,14 @@ class RouterMachine(RuleBasedStateMachine):
             assert self.router.queue.bytes <= MOST_BYTES
 
     @invariant()
+    def tenants_have_in_flight_what_is(self) -> None:
+        asks = [lease.ask for lease in self.leases] + [ticket.ask for ticket in self.tickets]
+        for tenant in self.tenants:
+            if tenant is not None:
+                assert tenant.ledger.running == sum(one.tenant is tenant for one in asks)
+                assert tenant.waiting == sum(t.ask.tenant is tenant for t in self.tickets)
+
+    @invariant()
     def charges_are_what_the_leases_say(self) -> None:
         legs = [leg for lease in self.leases for leg in (lease, lease.prefill)]
         for worker in self.workers:
@@ -303,6 +331,9 @@ class RouterMachine(RuleBasedStateMachine):
         for lease in self.leases:
             self.router.finish(lease, self.now, Outcome.DONE)
         assert idle(self.workers)
+        for tenant in self.tenants:
+            if tenant is not None:
+                assert tenant.ledger.running == sum(t.ask.tenant is tenant for t in self.tickets)
 
 
 def plain(ticket: Ticket) -> bool:
@@ -318,6 +349,26 @@ class HandoverMachine(RouterMachine):
         self.set_up(policy, True, 1, [*SIDES, *SIDES])
 
 
+class TenantMachine(RouterMachine):
+    """The same, of tenants of all classes, with and without limits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        limits = Limits(requests_per_minute=40, tokens_per_minute=50_000, concurrency=6)
+        self.tenants = [
+            Tenant(TenantSpec(f"{rank.name}{n}", rank, n + 1.0, limits if n else Limits()))
+            for rank in Rank
+            for n in range(2)
+        ]
+
+    def settings(self, policy: str) -> RouterSettings:
+        fair = FairnessSettings(standard_age_s=1.0, batch_age_s=2.0, batch_wait_s=WAIT_S)
+        strict = AdmissionSettings({Rank.INTERACTIVE: 5.0}) if self.above else None
+        return replace(super().settings(policy), fairness=fair, admission=strict)
+
+
+TestTenants = TenantMachine.TestCase
+TestTenants.settings = settings(max_examples=150, stateful_step_count=50, deadline=None)
 TestHandovers = HandoverMachine.TestCase
 TestHandovers.settings = settings(max_examples=200, stateful_step_count=50, deadline=None)
 TestRouter = RouterMachine.TestCase
