@@ -46,8 +46,9 @@ LARGE = 262_144
 MOST_VALUES = 2_000_000
 COUNTED_BYTES = 65_536  # a longer body is not worth sending twice
 MOST_RESPONSES = 10_000  # remembered, of those that workers store
+BATCH = Rank.BATCH
 # What a class is to workers that heed `priority`: less is more urgent. A body that says none is 0.
-PRIORITIES = {Rank.INTERACTIVE: b"-1", Rank.BATCH: b"1"}
+PRIORITIES = {Rank.INTERACTIVE: b"-1", BATCH: b"1"}
 
 
 def values_in(body: bytes) -> int:
@@ -88,8 +89,12 @@ class Reader:
         *,
         hashed: bool,
         tenant: Tenant | None = None,
+        batch: bool = False,
     ) -> Ask | Refusal:
-        """Read a body: which model, and how large; or say what is wrong with it."""
+        """Read a body: which model, and how large; or say what is wrong with it.
+
+        `batch`: it is served in the gaps, whatever the tenant's class.
+        """
         shape = route.shape
         tenants = tenant is not None
         if shape is EMPTY:
@@ -118,6 +123,10 @@ class Reader:
             return refusals.not_allowed(model, self._known(tenant))
         ask = self._sizer.ask(route, model, fields, len(body), request_id)
         ask.long = ask.budget > self.short_limit
+        if batch:
+            ask.rank = BATCH
+        elif tenant is not None:
+            ask.rank = tenant.spec.rank
         if tenant is not None:
             if (refusal := self._own(ask, tenant, fields, shape)) is not None:
                 return refusal
@@ -138,7 +147,7 @@ class Reader:
         self, ask: Ask, tenant: Tenant, fields: dict[str, Any], shape: Shape
     ) -> Refusal | None:
         """Note whose it is, and what of its body is for the router to say."""
-        ask.tenant, ask.rank = tenant, tenant.spec.rank
+        ask.tenant = tenant
         changed: dict[str, bytes | None] = {}
         if not self.may.priority:
             if PRIORITY in fields:

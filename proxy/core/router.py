@@ -100,7 +100,7 @@ class Router:
         self._reader = Reader(fleet, self.sizer, settings.short_limit)
         self._rule = rule(settings.policy)
         self._retries = RetryBudget(settings.retry_budget)
-        self._traffic: dict[str, Traffic] = {}
+        self.traffic: dict[str, Traffic] = {}
         self._split(settings)
         fleet.rank_by(self._rule.rank)
 
@@ -113,10 +113,14 @@ class Router:
         content_type: bytes,
         request_id: str,
         tenant: Tenant | None = None,
+        *,
+        batch: bool = False,
     ) -> Ask | Refusal:
         """Read a request's body."""
         hashed = self._rule.affine and self.settings.prefix_affinity
-        ask = self._reader.read(route, body, content_type, request_id, hashed=hashed, tenant=tenant)
+        ask = self._reader.read(
+            route, body, content_type, request_id, hashed=hashed, tenant=tenant, batch=batch
+        )
         return self._refused("", ask) if isinstance(ask, Refusal) else ask
 
     def counter_for(self, ask: Ask) -> Worker | None:
@@ -285,9 +289,9 @@ class Router:
 
     def _look(self, ask: Ask, now: float, tried: frozenset[str], *, explain: bool) -> View:
         queue = self.queue
-        about = queue.length or queue.elsewhere is not None
+        about = queue.length > 0 or queue.elsewhere is not None
         waiting = about and queue.waiting(ask.model, long=True) > 0
-        traffic = self._traffic_of(ask.model)
+        traffic = self.traffic_of(ask.model)
         view = placing.look(
             self.fleet, ask, now, traffic, tried, longs_waiting=waiting, explain=explain
         )
@@ -312,7 +316,7 @@ class Router:
         return found
 
     def _saw(self, ask: Ask, now: float) -> None:
-        traffic = self._traffic_of(ask.model)
+        traffic = self.traffic_of(ask.model)
         if not ask.long:
             traffic.saw_short(now)
             return
@@ -321,10 +325,11 @@ class Router:
         token_s = likely[0].pace.token_s if likely else 0.0
         traffic.saw_long(now, ask.prompt_tokens * token_s)
 
-    def _traffic_of(self, model: str) -> Traffic:
-        found = self._traffic.get(model)
+    def traffic_of(self, model: str) -> Traffic:
+        """Show what was asked of a model lately."""
+        found = self.traffic.get(model)
         if found is None:
-            found = self._traffic[model] = Traffic()
+            found = self.traffic[model] = Traffic()
         return found
 
     # Leases
@@ -412,7 +417,8 @@ class Router:
         if not self.fleet.release(lease):
             return
         self.queue.freed(now)
-        accounts.settle(self.settings.fairness, lease, now, outcome, usage)
+        if lease.ask.tenant is not None:
+            accounts.settle(self.settings.fairness, lease, now, outcome, usage)
         if first is not None:  # it ended in its prefill
             learning.judge(self.fleet, first, now, outcome, retry_after_s)
             learning.judge(self.fleet, lease, now, Outcome.MOOT, None)

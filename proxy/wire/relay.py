@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING
 
 from proxy.core import refusals
 from proxy.core.splice import spliced
-from proxy.core.tenants import Rank
 from proxy.core.types import Lease, Outcome, Reason, Refusal, Ticket
 from proxy.wire.answering import Answering, response_id_in
 from proxy.wire.counting import TokenCount
@@ -101,16 +100,16 @@ class Exchange:
         request, router = self._request, self._wire.router
         content_type = request.head.special.get(b"content-type", b"")
         request_id = request.id.decode("latin-1")
-        tenant = request.head.tenant
-        ask = router.read(self._route, request.body, content_type, request_id, tenant)
+        head = request.head
+        ask = router.read(
+            self._route, request.body, content_type, request_id, head.tenant, batch=head.batch
+        )
         if isinstance(ask, Refusal):
             self._refuse(now, ask)
             return
         self._ask = self.record.ask = ask
         if ask.fields is not None:
             request.body = spliced(request.body, ask.fields)
-        if request.head.batch:
-            ask.rank = Rank.BATCH
         counter = router.counter_for(ask)
         if counter is None:
             self._place(now, ask)

@@ -121,6 +121,17 @@ def test_the_class_takes_its_place_where_workers_heed_it(
     assert own.fields is None
 
 
+def test_a_batch_is_batch_whoevers_it_is() -> None:
+    router = Router(RouterSettings(pass_priority=True), fleet_of(spec("w")))
+    body = orjson.dumps(chat("hi"))
+    who = Tenant(TenantSpec("a", Rank.INTERACTIVE))
+    for tenant in (who, None):
+        one = router.read(route(), body, b"application/json", "id", tenant, batch=True)
+        assert isinstance(one, Ask)
+        assert one.rank is Rank.BATCH
+        assert one.fields == (None if tenant is None else {"priority": b"1"})
+
+
 def test_arguments_are_refused_in_openais_words() -> None:
     router = Router(RouterSettings(), fleet_of(spec("w")))
     body = orjson.dumps(chat("hi", vllm_xargs={"lane": "urgent"}))
