@@ -30,6 +30,7 @@ from proxy.control.probe import Prober
 from proxy.control.recent import Entry, Recent
 from proxy.control.tenancy import admission_settings, fairness_settings, read_keys, take_tenants
 from proxy.control.tls import Shown, check_tls, to_worker
+from proxy.control.tracing import Tracing
 from proxy.control.warmup import Warmup
 from proxy.core.fleet import Fleet
 from proxy.core.router import Router, RouterSettings
@@ -43,7 +44,7 @@ from proxy.wire.settings import WireSettings
 logger = logging.getLogger(__name__)
 
 # What only a start can change.
-BOUND = ("host", "port", "tls", "admin", "processes")
+BOUND = ("host", "port", "tls", "admin", "processes", "tracing")
 LOOK_S = 0.25
 
 
@@ -90,6 +91,10 @@ class App:
         self._minute = LiveState(self.metrics, lambda: self.wire.draining)
         self.live = Live(self.metrics, self._minute, self.wire.clock)
         self.logs = Logs(config, self.metrics)
+        self.tracing = Tracing(config.router.tracing) if config.router.tracing else None
+        if self.tracing is not None:
+            self.metrics.begin_trace = self.tracing.begin
+            self.metrics.at_end += (self.tracing.ended,)
         at = config.router.batches.path
         self.batches = Batches(self.wire, config.router.batches, at) if at is not None else None
         self.siblings: Siblings | None = None  # other processes that serve the same
@@ -304,6 +309,8 @@ class App:
             self._admin.stop()
         ended = self._tasks if self._admin_task is None else [*self._tasks, self._admin_task]
         await asyncio.gather(*ended, return_exceptions=True)
+        if self.tracing is not None:
+            await asyncio.to_thread(self.tracing.close)
         self.logs.close()
 
 

@@ -18,6 +18,7 @@ from proxy.config.batches import BatchesConfig
 from proxy.config.logs import LogsConfig
 from proxy.config.tenants import AdmissionConfig, FairnessConfig, TenantConfig
 from proxy.config.tls import TlsConfig, WorkerTlsConfig
+from proxy.config.tracing import TracingConfig
 from proxy.config.types import (
     KIB,
     LIST,
@@ -301,6 +302,7 @@ class RouterConfig(Block):
     probe: ProbeConfig = ProbeConfig()
     batches: BatchesConfig = BatchesConfig()
     logs: LogsConfig = LogsConfig()
+    tracing: TracingConfig | None = Field(None, description="where traces of requests are sent")
     fairness: FairnessConfig = FairnessConfig()
     admission: AdmissionConfig = AdmissionConfig()
     max_collected_bytes: Count = Field(

@@ -21,6 +21,7 @@ from proxy.core.types import Reason
 
 if TYPE_CHECKING:
     from proxy.control.metrics import Metrics
+    from proxy.control.trace import Trace
     from proxy.core.types import Ask, Decision
 
 BEAT_S = 0.25
@@ -62,6 +63,10 @@ class Seen(Protocol):
     @property
     def id(self) -> str:
         """The client's name for it, or else ours."""
+
+    @property
+    def trace(self) -> Trace | None:
+        """Its own part of that trace, where requests are traced."""
 
     @property
     def trace_id(self) -> str:

@@ -26,6 +26,7 @@ from proxy.core import routes
 
 if TYPE_CHECKING:
     from proxy.control.live import Live, Seen
+    from proxy.control.trace import Trace
     from proxy.core.router import Router
     from proxy.core.types import Lease, Reason
 
@@ -85,6 +86,7 @@ class Metrics:
         self.recent = Recent()
         self.live: Live | None = None  # while somebody looks at the status page
         self.keeps_prompts = False  # whether whoever is told of ends wants them
+        self.begin_trace: Callable[[bytes | None], Trace] | None = None  # where there is tracing
         # Who is told of each request that is over: the log, traces.
         self.at_end: tuple[Callable[[Seen, float, str, int, Reason], None], ...] = ()
         self.client_connections = 0

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import re
 from typing import TYPE_CHECKING
 
+from proxy.control.trace import Trace, id_in
 from proxy.core.types import Reason
 from proxy.wire.http import NONE
 
@@ -13,10 +13,7 @@ if TYPE_CHECKING:
     from proxy.core.types import Ask, Decision
     from proxy.wire.request import Request
 
-# The W3C's header: version, trace, span, flags; all zeros are no id.
-TRACEPARENT = re.compile(
-    rb"(?!ff)[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}"
-)
+TRACE = b"traceparent"
 
 
 class Record:
@@ -63,15 +60,24 @@ class Record:
     @property
     def trace_id(self) -> str:
         """The trace that it belongs to, if any."""
-        if self.request is None:
-            return ""
-        told = TRACEPARENT.fullmatch(self.request.head.special.get(b"traceparent", b""))
-        return told[1].decode() if told else ""
+        if (trace := self.trace) is not None:
+            return trace.id
+        return "" if self.request is None else id_in(self.request.head.special.get(TRACE))
+
+    @property
+    def trace(self) -> Trace | None:
+        """Its own part of that trace, where requests are traced."""
+        return None if self.request is None else self.request.trace
 
     def begin(self, now: float, request: Request, metrics: Metrics) -> None:
         """Note when it came."""
         self.started = now
         self.request = request
+        if metrics.begin_trace is not None:
+            head = request.head
+            request.trace = metrics.begin_trace(told := head.special.get(TRACE))
+            if told is not None:
+                head.keep_back((TRACE,))  # each leg is told its own
         if metrics.keeps_prompts:
             self.prompt = request.body
 

@@ -15,6 +15,7 @@ from proxy.wire.http import REQUEST_HEADERS, RefusedError, malformed, tokens, wi
 from proxy.wire.known_head import MAX_DIGITS
 
 if TYPE_CHECKING:
+    from proxy.control.trace import Trace
     from collections.abc import Iterable
 
     from proxy.core.routes import Route
@@ -139,12 +140,13 @@ class RequestHead:
 class Request:
     """One request, read."""
 
-    __slots__ = ("body", "head", "id")
+    __slots__ = ("body", "head", "id", "trace")
 
     def __init__(self, head: RequestHead, body: bytes) -> None:
         self.head = head
         self.body = body
         self.id = head.id
+        self.trace: Trace | None = None  # where requests are traced
 
 
 def _is_yes(value: bytes) -> bool:

@@ -17,6 +17,8 @@ def to_worker(request: Request, pool: Pool, body: bytes, request_id: bytes) -> t
     head = request.head
     authorization = pool.authorization or head.authorization
     own = b"X-Request-Id: %b\r\n\r\n" % request_id
+    if (trace := request.trace) is not None:
+        own = trace.leg(pool.spec.name, pool.spec.role) + own
     if body or head.method != "GET":
         own = b"Content-Length: %d\r\n%b" % (len(body), own)
     if len(body) > SMALL:

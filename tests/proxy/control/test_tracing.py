@@ -1,0 +1,223 @@
+"""Traces across the router and both ends of a hand-over, as a collector gets them."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from proxy.assembly import App
+from proxy.config import load, parse
+from proxy.config.tracing import TracingConfig
+from proxy.control import tracing
+from proxy.control.trace import Trace, id_in
+from proxy.control.tracing import Tracing
+from proxy.errors import ConfigError, ProxyError
+from tests.proxy.wire.client import Client, chat
+from tests.proxy.wire.fake_worker import FakeWorker
+from tests.proxy.wire.kv import Kv
+from tests.proxy.wire.site import eventually
+
+otlp = pytest.importorskip("opentelemetry.proto.collector.trace.v1.trace_service_pb2")
+
+DEADLINE_S = 30.0
+TRACE, SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
+
+
+class Collector:
+    """Takes what an exporter sends."""
+
+    def __init__(self) -> None:
+        self.spans: list[Any] = []
+        self.services: set[str] = set()
+        self.url = ""
+
+    async def take(self, request: web.Request) -> web.Response:
+        """Take a batch."""
+        told = otlp.ExportTraceServiceRequest.FromString(await request.read())
+        for each in told.resource_spans:
+            self.services |= {
+                a.value.string_value for a in each.resource.attributes if a.key == "service.name"
+            }
+            self.spans += [span for scope in each.scope_spans for span in scope.spans]
+        return web.Response(body=b"", content_type="application/x-protobuf")
+
+    def tree(self) -> dict[str, tuple[str, str, str]]:
+        """Return each span's name, its trace and what it is below, by its id."""
+        return {
+            span.span_id.hex(): (span.name, span.trace_id.hex(), span.parent_span_id.hex())
+            for span in self.spans
+        }
+
+
+@pytest.fixture
+async def collector() -> AsyncIterator[Collector]:
+    """Listen."""
+    made, site = Collector(), web.Application()
+    site.router.add_post("/v1/traces", made.take)
+    runner = web.AppRunner(site)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    made.url = f"http://127.0.0.1:{runner.addresses[0][1]}/v1/traces"
+    yield made
+    await runner.cleanup()
+
+
+@pytest.fixture
+async def workers() -> AsyncIterator[list[FakeWorker]]:
+    """Start a prefill and a decode worker."""
+    kv = Kv()
+    made = [FakeWorker("p0"), FakeWorker("d0")]
+    for role, each in zip(("prefill", "decode"), made, strict=True):
+        await each.listen()
+        each.always(kv.worker(each, role))
+    yield made
+    for each in made:
+        await each.stop()
+
+
+async def started(folder: Path, workers: list[FakeWorker], more: str) -> App:
+    """Start a router before both."""
+    roles = zip(("prefill", "decode"), workers, strict=True)
+    listed = "".join(f"  - {{name: {w.name}, url: '{w.url}', role: {r}}}\n" for r, w in roles)
+    source = folder / "fleet.yaml"
+    source.write_text(
+        f"model: tiny\nworkers:\n{listed}transfer: nixl\nrouting: {{disaggregate_above: 1}}\n"
+        f"router: {{port: 0, admin: {{port: 0}}, probe: {{interval_s: 0.05}}{more}}}\n"
+    )
+    app = App(load(source), source)
+    await app.start()
+    await eventually(lambda: app.metrics.handovers.warmups == {"done": 1}, within=DEADLINE_S)
+    return app
+
+
+async def ask(app: App, *headers: bytes) -> int:
+    """Ask for a stream, of a prompt that is handed over."""
+    client = await Client.connect(app.wire.port)
+    try:
+        return (await client.ask(chat("hello " * 50, *headers, stream=True))).status
+    finally:
+        client.close()
+
+
+def told(worker: FakeWorker) -> list[bytes]:
+    """Return the traceparents of what a worker served, warm-ups aside."""
+    found = [
+        re.findall(rb"(?im)^traceparent: (\S+)\r$", call.head)
+        for call in worker.served
+        if b"hello" in call.body
+    ]
+    assert all(len(each) <= 1 for each in found)
+    return [each[0] for each in found if each]
+
+
+async def test_a_hand_over_is_one_trace(
+    tmp_path: Path, collector: Collector, workers: list[FakeWorker]
+) -> None:
+    app = await started(tmp_path, workers, f", tracing: {{endpoint: '{collector.url}', sample: 0}}")
+    try:
+        # The client's word counts, whatever is sampled of the rest.
+        assert await ask(app, f"traceparent: 00-{TRACE}-{SPAN}-01".encode()) == 200
+        assert await ask(app) == 200
+    finally:
+        await app.stop()
+    tree = collector.tree()
+    assert {trace for _, trace, _ in tree.values()} == {TRACE}
+    ids = {name: span for span, (name, _, _) in tree.items()}
+    below = {name: parent for name, _, parent in tree.values()}
+    root = ids["router chat/completions"]
+    assert below == {
+        "router chat/completions": SPAN, "queue": root, "prefill leg": root, "decode leg": root,
+        "transfer": ids["decode leg"], "decode": ids["decode leg"],
+    }  # fmt: skip
+    assert collector.services == {"vllm-sched-router"}
+    prefill, decode = told(workers[0]), told(workers[1])
+    assert prefill[0] == f"00-{TRACE}-{ids['prefill leg']}-01".encode()
+    assert decode[0] == f"00-{TRACE}-{ids['decode leg']}-01".encode()
+    # One that nobody samples has a trace all the same, which says so.
+    assert prefill[1].endswith(b"-00")
+    assert id_in(prefill[1]) == id_in(decode[1]) != TRACE
+    for span in collector.spans:
+        assert 0 < span.start_time_unix_nano <= span.end_time_unix_nano
+
+
+async def test_without_tracing_a_clients_header_passes_as_it_is(
+    tmp_path: Path, workers: list[FakeWorker]
+) -> None:
+    app = await started(tmp_path, workers, "")
+    sent = f"00-{TRACE}-{SPAN}-00".encode()
+    try:
+        assert await ask(app, b"traceparent: " + sent, b"tracestate: a=b") == 200
+        assert await ask(app) == 200
+    finally:
+        await app.stop()
+    assert told(workers[0]) == told(workers[1]) == [sent]
+
+
+async def test_a_collector_that_is_away_costs_nobody_anything(
+    tmp_path: Path, workers: list[FakeWorker]
+) -> None:
+    more = ", tracing: {endpoint: 'http://127.0.0.1:9/v1/traces', sample: 1.0}"
+    app = await started(tmp_path, workers, more)
+    try:
+        assert [await ask(app) for _ in range(3)] == [200] * 3
+    finally:
+        await asyncio.wait_for(app.stop(), DEADLINE_S)
+
+
+@pytest.mark.parametrize(
+    ("header", "parent", "sampled"),
+    [
+        (f"00-{TRACE}-{SPAN}-01", int(SPAN, 16), True),
+        (f"00-{TRACE}-{SPAN}-00", int(SPAN, 16), False),
+        (f"cc-{TRACE}-{SPAN}-09", int(SPAN, 16), True),
+        (f"ff-{TRACE}-{SPAN}-01", None, True),
+        (f"00-{'0' * 32}-{SPAN}-01", None, True),
+        (f"00-{TRACE}-{'0' * 16}-01", None, True),
+        (f"00-{TRACE.upper()}-{SPAN}-01", None, True),
+        ("", None, True),
+        (f"00-{TRACE}-{SPAN}-01, 00-{TRACE}-{SPAN}-01", None, True),
+    ],
+)
+def test_only_a_right_header_is_gone_on_with(
+    header: str, parent: int | None, sampled: bool
+) -> None:
+    trace = Trace.begin(header.encode(), sample=True)
+    assert (trace.parent, trace.sampled) == (parent, sampled)
+    assert (trace.id == TRACE) == (parent is not None)
+
+
+def test_the_share_that_is_traced() -> None:
+    chances = iter([0.05, 0.15])
+    made = Tracing(TracingConfig(endpoint="http://c/v1/traces"), chance=lambda: next(chances))
+    assert [made.begin(None).sampled for _ in range(2)] == [True, False]
+    made.close()
+
+
+def test_without_the_extra_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "opentelemetry.sdk.resources", None)
+    with pytest.raises(ProxyError, match=r"vllm-sched\[otel\]"):
+        Tracing(TracingConfig(endpoint="http://c/v1/traces"))
+    assert tracing.MISSING.startswith("router.tracing")
+
+
+@pytest.mark.parametrize(
+    ("block", "says"),
+    [
+        ("{endpoint: 'c:4318'}", "http://collector:4318"),
+        ("{endpoint: 'http://me:secret@c/v1/traces'}", "OTEL_EXPORTER_OTLP_HEADERS"),
+        ("{endpoint: 'http://c/', sample: 2}", "router.tracing.sample"),
+        ("{sample: 0.5}", "router.tracing.endpoint"),
+    ],
+)
+def test_what_is_wrong_is_said(block: str, says: str) -> None:
+    text = f"model: m\nworkers: [{{name: a, url: 'http://a'}}]\nrouter: {{tracing: {block}}}"
+    with pytest.raises(ConfigError) as caught:
+        parse(text, "fleet.yaml")
+    assert says in str(caught.value)
+    assert "secret" not in str(caught.value)
