@@ -64,7 +64,7 @@ def charge_output(settings: FairnessSettings, ask: Ask, tokens: float) -> None:
 
 def give_back(tenant: Tenant, ask: Ask) -> None:
     """Give back what a prompt cost that came to nothing."""
-    tenant.virtual -= ask.paid / tenant.spec.weight
+    tenant.charge(-ask.paid)
     ask.paid = 0.0
 
 

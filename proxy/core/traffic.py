@@ -15,13 +15,15 @@ LATELY = 0.05  # a long counts as late news until so much of it is left: three m
 class Traffic:
     """One model's."""
 
-    __slots__ = ("_at", "_long_s", "_longs", "_shorts")
+    __slots__ = ("_at", "_long_s", "_longs", "_shorts", "long_s_ever", "longs_ever", "shorts_ever")
 
     def __init__(self) -> None:
         self._at = 0.0
         self._shorts = 0.0
         self._longs = 0.0
         self._long_s = 0.0
+        self.shorts_ever = self.longs_ever = 0  # asked here
+        self.long_s_ever = 0.0
 
     def _fade(self, now: float) -> None:
         if now > self._at:
@@ -41,12 +43,22 @@ class Traffic:
         if now - self._at > TICK_S:
             self._fade(now)
         self._shorts += 1.0
+        self.shorts_ever += 1
 
     def saw_long(self, now: float, prefill_s: float) -> None:
         """Count a long, and how long its prefill will keep a worker."""
         self._fade(now)
         self._longs += 1.0
         self._long_s += prefill_s
+        self.longs_ever += 1
+        self.long_s_ever += prefill_s
+
+    def saw_elsewhere(self, now: float, shorts: int, longs: int, long_s: float) -> None:
+        """Count what other processes were asked."""
+        self._fade(now)
+        self._shorts += shorts
+        self._longs += longs
+        self._long_s += long_s
 
     def shorts_per_s(self, now: float) -> float:
         """How often shorts are asked."""

@@ -9,6 +9,7 @@ import signal
 import socket
 import time
 from collections.abc import Coroutine, Mapping
+from contextlib import suppress
 from itertools import count
 from typing import Any
 
@@ -34,8 +35,11 @@ from proxy.processes.messages import (
     Workers,
 )
 from proxy.processes.mirror import Mirror
+from proxy.processes.queues import Queues
 from proxy.processes.sharing import Sharing
-from proxy.processes.table import Table
+from proxy.processes.table import LIFE, Table
+from proxy.processes.tenancy import Tenancy
+from proxy.processes.tides import Tides
 
 logger = logging.getLogger(__name__)
 
@@ -56,8 +60,16 @@ class Member:
         self.app.siblings = self
         self.app.wire.pages = self.page
         fleet, clock = self.app.fleet, time.monotonic
-        self._sharing = Sharing(Table(table, begin.processes), index, fleet, clock, loop.call_soon)
-        fleet.others = self._sharing
+        shared, router = Table(table, begin.processes), self.app.router
+        self._sharing = Sharing(shared, index, fleet, clock, loop.call_soon)
+        self._sharing.sheet.write_count(LIFE, time.monotonic_ns())
+        self._queues = Queues(router.queue, self._sharing)
+        self._sharing.parts += (
+            self._queues,
+            Tenancy(router.tenants, shared, self._sharing),
+            Tides(router, self._sharing),
+        )
+        fleet.others, router.queue.elsewhere = self._sharing, self._queues
         self._index = index
         self._mirror = Mirror(self.app.router, self._sharing, clock)
         self._channel = channel
@@ -177,12 +189,18 @@ class Member:
             now = self._clock()
             sharing.look(now)
             sharing.tell_written()
-            if wire.queued and sharing.changes != seen:
+            if wire.queued and (sharing.changes != seen or self._queues.held):
+                self._queues.held = False
                 wire.settle(now)
             seen = sharing.changes
             if self.app.leads:
                 self._tell()
-            await asyncio.sleep(WAITING_S if wire.queued else IDLE_S)
+            self._queues.came.clear()
+            if wire.queued:
+                await asyncio.sleep(WAITING_S)
+            else:
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(self._queues.came.wait(), IDLE_S)
 
     def _reload(self) -> None:
         try:

@@ -8,7 +8,7 @@ a worker's requests may be overrun by what other processes place there within ab
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from proxy.core.elsewhere import NO_LOAD, Load, own
 from proxy.processes.table import MOST_WORKERS, Sheet, Table
@@ -33,6 +33,16 @@ class Peer:
         self.read = 0
 
 
+class Part(Protocol):
+    """Something else that is shared."""
+
+    def tell(self) -> None:
+        """Write what has changed; called at the end of a turn in which anything has."""
+
+    def take(self, now: float) -> None:
+        """Read what the others have written; called at each look."""
+
+
 class Sharing:
     """The `Others` of a fleet."""
 
@@ -45,8 +55,9 @@ class Sharing:
         soon: Callable[[Callable[[], None]], object],
     ) -> None:
         self.sheet = table.sheet(process)
+        self.parts: list[Part] = []
         self.changes = 0  # that were taken in: whoever waits may have better luck after one
-        self._peers = [Peer(table.sheet(i)) for i in range(table.processes) if i != process]
+        self.peers = [Peer(table.sheet(i)) for i in range(table.processes) if i != process]
         self._fleet = fleet
         self._clock = clock
         self._soon = soon
@@ -54,7 +65,7 @@ class Sharing:
         self._workers: dict[int, Worker] = {}
         self._changed: set[Worker] = set()
         self._breakers: dict[Worker, tuple[float, Told]] = {}  # as we know that they were told
-        self._taking = False
+        self._taking = self._telling = False
         self._next = self._next_sure = 0.0
 
     # Who has which row
@@ -87,7 +98,7 @@ class Sharing:
 
     def is_free(self, row: int) -> bool:
         """Whether nobody has anything charged in a row."""
-        return not self.sheet.has(row) and not any(peer.sheet.has(row) for peer in self._peers)
+        return not self.sheet.has(row) and not any(peer.sheet.has(row) for peer in self.peers)
 
     # Telling
 
@@ -95,13 +106,21 @@ class Sharing:
         """Tell the others of a worker at the end of this turn."""
         if self._taking:
             return
-        if not self._changed:
-            self._soon(self.flush)
         self._changed.add(worker)
+        self.speak()
+
+    def speak(self) -> None:
+        """Tell the others of whatever has changed at the end of this turn."""
+        if not self._telling:
+            self._telling = True
+            self._soon(self.flush)
 
     def flush(self) -> None:
         """Tell them now."""
         changed, self._changed = self._changed, set()
+        self._telling = False
+        for part in self.parts:
+            part.tell()
         for worker in changed:
             row = self._rows.get(worker)
             if row is None:
@@ -130,9 +149,11 @@ class Sharing:
         if now < self._next:
             return
         self._next = now + LOOK_S
+        for part in self.parts:
+            part.take(now)
         rows: set[int] = set()
         everything = now >= self._next_sure
-        for peer in self._peers:
+        for peer in self.peers:
             if everything or peer.sheet.changes != peer.read:
                 peer.read, told = peer.sheet.told(peer.read)
                 if told is None:
@@ -158,7 +179,7 @@ class Sharing:
 
     def _take_load(self, worker: Worker, row: int, now: float) -> None:
         load, due_at = NO_LOAD, 0.0
-        for peer in self._peers:
+        for peer in self.peers:
             said = peer.sheet.read_load(row)
             load = said.load if load is NO_LOAD else Load(*map(int.__add__, load, said.load))
             due_at = max(due_at, said.due_at)
@@ -167,9 +188,11 @@ class Sharing:
             self._fleet.charged_elsewhere(worker, load, due_at, now)
 
     def _take_breaker(self, worker: Worker, row: int) -> None:
-        at, told = max(
-            (peer.sheet.read_breaker(row) for peer in self._peers), key=lambda said: said[0]
-        )
+        at, told = 0.0, NEW
+        for peer in self.peers:
+            said = peer.sheet.read_breaker(row)
+            if said[0] > at:
+                at, told = said
         if at > self._breakers[worker][0] and worker not in self._changed:
             self._breakers[worker] = at, told
             if told != worker.breaker.told():

@@ -1,6 +1,7 @@
 """What the processes of a router tell each other without asking: a piece of memory they all see.
 
-Each process has a sheet of its own in it, and writes nowhere else; the others read. A number is
+Each process has a sheet of its own in it, and writes nowhere else but to what tenants have taken of
+their limits, where a lost update does little; the others read. A number is
 eight bytes in their place, so a store is whole or not there, and nobody ever waits for a lock. What
 is read of several numbers may be of two moments: none is believed for longer than until the next
 look.
@@ -24,21 +25,27 @@ from proxy.core.elsewhere import Load
 
 WORD = 8
 MOST_WORKERS = 1024  # rows, one for each worker
-PLACES = 64  # into which models and sizes fall, by a hash of theirs
-RING = 1024  # a power of two
+MOST_TENANTS = 1024
+PLACES = 64  # into which models, and sizes, fall by a hash of theirs
+RING = 1024  # numbers of rows that have changed
 
-HEAD_WORDS, ROW_WORDS, PLACE_WORDS = 16, 16, 8
-SHEET_WORDS = HEAD_WORDS + RING + MOST_WORKERS * ROW_WORDS + PLACES * PLACE_WORDS
+HEAD_WORDS, ROW_WORDS, FRONT_WORDS, TIDE_WORDS, TENANT_WORDS = 16, 16, 4, 4, 2
 AT_RING = HEAD_WORDS
 AT_ROWS = AT_RING + RING
-AT_PLACES = AT_ROWS + MOST_WORKERS * ROW_WORDS
+AT_FRONTS = AT_ROWS + MOST_WORKERS * ROW_WORDS
+AT_TIDES = AT_FRONTS + PLACES * FRONT_WORDS
+AT_TENANTS = AT_TIDES + PLACES * TIDE_WORDS
+SHEET_WORDS = AT_TENANTS + MOST_TENANTS * TENANT_WORDS
 # In the head.
-CHANGES, WAITING, BYTES, TOKENS = range(4)
+CHANGES, WAITING, BYTES, TOKENS, LIFE, TENANT_CHANGES = range(6)
+# Behind all sheets, everybody's: who has which row among the tenants, and what each has taken.
+CELL_WORDS = 2
+COMMON_WORDS = MOST_TENANTS * (1 + CELL_WORDS)
 
 LOAD = Struct("@8qd")
 BREAKER = Struct("@dqdqqd")
 AT_BREAKER = LOAD.size
-PLACE = Struct("@qd2qd")
+FRONT, TIDE, TENANT = Struct("@qdd"), Struct("@qqd"), Struct("@qd")
 
 
 class Row(NamedTuple):
@@ -48,14 +55,27 @@ class Row(NamedTuple):
     due_at: float
 
 
-class Place(NamedTuple):
-    """What one process says of a model's shorts, or longs."""
+class Front(NamedTuple):
+    """Who would go first of those who wait for a model, shorts or longs."""
 
-    rank: int = 0  # of the class that goes first among those who wait; 0: nobody waits
-    turn: float = 0.0  # who of that class goes first: the least
-    shorts: int = 0  # asked, since ever
+    rank: int = 0  # the class, counted from 1; 0: nobody waits
+    virtual: float = 0.0
+    since: float = 0.0
+
+
+class Tide(NamedTuple):
+    """What was asked of a model, since ever."""
+
+    shorts: int = 0
     longs: int = 0
-    long_s: float = 0.0  # of prefill that longs brought, since ever
+    long_s: float = 0.0  # of prefill that longs brought
+
+
+class Taken(NamedTuple):
+    """What a tenant has of one process."""
+
+    running: int = 0
+    charged: float = 0.0
 
 
 class Table:
@@ -64,13 +84,15 @@ class Table:
     def __init__(self, fd: int, processes: int) -> None:
         self.fd = fd
         self.processes = processes
-        self.memory = mmap.mmap(fd, processes * SHEET_WORDS * WORD)
+        self._given: list[memoryview[float]] = []
+        self._common = processes * SHEET_WORDS * WORD
+        self.memory = mmap.mmap(fd, self._common + COMMON_WORDS * WORD)
 
     @classmethod
     def make(cls, processes: int) -> Table:
         """Make one; its file descriptor is to be handed on."""
         fd = os.memfd_create("router-processes")
-        os.ftruncate(fd, processes * SHEET_WORDS * WORD)
+        os.ftruncate(fd, (processes * SHEET_WORDS + COMMON_WORDS) * WORD)
         return cls(fd, processes)
 
     def sheet(self, process: int) -> Sheet:
@@ -85,8 +107,32 @@ class Table:
         self.memory[start : start + SHEET_WORDS * WORD] = bytes(SHEET_WORDS * WORD)
         sheet.changes = changes + RING + 1  # everybody has missed a round
 
+    def tenant_row(self, mark: int) -> int | None:
+        """Find or make the row of a tenant, by a number that is its own and not 0; None: all taken.
+
+        All processes make the rows of the same tenants in the same order, so that it does not
+        matter who is first.
+        """
+        for row in ((mark + i) % MOST_TENANTS for i in range(MOST_TENANTS)):
+            place = self._common + row * WORD
+            there = ONE_COUNT.unpack_from(self.memory, place)[0]
+            if not there:
+                ONE_COUNT.pack_into(self.memory, place, mark)
+            if there in (0, mark):
+                return row
+        return None
+
+    def tenant_cells(self, row: int) -> memoryview[float]:
+        """Return the numbers of a tenant that all processes write."""
+        start = self._common + (MOST_TENANTS + row * CELL_WORDS) * WORD
+        cells = memoryview(self.memory)[start : start + CELL_WORDS * WORD].cast("d")
+        self._given.append(cells)
+        return cells
+
     def close(self) -> None:
         """Give it back, here."""
+        for cells in self._given:
+            cells.release()
         self.memory.close()
         os.close(self.fd)
 
@@ -98,7 +144,9 @@ class Sheet:
         self._memory = memory
         self._start = process * SHEET_WORDS * WORD
         self._rows = self._start + AT_ROWS * WORD
-        self._places = self._start + AT_PLACES * WORD
+        self._fronts = self._start + AT_FRONTS * WORD
+        self._tides = self._start + AT_TIDES * WORD
+        self._tenants = self._start + AT_TENANTS * WORD
 
     # Of workers
 
@@ -166,24 +214,40 @@ class Sheet:
         # What was overwritten meanwhile was read as something else.
         return (now, rows) if self.changes - since <= RING else (now, None)
 
-    # Of the queue
+    # Of all else
 
     def write_count(self, which: int, value: int) -> None:
-        """Say how long the queue is, in one of its measures."""
+        """Write a number of the head."""
         ONE_COUNT.pack_into(self._memory, self._start + which * WORD, value)
 
     def count(self, which: int) -> int:
-        """Read a number of the head."""
+        """Read it."""
         value: int = ONE_COUNT.unpack_from(self._memory, self._start + which * WORD)[0]
         return value
 
-    def write_place(self, place: int, said: Place) -> None:
-        """Say who waits of a model and size, and what was asked."""
-        PLACE.pack_into(self._memory, self._places + place * PLACE_WORDS * WORD, *said)
+    def write_front(self, place: int, front: Front) -> None:
+        """Say who would go first."""
+        FRONT.pack_into(self._memory, self._fronts + place * FRONT_WORDS * WORD, *front)
 
-    def read_place(self, place: int) -> Place:
+    def read_front(self, place: int) -> Front:
         """Read that."""
-        return Place(*PLACE.unpack_from(self._memory, self._places + place * PLACE_WORDS * WORD))
+        return Front(*FRONT.unpack_from(self._memory, self._fronts + place * FRONT_WORDS * WORD))
+
+    def write_tide(self, place: int, tide: Tide) -> None:
+        """Say what was asked."""
+        TIDE.pack_into(self._memory, self._tides + place * TIDE_WORDS * WORD, *tide)
+
+    def read_tide(self, place: int) -> Tide:
+        """Read that."""
+        return Tide(*TIDE.unpack_from(self._memory, self._tides + place * TIDE_WORDS * WORD))
+
+    def write_taken(self, row: int, taken: Taken) -> None:
+        """Say what a tenant has here."""
+        TENANT.pack_into(self._memory, self._tenants + row * TENANT_WORDS * WORD, *taken)
+
+    def read_taken(self, row: int) -> Taken:
+        """Read that."""
+        return Taken(*TENANT.unpack_from(self._memory, self._tenants + row * TENANT_WORDS * WORD))
 
 
 ONE_COUNT, ONE_TIME = Struct("@q"), Struct("@d")

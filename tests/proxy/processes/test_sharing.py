@@ -2,81 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-
-import pytest
+from collections.abc import Callable
 
 from proxy.core.elsewhere import Load, own
-from proxy.core.types import Lease, Outcome
-from proxy.core.worker import Worker, WorkerSpec
-from proxy.processes.sharing import LOOK_S, REST_S, SURE_S, Rows, Sharing
-from proxy.processes.table import RING, Table
+from proxy.core.types import Outcome
+from proxy.processes.sharing import LOOK_S, REST_S, SURE_S, Rows
+from proxy.processes.table import RING
 from tests.proxy.core.making import (
     ask,
     idle,
     members,
     placed,
     refused,
-    router_of,
     spec,
     waits,
-    worker_of,
 )
-
-
-class Crew:
-    """Routers that share a table; each event of one's is told at once unless that is put off."""
-
-    def __init__(self, size: int, *specs: WorkerSpec, **settings: object) -> None:
-        self.table = Table.make(size)
-        self.now = 1.0
-        self.later: list[Callable[[], None]] = []
-        self.routers = [router_of(*specs, **settings) for _ in range(size)]
-        self.sharings = [self.join(i) for i in range(size)]
-
-    def join(self, index: int) -> Sharing:
-        fleet = self.routers[index].fleet
-        sharing = Sharing(self.table, index, fleet, lambda: self.now, self.later.append)
-        for row, worker in enumerate(fleet):
-            sharing.place(worker, row, 0.0)
-        fleet.others = sharing
-        return sharing
-
-    def tell(self) -> None:
-        """End the turn of every process, and let a little time pass."""
-        later, self.later[:] = list(self.later), []
-        for each in later:
-            each()
-        self.now += 2 * LOOK_S
-
-    def submit(self, index: int, **fields: int) -> Lease:
-        lease = placed(self.routers[index].submit(ask(**fields), self.now))
-        self.tell()
-        return lease
-
-    def finish(self, index: int, lease: Lease, outcome: Outcome = Outcome.DONE) -> None:
-        self.routers[index].finish(lease, self.now, outcome)
-        self.tell()
-
-    def look(self) -> None:
-        for sharing in self.sharings:
-            sharing.look(self.now)
-
-    def worker(self, index: int, name: str) -> Worker:
-        return worker_of(self.routers[index], name)
-
-
-@pytest.fixture
-def crews() -> Iterator[Callable[..., Crew]]:
-    made: list[Crew] = []
-
-    def make(size: int, *specs: WorkerSpec, **settings: object) -> Crew:
-        made.append(Crew(size, *specs, **settings))
-        return made[-1]
-
-    yield make
-    for crew in made:
-        crew.table.close()
+from tests.proxy.processes.making import Crew
 
 
 def test_processes_take_turns_as_one_would(crews: Callable[..., Crew]) -> None:
@@ -123,9 +64,7 @@ def test_one_who_comes_later_sees_what_is_there(crews: Callable[..., Crew]) -> N
     for _ in range(3):
         crew.routers[0].fleet.failed(crew.worker(0, "a"), crew.now)
     crew.tell()
-    crew.table.clear(1)
-    crew.routers[1] = router_of(spec("a"), spec("b"))
-    crew.join(1)
+    crew.restart(1)
     assert [worker.requests for worker in crew.routers[1].fleet] == [1, 0]
     assert not crew.worker(1, "a").breaker.closed
 

@@ -13,13 +13,16 @@ from proxy.core.elsewhere import Load
 from proxy.processes.table import (
     BYTES,
     CHANGES,
+    MOST_TENANTS,
     MOST_WORKERS,
     PLACES,
     RING,
     WAITING,
-    Place,
+    Front,
     Row,
     Table,
+    Taken,
+    Tide,
 )
 
 LOAD = Load(1, 2, 3, 4, 5, 6, 7, 8)
@@ -41,7 +44,10 @@ def test_each_writes_beside_the_others(table: Table) -> None:
             sheet.write_load(row, LOAD._replace(requests=number), number + row / 2)
             sheet.write_breaker(row, 7.0 + number, TOLD)
         for place in (0, PLACES - 1):
-            sheet.write_place(place, Place(1, 2.5, 3, number, 5.5))
+            sheet.write_front(place, Front(1, 2.5, number))
+            sheet.write_tide(place, Tide(1, number, 2.5))
+        for tenant in (0, MOST_TENANTS - 1):
+            sheet.write_taken(tenant, Taken(number, 0.5))
         sheet.write_count(WAITING, number)
         sheet.write_count(BYTES, 2**40 + number)
     for number, sheet in enumerate(sheets):
@@ -50,7 +56,10 @@ def test_each_writes_beside_the_others(table: Table) -> None:
             assert sheet.read_breaker(row) == (7.0 + number, TOLD)
         assert sheet.read_load(1) == Row(Load(), 0.0)
         assert sheet.read_breaker(1)[0] == 0.0
-        assert sheet.read_place(PLACES - 1) == Place(1, 2.5, 3, number, 5.5)
+        assert sheet.read_front(PLACES - 1) == Front(1, 2.5, number)
+        assert sheet.read_tide(PLACES - 1) == Tide(1, number, 2.5)
+        assert sheet.read_taken(MOST_TENANTS - 1) == Taken(number, 0.5)
+        assert sheet.read_front(1) == Front()
         assert (sheet.count(WAITING), sheet.count(BYTES)) == (number, 2**40 + number)
         assert sheet.count(CHANGES) == 0
 
@@ -105,3 +114,19 @@ def test_another_process_sees_it(table: Table) -> None:
     subprocess.run([sys.executable, "-c", code, str(table.fd)], pass_fds=[table.fd], check=True)
     assert table.sheet(2).told(0) == (1, {7})
     assert table.sheet(2).read_load(7) == Row(Load(requests=42), 2.5)
+
+
+def test_tenants_have_rows_that_all_find(table: Table) -> None:
+    marks = [7, 7 + MOST_TENANTS, 9]
+    rows = [table.tenant_row(mark) for mark in marks]
+    assert rows == [7, 8, 9]
+    assert [table.tenant_row(mark) for mark in reversed(marks)] == [9, 8, 7]
+    cells = [table.tenant_cells(row) for row in (7, 8)]
+    cells[0][1] = 2.5
+    assert [list(each) for each in cells] == [[0.0, 2.5], [0.0, 0.0]]
+
+
+def test_tenants_beyond_the_last_row_have_none(table: Table) -> None:
+    for mark in range(1, MOST_TENANTS + 1):
+        assert table.tenant_row(mark) is not None
+    assert table.tenant_row(MOST_TENANTS + 1) is None

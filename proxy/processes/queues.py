@@ -1,0 +1,119 @@
+"""The queues of all processes as one: their limits, and whose turn it is.
+
+A place that becomes free belongs to whoever is first in any of the queues. Whoever sees it and is
+not first holds back for a beat, in which the one who is looks too, and takes it; if nobody has,
+because that one waits for something else, one at a time goes. So nobody waits for ever, and a place
+stays free for a beat at most.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+from zlib import crc32
+
+from proxy.core.tenants import Rank
+from proxy.processes.table import BYTES, PLACES, TOKENS, WAITING, Front
+
+if TYPE_CHECKING:
+    from proxy.core.queue import Place, Queue, Turn
+    from proxy.processes.sharing import Sharing
+
+BEAT_S = 0.01
+LONG_AGO_S = 1.0  # what was held back for is another place
+SIZES = "short", "long"
+NOBODY = Front()
+BATCH = Rank.BATCH
+
+
+class Queues:
+    """The queues of the others."""
+
+    def __init__(self, queue: Queue, sharing: Sharing) -> None:
+        self.length = self.bytes = self.tokens = 0
+        self.held = False  # whether somebody here holds back
+        self.came = asyncio.Event()  # somebody waits here now
+        self._queue = queue
+        self._sharing = sharing
+        self._sheets = [peer.sheet for peer in sharing.peers]
+        self._fronts: dict[int, Front] = {}  # as they were told, of ours
+        self._passed: dict[Place, float] = {}  # when one last went before others, or began to wait
+        self._moved = False
+
+    # As the queue needs it
+
+    def moved(self) -> None:
+        """Tell the others."""
+        self._moved = True
+        self.came.set()
+        self._sharing.speak()
+
+    def before(self, place: Place, rank: int) -> bool:
+        """Whether any of a class above this number waits there."""
+        if not self.length:
+            return False
+        if rank > BATCH and self._higher(place[0]):
+            return True  # batch waits for all of its model
+        return self._first(place, rank) is not None
+
+    def goes_first(self, place: Place, turn: Turn, now: float) -> bool:
+        """Whether somebody there is to have what is free now."""
+        if not self.length:
+            return False
+        if turn[0] is BATCH and self._higher(place[0]):
+            return self._hold()
+        first = self._first(place, turn[0] + 1)
+        if first is None or (first.rank - 1, first.virtual, first.since) >= turn:
+            self._passed.pop(place, None)
+            return False
+        waited_s = now - self._passed.setdefault(place, now)
+        if waited_s >= BEAT_S:
+            self._passed[place] = now
+        return self._hold() if waited_s < BEAT_S or waited_s > LONG_AGO_S else False
+
+    def _hold(self) -> bool:
+        self.held = True
+        return True
+
+    def _higher(self, model: str) -> bool:
+        return any(self._first((model, size), BATCH) for size in SIZES)
+
+    def _first(self, place: Place, rank: int) -> Front | None:
+        """Return who is first there of the classes above a number."""
+        at = place_of(place)
+        fronts = [front for sheet in self._sheets if (front := sheet.read_front(at)).rank]
+        return min((front for front in fronts if front.rank - 1 < rank), default=None)
+
+    # As the others do
+
+    def tell(self) -> None:
+        """Say how long the queue is, and who is first of each place."""
+        if not self._moved:
+            return
+        self._moved = False
+        sheet, queue = self._sharing.sheet, self._queue
+        sheet.write_count(BYTES, queue.bytes)
+        sheet.write_count(TOKENS, queue.tokens)
+        fronts: dict[int, Front] = {}
+        for place, (rank, virtual, since) in queue.fronts().items():
+            at, front = place_of(place), Front(rank + 1, virtual, since)
+            fronts[at] = min(fronts.get(at, front), front)
+        for at in self._fronts.keys() | fronts.keys():
+            sheet.write_front(at, fronts.get(at, NOBODY))
+        self._fronts = fronts
+        sheet.write_count(WAITING, queue.length)
+
+    def take(self, now: float) -> None:  # noqa: ARG002
+        """Read how long theirs are."""
+        sheets = self._sheets
+        self.length = sum(sheet.count(WAITING) for sheet in sheets)
+        if self.length:
+            self.bytes = sum(sheet.count(BYTES) for sheet in sheets)
+            self.tokens = sum(sheet.count(TOKENS) for sheet in sheets)
+        else:
+            self.bytes = self.tokens = 0
+
+
+def place_of(place: Place) -> int:
+    """Say where a model and size are told; two that share it yield to each other at times."""
+    return crc32("\0".join(place).encode(errors="replace")) % PLACES

@@ -1,0 +1,81 @@
+"""Routers over one table, in one process and in virtual time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from proxy.core.types import Lease, Outcome, Ticket
+from proxy.core.worker import Worker, WorkerSpec
+from proxy.processes.queues import Queues
+from proxy.processes.sharing import LOOK_S, Sharing
+from proxy.processes.table import LIFE, Table
+from proxy.processes.tenancy import Tenancy
+from proxy.processes.tides import Tides
+from tests.proxy.core.making import ask, placed, router_of, worker_of
+
+
+class Crew:
+    """Each event of one process's is told to the others when the turn ends."""
+
+    def __init__(self, size: int, *specs: WorkerSpec, **settings: object) -> None:
+        self.table = Table.make(size)
+        self.now = 1.0
+        self.later: list[Callable[[], None]] = []
+        self.lives = 0
+        self.leases: dict[Ticket, Lease] = {}  # of those that waited
+        self.specs = specs
+        self.settings = settings
+        self.routers = [router_of(*specs, **settings) for _ in range(size)]
+        self.queues: list[Queues] = [None] * size  # type: ignore[list-item]
+        self.sharings = [self.join(i) for i in range(size)]
+
+    def join(self, index: int) -> Sharing:
+        """Have a process share."""
+        router = self.routers[index]
+        fleet = router.fleet
+        sharing = Sharing(self.table, index, fleet, lambda: self.now, self.later.append)
+        self.lives += 1
+        sharing.sheet.write_count(LIFE, self.lives)
+        queues = self.queues[index] = Queues(router.queue, sharing)
+        sharing.parts += (
+            queues,
+            Tenancy(router.tenants, self.table, sharing),
+            Tides(router, sharing),
+        )
+        for row, worker in enumerate(fleet):
+            sharing.place(worker, row, 0.0)
+        fleet.others, router.queue.elsewhere = sharing, queues
+        return sharing
+
+    def restart(self, index: int) -> None:
+        """End a process as a crash does, and begin another."""
+        self.table.clear(index)
+        self.routers[index] = router_of(*self.specs, **self.settings)
+        self.sharings[index] = self.join(index)
+
+    def tell(self) -> None:
+        """End the turn of every process, and let a little time pass."""
+        later, self.later[:] = list(self.later), []
+        for each in later:
+            each()
+        self.now += 2 * LOOK_S
+
+    def look(self) -> None:
+        """Have everybody look."""
+        for sharing in self.sharings:
+            sharing.look(self.now)
+
+    def submit(self, index: int, **fields: int) -> Lease:
+        """Have a process place a request."""
+        lease = placed(self.routers[index].submit(ask(**fields), self.now))
+        self.tell()
+        return lease
+
+    def finish(self, index: int, lease: Lease, outcome: Outcome = Outcome.DONE) -> None:
+        """End a request."""
+        self.routers[index].finish(lease, self.now, outcome)
+        self.tell()
+
+    def worker(self, index: int, name: str) -> Worker:
+        """Look at a worker as one process sees it."""
+        return worker_of(self.routers[index], name)

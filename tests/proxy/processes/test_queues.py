@@ -1,0 +1,185 @@
+"""Queues of several processes: one limit, and turns across them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from proxy.core.tenants import Rank
+from proxy.core.types import Outcome, Ticket
+from proxy.processes.queues import BEAT_S
+from tests.proxy.core.making import ask, placed, refused, spec, waits
+from tests.proxy.processes.making import Crew
+
+Crews = Callable[..., Crew]
+
+
+def wait(crew: Crew, index: int, *, rank: Rank = Rank.STANDARD, long: bool = False) -> Ticket:
+    """Have one wait."""
+    asked = ask(long=long)
+    asked.rank = rank
+    ticket = waits(crew.routers[index].submit(asked, crew.now))
+    crew.tell()
+    return ticket
+
+
+def due(crew: Crew, index: int) -> list[Ticket]:
+    """Have one process look whose turn it is."""
+    found = crew.routers[index].due(crew.now)
+    crew.leases |= {ticket: placed(lease) for ticket, lease in found}
+    crew.tell()
+    return [ticket for ticket, _ in found]
+
+
+def test_the_limit_is_everybodys(crews: Crews) -> None:
+    crew = crews(2, spec("a", most=1), queue_requests=3)
+    crew.submit(0)
+    for index in (0, 1, 1):
+        wait(crew, index)
+    assert refused(crew.routers[0].submit(ask(), crew.now)).status == 429
+    assert refused(crew.routers[1].submit(ask(), crew.now)).status == 429
+    crew.restart(1)  # whoever waited there is gone
+    crew.now += 1
+    wait(crew, 0)
+
+
+def test_bytes_and_tokens_count_together(crews: Crews) -> None:
+    crew = crews(2, spec("a", most=1), queue_bytes=1000, queue_tokens=500)
+    crew.submit(0)
+    waits(crew.routers[0].submit(ask(100, size=600), crew.now))
+    crew.tell()
+    assert refused(crew.routers[1].submit(ask(100, size=600), crew.now)).status == 429
+    crew.look()
+    waits(crew.routers[1].submit(ask(300, size=100), crew.now))
+    crew.tell()
+    assert refused(crew.routers[0].submit(ask(300, size=100), crew.now)).status == 429
+
+
+def test_who_came_first_goes_first_wherever_it_waits(crews: Crews) -> None:
+    crew = crews(2, spec("a", most=1))
+    running = crew.submit(0)
+    first, second = wait(crew, 1), wait(crew, 0)
+    crew.finish(0, running)
+    assert due(crew, 0) == []  # the place is free, but not for its own
+    assert due(crew, 1) == [first]
+    crew.now += 5 * BEAT_S
+    assert due(crew, 0) == []
+    crew.finish(1, crew.leases[first])
+    assert due(crew, 0) == [second]
+
+
+def test_a_new_request_does_not_pass_who_waits_elsewhere(crews: Crews) -> None:
+    crew = crews(2, spec("a", most=1))
+    running = crew.submit(0)
+    first = wait(crew, 1)
+    crew.finish(0, running)
+    wait(crew, 0)
+    assert due(crew, 1) == [first]
+
+
+def test_a_place_that_the_first_does_not_take_is_the_nexts_after_a_beat(crews: Crews) -> None:
+    crew = crews(2, spec("a", most=1))
+    running = crew.submit(0)
+    wait(crew, 1)
+    others = [wait(crew, 0) for _ in range(2)]
+    crew.finish(0, running)
+    assert due(crew, 0) == []
+    assert crew.queues[0].held
+    crew.now += BEAT_S
+    assert due(crew, 0) == others[:1]
+
+
+@pytest.mark.parametrize("polls", [0.2, 0.9, 7.0])
+def test_nobody_is_held_back_for_ever(crews: Crews, polls: float) -> None:
+    """Places keep coming free, and who is first elsewhere never takes one."""
+    crew = crews(2, spec("a", most=1))
+    running = crew.submit(0)
+    wait(crew, 1)
+    waiting = [wait(crew, 0) for _ in range(5)]
+    gone: list[Ticket] = []
+    for _ in range(200):
+        if not running.released:
+            crew.finish(0, running)
+        for ticket, lease in crew.routers[0].due(crew.now):
+            gone.append(ticket)
+            running = placed(lease)
+        crew.tell()
+        crew.now += polls * BEAT_S
+    assert gone == waiting
+
+
+def test_classes_go_before_each_other_across_processes(crews: Crews) -> None:
+    crew = crews(2, spec("a", most=1))
+    running = crew.submit(0)
+    wait(crew, 0)
+    interactive = wait(crew, 1, rank=Rank.INTERACTIVE)
+    crew.finish(0, running)
+    assert due(crew, 0) == []
+    assert due(crew, 1) == [interactive]
+
+
+def test_batch_waits_for_all_of_its_model_everywhere(crews: Crews) -> None:
+    crew = crews(2, spec("a", most=1), spec("b", most=1))
+    running = [crew.submit(0), crew.submit(0)]
+    batch = wait(crew, 0, rank=Rank.BATCH)
+    wait(crew, 1, long=True)
+    crew.finish(0, running[0])
+    for _ in range(20):
+        assert due(crew, 0) == []
+        crew.now += BEAT_S
+    assert len(due(crew, 1)) == 1
+    crew.finish(0, running[1])
+    assert due(crew, 0) == [batch]
+
+
+def test_sizes_have_turns_of_their_own(crews: Crews) -> None:
+    crew = crews(2, spec("a", most=1))
+    running = crew.submit(0)
+    wait(crew, 1, long=True)
+    short = wait(crew, 0)
+    crew.finish(0, running)
+    assert due(crew, 0) == [short]
+
+
+def test_longs_that_wait_elsewhere_have_their_reserve_here(crews: Crews) -> None:
+    crew = crews(2, spec("a", most=1))
+    crew.submit(0)
+    wait(crew, 1, long=True)
+    crew.look()
+    assert crew.routers[0].queue.waiting("m", long=True) == 1
+    assert crew.routers[0].queue.waiting("m", long=False) == 0
+
+
+def test_nobody_else_waits_where_nobody_does(crews: Crews) -> None:
+    crew = crews(2, spec("a", most=1))
+    running = crew.submit(1)
+    ticket = wait(crew, 0)
+    crew.finish(1, running)
+    assert due(crew, 0) == [ticket]
+    crew.tell()
+    crew.look()
+    assert crew.queues[1].length == 0
+    assert not crew.queues[1].before(("m", "short"), 3)
+
+
+def test_an_end_is_told(crews: Crews) -> None:
+    crew = crews(2, spec("a", most=1))
+    crew.submit(0)
+    ticket = wait(crew, 0)
+    crew.look()
+    assert crew.queues[1].length == 1
+    crew.routers[0].withdraw(ticket, crew.now)
+    crew.tell()
+    crew.look()
+    assert crew.queues[1].length == 0
+
+
+def test_it_is_as_in_one_process_where_there_is_but_one(crews: Crews) -> None:
+    crew = crews(1, spec("a", most=1))
+    running = crew.submit(0)
+    ticket = wait(crew, 0)
+    crew.finish(0, running)
+    [(found, lease)] = crew.routers[0].due(crew.now)
+    assert found is ticket
+    crew.routers[0].finish(placed(lease), crew.now, Outcome.DONE)
