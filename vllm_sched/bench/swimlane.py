@@ -358,9 +358,11 @@ def _crowd(records: Sequence[Record]) -> str:
     """Say who is in the picture."""
     of = {klass: [r for r in records if r.klass == klass] for klass in ORDER}
     parts = [f"{len(of[BACKGROUND])} running decodes"] if of[BACKGROUND] else []
-    for klass in (LONG, SHORT):
-        if some := of[klass]:
-            parts.append(f"{len(some)} {klass} prompts of {some[0].prompt_tokens:,} tokens")
+    parts += [
+        f"{len(some)} {klass} prompts of {some[0].prompt_tokens:,} tokens"
+        for klass in (LONG, SHORT)
+        if (some := of[klass])
+    ]
     if of[BATCH]:
         parts.append(f"{len(of[BATCH])} batch requests")
     return ", ".join(parts)
