@@ -7,6 +7,7 @@ tells the two apart, and an engine that writes for nobody costs more.
 from __future__ import annotations
 
 import asyncio
+import select
 import socket
 import struct
 from collections.abc import Callable
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
 
 # Sent ahead of its turn; beyond that the client has to wait.
 MAX_AHEAD = 256 << 10
+# That it has closed its end shows while what it sent before is not read yet, on Linux.
+LEFT = getattr(select, "POLLRDHUP", 0) | select.POLLHUP | select.POLLERR
 RESET_ON_CLOSE = struct.pack("ii", 1, 0)
 
 
@@ -93,6 +96,7 @@ class ClientConnection(asyncio.Protocol):
         self._ahead += len(data)
         if self._ahead > MAX_AHEAD and not self._reading_paused:
             self._reading_paused = True
+            self._wire.unread.add(self)
             self._transport.pause_reading()
 
     def eof_received(self) -> None:
@@ -102,6 +106,7 @@ class ClientConnection(asyncio.Protocol):
     def connection_lost(self, error: Exception | None) -> None:  # noqa: ARG002
         """Drop what was done for the client."""
         self._wire.client_left(self)
+        self._wire.unread.discard(self)
         self._reader.drop()
         self._gone()
 
@@ -160,6 +165,17 @@ class ClientConnection(asyncio.Protocol):
         else:
             self._part(now, Refusal(408, Reason.BAD_REQUEST, "the request took too long to come"))
 
+    def look(self) -> None:
+        """See whether a client has left that we don't read from: nobody else would tell us."""
+        raw = self._transport.get_extra_info("socket")
+        if raw is None or raw.fileno() < 0:
+            return
+        poll = select.poll()
+        poll.register(raw.fileno(), LEFT)
+        if poll.poll(0):
+            self._gone()
+            self._transport.abort()
+
     def _take_turns(self, now: float) -> None:
         """Answer requests that are ready, one after the other."""
         if self._taking:
@@ -205,6 +221,7 @@ class ClientConnection(asyncio.Protocol):
         reader, settings = self._reader, self._wire.settings
         if self._reading_paused:
             self._reading_paused = False
+            self._wire.unread.discard(self)
             self._transport.resume_reading()
         self._ahead = 0
         if reader.state is Reading.HEAD:

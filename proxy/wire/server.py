@@ -75,6 +75,7 @@ class Wire:
         self.leaving = False  # which /ready tells, and nothing else yet
         self.draining = False
         self.clients: set[ClientConnection] = set()
+        self.unread: set[ClientConnection] = set()  # that are not read from for now
         self.exchanges: set[Exchange] = set()
         self.tls: ssl.SSLContext | None = None  # set before it listens
         self.desk: Desk | None = None  # set by whoever has one, before it listens
@@ -299,6 +300,8 @@ class Wire:
             self._next_sweep = now + SWEEP_S
             for client in [each for each in self.clients if each.deadline < now]:
                 client.expire(now)
+            for client in list(self.unread):
+                client.look()
             for each in [each for each in self.releases if each.deadline < now]:
                 each.expire(now)
             self.pools.sweep(now)

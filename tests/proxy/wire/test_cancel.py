@@ -200,6 +200,25 @@ async def test_requests_sent_ahead_are_dropped_too(site: Site) -> None:
     assert len(site.fake.served) == 1
 
 
+@pytest.mark.parametrize("way", ["close", "reset"])
+@pytest.mark.parametrize("ahead", [10, 300 << 10, 600 << 10])
+async def test_however_much_it_has_sent_ahead(site: Site, way: str, ahead: int) -> None:
+    """Beyond some of it the router reads no further, and must see the end all the same."""
+    site.fake.then(scripts.stall)
+    client = await site.client()
+    await client.send(chat())
+    call = await site.fake.got()
+    sending = asyncio.create_task(client.send(chat("x" * ahead)))
+    if ahead > 300 << 10:
+        await eventually(lambda: site.wire.unread)
+    await asyncio.wait({sending}, timeout=0.5)  # what it has sent when it goes
+    getattr(client, way)()
+    await lost(call)
+    await site.settled()
+    assert site.wire.unread == set()
+    await asyncio.gather(sending, return_exceptions=True)
+
+
 async def test_while_it_takes_nothing(site: Site) -> None:
     """The client reads nothing, the stream is paused; then it goes."""
     site.fake.then(scripts.stream(1_000_000, text="x" * 1000))
