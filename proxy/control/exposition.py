@@ -47,9 +47,13 @@ class Page:
             start = f'{name}_bucket{{{own}{"," if own else ""}le="'
             counts = histogram.cumulative()
             bounds = [*map(repr, histogram.bounds), "+Inf"]
-            self._lines += [
+            lines = [
                 f'{start}{bound}"}} {count}' for bound, count in zip(bounds, counts, strict=True)
             ]
+            if self._openmetrics and histogram.exemplars:
+                for index, (value, trace, at) in histogram.exemplars.items():
+                    lines[index] += f' # {{trace_id="{trace}"}} {number(value)} {number(at)}'
+            self._lines += lines
             self._lines.append(f"{name}_sum{braces(own)} {number(histogram.total)}")
             self._lines.append(f"{name}_count{braces(own)} {counts[-1]}")
 

@@ -26,17 +26,25 @@ WAIT_BOUNDS = (
 class Histogram:
     """Counts per bucket, and the sum; a value on a bound belongs to the bucket below it."""
 
-    __slots__ = ("bounds", "counts", "total")
+    __slots__ = ("bounds", "counts", "exemplars", "total")
 
     def __init__(self, bounds: tuple[float, ...]) -> None:
         self.bounds = bounds
         self.counts = [0] * (len(bounds) + 1)
         self.total = 0.0
+        # By bucket, the last traced request there: its value, its trace, and when it was.
+        self.exemplars: dict[int, tuple[float, str, float]] | None = None
 
     def observe(self, value: float) -> None:
         """Count one value."""
         self.counts[bisect_left(self.bounds, value)] += 1
         self.total += value
+
+    def exemplify(self, value: float, trace: str, at: float) -> None:
+        """Name a trace for a value that was observed."""
+        if self.exemplars is None:
+            self.exemplars = {}
+        self.exemplars[bisect_left(self.bounds, value)] = value, trace, at
 
     def cumulative(self) -> list[int]:
         """Count what is at or below each bound, and everything last."""

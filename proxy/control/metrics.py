@@ -7,6 +7,7 @@ Fed from the data path, so plain integers in plain tables: `request_done` takes 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
@@ -141,6 +142,12 @@ class Metrics:
                 series.predicted.observe(queue_s + predicted_ttft_s)
             if tpot_s is not None:
                 series.tpot.observe(tpot_s)
+
+    def traced(self, pool: str, model: str, *, long: bool, ttft_s: float, trace: str) -> None:
+        """Name the trace of a request that was counted, beside its time to first token."""
+        key = pool, self.model_label(model), LONG if long else SHORT
+        if (found := self.ttft.get(key)) is not None:
+            found.exemplify(ttft_s, trace, round(time.time(), 3))
 
     def chunk_gap(self, pool: str, seconds: float) -> None:
         """Count the time between two events of a stream."""

@@ -121,6 +121,9 @@ class Record:
         )  # fmt: skip
         if self.request is not None and (tenant := self.request.head.tenant) is not None:
             metrics.tenants.ended(tenant, status, ttft_s, self.queue_s)
+        if (trace := self.trace) is not None and trace.sampled and ttft_s is not None:
+            long = ask is not None and ask.long
+            metrics.traced(pool, model, long=long, ttft_s=ttft_s, trace=trace.id)
         if (live := metrics.live) is not None:
             live.ended(self, now, status, reason)
         for tell in metrics.at_end:

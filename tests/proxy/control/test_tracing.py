@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from aiohttp import web
+from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from proxy.assembly import App
 from proxy.config import load, parse
@@ -124,6 +125,12 @@ async def test_a_hand_over_is_one_trace(
         # The client's word counts, whatever is sampled of the rest.
         assert await ask(app, f"traceparent: 00-{TRACE}-{SPAN}-01".encode()) == 200
         assert await ask(app) == 200
+        page, _ = app.metrics.render(openmetrics=True)
+        [exemplar] = re.findall(rb'\} \d+ # \{trace_id="(\w+)"\} [\d.]+ [\d.]+\n', page)
+        assert exemplar.decode() == TRACE
+        assert exemplar not in app.metrics.render()[0]  # the other format has no place for it
+        told_of = list(text_string_to_metric_families(page.decode()))
+        assert any(s.exemplar for family in told_of for s in family.samples)
     finally:
         await app.stop()
     tree = collector.tree()
