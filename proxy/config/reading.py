@@ -58,6 +58,13 @@ WORDS = {
     "tuple_type": "must be a list",
 }
 
+# What other blocks are judged by: a block in which one of these is wrong might be any.
+TELLING = frozenset([
+    "name", "role", "model", "url", "host", "port", "args", "policies", "max_model_len",
+    "connector", "mode", "path", "addresses", "selector", "dns", "policy", "short_limit",
+    "models", "key_file", "keys", "tls",
+])  # fmt: skip
+
 Some = TypeVar("Some", bound=Block)
 
 
@@ -152,10 +159,35 @@ def _valid_ones(kind: type[Some], given: object) -> dict[int, Some]:
 
 
 def _valid(kind: type[Some], raw: object) -> Some | None:
+    """Read a block; where fields are wrong by which no other block is judged, without them."""
     try:
         return kind.model_validate(raw)
+    except ValidationError as error:
+        wrong = [each["loc"] for each in error.errors(include_url=False)]
+    if any(_tells(str(part)) for location in wrong for part in location):
+        return None
+    left = raw
+    for location in wrong:
+        left = _without(left, location)
+    try:
+        return kind.model_validate(left)
     except ValidationError:
         return None
+
+
+def _tells(field: str) -> bool:
+    """Whether it is such a field, or may be meant for one."""
+    return field in TELLING or bool(difflib.get_close_matches(field, TELLING, n=1))
+
+
+def _without(raw: object, location: Sequence[int | str]) -> object:
+    """Copy a tree without the innermost field that a location names; lists go whole."""
+    if not location or not isinstance(raw, dict) or location[0] not in raw:
+        return raw
+    key, inner = location[0], raw[location[0]]
+    if isinstance(inner, dict) and len(location) > 1 and location[1] in inner:
+        return raw | {key: _without(inner, location[1:])}
+    return {k: v for k, v in raw.items() if k != key}
 
 
 class _Loader(yaml.SafeLoader):

@@ -212,6 +212,46 @@ def test_files_that_can_not_be_read(tmp_path: Path) -> None:
         assert caught.value.source == str(path)
 
 
+MISTAKEN = """
+model: m
+workers:
+  - {name: a, url: 'http://h:1', max_requests: 0}
+  - {name: a, url: 'http://h:2', launch: {cpus: [-1], args: [--port=3]}}
+  - {name: c, url: 'http://127.0.0.1:8000', nonsense: 1}
+router: {port: 8000, queue: {max_wait_s: no}, timeouts: 5}
+"""
+
+
+def test_one_mistake_does_not_hide_others_between_blocks() -> None:
+    """Neither of the block that has it nor of those beside it."""
+    assert {*problems(MISTAKEN)} == {
+        "workers[0].max_requests",
+        "workers[1].name",
+        "workers[1].launch.cpus[0]",
+        "workers[1].launch.args[0]",
+        "workers[2].nonsense",
+        "workers[2].url",
+        "router.queue.max_wait_s",
+        "router.timeouts",
+    }
+
+
+@pytest.mark.parametrize("wrong", ["role: prefil", "url: x", "model: ''", "name: ' '"])
+def test_a_block_that_might_be_any_is_judged_by_nothing_else(wrong: str) -> None:
+    """Or it would be told that its prefill workers have no decode workers, for a typing mistake."""
+    rest = ", ".join(
+        f"{key}: {value}"
+        for key, value in (
+            ("name", "d0"), ("role", "decode"), ("url", "'http://h:2'"), ("model", "m"),
+        )
+        if not wrong.startswith(key)
+    )  # fmt: skip
+    other = "{name: g, url: 'http://h:9'}"
+    found = problems(f"model: m\nworkers: [{other}, {{{wrong}, {rest}}}]\ntransfer: nixl")
+    field = wrong.partition(":")[0]
+    assert {path for path in found if path.startswith("workers")} == {f"workers[1].{field}"}
+
+
 def test_a_caller_may_add_checks_that_see_what_is_right() -> None:
     seen: list[list[str]] = []
 
