@@ -88,7 +88,8 @@ class Visit:
         self._desk = desk
         self._client = client
         self._request = request
-        self._tenant = ""
+        tenant = request.head.tenant
+        self._tenant = "" if tenant is None else tenant.name
         self._keep_alive = request.head.keep_alive
         self._begun = False  # the client has part of the answer
         self._flows = asyncio.Event()

@@ -13,6 +13,7 @@ from proxy.wire.request import Request, RequestHead
 from proxy.wire.response import AnswerReader
 
 if TYPE_CHECKING:
+    from proxy.core.tenants import Tenant
     from proxy.wire.server import Wire
 
 # The batch's own codes for lines that got no answer.
@@ -26,7 +27,14 @@ class Errand:
         "_exchange", "_over", "_reader", "_request", "_size", "_wire", "broken", "job",
     )  # fmt: skip
 
-    def __init__(self, wire: Wire, job: Job, endpoint: str, over: Callable[[Errand], None]) -> None:
+    def __init__(
+        self,
+        wire: Wire,
+        job: Job,
+        endpoint: str,
+        tenant: Tenant | None,
+        over: Callable[[Errand], None],
+    ) -> None:
         self.job = job
         self.broken = False
         self._wire = wire
@@ -35,6 +43,7 @@ class Errand:
         self._size = 0
         self._exchange: Exchange | None = None
         self._request = request_of(job, endpoint)
+        self._request.head.tenant = tenant
 
     def start(self, now: float) -> None:
         """Send it on its way."""
@@ -121,6 +130,7 @@ def request_of(job: Job, endpoint: str) -> Request:
     head.add(b"X-Request-Id", new_id("batch_req_").encode())
     head.complete("POST", "1.1", len(job.body))
     head.route = ROUTES.get(endpoint)
+    head.batch = True
     return Request(head, job.body)
 
 

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING
 from proxy.batches.errand import Errand
 from proxy.batches.gaps import gap
 from proxy.batches.lines import Checking
+from proxy.batches.rows import replaced
 from proxy.batches.store import Store
 from proxy.batches.types import (
     Batch,
@@ -48,6 +49,7 @@ PURGE_S = 3600.0
 FETCHED = 64  # lines of one batch that are at hand
 MOST_TRIES = 3  # of a line on workers that fail
 REST_S, LONGEST_REST_S = 1.0, 60.0  # of a batch whose line came back
+GONE = "tenant_gone"  # the code of lines whose tenant is no more
 NOBODY_COULD = (429, 503)  # no verdict on the line
 SERVER_ERROR = 500
 
@@ -267,7 +269,7 @@ class Lane:
             now = wire.clock()
             if not running.ready or now < running.rest_until:
                 continue
-            if not gap(wire.router, running.ready[0].model):
+            if not gap(wire.router, running.ready[0].model, now):
                 continue
             self._send_one(now, running)
             room -= 1
@@ -277,7 +279,13 @@ class Lane:
         def over(errand: Errand) -> None:
             self._over(running, errand)
 
-        errand = Errand(self._wire, running.ready.popleft(), running.batch.endpoint, over)
+        job, batch = running.ready.popleft(), running.batch
+        tenants = self._wire.router.tenants
+        tenant = tenants.get(batch.tenant)
+        if tenant is None and not tenants.open:
+            self._came(running, replaced(job, GONE, "Whose batch this is may not use the fleet."))
+            return
+        errand = Errand(self._wire, job, batch.endpoint, tenant, over)
         running.errands.add(errand)
         errand.start(now)
 
@@ -295,8 +303,12 @@ class Lane:
             return
         running.tries.pop(job.number, None)
         running.rest_s = REST_S
+        self._came(running, errand.result())
+
+    def _came(self, running: Running, result: Result) -> None:
         running.unsaved += 1
-        self._unsaved.append(errand.result())
+        self._unsaved.append(result)
+        self._told.set()
 
     async def save(self) -> None:
         """Keep the results there are."""

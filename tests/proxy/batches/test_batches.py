@@ -179,16 +179,16 @@ async def test_people_go_first(start: Start, tmp_path: Path) -> None:
     await office.close()
 
 
-async def test_half_of_a_worker_is_left_to_people(start: Start, tmp_path: Path) -> None:
-    site = await start(Fake(max_requests=6))
+async def test_a_part_of_a_worker_is_left_to_people(start: Start, tmp_path: Path) -> None:
+    site = await start(Fake(max_requests=8))
     office = Office(site, tmp_path)
     await office.open()
     opening = asyncio.Event()
     site.fake.always(scripts.gated(opening, scripts.obey("w0")))
     batch = await office.begin(lines(9))
-    await site.fake.got(3)
+    await site.fake.got(7)
     await office.batches.lane.turn()
-    assert office.batches.lane.in_flight == 3
+    assert office.batches.lane.in_flight == 7
     opening.set()
     assert (await office.until(batch)).status == "completed"
     await office.close()
