@@ -53,7 +53,7 @@ class Member:
 
     def __init__(self, begin: Begin, index: int, table: int, channel: Channel) -> None:
         loop = asyncio.get_running_loop()
-        self.app = App(begin.started_with, begin.source)
+        self.app = App(begin.started_with, begin.source, read=begin.read)
         self.app.logs.take_over(f"[{index}] ")
         if begin.config != begin.started_with:
             self.app.take(begin.config)

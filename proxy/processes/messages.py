@@ -6,6 +6,7 @@ workers; all else is asked of everybody and answered.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -25,6 +26,7 @@ class Begin:
     started_with: FleetConfig
     config: FleetConfig  # as it was read last
     source: Path | None
+    read: Callable[[Path], FleetConfig]
     addresses: tuple[Address, ...]
 
 

@@ -257,7 +257,12 @@ class Supervisor:
         child = self._children[index] = Child(index, process)
         child.channel = await Channel.open(ours, partial(self._heard, child), lambda: None)
         begin = Begin(
-            self.processes, self._started_with, self._config, self._source, self._addresses()
+            self.processes,
+            self._started_with,
+            self._config,
+            self._source,
+            self._read,
+            self._addresses(),
         )
         child.channel.say(begin)
         return child

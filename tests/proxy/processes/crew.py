@@ -49,7 +49,7 @@ class Crew:
             self.close()
             raise
         self.port = int(line.split("/v1")[0].rsplit(":", 1)[1])
-        self.admin = line.split("admin ")[1].strip()
+        self.admin = line.split("admin ")[1].split()[0]
 
     def write(self, *workers: str, routing: str = "{policy: least_loaded}") -> None:
         """Write the fleet file for some of the workers."""
