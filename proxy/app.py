@@ -93,7 +93,8 @@ def run(source: Path, *, config: FleetConfig, read: Callable[[Path], FleetConfig
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
 
     def tell(router: App | Supervisor) -> None:
-        print(f"router {router.url}/v1, admin {router.admin_url}", file=sys.stderr, flush=True)  # noqa: T201
+        said = f"router {router.url}/v1, admin {router.admin_url} (in a browser: the status page)"
+        print(said, file=sys.stderr, flush=True)  # noqa: T201
 
     if how_many(config) == 1:
         return uvloop.run(serve(config, source=source, read=read, on_ready=tell))

@@ -1,7 +1,7 @@
 """The status page: one file with nothing to fetch, and the events that it is fed by.
 
-The page itself says nothing of the fleet, so it is given to whoever may connect; the events are
-asked for with `fetch`, which can carry a key, as an `EventSource` can't.
+Both are behind the admin API's gate. Where that wants a key, a browser asks for it once and shows it
+with the events too.
 """
 
 from __future__ import annotations

@@ -38,6 +38,15 @@ def test_one_pool_knows_no_roles_and_no_limits() -> None:
     assert pool.routing.policy == "round_robin"
 
 
+def test_its_end_says_where_to_look_at_a_fleet() -> None:
+    live, dashboards = demo.to_see(FLEET, load(FLEET))
+    assert live.endswith("cpu-demo.yaml`, and the status page is http://127.0.0.1:18109/")
+    folder = FLEET.parents[2]
+    assert (folder / "deploy/README.md").is_file()
+    assert list(folder.glob("grafana/dashboards/*.json"))
+    assert "deploy/README.md" in dashboards
+
+
 def test_a_fleet_it_can_not_start_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import yaml
 
+from proxy.assembly import url_of
 from proxy.config import (
     AdminConfig,
     FleetConfig,
@@ -52,7 +53,20 @@ def demo(arguments: argparse.Namespace, config: FleetConfig) -> int:
     plan = Plan(config.model, workload, arguments.rounds)
     with tempfile.TemporaryDirectory(prefix="vllm-sched-demo-") as folder:
         play = partial(_play, arguments.fleet.parent, placed(config), plan, Path(folder))
-        return measuring.measured(play, arguments)
+        status = measuring.measured(play, arguments)
+    print(*to_see(arguments.fleet, config), sep="\n")
+    return status
+
+
+def to_see(fleet: Path, config: FleetConfig) -> list[str]:
+    """Say where the same is to be seen while it happens."""
+    admin = config.router.admin
+    page = url_of(admin.host, admin.port, admin.tls)
+    return [
+        f"live: `vllm-sched up {fleet}`, and the status page is {page}/",
+        "dashboards: deploy/compose has a Grafana at http://localhost:3000 (deploy/README.md says "
+        "how to start it); one of your own takes grafana/dashboards/*.json",
+    ]
 
 
 async def _play(

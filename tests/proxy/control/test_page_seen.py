@@ -49,7 +49,7 @@ class Place:
         self.fakes = {"s0": FakeWorker("s0"), "l0": FakeWorker("l0")}
         self.app: App
 
-    async def start(self, admin: int = 0) -> None:
+    async def start(self, admin: int = 0, more: str = "") -> None:
         """Start a router."""
         workers = "".join(
             f"  - {{name: {name}, role: {role}, url: '{self.fakes[name].url}'}}\n"
@@ -57,7 +57,7 @@ class Place:
         )
         self._source.write_text(
             f"model: tiny\nworkers:\n{workers}routing: {{short_limit: 500}}\n"
-            f"router: {{port: 0, admin: {{port: {admin}}}, probe: {{interval_s: 0.05}}}}\n"
+            f"router: {{port: 0, admin: {{port: {admin}{more}}}, probe: {{interval_s: 0.05}}}}\n"
         )
         self.app = App(load(self._source), self._source)
         await self.app.start()
@@ -178,6 +178,21 @@ async def test_it_survives_a_restart(place: Place, page: Page) -> None:
     await page.until("statusPage.rows === 1 && statusPage.drawn === 1")
     # That it could not be reached is all there was to complain of.
     assert [each for each in page.complaints if "ERR_" not in each] == []
+
+
+async def test_whoever_has_the_key_sees_it(
+    place: Place, page: Page, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key = "a-key-of-many-letters-0123456789"
+    monkeypatch.setenv("STATUS_PAGE_KEY", key)
+    await place.app.stop()
+    await place.start(more=", key_env: STATUS_PAGE_KEY")
+    await page.goto(f"http://127.0.0.1:{place.admin}/")
+    assert await page.run("window.statusPage === undefined")
+    await page.goto(f"http://any:{key}@127.0.0.1:{place.admin}/")  # as if typed when asked
+    await page.until("statusPage.state === 'up'")
+    assert await place.ask() == 200
+    await page.until("statusPage.rows === 1")
 
 
 async def test_five_thousand_requests_a_minute(
