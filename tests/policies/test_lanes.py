@@ -114,9 +114,49 @@ def test_batch_prompts_share_a_part_of_the_step_while_others_are_about() -> None
     bench.add("b2", 640, lane="batch")
     assert bench.step() == {"b1": 64}
     bench.add("n", 100)
-    assert bench.step() == {"b1": 16, "n": 48}
-    assert bench.step() == {"n": 52, "b1": 12}
+    # A prompt of others has its step to itself; beside their decodes batch has its part.
+    assert bench.step() == {"n": 64}
+    assert bench.step() == {"n": 36}
     assert bench.step() == {"n": 1, "b1": 16}
+
+
+def test_others_count_as_about_for_a_moment_after_they_left() -> None:
+    bench = Bench(laned(batch_share=0.25, recent_s=5.0))
+    bench.add("n", 10, output=1)
+    bench.step()
+    bench.add("b", 640, lane="batch")
+    assert bench.step() == {"b": 16}
+    bench.now += 4
+    assert bench.step() == {"b": 16}
+    bench.now += 2
+    assert bench.step() == {"b": 64}
+
+
+def test_an_overdue_prompt_is_computed_beside_others() -> None:
+    bench = Bench(laned(batch_max_wait_s=5.0, reserve_slots=0), long_prefill_token_threshold=32)
+    bench.add("u", 1900, lane="urgent")
+    bench.step()
+    bench.add("b", 300, lane="batch")
+    bench.step()
+    bench.now += 6
+    bench.steps(3)
+    assert "b" in bench.running
+    assert bench["lanes"].counters()["starvation_releases"] == 1
+    assert sum(step.get("b", 0) for step in bench.steps(8)) > 100
+
+
+def test_batch_goes_on_beside_one_that_finds_no_room() -> None:
+    bench = Bench(laned(reserve_kv=0, reserve_slots=0), num_blocks=41, budget=64)
+    bench.add("b", 400, lane="batch", output=30)
+    bench.step()
+    bench.add("u", 600, lane="urgent")
+    for _ in range(100):
+        bench.step()
+        if "b" not in bench.running:
+            break
+    bench.step()
+    assert bench.running == {"u"}
+    bench.drain()
 
 
 def test_alone_batch_has_the_whole_step() -> None:

@@ -2,8 +2,9 @@
 
 Idea: classes of service (Llumnix, QLM; Borg's batch tier). Urgent requests enter before normal
 ones, and batch only while nobody else waits, leaving slots and KV blocks free for those who come
-next. A step's prefill is in the same order, and while others are about batch prompts share a part
-of its budget, since whoever arrives waits for the step in progress.
+next. A step's prefill is in the same order. While others are about, or were a moment ago, batch
+prompts share a part of its budget, since whoever arrives waits for the step in progress; and none
+of it in a step in which somebody else's prompt is computed.
 
 A request's lane is what its client wrote as `"vllm_xargs": {"lane": "batch"}`, else what its
 `priority` says: below 0 urgent, above 0 batch.
@@ -52,7 +53,10 @@ class LanesSettings(Settings):
         0.1, ge=0, le=1, description="share of the KV cache that batch leaves free"
     )
     batch_share: float = Field(
-        0.25, gt=0, le=1, description="share of a step's budget for batch while others are about"
+        0.125, gt=0, le=1, description="share of a step's budget for batch while others are about"
+    )
+    recent_s: float = Field(
+        5.0, ge=0, description="others count as about for so long after the last of them was seen"
     )
     normal_max_wait_s: float = Field(
         30.0, gt=0, description="a normal request that waited so long goes before urgent ones"
@@ -86,8 +90,11 @@ class Lanes(Policy):
         self._releases = 0
         self._unknown = 0
 
+        self._others_at = -math.inf  # when others were seen last
+
         # What follows is of the current step alone.
         self._now = 0.0
+        self._step: Step | None = None  # until it is known who else computes a prompt in it
         self._waiting: Mapping[str, LaneCount] = {}
         self._free_slots = facts.max_num_seqs
         self._kv_free = 1.0
@@ -121,9 +128,12 @@ class Lanes(Policy):
         self._kv_free = step.kv_free
         if len(self._running) > step.running:
             self._forget_preempted(step)
-        alone = not (self._others_wait() or self._counts[URGENT] or self._counts[NORMAL])
+        if self._others_wait() or self._counts[URGENT] or self._counts[NORMAL]:
+            self._others_at = step.now
+        alone = step.now - self._others_at > self.settings.recent_s
         share = 1.0 if alone else self.settings.batch_share
         self._batch_left = max(int(share * step.budget), 1)
+        self._step = step
 
     def _forget_preempted(self, step: Step) -> None:
         here = {r.request_id for each in (step.prefills, step.decoding) for r in each}
@@ -138,10 +148,10 @@ class Lanes(Policy):
         """Hold batch while somebody else waits, or there is no room but the reserve."""
         if lane != BATCH:
             return Gate.OPEN
-        if self._batch_left <= 0:
-            return Gate.CLOSED
         if self._is_due(lane, head, waited):
             return Gate.OPEN
+        if self._batch_left <= 0:
+            return Gate.CLOSED
         return Gate.CLOSED if self._others_wait() or not self._has_room(head) else Gate.OPEN
 
     def _has_room(self, head: RequestView) -> bool:
@@ -203,12 +213,29 @@ class Lanes(Policy):
         return PLACES[URGENT] if released or overdue else PLACES[lane]
 
     def chunk(self, request: RequestView, computed: int, tokens: int) -> int:
-        """Give batch prompts, together, their share."""
+        """Give batch prompts, together, their share; if overdue, whatever there is."""
         if self._lane(request) != BATCH:
             return tokens
+        if self._overdue.get(BATCH) == request.request_id or self.rank(request) < PLACES[BATCH]:
+            return tokens
+        if self._step is not None:
+            if self._others_prefill(self._step):
+                self._batch_left = 0
+            self._step = None
         granted = min(tokens, self._batch_left)
         self._batch_left -= granted
         return granted
+
+    def _others_prefill(self, step: Step) -> bool:
+        if any(self._lane(request) != BATCH for request in step.prefills):
+            return True
+        # One that was refused for want of KV blocks may be so again, and then nobody would move.
+        entering = step.may_enter()
+        return (
+            entering is not None
+            and self._lane(entering) != BATCH
+            and entering.request_id != step.refused
+        )
 
     # What it does
 
