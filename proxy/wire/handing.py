@@ -60,6 +60,7 @@ class HandOver:
         "_request",
         "_taken",
         "_wire",
+        "is_suspect",
     )
 
     def __init__(self, wire: Wire, request: Request, lease: Lease, first: Worker) -> None:
@@ -75,6 +76,7 @@ class HandOver:
         self._early = b""  # of a decode leg's stream, what says nothing yet
         self._is_sent = False  # the decode leg
         self._late_at = inf  # when the blocks may be another's
+        self.is_suspect = False  # whether its transfer may have failed
 
     # The legs
 
@@ -186,10 +188,18 @@ class HandOver:
         # nobody need be left out for it. Where it took, or would take, too long, another is better.
         late = late or not was_sent
         lease.ask.whole = LATE_TRANSFER if late else FAILED_TRANSFER
-        if was_sent and not stale:
+        if late and was_sent:
             self._strike(now, lease.worker)
+        self.is_suspect = was_sent and not late and not stale
         spared = late and self._wire.router.has_another(lease)
         return (lease.worker if spared else first).name, Outcome.MOOT
+
+    def blame(self, now: float) -> None:
+        """Hold its failure against the link, now that the request could be served without it.
+
+        Until then it may be a request that every worker answers so.
+        """
+        self._strike(now, self._lease.worker)
 
     def _strike(self, now: float, second: Worker | None) -> None:
         """Count a failure of the link to a decode worker, or of the prefill worker itself."""
@@ -223,6 +233,8 @@ class HandOver:
             connection.drop()
             if not sent:
                 self.give_back(now, well=well)
+        else:  # there was no room for one
+            self.give_back(now, well=True)
 
     def _abandon(self, now: float, leg: PrefillLeg) -> None:
         """Let the prefill stop; if it is done already, hear where its blocks are to free them.

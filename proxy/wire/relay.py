@@ -64,6 +64,7 @@ class Exchange:
         "_lease",
         "_request",
         "_route",
+        "_suspect",
         "_ticket",
         "_tried",
         "_wire",
@@ -86,6 +87,7 @@ class Exchange:
         self._ticket: Ticket | None = None
         self._lease: Lease | None = None
         self._handing: HandOver | None = None
+        self._suspect: HandOver | None = None  # that may have failed by its transfer
         self._answering: Answering | None = None
         self._last_refusal: Refusal | None = None  # of another try, while an error passes on
         self._tried: frozenset[str] = frozenset()
@@ -285,6 +287,7 @@ class Exchange:
         free = False
         if (handing := self._handing) is not None:
             name, outcome = handing.failed(now, outcome, trouble)
+            self._suspect = handing if handing.is_suspect else None
             free = handing.is_free
         self._handing = self._lease = None
         wire.router.finish(lease, now, outcome, None, retry_after_s)
@@ -311,6 +314,8 @@ class Exchange:
         lease, answering = self._lease, self._answering
         if lease is None or answering is None or answering.status != OK:
             return
+        if self._suspect is not None:
+            self._suspect.blame(now)
         if not lease.ask.generates:
             self._wire.router.first_token(lease, now)
         if self._route.name == STORING and (response_id := response_id_in(data)):

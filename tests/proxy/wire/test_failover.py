@@ -17,6 +17,7 @@ from tests.proxy.wire import scripts
 from tests.proxy.wire.client import BrokenError, chat, get, request
 from tests.proxy.wire.conftest import Start
 from tests.proxy.wire.fake_worker import Call, Script
+from tests.proxy.wire.pairs import chat_body, pairs
 from tests.proxy.wire.site import Fake, Site, eventually
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n"
@@ -300,6 +301,31 @@ async def test_a_router_without_room_for_a_connection_blames_no_worker(
     site.always(scripts.answer(200, b"{}"))
     assert (await client.ask(chat("x" * 100))).status == 200
     await site.settled()
+
+
+async def test_blocks_are_given_back_where_there_is_no_room_for_the_decode_leg(
+    start: Start,
+) -> None:
+    here = await pairs(start, prefills=1, decodes=1)
+    fake, rest = here.site.fakes["p0"], asyncio.Event()
+    usual = here.kv.worker(fake, "prefill")
+
+    async def prefill(call: Call) -> None:
+        await rest.wait()
+        await usual(call)
+
+    fake.then(prefill)
+    client = await here.site.client()
+    await client.send(request(chat_body()))
+    await fake.got(1)
+    with no_more_files():
+        rest.set()
+        assert (await client.answer()).status == 503
+    await here.site.settled()
+    # To give them back takes a connection too.
+    ends = here.site.metrics.handovers.ends
+    assert ends["prefilled"] == 1
+    assert ends.get("released", 0) + ends.get("left_to_expire", 0) == 1
 
 
 def test_which_errors_are_our_own() -> None:

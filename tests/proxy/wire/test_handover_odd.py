@@ -224,6 +224,33 @@ async def test_blocks_of_an_answer_that_breaks_off_are_told_of(start: Start) -> 
     assert (ends["prefill_failed"], ends["left_to_expire"]) == (2, 1)  # nothing was held
 
 
+async def test_transfers_that_fail_bar_a_link(start: Start) -> None:
+    """As the decode worker answers 500 and can do without: there the link is at fault."""
+    here = await pairs(start, prefills=1, decodes=1)
+    for _ in range(STRIKES):
+        here.kv.wrong("d0", Faults(during=scripts.error(500, "no blocks")))
+        body = chat_body()
+        assert words(await ask(here, body)) == expected(body)
+    assert here.site.metrics.handovers.bars == {("p0", "d0"): 1}
+    assert (await ask(here, chat_body())).status == 200
+    assert here.legs()[-1] == "whole d0"
+    await here.settled()
+
+
+async def test_requests_that_nobody_can_answer_bar_none(start: Start) -> None:
+    """Or whoever sends them would have everybody's prompts prefilled where others decode."""
+    here = await pairs(start, prefills=1, decodes=1)
+    for _ in range(3 * STRIKES):
+        here.kv.wrong("d0", *[Faults(during=scripts.error(500, "no"))] * 3)
+        assert (await ask(here, chat_body())).status == 500
+        here.kv.wrongs.clear()
+    assert here.site.metrics.handovers.bars == {}
+    body = chat_body()
+    assert words(await ask(here, body)) == expected(body)
+    assert here.legs()[-1] == "decode d0"
+    await here.settled()
+
+
 @pytest.mark.parametrize("stream", [True, False])
 async def test_a_prefill_worker_drains_until_its_blocks_are_fetched(
     start: Start, stream: bool
