@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
+import signal
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
@@ -17,9 +21,10 @@ import pytest
 from openai import AsyncOpenAI
 
 from proxy.config import FleetConfig
-from tests.fleet.test_router import Router, routing, threads
-from tests.fleet.test_worker import complete, gauges, prompt, settled
+from tests.fleet.test_router import VLLM_BENCH_SERVE, Router, routing, threads
+from tests.fleet.test_worker import DEADLINE_S, complete, gauges, prompt, settled
 from vllm_sched.workers.launch import Worker
+from vllm_sched.workers.tiny_model import tiny_model
 from vllm_sched.workers.transfer import LEASE_S
 
 Ends = dict[str, Worker]
@@ -259,6 +264,28 @@ async def test_a_client_can_not_read_anothers_blocks(router: Router, ends: Ends)
     await freed(ends[PREFILL])
 
 
+def test_vllms_own_benchmark(router: Router, ends: Ends, tmp_path: Path) -> None:
+    done = subprocess.run(
+        [
+            sys.executable, "-c", VLLM_BENCH_SERVE, "--backend", "openai", "--base-url", router.url,
+            "--model", "tiny", "--tokenizer", str(tiny_model()), "--dataset-name", "random",
+            "--random-input-len", "600", "--random-output-len", "8", "--num-prompts", "12",
+            "--max-concurrency", "4", "--save-result", "--result-dir", str(tmp_path),
+            "--result-filename", "result.json",
+        ],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        env={**os.environ, "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert (result["completed"], result["failed"]) == (12, 0)
+    # One more than twelve: it asks the first prompt once before, and then it is cached.
+    assert sum(handed_over(router, 13)) >= 11
+    assert gauges(ends[DECODE], "nixl_num_failed_transfers_total") == (0,)
+
+
 def test_workers_compute_where_they_are_bound_and_rest_when_idle(ends: Ends) -> None:
     bound = {cpu for worker in ends.values() for cpu in worker.cpus}
     assert len(bound) == min(2, len(os.sched_getaffinity(0)))
@@ -287,3 +314,59 @@ def ticks(worker: Worker) -> int:
             user, system = numbers.split()[11:13]
             total += int(user) + int(system)
     return total
+
+
+def kill(worker: Worker) -> None:
+    """End a worker's whole family without a word."""
+    assert worker.pid is not None
+    os.killpg(worker.pid, signal.SIGKILL)
+
+
+async def test_either_worker_is_killed_and_comes_back(router: Router, ends: Ends) -> None:
+    """In one test: each of them takes a minute to come back."""
+    some = [prompt(46_000 + number, 3000) for number in range(3)]
+    async with direct(ends[DECODE]) as client:
+        right = [await tokens(client, each) for each in some]
+    async with router.client() as client:
+        # The prefill worker, in the prefill: somebody else computes the prompt.
+        asked = asyncio.create_task(tokens(client, prompt(46_100, 15_000)))
+        await settled(ends[PREFILL], running=1, waiting=0)
+        kill(ends[PREFILL])
+        await asked
+        # And with it gone: the decode worker alone.
+        assert await tokens(client, some[0]) == right[0]
+        ends[PREFILL].stop()
+        ends[PREFILL].start()
+        # The decode worker, in mid-stream: told as an error, not as an end.
+        stream = await complete(client, prompt(46_200, 40), 16_000, stream=True)
+        await anext(stream)
+        kill(ends[DECODE])
+        with pytest.raises(openai.APIError):
+            await drained(stream)
+        ends[DECODE].stop()
+        ends[DECODE].start()
+        await asyncio.gather(*(asyncio.to_thread(each.wait_ready) for each in ends.values()))
+        await handed_over_again(router, client, some[1], right[1])
+        # What the old one had promised is not asked of the new one.
+        assert [await tokens(client, each) for each in some] == right
+    for worker in ends.values():
+        await freed(worker)
+
+
+async def drained(stream: Any) -> None:
+    """Read a stream to its end."""
+    async for _ in stream:
+        pass
+
+
+async def handed_over_again(
+    router: Router, client: AsyncOpenAI, some: list[int], right: Said
+) -> None:
+    """Ask until both legs are served again; served wrongly it must never be."""
+    async with asyncio.timeout(DEADLINE_S):
+        while True:
+            with contextlib.suppress(openai.APIStatusError):
+                assert await tokens(client, some) == right
+                if handed_over(router) == [True]:
+                    return
+            await asyncio.sleep(0.2)
