@@ -11,8 +11,9 @@ A class whose front has waited for as long as its age goes before those above it
 so none waits for ever, and a flood of the aged can't shut the others out. Batch goes when nobody
 else of its model waits.
 
-Bounded by count, by tokens, by bytes of bodies and by time. How fast places became free lately says
-how long one who is turned away should stay away.
+Bounded by count, by tokens, by bytes of bodies and by time; where it is full, whoever has most of
+it gives way (see `room`). How fast places became free lately says how long one who is turned away
+should stay away.
 """
 
 from __future__ import annotations
@@ -21,17 +22,18 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from heapq import heapify, heappop, heappush
 from itertools import count, islice
-from math import ceil
+from math import ceil, inf
 from sys import maxsize
 from typing import Protocol
 
 from proxy.core.fairness import FairnessSettings, Turns
+from proxy.core.room import APART, Amounts, Room
 from proxy.core.tenants import Rank, Tenant
 from proxy.core.types import Ask, Lease, Refusal, Ticket
 
 SPAN_S = 5.0  # over which places that became free are counted
 LONGEST_RETRY_S = 120
-SHORT, LONG, APART = "short", "long", "apart"
+SHORT, LONG = "short", "long"
 LOOK = 16  # tickets looked at in a line, and tried at a place, before it is given up
 SPARE = 64  # tickets that have left and are still known by their deadlines, before they are swept
 BATCH = Rank.BATCH
@@ -96,6 +98,7 @@ class Queue:
         self.length = 0  # how many wait
         self.elsewhere: Elsewhere | None = None  # the queues of other processes
         self.turns = Turns()
+        self._room = Room()
         self._lines: dict[Key, Line] = {}
         self._counts: dict[Place, list[int]] = {}  # of each class
         self._aged: set[str] = set()  # models where the last turn was one of the aged
@@ -110,19 +113,25 @@ class Queue:
 
     def room_for(self, ask: Ask) -> bool:
         """Whether one more may wait."""
+        return max(self._over(ask)) <= 0
+
+    def _over(self, ask: Ask) -> Amounts:
+        """By how much one more would be too much."""
         length, size, tokens = self.length, self.bytes, self.tokens
         if (others := self.elsewhere) is not None:
             length, size = length + others.length, size + others.bytes
             tokens += others.tokens
+        most_tokens = inf if self.most_tokens is None or not length else self.most_tokens
         return (
-            length < self.most
-            and size + ask.body_bytes <= self.most_bytes
-            and (
-                self.most_tokens is None
-                or not length
-                or tokens + ask.prompt_tokens <= self.most_tokens
-            )
+            length + 1 - self.most,
+            size + ask.body_bytes - self.most_bytes,
+            tokens + ask.prompt_tokens - most_tokens,
         )
+
+    def make_room(self, ask: Ask) -> list[Ticket]:
+        """Name those who should give way to a newcomer; none if it must go itself."""
+        most = self.most or inf, self.most_bytes, self.most_tokens or inf
+        return self._room.yielding(ask, self._lines.values(), self._over(ask), most)
 
     def waiting(self, model: str, *, long: bool) -> int:
         """How many of a model and size wait, batch left out; of other queues, whether any do."""
@@ -186,6 +195,7 @@ class Queue:
         heappush(self._deadlines, (ticket.deadline, next(self._numbers), ticket))
         if self.elsewhere is not None:
             self.elsewhere.moved()
+        self._room.take(ask)
         self.length += 1
         self.bytes += ask.body_bytes
         self.tokens += ask.prompt_tokens
@@ -213,6 +223,7 @@ class Queue:
             self.turns.went(ask.tenant, ask.rank, last=last)
         if self.elsewhere is not None:
             self.elsewhere.moved()
+        self._room.give(ask)
         self.length -= 1
         self.bytes -= ask.body_bytes
         self.tokens -= ask.prompt_tokens

@@ -97,6 +97,7 @@ class Router:
         self.transfers: dict[str, TransferTimes] = {}  # by model
         self.links = Links()
         self.draining = False
+        self._evicted: dict[Ticket, Refusal] = {}  # from the queue, and not told yet
         self._reader = Reader(fleet, self.sizer, settings.short_limit)
         self._rule = rule(settings.policy)
         self._retries = RetryBudget(settings.retry_budget)
@@ -187,13 +188,21 @@ class Router:
             if answer is not None:
                 return answer
         refusal = placing.hopeless(self.fleet, ask, now, tried)
+        give_way: list[Ticket] = []
         if refusal is None and not queue.room_for(ask):
-            refusal = refusals.queue_full(queue.retry_after_s(now))
+            give_way = queue.make_room(ask)
+            if not give_way:
+                refusal = refusals.queue_full(queue.retry_after_s(now))
         if refusal is None and strict is not None:
             likely = next(iter(self.fleet.pool(ask.model).all), None)
             refusal = queued_too_late(strict, ask, queue, likely, now)
         if refusal is not None:
             return self._refused(ask.model, refusal)
+        for ticket in give_way:
+            queue.remove(ticket)
+            accounts.leave(ticket.ask, now)
+            full = refusals.queue_full(queue.retry_after_s(now))
+            self._evicted[ticket] = self._refused(ticket.ask.model, full)
         self._count(ask.model, Reason.FLEET_FULL)
         return queue.push(ask, now, tried, explain=explain)
 
@@ -201,14 +210,17 @@ class Router:
         """Take a request out of the queue, because its client left."""
         if self.queue.remove(ticket):
             accounts.leave(ticket.ask, now)
+        else:
+            self._evicted.pop(ticket, None)
 
     def due(self, now: float) -> list[tuple[Ticket, Lease | Refusal]]:
         """Take those out of the queue whose turn or time has come."""
         queue = self.queue
-        if not queue.length:
+        if not queue.length and not self._evicted:
             return []
         self.fleet.settle(now)
-        gone: list[tuple[Ticket, Lease | Refusal]] = []
+        gone: list[tuple[Ticket, Lease | Refusal]] = [*self._evicted.items()]
+        self._evicted.clear()
         for ticket in queue.expired(now):
             waited_s = now - ticket.since
             refusal = refusals.waited_too_long(waited_s, queue.retry_after_s(now))

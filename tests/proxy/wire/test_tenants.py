@@ -313,3 +313,25 @@ async def test_a_flood_of_one_does_not_hold_the_other_up(start: Start) -> None:
         assert (await client.answer()).status == 200
     texts = [call.json()["messages"][0]["content"] for call in site.fake.served]
     assert texts.index("single") <= 2
+
+
+async def test_a_full_queue_is_not_one_tenants_alone(start: Start) -> None:
+    site = await start(Fake("w0", max_requests=1), router={"queue_requests": 3})
+    keep(site, TenantSpec("a"), TenantSpec("b"), a=KEY, b=OTHER)
+    gate = asyncio.Event()
+    site.fake.always(scripts.gated(gate, scripts.answer()))
+    clients: list[Client] = []
+    for number in range(4):
+        clients.append(await site.client())
+        await clients[-1].send(chat(f"flood {number}", bearer()))
+        await eventually(lambda n=number: len(site.router.queue) == n)
+    assert (await site.ask(chat("more", bearer()))).status == 429
+    single = await site.client()
+    await single.send(chat("single", bearer(OTHER)))
+    gave_way = await clients[3].answer()
+    assert gave_way.status == 429
+    assert gave_way.error()["code"] == "queue_full"
+    assert int(gave_way.one(b"retry-after")) >= 1
+    gate.set()
+    for client in (*clients[:3], single):
+        assert (await client.answer()).status == 200

@@ -1,0 +1,109 @@
+"""Whose requests give way where the queue is full: else one tenant's flood would be all that waits.
+
+A newcomer takes the place of the last comer of whoever has most of the queue, for its weight, as
+long as that is more than its own tenant has; requests, bytes and tokens count alike, whichever is
+scarcest. Batch gives way to all others. So each of n tenants that send without end has an n-th of
+the queue, and a tenant that sends one request has a place for it. Retries have waited enough, and
+give way to nobody.
+
+Cost: nothing until the queue is full; then a look at who has how much, and only for a newcomer that
+gets a place by it at all those who wait.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from proxy.core.tenants import Rank, Tenant
+from proxy.core.types import Ask, Ticket
+
+if TYPE_CHECKING:
+    from proxy.core.queue import Line
+
+BATCH = Rank.BATCH
+APART = "apart"
+MOST_EVICTED = 64  # for one newcomer: more small ones than that are not worth one large
+Amounts = tuple[float, float, float]  # requests, bytes, tokens
+
+
+def amounts(ask: Ask) -> Amounts:
+    """Say what one request takes."""
+    return 1, ask.body_bytes, ask.prompt_tokens
+
+
+class Room:
+    """What there is, and who has how much of it."""
+
+    def __init__(self) -> None:
+        self._used: dict[Tenant | None, Amounts] = {}
+
+    def take(self, ask: Ask) -> None:
+        """Count one in."""
+        self._used[ask.tenant] = _plus(self._used.get(ask.tenant, (0, 0, 0)), amounts(ask))
+
+    def give(self, ask: Ask) -> None:
+        """Count one out."""
+        left = _plus(self._used[ask.tenant], amounts(ask), -1)
+        if left[0]:
+            self._used[ask.tenant] = left
+        else:
+            del self._used[ask.tenant]
+
+    def yielding(
+        self, ask: Ask, lines: Iterable[Line], over: Amounts, most: Amounts
+    ) -> list[Ticket]:
+        """Name those who give way to a newcomer; none if that would not make room enough.
+
+        `over` is by how much it would be too much.
+        """
+        used = dict(self._used)
+        own = _share(_plus(used.get(ask.tenant, (0, 0, 0)), amounts(ask)), most, ask.tenant)
+        may = [line for line in lines if line.place[1] != APART and _may_yield(line, ask)]
+        if not any(_is_more(line, ask, used, own, most) for line in may):
+            return []
+        left = {line.key: len(line.tickets) for line in may}
+        gone: list[Ticket] = []
+        while max(over) > 0 and len(gone) < MOST_EVICTED:
+            there = [
+                line for line in may if left[line.key] and _is_more(line, ask, used, own, most)
+            ]
+            if not there:
+                return []
+            line = max(there, key=lambda each: _order(each, used, most, left[each.key]))
+            left[line.key] -= 1
+            ticket = line.tickets[left[line.key]]
+            gone.append(ticket)
+            used[line.tenant] = _plus(used[line.tenant], amounts(ticket.ask), -1)
+            over = _plus(over, amounts(ticket.ask), -1)
+        return gone if max(over) <= 0 else []
+
+
+def _may_yield(line: Line, ask: Ask) -> bool:
+    if line.rank is BATCH:
+        return ask.rank is not BATCH or line.tenant is not ask.tenant
+    return ask.rank is not BATCH and line.tenant is not ask.tenant
+
+
+def _is_more(
+    line: Line, ask: Ask, used: dict[Tenant | None, Amounts], own: float, most: Amounts
+) -> bool:
+    """Whether a line's tenant has more than a newcomer's would."""
+    if line.rank is BATCH and ask.rank is not BATCH:
+        return True
+    return _share(used[line.tenant], most, line.tenant) > own
+
+
+def _order(
+    line: Line, used: dict[Tenant | None, Amounts], most: Amounts, left: int
+) -> tuple[bool, float, int]:
+    return line.rank is BATCH, _share(used[line.tenant], most, line.tenant), left
+
+
+def _share(used: Amounts, most: Amounts, tenant: Tenant | None) -> float:
+    weight = tenant.spec.weight if tenant is not None else 1.0
+    return max(amount / limit for amount, limit in zip(used, most, strict=True)) / weight
+
+
+def _plus(one: Amounts, other: Amounts, sign: int = 1) -> Amounts:
+    return one[0] + sign * other[0], one[1] + sign * other[1], one[2] + sign * other[2]
