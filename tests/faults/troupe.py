@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from tests.fuzz.mutate import Mutator
 from tests.proxy.wire import scripts
@@ -55,6 +56,20 @@ async def late(call: Call) -> None:
     """Begin an answer, and end it after everybody's patience."""
     await call.send(scripts.head(200, (b"content-type", scripts.SSE), (b"x", b"y"))[:-2])
     await call.lost.wait()
+
+
+async def listens(fake: FakeWorker) -> None:
+    """Listen again; a connection of somebody else's may have the port for a while."""
+    await fake.refuse()
+    for patience in range(200, -1, -1):
+        try:
+            await fake.listen()
+        except OSError:
+            if not patience:
+                raise
+            await asyncio.sleep(0.05)
+        else:
+            return
 
 
 class Moody(Kv):
@@ -119,6 +134,7 @@ class Troupe:
         self.fakes: dict[str, FakeWorker] = {}
         self.names_resolve = True
         self.befell: dict[str, int] = {}
+        self._struck: set[str] = set()
 
     async def start(self) -> None:
         """Let all listen."""
@@ -168,41 +184,51 @@ class Troupe:
         self.befell[name] = self.befell.get(name, 0) + 1
         await act(seconds)  # type: ignore[misc]
 
-    def _one(self) -> FakeWorker:
-        return self.fakes[self.dice.choice(sorted(self.fakes))]
+    @contextmanager
+    def _one(self) -> Iterator[FakeWorker]:
+        """Choose one whom nothing else befalls just now."""
+        name = self.dice.choice(sorted({*self.fakes} - self._struck))
+        self._struck.add(name)
+        yield self.fakes[name]
+        self._struck.discard(name)
 
     async def _killed(self, seconds: float) -> None:
-        fake = self._one()
-        await fake.die()
-        await asyncio.sleep(seconds)
-        await fake.listen()
+        with self._one() as fake:
+            await fake.die()
+            await asyncio.sleep(seconds)
+            await listens(fake)
 
     async def _refuses(self, seconds: float) -> None:
-        fake = self._one()
-        await fake.refuse()
-        await asyncio.sleep(seconds)
-        await fake.listen()
+        with self._one() as fake:
+            await fake.refuse()
+            await asyncio.sleep(seconds)
+            await listens(fake)
 
     async def _hangs(self, seconds: float) -> None:
-        fake = self._one()
-        await fake.hang()
-        await asyncio.sleep(seconds)
-        await fake.wake()
+        with self._one() as fake:
+            await fake.refuse()
+            try:
+                await fake.hang()
+            except OSError:  # the port went to somebody else meanwhile
+                await listens(fake)
+                return
+            await asyncio.sleep(seconds)
+            await fake.wake()
 
     async def _deaf(self, seconds: float) -> None:
         """Have it take connections and read nothing."""
-        fake = self._one()
-        fake.reads = False
-        await asyncio.sleep(seconds)
-        fake.reads = True
-        for each in fake.open:
-            each.reset()
+        with self._one() as fake:
+            fake.reads = False
+            await asyncio.sleep(seconds)
+            fake.reads = True
+            for each in fake.open:
+                each.reset()
 
     async def _cut_off(self, seconds: float) -> None:
-        fake = self._one()
-        fake.cuts_left, fake.cut_after = 5, self.dice.randrange(2000)
-        await asyncio.sleep(seconds)
-        fake.cuts_left = 0
+        with self._one() as fake:
+            fake.cuts_left, fake.cut_after = 5, self.dice.randrange(2000)
+            await asyncio.sleep(seconds)
+            fake.cuts_left = 0
 
     async def _moody(self, seconds: float) -> None:
         self.kv.share = self.dice.choice((0.1, 0.3, 0.9))
