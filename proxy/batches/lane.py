@@ -15,7 +15,7 @@ import fcntl
 import logging
 import os
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from math import inf
 from pathlib import Path
@@ -34,6 +34,7 @@ from proxy.batches.types import (
     Status,
     StoreFullError,
 )
+from proxy.control.batch_counts import COMPLETED, FAILED, SENT_AGAIN, BatchCounts
 
 if TYPE_CHECKING:
     from proxy.batches.keeper import Keeper
@@ -92,6 +93,7 @@ class Lane:
         wall: Callable[[], float] = time.time,
     ) -> None:
         self.settings = settings
+        self.counts = BatchCounts()
         self.paused = ""  # why nothing is begun now
         self._wire = wire
         self._keep = keeper
@@ -174,6 +176,7 @@ class Lane:
             if self.paused:
                 logger.info("batches: go on")
                 self.paused = ""
+                self.counts.paused = False
         except StoreFullError as error:
             self._pause(str(error))
             return
@@ -187,6 +190,7 @@ class Lane:
         if why != self.paused:
             logger.error("batches: paused: %s", why)
             self.paused = why
+            self.counts.paused = True
         self._paused_until = self._wire.clock() + FULL_DISK_S
 
     # What is new
@@ -194,6 +198,7 @@ class Lane:
     async def _look(self) -> None:
         """See which batches there are, and move those on that can be."""
         batches = await self._keep(Store.active)
+        self.counts.active = Counter(batch.status.value for batch in batches)
         known = {batch.id for batch in batches}
         for gone in self._running.keys() - known:
             self._let_go(gone)
@@ -274,6 +279,7 @@ class Lane:
             self._send_one(now, running)
             room -= 1
             in_turn.append(running)
+        self.counts.in_flight = self.in_flight
 
     def _send_one(self, now: float, running: Running) -> None:
         def over(errand: Errand) -> None:
@@ -292,6 +298,7 @@ class Lane:
     def _over(self, running: Running, errand: Errand) -> None:
         """Take what became of a line, or send it again."""
         running.errands.discard(errand)
+        self.counts.in_flight = self.in_flight
         self._told.set()
         status, job = errand.status, errand.job
         failed = errand.broken or (status >= SERVER_ERROR and status not in NOBODY_COULD)
@@ -299,6 +306,7 @@ class Lane:
             tries = running.tries[job.number] = running.tries.get(job.number, 0) + 1
         if status in NOBODY_COULD or (failed and tries < MOST_TRIES):
             running.ready.appendleft(job)
+            self.counts.lines[SENT_AGAIN] += 1
             running.rest(self._wire.clock(), errand.retry_after_s)
             return
         running.tries.pop(job.number, None)
@@ -306,6 +314,7 @@ class Lane:
         self._came(running, errand.result())
 
     def _came(self, running: Running, result: Result) -> None:
+        self.counts.lines[COMPLETED if result.ok else FAILED] += 1
         running.unsaved += 1
         self._unsaved.append(result)
         self._told.set()

@@ -44,6 +44,7 @@ class Batches:
         """Open the store, and begin; raises `ProxyError` where the folder can't be used."""
         await self.keeper.open()
         self._wire.desk = self._desk
+        self._wire.metrics.batches = self.lane.counts
         self._task = asyncio.create_task(self.lane.run(), name="batches")
 
     async def stop(self) -> None:

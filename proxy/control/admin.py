@@ -54,7 +54,7 @@ class AdminState(Protocol):
         reason: Reason | None,
         status: int | None,
     ) -> list[Entry]:
-        """The last requests that are so, newest first."""
+        """Return the last requests that are so, newest first."""
 
     @property
     def logs(self) -> Logs:

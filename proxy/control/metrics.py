@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
+from proxy.control.batch_counts import BatchCounts
 from proxy.control.handovers import Handovers
 from proxy.control.histogram import (
     DURATION_BOUNDS,
@@ -97,6 +98,7 @@ class Metrics:
         self.under_way: Callable[[], Iterable[Seen]] = tuple
         # Replaced by whoever looks for workers.
         self.discovered: Callable[[], Iterable[PoolCount]] = tuple
+        self.batches: BatchCounts | None = None  # set where batches are on
         self.loop_lag = Histogram(LAG_BOUNDS)
         self.requests: dict[RequestKey, Series] = {}
         self.retries: dict[tuple[str, str], int] = {}

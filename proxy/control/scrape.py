@@ -257,6 +257,8 @@ def _router(page: Page, metrics: Metrics) -> None:
     found = list(metrics.discovered())
     page.values(DISCOVERY_UP, (((name,), works) for name, works, _ in found))
     page.values(DISCOVERED, (((name,), count) for name, _, count in found))
+    if metrics.batches is not None:
+        metrics.batches.show(page)
     page.values(BYTES_PER_TOKEN, _learnt(metrics))
 
 

@@ -45,6 +45,8 @@ async def test_a_batch_as_the_official_client_runs_it(office: Office) -> None:
     assert names == [f"{batch.id}_output.jsonl", "in.jsonl"]
     metrics = (await office.site.ask(b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n")).body
     assert b'proxy_requests_total{route="chat/completions"' in metrics
+    assert b'proxy_batch_lines_total{outcome="completed"} 2' in metrics
+    assert b"proxy_batch_lines_in_flight 0" in metrics
 
 
 async def test_files_come_and_go(office: Office) -> None:
@@ -291,6 +293,7 @@ async def test_a_full_disk_refuses_uploads_and_pauses_batches(office: Office) ->
     assert caught.value.status_code == 507
     opening.set()
     await eventually(lambda: "no room" in lane.paused)
+    assert lane.counts.paused
     await office.batches.keeper(limit, 1 << 20)
     office.skip(10)
     done = await office.until(batch)
