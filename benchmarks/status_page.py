@@ -1,0 +1,143 @@
+"""Draws `docs/images/status.png`: the status page over a minute of made-up load.
+
+    python -m benchmarks.status_page
+
+A real router and the page in a real Chromium; the workers are fakes that stream at an engine's
+pace, so the picture shows what the page can show, and nothing of anybody's speed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import tempfile
+from pathlib import Path
+
+import uvloop
+
+from proxy.assembly import App
+from proxy.config import load
+from tests.proxy.control.browser import browser
+from tests.proxy.wire import scripts
+from tests.proxy.wire.client import Client, chat
+from tests.proxy.wire.fake_worker import Call, FakeWorker
+
+OUT = Path("docs/images/status.png")
+ROLES = {
+    "short-0": "short", "short-1": "short", "long-0": "long", "prefill-0": "prefill",
+    "decode-0": "decode",
+}  # fmt: skip
+LOAD_S = 62.0
+RATE = 2.4  # requests a second
+LONGS = 0.18
+TOKENS_PER_S = 6000  # of prefill
+BLOCKS = {
+    "do_remote_prefill": True, "do_remote_decode": False, "remote_engine_id": "p", "tp_size": 1,
+    "remote_block_ids": [1], "remote_request_id": "r", "remote_host": "127.0.0.1", "remote_port": 1,
+}  # fmt: skip
+FLEET = """
+model: llama
+workers:
+{workers}
+transfer: nixl
+routing: {{short_limit: 4000, tokenize: false, disaggregate_above: 3000}}
+router: {{port: 0, admin: {{port: 0}}, probe: {{interval_s: 0.2}}}}
+"""
+
+
+class Engine:
+    """A worker that prefills so many tokens a second and then streams."""
+
+    def __init__(self, fake: FakeWorker, dice: random.Random) -> None:
+        self._dice = dice
+        self._prefills = asyncio.Lock()
+        fake.always(self.serve)
+
+    async def serve(self, call: Call) -> None:
+        """Answer one request."""
+        asked, seconds = json.loads(call.body), len(call.body) / 4 / TOKENS_PER_S
+        moves = asked.get("kv_transfer_params") or {}
+        if moves.get("do_remote_prefill"):
+            await asyncio.sleep(seconds / 5)  # the transfer
+        else:
+            async with self._prefills:
+                await asyncio.sleep(seconds)
+        if moves.get("do_remote_decode"):
+            told = {"choices": [], "usage": scripts.usage(9, 1), "kv_transfer_params": BLOCKS}
+            await scripts.answer(body=json.dumps(told).encode())(call)
+            return
+        if not asked.get("stream"):
+            await scripts.obey("fake")(call)
+            return
+        count, gap_s = self._dice.randint(20, 90), self._dice.uniform(0.04, 0.12)
+        await scripts.stream(count, gap_s=gap_s, with_usage=True)(call)
+
+
+async def ask(app: App, dice: random.Random) -> None:
+    """Ask for one stream."""
+    tokens = dice.randint(3500, 14_000) if dice.random() < LONGS else dice.randint(30, 900)
+    model = "lama" if dice.random() < 0.02 else "llama"
+    client = await Client.connect(app.wire.port)
+    try:
+        await client.ask(
+            chat(f"{dice.random():.8f}" * (2 * tokens // 5), stream=True, model=model), within=90.0
+        )
+    finally:
+        client.close()
+
+
+async def draw(scheme: str) -> bytes:
+    """Run it all, and take the picture."""
+    dice = random.Random(7)
+    fakes = {name: FakeWorker(name, model="llama", max_model_len=131_072) for name in ROLES}
+    for fake in fakes.values():
+        await fake.listen()
+        Engine(fake, dice)
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder) / "fleet.yaml"
+        lines = [
+            f"  - {{name: {name}, role: {role}, url: '{fakes[name].url}', max_requests: 8}}"
+            for name, role in ROLES.items()
+        ]
+        source.write_text(FLEET.format(workers="\n".join(lines)))
+        app = App(load(source), source)
+        await app.start()
+        async with browser() as page:
+            await page.prefer(color_scheme=scheme)
+            await page.goto(app.admin_url)
+            await page.until("statusPage.state === 'up'")
+            asking = set()
+            loop = asyncio.get_running_loop()
+            end = loop.time() + LOAD_S
+            while loop.time() < end:
+                asking.add(asyncio.create_task(ask(app, dice)))
+                await asyncio.sleep(dice.expovariate(RATE))
+            height = await page.run(
+                "document.querySelector('#workers').getBoundingClientRect().bottom"
+            )
+            picture = await page.picture(x=0, y=0, width=1280, height=height + 24)
+            print(await page.run("statusPage"))
+            for each in asking:
+                each.cancel()
+            await asyncio.gather(*asking, return_exceptions=True)
+        await app.stop()
+    for fake in fakes.values():
+        await fake.stop()
+    return picture
+
+
+def main() -> None:
+    """Draw it."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--out", type=Path, default=OUT)
+    parser.add_argument("--scheme", choices=("light", "dark"), default="light")
+    given = parser.parse_args()
+    picture = uvloop.run(draw(given.scheme))
+    given.out.write_bytes(picture)
+    print(f"{given.out}: {len(picture) / 1024:.0f} KiB")
+
+
+if __name__ == "__main__":
+    main()
