@@ -46,12 +46,13 @@ End = Lease | Refusal
 class Line:
     """Those of one tenant, class, model and size, who came first in front."""
 
-    __slots__ = ("key", "place", "rank", "tenant", "tickets")
+    __slots__ = ("key", "least", "place", "rank", "tenant", "tickets")
 
     def __init__(self, key: Key) -> None:
         self.key = key
         self.place, self.rank, self.tenant = key
         self.tickets: deque[Ticket] = deque()
+        self.least = maxsize  # context that any of them needs, or any that was here
 
     @property
     def turn(self) -> Turn:
@@ -189,6 +190,7 @@ class Queue:
         if line is None:
             line = self._lines[key] = Line(key)
         line.tickets.append(ticket)
+        line.least = min(line.least, ask.needs)
         self._counts.setdefault(line.place, [0] * len(Rank))[ask.rank] += 1
         if ask.tenant is not None:
             self.turns.came(ask.tenant, ask.rank)
@@ -308,6 +310,8 @@ class Queue:
         """Find who may go: the head, or else one that could do with less than all before it."""
         place = line.place
         apart = place[1] == APART
+        if not apart and line.least >= least.get(place, maxsize):
+            return None
         for ticket in islice(line.tickets, LOOK):
             needs = ticket.ask.needs
             if not apart and needs >= least.get(place, maxsize):
