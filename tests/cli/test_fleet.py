@@ -377,3 +377,14 @@ def test_no_router_there(tmp_path: Path, capsys: pytest.CaptureFixture[str], url
     url = url.format(port=free_port())
     assert explained(written(tmp_path), "--prompt-tokens", "9", "--live", url) == 2
     assert "a running router's admin API" in capsys.readouterr().err
+
+
+def test_check_says_who_may_use_it(capsys: pytest.CaptureFixture[str]) -> None:
+    for name, said in (
+        ("shared", "tenants chat (interactive), search (standard), nightly (batch)"),
+        ("two-gpus", "tenants none: whoever reaches the router may use it"),
+        ("cpu-demo", "tenants none: whoever is on this machine may use it"),
+    ):
+        (path,) = [each for each in EXAMPLES if each.stem == name]
+        assert main(["check", str(path)]) == 0
+        assert said in capsys.readouterr().out.splitlines()

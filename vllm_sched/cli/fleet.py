@@ -110,10 +110,19 @@ def _check(path: Path, print_config: bool) -> int:
     listens = [url_of(each.host, each.port, each.tls) for each in (router, admin)]
     print(f"router  {listens[0]}, admin {listens[1]}")
     print(f"routing {routing.policy}, long above {routing.short_limit} tokens")
+    print(f"tenants {_tenants(config)}")
     rows = [_summary(config, worker) for worker in config.workers]
     rows += [_pool(config, pool) for pool in (config.discovery.pools if config.discovery else ())]
     print(columns([("worker", "role", "url", "model", "context", "started by"), *rows]))
     return 0
+
+
+def _tenants(config: FleetConfig) -> str:
+    if config.tenants:
+        return ", ".join(f"{each.name} ({each.class_})" for each in config.tenants)
+    if config.router.allow_anonymous:
+        return "none: whoever reaches the router may use it"
+    return "none: whoever is on this machine may use it"
 
 
 def _pool(config: FleetConfig, pool: PoolConfig) -> tuple[str, ...]:
