@@ -57,9 +57,9 @@ def test_check_shows_what_will_run(tmp_path: Path, capsys: pytest.CaptureFixture
     lines = capsys.readouterr().out.splitlines()
     assert lines[1] == "router  http://127.0.0.1:8000, admin http://127.0.0.1:8001"
     assert lines[2] == "routing adaptive, long above 1500 tokens"
-    assert lines[4].split() == ["s0", "short", "http://127.0.0.1:9001", "tiny", "2048", *OTHERS]
-    assert lines[6].endswith("tiny   is asked  up (long_prompt, cpus 0 1)")
-    assert "a free port" in lines[6]
+    assert lines[5].split() == ["s0", "short", "http://127.0.0.1:9001", "tiny", "2048", *OTHERS]
+    assert lines[7].endswith("tiny   is asked  up (long_prompt, cpus 0 1)")
+    assert "a free port" in lines[7]
 
 
 OTHERS = ["somebody", "else"]
