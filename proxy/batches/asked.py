@@ -126,7 +126,10 @@ def _metadata(given: object) -> dict[str, str] | None:
 def page(request: Request, *, of_files: bool) -> tuple[Page, str | None]:
     """Read which part of a list is wanted; of files, also of which purpose."""
     query = request.head.target.partition(b"?")[2].decode("latin-1")
-    asked = {name: values[-1] for name, values in parse_qs(query, max_num_fields=16).items()}
+    try:
+        asked = {name: values[-1] for name, values in parse_qs(query, max_num_fields=16).items()}
+    except ValueError:
+        raise SaidNoError(400, "The query has more than 16 fields.") from None
     usual, most = (FILES_PAGE, LARGEST_FILES_PAGE) if of_files else (PAGE, LARGEST_PAGE)
     limit = asked.get("limit", str(usual))
     if not (limit.isascii() and limit.isdigit() and len(limit) < 6 and 1 <= int(limit) <= most):

@@ -59,6 +59,8 @@ async def test_without_a_folder_it_is_said_who_turns_them_on(start: Start, path:
         (get("/v1/files?limit=0"), 400, "limit"),
         (get("/v1/files?limit=99999999999"), 400, "limit"),
         (get("/v1/batches?order=up"), 400, "order"),
+        (get("/v1/batches?" + "a=1&" * 20), 400, None),
+        (get("/v1/batches?after=%ff%00&limit=%zz"), 400, "limit"),
         (get("/v1/batches/batch_1"), 404, "id"),
         (post("/v1/batches/batch_1/cancel", {}), 404, "id"),
         (request(b"{", path="/v1/batches"), 400, None),
