@@ -136,3 +136,12 @@ def test_what_keeps_two_ends_apart() -> None:
 def test_the_users_own_configuration(text: str | None, read: dict[str, Any] | None) -> None:
     args = [] if text is None else ["--kv-transfer-config", text]
     assert transfer.own_config(args) == read
+
+
+@pytest.mark.parametrize(("told", "given"), [(None, 60), (30.0, 60), (6, 12), (45.5, 91)])
+def test_workers_keep_blocks_for_longer_than_the_router_is_told(
+    told: float | None, given: int
+) -> None:
+    """A lease that ends too early gives a reader others' blocks, a late one costs memory."""
+    config = config_of(wiring("nixl", "prefill", lease_s=told))
+    assert config["kv_connector_extra_config"]["kv_lease_duration"] == given

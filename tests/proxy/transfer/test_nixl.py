@@ -7,6 +7,8 @@ from typing import Any
 import orjson
 import pytest
 
+from proxy.config import TransferConfig
+from proxy.transfer.registry import connector
 from proxy.transfer.types import Pair, Side, Taken
 from tests.proxy.transfer.making import PAIR, make, params
 
@@ -123,3 +125,11 @@ def test_an_address_where_a_decode_worker_finds_itself_is_doubted(
     assert bool(doubt) == wrong
     assert not wrong or doubt.endswith("VLLM_NIXL_SIDE_CHANNEL_HOST=10.0.0.1")
     assert nixl.doubt(pair, Taken()) == ""
+
+
+@pytest.mark.parametrize(("lease_s", "within_s"), [(None, 24.0), (60.0, 48.0)])
+def test_blocks_are_fetched_well_within_their_lease(lease_s: float | None, within_s: float) -> None:
+    config = TransferConfig(connector="nixl", lease_s=lease_s)
+    assert connector(config).within_s == pytest.approx(within_s)
+    others = TransferConfig(connector="shared-storage", path="/kv")
+    assert connector(others).within_s == float("inf")
