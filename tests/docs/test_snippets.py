@@ -1,0 +1,80 @@
+"""What README and docs show works: Python runs, fleet files are right, commands and links exist."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from proxy.config import parse
+from proxy.core.routing import registry
+from vllm_sched.cli.main import parser
+
+ROOT = Path(__file__).parents[2]
+DOCS = sorted([*ROOT.glob("docs/*.md"), ROOT / "deploy" / "README.md"])
+PAGES = [ROOT / "README.md", *DOCS]
+FENCE = re.compile(r"^```(\w+)\n(.*?)^```", re.DOTALL | re.MULTILINE)
+COMMAND = re.compile(r"^\s*(?:\$ )?(vllm-sched .*)$|`(vllm-sched [^`]+)`", re.MULTILINE)
+LINK = re.compile(r"\]\((?!https?:|#|mailto:)([^)#\s]+)")
+PLACEHOLDER = re.compile(r"\.\.\.|\[|NAME|SIDE")
+
+
+def name_of(path: Path) -> str:
+    """Return a path as the failing test shows it."""
+    return str(path.relative_to(ROOT))
+
+
+def fenced(page: Path, kind: str) -> list[str]:
+    """Return a page's blocks of a language."""
+    return [text for found, text in FENCE.findall(page.read_text()) if found == kind]
+
+
+def commands(page: Path) -> Iterator[str]:
+    """Yield commands of ours that can be typed as they stand."""
+    text = page.read_text().replace("\\\n", " ")
+    for line, inline in COMMAND.findall(text):
+        said = re.sub(r"\s+#.*|[;&|].*", "", line or inline).strip()
+        if not PLACEHOLDER.search(said):
+            yield said
+
+
+def test_the_examples_of_extending_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "RULES", dict(registry.RULES))
+    names: dict[str, object] = {"__name__": "extending"}
+    blocks = fenced(ROOT / "docs" / "extending.md", "python")
+    assert len(blocks) == 6
+    for block in blocks:
+        exec(compile(block, "docs/extending.md", "exec"), names)  # noqa: S102 - our own page
+
+
+@pytest.mark.parametrize("page", DOCS, ids=name_of)
+def test_fleet_files_are_right(page: Path) -> None:
+    for block in fenced(page, "yaml"):
+        text = textwrap.dedent(block)
+        if re.search(r"^model:", text, re.MULTILINE) and "workers:" in text:
+            parse(text, name_of(page))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_commands_are_ours(page: Path) -> None:
+    for said in commands(page):
+        words = shlex.split(said)[1:]
+        if words == ["serve"] or len(words) < 2:  # named in passing
+            continue
+        _, rest = parser().parse_known_args(words)
+        assert not rest or words[0] == "serve", f"{said}: {rest}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in LINK.findall(page.read_text()):
+        assert (page.parent / target).exists(), target
+
+
+def test_there_is_something_to_be_tested() -> None:
+    assert sum(len(list(commands(page))) for page in PAGES) > 20
+    assert sum(len(fenced(page, "yaml")) for page in PAGES) > 2
