@@ -21,7 +21,10 @@ def figures(scale: float) -> dict[str, Any]:
 
 
 def played(shorts: float, longs: float = 1.0) -> dict[str, Any]:
-    classes = {"short": figures(shorts), "long": figures(longs)}
+    classes = {
+        "short": {**figures(shorts), "completed": 8},
+        "long": {**figures(longs), "completed": 2},
+    }
     return {**figures(1.0), "classes": classes, "client_busy": 0.1}
 
 

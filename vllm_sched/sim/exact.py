@@ -165,7 +165,7 @@ class ExactEngine:
                 return
             self._held_since = inf
             start = self._under_way[-1][1] if self._under_way else now
-            seconds = self.model.time.seconds(begun.shape)
+            seconds = self.step_s(begun)
             self._under_way.append((begun, start + seconds))
             self.steps += 1
             self.busy_s += seconds
@@ -177,6 +177,10 @@ class ExactEngine:
             return
         self._wire_free = max(self._wire_free, now) + self.model.transfer_s(tokens)
         heappush(self._loads, (self._wire_free, job_id))
+
+    def step_s(self, step: SimulatedStep) -> float:
+        """Say how long a step takes: here what the cost model says."""
+        return self.model.time.seconds(step.shape)
 
     def _hear(self, now: float, events: list[Event]) -> None:
         """Take in what came since the last turn."""

@@ -1,0 +1,157 @@
+"""Do simulated steps take what real ones do? A real model computes them beside the cost model.
+
+    python -m benchmarks.simulated_steps --save out/steps.json
+
+`benchmarks.simulator` compares whole fleets, and wants a machine to itself. This one does not: each
+step that a simulated scheduler makes is computed by a real engine in this process, and takes what
+that took of the processor, not of the clock. From one such run the cost model is fitted; others, of
+another seed, are played twice: with computed steps and with modelled ones. Router, schedulers,
+policies and workload are the same in both, so that all that differs is how long steps take, and
+what follows from it: queues, decisions, and the pace that policies learn.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+os.environ |= {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1",
+}  # fmt: skip
+
+from rich.console import Console
+from vllm.engine.arg_utils import EngineArgs
+from vllm.v1.engine.llm_engine import LLMEngine
+
+from benchmarks.simulator import BUDGET, Pair, cases, tell
+from proxy.config import parse
+from vllm_sched.bench import goodput
+from vllm_sched.bench.result import Result
+from vllm_sched.bench.traffic.catalogue import find
+from vllm_sched.bench.traffic.schedule import Schedule
+from vllm_sched.cost.calibration import Calibration, Measured, calibrate
+from vllm_sched.engine.simulated import SimulatedStep
+from vllm_sched.sim.exact import ExactEngine
+from vllm_sched.sim.fleet import SimulatedFleet
+from vllm_sched.sim.models import worker_models
+from vllm_sched.sim.types import MakeEngine, WorkerModel
+from vllm_sched.workers.tiny_model import tiny_model
+
+BLOCK, BLOCKS, LONGEST = 32, 2048, 16_384
+FIT, COMPARED = 1, 0  # seeds
+
+
+def real_engine() -> LLMEngine:
+    """Start an engine, for its model alone."""
+    return LLMEngine.from_engine_args(
+        EngineArgs(
+            model=str(tiny_model()),
+            dtype="float32",
+            enforce_eager=True,
+            block_size=BLOCK,
+            max_model_len=LONGEST,
+            max_num_batched_tokens=BUDGET,
+            num_gpu_blocks_override=BLOCKS,
+            enable_prefix_caching=False,
+            async_scheduling=False,
+        )
+    )
+
+
+class ComputedEngine(ExactEngine):
+    """An engine whose steps take what a model takes to compute them."""
+
+    def __init__(
+        self, model: WorkerModel, *, seed: int = 0, executor: Any, seen: list[Measured]
+    ) -> None:
+        super().__init__(model, seed=seed)
+        self._executor = executor
+        self._seen = seen
+
+    def step_s(self, step: SimulatedStep) -> float:
+        """Compute it, and say what that took of the processor."""
+        began = time.process_time()
+        if self._executor.execute_model(step.output) is None:
+            self._executor.sample_tokens(None)
+        seconds = time.process_time() - began
+        self._seen.append(Measured(step.shape, seconds))
+        return seconds
+
+
+def play(
+    blocks: Mapping[str, Any], schedule: Schedule, make: MakeEngine, folder: Path
+) -> dict[str, Any]:
+    """Play a schedule to a fleet; returns what `bench` would save."""
+    config = parse(json.dumps({"model": "tiny", **blocks}), "fleet")
+    models = worker_models(config, folder / "fleet.yaml")
+    played = SimulatedFleet(config, models, make).play(schedule)
+    result = Result(
+        schedule, goodput.Targets(), played.outcomes, played.duration, "simulated", "tiny"
+    )
+    return {**result.to_json(), "client_busy": 0.0}
+
+
+def fitted(
+    executor: Any, fleets: Sequence[Mapping[str, Any]], schedule: Schedule, folder: Path
+) -> Calibration:
+    """Fit the cost model to the steps of some runs."""
+    seen: list[Measured] = []
+    for blocks in fleets:
+        play(blocks, schedule, partial(ComputedEngine, executor=executor, seen=seen), folder)
+    return calibrate(seen)
+
+
+def main() -> None:
+    """Compute, fit, simulate, compare."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--workload", default="100x24:0.85,6000x16:0.15")
+    parser.add_argument("--request-rate", type=float, default=2.0)
+    parser.add_argument("--duration", type=float, default=30.0)
+    parser.add_argument("--cases", nargs="+", choices=cases([0]), default=[*cases([0])])
+    parser.add_argument("--save", type=Path)
+    given = parser.parse_args()
+    console = Console()
+    engine = real_engine()  # to be kept: with it goes the model
+    executor = engine.engine_core.engine_core.model_executor
+
+    def schedule(seed: int) -> Schedule:
+        return Schedule(
+            source=find(given.workload), rate=given.request_rate, duration_s=given.duration,
+            seed=seed,
+        )  # fmt: skip
+
+    with tempfile.TemporaryDirectory() as name:
+        folder, cost = Path(name), Path(name) / "cost.json"
+        cost.write_text('{"step_time": {}}')
+        fleets = {key: blocks for key, blocks in cases([0]).items() if key in given.cases}
+        found = fitted(executor, [*fleets.values()][:2], schedule(FIT), folder)
+        console.print(
+            f"fitted to {len(found.fitted)} steps; median error of {len(found.held_out)} others "
+            f"{found.error() or 0.0:.1%}: {found.time}",
+            highlight=False,
+        )
+        cost.write_text(json.dumps({"step_time": found.time.to_json()}))
+        pairs = []
+        for key, blocks in fleets.items():
+            computed = partial(ComputedEngine, executor=executor, seen=[])
+            real = play(blocks, schedule(COMPARED), computed, folder)
+            pairs.append(Pair(key, real, play(blocks, schedule(COMPARED), ExactEngine, folder)))
+            console.print(f"{key}: {real['completed']} requests", style="dim")
+    tell(pairs, console)
+    if given.save:
+        content = {"step_time": found.time.to_json(), "error": found.error()}
+        content["cases"] = {p.name: {"real": p.real, "simulated": p.simulated} for p in pairs}
+        given.save.write_text(json.dumps(content) + "\n")
+
+
+if __name__ == "__main__":
+    main()
