@@ -246,6 +246,53 @@ WORKERS = (
     ),
 )  # fmt: skip
 
+TENANTS = (
+    Panel(
+        "Tokens, by tenant", "Of prompts and answers, per second, as workers count them.", "short",
+        (
+            Query(
+                rate("proxy_tenant_tokens_total", ROUTER, "tenant, kind"), "{{tenant}} {{kind}}"
+            ),
+        ),
+        stacked=True,
+    ),
+    Panel(
+        "Requests, by tenant", "Answered per second, by what they came to.", "reqps",
+        (
+            Query(
+                rate("proxy_tenant_requests_total", ROUTER, "tenant, status"),
+                "{{tenant}} {{status}}",
+            ),
+        ),
+        stacked=True,
+    ),
+    Panel(
+        "In flight, by tenant", "And of these, how many wait.", "short",
+        (
+            Query(f"sum by (tenant) (proxy_tenant_inflight_requests{{{ROUTER}}})", "{{tenant}}"),
+            Query(
+                f"sum by (tenant) (proxy_tenant_queue_requests{{{ROUTER}}})", "{{tenant}} waiting"
+            ),
+        ),
+    ),
+    Panel(
+        "Limited, by tenant", "Requests that met a limit, and which.", "reqps",
+        (
+            Query(
+                rate("proxy_tenant_limited_total", ROUTER, "tenant, limit"), "{{tenant}} {{limit}}"
+            ),
+        ),
+    ),
+    Panel(
+        "First token, by class", "From a request's arrival; interactive goes before the rest.", "s",
+        quantiles("proxy_tenant_ttft_seconds", ROUTER, "class", 0.5, 0.95),
+    ),
+    Panel(
+        "Wait in the queue, by tenant", "Those with more than their share wait longest.", "s",
+        quantiles("proxy_tenant_queue_wait_seconds", ROUTER, "tenant", 0.95),
+    ),
+)  # fmt: skip
+
 SELF = (
     Panel(
         "Processor", "Of the one that a router can use.", "percentunit",
@@ -312,6 +359,7 @@ BOARD = Board(
         Row("Time to the first token", FIRST),
         Row("After the first token", TOKENS),
         Row("The router's queue", QUEUE),
+        Row("Tenants", TENANTS),
         Row("Workers", WORKERS),
         Row("The router itself", SELF),
     ),

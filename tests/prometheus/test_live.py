@@ -66,6 +66,9 @@ workers:
   - {{name: d0, role: decode, url: "{d0}"}}
   - {{name: d1, role: decode, url: "{d1}"}}
 transfer: {{connector: nixl}}
+tenants:
+  - {{name: chat, class: interactive, keys_file: {keys}}}
+  - {{name: jobs, keys_env: JOBS_KEY, limits: {{requests_per_minute: 20}}}}
 routing: {{disaggregate_above: 1}}
 router:
   port: {port}
@@ -73,6 +76,14 @@ router:
   probe: {{interval_s: 1}}
   retries: {{budget: 1}}
 """
+
+
+CHAT, JOBS = "sk-vs-of-the-chat-window", "sk-vs-of-jobs-at-night"
+
+
+def bearer(key: str) -> bytes:
+    """Write the header that shows a key."""
+    return b"Authorization: Bearer " + key.encode()
 
 
 def free_port() -> int:
@@ -89,7 +100,7 @@ async def process(*command: str, log: Path) -> AsyncIterator[None]:
             *command,
             stdout=out,
             stderr=subprocess.STDOUT,
-            env={**os.environ, "PYTHONUNBUFFERED": "1"},
+            env={**os.environ, "PYTHONUNBUFFERED": "1", "JOBS_KEY": JOBS},
         )
         try:
             yield
@@ -151,6 +162,8 @@ class Scene:
             self.fakes[name].always(self.kv.worker(self.fakes[name], role))
         urls: dict[str, object] = {name: fake.url for name, fake in self.fakes.items()}
         found = self.fakes["found"].port
+        urls["keys"] = self.folder / "keys"
+        (self.folder / "keys").write_text(CHAT)
         for name, text, port, admin in (
             ("split", SPLIT, self.split, self.admin),
             ("pairs", PAIRS, self.pairs, free_port()),
@@ -235,9 +248,11 @@ class Scene:
         if self.rounds % 2 and not self.kv.wrongs.get("decode"):
             self.kv.wrong("prefill", Faults(before=scripts.error(500)))
             self.kv.wrong("decode", *[Faults(before=lost_transfer)] * 5)
-        whole = [request(chat_body(stream=True, max_tokens=8)) for _ in range(6)]
-        some += [self.send(self.pairs, each) for each in whole]
-        some.append(self.send(self.pairs, request(chat_body(stream=True)), leave_after_s=0.002))
+        whole = chat_body(stream=True, max_tokens=8)
+        for key in (*[CHAT] * 5, JOBS):
+            some.append(self.send(self.pairs, request(whole, bearer(key))))
+        leaves = request(chat_body(stream=True), bearer(CHAT))
+        some.append(self.send(self.pairs, leaves, leave_after_s=0.002))
         await asyncio.gather(*some)
 
     async def load(self) -> None:
