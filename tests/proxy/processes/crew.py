@@ -16,7 +16,7 @@ from typing import Any
 
 import aiohttp
 
-from tests.proxy.wire.client import Client, get
+from tests.proxy.wire.client import Client, chat, get
 
 DEADLINE_S = 60.0
 PROC = Path("/proc")
@@ -159,15 +159,23 @@ class Crew:
             await asyncio.sleep(0.02)
 
     async def up(self) -> None:
-        """Wait until every process would use every worker."""
+        """Wait until every process uses every worker."""
         await self.until(lambda all_: all(worker["state"] == "up" for worker in all_.values()))
         names = set(await self.workers())
         for client in (await self.each()).values():
+            used: set[str] = set()
             give_up = time.monotonic() + DEADLINE_S
-            while down := names - set(await inflight(client, "proxy_worker_up", 1.0)):
-                assert time.monotonic() < give_up, down
-                await asyncio.sleep(0.02)
+            while used != names:
+                assert time.monotonic() < give_up, used
+                used.add(await worker_of(client))
             client.close()
+
+
+async def worker_of(client: Client) -> str:
+    """Ask, and return the name of the worker that answered; empty if there was none."""
+    answer = await client.ask(chat("hi", b"X-Explain: 1"))
+    [route] = [value for key, value in answer.headers if key == b"x-route"]
+    return route.split(b";")[0].decode() if answer.status == 200 else ""
 
 
 async def mark_of(client: Client) -> bytes:
@@ -183,16 +191,6 @@ async def samples(client: Client) -> dict[str, float]:
     assert answer.status == 200
     lines = [line for line in answer.body.decode().splitlines() if not line.startswith("#")]
     return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines)}
-
-
-async def inflight(client: Client, name: str, value: float) -> list[str]:
-    """Name the workers of which a gauge has a value."""
-    found = await samples(client)
-    return [
-        series.split('worker="')[1].split('"')[0]
-        for series, seen in found.items()
-        if series.startswith(name + "{") and seen == value
-    ]
 
 
 def total(found: dict[str, float], name: str) -> float:

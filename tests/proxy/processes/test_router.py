@@ -36,6 +36,8 @@ async def fakes(crew: Crew) -> AsyncIterator[dict[str, FakeWorker]]:
     """Workers that are up, known to all processes, and not resting."""
     made = await listening(crew)
     await crew.up()
+    for fake in made.values():
+        fake.calls.clear()
     yield made
     for fake in made.values():
         await fake.stop()
@@ -276,6 +278,8 @@ async def test_a_drain_lets_requests_finish_in_all_processes(tmp_path: Path) -> 
     fakes = await listening(crew)
     try:
         await crew.up()
+        for fake in fakes.values():
+            fake.calls.clear()
         opening = asyncio.Event()
         for fake in fakes.values():
             fake.always(scripts.gated(opening, scripts.answer()))
