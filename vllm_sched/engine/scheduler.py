@@ -39,6 +39,8 @@ MOST_IN_FLIGHT = 64
 logger = logging.getLogger("vllm.vllm_sched")
 
 
+LEAST_STEP_S = 1e-6
+
 # What stands behind `PolicySteps` is either of vLLM's classes; both have what it uses.
 if TYPE_CHECKING:
 
@@ -357,7 +359,8 @@ class PolicySteps(Upstream):
             pass
         now = self.clock()
         # The engine began it when it was scheduled, or when it was done with the one before.
-        seconds = now - max(step.scheduled_at, self._last_result_at)
+        # A clock that was set back would make it none, or less; a step takes longer than that.
+        seconds = max(now - max(step.scheduled_at, min(self._last_result_at, now)), LEAST_STEP_S)
         self._last_result_at = now
         prefill_tokens = sum(chunk.tokens for chunk in step.chunks)
         decode_tokens = output.total_num_scheduled_tokens - prefill_tokens
