@@ -59,7 +59,8 @@ WHETHER = (
     Panel(
         "Leases that ended",
         "As prefill workers with NIXL say: blocks that nobody fetched in time, and those that were "
-        "read all the same, whose answers may be made of other prompts.", "reqps",
+        "read when they were kept no more. Clients that leave count among the latter; where leases "
+        "end too, answers may be made of other prompts.", "reqps",
         (
             Query(rate(EXPIRED, OF_ANY_WORKER, "instance"), "{{instance}} not fetched"),
             Query(rate(READ_LATE, OF_ANY_WORKER, "instance"), "{{instance}} read late"),

@@ -37,6 +37,7 @@ logger = logging.getLogger(__name__)
 FAILED_TRANSFER, REFUSED_PREFILL = "failed_transfer", "refused_prefill"
 LATE_TRANSFER = "late_transfer"
 SOON_S = 0.25
+SLOW_STEP_S = 0.5  # of a worker of whose steps nothing is known
 LATE = 4.0  # times what was predicted, a prefill or an answer is
 # How a stream whose head was a 200 says that its transfer failed. vLLM's chat names the role before
 # it, at the same moment.
@@ -272,17 +273,15 @@ def nearly_done(lease: Lease, now: float) -> bool:
 def decode_patience_s(lease: Lease, within_s: float) -> float:
     """Tell how long a decode worker may take to show that it has read the blocks in time.
 
-    A stream shows it by its first token, and any other answer by its last, which may be as long as
-    it likes where nobody knows how long the worker's steps are.
+    A stream shows it by its first token, and any other answer by its last.
     """
     ask, pace = lease.ask, lease.worker.pace
     if ask.stream or within_s == inf:
         return within_s
-    if not pace.steps:
-        return inf
     output = ask.output_tokens
     most = lease.worker.limit - ask.largest_prompt if output is None else output
-    return within_s + LATE * most * pace.step_s(lease.worker.decoding + 1)
+    step_s = LATE * pace.step_s(lease.worker.decoding + 1) if pace.steps else SLOW_STEP_S
+    return within_s + most * step_s
 
 
 def patience_s(lease: Lease, least_s: float) -> float:
