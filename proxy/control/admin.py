@@ -143,8 +143,9 @@ def worker_routes(state: AdminState, clock: Callable[[], float]) -> APIRouter:
     @api.delete("/{name}", summary="Take a worker out at once; what it has, it finishes")
     async def remove(name: str) -> Removed:
         worker = find(name)
+        requests = worker.requests + worker.pinned  # of all processes, as long as it is here
         state.remove_worker(name)
-        return Removed(name=name, requests=worker.requests + worker.pinned)
+        return Removed(name=name, requests=requests)
 
     return api
 

@@ -26,6 +26,7 @@ class Load(NamedTuple):
     decode_tokens: int = 0
     kv_tokens: int = 0
     decoding: int = 0
+    pinned: int = 0
     written: int = 0  # since ever, so it only grows
 
 
@@ -53,6 +54,7 @@ def own(worker: Worker) -> Load:
         worker.decode_tokens - theirs.decode_tokens,
         worker.kv_tokens - theirs.kv_tokens,
         worker.decoding - theirs.decoding,
+        worker.pinned - theirs.pinned,
         worker.written - theirs.written,
     )
 
@@ -65,6 +67,7 @@ def replace(worker: Worker, load: Load, now: float) -> None:
     worker.long_tokens += load.long_tokens - before.long_tokens
     worker.decode_tokens += load.decode_tokens - before.decode_tokens
     worker.kv_tokens += load.kv_tokens - before.kv_tokens
+    worker.pinned += load.pinned - before.pinned
     worker.written += load.written - before.written
     prefill = load.prefill_tokens - before.prefill_tokens
     if prefill:

@@ -78,7 +78,7 @@ class Reader:
         self._fleet = fleet
         self._sizer = sizer
         # The worker that stores each, and whose it is.
-        self._responses: dict[str, tuple[str, Tenant | None]] = {}
+        self.responses: dict[str, tuple[str, Tenant | None]] = {}
 
     def read(
         self,
@@ -199,12 +199,12 @@ class Reader:
     def _holder(self, response_id: object, tenant: Tenant | None) -> str:
         if type(response_id) is not str:
             return ""
-        holder, whose = self._responses.get(response_id, ("", None))
+        holder, whose = self.responses.get(response_id, ("", None))
         return holder if whose is tenant and holder in self._fleet else ""
 
     def remember(self, response_id: str, worker: str, tenant: Tenant | None = None) -> None:
         """Note which worker stores a response, and whose; the oldest are forgotten."""
-        responses = self._responses
+        responses = self.responses
         responses[response_id] = worker, tenant
         if len(responses) > MOST_RESPONSES:
             del responses[next(iter(responses))]

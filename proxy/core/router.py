@@ -13,7 +13,7 @@ Every lease must be finished once, on whichever way out; every ticket ends once,
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from math import inf
 
@@ -97,6 +97,8 @@ class Router:
         self.transfers: dict[str, TransferTimes] = {}  # by model
         self.links = Links()
         self.draining = False
+        # Where several processes serve: tells the others which worker holds a stored response.
+        self.others_remember: Callable[[str, str, str], None] | None = None
         self._evicted: dict[Ticket, Refusal] = {}  # from the queue, and not told yet
         self._reader = Reader(fleet, self.sizer, settings.short_limit)
         self._rule = rule(settings.policy)
@@ -141,6 +143,19 @@ class Router:
     def remember(self, response_id: str, worker: str, tenant: Tenant | None = None) -> None:
         """Note which worker holds a stored response, and whose it is."""
         self._reader.remember(response_id, worker, tenant)
+        if self.others_remember is not None:
+            self.others_remember(response_id, worker, "" if tenant is None else tenant.name)
+
+    def recall(self, response_id: str, worker: str, tenant: str) -> None:
+        """Note what another process remembers."""
+        whose = self.tenants.get(tenant) if tenant else None
+        if whose is not None or not tenant:
+            self._reader.remember(response_id, worker, whose)
+
+    def remembered(self) -> Iterator[tuple[str, str, str]]:
+        """List all that is remembered: responses, workers, and whose they are."""
+        for response_id, (worker, whose) in self._reader.responses.items():
+            yield response_id, worker, "" if whose is None else whose.name
 
     # Placing
 

@@ -29,6 +29,7 @@ from proxy.processes.messages import (
     Message,
     Reload,
     Reloaded,
+    Remembered,
     Serving,
     Stop,
     What,
@@ -69,6 +70,7 @@ class Member:
             Tenancy(router.tenants, shared, self._sharing),
             Tides(router, self._sharing),
         )
+        router.others_remember = self._remember
         fleet.others, router.queue.elsewhere = self._sharing, self._queues
         self._index = index
         self._mirror = Mirror(self.app.router, self._sharing, clock)
@@ -104,6 +106,10 @@ class Member:
                     self._begin_to_listen()
             case Joined():
                 self._mirror.forget()
+                self._channel.say(Remembered(tuple(self.app.router.remembered())))
+            case Remembered(responses):
+                for response in responses:
+                    self.app.router.recall(*response)
             case Reload():
                 self._reload()
             case Reloaded(config):
@@ -156,6 +162,9 @@ class Member:
             return self.app.metrics.render()[0].decode()
         limit, wanted = given
         return list(self.app.recent.newest(limit, **wanted))
+
+    def _remember(self, response_id: str, worker: str, tenant: str) -> None:
+        self._channel.say(Remembered(((response_id, worker, tenant),)))
 
     # What it does
 

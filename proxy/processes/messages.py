@@ -85,6 +85,13 @@ class Workers:
 
 
 @dataclass(frozen=True, slots=True)
+class Remembered:
+    """Stored responses, the workers that hold them, and whose they are; for all others."""
+
+    responses: tuple[tuple[str, str, str], ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Drain:
     """Take nothing new, let requests finish, end."""
 
@@ -115,5 +122,16 @@ class Answer:
 
 
 Message: TypeAlias = (
-    Begin | Joined | Serving | Lead | Reload | Reloaded | Workers | Drain | Stop | Ask | Answer
+    Begin
+    | Joined
+    | Serving
+    | Lead
+    | Reload
+    | Reloaded
+    | Workers
+    | Remembered
+    | Drain
+    | Stop
+    | Ask
+    | Answer
 )

@@ -37,6 +37,7 @@ from proxy.processes.messages import (
     Message,
     Reload,
     Reloaded,
+    Remembered,
     Serving,
     Stop,
     Workers,
@@ -309,6 +310,8 @@ class Supervisor:
                 for other in self._children.values():
                     if other is not child and other.joined:
                         self._pass_on(other, message)
+            case Remembered():
+                self._say_all(message, but=child)
             case Reloaded(config):
                 self._config = config
                 self._say_all(message, but=child)

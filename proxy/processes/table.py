@@ -42,7 +42,7 @@ CHANGES, WAITING, BYTES, TOKENS, LIFE, TENANT_CHANGES = range(6)
 CELL_WORDS = 2
 COMMON_WORDS = MOST_TENANTS * (1 + CELL_WORDS)
 
-LOAD = Struct("@8qd")
+LOAD = Struct("@9qd")
 BREAKER = Struct("@dqdqqd")
 AT_BREAKER = LOAD.size
 FRONT, TIDE, TENANT = Struct("@qdd"), Struct("@qqd"), Struct("@qd")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import socket
@@ -16,7 +17,7 @@ import pytest
 
 from tests.proxy.processes.crew import DEADLINE_S, PROC, Crew, free_port, samples, total
 from tests.proxy.wire import scripts
-from tests.proxy.wire.client import BrokenError, Client, chat, get
+from tests.proxy.wire.client import BrokenError, Client, chat, get, request
 from tests.proxy.wire.fake_worker import FakeWorker
 from tests.proxy.wire.site import eventually
 
@@ -157,6 +158,34 @@ async def only(clients: list[Client], fake: FakeWorker) -> None:
                 before = len(fake.served)
                 assert await asked(client, 1) == [200]
                 in_a_row = in_a_row + 1 if len(fake.served) > before else 0
+
+
+async def test_a_stored_response_is_found_from_every_process(
+    crew: Crew, fakes: dict[str, FakeWorker]
+) -> None:
+    """The follow-up goes to the worker that holds it, whichever process it comes to."""
+    first, second = (await crew.each()).values()
+    for number in range(4):
+        name = f"resp_{number}"
+        for fake in fakes.values():
+            body = {"id": name, "object": "response", "status": "completed"}
+            fake.always(scripts.answer(200, json.dumps(body).encode()))
+        fields = {"model": "tiny", "input": "hi", "max_output_tokens": 5}
+        counts = {key: len(fake.served) for key, fake in fakes.items()}
+        asking = request(json.dumps(fields).encode(), path="/v1/responses")
+        assert (await first.ask(asking)).status == 200
+        [holder] = [key for key, fake in fakes.items() if len(fake.served) > counts[key]]
+        fields["previous_response_id"] = name
+        following = request(json.dumps(fields).encode(), path="/v1/responses")
+        # It is told by the end of the turn; nothing says when that was.
+        async with asyncio.timeout(DEADLINE_S):
+            hits = 0
+            while hits < 3:
+                before = len(fakes[holder].served)
+                assert (await second.ask(following)).status == 200
+                hits = hits + 1 if len(fakes[holder].served) > before else 0
+    first.close()
+    second.close()
 
 
 @pytest.mark.parametrize("how", ["signal", "admin"])
