@@ -56,6 +56,7 @@ class Kv:
     """The blocks of all prefill workers of a test, and what was done about them."""
 
     pinned: list[Pinned] = field(default_factory=list)
+    made: int = 0  # how many there ever were
     faults: list[str] = field(default_factory=list)
     wrongs: dict[str, list[Faults]] = field(default_factory=dict)  # of a role, or of a worker
 
@@ -138,7 +139,8 @@ class _Leg:
         await self._whole(1, wrong.cut, CACHED, {"kv_transfer_params": params})
 
     def _pin(self) -> dict[str, Any]:
-        number = len(self.kv.pinned)
+        number = self.kv.made
+        self.kv.made += 1
         params = {
             "do_remote_prefill": True,
             "do_remote_decode": False,

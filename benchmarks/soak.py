@@ -1,0 +1,257 @@
+"""A router under load for as long as one likes, while everything goes wrong with its workers.
+
+    python -m benchmarks.soak --minutes 30 --seed 1 --kill-router 120
+
+The router is a process of its own, as its users start it, and so are the clients; the workers are
+fakes in this one. With `--kill-router` it is killed and started again every so many seconds. What
+is printed each minute: how requests ended, what the router holds, its memory, its open files. The
+exit status says whether any request hung or had a wrong answer, or anything was left at the end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import sys
+import tempfile
+import time
+from collections import Counter
+from contextlib import suppress
+from pathlib import Path
+
+import aiohttp
+
+from tests.faults.crowd import LEFT, NOBODY, Crowd
+from tests.faults.troupe import Troupe
+from vllm_sched.workers.launch import free_port
+
+ROW_S, READY_S, CALM_S = 60.0, 60.0, 60.0
+WIDTH = 10
+COLUMNS = (
+    "minute", "sent", "whole", "refused", "torn", "left", "nobody", "wrong", "slowest", "rss MiB",
+    "files", "in flight",
+)  # fmt: skip
+# What has to be nought when nobody asks anything.
+IN_FLIGHT = (
+    "proxy_worker_inflight_requests{",
+    "proxy_queue_requests ",
+    "proxy_queue_bytes ",
+    "proxy_client_connections ",
+)
+
+
+class Router:
+    """The process under test."""
+
+    def __init__(self, fleet: Path, port: int, admin: int) -> None:
+        self.fleet, self.port, self.admin = fleet, port, admin
+        self.process: asyncio.subprocess.Process | None = None
+        self.kills = 0
+        self.recovered_s: list[float] = []
+
+    async def start(self) -> None:
+        """Start it, and wait until it serves."""
+        with (self.fleet.parent / "router.log").open("ab") as log:
+            self.process = await asyncio.create_subprocess_exec(
+                sys.executable, "-m", "vllm_sched.cli.main", "router", str(self.fleet),
+                stdout=log, stderr=log,
+            )  # fmt: skip
+        give_up = time.monotonic() + READY_S
+        while not await self.ready():
+            if time.monotonic() > give_up or self.process.returncode is not None:
+                raise RuntimeError((self.fleet.parent / "router.log").read_text()[-2000:])
+            await asyncio.sleep(0.05)
+
+    async def ready(self) -> bool:
+        """Whether it says that it can serve."""
+        with suppress(aiohttp.ClientError):
+            async with (
+                aiohttp.ClientSession() as session,
+                session.get(f"http://127.0.0.1:{self.port}/ready") as answer,
+            ):
+                return answer.status == 200
+        return False
+
+    async def die(self) -> None:
+        """Kill it, start another, and note how long nobody served."""
+        assert self.process is not None
+        began = time.monotonic()
+        self.process.kill()
+        await self.process.wait()
+        await self.start()
+        self.kills += 1
+        self.recovered_s.append(time.monotonic() - began)
+
+    async def stop(self) -> int:
+        """Ask it to go."""
+        assert self.process is not None
+        self.process.terminate()
+        return await asyncio.wait_for(self.process.wait(), READY_S)
+
+    def holds(self) -> tuple[float, int]:
+        """Return its resident MiB and its open files."""
+        assert self.process is not None
+        folder = Path(f"/proc/{self.process.pid}")
+        status = (folder / "status").read_text()
+        rss_kib = int(status.partition("VmRSS:")[2].split()[0])
+        return rss_kib / 1024, len(list((folder / "fd").iterdir()))
+
+    async def in_flight(self) -> float:
+        """Add up what its page says is under way."""
+        total = 0.0
+        async with (
+            aiohttp.ClientSession() as session,
+            session.get(f"http://127.0.0.1:{self.port}/metrics") as answer,
+        ):
+            for line in (await answer.text()).splitlines():
+                if line.startswith(IN_FLIGHT) and not line.startswith("#"):
+                    total += float(line.rsplit(" ", 1)[1])
+        return total - 1  # this very connection
+
+
+async def clients(port: int, seed: int, number: int, seconds: float) -> None:
+    """Be the clients, and print what became of their requests so far, a line each second."""
+    crowd = Crowd(port, seed)
+    until = time.monotonic() + seconds
+    over = lambda: time.monotonic() > until  # noqa: E731
+
+    def tell() -> None:
+        said = {"sent": crowd.sent, "slowest": crowd.slowest_s, "wrong": crowd.wrong[:20]}
+        print(json.dumps(said | {"outcomes": crowd.outcomes}), flush=True)
+
+    async def tells() -> None:
+        while not over():
+            tell()
+            await asyncio.sleep(1.0)
+
+    await asyncio.gather(tells(), *(crowd.play(each, over) for each in range(number)))
+    tell()
+
+
+async def soak(given: argparse.Namespace) -> int:
+    """Run it all, and print the table."""
+    troupe = Troupe(given.seed)
+    await troupe.start()
+    with tempfile.TemporaryDirectory() as folder:
+        port, admin = free_port(), free_port()
+        fleet = Path(folder) / "fleet.yaml"
+        fleet.write_text(troupe.fleet(listen=port, admin=admin))
+        router = Router(fleet, port, admin)
+        await router.start()
+        seconds = given.minutes * 60
+        crowd = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "benchmarks.soak", "--clients-of", str(port),
+            "--clients", str(given.clients), "--seed", str(given.seed),
+            "--minutes", str(given.minutes),
+            stdout=asyncio.subprocess.PIPE, limit=1 << 22,
+        )  # fmt: skip
+        try:
+            return await _watch(given, troupe, router, crowd, seconds)
+        finally:
+            for process in (crowd, router.process):
+                if process is not None and process.returncode is None:
+                    process.kill()
+                    await process.wait()
+            await troupe.stop()
+
+
+async def _watch(
+    given: argparse.Namespace,
+    troupe: Troupe,
+    router: Router,
+    crowd: asyncio.subprocess.Process,
+    seconds: float,
+) -> int:
+    began = time.monotonic()
+    until = began + seconds - 2
+    dice = random.Random(given.seed)
+    last: dict[str, object] = {}
+
+    async def listen() -> None:
+        assert crowd.stdout is not None
+        async for line in crowd.stdout:
+            last.clear()
+            last.update(json.loads(line))
+
+    async def befall() -> None:
+        while time.monotonic() < until:
+            await troupe.befalls(dice.random() * 2.0)
+            troupe.forget()
+
+    async def kill() -> None:
+        while given.kill_router and time.monotonic() + given.kill_router < until:
+            await asyncio.sleep(given.kill_router)
+            await router.die()
+
+    async def rows() -> None:
+        print("".join(f"{name:>{WIDTH}}" for name in COLUMNS))
+        while time.monotonic() < until:
+            await asyncio.sleep(min(ROW_S, max(until - time.monotonic(), 0.1)))
+            with suppress(aiohttp.ClientError, OSError):
+                row(
+                    (time.monotonic() - began) / 60, last, *router.holds(), await router.in_flight()
+                )
+
+    await asyncio.gather(listen(), befall(), befall(), kill(), rows())
+    await crowd.wait()
+    return await _verdict(troupe, router, last)
+
+
+def row(minute: float, said: dict[str, object], rss: float, files: int, flying: float) -> None:
+    """Print a line of the table."""
+    outcomes: Counter[str] = Counter(said.get("outcomes"))  # type: ignore[arg-type]
+    wrong = outcomes["wrong"] + outcomes["hangs"]
+    figures = (
+        f"{minute:.1f}", said.get("sent"), outcomes["whole"], outcomes["refused"], outcomes["torn"],
+        outcomes[LEFT], outcomes[NOBODY], wrong, f"{said.get('slowest', 0):.1f}", f"{rss:.0f}",
+        files, f"{flying:.0f}",
+    )  # fmt: skip
+    print("".join(f"{figure!s:>{WIDTH}}" for figure in figures), flush=True)
+
+
+async def _verdict(troupe: Troupe, router: Router, said: dict[str, object]) -> int:
+    """Look at what is left once all is calm."""
+    give_up = time.monotonic() + CALM_S
+    while True:
+        flying = await router.in_flight()
+        if flying <= 0 or time.monotonic() > give_up:
+            break
+        await asyncio.sleep(0.2)
+    rss, files = router.holds()
+    status = await router.stop()
+    log = (router.fleet.parent / "router.log").read_text()
+    traces = log.count("Traceback")
+    wrong = said.get("wrong") or []
+    print(f"left in flight {flying:.0f}, rss {rss:.0f} MiB, files {files}, exit status {status}")
+    print(f"what befell the workers: {troupe.befell}")
+    if router.kills:
+        worst = max(router.recovered_s)
+        print(f"the router was killed {router.kills} times, and served again within {worst:.1f} s")
+    print(f"tracebacks in its log: {traces}; faults the workers found: {troupe.faults()[:5]}")
+    print(f"wrong or without end: {wrong}")
+    if traces:
+        print(log[log.index("Traceback") :][:3000])
+    faults = troupe.faults() if not router.kills else []  # a killed router forgets its blocks
+    return 1 if flying > 0 or wrong or traces or status or faults else 0
+
+
+def main() -> int:
+    """Be one process or the other."""
+    options = argparse.ArgumentParser(prog="python -m benchmarks.soak", description=__doc__)
+    options.add_argument("--minutes", type=float, default=30.0)
+    options.add_argument("--seed", type=int, default=1)
+    options.add_argument("--clients", type=int, default=24)
+    options.add_argument("--kill-router", type=float, default=0.0, help="every so many seconds")
+    options.add_argument("--clients-of", type=int, help=argparse.SUPPRESS)
+    given = options.parse_args()
+    if given.clients_of:
+        seconds = given.minutes * 60 - 5
+        asyncio.run(clients(given.clients_of, given.seed, given.clients, seconds))
+        return 0
+    return asyncio.run(soak(given))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
