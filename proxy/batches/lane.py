@@ -120,8 +120,7 @@ class Lane:
         """Run until cancelled, as soon as nobody else does."""
         try:
             while True:
-                if self._lead():
-                    await self.turn()
+                await self.turn()
                 pause = TURN_S if any(x.ready for x in self._running.values()) else LOOK_S
                 try:
                     async with asyncio.timeout(pause):
@@ -165,6 +164,8 @@ class Lane:
         if clock() < self._paused_until:
             return
         try:
+            if not self._lead():
+                return
             await self.save()
             if clock() >= self._next_look:
                 self._next_look = clock() + LOOK_S
@@ -177,14 +178,12 @@ class Lane:
                 logger.info("batches: go on")
                 self.paused = ""
                 self.counts.paused = False
+            self._send()
         except StoreFullError as error:
             self._pause(str(error))
-            return
         except Exception as error:  # whatever it is, the lane must go on
             logger.exception("batches: a turn failed")
             self._pause(f"{type(error).__name__}: {error}")
-            return
-        self._send()
 
     def _pause(self, why: str) -> None:
         if why != self.paused:

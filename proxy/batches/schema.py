@@ -11,7 +11,7 @@ from proxy.batches.types import StoreFullError
 from proxy.errors import ProxyError
 
 VERSION = 1
-BUSY_S = 5.0  # that another process may keep it locked
+BUSY_S = 30.0  # that another process may keep it locked
 TABLES = """
 CREATE TABLE files (
     id TEXT PRIMARY KEY, tenant TEXT NOT NULL, name TEXT NOT NULL, purpose TEXT NOT NULL,
@@ -37,9 +37,11 @@ CREATE TABLE results (
 def connect(path: Path) -> sqlite3.Connection:
     """Open the database of a folder, and make it where there is none."""
     try:
-        path.mkdir(parents=True, exist_ok=True)
+        path.mkdir(parents=True, exist_ok=True, mode=0o700)
+        file = path / "batches.sqlite"
+        file.touch(mode=0o600)  # prompts are in it; what SQLite puts beside it is as private
         connection = sqlite3.connect(
-            path / "batches.sqlite",
+            file,
             isolation_level=None,  # transactions begin where they are said to
             timeout=BUSY_S,
             check_same_thread=False,  # it is one thread's at a time

@@ -167,17 +167,23 @@ class WorkerConnection(asyncio.Protocol):
 
     def eof_received(self) -> None:
         """Take it for the end, whatever of the request may still wait to be sent."""
-        self.connection_lost(None)
+        self._ended(proper=True)
         self.drop()
 
     def connection_lost(self, error: Exception | None) -> None:
-        """See whether that was the end, an accident, or nothing to anybody."""
+        """See whether that was the end, an accident, or nothing to anybody.
+
+        TLS announces its end, and that is heard before: what ends otherwise may have been cut off.
+        """
+        self._ended(proper=error is None and self._pool.spec.tls is None)
+
+    def _ended(self, *, proper: bool) -> None:
         self._pool.forget(self)
         caller = self.caller
         if caller is None:
             return
         now = self._pool.clock()
-        if error is None and self._reader.finish():
+        if proper and self._reader.finish():
             self._tell(now, caller)
         elif self._used and self._reader.untouched and now - self._sent_at < STALE_S:
             if caller.once:

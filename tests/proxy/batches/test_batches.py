@@ -313,6 +313,26 @@ async def test_a_folder_has_one_lane(office: Office) -> None:
     second.stop()
 
 
+async def test_a_turn_that_fails_is_not_the_last(
+    office: Office, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lane = office.batches.lane
+    failing = True
+
+    def send() -> None:
+        if failing:
+            raise RuntimeError("a mistake of ours")
+        Lane._send(lane)
+
+    monkeypatch.setattr(lane, "_send", send)
+    batch = await office.begin(lines(1))
+    await eventually(lambda: "a mistake of ours" in lane.paused)
+    failing = False
+    office.skip(10)
+    assert (await office.until(batch)).status == "completed"
+    assert lane.paused == ""
+
+
 async def test_what_was_kept_long_enough_is_forgotten(office: Office) -> None:
     batch = await office.begin(lines(1))
     done = await office.until(batch)

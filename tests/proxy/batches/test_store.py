@@ -192,6 +192,15 @@ def test_a_folder_that_is_none(tmp_path: Path) -> None:
         Store(tmp_path / "file", KEEP_S)
 
 
+def test_what_is_kept_is_nobody_elses_to_read(store: Store, tmp_path: Path) -> None:
+    batch_of(store, 1)
+    files = [each for each in tmp_path.iterdir() if each.name.startswith("batches")]
+    assert len(files) == 3  # with its log, and that one's index
+    assert {each.stat().st_mode & 0o077 for each in files} == {0}
+    Store(tmp_path / "new" / "folder", KEEP_S).close()
+    assert (tmp_path / "new" / "folder").stat().st_mode & 0o077 == 0
+
+
 def test_its_tables_keep_lines_apart(store: Store) -> None:
     batch = batch_of(store, 1)
     for line in (Line(1, "other", "", 0, 1), Line(2, "c1", "", 0, 1)):

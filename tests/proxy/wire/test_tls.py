@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import socket
 import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
@@ -16,6 +18,7 @@ from tests.proxy.certificates import Authority
 from tests.proxy.wire import scripts
 from tests.proxy.wire.client import Answer, BrokenError, chat, get
 from tests.proxy.wire.conftest import Start
+from tests.proxy.wire.fake_worker import Call
 from tests.proxy.wire.site import Fake, Site, eventually, sockets
 
 Begin = Callable[..., Awaitable[Site]]
@@ -209,6 +212,32 @@ async def test_a_broken_answer_is_seen_to_be_broken(begin: Begin, authority: Aut
         )
     )
     client = await site.client(tls=authority.client())
+    with pytest.raises((BrokenError, OSError, asyncio.IncompleteReadError)):
+        await client.ask(chat())
+
+
+@pytest.mark.parametrize("end", ["close", "cut"])
+async def test_an_end_that_nobody_announced_is_no_end(
+    begin: Begin, authority: Authority, end: str
+) -> None:
+    """Of a body that ends with its connection, TLS tells a proper end from one cut off."""
+
+    async def answer(call: Call) -> None:
+        await call.send(b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n\r\n{}")
+        await asyncio.sleep(0.05)  # what was sent should arrive
+        if end == "close":
+            call.close()
+        else:
+            raw = call.connection.transport.get_extra_info("socket")
+            with socket.socket(fileno=os.dup(raw.fileno())) as underneath:
+                underneath.shutdown(socket.SHUT_WR)
+
+    site = await begin()
+    site.fake.always(answer)
+    client = await site.client(tls=authority.client())
+    if end == "close":
+        assert (await client.ask(chat())).body == b"{}"
+        return
     with pytest.raises((BrokenError, OSError, asyncio.IncompleteReadError)):
         await client.ask(chat())
 
