@@ -14,6 +14,7 @@ BLOCKS = f'{ROUTER},outcome!~"transferred|prefilled.*|.*_failed|client_left_.*"'
 SIDES = f'{ROUTER},role=~"prefill|decode"'
 PREFILL, DECODE = f'{ROUTER},role="prefill"', f'{ROUTER},role="decode"'
 # vLLM's own, which know nothing of routers.
+FAILED = "vllm:nixl_num_failed_transfers_total"
 EXPIRED = "vllm:nixl_num_kv_expired_reqs_total"
 READ_LATE = "vllm:nixl_num_notifications_after_expiry_total"
 OF_ANY_WORKER = 'model_name=~"$model"'
@@ -55,6 +56,12 @@ WHETHER = (
         "What became of prompts that were prefilled and not fetched. Those left to expire fill the "
         "prefill worker's cache for a while.", "reqps",
         (Query(rate(ENDS, BLOCKS, "outcome"), "{{outcome}}"),),
+    ),
+    Panel(
+        "Transfers that failed",
+        "As workers with NIXL say. The decode worker computes such a prompt itself, where it was "
+        "started with `kv_load_failure_policy: recompute`, and nobody hears of it.", "reqps",
+        (Query(rate(FAILED, OF_ANY_WORKER, "instance"), "{{instance}}"),),
     ),
     Panel(
         "Leases that ended",
