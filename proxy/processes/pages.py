@@ -15,9 +15,14 @@ from proxy.control.exposition import OPENMETRICS, TEXT, number
 # Each process has its own part of these.
 ADDED = frozenset(
     [
+        "proxy_batch_lines_in_flight",
+        "proxy_batches",
+        "proxy_batches_paused",
         "proxy_client_connections",
         "proxy_queue_bytes",
         "proxy_queue_requests",
+        "proxy_tenant_inflight_requests",
+        "proxy_tenant_queue_requests",
         "proxy_upstream_connections",
         "process_open_fds",
         "process_resident_memory_bytes",

@@ -1,0 +1,122 @@
+"""Metrics of many processes on one page."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+
+import pytest
+from prometheus_client.openmetrics.parser import (
+    text_string_to_metric_families as read_openmetrics,
+)
+from prometheus_client.parser import text_string_to_metric_families as read_text
+
+import proxy.control
+from proxy.control.exposition import Family, Page
+from proxy.control.histogram import Histogram
+from proxy.control.metrics import Metrics
+from proxy.core.types import Reason
+from proxy.processes import pages
+from tests.proxy.core.making import router_of, spec
+
+# What every process says alike; the leader's word is shown. A new gauge belongs here, or among
+# those that add up.
+ALIKE = {
+    "proxy_build_info",
+    "proxy_bytes_per_token",
+    "proxy_discovery_up",
+    "proxy_discovery_workers",
+    "proxy_queue_limit_requests",
+}
+
+REQUESTS = Family("proxy_requests", "counter", "Requests.", ("worker",))
+INFLIGHT = Family("proxy_worker_inflight_requests", "gauge", "In flight.", ("worker",))
+CLIENTS = Family("proxy_client_connections", "gauge", "Clients.")
+TIMES = Family("proxy_ttft_seconds", "histogram", "Times.", ("pool",))
+BYTES = Family("proxy_transfer_bytes", "counter", "Bytes that workers tell.", ("worker",))
+
+
+def page(requests: dict[str, int], inflight: int, clients: int, *times: float) -> str:
+    """Write what one process would."""
+    found = Page(openmetrics=False)
+    found.values(REQUESTS, (((worker,), count) for worker, count in requests.items()))
+    found.values(INFLIGHT, [(("a",), inflight)])
+    found.values(CLIENTS, [((), clients)])
+    seen = Histogram((0.1, 1.0))
+    for time in times:
+        seen.observe(time)
+    found.histograms(TIMES, [(("short",), seen)])
+    found.values(BYTES, [(("a",), 1e12)])
+    return found.finish()[0].decode()
+
+
+def sums(*texts: str) -> dict[str, float]:
+    """Add pages up, and read the sum as Prometheus would."""
+    total = pages.add_up(map(pages.read, texts))
+    text = pages.write(total, openmetrics=False)[0].decode()
+    return {
+        sample.name + "".join(sample.labels.values()): sample.value
+        for family in read_text(text)
+        for sample in family.samples
+    }
+
+
+def test_what_each_has_a_part_of_adds_up() -> None:
+    found = sums(page({"a": 3}, 2, 5, 0.05, 0.5), page({"a": 4, "b": 1}, 2, 6, 0.05, 3.0))
+    assert found["proxy_requests_totala"] == 7
+    assert found["proxy_requests_totalb"] == 1
+    assert found["proxy_client_connections"] == 11
+    assert found["proxy_ttft_seconds_bucketshort0.1"] == 2
+    assert found["proxy_ttft_seconds_bucketshort+Inf"] == 4
+    assert found["proxy_ttft_seconds_countshort"] == 4
+    assert found["proxy_ttft_seconds_sumshort"] == pytest.approx(3.6)
+
+
+def test_what_all_know_alike_is_the_leaders_word() -> None:
+    found = sums(page({}, 2, 0), page({}, 3, 0))
+    assert found["proxy_worker_inflight_requestsa"] == 2
+    assert found["proxy_transfer_bytes_totala"] == 1e12
+
+
+def test_of_those_that_are_no_more_counts_stay_and_gauges_go() -> None:
+    past = pages.lasting(pages.read(page({"a": 3}, 2, 5, 0.5)))
+    total = pages.add_up([pages.read(page({"a": 1}, 1, 1)), past, pages.lasting(past)])
+    assert total["proxy_requests_total"].series == {'proxy_requests_total{worker="a"}': 7}
+    assert total["proxy_client_connections"].series == {"proxy_client_connections": 1}
+    assert set(past) == {"proxy_requests_total", "proxy_ttft_seconds"}
+
+
+def test_one_page_alone_is_as_it_was() -> None:
+    router = router_of(spec("a"), spec('b"\\\n'))
+    metrics = Metrics(router)
+    metrics.request_done("chat/completions", "m", "a", Reason.GENERAL_POOL, 200, 0.1, 1.0, 0.0)
+    for openmetrics, parse in ((False, read_text), (True, read_openmetrics)):
+        text, kind = metrics.render(openmetrics)
+        plain = metrics.render()[0].decode()
+        again = pages.write(pages.read(plain), openmetrics=openmetrics)
+        assert again[1] == kind
+        found, wanted = ([*parse(each.decode())] for each in (again[0], text))
+        assert [family for family in found if not family.name.startswith("process_")] == [
+            family for family in wanted if not family.name.startswith("process_")
+        ]
+        assert len(found) == len(wanted)
+
+
+def test_both_formats_can_be_read() -> None:
+    total = pages.add_up([pages.read(page({"a": 3}, 2, 5, 0.05))] * 2)
+    text = pages.write(total, openmetrics=True)[0].decode()
+    names = {family.name for family in read_openmetrics(text)}
+    assert {"proxy_requests", "proxy_ttft_seconds", "proxy_client_connections"} <= names
+
+
+def test_of_every_gauge_it_is_said_how_it_is_summed() -> None:
+    families = [
+        found
+        for module in pkgutil.iter_modules(proxy.control.__path__, "proxy.control.")
+        for found in vars(importlib.import_module(module.name)).values()
+        if isinstance(found, Family)
+    ]
+    gauges = {family.name for family in families if family.kind == "gauge"}
+    assert len(gauges) > 15
+    of_workers = {name for name in gauges if name.startswith("proxy_worker_")}
+    assert gauges - of_workers - pages.ADDED - ALIKE == set()
