@@ -266,13 +266,16 @@ class Queue:
         misses: dict[Place, int],
     ) -> tuple[Ticket, End] | None:
         first: dict[str, Rank] = {}  # the highest class that waits, of each model
+        aged_ones: set[tuple[str, Rank]] = set()  # classes that go before those above them
         for line in self._lines.values():
             model = line.place[0]
             first[model] = min(first.get(model, BATCH), line.rank)
+            if self._is_aged(line, now):
+                aged_ones.add((model, line.rank))
         turns: list[tuple[bool, Rank, float, float, int]] = []
         lines = list(self._lines.values())
         for at, line in enumerate(lines):
-            aged = self._is_aged(line, now)
+            aged = (line.place[0], line.rank) in aged_ones
             if line.rank is BATCH and first[line.place[0]] is not BATCH and not aged:
                 continue
             others = self.elsewhere
@@ -293,7 +296,7 @@ class Queue:
         return None
 
     def _is_aged(self, line: Line, now: float) -> bool:
-        """Whether a line goes before those of higher classes, this time."""
+        """Whether one of a line has its class go before higher ones, this time."""
         if line.place[0] in self._aged:
             return False
         return now - line.tickets[0].since >= self.fairness.ages[line.rank]

@@ -227,6 +227,16 @@ def test_the_aged_take_every_second_place_at_most() -> None:
     assert Counter(hall.names()) == {"old": 10, "urgent": 10}
 
 
+def test_age_is_a_classs_and_changes_no_shares_in_it() -> None:
+    hall, crowd, single = Hall(), tenant("crowd"), tenant("single")
+    for _ in range(50):
+        hall.push(of(crowd))
+    hall.now = SETTINGS.standard_age_s * 2
+    hall.push(of(single))
+    hall.place(2)
+    assert "single" in hall.names()
+
+
 def test_batch_comes_of_age_too() -> None:
     hall = Hall()
     batch, other = tenant("batch", rank=BATCH), tenant("other")
