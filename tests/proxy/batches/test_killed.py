@@ -22,6 +22,7 @@ from tests.proxy.wire import scripts
 from tests.proxy.wire.fake_worker import FakeWorker
 
 COUNT = 24
+KEY = "an-admin-key-of-many-letters"
 
 
 class BatchCrew(Crew):
@@ -32,13 +33,17 @@ class BatchCrew(Crew):
         folder = self.file.parent
         self.authority = Authority(folder)
         port = self.authority.port("router")
+        tls = f"{{cert_file: {port.cert_file}, key_file: {port.key_file}}}"
+        key = folder / "admin.key"
+        key.write_text(KEY)
         [worker] = workers
         self.file.write_text(
             f"model: tiny\nworkers: [{{name: a, url: 'http://127.0.0.1:{self.ports[worker]}'}}]\n"
-            f"routing: {routing}\nrouter:\n  port: 0\n  admin: {{port: 0}}\n"
+            f"routing: {routing}\nrouter:\n  port: 0\n"
+            f"  admin: {{port: 0, key_file: {key}, tls: {tls}}}\n"
             f"  processes: {self.count}\n  probe: {{interval_s: 0.05}}\n"
             f"  batches: {{path: {folder / 'kept'}, concurrency: 4}}\n"
-            f"  tls: {{cert_file: {port.cert_file}, key_file: {port.key_file}}}\n"
+            f"  tls: {tls}\n"
         )
 
     async def worker(self) -> FakeWorker:
@@ -79,6 +84,17 @@ async def seen(client: AsyncOpenAI, batch_id: str, at_least: int) -> Any:
             await asyncio.sleep(0.05)
 
 
+async def admin_statuses(crew: BatchCrew) -> list[int]:
+    """Ask the admin API with its key and without."""
+    async with httpx.AsyncClient(verify=crew.authority.client()) as client:
+        url = f"{crew.admin}/admin/workers"
+        answers = [
+            await client.get(url, headers=headers)
+            for headers in ({"Authorization": f"Bearer {KEY}"}, {})
+        ]
+    return [answer.status_code for answer in answers]
+
+
 async def test_each_line_has_one_result_whoever_is_killed(
     crews: list[BatchCrew], tmp_path: Path
 ) -> None:
@@ -99,6 +115,7 @@ async def test_each_line_has_one_result_whoever_is_killed(
         for pid in first.pids.values():  # those that serve: others take their place
             os.kill(pid, signal.SIGKILL)
         await fake.got(13, within=DEADLINE_S)  # the lines that were cut are asked again
+    assert await admin_statuses(first) == [200, 401]
     await asyncio.to_thread(first.close)  # all of it, and nobody is told
     await fake.stop()
     second = await asyncio.to_thread(BatchCrew, tmp_path, ["a"])
