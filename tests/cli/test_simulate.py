@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from vllm_sched.cli import simulate
 from vllm_sched.cli.main import main
 
 FLEET = """
@@ -138,6 +139,16 @@ def test_a_model_that_nobody_serves(tmp_path: Path, capsys: pytest.CaptureFixtur
     path.write_text("model: m\nworkers:\n  - {name: w0, model: other, profile: h100-8b}\n")
     assert main(["simulate", str(path)]) == 2
     assert "model: 'm': no worker serves it" in capsys.readouterr().err
+
+
+def test_without_vllm_there_is_the_fluid_engine(
+    fleet: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(simulate, "find_spec", lambda _: None)
+    words = ["simulate", str(fleet), "--workload", "100x5", "--num-requests", "5"]
+    assert main(words) == 2
+    assert "vLLM is not installed" in capsys.readouterr().err
+    assert main([*words, "--engine", "fluid"]) == 0
 
 
 # Those who need a worker that is there

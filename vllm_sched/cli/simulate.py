@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -101,6 +102,7 @@ class Run:
     played: Played
     fleet: SimulatedFleet
     wall_s: float
+    cpu_s: float
 
     @property
     def speed(self) -> float:
@@ -164,6 +166,11 @@ def _checked(
 def engine_maker(name: str, *, traced: bool = False, each_token: bool = True) -> MakeEngine:
     """Return what makes engines of a kind; `each_token`: a fluid one too tells every gap."""
     if name == EXACT:
+        if find_spec("vllm") is None:
+            raise UsageError(
+                "--engine exact steps vLLM's own schedulers, and vLLM is not installed; install "
+                "it (pip install 'vllm-sched[cpu]'), or use --engine fluid"
+            )
         return partial(ExactEngine, traced=traced)
     from vllm_sched.sim.fluid import Fluid
 
@@ -188,12 +195,12 @@ def _run(
     # What was made by now stays: the collector need not look at it again and again.
     gc.collect()
     gc.freeze()
-    began = time.perf_counter()
+    began, cpu = time.perf_counter(), time.process_time()
     with watched(console, schedule) as told:
         played = fleet.play(schedule, told)
-    wall_s = time.perf_counter() - began
+    wall_s, cpu_s = time.perf_counter() - began, time.process_time() - cpu
     gc.unfreeze()
-    return Run(played, fleet, wall_s)
+    return Run(played, fleet, wall_s, cpu_s)
 
 
 def expected(schedule: Schedule) -> float:
@@ -253,6 +260,7 @@ def as_result(
             "simulator": {
                 "engine": args.engine,
                 "wall_s": run.wall_s,
+                "cpu_s": run.cpu_s,
                 "speed": run.speed,
                 "scheduler_share": run.scheduler_share,
                 "profiles": {name: model.profile for name, model in models.items()},
@@ -272,7 +280,7 @@ def _tell(console: Console, result: Result, run: Run) -> None:
     )
     if (share := run.scheduler_share) is not None:
         text += f"; {share:.0%} of that are vLLM's schedulers"
-    console.print(text, style="dim", highlight=False)
+    console.print(text, style="dim", highlight=False, soft_wrap=True)
     for warning in result.warnings:
-        console.print(warning, style="yellow", highlight=False)
+        console.print(warning, style="yellow", highlight=False, soft_wrap=True)
     complain([each.error for each in result.outcomes if each.error], console)

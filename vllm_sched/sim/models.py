@@ -3,7 +3,8 @@
 A worker's `profile` (or, where it has none, the one that was asked for) names a published machine
 or a file that `calibrate` saved. Sizes come from the worker's own flags under `launch.args` where
 it has them, else from the machine: what vLLM takes there by default, and the KV cache that is left
-of the memory beside the weights. A calibrated file may say `kv_tokens` and `kv_token_bytes` too.
+of the memory beside the weights. A calibrated file may say `kv_tokens`, `kv_token_bytes` and
+`block_tokens` too.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ BESIDE: Final = 3.5e9
 # Where nobody says more: what `calibrate` measured may be anything.
 KV_TOKENS: Final = 262_144
 MAX_MODEL_LEN: Final = 131_072
+BLOCK_TOKENS: Final = 16
 # A hand-over of 40,000 pieces took 174 ms for 313 MB; 87 GB/s are four links of 200 Gb/s.
 BANDWIDTH: Final = 87e9
 TRANSFER_SETUP_S: Final = 0.002
@@ -156,6 +158,7 @@ def _calibrated(name: str, folder: Path) -> WorkerModel:
         max_model_len=min(MAX_MODEL_LEN, kv_tokens),
         kv_tokens=kv_tokens,
         max_num_batched_tokens=2048,
+        block_tokens=_count(content, "block_tokens", name, BLOCK_TOKENS),
         kv_token_bytes=_count(content, "kv_token_bytes", name, 131_072),
         transfer=TRANSFER,
     )
