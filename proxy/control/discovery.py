@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Protocol
 
 from pydantic import ValidationError
@@ -16,6 +16,7 @@ from pydantic import ValidationError
 from proxy.config import DiscoveryConfig, FleetConfig, PoolConfig, WorkerConfig
 from proxy.control.discovered import Pool, key_of
 from proxy.control.dns import Dns
+from proxy.control.endpoints import Endpoints
 from proxy.control.kubernetes import Kubernetes, Listener
 
 if TYPE_CHECKING:
@@ -66,6 +67,21 @@ class Discovery:
             (pool.config.name, pool.heard_at is not None and pool.why is None, len(pool.known))
             for pool in self.pools
         ]
+
+    def known(self) -> dict[str, Endpoints]:
+        """Tell who is in each pool, for another process that may have to go on from here."""
+        return {pool.config.name: pool.known for pool in self.pools}
+
+    def adopt(self, known: Mapping[str, Endpoints]) -> None:
+        """Go on from what another process knew; the fleet is as that one left it."""
+        for pool in self.pools:
+            pool.known = dict(known.get(pool.config.name, {}))
+        for name, (config, useful) in self._wanted().items():
+            worker = self._fleet.get(name)
+            if worker is not None and worker.url == config.url:
+                self._mine[name] = worker
+                if worker.draining and not useful:
+                    self._drained.add(worker)
 
     async def run(self) -> None:
         """Look for workers until cancelled."""

@@ -15,6 +15,7 @@ from typing import Any
 
 from proxy.assembly import App
 from proxy.config import FleetConfig
+from proxy.control.live_notes import Part, Wanted
 from proxy.control.recent import Entry
 from proxy.errors import ProxyError
 from proxy.processes.channel import Channel
@@ -60,6 +61,8 @@ class Member:
             self.app.take(begin.config)
         self.app.siblings = self
         self.app.wire.pages = self.page
+        self.app.live.ask_all = self.minute
+        self.app.live.notes.mark, self.app.live.notes.marks = index, begin.processes
         fleet, clock = self.app.fleet, time.monotonic
         shared, router = Table(table, begin.processes), self.app.router
         self._sharing = Sharing(shared, index, fleet, clock, loop.call_soon)
@@ -73,7 +76,7 @@ class Member:
         router.others_remember = self._remember
         fleet.others, router.queue.elsewhere = self._sharing, self._queues
         self._index = index
-        self._mirror = Mirror(self.app.router, self._sharing, clock)
+        self._mirror = Mirror(router, self.app.discovery, self._sharing, clock)
         self._channel = channel
         self._addresses = begin.addresses
         self._clock = clock
@@ -147,6 +150,11 @@ class Member:
         found: tuple[bytes, str] = await self._ask("page", openmetrics)
         return found
 
+    async def minute(self, wanted: Wanted) -> list[Part]:
+        """Return what is new in all processes, for the status page."""
+        found: list[Part] = await self._ask("minute", wanted)
+        return found
+
     async def _ask(self, what: What, given: object) -> Any:
         number = next(self._numbers)
         asked = self._asked[number] = asyncio.get_running_loop().create_future()
@@ -160,6 +168,8 @@ class Member:
     def _answer(self, what: What, given: Any) -> object:
         if what == "page":
             return self.app.metrics.render()[0].decode()
+        if what == "minute":
+            return self.app.live.notes.part(self._clock(), given)
         limit, wanted = given
         return list(self.app.recent.newest(limit, **wanted))
 

@@ -6,12 +6,13 @@ workers; all else is asked of everybody and answered.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from proxy.config import FleetConfig
+from proxy.control.endpoints import Endpoints
 from proxy.core.types import Gauges
 from proxy.core.worker import WorkerSpec
 
@@ -82,6 +83,7 @@ class Workers:
     gone: tuple[str, ...] = ()
     all: bool = False
     warm: tuple[tuple[str, str], ...] = ()  # pairs between which transfers are ready
+    found: Mapping[str, Endpoints] | None = None  # by discovery, where that has changed
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +103,7 @@ class Stop:
     """End now."""
 
 
-What = Literal["page", "decisions"]
+What = Literal["page", "decisions", "minute"]
 
 
 @dataclass(frozen=True, slots=True)

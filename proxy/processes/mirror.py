@@ -8,7 +8,7 @@ who comes late, or missed something, is as well off as the rest.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from proxy.core.predict import PARTS, Pace
@@ -17,6 +17,8 @@ from proxy.processes.sharing import Rows, Sharing
 from proxy.processes.table import MOST_WORKERS
 
 if TYPE_CHECKING:
+    from proxy.control.discovery import Discovery
+    from proxy.control.endpoints import Endpoints
     from proxy.core.router import Router
     from proxy.core.worker import Worker
 
@@ -28,8 +30,16 @@ Place = tuple[int, float]  # a row, and since when
 class Mirror:
     """Tells of a fleet, or makes one what is told."""
 
-    def __init__(self, router: Router, sharing: Sharing, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        router: Router,
+        discovery: Discovery,
+        sharing: Sharing,
+        clock: Callable[[], float],
+    ) -> None:
         self._router = router
+        self._discovery = discovery
+        self._found: Mapping[str, Endpoints] = {}
         self._fleet = router.fleet
         self._sharing = sharing
         self._rows = Rows(sharing, clock)
@@ -43,11 +53,13 @@ class Mirror:
     def lead(self) -> None:
         """Go on from here."""
         self._rows.adopt(self._places)
+        self._discovery.adopt(self._found)
 
     def forget(self) -> None:
         """Say everything anew: somebody has joined."""
         self._said.clear()
         self._warm.clear()
+        self._found = {}
         self._full = True
 
     def changes(self) -> Workers | None:
@@ -75,10 +87,13 @@ class Mirror:
                 known.append(self._known(worker))
         warm = self._warmed()
         everything, self._full = self._full, False
-        if not (known or gone or warm or everything):
+        found = self._discovery.known()
+        news = None if found == self._found else found
+        self._found = found
+        if not (known or gone or warm or everything or news):
             return None
         names = tuple(worker.name for worker in gone if worker.name not in self._fleet)
-        return Workers(tuple(known), names, everything, warm)
+        return Workers(tuple(known), names, everything, warm, news)
 
     def _give(self, worker: Worker) -> None:
         place = self._rows.of(worker)
@@ -136,6 +151,8 @@ class Mirror:
             self._remove(name)
         for known in told.known:
             self._take(known)
+        if told.found is not None:
+            self._found = told.found
         for first, second in told.warm:
             prefill, decode = self._fleet.get(first), self._fleet.get(second)
             if prefill is not None and decode is not None:

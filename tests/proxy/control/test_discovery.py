@@ -133,6 +133,25 @@ def test_one_that_is_gone_is_taken_out(site: Site) -> None:
     assert site.names == ["s-2"]
 
 
+def test_another_process_goes_on_from_what_one_knew(site: Site) -> None:
+    site.told("s-1", "s-2")
+    site.told("l-1", pool=1)
+    site.told("s-1", "s-2", ready=False)
+    site.discovery.pools[0].told({**endpoints("s-1"), **endpoints("s-2", ready=False)})
+    other = Site(fleet=site.fleet)
+    other.sources, config = [], parse(POOLS, "fleet.yaml")
+    from proxy.assembly import _spec
+
+    other.discovery = Discovery(other.fleet, config, _spec, other._source)
+    other.discovery.adopt(site.discovery.known())
+    workers = list(other.fleet)
+    other.told("s-1", "s-2")  # the other pool has yet to be heard of
+    assert list(other.fleet) == workers
+    assert not other.draining("s-2")
+    other.told("s-2")
+    assert other.names == ["s-2", "l-1"]
+
+
 def test_one_that_moved_is_another(site: Site) -> None:
     site.told("s-1", "s-2")
     before = site.fleet.get("s-1")

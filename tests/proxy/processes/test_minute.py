@@ -1,0 +1,64 @@
+"""The status page of a router of several processes: what all of them did."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+import aiohttp
+
+from tests.proxy.processes.crew import DEADLINE_S, Crew
+from tests.proxy.wire import scripts
+from tests.proxy.wire.client import chat
+from tests.proxy.wire.fake_worker import FakeWorker
+
+
+async def test_the_page_shows_what_all_processes_did(tmp_path: Path) -> None:
+    crew, fake = Crew(tmp_path, ["a"]), FakeWorker("a")
+    try:
+        fake.port = crew.ports["a"]
+        await fake.listen()
+        fake.always(scripts.stream(4, gap_s=0.02))
+        await crew.up()
+        clients = await crew.each()
+        ids = {f"look-for-{number}" for number in range(len(clients))}
+        seen: dict[str, dict[str, object]] = {}
+        ticked: set[int] = set()
+        async with (
+            asyncio.timeout(DEADLINE_S),
+            aiohttp.ClientSession() as session,
+            session.get(f"{crew.admin}/admin/live") as answer,
+        ):
+            fields: list[str] = []
+            asking: asyncio.Future[list[object]] | None = None
+            async for line in answer.content:
+                if not line.startswith(b"data: "):
+                    continue
+                told = json.loads(line[6:])
+                fields = told.get("fields", fields)
+                for row in told["rows"]:
+                    named = dict(zip(fields, row, strict=True))
+                    seen[str(named["id"])] = named
+                ticked |= {tick[0] for tick in told["ticks"]}
+                if asking is None:  # all note what passes, now that somebody was told
+                    pairs = zip(clients.values(), sorted(ids), strict=True)
+                    asking = asyncio.gather(
+                        *(
+                            client.ask(chat("hi", f"X-Request-Id: {name}".encode(), stream=True))
+                            for client, name in pairs
+                        )
+                    )
+                if ids <= set(seen) and all(seen[name]["ended"] for name in ids):
+                    break
+            assert asking is not None
+            await asking
+        numbers = {seen[name]["n"] for name in ids}
+        assert len(numbers) == len(ids) == 2
+        assert numbers <= ticked
+        assert {seen[name]["worker"] for name in ids} == {"a"}
+        for client in clients.values():
+            client.close()
+    finally:
+        await asyncio.to_thread(crew.close)
+        await fake.stop()
