@@ -126,6 +126,8 @@ class App:
 
     async def listen(self, sockets: Sequence[socket.socket] = ()) -> None:
         """Listen for clients, on sockets of the caller's if there are any."""
+        remembering = self._minute.run(self.wire.clock)
+        self._tasks.append(asyncio.create_task(remembering, name="the last minute"))
         if self.batches is not None:
             await self.batches.start()
         host, port = self.config.router.host, self.config.router.port
@@ -148,7 +150,6 @@ class App:
         self._tasks += [
             asyncio.create_task(self.prober.run(), name="probes"),
             asyncio.create_task(self.discovery.run(), name="discovery"),
-            asyncio.create_task(self._minute.run(self.wire.clock), name="the last minute"),
         ]
         if self.warmup is not None:
             self._tasks.append(asyncio.create_task(self.warmup.run(), name="warm-up"))

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import islice
+from operator import add
 from typing import TYPE_CHECKING, Any
 
-from proxy.control.histogram import Histogram
+from proxy.control.histogram import GAP_BOUNDS, TTFT_BOUNDS, Histogram
 from proxy.control.live_window import EVERY_S, Window, quantile
 from proxy.control.scrape import VERSION
 from proxy.control.shapes import state
@@ -21,6 +23,19 @@ MOST_WORKERS = 500
 MOST_LINES = 60  # of latencies
 QUANTILES = (0.5, 0.99)
 ANY = "all"
+KINDS = ("TTFT", "TPOT", "ITL")
+Key = tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """What one process has counted: it may be one of several."""
+
+    covers_s: float | None  # of the last minute
+    counts: dict[Key, tuple[int, int]]  # since the start, and in the last minute
+    histograms: dict[Key, list[int]]  # of the last minute, by what, pool, model and class
+    clients: int
+    queue: tuple[int, int]  # requests and bytes
 
 
 class LiveState:
@@ -41,28 +56,43 @@ class LiveState:
         """Keep what is counted by now."""
         self._window.copy(now, dict(self._counts()), dict(self._histograms()))
 
-    def __call__(self, now: float) -> dict[str, Any]:
-        """Describe everything."""
-        metrics, since = self._metrics, self._window.since
-        router = metrics.router
+    def figures(self, now: float) -> Figures:
+        """Return what this process has counted."""
+        since, queue = self._window.since, self._metrics.router.queue
+        return Figures(
+            None if since is None else min(now - since, 60.0),
+            {key: (count, self._window.count(key, count)) for key, count in self._counts()},
+            {key: self._window.of(key, each) for key, each in self._histograms()},
+            self._metrics.client_connections,
+            (len(queue), queue.bytes),
+        )
+
+    def __call__(self, now: float, counted: Sequence[Figures] = ()) -> dict[str, Any]:
+        """Describe everything, with what several processes have counted if there are any."""
+        counted = counted or [self.figures(now)]
+        covers = [each.covers_s for each in counted if each.covers_s is not None]
+        router = self._metrics.router
         workers = list(islice(router.fleet, MOST_WORKERS))
-        queue = router.queue
         return {
             "version": VERSION,
             "policy": router.settings.policy,
             "draining": self._draining(),
-            "covers_s": None if since is None else round(min(now - since, 60.0), 1),
-            "clients": metrics.client_connections,
-            "queue": {"requests": len(queue), "limit": queue.most, "bytes": queue.bytes},
+            "covers_s": round(min(covers), 1) if covers else None,
+            "clients": sum(each.clients for each in counted),
+            "queue": {
+                "requests": sum(each.queue[0] for each in counted),
+                "limit": router.queue.most,
+                "bytes": sum(each.queue[1] for each in counted),
+            },
             "workers": [_worker(worker, now) for worker in workers],
             "more_workers": max(len(router.fleet) - MOST_WORKERS, 0),
-            "decisions": self._grown("decision"),
-            "handovers": self._grown("handover"),
-            "retries": self._grown("retry"),
-            "latencies": list(islice(self._latencies(), MOST_LINES)),
+            "decisions": grown(counted, "decision"),
+            "handovers": grown(counted, "handover"),
+            "retries": grown(counted, "retry"),
+            "latencies": list(islice(latencies(counted), MOST_LINES)),
         }
 
-    def _counts(self) -> Iterator[tuple[Hashable, int]]:
+    def _counts(self) -> Iterator[tuple[Key, int]]:
         """Yield counters, each with what it is of and the name it is shown by."""
         metrics = self._metrics
         decisions: Counter[str] = Counter()
@@ -79,31 +109,41 @@ class LiveState:
             for name, count in table.items():
                 yield (kind, name), count
 
-    def _histograms(self) -> Iterator[tuple[Hashable, Histogram]]:
+    def _histograms(self) -> Iterator[tuple[Key, Histogram]]:
         """Yield histograms by what they measure, pool, model and class."""
         metrics = self._metrics
-        for kind, table in (("TTFT", metrics.ttft), ("TPOT", metrics.tpot)):
+        for kind, table in ((KINDS[0], metrics.ttft), (KINDS[1], metrics.tpot)):
             for key, histogram in table.items():
                 yield (kind, *key), histogram
         for pool, histogram in metrics.gaps.items():
-            yield ("ITL", pool, ANY, ANY), histogram
+            yield (KINDS[2], str(pool), ANY, ANY), histogram
 
-    def _grown(self, kind: str) -> list[tuple[str, int, int]]:
-        """List counters of a kind: name, since the start, in the last minute; most first."""
-        found = [
-            (key[1], count, self._window.count(key, count))
-            for key, count in self._counts()
-            if isinstance(key, tuple) and key[0] == kind
-        ]
-        return sorted(found, key=lambda each: (-each[2], -each[1], each[0]))
 
-    def _latencies(self) -> Iterator[dict[str, Any]]:
-        for key, histogram in self._histograms():
-            counts = self._window.of(key, histogram)
-            if not any(counts) or not isinstance(key, tuple):
-                continue
+def grown(counted: Sequence[Figures], kind: str) -> list[tuple[str, int, int]]:
+    """List counters of a kind: name, since the start, in the last minute; most first."""
+    total: Counter[str] = Counter()
+    minute: Counter[str] = Counter()
+    for each in counted:
+        for (of, name, *_), (count, lately) in each.counts.items():
+            if of == kind:
+                total[name] += count
+                minute[name] += lately
+    found = [(name, count, minute[name]) for name, count in total.items()]
+    return sorted(found, key=lambda each: (-each[2], -each[1], each[0]))
+
+
+def latencies(counted: Sequence[Figures]) -> Iterator[dict[str, Any]]:
+    """Tell what the last minute's histograms come to."""
+    found: dict[Key, list[int]] = {}
+    for each in counted:
+        for key, counts in each.histograms.items():
+            before = found.get(key)
+            found[key] = counts if before is None else [*map(add, before, counts)]
+    for key, counts in sorted(found.items(), key=lambda each: KINDS.index(each[0][0])):
+        if any(counts):
             kind, pool, model, size = key
-            p50, p99 = (quantile(share, counts, histogram.bounds) for share in QUANTILES)
+            bounds = TTFT_BOUNDS if kind == KINDS[0] else GAP_BOUNDS
+            p50, p99 = (quantile(share, counts, bounds) for share in QUANTILES)
             yield {
                 "what": kind, "pool": pool, "model": model, "size": size,
                 "count": sum(counts), "p50_s": p50, "p99_s": p99,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Hashable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from proxy.control.histogram import Histogram
 
@@ -34,7 +34,7 @@ class Window:
         self._copies: deque[Copy] = deque()
 
     def copy(
-        self, now: float, counts: Mapping[Hashable, int], histograms: Mapping[Hashable, Histogram]
+        self, now: float, counts: Mapping[Any, int], histograms: Mapping[Any, Histogram]
     ) -> None:
         """Keep what stands there now; let go what is older than a minute."""
         counted = {key: [*histogram.counts] for key, histogram in histograms.items()}

@@ -20,7 +20,7 @@ from proxy.control.recent import MAX_TEXT
 
 if TYPE_CHECKING:
     from proxy.config import FleetConfig
-    from proxy.control.live import Seen
+    from proxy.control.live_notes import Seen
     from proxy.control.metrics import Metrics
     from proxy.core.types import Ask, Reason
 

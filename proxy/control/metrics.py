@@ -27,7 +27,7 @@ from proxy.control.tenant_counts import TenantCounts
 from proxy.core import routes
 
 if TYPE_CHECKING:
-    from proxy.control.live import Live, Seen
+    from proxy.control.live_notes import Notes, Seen
     from proxy.control.trace import Trace
     from proxy.core.router import Router
     from proxy.core.types import Lease, Reason
@@ -86,7 +86,7 @@ class Metrics:
     def __init__(self, router: Router) -> None:
         self.router = router
         self.recent = Recent()
-        self.live: Live | None = None  # while somebody looks at the status page
+        self.live: Notes | None = None  # while somebody looks at the status page
         self.keeps_prompts = False  # whether whoever is told of ends wants them
         self.begin_trace: Callable[[bytes | None], Trace] | None = None  # where there is tracing
         # Who is told of each request that is over: the log, traces.

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter
 
     from proxy.config.tracing import TracingConfig
-    from proxy.control.live import Seen
+    from proxy.control.live_notes import Seen
     from proxy.core.types import Reason
 
 SERVER_ERROR = 500

@@ -12,6 +12,7 @@ from proxy.config import FleetConfig, WorkerConfig, parse
 from proxy.control.admin import admin_app
 from proxy.control.balance import Balance
 from proxy.control.live import Live
+from proxy.control.live_state import LiveState
 from proxy.control.logs import Logs
 from proxy.control.metrics import Metrics
 from proxy.control.recent import Entry, Recent
@@ -41,7 +42,7 @@ class State:
             self.add_worker(worker)
         self.recent = Recent()
         self.balance = Balance(self.router)
-        self.live = Live(Metrics(self.router), lambda _: {})
+        self.live = Live(Metrics(self.router), LiveState(Metrics(self.router)))
         self.logs = Logs(self.config, Metrics(self.router))
         self.fault: Exception | None = None
         self.reloads = 0

@@ -8,13 +8,16 @@ from typing import Any
 
 import pytest
 
-from proxy.control import live
+from proxy.control import live, live_notes
 from proxy.control.live import Live, Viewer
+from proxy.control.live_notes import Part, Wanted
+from proxy.control.live_state import LiveState
 from proxy.control.metrics import Metrics
 from proxy.core.types import Decision, Handover, Reason
 from proxy.wire.record import Record
 from proxy.wire.request import Request, RequestHead
 from tests.proxy.core.making import LONG, SHORT, ask, router_of, spec, worker_of
+from tests.proxy.wire.site import eventually
 
 
 class Still(Live):
@@ -33,7 +36,7 @@ class Site:
         self.metrics.recent._clock = self.clock
         self.records: list[Record] = []
         self.metrics.under_way = lambda: self.records
-        self.live: Live = Still(self.metrics, lambda _: {"told": True}, self.clock, self.clock)
+        self.live: Live = Still(self.metrics, LiveState(self.metrics), self.clock, self.clock)
 
     def clock(self) -> float:
         """Tell the time."""
@@ -55,10 +58,10 @@ class Site:
         self.records.remove(record)
         record.close(self.now, self.metrics, "completions", status, None)
 
-    def beat(self, seconds: float = 0.25) -> None:
+    async def beat(self, seconds: float = 0.25) -> None:
         """Let time pass and have everybody told."""
         self.now += seconds
-        self.live.beat()
+        await self.live.beat()
 
 
 @pytest.fixture
@@ -88,7 +91,7 @@ async def told(viewer: Viewer) -> tuple[str, dict[str, Any]]:
 
 def named(row: list[Any]) -> dict[str, Any]:
     """Name a row's values."""
-    return dict(zip(live.FIELDS, row, strict=True))
+    return dict(zip(live_notes.FIELDS, row, strict=True))
 
 
 async def test_nothing_is_noted_while_nobody_looks(site: Site) -> None:
@@ -97,52 +100,52 @@ async def test_nothing_is_noted_while_nobody_looks(site: Site) -> None:
     record.saw_tokens(site.now + 1, site.metrics)
     assert record.ticks is None
     site.end(record)
-    assert not site.live._rows
+    assert not site.live.notes._rows
 
 
 async def test_a_viewer_is_told_all_then_what_is_new(site: Site, viewer: Viewer) -> None:
     first = site.request()
-    site.beat()
+    await site.beat()
     name, data = await told(viewer)
     assert name == "all"
-    assert data["state"] == {"told": True}
+    assert [worker["name"] for worker in data["state"]["workers"]] == ["s0", "l0"]
     [row] = data["rows"]
     assert named(row)["status"] is None
     site.now += 0.1
     for _ in range(3):
         site.now += 0.1
         first.saw_tokens(site.now, site.metrics)
-    site.beat(0.0)
+    await site.beat(0.0)
     name, data = await told(viewer)
     assert name == "news"
     assert named(data["rows"][0])["first"] == 450
     assert data["ticks"] == [[1, 450, 550, 650]]
     site.end(first)
-    site.beat()
+    await site.beat()
     _, data = await told(viewer)
     assert named(data["rows"][0]) | {"ended": 650, "status": 200, "tokens": 3} == named(
         data["rows"][0]
     )
-    site.beat()
+    await site.beat()
     assert (await told(viewer))[1]["rows"] == []
 
 
 async def test_one_that_waits_is_shown_then_where_it_went(site: Site, viewer: Viewer) -> None:
     record = site.request(None)
-    site.beat()
+    await site.beat()
     row = named((await told(viewer))[1]["rows"][0])
     assert (row["pool"], row["worker"], row["placed"]) == ("none", None, None)
     workers = worker_of(site.metrics.router, "l0"), worker_of(site.metrics.router, "s0")
     record.place(
         site.now, Decision(workers[0], Reason.HANDOVER, handover=Handover(workers[1], 0, 9, 1, 1))
     )
-    site.beat()
+    await site.beat()
     row = named((await told(viewer))[1]["rows"][0])
     assert (row["pool"], row["worker"], row["prefill"], row["placed"]) == (
         "handover", "l0", "s0", 250
     )  # fmt: skip
     record.prefilled_at = site.now
-    site.beat()
+    await site.beat()
     assert named((await told(viewer))[1]["rows"][0])["prefilled"] == 500
 
 
@@ -151,7 +154,7 @@ async def test_ticks_are_bounded(site: Site, viewer: Viewer) -> None:
     for _ in range(10_000):
         site.now += 0.001
         record.saw_tokens(site.now, site.metrics)
-    site.beat()
+    await site.beat()
     await told(viewer)
     record.saw_tokens(site.now, site.metrics)
     assert record.ticks is not None
@@ -159,25 +162,25 @@ async def test_ticks_are_bounded(site: Site, viewer: Viewer) -> None:
     for _ in range(10_000):
         site.now += 0.001
         record.saw_tokens(site.now, site.metrics)
-    assert len(record.ticks) == live.MOST_TICKS
+    assert len(record.ticks) == live_notes.MOST_TICKS
 
 
 async def test_who_is_slow_misses_some_and_is_told_all_again(site: Site, viewer: Viewer) -> None:
-    site.beat()
+    await site.beat()
     for _ in range(5):
         site.end(site.request())
-        site.beat()
+        await site.beat()
     assert (await told(viewer))[0] == "all"
     assert not viewer.busy  # what came since was kept for nobody
-    site.beat()
+    await site.beat()
     name, data = await told(viewer)
     assert name == "all"
     assert len(data["rows"]) == 5
 
 
 async def test_who_takes_nothing_is_let_go(site: Site, viewer: Viewer) -> None:
-    site.beat()
-    site.beat(live.PATIENCE_S + 1)
+    await site.beat()
+    await site.beat(live.PATIENCE_S + 1)
     assert viewer.ended
     assert not site.live.watched
 
@@ -198,13 +201,13 @@ async def test_the_end_is_told_to_all(site: Site, viewer: Viewer) -> None:
 async def test_too_many_at_once_are_counted_instead(
     site: Site, viewer: Viewer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    site.beat()
+    await site.beat()
     await told(viewer)
-    monkeypatch.setattr(live, "MOST_ROWS", 3)
+    monkeypatch.setattr(live_notes, "MOST_ROWS", 3)
     for _ in range(5):
         site.end(site.request())
     site.request()
-    site.beat()
+    await site.beat()
     _, data = await told(viewer)
     assert len(data["rows"]) == 3
     assert data["dropped"] == 3
@@ -218,7 +221,7 @@ async def test_what_was_before_is_remembered(site: Site) -> None:
     site.end(lately, 502)
     viewer = site.live.join()
     assert viewer is not None
-    site.beat()
+    await site.beat()
     [row] = (await told(viewer))[1]["rows"]
     assert named(row) == {
         "n": -1, "id": named(row)["id"], "model": "m", "size": "short", "pool": "long",
@@ -234,21 +237,75 @@ async def test_what_clients_choose_is_cut_and_made_text(site: Site, viewer: View
     assert record.ask is not None
     record.request = Request(RequestHead(), b"")
     record.request.id, record.ask.model = b"i" * 5000, "\ud800<b>"
-    site.beat()
+    await site.beat()
     row = named((await told(viewer))[1]["rows"][0])
-    assert row["id"] == "i" * live.MAX_TEXT
+    assert row["id"] == "i" * live_notes.MAX_TEXT
     assert row["model"] == "?<b>"
 
 
 async def test_nothing_is_kept_once_nobody_looks(site: Site) -> None:
-    site.live = Live(site.metrics, lambda _: {}, site.clock, site.clock)
+    site.live = Live(site.metrics, LiveState(site.metrics), site.clock, site.clock)
     viewer = site.live.join()
     assert viewer is not None
-    assert site.metrics.live is site.live
+    assert site.metrics.live is site.live.notes
     assert site.live._task is not None
     site.end(site.request())
-    assert site.live._rows
+    assert site.live.notes._rows
     site.live.leave(viewer)
     await site.live._task
     assert site.metrics.live is None
-    assert not site.live._rows
+    assert not site.live.notes._rows
+
+
+class Sibling(Site):
+    """Another process's."""
+
+    def __init__(self, mark: int) -> None:
+        super().__init__()
+        self.live.notes.mark, self.live.notes.marks = mark, 2
+
+
+async def test_of_several_processes_one_tells_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live_notes, "FORGET_S", 0.01)
+    sites = [Sibling(0), Sibling(1)]
+    leader = sites[0].live
+
+    async def ask_all(wanted: Wanted) -> list[Part]:
+        return [each.live.notes.part(each.now, wanted) for each in sites]
+
+    leader.ask_all = ask_all
+    for site in sites:
+        site.end(site.request())  # before anybody looks
+    viewer = leader.join()
+    assert viewer is not None
+    for site in sites:
+        site.request()
+    await sites[0].beat()
+    name, data = await told(viewer)
+    assert name == "all"
+    numbers = [named(row)["n"] for row in data["rows"]]
+    assert len(set(numbers)) == len(numbers) == 4
+    assert data["state"]["clients"] == 0
+    assert sites[1].metrics.live is sites[1].live.notes
+    sites[1].records[0].saw_tokens(sites[1].now, sites[1].metrics)
+    await sites[0].beat()
+    name, data = await told(viewer)
+    assert name == "news"
+    assert [tick[0] for tick in data["ticks"]] == [named(row)["n"] for row in data["rows"]]
+    leader.close()
+    sites[1].now += 1.0
+    await eventually(lambda: sites[1].metrics.live is None)
+
+
+async def test_a_process_that_does_not_answer_is_left_out(site: Site) -> None:
+    async def ask_all(wanted: Wanted) -> list[Part]:
+        del wanted
+        raise TimeoutError
+
+    site.live.ask_all = ask_all
+    viewer = site.live.join()
+    assert viewer is not None
+    site.request()
+    await site.beat()
+    assert len((await told(viewer))[1]["rows"]) == 1
+    site.live.close()

@@ -112,7 +112,7 @@ async def test_events_tell_of_a_request(app: App, web: aiohttp.ClientSession) ->
         name, everything = await anext(told)
         assert name == "all"
         assert [w["name"] for w in everything["state"]["workers"]] == ["w0"]
-        assert app.metrics.live is app.live
+        assert app.metrics.live is app.live.notes
         assert await ask(app) == 200
         fields, ticks = everything["fields"], []
         async for _, data in told:

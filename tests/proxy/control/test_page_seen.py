@@ -212,7 +212,7 @@ async def test_five_thousand_requests_a_minute(
             record.saw_tokens(now, app.metrics)
         record.close(now, app.metrics, "completions", 200, None)
         if count % 500 == 499:
-            await eventually(lambda: not app.live._ended, within=DEADLINE_S)
+            await eventually(lambda: not app.live.notes._ended, within=DEADLINE_S)
             await asyncio.sleep(0)
     await page.until(f"statusPage.rows === {MINUTE} && statusPage.drawn > {MINUTE - 1000}")
     stats = await page.run("statusPage")
