@@ -57,3 +57,10 @@ class Sketch:
                 middle = LEAST * math.exp((index + 0.5) / SCALE)
                 return min(middle, self.most)
         return self.most
+
+    def at_most(self, value: float) -> float:
+        """Return the share of the samples that do not exceed a value; 1 without samples."""
+        if not self.count or value >= self.most:
+            return 1.0
+        last = int(math.log(value / LEAST) * SCALE) if value > LEAST else 0
+        return sum(weight for index, weight in self.bins.items() if index <= last) / self.count

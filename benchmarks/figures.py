@@ -1,0 +1,333 @@
+"""The pictures and tables of docs/evaluation.md, by simulation.
+
+    python -m benchmarks.figures --out docs/figures            # all of them
+    python -m benchmarks.figures --out /tmp/figures --only fleets --quick
+
+Engines are plain workers; with `--engine exact` those of single workers are vLLM's own schedulers,
+which takes much longer. What is drawn is also written as figures.json, and printed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from proxy.config import FleetConfig
+from proxy.core.router import RouterSettings
+from vllm_sched.bench.goodput import Targets, parse
+from vllm_sched.bench.knee import throughput_knee
+from vllm_sched.bench.plots.curves import Curve, draw_goodput, draw_throughput
+from vllm_sched.bench.plots.tails import draw_tail
+from vllm_sched.bench.stats import percentile_of_sorted
+from vllm_sched.bench.traffic.catalogue import find
+from vllm_sched.bench.traffic.schedule import Schedule
+from vllm_sched.cli import chart
+from vllm_sched.cost import profiles
+from vllm_sched.cost.recursion import Recursion
+from vllm_sched.cost.threshold import Regime
+from vllm_sched.sim.exact import ExactEngine
+from vllm_sched.sim.fleet import SimulatedFleet
+from vllm_sched.sim.flow import Flow, Placed, Run
+from vllm_sched.sim.fluid import Fluid
+from vllm_sched.sim.models import of_profile
+from vllm_sched.sim.shapes import BOTH, LONG_PROMPT, Shape
+from vllm_sched.sim.types import Job, WorkerModel
+
+TARGETS = "ttft:3000 tpot:100"
+MIXED = "azure-conv:0.95,mooncake-conv:0.05"
+LARGE = "h100-70b-tp4"
+Policies = Mapping[str, Mapping[str, Any]]
+# The mission's systems on one worker, and what they are here.
+SYSTEMS: Mapping[str, Policies] = {
+    "static batching": {"static_batching": {}},
+    "prefill first": {"prefill_first": {}},
+    "chunks (vLLM)": {},
+    "chunks by time": {"chunk_budget": {"itl_ms": 100}},
+    "long limit": {"long_prompt": {}},
+    "deferred": {"deferred_prefill": {"departures": 8}},
+}
+# And as fleets of six workers of four GPUs.
+FLEETS: Mapping[str, Shape | Policies] = {
+    "static batching": SYSTEMS["static batching"],
+    "prefill first": SYSTEMS["prefill first"],
+    "chunks (vLLM)": Shape(general=6),
+    "long limit": Shape(general=6, policy=LONG_PROMPT),
+    "deferred": SYSTEMS["deferred"],
+    "short/long": Shape(short=3, long=3, short_limit=4000, policy=BOTH),
+    "prefill/decode": Shape(prefill=2, decode=4, policy=LONG_PROMPT),
+}
+REFERENCE_RATE = 5000 / 3600
+LOADS = (1, 3, 6, 9, 12, 15, 18)  # times that
+HUNDRED = 100
+STALL_S = 0.3
+TAIL_RATE = 1.5  # requests a second, on one worker
+AT_ONCE = 48  # requests on a worker: the rest waits where it may be turned away
+TENANTS = 50
+
+
+class Figures:
+    """Draws, and gathers what was drawn."""
+
+    def __init__(self, out: Path, *, quick: bool, exact: bool) -> None:
+        self.out = out
+        self.part = 0.2 if quick else 1.0
+        self.exact = exact
+        self.told: dict[str, Any] = {}
+
+    def keep(self, name: str, curves: Mapping[str, Curve]) -> None:
+        """Note what a picture shows."""
+        shown = {
+            label: {f"{x:g}": [round(y, 4) for y in ys] for x, ys in curve.points.items()}
+            for label, curve in curves.items()
+        }
+        self.told[name] = shown
+        print(name)
+        for label, points in shown.items():
+            print(f"  {label}: {points}")
+
+    # One worker
+
+    def lengths(self) -> None:
+        """Draw throughput against concurrency for prompts of two lengths: 8B on an H100."""
+        machine = of_profile("h100-8b")
+        curves = {}
+        for workload in ("1500x100", "3000x100"):
+            curves[f"{workload.partition('x')[0]} tokens in, 100 out"] = self._closed(
+                machine, workload, {}, (1, 2, 4, 8, 16, 32, 64, 128, 256)
+            )
+        draw_throughput(self.out / "throughput-lengths", curves)
+        self.keep("throughput-lengths", curves)
+
+    def systems(self) -> None:
+        """Draw throughput against concurrency by system: 70B on four H100."""
+        machine = of_profile(LARGE)
+        names = ("static batching", "prefill first", "chunks (vLLM)", "chunks by time")
+        curves = {
+            name: self._closed(machine, "azure-conv", SYSTEMS[name], (4, 16, 64, 128, 256))
+            for name in names
+        }
+        draw_throughput(self.out / "throughput-systems", curves)
+        self.keep("throughput-systems", curves)
+
+    def _closed(
+        self, machine: WorkerModel, workload: str, policies: Policies, loads: Sequence[int]
+    ) -> Curve:
+        points = {}
+        for load in loads:
+            schedule = Schedule(
+                source=find(workload), concurrency=load, duration_s=120 * self.part + load / 4
+            )
+            fleet = self._one(machine, policies)
+            played = fleet.play(schedule)
+            end = schedule.duration_s or 1.0
+            # Over the second half: the first fills up, and what follows the end drains.
+            tokens = 0.0
+            for outcome in played.outcomes:
+                whole, ticks = outcome.prompt_tokens + outcome.completed, outcome.ticks
+                if ticks and ticks[0] < ticks[-1]:
+                    inside = max(min(ticks[-1], end) - max(ticks[0], end / 2), 0.0)
+                    tokens += whole * inside / (ticks[-1] - ticks[0])
+            points[float(load)] = [tokens / (end / 2)]
+        knee = throughput_knee({x: ys[0] for x, ys in points.items()})
+        return Curve(points, knee)
+
+    def _one(self, machine: WorkerModel, policies: Policies) -> SimulatedFleet:
+        model = replace(machine, name="w", policies=policies, max_num_seqs=256)
+        worker = {"name": "w", "profile": machine.profile}
+        config = FleetConfig(model="model", workers=[worker])  # type: ignore[arg-type]
+        return SimulatedFleet(config, {"w": model}, ExactEngine if self.exact else Fluid)
+
+    def policies(self) -> None:
+        """Draw goodput against rate by system, and the tail of gaps at one rate: one worker."""
+        machine = of_profile(LARGE)
+        curves = {}
+        gaps: dict[str, list[float]] = {}
+        for name, given in SYSTEMS.items():
+            points = {}
+            for rate in (0.5, 1.0, TAIL_RATE, 2.0, 2.5, 3.0):
+                seeds = range(1 if self.exact else 3)
+                played = [self._system(machine, given, rate, seed) for seed in seeds]
+                points[rate] = [goodput for goodput, _ in played]
+                if rate == TAIL_RATE:
+                    gaps[name] = played[0][1]
+            curves[name] = Curve(points, _knee(points))
+        stem = "systems-exact" if self.exact else "systems"
+        draw_goodput(self.out / f"goodput-{stem}", curves, _words(TARGETS))
+        self.keep(f"goodput-{stem}", curves)
+        draw_tail(self.out / f"gaps-{stem}", "Gaps between tokens, one worker", "ITL", gaps)
+        tails = {
+            name: [percentile_of_sorted(sorted(found), share) for share in (50, 99, 99.9, 100)]
+            for name, found in gaps.items()
+        }
+        self.told[f"gaps-{stem}"] = tails
+        print(f"gaps-{stem} at {TAIL_RATE:g}/s: p50, p99, p99.9 and longest\n", tails)
+
+    def _system(
+        self, machine: WorkerModel, given: Policies, rate: float, seed: int
+    ) -> tuple[float, list[float]]:
+        """Return requests a second in time, and gaps."""
+        if not self.exact:
+            placed = [Placed(replace(machine, name="w", policies=given, max_num_seqs=256))]
+            run = self._open(placed, RouterSettings(), rate, seed)
+            return run.goodput, [run.gaps.quantile(1 - 10 ** (-at / 75)) for at in range(300)]
+        schedule = self._schedule(rate, seed)
+        outcomes = self._one(machine, given).play(schedule).outcomes
+        counted = outcomes[len(outcomes) // 10 :]
+        met = sum(map(_targets().met_by, counted))
+        return rate * met / len(counted), [gap for each in counted for gap in each.itls]
+
+    # Fleets
+
+    def fleets(self) -> None:
+        """Draw goodput against rate by design: 24 H100, 70B; and at the loads of the reference."""
+        curves: dict[str, Curve] = {}
+        for name, design in FLEETS.items():
+            points = {}
+            for load in LOADS:
+                rate = load * REFERENCE_RATE
+                points[round(rate, 2)] = [
+                    self._design(design, rate, seed).goodput for seed in range(2)
+                ]
+            curves[name] = Curve(points, _knee(points))
+        draw_goodput(self.out / "goodput-fleets", curves, _words(TARGETS))
+        self.keep("goodput-fleets", curves)
+        self.told["reference"] = {}
+        print("reference: share in time, requests/s in time, TTFT p50 and p99, ITL p99 and max,")
+        print("           share of requests without a gap above 300 ms")
+        for name, design in FLEETS.items():
+            for load in (1, 9, HUNDRED):
+                run = self._design(design, load * REFERENCE_RATE, 0)
+                self._tell_reference(f"{name} x{load}", run)
+
+    def _tell_reference(self, name: str, run: Run) -> None:
+        figures, gaps = run.all, run.gaps
+        found = (
+            figures.share, run.goodput, figures.ttft.quantile(0.5), figures.ttft.quantile(0.99),
+            gaps.quantile(0.99), gaps.most, figures.longest.at_most(STALL_S),
+        )  # fmt: skip
+        self.told["reference"][name] = [round(each, 4) for each in found]
+        print(f"  {name:<22}", " ".join(f"{each:9.3f}" for each in found))
+
+    def _design(self, design: Shape | Policies, rate: float, seed: int) -> Run:
+        machine = of_profile(LARGE)
+        # What could not be in time is turned away, not served late.
+        settings = RouterSettings(queue_wait_s=2.0)
+        if isinstance(design, Shape):
+            placed = design.placed(machine)
+            settings = replace(design.settings(), queue_wait_s=2.0)
+        else:
+            models = [replace(machine, name=f"w{i}", policies=design) for i in range(6)]
+            placed = [Placed(model) for model in models]
+        placed = [replace(each, max_requests=AT_ONCE) for each in placed]
+        return self._open(placed, settings, rate, seed)
+
+    def _open(
+        self, placed: Sequence[Placed], settings: RouterSettings, rate: float, seed: int
+    ) -> Run:
+        schedule = self._schedule(rate, seed)
+        flow = Flow(placed, settings, _targets())
+        return flow.play(schedule, warm=(schedule.count or 0) // 10)
+
+    def _schedule(self, rate: float, seed: int) -> Schedule:
+        count = round(min(max(rate * 300, 600), 20_000) * self.part)
+        return Schedule(
+            source=find(MIXED), rate=rate, count=count, duration_s=2 * count / rate, seed=seed,
+            tenants=TENANTS,
+        )  # fmt: skip
+
+    # Deferred prefill
+
+    def deferred(self) -> None:
+        """Draw throughput against K: 8B on an A100, as in the paper; formula and plain worker."""
+        time = profiles.find("a100-8b").time
+        regime = Regime.of(time, slots=256, mean_output=200, mean_prompt=220, exclusive=True)
+        exact = Recursion(regime)
+        drawn = [1, 2, 4, 8, 13, 20, 26, 40, 64, 96]
+        line = [(k, exact.at(k).throughput) for k in drawn]
+        dots = [(k, self._backlog(k)) for k in (1, 8, 13, 26, 64)]
+        self.told["deferred"] = {"recursion": line, "plain worker": dots}
+        print("deferred", json.dumps(self.told["deferred"]))
+        picture = chart.Chart(
+            title="Throughput against K: 8B on an A100, 256 slots, prompts of 220, answers of 200",
+            subtitle="decodes pause for prefills; a backlog that never ends",
+            x="departures waited for (K)",
+            y="requests/s",
+            series=[
+                chart.Series("recursion", line),
+                chart.Series("plain worker", dots, dots=True),
+            ],
+            log_x=True,
+            from_zero=False,
+        )
+        (self.out / "deferred.svg").write_text(chart.draw(picture))
+
+    def _backlog(self, threshold: int) -> float:
+        rng, count = random.Random(0), round(12_000 * max(self.part, 0.5))
+        deferred = {"departures": threshold, "exclusive": True, "max_delay_ms": 1e6}
+        model = WorkerModel(
+            name="w", time=profiles.find("a100-8b").time, max_model_len=8192, kv_tokens=10**7,
+            max_num_seqs=256, max_num_batched_tokens=10**6,
+            policies={"deferred_prefill": deferred | {"max_delay_steps": 10**6}},
+        )  # fmt: skip
+        engine = Fluid(model)
+        for number in range(count):
+            output = 1 + math.ceil(math.log(1 - rng.random()) / math.log1p(-1 / 200))
+            engine.submit(Job(str(number), 220, output), 0.0)
+        ends: list[float] = []
+        while (at := engine.next_at()) < math.inf:
+            ends += [event.at for event in engine.advance(at) if event.finished]
+        first, last = count // 5, count * 4 // 5
+        return (last - first) / (ends[last] - ends[first])
+
+
+def _targets() -> Targets:
+    return parse(TARGETS.split())
+
+
+def _words(targets: str) -> str:
+    pairs = (each.split(":") for each in targets.split())
+    return ", ".join(f"{name.upper()} {value} ms" for name, value in pairs)
+
+
+def _knee(points: Mapping[float, Sequence[float]]) -> float | None:
+    served = None
+    for rate in sorted(points):
+        if min(points[rate]) < 0.9 * rate * 0.98:
+            break
+        served = rate
+    return served
+
+
+def _named(figures: Figures) -> Iterator[tuple[str, Callable[[], None]]]:
+    for name in ("lengths", "systems", "policies", "fleets", "deferred"):
+        yield name, getattr(figures, name)
+
+
+def main() -> None:
+    """Draw what was asked for."""
+    parser = argparse.ArgumentParser(description="The pictures of docs/evaluation.md")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--only", nargs="+", default=[])
+    parser.add_argument("--quick", action="store_true", help="a fifth of the requests")
+    parser.add_argument("--engine", choices=("fluid", "exact"), default="fluid")
+    args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    figures = Figures(args.out, quick=args.quick, exact=args.engine == "exact")
+    for name, draw in _named(figures):
+        if not args.only or name in args.only:
+            draw()
+    for path in args.out.glob("*.png"):  # the SVG is what the documentation shows
+        path.unlink()
+    store = args.out / "figures.json"
+    known = json.loads(store.read_text()) if store.exists() else {}
+    store.write_text(json.dumps(known | figures.told, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
