@@ -4,7 +4,8 @@ For every fleet, unless `router.allow_client_kv_transfer`:
 
 - `kv_transfer_params` and `ec_transfer_params`, wherever an engine reads them from: 400. They steer
   transfers between workers: see `steering`.
-- An `X-Request-Id` that names addresses is replaced: one connector would connect to them.
+- An `X-Request-Id` that names addresses is replaced, and a body's `request_id` that does so is
+  refused: one connector would connect to them.
 
 Where there are tenants:
 
@@ -12,6 +13,7 @@ Where there are tenants:
   engine read them, `lane` among others; unless `router.client_fields` has `vllm_xargs`.
 - `priority`: taken out, and the tenant's class is put there if the workers heed it; unless
   `router.client_fields` has `priority`.
+- `request_id` in the body: taken out. Stored responses go by it, and it could be another tenant's.
 - `cache_salt`: passes; where caches are isolated, it becomes a part of the tenant's.
 - `X-Vllm-Priority` and `X-Data-Parallel-Rank` stay behind, for they overrule the router; so does
   `Endpoint-Load-Metrics-Format`, which asks how busy others keep a worker.
@@ -25,9 +27,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from proxy.core.splice import members
 from proxy.core.steering import TREE, Tree, find, steering, steering_form
 
-PRIORITY, ARGUMENTS, SALT = "priority", "vllm_xargs", "cache_salt"
+PRIORITY, ARGUMENTS, SALT, ID = "priority", "vllm_xargs", "cache_salt", "request_id"
+# In an id, these are followed by the addresses that the p2p-nccl connector is to use.
+ADDRESSES = (b"___prefill_addr_", b"___decode_addr_")
 # The routes whose bodies have these members, as of vLLM 0.32. Where a body has no room for a salt,
 # nothing can be cached apart.
 BOTH = frozenset(
@@ -54,6 +59,8 @@ class ClientFields(NamedTuple):
 
 def forbidden(fields: Mapping[str, Any], body: bytes, *, tenants: bool, may: ClientFields) -> str:
     """Name what a JSON body says that is not taken from clients; empty if nothing."""
+    if ID in fields and not may.kv_transfer and _id_names_addresses(body):
+        return ID
     if not tenants or may.arguments:
         return ("" if may.kv_transfer else steering(fields, body)) or ""
     if (
@@ -64,6 +71,12 @@ def forbidden(fields: Mapping[str, Any], body: bytes, *, tenants: bool, may: Cli
     ):
         return find(body, {ARGUMENTS.encode(): None} if may.kv_transfer else STRICT) or ""
     return ""
+
+
+def _id_names_addresses(body: bytes) -> bool:
+    ids = (body[each.value : each.end] for each in members(body) if each.name == ID.encode())
+    # Who escapes letters of an id means to hide something.
+    return any(b"\\" in one or any(mark in one for mark in ADDRESSES) for one in ids)
 
 
 def forbidden_form(body: bytes, content_type: bytes, *, tenants: bool, may: ClientFields) -> str:

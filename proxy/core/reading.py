@@ -9,6 +9,7 @@ import orjson
 
 from proxy.core import refusals
 from proxy.core.client_fields import (
+    ID,
     PRIORITY,
     SALT,
     WITH_PRIORITY,
@@ -148,7 +149,7 @@ class Reader:
     ) -> Refusal | None:
         """Note whose it is, and what of its body is for the router to say."""
         ask.tenant = tenant
-        changed: dict[str, bytes | None] = {}
+        changed: dict[str, bytes | None] = {ID: None} if ID in fields else {}
         if not self.may.priority:
             if PRIORITY in fields:
                 changed[PRIORITY] = None

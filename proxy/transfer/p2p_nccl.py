@@ -8,9 +8,8 @@ has them. An id of this kind that a client sends is never passed on (see `is_ste
 
 from __future__ import annotations
 
+from proxy.core.client_fields import ADDRESSES
 from proxy.transfer.types import Connector, Pair
-
-MARKS = (b"___prefill_addr_", b"___decode_addr_")
 
 
 class P2pNccl(Connector):
@@ -31,4 +30,4 @@ class P2pNccl(Connector):
 
 def is_steering(request_id: bytes) -> bool:
     """Whether a worker with this connector would take addresses from an id."""
-    return any(mark in request_id for mark in MARKS)
+    return any(mark in request_id for mark in ADDRESSES)

@@ -56,6 +56,30 @@ def test_what_passes(body: str) -> None:
     assert found(body) == ""
 
 
+STEERING = "___prefill_addr_10.6.6.6:1___decode_addr_10.6.6.7:2_x"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        f'{{"request_id": "{STEERING}"}}',
+        f'{{"request_id": "{STEERING}", "request_id": "x"}}',
+        f'{{"request\\u005fid": "{STEERING}"}}',
+        '{"request_id": "\\u005f__prefill_addr_10.6.6.6:1___decode"}',
+    ],
+)
+def test_an_id_in_the_body_that_names_addresses(body: str) -> None:
+    for tenants in (True, False):
+        assert found(body, tenants=tenants) == "request_id"
+        assert found(body, ClientFields(kv_transfer=True), tenants=tenants) == ""
+    assert found('{"request_id": "mine", "prompt": "___prefill_addr_"}') == ""
+
+
+def test_an_id_in_the_body_is_no_tenants_to_choose() -> None:
+    body = {"input": "hi", "request_id": "resp_1"}
+    assert asked(body, "/v1/responses").fields == {"request_id": None}
+
+
 def test_an_operator_may_allow_it() -> None:
     arguments = ClientFields(arguments=True)
     assert found('{"vllm_xargs": {"lane": "urgent"}}', arguments) == ""
