@@ -1,0 +1,132 @@
+"""The admin API of a running router, held to what its own description says of it.
+
+schemathesis makes the requests: right ones and wrong ones, for every operation. No answer may be a
+500 of ours, or other than the description says; and the router serves on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+import schemathesis
+import uvloop
+from hypothesis import HealthCheck, Phase, given, seed, settings
+from schemathesis.checks import CHECKS
+
+from proxy.assembly import App
+from proxy.config import load
+
+FLEET = """\
+model: tiny
+workers:
+  - {name: a, url: 'http://127.0.0.1:9', role: general, api_key: sk-worker}
+  - {name: b, url: 'http://127.0.0.1:19', role: general}
+router: {port: 0, admin: {port: 0}, probe: {interval_s: 60}}
+"""
+WITHIN_S = 30.0
+EXAMPLES = 20
+# What the description cannot say: who may ask is told by a header before anything else; a method
+# that a path has not is answered by the framework.
+LEFT_OUT = {
+    "unsupported_method",
+    "ignored_auth",
+    "positive_data_acceptance",
+    "missing_required_header",
+}
+
+
+@pytest.fixture(scope="module")
+def admin(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Run a router in a loop of its own, and name its admin port."""
+    source = tmp_path_factory.mktemp("admin") / "fleet.yaml"
+    source.write_text(FLEET)
+    ready, over = threading.Event(), asyncio.Event()
+    found: list[tuple[str, asyncio.AbstractEventLoop]] = []
+
+    async def serve(path: Path) -> None:
+        app = App(load(path), path)
+        await app.start()
+        found.append((app.admin_url, asyncio.get_running_loop()))
+        ready.set()
+        await over.wait()
+        await app.stop()
+
+    thread = threading.Thread(target=lambda: uvloop.run(serve(source)))
+    thread.start()
+    assert ready.wait(WITHIN_S)
+    [(url, loop)] = found
+    yield url
+    loop.call_soon_threadsafe(over.set)
+    thread.join(WITHIN_S)
+    assert not thread.is_alive()
+
+
+def operations(url: str) -> list[schemathesis.APIOperation]:
+    """List what the API says that it does, streams without end aside."""
+    schema = schemathesis.openapi.from_url(f"{url}/openapi.json", wait_for_schema=WITHIN_S)
+    listed = [result.ok() for result in schema.get_all_operations()]
+    return [each for each in listed if "/live" not in each.path]
+
+
+def test_every_operation_answers_as_described(admin: str) -> None:
+    found = operations(admin)
+    assert len(found) >= 8
+    checks = [check for check in CHECKS.get_all() if check.__name__ not in LEFT_OUT]
+    assert "response_schema_conformance" in {check.__name__ for check in checks}
+    for operation in found:
+
+        @seed(1)
+        @settings(
+            max_examples=EXAMPLES,
+            deadline=None,
+            phases=[Phase.explicit, Phase.generate],
+            suppress_health_check=list(HealthCheck),
+            database=None,
+        )
+        @given(case=operation.as_strategy())
+        def play(case: schemathesis.Case) -> None:
+            response = case.call(timeout=WITHIN_S)
+            assert response.status_code < 500, response.text
+            assert "sk-worker" not in response.text
+            assert "Traceback" not in response.text
+            case.validate_response(response, checks=checks)
+
+        play()
+    assert httpx.get(f"{admin}/admin/workers", timeout=WITHIN_S).status_code == 200
+
+
+BODIES = (
+    b"", b"null", b"[]", b"{", b'{"a":' * 5000, b'"x"', b"\xff\xfe", b"NaN", b'{"name": "\\ud800"}',
+    b'{"name": "x", "url": "http://\\u0000:1"}', b'{"name": "x", "url": "http://[::1"}',
+    b'{"name": "x", "url": "http://h:1", "max_model_len": 1e999}',
+    b'{"name": "x", "url": "http://h:1", "max_model_len": ' + b"9" * 5000 + b"}",
+    b'{"name": "x", "url": "http://h:1", "name": "y"}',
+    b'{"route": "/v1/chat/completions", "body": {"messages": ' + b"[" * 900 + b"]" * 900 + b"}}",
+    b'{"route": 1, "body": 1}', b"x" * 2_000_000,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("path", ["/admin/workers", "/admin/explain", "/admin/reload", "/nowhere"])
+def test_no_body_is_a_500(admin: str, path: str) -> None:
+    with httpx.Client(base_url=admin, timeout=WITHIN_S) as client:
+        for body in BODIES:
+            for method in ("POST", "PUT", "PATCH", "DELETE"):
+                answer = client.request(
+                    method, path, content=body, headers={"content-type": "application/json"}
+                )
+                assert answer.status_code < 500, (body[:60], answer.text)
+                assert "Traceback" not in answer.text
+        assert client.get("/admin/workers").status_code == 200
+
+
+@pytest.mark.parametrize("name", ["..", "%2e%2e", "%00", "a%2Fb", "\u2028", "x" * 5000, "%ff", "*"])
+def test_no_name_is_a_500(admin: str, name: str) -> None:
+    with httpx.Client(base_url=admin, timeout=WITHIN_S) as client:
+        for method, rest in (("DELETE", ""), ("POST", "/drain"), ("GET", ""), ("POST", "/resume")):
+            answer = client.request(method, f"/admin/workers/{name}{rest}")
+            assert 400 <= answer.status_code < 500
