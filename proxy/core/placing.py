@@ -9,8 +9,10 @@ from proxy.core.pool import HOLDERS, Pool
 from proxy.core.prefix import COVERED, deepest
 from proxy.core.routing.view import View
 from proxy.core.traffic import Traffic
-from proxy.core.types import Ask, Refusal
+from proxy.core.types import Ask, Refusal, Role
 from proxy.core.worker import Held, Worker
+
+DECODE = Role.DECODE
 
 
 def look(
@@ -45,6 +47,16 @@ def look(
     if not found and ask.prompt_error and not ask.pinned:
         found = _those_that_may_do(pool, ask, now, tried)
     return View(ask, now, found, pool, traffic, held, longs_waiting, tried, explain)
+
+
+def keep_to_the_gaps(view: View, settings: FairnessSettings) -> None:
+    """Leave to one of batch only the workers where it would leave room for others."""
+    ask, now = view.ask, view.now
+    view.candidates = [w for w in view.candidates if leaves_room(w, ask, now, settings)]
+    handing = view.handing
+    if handing is not None and not leaves_room(handing.prefill, ask, now, settings):
+        # On a decode worker its prompt would be in the way of those who decode.
+        view.candidates = [w for w in view.candidates if w.role is not DECODE]
 
 
 def leaves_room(worker: Worker, ask: Ask, now: float, settings: FairnessSettings) -> bool:

@@ -281,8 +281,7 @@ class Router:
     ) -> Lease | Refusal | None:
         view = self._look(ask, now, tried, explain=explain)
         if ask.rank is BATCH and not aged:
-            fair = self.settings.fairness
-            view.candidates = [w for w in view.candidates if placing.leaves_room(w, ask, now, fair)]
+            placing.keep_to_the_gaps(view, self.settings.fairness)
         decision = self._choose(view)
         if decision is None:
             return None

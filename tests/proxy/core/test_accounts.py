@@ -10,7 +10,7 @@ from proxy.core.fairness import FairnessSettings
 from proxy.core.limits import Limits
 from proxy.core.router import Router
 from proxy.core.tenants import Rank, Tenant, TenantSpec
-from proxy.core.types import Ask, Lease, Outcome, Reason, Usage
+from proxy.core.types import Ask, Lease, Outcome, Reason, Role, Usage
 from tests.proxy.core.making import ask, idle, placed, refused, router_of, spec, waits, worker_of
 
 
@@ -240,3 +240,17 @@ def test_batch_may_wait_for_longer_and_comes_of_age() -> None:
     waits(router.submit(batch(), 300.0))
     ((_, answer),) = router.due(900.0)
     assert refused(answer).reason is Reason.WAITED_TOO_LONG
+
+
+def test_batch_is_in_the_way_of_neither_side_of_hand_overs() -> None:
+    sides = (spec("p", Role.PREFILL), spec("d", Role.DECODE))
+    router = router_of(*sides, transfer=True, disaggregate_above=1)
+    first = placed(router.submit(of(tenant(), 500_000), 0.0))
+    assert first.prefill is not None
+    ticket = waits(router.submit(batch(5000), 0.0))
+    router.prefilled(first, 30.0, None)
+    router.first_token(first, 30.0)
+    ((gone, answer),) = router.due(30.0)
+    assert gone is ticket
+    assert isinstance(answer, Lease)
+    assert answer.prefill is not None
