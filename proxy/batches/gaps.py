@@ -13,7 +13,9 @@ from proxy.core.types import Ask
 
 if TYPE_CHECKING:
     from proxy.core.router import Router
+    from proxy.core.tenants import Tenant
 
+LEFT = 0.5  # of each of a tenant's limits, for what it asks itself
 # The smallest there is: how large a line is will be known when it is read.
 SMALLEST = Ask("", "", "", 0, 0, 0, 0, 0)
 
@@ -36,3 +38,11 @@ def gap(router: Router, model: str, now: float) -> bool:
         not worker.shut and leaves_room(worker, SMALLEST, now, fair)
         for worker in fleet.pool(model).all
     )
+
+
+def within_limits(tenant: Tenant, now: float) -> bool:
+    """Whether a line would leave its tenant enough of its limits for people of its own."""
+    ledger, most = tenant.ledger, tenant.spec.limits.concurrency
+    if most is not None and ledger.running + ledger.elsewhere >= max(LEFT * most, 1):
+        return False
+    return all(state is None or state[1] > LEFT * state[0] for state in ledger.left(now))

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from proxy.batches.errand import Errand
-from proxy.batches.gaps import gap
+from proxy.batches.gaps import gap, within_limits
 from proxy.batches.lines import Checking
 from proxy.batches.rows import replaced
 from proxy.batches.store import Store
@@ -39,6 +39,7 @@ from proxy.control.batch_counts import COMPLETED, FAILED, SENT_AGAIN, BatchCount
 if TYPE_CHECKING:
     from proxy.batches.keeper import Keeper
     from proxy.config.batches import BatchesConfig
+    from proxy.core.tenants import Tenant
     from proxy.wire.server import Wire
 
 logger = logging.getLogger(__name__)
@@ -273,21 +274,22 @@ class Lane:
             now = wire.clock()
             if not running.ready or now < running.rest_until:
                 continue
+            tenant = wire.router.tenants.get(running.batch.tenant)
+            if tenant is not None and not within_limits(tenant, now):
+                continue
             if not gap(wire.router, running.ready[0].model, now):
                 continue
-            self._send_one(now, running)
+            self._send_one(now, running, tenant)
             room -= 1
             in_turn.append(running)
         self.counts.in_flight = self.in_flight
 
-    def _send_one(self, now: float, running: Running) -> None:
+    def _send_one(self, now: float, running: Running, tenant: Tenant | None) -> None:
         def over(errand: Errand) -> None:
             self._over(running, errand)
 
         job, batch = running.ready.popleft(), running.batch
-        tenants = self._wire.router.tenants
-        tenant = tenants.get(batch.tenant)
-        if tenant is None and not tenants.open:
+        if tenant is None and not self._wire.router.tenants.open:
             self._came(running, replaced(job, GONE, "Whose batch this is may not use the fleet."))
             return
         errand = Errand(self._wire, job, batch.endpoint, tenant, over)

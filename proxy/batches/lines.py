@@ -18,7 +18,7 @@ ENDPOINTS = tuple(
     path for path, route in ROUTES.items() if path.startswith("/v1/") and route.shape in SHAPES
 )
 MOST_COMPLAINTS = 100
-SLICE_BYTES = 256 << 10  # read in one go: a millisecond or so in which no stream moves
+SLICE_BYTES = 256 << 10  # read in one go, some milliseconds beside the event loop
 END_OF_LINE = re.compile(rb"\n|\Z")
 
 

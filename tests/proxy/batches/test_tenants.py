@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from hashlib import sha256
 from pathlib import Path
@@ -15,6 +16,7 @@ from proxy.core.limits import Limits
 from proxy.core.tenants import Rank, TenantSpec
 from tests.proxy.batches.office import Office, line, lines
 from tests.proxy.wire import scripts
+from tests.proxy.wire.client import chat
 from tests.proxy.wire.conftest import Start
 from tests.proxy.wire.site import eventually
 
@@ -89,17 +91,48 @@ async def test_what_a_tenant_may_not_use_its_lines_may_not(office: Office) -> No
     assert failed["response"]["status_code"] in (403, 404)
 
 
-async def test_a_limit_is_waited_out(office: Office) -> None:
-    take(office, TenantSpec("ann", limits=Limits(requests_per_minute=2)), TenantSpec("bob"))
-    batch = await office.begin(lines(4))
-    await eventually(lambda: len(office.site.served()) == 2)
-    for _ in range(4):
+async def test_half_of_a_minutes_limit_is_left_to_people(office: Office) -> None:
+    take(office, TenantSpec("ann", limits=Limits(requests_per_minute=8)), TenantSpec("bob"))
+    batch = await office.begin(lines(8))
+    await eventually(lambda: len(office.site.served()) == 4)
+    await office.batches.lane.turn()
+    key = b"Authorization: Bearer " + KEYS["ann"].encode()
+    assert [(await office.site.ask(chat("hi", key))).status for _ in range(4)] == [200] * 4
+    office.skip(60)
+    done = await office.until(batch)
+    assert done.request_counts is not None
+    assert (done.request_counts.completed, done.request_counts.failed) == (8, 0)
+    assert office.batches.lane.counts.lines["sent_again"] == 0
+
+
+async def test_half_of_its_places_are_left_to_people(office: Office) -> None:
+    take(office, TenantSpec("ann", limits=Limits(concurrency=4)), TenantSpec("bob"))
+    opening = asyncio.Event()
+    office.site.fake.always(scripts.gated(opening, scripts.obey("w0")))
+    batch = await office.begin(lines(6))
+    await office.site.fake.got(2)
+    await office.batches.lane.turn()
+    assert office.batches.lane.in_flight == 2
+    key = b"Authorization: Bearer " + KEYS["ann"].encode()
+    people = [asyncio.create_task(office.site.ask(chat("hi", key), within=30)) for _ in range(2)]
+    await office.site.fake.got(4)
+    opening.set()
+    assert [answer.status for answer in await asyncio.gather(*people)] == [200, 200]
+    assert (await office.until(batch)).status == "completed"
+
+
+async def test_a_line_beyond_a_limit_is_sent_again_when_it_may(office: Office) -> None:
+    take(office, TenantSpec("ann", limits=Limits(tokens_per_minute=500)), TenantSpec("bob"))
+    long = [line(f"r{n}", "word " * 280) for n in range(2)]  # each fits a minute's worth
+    batch = await office.begin(long)
+    await eventually(lambda: len(office.site.served()) >= 1)
+    for _ in range(20):
         office.skip(60)
         await office.batches.lane.turn()
         await eventually(lambda: office.batches.lane.in_flight == 0)
     done = await office.until(batch)
     assert done.request_counts is not None
-    assert (done.request_counts.completed, done.request_counts.failed) == (4, 0)
+    assert (done.request_counts.completed, done.request_counts.failed) == (2, 0)
 
 
 async def test_lines_of_a_tenant_that_is_gone_are_not_run(office: Office) -> None:
