@@ -28,7 +28,13 @@ from proxy.control.logs import Logs
 from proxy.control.metrics import Metrics
 from proxy.control.probe import Prober
 from proxy.control.recent import Entry, Recent
-from proxy.control.tenancy import admission_settings, fairness_settings, read_keys, take_tenants
+from proxy.control.tenancy import (
+    admission_settings,
+    fairness_settings,
+    keep_strangers_out,
+    read_keys,
+    take_tenants,
+)
 from proxy.control.tls import Shown, check_tls, to_worker
 from proxy.control.tracing import Tracing
 from proxy.control.warmup import Warmup
@@ -232,6 +238,7 @@ class App:
         late = self._takes_a_restart(config)
         check_tls(config, str(self.source))
         keys = read_keys(config, str(self.source))
+        keep_strangers_out(config, self._started_with.router.host, str(self.source))
         admin_key = key_of(self._started_with.router.admin, str(self.source))
         found = self.discovery.reconfigure(config)
         self.config = config

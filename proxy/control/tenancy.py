@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from hashlib import sha256
 
 from proxy.config import FleetConfig, TenantConfig
+from proxy.config.tenant_checks import is_loopback
 from proxy.core.admission import AdmissionSettings
 from proxy.core.fairness import FairnessSettings
 from proxy.core.limits import Limits
@@ -51,6 +52,17 @@ def read_keys(
     if problems:
         raise ConfigError(source, problems)
     return keys
+
+
+def keep_strangers_out(config: FleetConfig, host: str, source: str) -> None:
+    """Refuse a file that would leave a router to strangers: where it listens takes a restart."""
+    if config.tenants or config.router.allow_anonymous or is_loopback(host):
+        return
+    why = (
+        f"none are left, and this router listens on {host} until it is restarted: whoever reaches "
+        "it could use the fleet; keep some, or give router.allow_anonymous: true, or restart"
+    )
+    raise ConfigError(source, [Problem("tenants", why)])
 
 
 def _words(

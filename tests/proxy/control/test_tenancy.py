@@ -142,6 +142,28 @@ def test_settings_reach_the_router() -> None:
     assert wire_settings(config).max_collected_bytes == 100 << 20
 
 
+async def test_a_router_that_listens_everywhere_keeps_its_tenants(tmp_path: Path) -> None:
+    file = tmp_path / "fleet.yaml"
+
+    def write(tenants: list[dict[str, Any]], **router: Any) -> None:
+        workers = [{"name": "w", "url": "http://127.0.0.1:9001"}]
+        file.write_text(
+            yaml.safe_dump({"model": "m", "workers": workers, "tenants": tenants, "router": router})
+        )
+
+    guarded = [{"name": "a", "key_hashes": [hashed(KEYS[0])]}]
+    write(guarded, host="0.0.0.0")  # noqa: S104 - that is the point
+    app = App(parse(file.read_text(), str(file)), file)
+    write([], host="127.0.0.1")  # which it would listen on after a restart
+    with pytest.raises(ConfigError, match="until it is restarted"):
+        app.reload()
+    assert not app.router.tenants.open
+    write([], host="0.0.0.0", allow_anonymous=True)  # noqa: S104
+    app.reload()
+    assert app.router.tenants.open
+    await app.stop()
+
+
 async def test_a_reload_takes_other_tenants_and_a_bad_one_changes_nothing(tmp_path: Path) -> None:
     file, keys = tmp_path / "fleet.yaml", tmp_path / "keys"
 
