@@ -54,6 +54,25 @@ def test_from_the_words_to_the_files(
     assert {path.stem for path in plot.iterdir()} == {"ttft", "itl", "tenants", "router"}
 
 
+def test_of_very_many_requests_no_gaps_are_told(
+    fleet: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(simulate, "EACH_TOKEN_UP_TO", 10)
+    save, plot = tmp_path / "out.json", tmp_path / "pictures"
+    words = ["simulate", str(fleet), *LOAD, "--num-requests", "20", "--engine", "fluid"]
+    assert main([*words, "--goodput", "itl:300"]) == 2
+    assert "--goodput itl: of more than 10 requests" in capsys.readouterr().err
+    assert main([*words, "--save", str(save), "--plot", str(plot)]) == 0
+    assert "- / -" in capsys.readouterr().out
+    result = json.loads(save.read_text())
+    assert result["p99_itl_ms"] is None
+    assert result["p99_tpot_ms"] > 0
+    assert main([*words, "--seed", "0", "--engine", "exact", "--goodput", "itl:60000"]) == 0
+
+
 def test_the_same_seed_gives_the_same_result(fleet: Path, tmp_path: Path) -> None:
     def once(name: str, seed: str) -> dict[str, object]:
         words = [*LOAD, "--num-requests", "15", "--seed", seed, "--save", str(tmp_path / name)]

@@ -121,6 +121,11 @@ def run_simulate(args: argparse.Namespace) -> int:
     """Run the command; 1 when a request failed."""
     config, models, schedule = _checked(args)
     targets = goodput.parse(args.goodput)
+    if targets.itl is not None and is_coarse(args.engine, schedule):
+        raise UsageError(
+            f"--goodput itl: of more than {EACH_TOKEN_UP_TO:,} requests the fluid engine tells no "
+            "gaps between tokens; play fewer, or leave it out"
+        )
     console = Console()
     run = _run(args, config, models, schedule, console)
     result = as_result(run, args, config, schedule, targets)
@@ -188,10 +193,11 @@ def _run(
     logging.getLogger("vllm").setLevel(logging.ERROR)
     if args.engine == EXACT and console.is_terminal:
         console.print("loading vLLM's scheduler", style="dim")
-    maker = engine_maker(
-        args.engine, traced=bool(args.trace), each_token=expected(schedule) <= EACH_TOKEN_UP_TO
+    coarse = is_coarse(args.engine, schedule)
+    maker = engine_maker(args.engine, traced=bool(args.trace), each_token=not coarse)
+    fleet = SimulatedFleet(
+        config, models, maker, seed=args.seed, timeout_s=args.timeout, coarse=coarse
     )
-    fleet = SimulatedFleet(config, models, maker, seed=args.seed, timeout_s=args.timeout)
     # What was made by now stays: the collector need not look at it again and again.
     gc.collect()
     gc.freeze()
@@ -203,12 +209,12 @@ def _run(
     return Run(played, fleet, wall_s, cpu_s)
 
 
-def expected(schedule: Schedule) -> float:
-    """Reckon how many requests will come; of a closed loop nobody knows."""
+def is_coarse(engine: str, schedule: Schedule) -> bool:
+    """Whether there are too many requests to tell each token; of a closed loop nobody knows."""
     counts = [each for each in (schedule.count, schedule.source.count) if each is not None]
     if (end := schedule.ends_after_s) is not None and schedule.offered_rate is not None:
         counts.append(round(schedule.offered_rate * end))
-    return min(counts, default=0)
+    return engine == FLUID and min(counts, default=0) > EACH_TOKEN_UP_TO
 
 
 @contextmanager

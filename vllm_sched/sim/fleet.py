@@ -53,6 +53,16 @@ class Flight:
         return str(self.number)
 
 
+@dataclass(slots=True)
+class Coarse(Outcome):
+    """One of which the first token and the end are all that was told: its gaps are not known."""
+
+    @property
+    def itls(self) -> list[float]:
+        """Leave out what would pass for a gap."""
+        return []
+
+
 @dataclass(frozen=True)
 class Played:
     """A finished simulation."""
@@ -74,7 +84,9 @@ class SimulatedFleet:
         *,
         seed: int = 0,
         timeout_s: float = TIMEOUT_S,
+        coarse: bool = False,
     ) -> None:
+        """Put a fleet together; `coarse` if its engines don't tell each token."""
         from proxy.app import router_settings, specs
         from proxy.control.tenancy import take_tenants
 
@@ -91,11 +103,12 @@ class SimulatedFleet:
         self._model = config.model
         self._probe_s = config.router.probe.interval_s
         self._timeout_s = timeout_s
+        self._outcome = Coarse if coarse else Outcome
         self._agenda = Agenda()
         self._planned = dict.fromkeys(self.engines, inf)
         self._flights: dict[str, Flight] = {}
         self._queued: dict[core.Ticket, Flight] = {}
-        self._deadlines: deque[tuple[float, Flight]] = deque()
+        self._deadlines: deque[tuple[float, str]] = deque()
         self._outcomes: list[Outcome] = []
         self._more = False  # whether requests are still to come
         self._cut = 0
@@ -159,13 +172,13 @@ class SimulatedFleet:
         self._cut += fitted is not request
         fitted = apart(self.router, fitted)
         number = len(self._outcomes)
-        outcome = Outcome(
+        outcome = self._outcome(
             now, fitted.klass, fitted.prompt_tokens, fitted.output_tokens, fitted.tenant, now
         )
         self._outcomes.append(outcome)
         flight = Flight(fitted, number, outcome, ended)
         self._flights[flight.id] = flight
-        self._deadlines.append((now + self._timeout_s, flight))
+        self._deadlines.append((now + self._timeout_s, flight.id))
         router = self.router
         hashed = router.settings.prefix_affinity and bool(fitted.shared)
         ask = ask_of(router, self._model, fitted, number, hashed=hashed)
@@ -295,8 +308,7 @@ class SimulatedFleet:
     def _give_up(self, now: float) -> None:
         """Have clients leave that have waited too long."""
         while self._deadlines and self._deadlines[0][0] <= now:
-            flight = self._deadlines.popleft()[1]
-            if flight.id not in self._flights:
+            if (flight := self._flights.get(self._deadlines.popleft()[1])) is None:
                 continue
             flight.outcome.error = f"no whole answer within {self._timeout_s:g} s"
             if flight.ticket is not None:
