@@ -189,6 +189,8 @@ def tell(pairs: Sequence[Pair], console: Console) -> int:
     orders = [order(pairs, side) for side in ("real", "simulated")]
     alike = "the same" if orders[0] == orders[1] else "NOT the same"
     console.print(f"by the shorts' TTFT p99: real {orders[0]}, simulated {orders[1]}: {alike}")
+    figures = sum(len([*pair.rows()]) for pair in pairs)
+    console.print(f"{figures - off} of {figures} figures within {BOUND:.0%}")
     busy = [each.real["client_busy"] for each in pairs]
     console.print(f"load of the machine {os.getloadavg()[0]:.1f}, client busy {max(busy):.0%}")
     return off
@@ -223,15 +225,13 @@ def main() -> None:
             for name, blocks in cases(cpus).items()
             if name in given.cases
         ]
-        off = tell(pairs, console)
+        tell(pairs, console)
         if given.save:
             content = {
                 "cost": json.loads(cost.read_text()),
                 "cases": {p.name: {"real": p.real, "simulated": p.simulated} for p in pairs},
             }
             given.save.write_text(json.dumps(content) + "\n")
-    figures = sum(len([*pair.rows()]) for pair in pairs)
-    console.print(f"{figures - off} of {figures} figures within {BOUND:.0%}")
 
 
 if __name__ == "__main__":

@@ -281,11 +281,18 @@ class SimulatedFleet:
         first = lease.prefill
         if first is None:
             return
-        flight.held_by = first.worker.name
-        self._transfers[f"{flight.held_by}>{lease.worker.name}"] += 1
+        router, flight.held_by = self.router, first.worker.name
         usage = core.Usage(flight.request.prompt_tokens, 1, event.cached_tokens)
-        self.router.prefilled(lease, now, usage)
-        self._send(flight, lease.worker.name, Leg.DECODE, now)
+        router.prefilled(lease, now, usage)
+        if router.reconsider(lease, now, may_move=True):
+            flight.outcome.worker = pair = f"{flight.held_by}>{lease.worker.name}"
+            self._transfers[pair] += 1
+            self._send(flight, lease.worker.name, Leg.DECODE, now)
+        else:  # nobody is good for the rest: it is begun anew
+            self._let_go(flight, now)
+            router.finish(lease, now, core.Outcome.MOOT)
+            tried = frozenset({lease.worker.name})
+            self._placed(flight, router.submit(lease.ask, now, tried=tried), now)
         self._settle(now)
 
     def _let_go(self, flight: Flight, now: float) -> None:
