@@ -66,6 +66,9 @@ REFERENCE_RATE = 5000 / 3600
 LOADS = (1, 3, 6, 9, 12, 15, 18)  # times that
 HUNDRED = 100
 STALL_S = 0.3
+UNSEEN = ("deferred",)  # with this machine it holds nobody: the line of vLLM's own chunks
+LASTS_S = 200
+SAMPLES = 4000  # gaps that stand for all of them
 TAIL_RATE = 1.5  # requests a second, on one worker
 AT_ONCE = 48  # requests on a worker: the rest waits where it may be turned away
 TENANTS = 50
@@ -156,11 +159,12 @@ class Figures:
                 points[rate] = [goodput for goodput, _ in played]
                 if rate == TAIL_RATE:
                     gaps[name] = played[0][1]
-            curves[name] = Curve(points, _knee(points))
+            curves[name] = Curve(points)
         stem = "systems-exact" if self.exact else "systems"
         draw_goodput(self.out / f"goodput-{stem}", curves, _words(TARGETS))
         self.keep(f"goodput-{stem}", curves)
-        draw_tail(self.out / f"gaps-{stem}", "Gaps between tokens, one worker", "ITL", gaps)
+        drawn = {name: found for name, found in gaps.items() if name not in UNSEEN}
+        draw_tail(self.out / f"gaps-{stem}", "Gaps between tokens, one worker", "ITL", drawn)
         tails = {
             name: [percentile_of_sorted(sorted(found), share) for share in (50, 99, 99.9, 100)]
             for name, found in gaps.items()
@@ -175,7 +179,7 @@ class Figures:
         if not self.exact:
             placed = [Placed(replace(machine, name="w", policies=given, max_num_seqs=256))]
             run = self._open(placed, RouterSettings(), rate, seed)
-            return run.goodput, [run.gaps.quantile(1 - 10 ** (-at / 75)) for at in range(300)]
+            return run.goodput, [run.gaps.quantile(at / SAMPLES) for at in range(1, SAMPLES + 1)]
         schedule = self._schedule(rate, seed)
         outcomes = self._one(machine, given).play(schedule).outcomes
         counted = outcomes[len(outcomes) // 10 :]
@@ -192,11 +196,13 @@ class Figures:
             for load in LOADS:
                 rate = load * REFERENCE_RATE
                 points[round(rate, 2)] = [
-                    self._design(design, rate, seed).goodput for seed in range(2)
+                    self._design(design, rate, seed).goodput for seed in range(3)
                 ]
-            curves[name] = Curve(points, _knee(points))
+            curves[name] = Curve(points)
+            self.told.setdefault("served", {})[name] = _knee(points)
         draw_goodput(self.out / "goodput-fleets", curves, _words(TARGETS))
         self.keep("goodput-fleets", curves)
+        print("served, nine in ten in time, by every seed:", self.told["served"])
         self.told["reference"] = {}
         print("reference: share in time, requests/s in time, TTFT p50 and p99, ITL p99 and max,")
         print("           share of requests without a gap above 300 ms")
@@ -235,7 +241,7 @@ class Figures:
         return flow.play(schedule, warm=(schedule.count or 0) // 10)
 
     def _schedule(self, rate: float, seed: int) -> Schedule:
-        count = round(min(max(rate * 300, 600), 20_000) * self.part)
+        count = round(min(max(rate * LASTS_S, 600), 20_000) * self.part)
         return Schedule(
             source=find(MIXED), rate=rate, count=count, duration_s=2 * count / rate, seed=seed,
             tenants=TENANTS,

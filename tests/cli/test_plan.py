@@ -68,4 +68,4 @@ def test_a_worker_takes_several_gpus(capsys: pytest.CaptureFixture[str]) -> None
     text = said(capsys)
     assert "3 of 7 GPUs are over: a worker takes 4" in text
     assert "a single GPU more or fewer changes nothing" in text
-    assert "4 GPUs (one worker) fewer: no such fleet of this kind" in text
+    assert "4 GPUs (one worker) fewer: there is no such fleet" in text

@@ -228,7 +228,7 @@ def _otherwise(found: Plan, rate: float | None) -> Iterator[str]:
     best = found.best
     for what, other in (("more", found.more), ("fewer", found.fewer)):
         if other is None:
-            yield f"{unit} {what}: no such fleet of this kind"
+            yield f"{unit} {what}: there is no such fleet"
             continue
         change = other.rate / best.rate - 1
         yield f"{unit} {what}: {other.rate:.3g} requests/s in time ({change:+.0%}), {other.shape}"

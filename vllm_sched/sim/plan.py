@@ -16,6 +16,7 @@ from vllm_sched.errors import UsageError
 from vllm_sched.sim.capacity import Capacity
 from vllm_sched.sim.models import MACHINES, TRANSFER, of_profile
 from vllm_sched.sim.search import Question, Search, Served, ordered
+from vllm_sched.sim.shapes import ONE_POOL
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -30,7 +31,7 @@ NAMES: Final = {
     "-70b": "meta-llama/Llama-3.3-70B-Instruct",
 }
 SEARCHED: Final = 0.8  # the share of the work that is the search itself
-EXACT_REQUESTS: Final = 300
+EXACT_REQUESTS, MOST_EXACT_REQUESTS, EXACT_LASTS_S = 300, 1500, 30.0
 EXACT_TRIES, EXACT_STEP = 5, 0.85
 
 
@@ -103,6 +104,8 @@ def plan(
     tell("one worker more, and one fewer", SEARCHED)
     more = search.resized(ranking[0], workers + 1)
     fewer = search.resized(ranking[0], workers - 1)
+    if fewer is None and workers > 1:  # one worker is no two pools
+        fewer = next(iter(search.family(ONE_POOL, workers - 1, (SEARCHED, SEARCHED))), None)
     played: dict[str, tuple[float, float]] = {}
     if exact:
         require_vllm()
@@ -182,7 +185,8 @@ def play_exactly(question: Question, served: Served, rate: float) -> float:
     config = FleetConfig(**served.shape.to_fleet(question.machine, "model", 1))
     models = {each.model.name: each.model for each in placed}
     fleet = SimulatedFleet(config, models, ExactEngine, seed=question.seed)
-    played = fleet.play(question.schedule(rate, EXACT_REQUESTS))
+    count = min(max(round(rate * EXACT_LASTS_S), EXACT_REQUESTS), MOST_EXACT_REQUESTS)
+    played = fleet.play(question.schedule(rate, count))
     met = sum(map(question.targets.met_by, played.outcomes))
     return met / len(played.outcomes)
 
