@@ -43,20 +43,25 @@ class Others(Protocol):
         """Tell them soon of a worker whose charges or breaker have changed here."""
 
 
+def own_numbers(worker: Worker) -> tuple[int, ...]:
+    """Return what this process has charged to a worker, in the order of a `Load`."""
+    theirs = worker.elsewhere
+    return (
+        worker.requests - theirs[0],
+        worker.sequences - theirs[1],
+        worker.prefill_tokens - theirs[2],
+        worker.long_tokens - theirs[3],
+        worker.decode_tokens - theirs[4],
+        worker.kv_tokens - theirs[5],
+        worker.decoding - theirs[6],
+        worker.pinned - theirs[7],
+        worker.written - theirs[8],
+    )
+
+
 def own(worker: Worker) -> Load:
     """Return what this process has charged to a worker."""
-    theirs = worker.elsewhere
-    return Load(
-        worker.requests - theirs.requests,
-        worker.sequences - theirs.sequences,
-        worker.prefill_tokens - theirs.prefill_tokens,
-        worker.long_tokens - theirs.long_tokens,
-        worker.decode_tokens - theirs.decode_tokens,
-        worker.kv_tokens - theirs.kv_tokens,
-        worker.decoding - theirs.decoding,
-        worker.pinned - theirs.pinned,
-        worker.written - theirs.written,
-    )
+    return Load._make(own_numbers(worker))
 
 
 def replace(worker: Worker, load: Load, now: float) -> None:

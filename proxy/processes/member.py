@@ -16,7 +16,6 @@ from typing import Any
 from proxy.assembly import App
 from proxy.config import FleetConfig
 from proxy.control.live_notes import Part, Wanted
-from proxy.control.live_notes import Part, Wanted
 from proxy.control.recent import Entry
 from proxy.errors import ProxyError
 from proxy.processes.channel import Channel
@@ -62,8 +61,6 @@ class Member:
             self.app.take(begin.config)
         self.app.siblings = self
         self.app.wire.pages = self.page
-        self.app.live.ask_all = self.minute
-        self.app.live.notes.mark, self.app.live.notes.marks = index, begin.processes
         self.app.live.ask_all = self.minute
         self.app.live.notes.mark, self.app.live.notes.marks = index, begin.processes
         fleet, clock = self.app.fleet, time.monotonic
@@ -158,11 +155,6 @@ class Member:
         found: list[Part] = await self._ask("minute", wanted)
         return found
 
-    async def minute(self, wanted: Wanted) -> list[Part]:
-        """Return what is new in all processes, for the status page."""
-        found: list[Part] = await self._ask("minute", wanted)
-        return found
-
     async def _ask(self, what: What, given: object) -> Any:
         number = next(self._numbers)
         asked = self._asked[number] = asyncio.get_running_loop().create_future()
@@ -176,8 +168,6 @@ class Member:
     def _answer(self, what: What, given: Any) -> object:
         if what == "page":
             return self.app.metrics.render()[0].decode()
-        if what == "minute":
-            return self.app.live.notes.part(self._clock(), given)
         if what == "minute":
             return self.app.live.notes.part(self._clock(), given)
         limit, wanted = given

@@ -1,24 +1,25 @@
 """One process's charges and breakers told to the others, and theirs taken into its fleet.
 
 What has changed is written at the end of the loop's turn, once however often it changed; what
-others wrote is read before a decision, unless that was done half a millisecond ago. So a limit on
-a worker's requests may be overrun by what other processes place there within about a millisecond.
+others wrote is read before a decision, unless that was done a millisecond ago. So a limit on a
+worker's requests may be overrun by what other processes place there within a turn and that.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from operator import add
 from typing import TYPE_CHECKING, Protocol
 
-from proxy.core.elsewhere import NO_LOAD, Load, own
-from proxy.processes.table import MOST_WORKERS, Sheet, Table
+from proxy.core.elsewhere import NO_LOAD, Load, own_numbers
+from proxy.processes.table import BREAKS, MOST_WORKERS, Sheet, Table
 
 if TYPE_CHECKING:
     from proxy.core.breaker import Told
     from proxy.core.fleet import Fleet
     from proxy.core.worker import Worker
 
-LOOK_S = 0.0005
+LOOK_S = 0.001
 SURE_S = 2.0  # after which all rows are read, whatever was told
 # A row is given to another worker when nobody can have missed that the last one is gone.
 REST_S = 60.0
@@ -30,7 +31,7 @@ class Peer:
 
     def __init__(self, sheet: Sheet) -> None:
         self.sheet = sheet
-        self.read = 0
+        self.read = self.breaks = 0
 
 
 class Part(Protocol):
@@ -76,7 +77,7 @@ class Sharing:
         self._workers[row] = worker
         self._breakers[worker] = since, NEW  # what was said before that was said of another
         self.sheet.wipe(row)
-        self._take([row], self._clock())
+        self._take([row], self._clock(), breakers=True)
         self.changed(worker)
 
     def row(self, worker: Worker) -> int | None:
@@ -118,6 +119,7 @@ class Sharing:
     def flush(self) -> None:
         """Tell them now."""
         changed, self._changed = self._changed, set()
+        sheet = self.sheet
         self._telling = False
         for part in self.parts:
             part.tell()
@@ -125,16 +127,21 @@ class Sharing:
             row = self._rows.get(worker)
             if row is None:
                 continue
-            load = own(worker)
-            self.sheet.write_load(row, load, worker.due_at)
-            told = worker.breaker.told()
-            if told != self._breakers[worker][1]:
-                now = self._clock()
-                self._breakers[worker] = now, told
-                self.sheet.write_breaker(row, now, told)
-            self.sheet.tell(row)
-            if not load.requests and self._workers.get(row) is not worker:
+            load = own_numbers(worker)
+            sheet.write_load(row, load, worker.due_at)
+            if not worker.breaker.spotless or self._breakers[worker][1] is not NEW:
+                self._tell_breaker(worker, row)
+            sheet.tell(row)
+            if not load[0] and self._workers.get(row) is not worker:
                 self._forget(worker)
+
+    def _tell_breaker(self, worker: Worker, row: int) -> None:
+        told = worker.breaker.told()
+        if told != self._breakers[worker][1]:
+            now = self._clock()
+            self._breakers[worker] = now, told
+            self.sheet.write_breaker(row, now, told)
+            self.sheet.write_count(BREAKS, self.sheet.count(BREAKS) + 1)
 
     def tell_written(self) -> None:
         """Tell of tokens that streams have written: no decision waits for those."""
@@ -152,40 +159,49 @@ class Sharing:
         for part in self.parts:
             part.take(now)
         rows: set[int] = set()
-        everything = now >= self._next_sure
+        everything = breakers = now >= self._next_sure
         for peer in self.peers:
-            if everything or peer.sheet.changes != peer.read:
-                peer.read, told = peer.sheet.told(peer.read)
+            sheet = peer.sheet
+            if everything or sheet.changes != peer.read:
+                peer.read, told = sheet.told(peer.read)
                 if told is None:
                     everything = True
                 else:
                     rows |= told
+                if (breaks := sheet.count(BREAKS)) != peer.breaks:
+                    peer.breaks = breaks
+                    breakers = True
         if everything:
             self._next_sure = now + SURE_S
-            self._take(list(self._workers), now)
+        if everything or breakers:  # seldom: which they are is not told
+            self._take(list(self._workers), now, breakers=True)
         elif rows:
             self._take(rows, now)
 
-    def _take(self, rows: Iterable[int], now: float) -> None:
+    def _take(self, rows: Iterable[int], now: float, *, breakers: bool = False) -> None:
         self._taking = True
         try:
             for row in rows:
                 worker = self._workers.get(row)
                 if worker is not None:
                     self._take_load(worker, row, now)
-                    self._take_breaker(worker, row)
+                    if breakers:
+                        self._take_breaker(worker, row)
         finally:
             self._taking = False
 
     def _take_load(self, worker: Worker, row: int, now: float) -> None:
-        load, due_at = NO_LOAD, 0.0
-        for peer in self.peers:
-            said = peer.sheet.read_load(row)
-            load = said.load if load is NO_LOAD else Load(*map(int.__add__, load, said.load))
-            due_at = max(due_at, said.due_at)
-        if load != worker.elsewhere or due_at > worker.due_at:
+        load, due_at = self.peers[0].sheet.read_load(row) if self.peers else (NO_LOAD, 0.0)
+        for peer in self.peers[1:]:
+            other, other_due_at = peer.sheet.read_load(row)
+            load = tuple(map(add, load, other))
+            if other_due_at > due_at:
+                due_at = other_due_at
+        if load != worker.elsewhere:
             self.changes += 1
-            self._fleet.charged_elsewhere(worker, load, due_at, now)
+            self._fleet.charged_elsewhere(worker, Load._make(load), due_at, now)
+        elif due_at > worker.due_at:
+            worker.due_at = due_at
 
     def _take_breaker(self, worker: Worker, row: int) -> None:
         at, told = 0.0, NEW

@@ -21,7 +21,6 @@ from struct import Struct
 from typing import NamedTuple
 
 from proxy.core.breaker import Told
-from proxy.core.elsewhere import Load
 
 WORD = 8
 MOST_WORKERS = 1024  # rows, one for each worker
@@ -30,6 +29,7 @@ PLACES = 64  # into which models, and sizes, fall by a hash of theirs
 RING = 1024  # numbers of rows that have changed
 
 HEAD_WORDS, ROW_WORDS, FRONT_WORDS, TIDE_WORDS, TENANT_WORDS = 16, 16, 4, 4, 2
+ROW_BYTES = ROW_WORDS * WORD
 AT_RING = HEAD_WORDS
 AT_ROWS = AT_RING + RING
 AT_FRONTS = AT_ROWS + MOST_WORKERS * ROW_WORDS
@@ -37,7 +37,7 @@ AT_TIDES = AT_FRONTS + PLACES * FRONT_WORDS
 AT_TENANTS = AT_TIDES + PLACES * TIDE_WORDS
 SHEET_WORDS = AT_TENANTS + MOST_TENANTS * TENANT_WORDS
 # In the head.
-CHANGES, WAITING, BYTES, TOKENS, LIFE, TENANT_CHANGES = range(6)
+CHANGES, WAITING, BYTES, TOKENS, LIFE, TENANT_CHANGES, BREAKS = range(7)
 # Behind all sheets, everybody's: who has which row among the tenants, and what each has taken.
 CELL_WORDS = 2
 COMMON_WORDS = MOST_TENANTS * (1 + CELL_WORDS)
@@ -46,13 +46,6 @@ LOAD = Struct("@9qd")
 BREAKER = Struct("@dqdqqd")
 AT_BREAKER = LOAD.size
 FRONT, TIDE, TENANT = Struct("@qdd"), Struct("@qqd"), Struct("@qd")
-
-
-class Row(NamedTuple):
-    """What one process says of one worker."""
-
-    load: Load
-    due_at: float
 
 
 class Front(NamedTuple):
@@ -150,39 +143,39 @@ class Sheet:
 
     # Of workers
 
-    def write_load(self, row: int, load: Load, due_at: float) -> None:
-        """Say what is charged to a worker."""
-        LOAD.pack_into(self._memory, self._rows + row * ROW_WORDS * WORD, *load, due_at)
+    def write_load(self, row: int, load: tuple[int, ...], due_at: float) -> None:
+        """Say what is charged to a worker, and when it should next be heard of."""
+        LOAD.pack_into(self._memory, self._rows + row * ROW_BYTES, *load, due_at)
 
-    def read_load(self, row: int) -> Row:
+    def read_load(self, row: int) -> tuple[tuple[int, ...], float]:
         """Read that."""
-        *load, due_at = LOAD.unpack_from(self._memory, self._rows + row * ROW_WORDS * WORD)
-        return Row(Load(*load), due_at)
+        values = LOAD.unpack_from(self._memory, self._rows + row * ROW_BYTES)
+        return values[:-1], values[-1]
 
     def write_breaker(self, row: int, at: float, told: Told) -> None:
         """Say what became of a worker's breaker, and when."""
         closed, busy, until, failures, openings, tried_at = told
         flags = closed | busy << 1
-        place = self._rows + row * ROW_WORDS * WORD + AT_BREAKER
+        place = self._rows + row * ROW_BYTES + AT_BREAKER
         # The moment comes last: nobody may believe the old state to be as new as that.
         BREAKER.pack_into(self._memory, place, 0.0, flags, until, failures, openings, tried_at)
         ONE_TIME.pack_into(self._memory, place, at)
 
     def read_breaker(self, row: int) -> tuple[float, Told]:
         """Read that; the moment is 0 where nothing was ever said."""
-        place = self._rows + row * ROW_WORDS * WORD + AT_BREAKER
+        place = self._rows + row * ROW_BYTES + AT_BREAKER
         at, flags, until, failures, openings, tried_at = BREAKER.unpack_from(self._memory, place)
         closed, busy = bool(flags & 1), bool(flags & 2)
         return at, (closed, busy, until, failures, openings, tried_at)
 
     def has(self, row: int) -> bool:
         """Whether anything is charged to a worker."""
-        return any(self.read_load(row).load[:-1])  # what was written is for ever
+        return any(self.read_load(row)[0][:-1])  # what was written is for ever
 
     def wipe(self, row: int) -> None:
         """Make a row as new, for another worker."""
-        start = self._rows + row * ROW_WORDS * WORD
-        self._memory[start : start + ROW_WORDS * WORD] = bytes(ROW_WORDS * WORD)
+        start = self._rows + row * ROW_BYTES
+        self._memory[start : start + ROW_BYTES] = bytes(ROW_BYTES)
 
     # Of changes
 
@@ -197,10 +190,10 @@ class Sheet:
 
     def tell(self, row: int) -> None:
         """Say that a row has changed, once it has."""
-        changes = self.changes
-        place = self._start + (AT_RING + changes % RING) * WORD
-        ONE_COUNT.pack_into(self._memory, place, row)
-        self.changes = changes + 1
+        memory, start = self._memory, self._start
+        changes = ONE_COUNT.unpack_from(memory, start + CHANGES * WORD)[0]
+        ONE_COUNT.pack_into(memory, start + (AT_RING + changes % RING) * WORD, row)
+        ONE_COUNT.pack_into(memory, start + CHANGES * WORD, changes + 1)
 
     def told(self, since: int) -> tuple[int, set[int] | None]:
         """Return how far changes are told, and the rows since then; None: all may have changed."""

@@ -19,7 +19,6 @@ from proxy.processes.table import (
     RING,
     WAITING,
     Front,
-    Row,
     Table,
     Taken,
     Tide,
@@ -52,9 +51,9 @@ def test_each_writes_beside_the_others(table: Table) -> None:
         sheet.write_count(BYTES, 2**40 + number)
     for number, sheet in enumerate(sheets):
         for row in (0, last):
-            assert sheet.read_load(row) == Row(LOAD._replace(requests=number), number + row / 2)
+            assert sheet.read_load(row) == (LOAD._replace(requests=number), number + row / 2)
             assert sheet.read_breaker(row) == (7.0 + number, TOLD)
-        assert sheet.read_load(1) == Row(Load(), 0.0)
+        assert sheet.read_load(1) == (Load(), 0.0)
         assert sheet.read_breaker(1)[0] == 0.0
         assert sheet.read_front(PLACES - 1) == Front(1, 2.5, number)
         assert sheet.read_tide(PLACES - 1) == Tide(1, number, 2.5)
@@ -83,8 +82,8 @@ def test_of_a_process_that_is_gone_nothing_stays_and_everybody_hears_of_it(table
     sheet.tell(4)
     other.write_load(4, LOAD, 1.0)
     table.clear(1)
-    assert sheet.read_load(4) == Row(Load(), 0.0)
-    assert other.read_load(4).load == LOAD
+    assert sheet.read_load(4) == (Load(), 0.0)
+    assert other.read_load(4)[0] == LOAD
     assert sheet.told(1)[1] is None
     now = sheet.changes
     sheet.tell(8)  # whoever comes after it
@@ -99,7 +98,7 @@ def test_a_row_is_in_use_while_anything_is_charged(table: Table) -> None:
     sheet.write_load(3, Load(written=10), 9.0)
     assert not sheet.has(3)
     sheet.wipe(3)
-    assert sheet.read_load(3) == Row(Load(), 0.0)
+    assert sheet.read_load(3) == (Load(), 0.0)
 
 
 def test_another_process_sees_it(table: Table) -> None:
@@ -107,13 +106,13 @@ def test_another_process_sees_it(table: Table) -> None:
         "import sys; from proxy.processes.table import Table;"
         "from proxy.core.elsewhere import Load;"
         "t = Table(int(sys.argv[1]), 3); s = t.sheet(2);"
-        "s.write_load(7, Load(requests=t.sheet(0).read_load(7).load.requests + 1), 2.5); s.tell(7)"
+        "s.write_load(7, Load(requests=t.sheet(0).read_load(7)[0][0] + 1), 2.5); s.tell(7)"
     )
     table.sheet(0).write_load(7, Load(requests=41), 0.0)
     os.set_inheritable(table.fd, True)
     subprocess.run([sys.executable, "-c", code, str(table.fd)], pass_fds=[table.fd], check=True)
     assert table.sheet(2).told(0) == (1, {7})
-    assert table.sheet(2).read_load(7) == Row(Load(requests=42), 2.5)
+    assert table.sheet(2).read_load(7) == (Load(requests=42), 2.5)
 
 
 def test_tenants_have_rows_that_all_find(table: Table) -> None:
