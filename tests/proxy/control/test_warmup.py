@@ -179,8 +179,8 @@ async def test_one_that_fetches_nothing_is_no_link(
         links, now = here.router.links, here.warmup.clock
         first, dead, well = (here.worker(name) for name in ("p0", "d0", "d1"))
         async with here.running():
-            await eventually(lambda: links.is_barred(first, dead, now()))
-            await eventually(lambda: here.are_warm(("p0", "d1")))
+            await eventually(lambda: links.is_barred(first, dead, now()), within=30.0)
+            await eventually(lambda: here.are_warm(("p0", "d1")), within=30.0)
             assert not here.are_warm(("p0", "d0"))
             assert "transfers from p0 to d0: nothing came" in caplog.text
             assert here.counts.warmups == {"recomputed": 3, "done": 1}
@@ -189,7 +189,7 @@ async def test_one_that_fetches_nothing_is_no_link(
             counting(here.fakes["d0"], fetches=True)
             passed = here.warmup.clock() + AGAIN_S
             here.warmup.clock = lambda: passed
-            await eventually(lambda: here.are_warm(("p0", "d0")))
+            await eventually(lambda: here.are_warm(("p0", "d0")), within=30.0)
         assert not links.is_barred(first, dead, passed)
 
 

@@ -22,7 +22,7 @@ from tests.proxy.wire.kv import Faults
 from tests.proxy.wire.pairs import Pairs, chat_body, expected, pairs, words
 
 # Of NIXL's 30 s; with the time that four tokens may take.
-SURELY_S, TOO_LATE_S = 23.0, 26.5
+SURELY_S, TOO_LATE_S = 15.0, 26.5
 
 
 async def late(here: Pairs, body: bytes) -> Answer:

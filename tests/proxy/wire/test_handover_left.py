@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from proxy.core.types import Role
+from proxy.wire import release as module
 from proxy.wire.release import GRACE_S
 from tests.proxy.wire import scripts
 from tests.proxy.wire.client import chat, request
@@ -85,8 +86,11 @@ async def test_while_the_prefill_answers(start: Start, way: str, pieces: int) ->
 
 
 @pytest.mark.parametrize("way", WAYS)
-async def test_as_the_answer_to_the_prefill_is_on_its_way(start: Start, way: str) -> None:
+async def test_as_the_answer_to_the_prefill_is_on_its_way(
+    start: Start, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It is done, blocks are held, and not a byte of it is here yet."""
+    monkeypatch.setattr(module, "GRACE_S", 60.0)
     here = await pairs(start, prefills=1, decodes=1)
     fake, rest = here.site.fakes["p0"], asyncio.Event()
     usual = here.kv.worker(fake, "prefill")
@@ -144,7 +148,10 @@ async def test_a_prefill_that_should_be_done_is_waited_for_a_little(start: Start
     assert "left_to_expire" not in here.site.metrics.handovers.ends
 
 
-async def test_one_that_refuses_then_holds_nothing(start: Start) -> None:
+async def test_one_that_refuses_then_holds_nothing(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "GRACE_S", 60.0)
     here = await pairs(start, prefills=1, decodes=1)
     rest = asyncio.Event()
 

@@ -12,7 +12,7 @@ from tests.proxy.wire.pairs import Pairs, ask, chat_body, expected, pairs, words
 
 SIZES = (400, 2000, 8000, 16_000)  # of prompts, in characters
 # Seconds before the first byte of a KV cache, and per character of the prompt.
-LINKS = {"d0": (0.5, 1e-4), "d1": (2.0, 1e-5)}
+LINKS = {"d0": (2.0, 4e-4), "d1": (8.0, 4e-5)}
 
 
 def linked(here: Pairs, fake: FakeWorker) -> Script:
