@@ -15,6 +15,7 @@ import uvloop
 
 from proxy.assembly import App, router_settings, specs, wire_settings
 from proxy.config import FleetConfig, load
+from proxy.control.logs import Logs
 from proxy.processes.signals import serve_until_told
 from proxy.processes.supervisor import Supervisor, how_many
 
@@ -90,12 +91,19 @@ def allow_connections() -> None:
 
 def run(source: Path, *, config: FleetConfig, read: Callable[[Path], FleetConfig] = load) -> int:
     """Run a router in a loop of its own, and say where it is; `read` is for reloads."""
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    logs = Logs(config)
+    logs.take_over()
 
     def tell(router: App | Supervisor) -> None:
         said = f"router {router.url}/v1, admin {router.admin_url} (in a browser: the status page)"
-        print(said, file=sys.stderr, flush=True)  # noqa: T201
+        if config.router.logs.format == "json":
+            logger.warning(said)
+        else:
+            print(said, file=sys.stderr, flush=True)  # noqa: T201
 
-    if how_many(config) == 1:
-        return uvloop.run(serve(config, source=source, read=read, on_ready=tell))
-    return asyncio.run(supervise(config, source=source, read=read, on_ready=tell))
+    try:
+        if how_many(config) == 1:
+            return uvloop.run(serve(config, source=source, read=read, on_ready=tell))
+        return asyncio.run(supervise(config, source=source, read=read, on_ready=tell))
+    finally:
+        logs.close()

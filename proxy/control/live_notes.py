@@ -69,6 +69,7 @@ class Seen(Protocol):
     placed_at: float | None
     prefilled_at: float | None
     first_token_at: float | None
+    opening: int
     tokens: int
     number: int
     ticks: list[float] | None
@@ -242,7 +243,7 @@ class Notes:
             "long" if ask is not None and ask.long else "short",
             pool, worker, prefill, reason, status,
             None if ask is None else ask.prompt_tokens,
-            None if first is None else seen.tokens + 1,
+            None if first is None else seen.opening + seen.tokens,
             self.ms(seen.started), self.ms(seen.placed_at), self.ms(seen.prefilled_at),
             self.ms(first), self.ms(ended),
         ]  # fmt: skip

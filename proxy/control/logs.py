@@ -32,12 +32,12 @@ CLIENT_GONE, BAD_REQUEST, SERVER_ERROR = 499, 400, 500
 
 
 class Logs:
-    """What one router writes."""
+    """What one process of a router writes; without metrics, its own lines only."""
 
     def __init__(
         self,
         config: FleetConfig,
-        metrics: Metrics,
+        metrics: Metrics | None = None,
         writer: LogWriter | None = None,
         wall: Callable[[], float] = time.time,
     ) -> None:
@@ -117,6 +117,8 @@ class Logs:
     def log_requests(self, wanted: bool) -> None:
         """Write a line for each request, or none."""
         metrics = self._metrics
+        if metrics is None:
+            return
         self.requests = wanted
         others = tuple(each for each in metrics.at_end if each != self.ended)
         metrics.at_end = (*others, self.ended) if wanted else others
@@ -181,7 +183,7 @@ def account(seen: Seen, now: float, route: str, status: int, reason: Reason) -> 
         "outcome": outcome(status),
         **_sizes(ask),
         "sent_bytes": seen.sent_bytes,
-        "output_tokens": None if first is None else seen.tokens + 1,
+        "output_tokens": None if first is None else seen.opening + seen.tokens,
         "queue_ms": milliseconds(seen.queue_s),
         "prefill_ms": between(placed, first if handover is None else prefilled),
         "transfer_ms": None if handover is None else between(prefilled, first),

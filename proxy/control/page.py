@@ -1,7 +1,7 @@
 """The status page: one file with nothing to fetch, and the events that it is fed by.
 
-Both are behind the admin API's gate. Where that wants a key, a browser asks for it once and shows it
-with the events too.
+Both are behind the admin API's gate. Where that wants a key, a browser asks for it once and shows
+it with the events too.
 """
 
 from __future__ import annotations

@@ -128,7 +128,7 @@ def spans_of(seen: Seen, now: float, route: str, reason: Reason) -> Iterator[Spa
             "gen_ai.request.model": None if ask is None else ask.model,
             "proxy.class": None if ask is None else "long" if ask.long else "short",
             "proxy.prompt_tokens": None if ask is None else ask.prompt_tokens,
-            "gen_ai.usage.output_tokens": None if first is None else seen.tokens + 1,
+            "gen_ai.usage.output_tokens": None if first is None else seen.opening + seen.tokens,
         },
     )  # fmt: skip
     if seen.placed_at is not None:

@@ -25,6 +25,7 @@ class Record:
         "decision",
         "first_token_at",
         "number",
+        "opening",
         "placed_at",
         "prefilled_at",
         "prompt",
@@ -49,7 +50,8 @@ class Record:
         self.number = 0  # on the status page, once somebody looks
         self.ticks: list[float] | None = None  # and when tokens passed, since it was told last
         self.first_token_at: float | None = None
-        self.tokens = 0  # after the first
+        self.opening = 0  # tokens that came with the first, itself included
+        self.tokens = 0  # after those
         self._last_token_at = 0.0
 
     @property
@@ -91,6 +93,7 @@ class Record:
         """Note when tokens passed, and how many."""
         if self.first_token_at is None:
             self.first_token_at = now
+            self.opening = tokens
         else:
             self.tokens += tokens
             if self.decision is not None:
