@@ -90,7 +90,10 @@ def add_simulate(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]
         "--plot", type=Path, metavar="DIR", help="draw TTFT, ITL, tenants and the router's choices"
     )
     parser.add_argument(
-        "--trace", type=Path, metavar="FILE.json", help="write what happened, for Perfetto"
+        "--trace",
+        type=Path,
+        metavar="FILE.json",
+        help="write what happened, for Perfetto (of long runs each worker's last part)",
     )
     parser.set_defaults(func=run_simulate)
 

@@ -188,6 +188,7 @@ class SimulatedEngine:
             structured_output_manager=StructuredOutputManager(config),
             block_size=size,
         )
+        self.scheduler._seen = None  # whatever the environment asks for is for real ones
         self.trace: Trace | None = None
         self.preemptions = 0
         self._last_result_at = 0.0
