@@ -35,7 +35,7 @@ def gap(router: Router, model: str, now: float) -> bool:
         return True
     fair = router.settings.fairness
     return any(
-        not worker.shut and leaves_room(worker, SMALLEST, now, fair)
+        worker.takes(now) and leaves_room(worker, SMALLEST, now, fair)
         for worker in fleet.pool(model).all
     )
 
