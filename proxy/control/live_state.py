@@ -17,13 +17,16 @@ from proxy.control.shapes import state
 
 if TYPE_CHECKING:
     from proxy.control.metrics import Metrics
+    from proxy.core.tenants import Tenant
     from proxy.core.worker import Worker
 
 MOST_WORKERS = 500
+MOST_TENANTS = 100
 MOST_LINES = 60  # of latencies
 QUANTILES = (0.5, 0.99)
 ANY = "all"
 KINDS = ("TTFT", "TPOT", "ITL")
+SPENT = ("tokens", "limited")  # what is told of a tenant, since the start and of the last minute
 Key = tuple[str, ...]
 
 
@@ -36,6 +39,7 @@ class Figures:
     histograms: dict[Key, list[int]]  # of the last minute, by what, pool, model and class
     clients: int
     queue: tuple[int, int]  # requests and bytes
+    tenants: dict[str, tuple[int, int]]  # requests in flight and waiting, and of these that wait
 
 
 class LiveState:
@@ -65,6 +69,10 @@ class LiveState:
             {key: self._window.of(key, each) for key, each in self._histograms()},
             self._metrics.client_connections,
             (len(queue), queue.bytes),
+            {
+                each.name: (each.ledger.running, each.waiting)
+                for each in islice(self._metrics.router.tenants, MOST_TENANTS)
+            },
         )
 
     def __call__(self, now: float, counted: Sequence[Figures] = ()) -> dict[str, Any]:
@@ -73,6 +81,7 @@ class LiveState:
         covers = [each.covers_s for each in counted if each.covers_s is not None]
         router = self._metrics.router
         workers = list(islice(router.fleet, MOST_WORKERS))
+        tenants = list(islice(router.tenants, MOST_TENANTS))
         return {
             "version": VERSION,
             "policy": router.settings.policy,
@@ -89,7 +98,20 @@ class LiveState:
             "decisions": grown(counted, "decision"),
             "handovers": grown(counted, "handover"),
             "retries": grown(counted, "retry"),
+            "tenants": [self._tenant(each, counted) for each in tenants],
             "latencies": list(islice(latencies(counted), MOST_LINES)),
+        }
+
+    def _tenant(self, tenant: Tenant, counted: Sequence[Figures]) -> dict[str, Any]:
+        name = tenant.name
+        now = [each.tenants.get(name, (0, 0)) for each in counted]
+        of = {kind: [e.counts.get((kind, name), (0, 0)) for e in counted] for kind in SPENT}
+        return {
+            "name": name,
+            "class": tenant.spec.rank.name.lower(),
+            "requests": sum(running for running, _ in now),
+            "waiting": sum(waiting for _, waiting in now),
+            **{kind: [sum(numbers) for numbers in zip(*of[kind], strict=True)] for kind in SPENT},
         }
 
     def _counts(self) -> Iterator[tuple[Key, int]]:
@@ -108,6 +130,10 @@ class LiveState:
         ):
             for name, count in table.items():
                 yield (kind, name), count
+        for tenant in islice(metrics.router.tenants, MOST_TENANTS):
+            totals = tenant.totals
+            yield (SPENT[0], tenant.name), totals.prompt_tokens + totals.output_tokens
+            yield (SPENT[1], tenant.name), sum(totals.limited.values())
 
     def _histograms(self) -> Iterator[tuple[Key, Histogram]]:
         """Yield histograms by what they measure, pool, model and class."""

@@ -9,6 +9,7 @@ from proxy.control.histogram import Histogram
 from proxy.control.live_state import LiveState
 from proxy.control.live_window import WINDOW_S, Window, quantile
 from proxy.control.metrics import Metrics
+from proxy.core.tenants import Rank, TenantSpec
 from proxy.core.types import Gauges, Reason
 from tests.proxy.core.making import LONG, SHORT, router_of, spec, worker_of
 
@@ -80,6 +81,24 @@ def test_everything_is_told() -> None:
     first, second = told["workers"]
     assert (first["name"], first["running"], first["waiting"], first["most"]) == ("s0", 3, 2, 8)
     assert (first["state"], first["breaker"], second["running"]) == ("up", "closed", None)
+
+
+def test_tenants_are_told_of_all_processes_together() -> None:
+    states = []
+    for tokens in (10, 5):
+        router = router_of(spec("s0", SHORT))
+        router.tenants.replace([TenantSpec("acme", Rank.BATCH)], {})
+        state = LiveState(Metrics(router))
+        state.copy(100.0)
+        [tenant] = router.tenants
+        tenant.totals.prompt_tokens, tenant.totals.limited = tokens, {"requests": 1}
+        tenant.ledger.running, tenant.waiting = 3, 1
+        states.append(state)
+    told = states[0](130.0, [state.figures(130.0) for state in states])
+    assert told["tenants"] == [
+        {"name": "acme", "class": "batch", "requests": 6, "waiting": 2, "tokens": [15, 15],
+         "limited": [2, 2]},
+    ]  # fmt: skip
 
 
 def test_a_large_fleet_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
