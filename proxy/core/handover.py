@@ -71,10 +71,9 @@ class Handing:
         time = self.transfers.of(self.prefill.name, worker.name)
         return time.seconds(self.tokens(worker, view))
 
-    def cost_s(self, worker: Worker, view: View) -> float:
+    def cost_s(self, worker: Worker, view: View, transfer_s: float) -> float:
         """Reckon what it costs everybody, as `adaptive` reckons the whole."""
         ask, pace = view.ask, worker.pace
-        transfer_s = self.transfer_s(worker, view)
         step_s = pace.step_s(worker.decoding)
         output_s = worker.output_price * ask.expected_output * ask.samples
         return self.prefill_s + transfer_s + step_s + output_s
@@ -84,25 +83,32 @@ class Handing:
         prefill_s = worker.pace.token_s * self.tokens(worker, view)
         return self.shorts_per_s * prefill_s * prefill_s / 2.0
 
-    def is_worth(self, worker: Worker, view: View, whole_s: float) -> bool:
-        """Whether a decode worker should not prefill a request itself, at such a cost."""
-        if worker.role is not DECODE or not self.may(worker, view):
-            return False
-        if self.above is not None:
-            return self.tokens(worker, view) > self.above
-        whole_s += self.tide_s(worker, view)
-        return self.cost_s(worker, view) * (1.0 + GAIN) + GAIN_S < whole_s
+    def offer(self, worker: Worker, view: View, whole_s: float) -> float | None:
+        """Reckon what a hand-over to a decode worker costs; None if it had better do it all.
 
-    def may(self, worker: Worker, view: View) -> bool:
+        That costs `whole_s`.
+        """
+        if worker.role is not DECODE:
+            return None
+        transfer_s = self.transfer_s(worker, view)
+        if not self.may(worker, view, transfer_s):
+            return None
+        cost_s = self.cost_s(worker, view, transfer_s)
+        if self.above is not None:
+            return cost_s if self.tokens(worker, view) > self.above else None
+        whole_s += self.tide_s(worker, view)
+        return cost_s if cost_s * (1.0 + GAIN) + GAIN_S < whole_s else None
+
+    def may(self, worker: Worker, view: View, transfer_s: float) -> bool:
         """Whether a transfer to a decode worker has reason to succeed, and in time."""
         now, links = view.now, self.links
-        if links.are_cold(self.prefill, worker, now) or links.is_barred(self.prefill, worker, now):
+        if links.are_made and links.are_cold(self.prefill, worker, now):
             return False
-        return self.within_s == inf or self.arrival_s(worker, view) <= self.within_s
-
-    def arrival_s(self, worker: Worker, view: View) -> float:
-        """Predict when a decode worker would have what the prefill worker has computed."""
-        return self.transfer_s(worker, view) + worker.wait_s(view.now, for_long=view.ask.long)
+        if links.bars and links.is_barred(self.prefill, worker, now):
+            return False
+        if worker.prefill_tokens or worker.strange_tokens:
+            transfer_s += worker.wait_s(now, for_long=view.ask.long)
+        return transfer_s <= self.within_s
 
     def decision(self, worker: Worker, view: View) -> Decision:
         """Write down a hand-over to a decode worker."""
@@ -144,7 +150,7 @@ def choose_prefill(
     for worker in workers:
         if not worker.takes(now) or worker.name in tried or not _may_prefill(worker, ask):
             continue
-        if links.is_barred(worker, None, now):
+        if links.bars and links.is_barred(worker, None, now):
             continue
         cached = worker.cached(held)
         seconds = worker.ttft_s(ask, now, cached)
@@ -202,7 +208,7 @@ def refine(decision: Decision, view: View) -> Decision | None:
     handing, worker = view.handing, decision.worker
     if handing is None or decision.handover is not None or worker.role is not DECODE:
         return decision
-    if not handing.is_worth(worker, view, whole_s(worker, view)):
+    if handing.offer(worker, view, whole_s(worker, view)) is None:
         return decision
     if not has_room(worker, view.ask):
         return None

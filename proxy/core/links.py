@@ -82,10 +82,13 @@ class Links:
         if self._strikes:
             self._strikes.pop((prefill, decode), None)
 
+    @property
+    def bars(self) -> bool:
+        """Whether anything is barred, or nearly so."""
+        return bool(self._strikes)
+
     def is_barred(self, prefill: Worker, decode: Worker | None, now: float) -> bool:
         """Whether a link, or with None a prefill worker, is left alone for now."""
-        if not self._strikes:
-            return False
         strikes = self._strikes.get((prefill, decode))
         if strikes is None or now >= strikes.until:
             return False

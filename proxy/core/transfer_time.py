@@ -90,6 +90,8 @@ class TransferTimes:
 
     def of(self, prefill: str, decode: str) -> TransferTime:
         """Return what is known of a pair, or if that is next to nothing of all."""
+        if not self._pairs:
+            return self.all
         found = self._pairs.get((prefill, decode))
         return found if found is not None and found.seen >= YOUNG else self.all
 

@@ -122,8 +122,8 @@ def offers(candidates: list[Worker], costs: list[float], view: View) -> set[Work
         return handed
     need = view.ask.prompt_tokens + view.ask.expected_output * view.ask.samples
     for at, worker in enumerate(candidates):
-        if handing.is_worth(worker, view, costs[at]):
-            costs[at] = handing.cost_s(worker, view) + kv_wait_s(worker, need)
+        if (cost_s := handing.offer(worker, view, costs[at])) is not None:
+            costs[at] = cost_s + kv_wait_s(worker, need)
             handed.add(worker)
         elif worker.role is DECODE:
             costs[at] += handing.tide_s(worker, view)
