@@ -18,6 +18,7 @@ what should be cached is missing (`Pace.missing`).
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Callable
 from itertools import accumulate
 
 from xxhash import xxh3_64_intdigest
@@ -38,6 +39,8 @@ class PrefixIndex:
         self._young: dict[int, int] = {}
         self._old: dict[int, int] = {}
         self._seeds: dict[str, int] = {}
+        # Where several processes serve: tells the others what is recorded here.
+        self.others_record: Callable[[tuple[int, ...], int], None] | None = None
 
     def __len__(self) -> int:
         """Count the hashes held."""
@@ -94,6 +97,8 @@ class PrefixIndex:
             elif holders & bit:
                 continue
             young[block] = holders | bit
+        if self.others_record is not None:
+            self.others_record(hashes, worker)
         if len(young) > self._generation:
             self._old, self._young = young, {}
 

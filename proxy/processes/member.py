@@ -37,6 +37,7 @@ from proxy.processes.messages import (
     Workers,
 )
 from proxy.processes.mirror import Mirror
+from proxy.processes.prefixes import Prefixes
 from proxy.processes.queues import Queues
 from proxy.processes.sharing import Sharing
 from proxy.processes.table import LIFE, Table
@@ -72,6 +73,7 @@ class Member:
             self._queues,
             Tenancy(router.tenants, shared, self._sharing),
             Tides(router, self._sharing),
+            Prefixes(fleet, self._sharing),
         )
         router.others_remember = self._remember
         fleet.others, router.queue.elsewhere = self._sharing, self._queues

@@ -84,6 +84,10 @@ class Sharing:
         """Name the row of a worker."""
         return self._rows.get(worker)
 
+    def worker(self, row: int) -> Worker | None:
+        """Name the worker of a row."""
+        return self._workers.get(row)
+
     def leave(self, worker: Worker) -> None:
         """Take nothing more of a worker that is gone; what is ours of it is told to its end."""
         row = self._rows.get(worker)

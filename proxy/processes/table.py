@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import mmap
 import os
-from struct import Struct
+from struct import Struct, pack_into, unpack_from
 from typing import NamedTuple
 
 from proxy.core.breaker import Told
@@ -27,6 +27,7 @@ MOST_WORKERS = 1024  # rows, one for each worker
 MOST_TENANTS = 1024
 PLACES = 64  # into which models, and sizes, fall by a hash of theirs
 RING = 1024  # numbers of rows that have changed
+LOG = 8192  # words of prompts' beginnings that were sent somewhere
 
 HEAD_WORDS, ROW_WORDS, FRONT_WORDS, TIDE_WORDS, TENANT_WORDS = 16, 16, 4, 4, 2
 ROW_BYTES = ROW_WORDS * WORD
@@ -35,9 +36,10 @@ AT_ROWS = AT_RING + RING
 AT_FRONTS = AT_ROWS + MOST_WORKERS * ROW_WORDS
 AT_TIDES = AT_FRONTS + PLACES * FRONT_WORDS
 AT_TENANTS = AT_TIDES + PLACES * TIDE_WORDS
-SHEET_WORDS = AT_TENANTS + MOST_TENANTS * TENANT_WORDS
+AT_LOG = AT_TENANTS + MOST_TENANTS * TENANT_WORDS
+SHEET_WORDS = AT_LOG + LOG
 # In the head.
-CHANGES, WAITING, BYTES, TOKENS, LIFE, TENANT_CHANGES, BREAKS = range(7)
+CHANGES, WAITING, BYTES, TOKENS, LIFE, TENANT_CHANGES, BREAKS, LOGGED = range(8)
 # Behind all sheets, everybody's: who has which row among the tenants, and what each has taken.
 CELL_WORDS = 2
 COMMON_WORDS = MOST_TENANTS * (1 + CELL_WORDS)
@@ -140,6 +142,7 @@ class Sheet:
         self._fronts = self._start + AT_FRONTS * WORD
         self._tides = self._start + AT_TIDES * WORD
         self._tenants = self._start + AT_TENANTS * WORD
+        self._log = self._start + AT_LOG * WORD
 
     # Of workers
 
@@ -242,5 +245,36 @@ class Sheet:
         """Read that."""
         return Taken(*TENANT.unpack_from(self._memory, self._tenants + row * TENANT_WORDS * WORD))
 
+    def write_log(self, row: int, hashes: tuple[int, ...]) -> None:
+        """Say that a worker was sent a prompt that begins with these blocks."""
+        length, logged = len(hashes), self.count(LOGGED)
+        at = logged % LOG
+        if at + 1 + length > LOG:  # a record is in one piece: what is left stays empty
+            MARK.pack_into(self._memory, self._log + at * WORD, 0)
+            logged, at = logged + LOG - at, 0
+        mark = (row + 1) << LENGTH_BITS | length
+        pack_into(f"@{length + 1}Q", self._memory, self._log + at * WORD, mark, *hashes)
+        self.write_count(LOGGED, logged + 1 + length)
 
-ONE_COUNT, ONE_TIME = Struct("@q"), Struct("@d")
+    def read_log(self, since: int) -> tuple[int, list[tuple[int, tuple[int, ...]]]]:
+        """Return how far was read, and rows and blocks since then; what is too old is missed."""
+        now = self.count(LOGGED)
+        found: list[tuple[int, tuple[int, ...]]] = []
+        reached = since
+        while reached < now and now - since <= LOG:
+            at = reached % LOG
+            mark = MARK.unpack_from(self._memory, self._log + at * WORD)[0]
+            length = mark & LENGTH_MASK
+            if not mark or at + 1 + length > LOG:
+                reached += LOG - at
+                continue
+            hashes = unpack_from(f"@{length}Q", self._memory, self._log + (at + 1) * WORD)
+            found.append(((mark >> LENGTH_BITS) - 1, hashes))
+            reached += 1 + length
+        # What was overwritten meanwhile was read as something else.
+        return (now, found) if self.count(LOGGED) - since <= LOG else (now, [])
+
+
+ONE_COUNT, ONE_TIME, MARK = Struct("@q"), Struct("@d"), Struct("@Q")
+LENGTH_BITS = 8
+LENGTH_MASK = (1 << LENGTH_BITS) - 1

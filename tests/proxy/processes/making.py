@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from proxy.core.types import Lease, Outcome, Ticket
 from proxy.core.worker import Worker, WorkerSpec
+from proxy.processes.prefixes import Prefixes
 from proxy.processes.queues import Queues
 from proxy.processes.sharing import LOOK_S, Sharing
 from proxy.processes.table import LIFE, Table
@@ -41,6 +42,7 @@ class Crew:
             queues,
             Tenancy(router.tenants, self.table, sharing),
             Tides(router, sharing),
+            Prefixes(fleet, sharing),
         )
         for row, worker in enumerate(fleet):
             sharing.place(worker, row, 0.0)

@@ -1,0 +1,239 @@
+"""What a second process of the router is worth: requests a second, and processor time per request.
+
+    python -m benchmarks.processes
+    python -m benchmarks.processes --processes 1 2 4 --rounds 9 --connections 128
+
+Load, mock workers and routers run on this machine. Where it has processors enough, each process
+of a router, each source of load and mock worker has one, and requests a second tell it all. Where
+it has not, routers share what they are given, and only the processor time tells: so many requests
+a second as all processes could serve if each had a processor of its own. What caches and memory
+cost more that are truly shared is not in that.
+
+    python -m benchmarks.processes load PORT SECONDS CONNECTIONS SEED      one source of load
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+import uvloop
+import yaml
+
+from benchmarks.router import mock, processes
+from benchmarks.router.load import HOST, closed_loop
+from benchmarks.router.prompts import Prompts
+from vllm_sched.workers.launch import Worker, free_port
+
+READY_S, GRACE_S = 60.0, 5.0
+WARM_UP_S = 0.5
+BODY_BYTES = 1024
+MICRO = 1e6
+
+
+@dataclass(frozen=True)
+class Cpus:
+    """Who runs where."""
+
+    routers: frozenset[int]
+    others: frozenset[int]
+    enough: bool  # for each process of the largest router, and those around it
+
+    @classmethod
+    def here(cls, most: int) -> Cpus:
+        """Share out what there is."""
+        cpus = sorted(os.sched_getaffinity(0))
+        if len(cpus) >= 3 * most:
+            return cls(frozenset(cpus[-most:]), frozenset(cpus[:-most]), enough=True)
+        if len(cpus) == 1:
+            return cls(frozenset(cpus), frozenset(cpus), enough=False)
+        return cls(frozenset(cpus[-1:]), frozenset(cpus[:-1]), enough=False)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One window of one router."""
+
+    per_s: float
+    cpu_us: float  # per request, of all its processes and who keeps them
+    errors: int
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure and print."""
+    words = sys.argv[1:] if argv is None else argv
+    if words[:1] == ["load"]:
+        port, seconds, connections, seed = words[1:]
+        print(json.dumps(uvloop.run(load(int(port), float(seconds), int(connections), int(seed)))))
+        return 0
+    parser = argparse.ArgumentParser(prog="processes", description="a second process of the router")
+    parser.add_argument("--processes", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=2.0, help="of each window")
+    parser.add_argument("--connections", type=int, default=32, help="for each process")
+    given = parser.parse_args(words)
+    _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))
+    most = max(given.processes)
+    cpus = Cpus.here(most)
+    sources = most if cpus.enough else 1
+    busy = os.getloadavg()[0]
+    samples: dict[int, list[Sample]] = {count: [] for count in given.processes}
+    with stage(given.processes, cpus, workers=max(most, 2)) as routers:
+        for number in range(given.rounds):
+            order = given.processes if number % 2 else given.processes[::-1]
+            for count in order:
+                samples[count].append(
+                    measure(
+                        routers[count],
+                        given.seconds,
+                        given.connections * count,
+                        sources,
+                        cpus,
+                        number,
+                    )
+                )
+    report(samples, cpus, busy)
+    return int(any(sample.errors for each in samples.values() for sample in each))
+
+
+@contextmanager
+def stage(counts: Sequence[int], cpus: Cpus, workers: int) -> Iterator[dict[int, Worker]]:
+    """Start mock workers, and a router of each size before them."""
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        ports = [free_port() for _ in range(workers)]
+        routers: dict[int, Worker] = {}
+        with processes.running_on(cpus.others):
+            for port in ports:
+                command = [sys.executable, mock.__file__, str(port)]
+                started = Worker(command, port=port, name="mock", env=plain(), deadline_s=READY_S)
+                stack.callback(started.stop)
+                started.start()
+                started.wait_ready()
+        with processes.running_on(cpus.routers):
+            for count in counts:
+                routers[count] = router = described(folder, ports, count)
+                stack.callback(router.stop)
+                router.start()
+        for router in routers.values():
+            router.wait_ready()
+        time.sleep(1.5)  # for the workers to be probed
+        yield routers
+
+
+def plain() -> dict[str, str]:
+    """Return the environment without proxies: nothing stands between loopback and us."""
+    return {k: v for k, v in os.environ.items() if not k.lower().endswith("_proxy")}
+
+
+def described(folder: Path, workers: Sequence[int], count: int) -> Worker:
+    """Describe a router as its users start it."""
+    port = free_port()
+    fleet = {
+        "model": mock.MODEL,
+        "workers": [
+            {"name": f"w{number}", "url": f"http://{HOST}:{each}"}
+            for number, each in enumerate(workers)
+        ],
+        "router": {
+            "host": HOST,
+            "port": port,
+            "admin": {"host": HOST, "port": free_port()},
+            "processes": count,
+        },
+    }
+    path = folder / f"{count}.yaml"
+    path.write_text(yaml.safe_dump(fleet, sort_keys=False))
+    script = Path(sys.executable).with_name("vllm-sched")
+    command = [str(script), "router", str(path)]
+    return Worker(
+        command,
+        port=port,
+        name=f"router of {count}",
+        env=plain(),
+        deadline_s=READY_S,
+        grace_s=GRACE_S,
+    )
+
+
+def measure(
+    router: Worker, seconds: float, connections: int, sources: int, cpus: Cpus, seed: int
+) -> Sample:
+    """Have some sources of load ask for a while."""
+    assert router.pid is not None
+    pids = processes.tree(router.pid)
+    each = str(connections // sources)
+    with processes.running_on(cpus.others):
+        loads = [
+            subprocess.Popen(
+                [
+                    sys.executable,
+                    "-m",
+                    "benchmarks.processes",
+                    *("load", str(router.port), str(seconds), each, str(seed * sources + number)),
+                ],
+                stdout=subprocess.PIPE,
+            )
+            for number in range(sources)
+        ]
+    before = processes.cpu_seconds(pids)
+    told = [json.loads(load.communicate()[0]) for load in loads]
+    used = processes.cpu_seconds(pids) - before
+    everything = sum(one["all"] for one in told)
+    return Sample(
+        sum(one["per_s"] for one in told),
+        used / everything * MICRO if everything else float("nan"),
+        sum(one["errors"] for one in told),
+    )
+
+
+async def load(port: int, seconds: float, connections: int, seed: int) -> dict[str, float]:
+    """Ask for a while; the rate leaves out how it begins and ends, the count does not."""
+    async with closed_loop(port, Prompts(BODY_BYTES, seed=seed), connections) as asking:
+        await asyncio.sleep(WARM_UP_S)
+        first, since = asking.tally.done, time.perf_counter()
+        await asyncio.sleep(seconds)
+        per_s = (asking.tally.done - first) / (time.perf_counter() - since)
+    return {"per_s": per_s, "all": asking.tally.done, "errors": asking.errors.total()}
+
+
+def report(samples: dict[int, list[Sample]], cpus: Cpus, busy: float) -> None:
+    """Print medians, and what they say."""
+    print(
+        f"routers on CPU {sorted(cpus.routers)}, load and mock workers on {sorted(cpus.others)}; "
+        f"load average before: {busy:.1f}"
+    )
+    alone = min(samples)
+    base = median(sample.cpu_us for sample in samples[alone])
+    rate = median(sample.per_s for sample in samples[alone])
+    for count, each in samples.items():
+        per_s = median(sample.per_s for sample in each)
+        cpu_us = median(sample.cpu_us for sample in each)
+        errors = sum(sample.errors for sample in each)
+        could = count / alone * base / cpu_us
+        line = f"{count} process{'es' if count > 1 else ''}: {per_s:8,.0f} requests/s"
+        line += f", {cpu_us:6.1f} us of processor time each"
+        if count != alone:
+            if cpus.enough:
+                line += f"; {per_s / rate:.2f} times as many"
+            line += f"; with a processor each, by processor time: {could:.2f} times as many"
+        if errors:
+            line += f"; {errors} ERRORS"
+        print(line)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
