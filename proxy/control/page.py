@@ -14,7 +14,7 @@ from functools import cache
 from http import HTTPStatus
 from importlib import resources
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Request
 from starlette.responses import HTMLResponse, Response
 from starlette.types import Receive, Scope, Send
 
@@ -24,6 +24,7 @@ from proxy.control.live import MOST_VIEWERS, PATIENCE_S, Live, Viewer
 INLINE = re.compile(r"<(script|style)>(.*?)</\1>", re.DOTALL)
 PATHS = ("/", "/status")
 EVENTS = "/admin/live"
+OURS = ("same-origin", "none")
 
 
 def page_routes(live: Live) -> APIRouter:
@@ -37,7 +38,11 @@ def page_routes(live: Live) -> APIRouter:
         return HTMLResponse(text, headers=headers)
 
     @api.get(EVENTS, summary="Follow the last minute, as server-sent events", tags=["decisions"])
-    async def events() -> Response:
+    async def events(request: Request) -> Response:
+        # An image of another site's page, say, names no Origin, and would take a viewer's place.
+        if request.headers.get("sec-fetch-site", OURS[0]) not in OURS:
+            message = "the events are for the status page alone"
+            raise AdminError(HTTPStatus.FORBIDDEN, "forbidden", message)
         if (viewer := live.join()) is None:
             message = f"{MOST_VIEWERS} pages are open already; close one"
             raise AdminError(HTTPStatus.SERVICE_UNAVAILABLE, "too_many_viewers", message)

@@ -19,8 +19,9 @@ from proxy.assembly import App
 from proxy.config import load
 from proxy.control.live import MOST_VIEWERS
 from proxy.control.page import page_file
+from proxy.wire.record import Record
 from tests.proxy.wire import scripts
-from tests.proxy.wire.client import Client, chat
+from tests.proxy.wire.client import Client, chat, get
 from tests.proxy.wire.fake_worker import FakeWorker
 from tests.proxy.wire.site import eventually
 
@@ -100,7 +101,11 @@ def test_the_page_fetches_nothing_and_makes_no_markup() -> None:
 
 
 async def test_other_sites_are_not_told(app: App, web: aiohttp.ClientSession) -> None:
-    for headers in ({"Host": "evil.example"}, {"Origin": "http://evil.example"}):
+    for headers in (
+        {"Host": "evil.example"},
+        {"Origin": "http://evil.example"},
+        {"Sec-Fetch-Site": "cross-site"},
+    ):
         async with web.get(app.admin_url + "/admin/live", headers=headers) as answer:
             assert answer.status == 403
 
@@ -134,6 +139,26 @@ async def test_one_too_many_is_refused(app: App, web: aiohttp.ClientSession) -> 
     for each in open_ones:
         each.close()
     await eventually(lambda: not app.live.watched, within=DEADLINE_S)
+
+
+async def test_who_reads_nothing_is_let_go(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("proxy.control.live.PATIENCE_S", 0.3)
+    monkeypatch.setattr("proxy.control.page.PATIENCE_S", 0.3)
+    client = await Client.connect(
+        int(app.admin_url.rsplit(":", 1)[1]), limit=1 << 12, rcvbuf=1 << 12
+    )
+    await client.send(get("/admin/live").replace(b"Host: router", b"Host: localhost"))
+    await eventually(lambda: app.live.watched, within=DEADLINE_S)
+    give_up = app.wire.clock() + DEADLINE_S
+    while app.live.watched:  # until no buffer on the way takes any more
+        assert app.wire.clock() < give_up
+        for _ in range(1000):
+            record = Record()
+            record.started = app.wire.clock()
+            record.close(record.started, app.metrics, "completions", 200, None)
+        await asyncio.sleep(0.05)
+    await eventually(lambda: app.metrics.live is None, within=DEADLINE_S)
+    client.close()
 
 
 async def test_a_stop_ends_the_events(app: App, web: aiohttp.ClientSession) -> None:
