@@ -95,6 +95,26 @@ async def admin_statuses(crew: BatchCrew) -> list[int]:
     return [answer.status_code for answer in answers]
 
 
+async def serial(crew: BatchCrew) -> str:
+    """Return the number of the certificate that a new connection is shown."""
+    _, writer = await asyncio.open_connection("127.0.0.1", crew.port, ssl=crew.authority.client())
+    shown = writer.get_extra_info("ssl_object").getpeercert()["serialNumber"]
+    writer.close()
+    await writer.wait_closed()
+    return str(shown)
+
+
+async def renewed(crew: BatchCrew) -> None:
+    """Have the certificate renewed, and wait until every process shows the new one."""
+    before = await serial(crew)
+    crew.authority.issue("router")
+    crew.tell(signal.SIGHUP)
+    news = 0
+    async with asyncio.timeout(DEADLINE_S):
+        while news < 12:  # in a row: the kernel says which process gets a connection
+            news = news + 1 if await serial(crew) != before else 0
+
+
 async def test_each_line_has_one_result_whoever_is_killed(
     crews: list[BatchCrew], tmp_path: Path
 ) -> None:
@@ -116,6 +136,7 @@ async def test_each_line_has_one_result_whoever_is_killed(
             os.kill(pid, signal.SIGKILL)
         await fake.got(13, within=DEADLINE_S)  # the lines that were cut are asked again
     assert await admin_statuses(first) == [200, 401]
+    await renewed(first)
     await asyncio.to_thread(first.close)  # all of it, and nobody is told
     await fake.stop()
     second = await asyncio.to_thread(BatchCrew, tmp_path, ["a"])
