@@ -234,6 +234,8 @@ def text(value: str) -> str:
 
 def one_line(value: str) -> str:
     """Let nobody begin a line of his own."""
+    if value.isprintable():
+        return value
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in value)
 
 
