@@ -10,6 +10,7 @@ import re
 import sys
 import typing
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,7 @@ def reference() -> str:
     return HEAD + "".join(section(path, block) for path, block in places())
 
 
+@cache
 def places() -> list[Place]:
     """List all blocks by where they stand, the file itself first; each once, nearest the top."""
     found: list[Place] = []

@@ -20,6 +20,7 @@ PAGES = [ROOT / "README.md", *DOCS]
 FENCE = re.compile(r"^```(\w+)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 COMMAND = re.compile(r"^\s*(?:\$ )?(vllm-sched .*)$|`(vllm-sched [^`]+)`", re.MULTILINE)
 LINK = re.compile(r"\]\((?!https?:|#|mailto:)([^)#\s]+)")
+PARSER = parser()
 PLACEHOLDER = re.compile(r"\.\.\.|\[|NAME|SIDE")
 
 
@@ -68,10 +69,10 @@ def test_commands_are_ours(page: Path) -> None:
         elif whole:
             words = [command, *words]
         else:  # whatever else it wants is understood
-            known = parser()._subparsers._group_actions[0].choices[command]._option_string_actions
+            known = PARSER._subparsers._group_actions[0].choices[command]._option_string_actions
             assert {word for word in words if word.startswith("--")} <= set(known), said
             continue
-        _, rest = parser().parse_known_args(words)
+        _, rest = PARSER.parse_known_args(words)
         assert not rest or command == "serve", f"{said}: {rest}"
 
 
