@@ -15,8 +15,9 @@ import fcntl
 import logging
 import os
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable
+from itertools import count
 from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,11 +26,11 @@ from proxy.batches.errand import Errand
 from proxy.batches.gaps import gap, within_limits
 from proxy.batches.lines import Checking
 from proxy.batches.rows import replaced
+from proxy.batches.running import Running
 from proxy.batches.store import Store
 from proxy.batches.types import (
     Batch,
     Complaint,
-    Job,
     Result,
     Status,
     StoreFullError,
@@ -49,37 +50,11 @@ TURN_S = 0.05  # between two looks for a gap, while lines wait for one
 FULL_DISK_S = 5.0
 PURGE_S = 3600.0
 FETCHED = 64  # lines of one batch that are at hand
+AT_HAND = 8  # batches of one tenant that have lines at hand
 MOST_TRIES = 3  # of a line on workers that fail
-REST_S, LONGEST_REST_S = 1.0, 60.0  # of a batch whose line came back
 GONE = "tenant_gone"  # the code of lines whose tenant is no more
 NOBODY_COULD = (429, 503)  # no verdict on the line
 SERVER_ERROR = 500
-
-
-class Running:
-    """A batch under way."""
-
-    def __init__(self, batch: Batch) -> None:
-        self.batch = batch
-        self.ready: deque[Job] = deque()
-        self.last = 0  # the line read last
-        self.read_all = False
-        self.errands: set[Errand] = set()
-        self.tries: dict[int, int] = {}  # by line, of those that failed
-        self.rest_until = -inf
-        self.rest_s = REST_S
-        self.unsaved = 0
-
-    def rest(self, now: float, asked_s: float) -> None:
-        """Send nothing for a while; longer each time, and those under way count once."""
-        if now >= self.rest_until:
-            self.rest_until = now + min(max(asked_s, self.rest_s), LONGEST_REST_S)
-            self.rest_s = min(2 * self.rest_s, LONGEST_REST_S)
-
-    @property
-    def over(self) -> bool:
-        """Whether each line has a result that is kept."""
-        return self.read_all and not (self.ready or self.errands or self.unsaved)
 
 
 class Lane:
@@ -103,6 +78,8 @@ class Lane:
         self._lock: int | None = None
         self._running: dict[str, Running] = {}
         self._unsaved: list[Result] = []
+        self._turns: dict[str, int] = {}  # when each tenant had one last
+        self._numbers = count(1)
         self._told = asyncio.Event()
         self._turning = asyncio.Lock()
         self._next_look = self._next_purge = self._paused_until = -inf
@@ -136,8 +113,7 @@ class Lane:
         """Let go of all lines; what has no result is run again by whoever comes next."""
         now = self._wire.clock()
         for running in self._running.values():
-            for errand in running.errands:
-                errand.drop(now)
+            running.drop(now)
         self._running = {}
         if self._lock is not None:
             os.close(self._lock)
@@ -246,16 +222,17 @@ class Lane:
     def _let_go(self, batch_id: str) -> None:
         running = self._running.pop(batch_id, None)
         if running is not None:
-            now = self._wire.clock()
-            for errand in running.errands:
-                errand.drop(now)
+            running.drop(self._wire.clock())
 
     # Lines
 
     async def _fetch(self) -> None:
         """Have lines at hand, and end the batches that have no more."""
+        at_hand = Counter(x.batch.tenant for x in self._running.values() if x.ready)
         for running in list(self._running.values()):
-            if not running.ready and not running.read_all:
+            tenant = running.batch.tenant
+            if not running.ready and not running.read_all and at_hand[tenant] < AT_HAND:
+                at_hand[tenant] += 1
                 jobs = await self._keep(Store.jobs, running.batch, running.last, FETCHED)
                 running.ready += jobs
                 running.read_all = not jobs
@@ -265,24 +242,28 @@ class Lane:
                 await self._end(running.batch, Status.COMPLETED)
 
     def _send(self) -> None:
-        """Send what there is room for, the batches in turn."""
+        """Send what there is room for: tenants in turn, and the batches of each."""
         wire = self._wire
+        waiting = [running for running in self._running.values() if running.ready]
         room = self.settings.concurrency - self.in_flight
-        in_turn = deque(self._running.values())
-        while in_turn and room > 0 and not wire.draining:
-            running = in_turn.popleft()
+        while waiting and room > 0 and not wire.draining:
             now = wire.clock()
-            if not running.ready or now < running.rest_until:
-                continue
+            running = min(waiting, key=lambda x: (self._turns.get(x.batch.tenant, 0), x.turn))
             tenant = wire.router.tenants.get(running.batch.tenant)
-            if tenant is not None and not within_limits(tenant, now):
+            if not self._may_send(now, running, tenant):
+                waiting.remove(running)
                 continue
-            if not gap(wire.router, running.ready[0].model, now):
-                continue
+            running.turn = self._turns[running.batch.tenant] = next(self._numbers)
             self._send_one(now, running, tenant)
             room -= 1
-            in_turn.append(running)
+            if not running.ready:
+                waiting.remove(running)
         self.counts.in_flight = self.in_flight
+
+    def _may_send(self, now: float, running: Running, tenant: Tenant | None) -> bool:
+        if now < running.rest_until or (tenant is not None and not within_limits(tenant, now)):
+            return False
+        return gap(self._wire.router, running.ready[0].model, now)
 
     def _send_one(self, now: float, running: Running, tenant: Tenant | None) -> None:
         def over(errand: Errand) -> None:
@@ -303,15 +284,12 @@ class Lane:
         self._told.set()
         status, job = errand.status, errand.job
         failed = errand.broken or (status >= SERVER_ERROR and status not in NOBODY_COULD)
-        if failed:
-            tries = running.tries[job.number] = running.tries.get(job.number, 0) + 1
-        if status in NOBODY_COULD or (failed and tries < MOST_TRIES):
+        if status in NOBODY_COULD or (failed and running.failed(job.number) < MOST_TRIES):
             running.ready.appendleft(job)
             self.counts.lines[SENT_AGAIN] += 1
             running.rest(self._wire.clock(), errand.retry_after_s)
             return
-        running.tries.pop(job.number, None)
-        running.rest_s = REST_S
+        running.went_well(job.number)
         self._came(running, errand.result())
 
     def _came(self, running: Running, result: Result) -> None:

@@ -214,6 +214,23 @@ async def test_two_batches_take_turns(start: Start, tmp_path: Path) -> None:
     await office.close()
 
 
+async def test_turns_are_kept_when_there_is_room_for_one_line(start: Start, tmp_path: Path) -> None:
+    site = await start()
+    office = Office(site, tmp_path, concurrency=1)
+    await office.open()
+    opening = asyncio.Event()
+    site.fake.always(scripts.gated(opening, scripts.obey("w0")))
+    one = await office.begin(lines(9, "a"))
+    await site.fake.got(1)
+    two = await office.begin(lines(3, "b"))
+    await office.until(two, "in_progress")
+    opening.set()
+    assert (await office.until(one)).status == "completed"
+    order = "".join(text[0] for text in texts(site.served()))
+    assert order == "abababaaaaaa"
+    await office.close()
+
+
 async def test_no_more_at_once_than_may_be(start: Start, tmp_path: Path) -> None:
     site = await start(Fake(max_requests=100))
     office = Office(site, tmp_path, concurrency=3)
