@@ -108,6 +108,11 @@ def test_a_failed_request_is_said_and_told_by_the_status(
         (FLEET.replace("h100-8b", "h100-9b", 1), [], "unknown profile 'h100-9b'; valid: a100-8b"),
         (FLEET.replace("12000", "900000"), [], "less than one request of max_model_len 900,000"),
         (FLEET.replace("long_prompt", "longprompt"), [], "unknown policy 'longprompt'"),
+        (
+            FLEET.replace("long_prompt: {}", "deferred_prefill: {departures: 9000}"),
+            ["--num-requests", "1"],
+            "worker l0: deferred_prefill.departures=9000 is out of range",
+        ),
         (FLEET.replace("model: m", "model: m\nrouter: 5"), [], "router"),
         (FLEET + "transfer: nixl\n", [], "no worker has the role prefill or decode"),
         (FLEET, ["--workload", "nonsense"], "unknown workload 'nonsense'"),

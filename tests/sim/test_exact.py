@@ -181,6 +181,15 @@ def test_a_prefill_keeps_its_blocks_until_they_are_fetched() -> None:
     assert engine.gauges(3.0).kv_usage == 0
 
 
+def test_a_client_that_leaves_in_the_step_that_ends_its_prefill() -> None:
+    engine = ExactEngine(worker(transfers=True))
+    engine.submit(halves()[0], 0.0)
+    drain(engine, 0.045)
+    engine.abort("a", 0.045)
+    assert drain(engine) == []
+    assert engine.gauges(1.0).kv_usage == 0
+
+
 def test_a_decode_leg_fetches_and_computes_one_token() -> None:
     engine = ExactEngine(worker(transfers=True, transfer=WIRE))
     _, second = halves()

@@ -150,11 +150,16 @@ class ExactEngine:
         self._look_at = inf
         if self._under_way and self._under_way[0][1] <= now:
             step, _ = self._under_way.popleft()
-            events += [
-                Event(told.id, now, told.tokens, told.finished, cached_tokens=told.cached_tokens)
-                for told in scheduler.finish(step, now)
-                if told.id not in self._left
-            ]
+            for told in scheduler.finish(step, now):
+                if told.id not in self._left:
+                    events.append(
+                        Event(
+                            told.id, now, told.tokens, told.finished,
+                            cached_tokens=told.cached_tokens,
+                        )
+                    )  # fmt: skip
+                elif told.finished:  # a prefill may keep blocks that now nobody will fetch
+                    self._released.append(told.id)
         self._hear(now, events)
         while len(self._under_way) < self._depth and scheduler.unfinished:
             begun = scheduler.schedule(now)

@@ -25,6 +25,7 @@ from proxy.core.router import Router
 from vllm_sched.bench.outcome import Outcome
 from vllm_sched.bench.traffic.schedule import Schedule
 from vllm_sched.bench.traffic.types import Request
+from vllm_sched.errors import UsageError
 from vllm_sched.sim.asking import apart, ask_of
 from vllm_sched.sim.clock import Agenda
 from vllm_sched.sim.types import Engine, Event, Job, Leg, MakeEngine, WorkerModel
@@ -91,9 +92,12 @@ class SimulatedFleet:
         from proxy.control.tenancy import take_tenants
 
         self.models = models
-        self.engines: dict[str, Engine] = {
-            name: make(model, seed=seed) for name, model in models.items()
-        }
+        self.engines: dict[str, Engine] = {}
+        for name, model in models.items():
+            try:
+                self.engines[name] = make(model, seed=seed)
+            except UsageError as error:
+                raise UsageError(f"worker {name}: {error}") from None
         self.router = Router(router_settings(config), Fleet())
         for spec in specs(config):
             self.router.fleet.add(spec)
