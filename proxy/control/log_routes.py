@@ -45,10 +45,10 @@ def log_routes(logs: Logs) -> APIRouter:
 
     @api.put("/logs", summary="Change what is logged, until the fleet file is read again")
     async def change(wanted: LogsChange) -> LogsShown:
-        if wanted.requests is not None:
-            logs.log_requests(wanted.requests)
-        for name, level in wanted.levels.items():
-            logs.set_level(name, level)
+        if logs.tell_all is not None:
+            await logs.tell_all(wanted.requests, wanted.levels)
+        else:
+            logs.change(wanted.requests, wanted.levels)
         return shown(logs)
 
     return api

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
@@ -44,6 +44,8 @@ class Logs:
         self.writer = writer or LogWriter()
         self.settings = config.router.logs
         self.requests = False
+        # Where several processes serve: has all of them change.
+        self.tell_all: Callable[[bool | None, Mapping[str, str]], Awaitable[None]] | None = None
         self._metrics = metrics
         self._wall = wall
         self._handler: Handler | None = None
@@ -81,9 +83,12 @@ class Logs:
                 found[name] = logging.getLevelName(each.level).lower()
         return found
 
-    def set_level(self, name: str, level: str) -> None:
-        """Change a logger's level until the next reload."""
-        logging.getLogger(name or None).setLevel(level.upper())
+    def change(self, requests: bool | None, levels: Mapping[str, str]) -> None:
+        """Log otherwise until the next reload."""
+        if requests is not None:
+            self.log_requests(requests)
+        for name, level in levels.items():
+            logging.getLogger(name or None).setLevel(level.upper())
 
     def _set_level(self, level: str) -> None:
         logging.getLogger().setLevel(level.upper())

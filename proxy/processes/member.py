@@ -63,6 +63,7 @@ class Member:
         self.app.siblings = self
         self.app.wire.pages = self.page
         self.app.live.ask_all = self.minute
+        self.app.logs.tell_all = self.change_logs
         self.app.live.notes.mark, self.app.live.notes.marks = index, begin.processes
         fleet, clock = self.app.fleet, time.monotonic
         shared, router = Table(table, begin.processes), self.app.router
@@ -157,6 +158,10 @@ class Member:
         found: list[Part] = await self._ask("minute", wanted)
         return found
 
+    async def change_logs(self, requests: bool | None, levels: Mapping[str, str]) -> None:
+        """Have all processes log otherwise."""
+        await self._ask("logs", (requests, dict(levels)))
+
     async def _ask(self, what: What, given: object) -> Any:
         number = next(self._numbers)
         asked = self._asked[number] = asyncio.get_running_loop().create_future()
@@ -172,6 +177,9 @@ class Member:
             return self.app.metrics.render()[0].decode()
         if what == "minute":
             return self.app.live.notes.part(self._clock(), given)
+        if what == "logs":
+            self.app.logs.change(*given)
+            return None
         limit, wanted = given
         return list(self.app.recent.newest(limit, **wanted))
 

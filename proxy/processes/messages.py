@@ -103,7 +103,7 @@ class Stop:
     """End now."""
 
 
-What = Literal["page", "decisions", "minute"]
+What = Literal["page", "decisions", "minute", "logs"]
 
 
 @dataclass(frozen=True, slots=True)

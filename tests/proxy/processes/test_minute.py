@@ -1,4 +1,4 @@
-"""The status page of a router of several processes: what all of them did."""
+"""What is seen of a router of several processes: what all of them did."""
 
 from __future__ import annotations
 
@@ -57,7 +57,11 @@ async def test_the_page_shows_what_all_processes_did(tmp_path: Path) -> None:
         assert len(numbers) == len(ids) == 2
         assert numbers <= ticked
         assert {seen[name]["worker"] for name in ids} == {"a"}
-        for client in clients.values():
+        await crew.ask_admin("/logs", "PUT", json={"requests": True})
+        for name, client in clients.items():
+            named = b"X-Request-Id: logged-by-" + name
+            assert (await client.ask(chat("hi", named))).status == 200
+            await asyncio.to_thread(crew.says, f"REQUEST id=logged-by-{name.decode()}")
             client.close()
     finally:
         await asyncio.to_thread(crew.close)
