@@ -91,6 +91,15 @@ def test_the_environment_given_reaches_it_and_wins(tmp_path: Path) -> None:
             ),
             "kv_role 'kv_producer': a decode worker is a kv_consumer",
         ),
+        (
+            end("prefill"),
+            end(
+                "decode",
+                '--kv-transfer-config={"kv_connector": "NixlConnector", "kv_role": "kv_both", '
+                '"kv_connector_extra_config": {"kv_lease_duration": 20}}',
+            ),
+            "kv_lease_duration 20: transfer.lease_s is 30",
+        ),
     ],
 )
 def test_ends_that_do_not_fit_are_refused_by_name(
@@ -100,6 +109,16 @@ def test_ends_that_do_not_fit_are_refused_by_name(
     assert "workers[1]." in line
     assert said in line
     assert ";" in line  # what to do about it
+
+
+def test_what_the_router_goes_by_is_no_longer_than_what_a_worker_keeps(tmp_path: Path) -> None:
+    own = '{"kv_connector": "NixlConnector", "kv_role": "kv_both"%s}'
+    longer = own % ', "kv_connector_extra_config": {"kv_lease_duration": 60}'
+    ends = end("prefill", "--kv-transfer-config", longer), end("decode")
+    fleet.read(written(tmp_path, *ends, transfer={"connector": "nixl", "lease_s": 60}))
+    ends = end("prefill", "--kv-transfer-config", own % ""), end("decode")
+    (line,) = problems(tmp_path, *ends, transfer={"connector": "nixl", "lease_s": 60})
+    assert "kv_lease_duration 30: transfer.lease_s is 60" in line
 
 
 def test_no_policy_cuts_what_shared_storage_stores(tmp_path: Path) -> None:

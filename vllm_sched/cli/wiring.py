@@ -11,6 +11,7 @@ from vllm_sched.workers import launch, transfer
 from vllm_sched.workers.transfer import Part, Wiring
 
 PARTS = ("prefill", "decode")
+VLLM_LEASE_S = 30.0  # where nobody says how long
 
 
 def wiring_of(config: FleetConfig, worker: WorkerConfig) -> Wiring:
@@ -105,6 +106,18 @@ def _own_config(
             path,
             f"--kv-transfer-config with kv_role {own.get('kv_role')!r}: a {worker.role} worker "
             f"is a {role}; leave the flag out, or correct it",
+        )
+    extra = own.get("kv_connector_extra_config")
+    kept_s = (
+        extra.get("kv_lease_duration", VLLM_LEASE_S) if isinstance(extra, dict) else VLLM_LEASE_S
+    )
+    told_s = moved_by.lease_s or VLLM_LEASE_S
+    if moved_by.connector == "nixl" and isinstance(kept_s, (int, float)) and kept_s < told_s:
+        yield Problem(
+            path,
+            f"--kv-transfer-config with kv_lease_duration {kept_s:g}: transfer.lease_s is "
+            f"{told_s:g}, and what is read after a lease has ended may be another prompt's; give "
+            "this worker at least as much",
         )
 
 
