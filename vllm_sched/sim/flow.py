@@ -179,8 +179,12 @@ class Flow:
                 break
         span = at - began
         while (self._flights or self._tickets) and self._late <= most_late:
-            self._until(max(self._next_probe, at))
-            at = self._next_probe
+            if not self._tickets:
+                self._next_probe = NEVER  # nobody is to be placed any more
+            soonest = min(self._next_probe, self._due[0][0] if self._due else NEVER)
+            if soonest == NEVER:
+                break
+            self._until(soonest)
         gaps = Sketch()
         for engine in self.engines:
             gaps.merge(engine.gaps)
