@@ -73,6 +73,13 @@ class Connector:
         """Read what a prefill leg's answer leaves to the decode leg."""
         return Taken(None, cached_tokens_in(answer))
 
+    def taken(self, pair: Pair, answer: Mapping[str, Any]) -> Taken:
+        """Take it, or nothing where it makes no sense: JSON is read deeper than it is written."""
+        try:
+            return self.take(pair, answer)
+        except (TypeError, ValueError):
+            return Taken()
+
     def decode(self, pair: Pair, taken: Taken) -> Fields:  # noqa: ARG002
         """Name the members that a decode leg carries."""
         return NOTHING if taken.params is None else {PARAMS: taken.params}

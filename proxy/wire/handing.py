@@ -94,7 +94,7 @@ class HandOver:
         wire, lease, request, connector = self._wire, self._lease, self._request, self._connector
         self._leg = None
         fields = read(answer)
-        taken = self._taken = connector.take(self._pair, fields)
+        taken = self._taken = connector.taken(self._pair, fields)
         exchange.once = holds = taken.params is not None
         halves = lease.decision.handover
         learns = halves is not None and halves.cached_tokens > 0

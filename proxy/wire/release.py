@@ -126,7 +126,7 @@ class Orphan:
     def prefilled(self, now: float, answer: bytes) -> None:
         """Have the blocks freed."""
         connector = self._wire.connector
-        taken = Taken() if connector is None else connector.take(self._pair, read(answer))
+        taken = Taken() if connector is None else connector.taken(self._pair, read(answer))
         release(self._wire, now, self._decode, taken, self._authorization)
         self._wire.release_over(self)
 

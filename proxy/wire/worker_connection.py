@@ -7,6 +7,7 @@ read, so it goes out again at once on a fresh connection, and nobody calls the w
 from __future__ import annotations
 
 import asyncio
+import logging
 from enum import StrEnum
 from math import inf
 from typing import TYPE_CHECKING, Protocol, cast
@@ -15,6 +16,8 @@ from proxy.wire.response import AnswerError, AnswerReader, Head
 
 if TYPE_CHECKING:
     from proxy.wire.upstream import Pool
+
+logger = logging.getLogger(__name__)
 
 # uvicorn closes what was idle for 5 s.
 MAX_IDLE_S = 4.0
@@ -195,6 +198,19 @@ class WorkerConnection(asyncio.Protocol):
             self.fail(now, Trouble.RESET)
 
     def _tell(self, now: float, caller: Caller) -> None:
+        """Hand over what was read; whoever can't make anything of it hears that it is broken.
+
+        Else a mistake of ours would leave a client waiting for ever, for nobody would tell it.
+        """
+        try:
+            self._hand_over(now, caller)
+        except Exception:
+            logger.exception("an answer of %s could not be dealt with", self._pool.host.decode())
+            self.drop()
+            caller.connection = None
+            caller.lost(now, Trouble.BROKEN)
+
+    def _hand_over(self, now: float, caller: Caller) -> None:
         """Hand over what was read. In between, the caller may drop the connection."""
         reader = self._reader
         head = reader.head

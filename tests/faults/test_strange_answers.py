@@ -1,0 +1,88 @@
+"""Answers that are HTTP and JSON, and still make no sense: whoever waits hears of it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from proxy.core.types import Role
+from proxy.wire.answering import Answering
+from tests.proxy.wire import scripts
+from tests.proxy.wire.client import chat
+from tests.proxy.wire.conftest import Start, start
+from tests.proxy.wire.kv import Faults
+from tests.proxy.wire.pairs import ask, chat_body, expected, pairs, words
+from tests.proxy.wire.site import Fake
+
+__all__ = ["start"]
+DEEP = b'{"a":' * 600 + b"1" + b"}" * 600
+# What a prefill worker says in place of where its blocks are.
+SAID = {
+    "deep parameters": b'{"kv_transfer_params": {"do_remote_prefill": true, '
+    b'"remote_engine_id": "e", "remote_request_id": "r", "remote_host": "h", "remote_port": 1, "tp_size": 1, '
+    b'"remote_block_ids": [[1]], "remote_num_tokens": 1, "x": %b}}' % DEEP,
+    "deep usage": b'{"usage": %b}' % DEEP,
+    "a list": b"[]",
+    "nothing": b"",
+    "text": b"\xff\xfe",
+    "no parameters": b'{"kv_transfer_params": null}',
+    "parameters of another kind": b'{"kv_transfer_params": [1, 2]}',
+    "odd parameters": json.dumps(
+        {"kv_transfer_params": {"do_remote_prefill": 1, "remote_host": [], "remote_port": {},
+                                "tp_size": "x", "remote_engine_id": None}}
+    ).encode(),
+    "odd usage": b'{"usage": {"prompt_tokens": -5, '
+    b'"prompt_tokens_details": {"cached_tokens": -1}}}',
+    "huge usage": b'{"usage": {"prompt_tokens": 1e300, "completion_tokens": 18446744073709551615}}',
+    "negative blocks": b'{"kv_transfer_params": {"remote_num_tokens": -1, '
+    b'"remote_block_ids": [[-1]]}}',
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SAID)
+async def test_a_prefill_worker_that_makes_no_sense(start: Start, name: str) -> None:
+    fleet = await pairs(start, wire={"first_byte_s": 2.0, "idle_s": 2.0})
+    strange = Faults(during=scripts.answer(200, SAID[name]))
+    fleet.kv.wrong("prefill", strange, strange, strange)
+    body = chat_body()
+    answer = await ask(fleet, body)
+    if answer.status == 200:
+        assert words(answer) == expected(body)
+    else:
+        answer.error()
+    await fleet.site.settled()
+    fleet.kv.faults.clear()  # the fake's, of what it was told of blocks that it never had
+
+
+@pytest.mark.parametrize(
+    "said",
+    [b"", b"[]", b'{"count": -1}', b'{"count": 1e99}', b'{"count": "x"}', b'{"count": %s}' % DEEP,
+     b'{"count": 18446744073709551615}', b"{" * 2000, b"x" * 2_000_000],
+)  # fmt: skip
+async def test_a_count_that_makes_no_sense(start: Start, said: bytes) -> None:
+    roles = Fake("s", Role.SHORT), Fake("l", Role.LONG)
+    site = await start(*roles, router={"short_limit": 60}, wire={"count_s": 5.0})
+    for fake in site.fakes.values():
+        fake.always(scripts.answer(200, said), "/tokenize")
+    answer = await site.ask(chat("x" * 120, max_tokens=20))
+    assert answer.status in (200, 400)
+    asked = [c for fake in site.fakes.values() for c in fake.calls if c.path == "/tokenize"]
+    assert len(asked) == 1
+    await site.settled()
+
+
+async def test_a_mistake_of_ours_is_no_hang(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever it is: the client hears of it, and nothing stays charged."""
+    site = await start()
+
+    def broken(*_: object) -> bytes:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(Answering, "take", broken)
+    answer = await site.ask(chat())
+    assert answer.status == 502
+    answer.error()
+    await site.settled()
+    monkeypatch.undo()
+    assert (await site.ask(chat())).status == 200
