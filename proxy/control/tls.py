@@ -202,3 +202,5 @@ def check_tls(config: FleetConfig, source: str) -> None:
     """Raise `ConfigError` where any of the files can't be used."""
     if problems := list(tls_problems(config)):
         raise ConfigError(source, problems)
+    for worker in config.workers:
+        to_worker(config.tls_of(worker))  # so that no request waits for files to be read
