@@ -6,6 +6,7 @@ That it is lost tells each of the other's end, whatever that was.
 from __future__ import annotations
 
 import asyncio
+import logging
 import pickle
 import socket
 from collections.abc import Callable
@@ -13,6 +14,8 @@ from struct import Struct
 from typing import cast
 
 from proxy.processes.messages import Message
+
+logger = logging.getLogger(__name__)
 
 LENGTH = Struct("!I")
 
@@ -64,7 +67,10 @@ class Channel(asyncio.Protocol):
                 return
             message = pickle.loads(buffer[LENGTH.size : end])  # noqa: S301  # from our own process
             del buffer[:end]
-            self._heard(message)
+            try:
+                self._heard(message)
+            except Exception:  # what can't be done with one message must not end the line
+                logger.exception("a message of another process: %s", type(message).__name__)
 
     def connection_lost(self, error: Exception | None) -> None:  # noqa: ARG002
         """Say so."""

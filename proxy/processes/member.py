@@ -40,7 +40,7 @@ from proxy.processes.mirror import Mirror
 from proxy.processes.prefixes import Prefixes
 from proxy.processes.queues import Queues
 from proxy.processes.sharing import Sharing
-from proxy.processes.table import LIFE, Table
+from proxy.processes.table import ALIVE, LIFE, Table
 from proxy.processes.tenancy import Tenancy
 from proxy.processes.tides import Tides
 
@@ -119,7 +119,10 @@ class Member:
             case Reload():
                 self._reload()
             case Reloaded(config):
-                self.app.take(config)
+                try:
+                    self.app.take(config)
+                except ProxyError as error:
+                    logger.error("process %d goes on as it was:\n%s", self._index, error)
             case Drain():
                 self.drain()
             case Stop():
@@ -216,6 +219,7 @@ class Member:
         seen = 0
         while True:
             now = self._clock()
+            sharing.sheet.write_count(ALIVE, int(now))
             sharing.look(now)
             sharing.tell_written()
             if wire.queued and (sharing.changes != seen or self._queues.held):
@@ -276,6 +280,7 @@ async def serve(index: int, table: int, line: socket.socket, admin: socket.socke
     loop = asyncio.get_running_loop()
     begun: asyncio.Future[Begin | None] = loop.create_future()
     member: Member | None = None
+    early: list[Message] = []
 
     def heard(message: Message) -> None:
         if member is not None:
@@ -283,7 +288,7 @@ async def serve(index: int, table: int, line: socket.socket, admin: socket.socke
         elif isinstance(message, Begin):
             begun.set_result(message)
         else:
-            begun.set_exception(ProxyError(f"the supervisor began with {message}"))
+            early.append(message)
 
     def lost() -> None:
         if member is not None:
@@ -302,6 +307,8 @@ async def serve(index: int, table: int, line: socket.socket, admin: socket.socke
         return FAILED
     member = Member(begin, index, table, channel)
     loop.add_signal_handler(signal.SIGTERM, member.drain)
+    for message in early:
+        member.heard(message)
     await member.run(admin)
     channel.close()
     return FAILED if member.failed else 0

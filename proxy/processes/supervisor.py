@@ -4,7 +4,8 @@
                 +- process 1                  and shares the table with all others
 
 It serves nobody itself. A process that dies is begun again, after pauses that grow while it dies
-young, and what it had charged is released at once; if it led, another one leads. When the
+young, and what it had charged is released at once; if it led, another one leads. One whose loop
+stands still for long is killed: its share of the connections would wait for ever. When the
 supervisor goes, in whatever way, its processes hear the line go dead, and drain.
 """
 
@@ -15,6 +16,7 @@ import logging
 import os
 import socket
 import sys
+import time
 from collections.abc import Callable
 from functools import partial
 from itertools import count
@@ -42,7 +44,7 @@ from proxy.processes.messages import (
     Stop,
     Workers,
 )
-from proxy.processes.table import Table
+from proxy.processes.table import ALIVE, Table
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +53,7 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.25, 30.0
 GROWN_S = 60.0  # one that dies later than that is begun again as the first time
 ANSWER_S = 2.0  # that a question may take
 GRACE_S = 5.0  # for what was told to end
+STILL_S, LOOK_S = 30.0, 1.0  # a loop that stands still so long; between two looks
 MUCH = 8 << 20  # bytes that a process may leave unread before it is told no more of workers
 
 
@@ -141,6 +144,8 @@ class Supervisor:
             ) from None
         self._table = Table.make(self.processes)
         self._keepers = [asyncio.create_task(self._keep(i)) for i in range(self.processes)]
+        watching = asyncio.create_task(self._watch())
+        self._tasks.add(watching)
         served = asyncio.create_task(self._all_serve.wait())
         await asyncio.wait([served, *self._keepers], return_when=asyncio.FIRST_COMPLETED)
         served.cancel()
@@ -255,8 +260,9 @@ class Supervisor:
             process = await asyncio.create_subprocess_exec(*command, pass_fds=given, env=env)
         finally:
             theirs.close()
-        child = self._children[index] = Child(index, process)
+        child = Child(index, process)
         child.channel = await Channel.open(ours, partial(self._heard, child), lambda: None)
+        self._children[index] = child
         begin = Begin(
             self.processes,
             self._started_with,
@@ -266,7 +272,20 @@ class Supervisor:
             self._addresses(),
         )
         child.channel.say(begin)
+        if self._ending:
+            child.channel.say(Stop())
         return child
+
+    async def _watch(self) -> None:
+        """Kill those whose loop stands still."""
+        while True:
+            await asyncio.sleep(LOOK_S)
+            now = int(time.monotonic())
+            for child in self._children.values():
+                alive_at = self._table.sheet(child.index).count(ALIVE)
+                if child.serving and 0 < alive_at < now - STILL_S:
+                    logger.error("%s stood still for %d s; it is killed", child, now - alive_at)
+                    child.process.kill()
 
     def _gone(self, child: Child) -> None:
         child.channel.close()

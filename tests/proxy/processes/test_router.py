@@ -294,6 +294,29 @@ async def test_one_that_is_killed_is_begun_again_and_its_charges_are_released(
         client.close()
 
 
+async def test_one_that_is_told_to_end_finishes_what_it_has(
+    crew: Crew, fakes: dict[str, FakeWorker]
+) -> None:
+    opening = asyncio.Event()
+    clients = await crew.each()
+    for fake in fakes.values():
+        fake.always(scripts.gated(opening, scripts.answer()))
+    for client in clients.values():
+        await client.send(chat())
+    await arrived(fakes, 2)
+    before = crew.pids
+    ended = sum("ended (exit status 0)" in line for line in crew.said)
+    os.kill(before[1 - crew.leader], signal.SIGTERM)
+    opening.set()
+    ends = await asyncio.gather(*(end(client) for client in clients.values()))
+    assert ends == [200, 200]
+    crew.says("ended (exit status 0)", ended + 1)
+    await eventually(lambda: len(crew.pids) == 2 and crew.pids != before, within=DEADLINE_S)
+    await crew.up()
+    for client in clients.values():
+        client.close()
+
+
 async def end(client: Client) -> int | None:
     """Return the status of an answer; None if the connection was broken off."""
     try:
