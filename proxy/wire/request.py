@@ -15,9 +15,9 @@ from proxy.wire.http import REQUEST_HEADERS, RefusedError, malformed, tokens, wi
 from proxy.wire.known_head import MAX_DIGITS
 
 if TYPE_CHECKING:
-    from proxy.control.trace import Trace
     from collections.abc import Iterable
 
+    from proxy.control.trace import Trace
     from proxy.core.routes import Route
     from proxy.core.tenants import Tenant
 
