@@ -55,6 +55,13 @@ def test_it_stops_slowly_restarts_and_may_do_little(name: str) -> None:
     assert service["ExecStart"].startswith(f"{PROGRAM} ")
 
 
+def test_there_is_a_folder_for_batches_that_nobody_else_reads() -> None:
+    service = unit(UNITS[0])["Service"]
+    text = (SYSTEMD / UNITS[0]).read_text()
+    assert f"router.batches.path: /var/lib/{service['StateDirectory']}/" in text
+    assert service["StateDirectoryMode"] == "0700"
+
+
 def test_a_reload_is_the_signal_that_the_router_reads_its_file_for() -> None:
     assert unit(UNITS[0])["Service"]["ExecReload"] == "/bin/kill -HUP $MAINPID"
 
