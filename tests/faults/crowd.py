@@ -32,6 +32,9 @@ class Crowd:
     port: int
     seed: int
     model: str = "tiny"
+    sizes: tuple[int, ...] = (10, 200, 200, 2000, 20_000, 300_000)  # of prompts, at most
+    patience_s: float = HANGS_S
+    judge: Callable[[Answer, list[str]], str] = field(default_factory=lambda: judged)
     outcomes: Counter[str] = field(default_factory=Counter)
     statuses: Counter[int] = field(default_factory=Counter)
     wrong: list[str] = field(default_factory=list)
@@ -64,7 +67,7 @@ class Crowd:
         try:
             outcome, again = await self._ask(client, dice)
         except TimeoutError:
-            self.wrong.append(f"no end within {HANGS_S:g} s")
+            self.wrong.append(f"no end within {self.patience_s:g} s")
             outcome, again = "hangs", False
         except (WrongError, AssertionError, ValueError) as error:
             self.wrong.append(repr(error)[:500])
@@ -75,7 +78,7 @@ class Crowd:
 
     async def _ask(self, client: Client, dice: random.Random) -> tuple[str, bool]:
         path = dice.choice((CHAT, CHAT, COMPLETIONS))
-        size = dice.choice((10, 200, 200, 2000, 20_000, 300_000))
+        size = dice.choice(self.sizes)
         text = f"{dice.random()} " + "x" * dice.randrange(size)
         tokens = dice.choice((1, 2, 5, 30))
         body: dict[str, object] = {"model": self.model, "max_tokens": tokens}
@@ -94,11 +97,11 @@ class Crowd:
                 if dice.random() < 0.5 and not client.writer.is_closing():
                     client.reset()
                 return LEFT, False
-            answer = await client.answer(within=HANGS_S)
+            answer = await client.answer(within=self.patience_s)
         except GONE:
             return TORN, False
         self.statuses[answer.status] += 1
-        outcome = judged(answer, answer_to(prompts_of(body)[0], tokens))
+        outcome = self.judge(answer, answer_to(prompts_of(body)[0], tokens))
         closes = b"close" in answer.all(b"connection")
         return outcome, outcome in (WHOLE, REFUSED) and not closes
 

@@ -20,8 +20,8 @@ DEEP = b'{"a":' * 600 + b"1" + b"}" * 600
 # What a prefill worker says in place of where its blocks are.
 SAID = {
     "deep parameters": b'{"kv_transfer_params": {"do_remote_prefill": true, '
-    b'"remote_engine_id": "e", "remote_request_id": "r", "remote_host": "h", "remote_port": 1, "tp_size": 1, '
-    b'"remote_block_ids": [[1]], "remote_num_tokens": 1, "x": %b}}' % DEEP,
+    b'"remote_engine_id": "e", "remote_request_id": "r", "remote_host": "h", '
+    b'"remote_port": 1, "tp_size": 1, "remote_block_ids": [[1]], "x": %b}}' % DEEP,
     "deep usage": b'{"usage": %b}' % DEEP,
     "a list": b"[]",
     "nothing": b"",
