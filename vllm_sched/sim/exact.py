@@ -149,17 +149,7 @@ class ExactEngine:
         scheduler = self.scheduler
         self._look_at = inf
         if self._under_way and self._under_way[0][1] <= now:
-            step, _ = self._under_way.popleft()
-            for told in scheduler.finish(step, now):
-                if told.id not in self._left:
-                    events.append(
-                        Event(
-                            told.id, now, told.tokens, told.finished,
-                            cached_tokens=told.cached_tokens,
-                        )
-                    )  # fmt: skip
-                elif told.finished:  # a prefill may keep blocks that now nobody will fetch
-                    self._released.append(told.id)
+            self._finish(self._under_way.popleft()[0], now, events)
         self._hear(now, events)
         while len(self._under_way) < self._depth and scheduler.unfinished:
             begun = scheduler.schedule(now)
@@ -174,6 +164,14 @@ class ExactEngine:
             self._under_way.append((begun, start + seconds))
             self.steps += 1
             self.busy_s += seconds
+
+    def _finish(self, step: SimulatedStep, now: float, events: list[Event]) -> None:
+        """Tell what a step did, but for those whose clients have left in it."""
+        for job_id, tokens, finished, cached in self.scheduler.finish(step, now):
+            if job_id not in self._left:
+                events.append(Event(job_id, now, tokens, finished, cached_tokens=cached))
+            elif finished:  # a prefill may keep blocks that now nobody will fetch
+                self._released.append(job_id)
 
     def _load(self, job_id: str, tokens: int, now: float, events: list[Event]) -> None:
         """Fetch KV, when the wire is free."""
