@@ -52,7 +52,7 @@ def test_the_examples_of_extending_run(monkeypatch: pytest.MonkeyPatch) -> None:
         exec(compile(block, "docs/extending.md", "exec"), names)  # noqa: S102 - our own page
 
 
-@pytest.mark.parametrize("page", DOCS, ids=name_of)
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_fleet_files_are_right(page: Path) -> None:
     for block in fenced(page, "yaml"):
         text = textwrap.dedent(block)
