@@ -298,3 +298,66 @@ def test_a_backlog_is_served_as_fast_as_the_recursion_says(threshold: int, exclu
     throughput = len(middle) / (middle[-1] - middle[0])
     regime = Regime.of(time, slots=slots, mean_output=mean, mean_prompt=prompt, exclusive=exclusive)
     assert throughput == pytest.approx(Recursion(regime).at(threshold).throughput, rel=0.03)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_whatever_comes_and_goes_nothing_is_left(seed: int) -> None:
+    rng = random.Random(seed)
+    policies = WAYS[seed % len(WAYS)]
+    engine = Fluid(
+        model(
+            policies=policies,
+            max_num_seqs=rng.choice((2, 8, 32)),
+            kv_tokens=rng.choice((3000, 20_000)),
+            async_scheduling=seed % 2 == 0,
+            transfer=TransferTime(0.01, 0.0, 1e-10),
+        ),
+        each_token=seed % 3 == 0,
+    )
+    now, told, gone, kept = 0.0, dict[str, list[Event]](), set[str](), list[str]()
+    jobs = {
+        f"j{i}": Job(
+            f"j{i}", rng.randint(1, 4000), rng.choice((1, 2, 30)), leg=rng.choice(list(Leg))
+        )
+        for i in range(60)
+    }
+    waiting = list(jobs.values())
+
+    def hear(at: float) -> None:
+        for event in engine.advance(at):
+            assert event.job_id not in gone
+            told.setdefault(event.job_id, []).append(event)
+            if event.finished and jobs[event.job_id].leg is Leg.PREFILL:
+                kept.append(event.job_id)
+
+    for _ in range(20_000):
+        due = engine.next_at()
+        if waiting and (due == float("inf") or rng.random() < 0.3):
+            now = min(now + rng.random() * 0.1, due)
+            hear(now)
+            engine.submit(waiting.pop(), now)
+        elif kept and (due == float("inf") or rng.random() < 0.3):
+            engine.release(kept.pop(rng.randrange(len(kept))), now)
+        elif due == float("inf"):
+            break
+        else:
+            now = due
+            hear(now)
+        if told and rng.random() < 0.02:
+            name = rng.choice(list(told))
+            if not told[name][-1].finished:
+                gone.add(name)
+                engine.abort(name, now)
+    assert engine.next_at() == float("inf")
+    for name, events in told.items():
+        if name not in gone:
+            output = 1 if jobs[name].leg is Leg.PREFILL else jobs[name].output_tokens
+            assert sum(event.finished for event in events) == 1
+            assert events[-1].finished
+            if jobs[name].leg is not Leg.PREFILL:
+                assert sum(event.tokens for event in events) == output
+    assert told.keys() | gone == jobs.keys()
+    gauges = engine.gauges(now)
+    assert gauges == gauges._replace(
+        running=0, waiting=0, kv_usage=0.0, backlog_tokens=0, backlog_long_tokens=0
+    )

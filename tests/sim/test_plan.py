@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -217,3 +218,31 @@ def test_the_file_says_what_it_is_for(tmp_path: Path) -> None:
     assert read(path).model == "meta-llama/Llama-3.1-8B-Instruct"
     write(replace(found), path, model="ours", command="")
     assert read(path).model == "ours"
+
+
+def test_a_trace_is_planned_for_as_far_as_it_goes(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    lines = [
+        json.dumps({"timestamp": 100 * i, "input_length": 1500, "output_length": 30})
+        for i in range(120)
+    ]
+    path.write_text("\n".join(lines))
+    asked = question(str(path), "ttft:600 tpot:60")
+    search = Search(asked)
+    search.check()
+    served = search.rate_of(Shape(general=1), 1.0)
+    assert served is not None
+    assert served.run.all.arrived == 96  # the first fifth fills the fleet
+
+
+def test_a_measured_machine_is_planned_with(tmp_path: Path) -> None:
+    path = tmp_path / "cost.json"
+    time = {"decode_fixed_s": 0.02, "prefill_fixed_s": 0.02, "prefill_s": 1e-4}
+    path.write_text(json.dumps({"step_time": time, "kv_tokens": 50_000}))
+    machine, gpus = machine_of(str(path))
+    assert (gpus, machine.kv_tokens, machine.time.prefill_s) == (1, 50_000, 1e-4)
+    asked = replace(question("1500x20", "ttft:900 tpot:300", effort=0.1), machine=machine)
+    found = plan(asked, 1, 1)
+    fleet = tmp_path / "fleet.yaml"
+    write(found, fleet, model="", command="")
+    assert read(fleet).workers[0].profile == str(path)

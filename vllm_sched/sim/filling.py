@@ -57,11 +57,11 @@ class Filling:
         """Requests that have a slot."""
         return self.decoding + len(self._prefills)
 
-    @property
-    def wake_step(self) -> int:
-        """The step that the first of those who wait may enter."""
+    def next_ready(self, step: int) -> int | None:
+        """Return the first step after this one that somebody may enter who may not yet."""
         queues = (self._holding, self._shorts, self._longs)
-        return min((queue[0].ready for queue in queues if queue), default=0)
+        heads = (queue[0].ready for queue in queues if queue)
+        return min((ready for ready in heads if ready > step), default=None)
 
     def fits(self, task: Task) -> bool:
         """Whether there is room in the cache for all that a request may come to."""

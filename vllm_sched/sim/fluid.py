@@ -247,8 +247,8 @@ class Fluid:
         parts, pausing, most = filling.fill(now, self._all_steps)
         decodes = 0 if pausing else filling.decoding
         if not parts and not decodes:
-            if filling.waiting and filling.wake_step > self._all_steps:
-                self._all_steps = filling.wake_step  # nothing ran meanwhile that could be late
+            if (ready := filling.next_ready(self._all_steps)) is not None:
+                self._all_steps = ready  # no step is under way that it would have to wait for
                 self._plan(now)
                 return
             self._end = NEVER

@@ -157,7 +157,8 @@ class Search:
             question.targets.ttft or 0.0, LEAST_TTFT_S
         )
         least = FINE_REQUESTS if fine else COARSE_REQUESTS
-        return max(round(min(max(rate * lasts, least), MOST_REQUESTS) * question.effort), 50)
+        count = max(round(min(max(rate * lasts, least), MOST_REQUESTS) * question.effort), 50)
+        return min(count, question.source.count or count)
 
     def play(self, shape: Shape, rate: float, *, fine: bool, seed: int = 0) -> Run:
         """Play a fleet at a rate; a run that has failed is not played to its end."""
