@@ -66,22 +66,22 @@ def own(worker: Worker) -> Load:
 
 def replace(worker: Worker, load: Load, now: float) -> None:
     """Have a worker charged by others with so much, in place of what it was."""
-    before, worker.elsewhere = worker.elsewhere, load
-    worker.requests += load.requests - before.requests
-    worker.sequences += load.sequences - before.sequences
-    worker.long_tokens += load.long_tokens - before.long_tokens
-    worker.decode_tokens += load.decode_tokens - before.decode_tokens
-    worker.kv_tokens += load.kv_tokens - before.kv_tokens
-    worker.pinned += load.pinned - before.pinned
-    worker.written += load.written - before.written
-    prefill = load.prefill_tokens - before.prefill_tokens
-    if prefill:
-        worker.prefill_tokens += prefill
+    requests, sequences, prefill, long, decode, kv, decoding, pinned, written = worker.elsewhere
+    worker.elsewhere = load
+    worker.requests += load[0] - requests
+    worker.sequences += load[1] - sequences
+    worker.long_tokens += load[3] - long
+    worker.decode_tokens += load[4] - decode
+    worker.kv_tokens += load[5] - kv
+    worker.pinned += load[7] - pinned
+    worker.written += load[8] - written
+    if grown := load[2] - prefill:
+        worker.prefill_tokens += grown
         token_s = worker.pace.token_s
-        if prefill > 0:
-            worker.free_at = max(worker.free_at, now) + token_s * prefill
+        if grown > 0:
+            worker.free_at = max(worker.free_at, now) + token_s * grown
         else:
             worker.free_at = now + token_s * worker.prefill_tokens
-    if load.decoding != before.decoding:
-        worker.decoding += load.decoding - before.decoding
+    if load[6] != decoding:
+        worker.decoding += load[6] - decoding
         worker.reprice()

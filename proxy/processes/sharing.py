@@ -1,7 +1,7 @@
 """One process's charges and breakers told to the others, and theirs taken into its fleet.
 
 What has changed is written at the end of the loop's turn, once however often it changed; what
-others wrote is read before a decision, unless that was done a millisecond ago. So a limit on a
+others wrote is read before a decision, unless that was done two milliseconds ago. So a limit on a
 worker's requests may be overrun by what other processes place there within a turn and that.
 """
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from proxy.core.fleet import Fleet
     from proxy.core.worker import Worker
 
-LOOK_S = 0.001
+LOOK_S = 0.002
 SURE_S = 2.0  # after which all rows are read, whatever was told
 # A row is given to another worker when nobody can have missed that the last one is gone.
 REST_S = 60.0

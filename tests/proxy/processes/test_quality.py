@@ -1,7 +1,7 @@
 """Decisions of several processes beside those of one, in virtual time on a toy fleet.
 
 The same requests at the same moments; each comes to a process at random, as connections do. What
-one process charges the others learn a millisecond later, twice what it takes.
+one process charges is told a millisecond later, as if each turn took so long.
 """
 
 from __future__ import annotations
@@ -148,10 +148,10 @@ def test_shorts_are_as_fast_among_longs(count: int) -> None:
 
 @pytest.mark.parametrize("count", [2, 4])
 def test_under_overload_limits_hold_and_nobody_waits_longer(count: int) -> None:
-    """But for one request of each other process, placed before it was told."""
+    """But for what each other process places before it is told."""
     alone, shared = (play(each, ALIKE, 34.0, 0.0, "adaptive") for each in (1, count))
     assert alone.most == MOST
-    assert shared.most < MOST + count
+    assert shared.most <= MOST + 2 * (count - 1)
     assert mean(shared.ttfts) <= 1.1 * mean(alone.ttfts)
 
 
