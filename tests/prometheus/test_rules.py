@@ -46,6 +46,22 @@ def test_a_case_can_fail(tmp_path: Path) -> None:
     assert promtool("test", "rules", str(changed)).returncode != 0
 
 
+def test_what_keeps_silent_does_so_with_the_labels_that_kubernetes_adds(tmp_path: Path) -> None:
+    document = yaml.safe_load(TESTS.read_text())
+    document["rule_files"] = [str(PROMETHEUS / name) for name in ("rules.yml", "alerts.yml")]
+    document["tests"] = [
+        case
+        for case in document["tests"]
+        if not any(one["exp_alerts"] for one in case["alert_rule_test"])
+    ]
+    for case in document["tests"]:
+        for each in case["input_series"]:
+            each["series"] = each["series"].replace("{", '{namespace="n",pod="p",container="c",')
+    (tmp_path / "alerts.yml").write_text(yaml.safe_dump(document))
+    done = promtool("test", "rules", str(tmp_path / "alerts.yml"))
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 @each_alert
 def test_it_has_a_case_in_which_it_fires_and_one_in_which_it_is_silent(name: str) -> None:
     assert set(outcomes(name)) == {True, False}
