@@ -29,7 +29,7 @@ workers:
 router: {port: 0, admin: {port: 0}, probe: {interval_s: 60}}
 """
 WITHIN_S = 30.0
-EXAMPLES = 20
+EXAMPLES = 10
 # What the description cannot say: who may ask is told by a header before anything else; a method
 # that a path has not is answered by the framework.
 LEFT_OUT = {

@@ -185,7 +185,7 @@ def test_answers_in_a_flood_of_interim_ones_cost_nothing(size: int) -> None:
 
 @pytest.mark.parametrize("chunked", [True, False], ids=["chunks", "segments"])
 def test_a_body_in_tiny_pieces_takes_little_more_than_its_size(chunked: bool) -> None:
-    size = 1 << 20
+    size = 1 << 18
     reader = RequestReader(judge.judged, max_head=20_000, max_body=size)
     framing = b"Transfer-Encoding: chunked" if chunked else b"Content-Length: %d" % size
     reader.feed(HEAD + framing + b"\r\n\r\n")
