@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from proxy.config import FleetConfig
 from proxy.core.router import RouterSettings
 from proxy.core.types import Role
 from vllm_sched.bench.goodput import Targets
@@ -16,7 +18,11 @@ from vllm_sched.bench.traffic.schedule import Schedule
 from vllm_sched.bench.traffic.types import Request
 from vllm_sched.cost.step_time import StepTime
 from vllm_sched.cost.transfer import TransferTime
+from vllm_sched.sim.fleet import SimulatedFleet
 from vllm_sched.sim.flow import Flow, Placed, Run
+from vllm_sched.sim.fluid import Fluid
+from vllm_sched.sim.models import of_profile
+from vllm_sched.sim.shapes import BOTH, LONG_PROMPT, Shape
 from vllm_sched.sim.types import WorkerModel
 
 if TYPE_CHECKING:
@@ -127,3 +133,32 @@ def test_conversations_come_back_to_the_worker_that_has_them() -> None:
     kept = play(workers, schedule)
     spread = play(workers, schedule, prefix_affinity=False)
     assert kept.all.ttft.mean < 0.9 * spread.all.ttft.mean
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        Shape(general=3),
+        Shape(short=1, long=2, short_limit=3000, policy=BOTH),
+        Shape(prefill=1, decode=2, policy=LONG_PROMPT),
+    ],
+    ids=str,
+)
+def test_what_is_counted_and_forgotten_is_what_simulate_would_keep(shape: Shape) -> None:
+    machine = of_profile("h100-8b")
+    schedule = traffic(500, 12, "azure-conv:0.9,mooncake-conv:0.1")
+    counted = Flow(shape.placed(machine), shape.settings(), NONE).play(schedule)
+    config = FleetConfig(**shape.to_fleet(machine, "m", 1))
+    models = {each.model.name: each.model for each in shape.placed(machine)}
+    # Transfers are the fleet file's; both take them to be the machine's.
+    kept = SimulatedFleet(config, models, partial(Fluid, each_token=True)).play(schedule)
+    outcomes = [each for each in kept.outcomes if each.good]
+    assert len(outcomes) == counted.all.done == 500
+    ttft = sum(each.ttft for each in outcomes) / len(outcomes)
+    end = max(each.end for each in outcomes)
+    # The router hears of tokens sooner here, and may choose otherwise now and then.
+    assert counted.all.ttft.mean == pytest.approx(ttft, rel=0.15)
+    assert counted.duration_s == pytest.approx(end, rel=0.05)
+    gaps = sorted(gap for each in outcomes for gap in each.itls)
+    assert counted.gaps.count == pytest.approx(len(gaps))
+    assert counted.gaps.quantile(0.99) == pytest.approx(gaps[int(0.99 * len(gaps))], rel=0.1)
