@@ -35,12 +35,12 @@ workers:
   - name: w0
     url: http://127.0.0.1:{first}
     launch:
-      args: [--max-model-len=16384, --max-num-batched-tokens=512, --num-gpu-blocks-override=256]
+      args: [--max-model-len=16384, --max-num-batched-tokens=512, --num-gpu-blocks-override=1024]
       policies: {{long_prompt: {{}}, lanes: {{}}}}
   - name: w1
     url: http://127.0.0.1:{second}
     launch:
-      args: [--max-model-len=16384, --max-num-batched-tokens=512, --num-gpu-blocks-override=256]
+      args: [--max-model-len=16384, --max-num-batched-tokens=512, --num-gpu-blocks-override=1024]
 router:
   port: {port}
   admin: {{port: {admin}}}
