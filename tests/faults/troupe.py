@@ -23,8 +23,8 @@ ROLES = {
 FOUND = "g2"  # by DNS
 MODEL, MAX_MODEL_LEN = "tiny", 1_000_000
 ENDS = ("reset", "close", "stall")
-# What fakes say of their own making. The first: the router heard half of their nonsense and went on.
-# The second: one that hung finds a request in its socket that was given up, and its blocks given
+# What fakes say of their own making. First: the router heard half of some nonsense, and went on.
+# Second: one that hung finds a request in its socket that was given up, and its blocks given
 # back, meanwhile; who asked is gone, so nobody is told what it read.
 THEIR_OWN = (
     "bytes came before the last answer was complete",
