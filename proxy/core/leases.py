@@ -1,0 +1,121 @@
+"""What becomes of a request that was placed: its legs, its tokens, its end."""
+
+from __future__ import annotations
+
+from proxy.core import accounts, fairness, handover, learning
+from proxy.core.fleet import Fleet
+from proxy.core.placer import Placer
+from proxy.core.settings import RouterSettings
+from proxy.core.sizing import Sizer
+from proxy.core.types import Lease, Outcome, Usage
+
+DONE = Outcome.DONE  # looked up once: see reading.py
+
+
+class Leases(Placer):
+    """The floor between placing and turns."""
+
+    def __init__(self, settings: RouterSettings, fleet: Fleet) -> None:
+        super().__init__(settings, fleet)
+        self.sizer = Sizer()
+
+    def first_token(self, lease: Lease, now: float) -> None:
+        """Note the first token of a stream, or the first byte where nothing is generated."""
+        if lease.prefill is not None and lease.sent and lease.first_token_at is None:
+            self._transferred(lease, now)
+        self.fleet.first_token(lease, now)
+        if lease.ask.erred_on:
+            learning.blame(self.fleet, lease.ask, now)
+
+    def _transferred(self, lease: Lease, now: float) -> None:
+        handover = lease.decision.handover
+        if handover is not None and handover.tokens and lease.ask.stream and not lease.released:
+            step_s = lease.worker.pace.step_s(lease.worker.decoding)
+            seconds = max(now - lease.charged_at - step_s, 0.0)
+            first, second = handover.prefill.name, lease.worker.name
+            self.transfer_times(lease.ask.model).saw(first, second, handover.tokens, seconds)
+
+    def prefilled(self, lease: Lease, now: float, usage: Usage | None) -> None:
+        """Note that the prefill of a hand-over is done, and the request goes on to be decoded."""
+        first, halves = lease.prefill, lease.decision.handover
+        if first is None or halves is None or first.released:
+            return
+        self.fleet.hand_over(lease, now)
+        learning.judge(self.fleet, first, now, DONE, None)
+        if usage is not None:
+            learning.saw_cached(first.worker, halves.cached_tokens, usage)
+
+    def reconsider(self, lease: Lease, now: float, *, may_move: bool) -> bool:
+        """Between the legs, look at the decode worker again; False if none is good for the rest.
+
+        `may_move`: whether what the prefill left behind is there for any decode worker.
+        """
+        worker, within_s = lease.worker, self.settings.transfer_within_s
+        stands = handover.stands(lease, now, within_s)
+        if stands and not worker.draining:
+            return True
+        other = None
+        if may_move:
+            workers = self.fleet.pool(lease.ask.model).all
+            other = handover.instead(workers, lease, now, self.links, within_s)
+        if other is None:
+            # To be down may be a probe's mistake: where there is nobody else, it is asked.
+            return stands or not (handover.is_well(lease) or self.has_another(lease))
+        self.fleet.move(lease, other, now)
+        if lease.ask.prefix:
+            self.prefixes.record(lease.ask.prefix, other.index)
+        return True
+
+    def tokens(self, lease: Lease, count: int) -> None:
+        """Note output tokens."""
+        self.fleet.tokens(lease, count)
+        ask = lease.ask
+        if ask.tenant is not None and lease.seen_tokens > ask.prepaid:
+            fairness.charge_output(self.settings.fairness, ask, lease.seen_tokens - ask.prepaid)
+            ask.prepaid = lease.seen_tokens
+
+    def may_learn(self, lease: Lease, now: float) -> bool:
+        """Whether the usage of a request that ends now would be heeded."""
+        return now >= lease.worker.pace.end_due
+
+    def wants_usage(self, lease: Lease, now: float) -> bool:
+        """Whether it is worth reading: to be learnt from, or to settle with a tenant."""
+        return lease.ask.tenant is not None or self.may_learn(lease, now)
+
+    def finish(
+        self,
+        lease: Lease,
+        now: float,
+        outcome: Outcome,
+        usage: Usage | None = None,
+        retry_after_s: float | None = None,
+    ) -> None:
+        """Release what was charged, and learn from how it went.
+
+        Of a hand-over the outcome is that of the leg under way.
+        """
+        worker = lease.worker
+        decoding = worker.decoding
+        first = lease.prefill
+        if first is not None and first.released:
+            first = None
+        if not self.fleet.release(lease):
+            return
+        self.queue.freed(now)
+        if lease.ask.tenant is not None:
+            accounts.settle(self.settings.fairness, lease, now, outcome, usage)
+        if first is not None:  # it ended in its prefill
+            learning.judge(self.fleet, first, now, outcome, retry_after_s)
+            learning.judge(self.fleet, lease, now, Outcome.MOOT, None)
+            return
+        learning.judge(self.fleet, lease, now, outcome, retry_after_s)
+        if outcome is DONE and lease.ask.erred_on:
+            learning.blame(self.fleet, lease.ask, now)
+        if outcome is DONE and usage is not None and self.may_learn(lease, now):
+            self.sizer.learn(lease.ask, usage)
+            learning.learn(lease, now, usage, decoding)
+
+    def has_another(self, lease: Lease) -> bool:
+        """Whether somebody but a lease's worker could do all of it."""
+        others = (w for w in self.fleet.pool(lease.ask.model).all if w is not lease.worker)
+        return any(w.breaker.closed and w.may_hold(lease.ask) for w in others)

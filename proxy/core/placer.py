@@ -1,0 +1,168 @@
+"""Where a request goes: the workers that may be given it, the rule's choice of them, and why.
+
+Whose turn it is has been settled before: see `router`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from proxy.core import fairness, handover, placing
+from proxy.core.admission import AdmissionSettings, placed_too_late
+from proxy.core.fleet import Fleet
+from proxy.core.links import Links
+from proxy.core.queue import Queue
+from proxy.core.routing.registry import rule
+from proxy.core.routing.view import View
+from proxy.core.settings import RouterSettings
+from proxy.core.tenants import Rank
+from proxy.core.traffic import Traffic
+from proxy.core.transfer_time import TransferTimes
+from proxy.core.types import Ask, Decision, Lease, Reason, Refusal, Score
+from proxy.core.worker import Worker
+
+BATCH = Rank.BATCH
+NOBODY: frozenset[str] = frozenset()
+
+
+class Placer:
+    """The router's lowest floor."""
+
+    def __init__(self, settings: RouterSettings, fleet: Fleet) -> None:
+        self.settings = settings
+        self.fleet = fleet
+        self.prefixes = fleet.prefixes
+        self.queue = Queue(
+            settings.queue_requests,
+            settings.queue_bytes,
+            settings.queue_wait_s,
+            settings.queue_tokens,
+            settings.fairness,
+        )
+        self.decisions: dict[tuple[str, Reason], int] = {}
+        self.handovers: dict[tuple[str, str], int] = {}  # by model, and why or why not
+        self.transfers: dict[str, TransferTimes] = {}  # by model
+        self.traffic: dict[str, Traffic] = {}
+        self.links = Links()
+        self._rule = rule(settings.policy)
+        fleet.rank_by(self._rule.rank)
+
+    def _place(
+        self,
+        ask: Ask,
+        now: float,
+        tried: frozenset[str],
+        *,
+        explain: bool,
+        aged: bool = False,
+        admission: AdmissionSettings | None = None,
+    ) -> Lease | Refusal | None:
+        view = self._look(ask, now, tried, explain=explain)
+        if ask.rank is BATCH and not aged:
+            placing.keep_to_the_gaps(view, self.settings.fairness)
+        decision = self._choose(view)
+        if decision is None:
+            return None
+        if admission is not None:
+            refusal = placed_too_late(admission, ask, decision, now)
+            if refusal is not None:
+                return self._refused(ask.model, refusal)
+        if view.pool.decodes and self.settings.transfer:
+            key = ask.model, handover.why(decision, view)
+            self.handovers[key] = self.handovers.get(key, 0) + 1
+        if tried:
+            decision = replace(decision, reason=Reason.RETRY)
+        worker = decision.worker
+        lease = self.fleet.charge(ask, decision, now)
+        if ask.tenant is not None:
+            halves = decision.handover
+            cached = decision.cached_tokens if halves is None else halves.cached_tokens
+            fairness.charge(self.settings.fairness, ask.tenant, ask, cached)
+        if ask.prefix:
+            self.prefixes.record(ask.prefix, worker.index)
+            if decision.handover is not None:
+                self.prefixes.record(ask.prefix, decision.handover.prefill.index)
+        self._count(ask.model, decision.reason)
+        return lease
+
+    def _choose(self, view: View) -> Decision | None:
+        decision = self._rule.choose(view) if view.candidates else None
+        if decision is None or view.handing is None:
+            return decision
+        return handover.refine(decision, view)
+
+    def _look(self, ask: Ask, now: float, tried: frozenset[str], *, explain: bool) -> View:
+        queue = self.queue
+        about = queue.length > 0 or queue.elsewhere is not None
+        waiting = about and queue.waiting(ask.model, long=True) > 0
+        traffic = self.traffic_of(ask.model)
+        view = placing.look(
+            self.fleet, ask, now, traffic, tried, longs_waiting=waiting, explain=explain
+        )
+        pool = view.pool
+        if not (pool.prefills and pool.decodes and self.settings.transfer) or ask.whole:
+            return view
+        # The last try is for one worker alone: its chance of success is the best.
+        if not tried or len(tried) < self.settings.max_attempts - 1:
+            links, within_s = self.links, self.settings.transfer_within_s
+            best = handover.choose_prefill(pool.prefills, ask, now, view.held, tried, links)
+            if best is not None:
+                time, above = self.transfer_times(ask.model), self.settings.disaggregate_above
+                shorts = view.traffic.shorts_per_s(now) / pool.decodes if above is None else 0.0
+                view.handing = handover.Handing(*best, time, above, links, within_s, shorts)
+        return view
+
+    def transfer_times(self, model: str) -> TransferTimes:
+        """Show what is known of a model's transfers."""
+        found = self.transfers.get(model)
+        if found is None:
+            found = self.transfers[model] = TransferTimes()
+        return found
+
+    def _saw(self, ask: Ask, now: float) -> None:
+        traffic = self.traffic_of(ask.model)
+        if not ask.long:
+            traffic.saw_short(now)
+            return
+        pool = self.fleet.pool(ask.model)
+        likely = pool.for_longs or pool.all
+        token_s = likely[0].pace.token_s if likely else 0.0
+        traffic.saw_long(now, ask.prompt_tokens * token_s)
+
+    def traffic_of(self, model: str) -> Traffic:
+        """Show what was asked of a model lately."""
+        found = self.traffic.get(model)
+        if found is None:
+            found = self.traffic[model] = Traffic()
+        return found
+
+    # Telling
+
+    def explain(self, ask: Ask, now: float) -> Decision | Refusal:
+        """Say where a request would go now, with the score of every worker."""
+        self.fleet.settle(now)
+        view = self._look(ask, now, NOBODY, explain=True)
+        decision = self._choose(view)
+        scored = {score.worker: score for score in decision.scores} if decision else {}
+        scores = tuple(
+            scored.get(w.name) or Score(w.name, 0.0, note=self._note(w, ask, now))
+            for w in self.fleet.of(ask.model)
+        )
+        if decision is not None:
+            return replace(decision, scores=scores)
+        if (refusal := placing.hopeless(self.fleet, ask, now, NOBODY)) is None:
+            message = "Every worker that can hold it is full: it would wait in the queue."
+            refusal = Refusal(429, Reason.FLEET_FULL, message)
+        return replace(refusal, scores=scores)
+
+    def _note(self, worker: Worker, ask: Ask, now: float) -> str:
+        barred = self.links.note(worker, now)
+        return barred or placing.note(worker, ask, now) or self._rule.note(worker)
+
+    def _refused(self, model: str, refusal: Refusal) -> Refusal:
+        self._count(model, refusal.reason)
+        return refusal
+
+    def _count(self, model: str, reason: Reason) -> None:
+        key = (model, reason)
+        self.decisions[key] = self.decisions.get(key, 0) + 1
