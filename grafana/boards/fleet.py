@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from grafana.asking import OF_MODEL, ROUTER, WINDOW, mean, quantile, quantiles, rate, ratio, within
+from grafana.asking import OF_MODEL, ROUTER, mean, quantile, quantiles, rate, ratio, within
 from grafana.panels import Board, Panel, Query, Row, Variable
 
 # Engines are other targets than routers: chosen by model alone.
@@ -295,8 +295,16 @@ TENANTS = (
 
 SELF = (
     Panel(
-        "Processor", "Of the one that a router can use.", "percentunit",
-        (Query(f"rate(process_cpu_seconds_total{{{ROUTER}}}{WINDOW})", "{{instance}}"),),
+        "Processor", "Of one for each process of a router.", "percentunit",
+        (
+            Query(
+                ratio(
+                    rate("process_cpu_seconds_total", ROUTER, "instance"),
+                    f"sum by (instance) (proxy_processes{{{ROUTER}}})",
+                ),
+                "{{instance}}",
+            ),
+        ),
         most=1, bad_above=0.85,
     ),
     Panel(

@@ -40,6 +40,7 @@ NO_ROOM = Family(
     "counter",
     "Connections to workers that this machine had no files, ports or memory for.",
 )
+PROCESSES = Family("proxy_processes", "gauge", "Processes of the router that serve.")
 QUEUE_REQUESTS = Family("proxy_queue_requests", "gauge", "Requests that wait in the router.")
 QUEUE_LIMIT = Family(
     "proxy_queue_limit_requests", "gauge", "Requests that may wait in the router at most."
@@ -247,6 +248,7 @@ def _workers(page: Page, workers: list[Worker]) -> None:
 
 def _router(page: Page, metrics: Metrics) -> None:
     queue = metrics.router.queue
+    page.values(PROCESSES, [((), 1)])
     page.values(QUEUE_REQUESTS, [((), len(queue))])
     page.values(QUEUE_LIMIT, [((), queue.most)])
     page.values(QUEUE_BYTES, [((), queue.bytes)])

@@ -72,6 +72,14 @@ def test_what_each_has_a_part_of_adds_up() -> None:
     assert found["proxy_ttft_seconds_sumshort"] == pytest.approx(3.6)
 
 
+def test_processes_and_the_files_they_may_open_are_counted_together() -> None:
+    text = Metrics(router_of(spec("a"))).render()[0].decode()
+    found, alone = sums(text, text), sums(text)
+    assert found["proxy_processes"] == 2
+    assert found["process_max_fds"] == 2 * alone["process_max_fds"]
+    assert found["process_open_fds"] == 2 * alone["process_open_fds"]
+
+
 def test_what_all_know_alike_is_the_leaders_word() -> None:
     found = sums(page({}, 2, 0), page({}, 3, 0))
     assert found["proxy_worker_inflight_requestsa"] == 2
