@@ -47,6 +47,7 @@ from proxy.processes.tides import Tides
 logger = logging.getLogger(__name__)
 
 IDLE_S, WAITING_S = 0.05, 0.005  # between two looks; those in the queue wait for what others free
+PROBED_S = 1.0  # for the first probes
 ANSWER_S = 5.0  # the supervisor has one sooner
 FAILED = 1
 
@@ -208,6 +209,12 @@ class Member:
             self._soon(self._listen())
 
     async def _listen(self) -> None:
+        """Listen once workers are known: who comes after a crash of all would be refused else."""
+        give_up = self._clock() + PROBED_S
+        while self._clock() < give_up:  # probes tell nobody of their end
+            if all(worker.probed for worker in self.app.fleet):
+                break
+            await asyncio.sleep(WAITING_S)
         await self.app.listen([bound(address) for address in self._addresses])
         gc.collect()
         gc.freeze()

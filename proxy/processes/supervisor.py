@@ -49,6 +49,7 @@ from proxy.processes.table import ALIVE, Table
 logger = logging.getLogger(__name__)
 
 MOST_BY_ITSELF = 8
+QUOTA = Path("/sys/fs/cgroup/cpu.max")  # microseconds in so many, or `max`
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.25, 30.0
 GROWN_S = 60.0  # one that dies later than that is begun again as the first time
 ANSWER_S = 2.0  # that a question may take
@@ -62,7 +63,17 @@ def how_many(config: FleetConfig) -> int:
     asked = config.router.processes
     if isinstance(asked, int):
         return asked
-    return min(len(os.sched_getaffinity(0)), MOST_BY_ITSELF)
+    return min(processors(), MOST_BY_ITSELF)
+
+
+def processors() -> int:
+    """Return how many processors this process may keep busy: a container may have less than all."""
+    allowed = len(os.sched_getaffinity(0))
+    try:
+        quota, period = QUOTA.read_text().split()
+        return allowed if quota == "max" else max(min(allowed, int(quota) // int(period)), 1)
+    except (OSError, ValueError):
+        return allowed
 
 
 class Child:

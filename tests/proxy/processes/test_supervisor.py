@@ -33,8 +33,23 @@ def test_auto_is_one_for_each_processor_up_to_a_number(
     cpus: int, wanted: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cpus)))
+    monkeypatch.setattr(module, "QUOTA", Path("/none"))
     assert how_many(config("auto")) == wanted
     assert how_many(config(3)) == 3
+
+
+@pytest.mark.parametrize(
+    ("quota", "wanted"),
+    [("max 100000", 6), ("250000 100000", 2), ("50000 100000", 1), ("9900000 100000", 6), ("?", 6)],
+)
+def test_auto_heeds_what_a_container_may_use(
+    quota: str, wanted: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(6)))
+    monkeypatch.setattr(module, "QUOTA", tmp_path / "cpu.max")
+    assert how_many(config("auto")) == 6
+    (tmp_path / "cpu.max").write_text(f"{quota}\n")
+    assert how_many(config("auto")) == wanted
 
 
 async def test_one_that_stands_still_is_killed_and_another_begins(
