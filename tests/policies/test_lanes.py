@@ -231,6 +231,34 @@ def test_a_released_one_that_is_preempted_need_not_wait_again() -> None:
     assert "b" in bench.running
 
 
+@pytest.mark.parametrize("priorities", [False, True])
+def test_a_released_one_that_stands_behind_others_stops_nobody(priorities: bool) -> None:
+    policies = laned(batch_max_wait_s=5.0, reserve_slots=0)
+    bench = Bench(policies, max_num_seqs=3, priority=priorities)
+    earlier = bench.add("earlier", 10, lane="batch", output=200)
+    bench.step()
+    urgent = iter(range(10_000))
+
+    def under_load(seconds: float) -> None:
+        while len(bench.scheduler.waiting) < 8:
+            bench.add(f"u{next(urgent)}", 10, lane="urgent", output=3)
+        bench.step(seconds)
+
+    under_load(0.01)
+    released = bench.add("released", 10, lane="batch", output=200, priority=9)
+    bench.now += 6
+    while "released" not in bench.running:
+        under_load(0.01)
+    for victim in (released, earlier):
+        bench.scheduler.running.remove(victim)
+        bench.scheduler._preempt_request(victim, 0.0)
+    bench.add("better", 10, lane="batch", output=3, priority=1)
+    since = bench.now
+    while bench.now < since + 8 and not {"earlier", "released"} <= bench.running:
+        under_load(0.05)
+    assert {"earlier", "released"} <= bench.running
+
+
 def test_who_runs_and_waits_is_shown_by_lane() -> None:
     bench = Bench(laned(), max_num_seqs=2)
     for name, lane in (("u", "urgent"), ("n", None), ("n2", None), ("b", "batch")):

@@ -166,9 +166,12 @@ class Lanes(Policy):
 
     def _is_due(self, lane: str, head: RequestView, waited: float) -> bool:
         released = self._released.get(lane)
-        if released is not None:
-            # It was preempted and is back: it has waited enough.
-            return released == head.request_id
+        if released in self._running:
+            return False
+        # It was preempted and is back: it has waited enough, and so must those preempted after it,
+        # who stand before it.
+        if released is not None and (released == head.request_id or head.num_preemptions):
+            return True
         if waited < self.max_wait_s[lane]:
             return False
         self._overdue[lane] = head.request_id
