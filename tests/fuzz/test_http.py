@@ -10,7 +10,7 @@ import tracemalloc
 
 import pytest
 
-from proxy.wire.http import RefusedError
+from proxy.wire.http import RefusedError, seconds
 from proxy.wire.request_reader import RequestReader
 from proxy.wire.response import AnswerError, AnswerReader
 from tests.fuzz import corpus, judge
@@ -201,3 +201,19 @@ def test_a_body_in_tiny_pieces_takes_little_more_than_its_size(chunked: bool) ->
     reader.feed(piece + b"0\r\n\r\n" if chunked else piece)
     [request] = reader.ready
     assert len(request.body) == size
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        b"9" * 400,
+        b"0 Jan 0 0:0:0 +99999999999999999999",
+        b"Sunday, 06-Nov-99999999999 08:49:37 GMT",
+        b"Sun,-999990699999 Nov 1994 08:49:37 GMT",
+        b"Mon, 99 Jan 2020 00:00:00 GMT",
+        b"soon",
+        b"",
+    ],
+)
+def test_a_time_that_no_calendar_has_says_nothing(value: bytes) -> None:
+    assert seconds(value) is None
