@@ -3,8 +3,9 @@
 Idea: virtual token counters (VTC, Sheng et al., OSDI 2024). Each tenant has a counter of the tokens
 it was served, over its weight; whose counter is the least goes first. Nobody is held back while
 there is room, so nothing is lost by it. One who comes back after it had nothing waiting is lifted
-to the least of those that wait: what it did not use is not saved up, and what it had while nobody
-wanted it is not held against it.
+to the least of those that wait: what it did not use is not saved up. What it had while nobody
+waited for that is not held against it, be it before others came or at workers of another model or
+size. Each class has standings of its own: one's batches change nothing for one's chats.
 
 A request is charged when it is placed, with its prompt, less what is cached, and the output that it
 is likely to write; tokens beyond that as they pass, and what was too much is given back at its end.
@@ -53,18 +54,18 @@ def charge(settings: FairnessSettings, tenant: Tenant, ask: Ask, cached: int) ->
     output = ask.expected_output * ask.samples
     ask.paid = max(ask.prompt_tokens - cached, 0) + settings.cached_weight * cached
     ask.prepaid = output
-    tenant.charge(ask.paid + settings.output_weight * output)
+    tenant.charge(ask.paid + settings.output_weight * output, ask.rank, free=ask.free)
 
 
 def charge_output(settings: FairnessSettings, ask: Ask, tokens: float) -> None:
     """Charge output tokens beyond those that were, or give back where it is less than nothing."""
     if (tenant := ask.tenant) is not None:
-        tenant.charge(settings.output_weight * tokens)
+        tenant.charge(settings.output_weight * tokens, ask.rank, free=ask.free)
 
 
 def give_back(tenant: Tenant, ask: Ask) -> None:
     """Give back what a prompt cost that came to nothing."""
-    tenant.charge(-ask.paid)
+    tenant.charge(-ask.paid, ask.rank, free=ask.free)
     ask.paid = 0.0
 
 
@@ -84,8 +85,8 @@ class Turns:
         tenant.waiting += 1
         waiting = self._waiting[rank]
         if tenant not in waiting:
-            floor = min((each.virtual for each in waiting), default=self._floors[rank])
-            tenant.virtual = max(tenant.virtual, floor)
+            standings = (each.standing(rank) for each in waiting)
+            tenant.lift(rank, min(standings, default=self._floors[rank]))
             waiting.add(tenant)
 
     def went(self, tenant: Tenant, rank: Rank, *, last: bool) -> None:
@@ -93,4 +94,4 @@ class Turns:
         tenant.waiting -= 1
         if last:
             self._waiting[rank].discard(tenant)
-            self._floors[rank] = max(self._floors[rank], tenant.virtual)
+            self._floors[rank] = max(self._floors[rank], tenant.standing(rank))

@@ -55,6 +55,7 @@ class Placer:
         *,
         explain: bool,
         aged: bool = False,
+        free: bool = False,
         admission: AdmissionSettings | None = None,
     ) -> Lease | Refusal | None:
         view = self._look(ask, now, tried, explain=explain)
@@ -75,7 +76,7 @@ class Placer:
         worker = decision.worker
         lease = self.fleet.charge(ask, decision, now)
         if ask.tenant is not None:
-            halves = decision.handover
+            ask.free, halves = free, decision.handover
             cached = decision.cached_tokens if halves is None else halves.cached_tokens
             fairness.charge(self.settings.fairness, ask.tenant, ask, cached)
         if ask.prefix:

@@ -57,8 +57,8 @@ class Line:
     @property
     def turn(self) -> Turn:
         """Say when it goes: the least comes first."""
-        virtual = self.tenant.virtual if self.tenant is not None else 0.0
-        return self.rank, virtual, self.tickets[0].since
+        standing = self.tenant.standing(self.rank) if self.tenant is not None else 0.0
+        return self.rank, standing, self.tickets[0].since
 
 
 class Elsewhere(Protocol):

@@ -140,8 +140,9 @@ class Router(Leases):
         # Whoever waits goes first.
         queue = self.queue
         strict = None if tried else self.settings.admission
-        if tried or ask.pinned or not queue.stands_before(ask):
-            answer = self._place(ask, now, tried, explain=explain, admission=strict)
+        free = not queue.stands_before(ask)
+        if free or tried or ask.pinned:
+            answer = self._place(ask, now, tried, explain=explain, free=free, admission=strict)
             if answer is not None:
                 return answer
         refusal = placing.hopeless(self.fleet, ask, now, tried)

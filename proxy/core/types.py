@@ -99,6 +99,7 @@ class Ask:
     salt: str = ""  # of its cached prefix: with another, the same text is another prefix
     fields: dict[str, bytes | None] | None = None  # of its body, that are set or taken out
     entered: int = -1  # tokens taken from its tenant's limit, while it is in flight; else -1
+    free: bool = False  # nobody waited for what it was given
     paid: float = 0.0  # that its tenant was charged for its prompt when it was placed
     prepaid: int = 0  # output tokens that were charged, and may not have been written yet
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,9 +14,10 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from proxy.core import fairness
 from proxy.core.fairness import FairnessSettings
 from proxy.core.queue import End, Queue
-from proxy.core.tenants import Rank, Tenant, TenantSpec
-from proxy.core.types import Ask, Reason, Refusal, Ticket
-from tests.proxy.core.making import ask
+from proxy.core.router import Router
+from proxy.core.tenants import Rank, Tenant, Tenants, TenantSpec
+from proxy.core.types import Ask, Outcome, Reason, Refusal, Ticket
+from tests.proxy.core.making import LONG, SHORT, ask, placed, router_of, spec, waits
 
 INTERACTIVE, STANDARD, BATCH = Rank
 SETTINGS = FairnessSettings()
@@ -159,6 +161,91 @@ def test_what_was_had_while_nobody_wanted_it_is_not_held_against_anyone() -> Non
         hall.push(of(early))
     hall.place(20)
     assert Counter(hall.names())["early"] in (9, 10, 11)
+
+
+def test_nor_is_it_where_the_other_begins_to_wait_first() -> None:
+    """At night one has all; in the morning a crowd comes, and then the one again."""
+    router, early, late = router_of(spec("w", most=1)), tenant("early"), tenant("late")
+    for _ in range(50):
+        lease = placed(router.submit(of(early), 0.0))
+        router.tokens(lease, 500)
+        router.finish(lease, 0.0, Outcome.DONE)
+    assert early.virtual > 50_000
+    assert turns(router, late, early)["early"] == 10
+
+
+def test_nor_what_one_had_of_another_size() -> None:
+    """An application whose shorts never wait has its share where its longs do."""
+    workers = spec("s", SHORT, 1000), spec("l", LONG, 10_000, most=1)
+    router = router_of(*workers, policy="length", short_limit=500)
+    chat, job = tenant("chat"), tenant("job")
+
+    def shorts() -> None:
+        for _ in range(10):
+            router.finish(placed(router.submit(of(chat), 0.0)), 0.0, Outcome.DONE)
+
+    shorts()
+    assert turns(router, job, chat, shorts, prompt=800, long=True)["chat"] == 10
+
+
+def turns(
+    router: Router,
+    first: Tenant,
+    second: Tenant,
+    between: Callable[[], None] = lambda: None,
+    **fields: Any,
+) -> Counter[str]:
+    """Have two wait for one place, and count who has how many of twenty turns."""
+    lease = placed(router.submit(of(tenant("before"), **fields), 0.0))
+    for who in (first, second):
+        for _ in range(30):
+            waits(router.submit(of(who, **fields), 0.0))
+    names = Counter[str]()
+    for _ in range(20):
+        between()
+        router.finish(lease, 0.0, Outcome.DONE)
+        [(ticket, answer)] = router.due(0.0)
+        lease = placed(answer)
+        assert ticket.ask.tenant is not None
+        names[ticket.ask.tenant.name] += 1
+    return names
+
+
+def test_batches_of_ones_own_change_nothing_where_one_chats() -> None:
+    """Batch has had much in its gaps: who joins there with a batch is as far there, and no more."""
+    hall, night, chat, other = Hall(), tenant("night", rank=BATCH), tenant("chat"), tenant("other")
+    hall.push(of(night))
+    night.virtual = 1e9
+    line = of(chat)
+    line.rank = BATCH
+    hall.push(line)
+    for _ in range(20):
+        hall.push(of(other))
+        hall.push(of(chat))
+    hall.place(20)
+    assert Counter(hall.names())["chat"] == 10
+    for _ in range(20):
+        hall.push(of(night))
+        line = of(chat)
+        line.rank = BATCH
+        hall.push(line)
+    hall.place(20)  # the rest of the chats
+    hall.place(20)
+    assert Counter(hall.names()[-20:])["chat"] in range(8, 13), "nor the other way round"
+
+
+def test_in_another_class_one_begins_as_high_as_those_who_are_there() -> None:
+    tenants = Tenants()
+    tenants.replace([TenantSpec("moved", INTERACTIVE), TenantSpec("there")], {})
+    moved, there = tenants
+    moved.virtual = 1e9
+    tenants.replace([TenantSpec("moved"), TenantSpec("there")], {})
+    hall = Hall()
+    for _ in range(20):
+        hall.push(of(there))
+        hall.push(of(moved))
+    hall.place(20)
+    assert Counter(hall.names())["moved"] in (9, 10, 11)
 
 
 def test_alone_one_has_all_of_it() -> None:
