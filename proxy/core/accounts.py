@@ -18,7 +18,10 @@ def enter(ask: Ask, now: float, *, again: bool) -> Refusal | None:
     if again:
         tenant.ledger.enter_again(now, tokens)
     else:
-        breach = tenant.ledger.enter(now, tokens, ask.largest_prompt - ask.prompt_error)
+        # To be cut off where a context ends makes it no shorter for its tenant.
+        sure = ask.sure_prompt
+        sure = ask.largest_prompt - ask.prompt_error if sure < 0 else sure
+        breach = tenant.ledger.enter(now, tokens, sure)
         if breach is not None:
             which = breach.limit.value
             limited = tenant.totals.limited

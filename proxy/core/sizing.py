@@ -30,6 +30,12 @@ COMPLETION_OUTPUT = 16  # vLLM's own when /v1/completions states none
 OUTPUT_KEYS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
 MOST_SAMPLES = 4096
 COUNTABLE = ("chat/completions", "completions")
+# The routes on which vLLM 0.32 heeds `truncate_prompt_tokens`; on others it says nothing.
+CUT = "truncate_prompt_tokens"
+CUTTING = frozenset(
+    ["chat/completions", "chat/completions/batch", "completions", "embeddings", "pooling",
+     "classify", "score", "rerank", "v2/rerank"]
+)  # fmt: skip
 
 
 @dataclass(slots=True)
@@ -109,7 +115,7 @@ class Sizer:
         else:
             ask.generates = False
         ask.samples = samples * extent.prompts
-        if route.truncates or "truncate_prompt_tokens" in body:
+        if route.truncates or (body.get(CUT) is not None and route.name in CUTTING):
             _cut(ask, body, extent.prompts)
         return ask
 
@@ -151,7 +157,9 @@ def _output(route: Route, body: dict[str, Any]) -> tuple[int | None, int]:
 
 def _cut(ask: Ask, body: dict[str, Any], prompts: int) -> None:
     """Heed that the worker cuts prompts off: at so many tokens, or else where its context ends."""
-    most = count(body.get("truncate_prompt_tokens"))
+    most = count(body.get(CUT))
+    sure = ask.largest_prompt - ask.prompt_error
+    ask.sure_prompt = sure if most is None else min(sure, most)
     if most is None:
         ask.prompt_error = ask.largest_prompt
     else:

@@ -84,6 +84,7 @@ class Ask:
     stream: bool = False
     samples: int = 1  # sequences an engine makes of it: prompts times `n`
     counted: bool = False
+    sure_prompt: int = -1  # that a largest prompt has at least which a worker may cut; else -1
     long: bool = False  # its total budget is above the fleet's `short_limit`
     prefix: tuple[int, ...] = ()  # chained hashes of the prompt's blocks, first block first
     prefix_bytes: int = 0  # bytes of body from where the prompt starts

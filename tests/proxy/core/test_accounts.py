@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -11,7 +12,18 @@ from proxy.core.limits import Limits
 from proxy.core.router import Router
 from proxy.core.tenants import Rank, Tenant, TenantSpec
 from proxy.core.types import Ask, Lease, Outcome, Reason, Role, Usage
-from tests.proxy.core.making import ask, idle, placed, refused, router_of, spec, waits, worker_of
+from tests.proxy.core.making import (
+    ask,
+    chat,
+    idle,
+    placed,
+    refused,
+    route,
+    router_of,
+    spec,
+    waits,
+    worker_of,
+)
 
 
 def tenant(name: str = "t", rank: Rank = Rank.STANDARD, **limits: int) -> Tenant:
@@ -63,6 +75,16 @@ def test_a_prompt_may_be_too_long_for_a_key() -> None:
     assert refusal.retry_after_s is None
     placed(router.submit(of(who, 110, error=10), 0.0))  # the benefit of the doubt
     placed(router.submit(of(who, 100), 0.0))
+
+
+@pytest.mark.parametrize("cut", [None, -1, 101, "x"])
+def test_to_ask_for_less_than_all_of_it_is_no_way_around(cut: object) -> None:
+    router, who = router_of(spec("w")), tenant(max_prompt_tokens=100)
+    for path in ("/v1/chat/completions", "/v1/messages"):
+        body = json.dumps(chat("x" * 4000, max_tokens=1) | {"truncate_prompt_tokens": cut}).encode()
+        asked = router.read(route(path), body, b"application/json", "id", who)
+        assert isinstance(asked, Ask)
+        assert refused(router.submit(asked, 0.0)).code == "context_length_exceeded"
 
 
 @pytest.mark.parametrize(

@@ -151,6 +151,19 @@ def test_a_prompt_that_is_cut_off_is_no_longer_than_that() -> None:
         assert ask.needs - ask.prompt_error == 0
 
 
+@pytest.mark.parametrize(
+    ("path", "cut"),
+    [
+        ("/v1/chat/completions", None),  # vLLM's own default
+        ("/v1/messages", 1),  # which does not know it
+        ("/v1/messages", -1),
+    ],
+)
+def test_what_cuts_nothing_changes_nothing(path: str, cut: int | None) -> None:
+    body = chat("x" * 40_000)
+    assert size(body | {"truncate_prompt_tokens": cut}, path) == size(body, path)
+
+
 def test_a_count_ends_all_doubt() -> None:
     sizer = Sizer()
     ask = size(chat("x" * 4000), sizer=sizer)
