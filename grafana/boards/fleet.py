@@ -293,6 +293,25 @@ TENANTS = (
     ),
 )  # fmt: skip
 
+BATCHES = (
+    Panel(
+        "Batch lines", "By what became of them; `sent_again` counts tries.", "reqps",
+        (Query(rate("proxy_batch_lines_total", ROUTER, "outcome"), "{{outcome}}"),), stacked=True,
+    ),
+    Panel(
+        "Batch lines in flight", "Of all batches; they run in the gaps that others leave.", "short",
+        (Query(f"sum(proxy_batch_lines_in_flight{{{ROUTER}}})", "in flight"),),
+    ),
+    Panel(
+        "Batches that are not over", "By state, and whether they have paused for want of a disk.",
+        "short",
+        (
+            Query(f"sum by (status) (proxy_batches{{{ROUTER}}})", "{{status}}"),
+            Query(f"max(proxy_batches_paused{{{ROUTER}}})", "paused"),
+        ),
+    ),
+)  # fmt: skip
+
 SELF = (
     Panel(
         "Processor", "Of one for each process of a router.", "percentunit",
@@ -325,6 +344,29 @@ SELF = (
             Query(f"sum(proxy_client_connections{{{ROUTER}}})", "clients"),
             Query(f"sum by (state) (proxy_upstream_connections{{{ROUTER}}})", "workers, {{state}}"),
         ),
+    ),
+    Panel(
+        "Files open", "Of those that a router may open; a stream takes two.", "percentunit",
+        (
+            Query(
+                ratio(
+                    f"sum by (instance) (process_open_fds{{{ROUTER}}})",
+                    f"sum by (instance) (process_max_fds{{{ROUTER}}})",
+                ),
+                "{{instance}}",
+            ),
+        ),
+        most=1, bad_above=0.8,
+    ),
+    Panel(
+        "Connections without room", "To workers, for which the machine had no files or ports.",
+        "reqps",
+        (
+            Query(
+                rate("proxy_connects_without_room_total", ROUTER, "instance"), "{{instance}}"
+            ),
+        ),
+        bad_above=0.1,
     ),
     Panel(
         "Bytes per token", "Learnt from `usage`; sizes are estimated by it.", "short",
@@ -368,6 +410,7 @@ BOARD = Board(
         Row("After the first token", TOKENS),
         Row("The router's queue", QUEUE),
         Row("Tenants", TENANTS),
+        Row("Batches", BATCHES),
         Row("Workers", WORKERS),
         Row("The router itself", SELF),
     ),

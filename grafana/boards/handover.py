@@ -74,6 +74,17 @@ WHETHER = (
         ),
     ),
     Panel(
+        "Links left alone",
+        "Times that two workers were given no hand-over for a while, because some had failed in a "
+        "row.", "reqps",
+        (
+            Query(
+                rate("proxy_handover_bars_total", ROUTER, "prefill, decode"),
+                "{{prefill}} to {{decode}}",
+            ),
+        ),
+    ),
+    Panel(
         "Warm-ups", "Connections between prefill and decode workers that the router had made.",
         "reqps", (Query(rate("proxy_handover_warmups_total", ROUTER, "outcome"), "{{outcome}}"),),
     ),
@@ -154,6 +165,11 @@ SIDES_ROW = (
             ),
         ),
         most=1, bad_above=0.9,
+    ),
+    Panel(
+        "Prompts held", "Prefilled, and yet to be fetched: their blocks stay where they are.",
+        "short",
+        (Query(f"sum by (worker) (proxy_worker_held_prompts{{{PREFILL}}})", "{{worker}}"),),
     ),
     Panel(
         "Prompt tokens charged to prefill workers", "That they have yet to compute.", "short",

@@ -168,6 +168,27 @@ def test_what_alerts_and_rules_ask_for_is_declared() -> None:
     assert declared.recorded() == set(RECORDED)
 
 
+# What a router shows that nobody looks at in a graph, and why.
+SHOWN_NOWHERE = {
+    "process_start_time_seconds": "for the runbook: whether it restarted",
+    "process_virtual_memory_bytes": "what is resident is on a board",
+}
+
+
+def test_all_that_a_router_shows_is_on_a_board_or_in_a_rule() -> None:
+    from tests.prometheus.tools import ALERTS, RECORDED
+
+    asked = set().union(
+        *(series(expr) for board in BOARDS for _, expr in board.expressions()),
+        *(series(variable.metric) for board in BOARDS for variable in board.variables),
+        *map(series, [*RECORDED.values(), *(a["expr"] for a in ALERTS.values())]),
+    )
+    # Of a histogram, any of its three series will do.
+    asked_of = {re.sub("_(bucket|sum|count)$", "", name) for name in asked}
+    shown = {re.sub("_(bucket|sum|count)$", "", name) for name in declared.routers()}
+    assert shown - asked_of == set(SHOWN_NOWHERE)
+
+
 def test_grafana_finds_boards_and_prometheus_where_compose_puts_them() -> None:
     compose = yaml.safe_load((ROOT / "deploy" / "compose" / "compose.yaml").read_text())["services"]
     mounted = {v.split(":")[1]: v.split(":")[0] for v in compose["grafana"]["volumes"]}

@@ -41,6 +41,9 @@ PUT = {
 # Queries that may have nothing to show, and why.
 MAY_BE_EMPTY = {
     "min by (name) (proxy_discovery_up{$}) == 0": "shows pools only while nothing is told of them",
+    "sum by (prefill, decode) (rate(proxy_handover_bars_total{$}[20s]))": "shows links only "
+    "once some hand-overs in a row have failed on them",
+    "sum by (status) (proxy_batches{$})": "shows batches only while there are some",
 }
 SPLIT = """
 model: tiny
@@ -75,6 +78,7 @@ router:
   admin: {{port: {admin}}}
   probe: {{interval_s: 1}}
   retries: {{budget: 1}}
+  batches: {{path: {batches}}}
 """
 
 
@@ -163,6 +167,7 @@ class Scene:
         urls: dict[str, object] = {name: fake.url for name, fake in self.fakes.items()}
         found = self.fakes["found"].port
         urls["keys"] = self.folder / "keys"
+        urls["batches"] = self.folder / "batches"
         (self.folder / "keys").write_text(CHAT)
         for name, text, port, admin in (
             ("split", SPLIT, self.split, self.admin),
