@@ -10,6 +10,8 @@ import pytest
 
 from vllm_sched.cli.main import main
 from vllm_sched.cost.profiles import PROFILES
+from vllm_sched.cost.threshold import Regime
+from vllm_sched.policies.deferred_prefill import DeferredPrefillSettings
 
 PAPER = ("--slots", "256", "--mean-output", "200", "--mean-prompt", "220")
 
@@ -60,6 +62,19 @@ def test_a_tail_target_makes_it_smaller(tmp_path: Path) -> None:
     assert 1 < tight["regimes"]["apart"]["run"] < free["regimes"]["apart"]["run"]
 
 
+def test_what_it_would_run_is_what_the_policy_would(tmp_path: Path) -> None:
+    slow = (*PAPER, "--profile", "a100-70b-tp4")
+    run = saved(tmp_path, *slow)["regimes"]["apart"]["run"]
+    # Half of the longest hold is for so many departures to come together.
+    longest = saved(tmp_path, *slow, "--max-delay-ms", "60000")["regimes"]["apart"]
+    assert 1 < run < longest["run"]
+    regime = Regime(**longest["regime"])
+    assert regime.hold(run) <= 0.5 * DeferredPrefillSettings().max_delay_ms / 1000
+    assert regime.hold(run + 1) > 0.5 * DeferredPrefillSettings().max_delay_ms / 1000
+    never = saved(tmp_path, *slow, "--max-delay-ms", "0")["regimes"]["apart"]
+    assert never["run"] == 1
+
+
 def test_one_step_prefills_no_more_than_its_budget(tmp_path: Path) -> None:
     found = saved(tmp_path, *PAPER, "--profile", "a100-8b", "--budget", "2048")
     assert found["regimes"]["apart"]["recursion"] == 9
@@ -89,6 +104,8 @@ def test_the_picture(tmp_path: Path) -> None:
         ([*PAPER, "--profile", "a100-8b", "--plot", "curve.png"], "ends in .svg"),
         ([*PAPER, "--profile", "a100-8b", "--save", "no/such/x.json"], "there is no folder"),
         ([*PAPER, "--profile", "a100-8b", "--mixed-ms", "-1"], "--mixed-ms -1"),
+        ([*PAPER, "--profile", "a100-8b", "--itl-ms", "nan"], "--itl-ms nan"),
+        ([*PAPER, "--profile", "a100-8b", "--max-delay-ms", "inf"], "--max-delay-ms inf"),
         (["--slots", "0", *PAPER[2:], "--profile", "a100-8b"], "--slots 0"),
         (["--slots", "8", "--mean-output", "0", *PAPER[4:], "--profile", "a100-8b"], "mean_output"),
     ],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -22,6 +23,7 @@ from vllm_sched.cost.recursion import Recursion
 from vllm_sched.cost.step_time import StepTime
 from vllm_sched.cost.threshold import WORTHWHILE, Regime, closed_form, to_run
 from vllm_sched.errors import UsageError
+from vllm_sched.policies.deferred_prefill import K_STANDS, DeferredPrefillSettings
 
 POINTS_DRAWN = 96
 MOST_SLOTS = 4096
@@ -71,6 +73,13 @@ def add_threshold(commands: argparse._SubParsersAction[argparse.ArgumentParser])
         help="max_num_batched_tokens, which bounds what one step can prefill (default: no bound)",
     )
     add("--itl-ms", type=float, metavar="MS", help="cap K so that no batch makes a longer gap")
+    add(
+        "--max-delay-ms",
+        type=float,
+        default=DeferredPrefillSettings().max_delay_ms,
+        metavar="MS",
+        help="cap K so that nobody is held for longer, as the policy does (default: %(default)g)",
+    )
     add("--seed", type=int, default=0, help="of the simulation")
     add("--save", type=Path, metavar="FILE.json", help="write all figures, and the curve")
     add("--plot", type=Path, metavar="FILE.svg", help="draw throughput against K")
@@ -151,9 +160,9 @@ def check(args: argparse.Namespace) -> None:
     """Refuse what would fail, or take minutes."""
     if not 1 <= args.slots <= MOST_SLOTS:
         raise UsageError(f"--slots {args.slots}: give max_num_seqs, 1 to {MOST_SLOTS}")
-    for name in ("mixed_ms", "itl_ms", "budget"):
+    for name in ("mixed_ms", "itl_ms", "max_delay_ms", "budget"):
         value = getattr(args, name)
-        if value is not None and value < 0:
+        if value is not None and not (math.isfinite(value) and value >= 0):
             raise UsageError(f"--{name.replace('_', '-')} {value:g}: give 0 or more")
     if args.plot:
         chart.check_suffix(args.plot)
@@ -203,7 +212,11 @@ def _find(
     )
     exact = Recursion(regime)
     best, formula = exact.best(), closed_form(regime)
-    run = to_run(regime, itl_s=None if args.itl_ms is None else args.itl_ms / 1000)
+    run = to_run(
+        regime,
+        itl_s=None if args.itl_ms is None else args.itl_ms / 1000,
+        max_delay_s=K_STANDS * args.max_delay_ms / 1000,
+    )
     rows: dict[int, str] = {1: ""}
     roles = [(run, "to run"), (formula, "formula"), (best, "best"), *(also or {}).items()]
     for k, role in roles:

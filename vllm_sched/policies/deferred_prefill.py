@@ -53,6 +53,8 @@ RECKON_EVERY, ENOUGH_REQUESTS = 64, 8
 PROBE_EVERY: Final = 64
 # The share of what was seen of lengths that outlives one more request.
 MEMORY: Final = 0.98
+# The share of the longest hold for which K stands; then it falls.
+K_STANDS: Final = 0.5
 NOBODY = LaneCount()
 ENDS: Final = ("departures", "room", "few", "idle", "overdue")
 End = Literal["departures", "room", "few", "idle", "overdue"]
@@ -279,7 +281,7 @@ class DeferredPrefill(Policy):
         progress = max(lasted / self._longest_s, self._steps / self.settings.max_delay_steps)
         if progress >= 1:
             return "overdue"
-        wanted = math.ceil(self.threshold * min(2 * (1 - progress), 1.0))
+        wanted = math.ceil(self.threshold * min((1 - progress) / (1 - K_STANDS), 1.0))
         if waiting < wanted:
             return "few"
         if (step.free_slots if self._slots_full else self._departed) >= wanted:
@@ -315,6 +317,5 @@ class DeferredPrefill(Policy):
         self.threshold = to_run(
             regime,
             itl_s=None if itl_ms is None else itl_ms / 1000,
-            # K holds for the first half of the longest hold.
-            max_delay_s=self._longest_s / 2,
+            max_delay_s=K_STANDS * self._longest_s,
         )
