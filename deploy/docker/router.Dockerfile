@@ -1,4 +1,4 @@
-# The router: Python and what it imports, no vLLM, no torch. From the repository's root:
+# The router: Python and what it imports (what traces take too), no vLLM, no torch. From the repository's root:
 #
 #     docker build --file deploy/docker/router.Dockerfile --tag vllm-sched/router:0.1.0 .
 FROM python:3.12.12-slim-bookworm AS build
@@ -7,7 +7,7 @@ RUN python -m venv /opt/venv
 COPY pyproject.toml README.md LICENSE ./
 COPY proxy proxy
 COPY vllm_sched vllm_sched
-RUN /opt/venv/bin/pip install --no-cache-dir --no-compile .
+RUN /opt/venv/bin/pip install --no-cache-dir --no-compile '.[otel]'
 
 FROM python:3.12.12-slim-bookworm
 RUN useradd --system --uid 10001 --no-create-home --shell /usr/sbin/nologin router

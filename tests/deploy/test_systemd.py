@@ -49,6 +49,7 @@ def test_it_stops_slowly_restarts_and_may_do_little(name: str) -> None:
     assert service["Restart"] == "on-failure"
     assert service["NoNewPrivileges"] == "yes"
     assert service["CapabilityBoundingSet"] == ""
+    assert service["KillMode"] == "mixed"  # the others of several processes are told by the first
     assert service["ProtectSystem"] == "strict"
     assert int(service["LimitNOFILE"]) >= 8192
     assert service.get("DynamicUser") == "yes" or service.get("User") == "vllm-sched"
