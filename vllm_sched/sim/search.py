@@ -41,7 +41,8 @@ COARSE, FINE = 1.12, 1.03  # how near the two sides of a rate come
 COARSE_REQUESTS, FINE_REQUESTS = 500, 2000
 COARSE_LASTS, FINE_LASTS = 10.0, 25.0
 LEAST_TTFT_S: Final = 3.0
-MOST_REQUESTS: Final = 30_000
+# But no more than so many: a large fleet is steadier, and plans are waited for.
+COARSE_MOST, FINE_MOST = 5_000, 15_000
 WARM: Final = 0.2  # of a run, in which it fills up: not counted
 FINALISTS: Final = 3  # of each family
 SAMPLE: Final = 4000  # requests that the traffic is known by
@@ -156,8 +157,8 @@ class Search:
         lasts = (FINE_LASTS if fine else COARSE_LASTS) * max(
             question.targets.ttft or 0.0, LEAST_TTFT_S
         )
-        least = FINE_REQUESTS if fine else COARSE_REQUESTS
-        count = max(round(min(max(rate * lasts, least), MOST_REQUESTS) * question.effort), 50)
+        least, most = (FINE_REQUESTS, FINE_MOST) if fine else (COARSE_REQUESTS, COARSE_MOST)
+        count = max(round(min(max(rate * lasts, least), most) * question.effort), 50)
         return min(count, question.source.count or count)
 
     def play(self, shape: Shape, rate: float, *, fine: bool, seed: int = 0) -> Run:
