@@ -40,7 +40,10 @@ def read_keys(
         own = 0
         for name, word in _words(tenant, path, environ, problems):
             if (digest := _digest(word)) is None:
-                why = "is not a key of 16 or more letters, digits and signs, and no sha256:..."
+                why = (
+                    "is not a key of 16 or more letters, digits and signs, nor sha256: and 64 of "
+                    "0-9a-f; give what `vllm-sched key` prints"
+                )
                 problems.append(Problem(f"{path}.{name}", why))
                 continue
             own += 1
@@ -94,6 +97,8 @@ def _words(
 def _digest(word: str) -> bytes | None:
     if found := HASH.fullmatch(word):
         return bytes.fromhex(found[1])
+    if word.lower().startswith("sha256:"):
+        return None  # a hash, not quite as it should be: taken for a key, it would be one
     return sha256(word.encode()).digest() if KEY.fullmatch(word) else None
 
 

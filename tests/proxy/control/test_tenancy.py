@@ -67,6 +67,8 @@ def test_each_has_its_own(tmp_path: Path) -> None:
     [
         ("short\n", "is not a key of 16"),
         ("with some spaces in it\n", "is not a key of 16"),
+        (hashed(KEYS[0]).upper(), "nor sha256: and 64 of 0-9a-f"),
+        (hashed(KEYS[0])[:-1], "nor sha256: and 64 of 0-9a-f"),
         ("sha256:abc\n", None),
         ("\n# nothing\n", "has no key"),
         (None, "can't be read"),
