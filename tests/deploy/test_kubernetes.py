@@ -378,6 +378,24 @@ def test_scaling_asks_for_metrics_that_there_are(name: str, tmp_path: Path) -> N
             assert float(trigger["metadata"]["threshold"]) > 0
 
 
+@pytest.mark.parametrize("name", [name for name in COMPONENTS if name.startswith("keda")])
+def test_a_pool_that_is_full_gets_more_workers(name: str, tmp_path: Path) -> None:
+    # What waits in the router is charged to nobody: where a pool takes only so many, a threshold at
+    # or above that would never be passed.
+    thresholds: dict[str, float] = {}
+    for each in kinds(with_component(tmp_path, name), "ScaledObject"):
+        for trigger in each["spec"]["triggers"]:
+            query = trigger["metadata"]["query"]
+            if "proxy_worker_inflight_requests" in query:
+                (role,) = re.findall(r'role="(\w+)"', query)
+                thresholds[role] = float(trigger["metadata"]["threshold"])
+    discovery = fleet(COMPONENTS[name], tmp_path).discovery
+    assert discovery is not None
+    for pool in discovery.pools:
+        if pool.max_requests is not None:
+            assert thresholds[pool.role] < pool.max_requests, pool.name
+
+
 def test_monitors_find_pods_and_their_ports(tmp_path: Path) -> None:
     objects = with_component(tmp_path, "pod-monitor")
     seen = []
