@@ -18,64 +18,22 @@ should stay away.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterator
 from heapq import heapify, heappop, heappush
-from itertools import count, islice
+from itertools import count
 from math import ceil, inf
-from sys import maxsize
-from typing import Protocol
 
 from proxy.core.fairness import FairnessSettings, Turns
-from proxy.core.room import APART, Amounts, Room
-from proxy.core.tenants import Rank, Tenant
-from proxy.core.types import Ask, Lease, Refusal, Ticket
+from proxy.core.lines import LONG, SHORT, Elsewhere, Key, Line, Place, Turn, key_of, place_of
+from proxy.core.passing import End, Round
+from proxy.core.room import Amounts, Room
+from proxy.core.tenants import Rank
+from proxy.core.types import Ask, Ticket
 
 SPAN_S = 5.0  # over which places that became free are counted
 LONGEST_RETRY_S = 120
-SHORT, LONG = "short", "long"
-LOOK = 16  # tickets looked at in a line, and tried at a place, before it is given up
 SPARE = 64  # tickets that have left and are still known by their deadlines, before they are swept
 BATCH = Rank.BATCH
-Place = tuple[str, str]  # model and size
-Key = tuple[Place, Rank, Tenant | None]
-Turn = tuple[Rank, float, float]  # class, the tenant's counter, since when
-End = Lease | Refusal
-
-
-class Line:
-    """Those of one tenant, class, model and size, who came first in front."""
-
-    __slots__ = ("key", "least", "place", "rank", "tenant", "tickets")
-
-    def __init__(self, key: Key) -> None:
-        self.key = key
-        self.place, self.rank, self.tenant = key
-        self.tickets: deque[Ticket] = deque()
-        self.least = maxsize  # context that any of them needs, or any that was here
-
-    @property
-    def turn(self) -> Turn:
-        """Say when it goes: the least comes first."""
-        standing = self.tenant.standing(self.rank) if self.tenant is not None else 0.0
-        return self.rank, standing, self.tickets[0].since
-
-
-class Elsewhere(Protocol):
-    """The queues of other processes, as far as they have told."""
-
-    length: int
-    bytes: int
-    tokens: int
-
-    def moved(self) -> None:
-        """Tell them of this one."""
-
-    def before(self, place: Place, rank: int) -> bool:
-        """Whether any of a class above this number waits there."""
-
-    def goes_first(self, place: Place, turn: Turn, now: float) -> bool:
-        """Whether somebody there is to have what is free now, before one whose turn is this."""
 
 
 class Queue:
@@ -145,7 +103,7 @@ class Queue:
         """Whether anybody waits who goes before a request that comes now."""
         if not self.length and self.elsewhere is None:
             return False
-        place = ask.model, LONG if ask.long else SHORT
+        place = place_of(ask)
         if self.elsewhere is not None and self.elsewhere.before(place, ask.rank + 1):
             return True
         counts = self._counts.get(place)
@@ -167,7 +125,7 @@ class Queue:
 
     def ahead_of(self, ask: Ask) -> int:
         """Reckon how many that wait will go before a request that comes now."""
-        place = ask.model, LONG if ask.long else SHORT
+        place = place_of(ask)
         own = self._lines.get((place, ask.rank, ask.tenant))
         turns = len(own.tickets) + 1 if own else 1
         ahead = 0
@@ -185,7 +143,7 @@ class Queue:
         """Let one wait."""
         wait_s = self.fairness.batch_wait_s if ask.rank is BATCH else self.max_wait_s
         ticket = Ticket(ask, now, now + wait_s, tried, explain)
-        key = _key(ticket)
+        key = key_of(ticket)
         line = self._lines.get(key)
         if line is None:
             line = self._lines[key] = Line(key)
@@ -209,7 +167,7 @@ class Queue:
             return False
         ticket.left = True
         ask = ticket.ask
-        line = self._lines[_key(ticket)]
+        line = self._lines[key_of(ticket)]
         line.tickets.remove(ticket)
         if not line.tickets:
             del self._lines[line.key]
@@ -251,83 +209,11 @@ class Queue:
         self, end: Callable[[Ticket], End | None], now: float = 0.0
     ) -> Iterator[tuple[Ticket, End]]:
         """Let those go for whom there is an end, in their turns."""
-        # What one could not do with, none at its place can do with who needs as much.
-        least: dict[Place, int] = {}
-        misses: dict[Place, int] = {}
-        while (found := self._next(end, now, least, misses)) is not None:
+        ages, elsewhere = self.fairness.ages, self.elsewhere
+        turn = Round(self._lines, end, now, ages, self._aged, elsewhere)
+        while (found := turn.next()) is not None:
             self.remove(found[0])
             yield found
-
-    def _next(
-        self,
-        end: Callable[[Ticket], End | None],
-        now: float,
-        least: dict[Place, int],
-        misses: dict[Place, int],
-    ) -> tuple[Ticket, End] | None:
-        first: dict[str, Rank] = {}  # the highest class that waits, of each model
-        aged_ones: set[tuple[str, Rank]] = set()  # classes that go before those above them
-        for line in self._lines.values():
-            model = line.place[0]
-            first[model] = min(first.get(model, BATCH), line.rank)
-            if self._is_aged(line, now):
-                aged_ones.add((model, line.rank))
-        turns: list[tuple[bool, Rank, float, float, int]] = []
-        lines = list(self._lines.values())
-        for at, line in enumerate(lines):
-            aged = (line.place[0], line.rank) in aged_ones
-            if line.rank is BATCH and first[line.place[0]] is not BATCH and not aged:
-                continue
-            others = self.elsewhere
-            if others is not None and not aged and others.goes_first(line.place, line.turn, now):
-                continue
-            turns.append((not aged, *line.turn, at))
-        turns.sort()
-        for late, rank, _, _, at in turns:
-            line = lines[at]
-            ended = self._first_of(line, end, least, misses, aged=not late)
-            if ended is not None:
-                model = line.place[0]
-                if not late and rank > first[model]:
-                    self._aged.add(model)
-                else:
-                    self._aged.discard(model)
-                return ended
-        return None
-
-    def _is_aged(self, line: Line, now: float) -> bool:
-        """Whether one of a line has its class go before higher ones, this time."""
-        if line.place[0] in self._aged:
-            return False
-        return now - line.tickets[0].since >= self.fairness.ages[line.rank]
-
-    def _first_of(
-        self,
-        line: Line,
-        end: Callable[[Ticket], End | None],
-        least: dict[Place, int],
-        misses: dict[Place, int],
-        *,
-        aged: bool,
-    ) -> tuple[Ticket, End] | None:
-        """Find who may go: the head, or else one that could do with less than all before it."""
-        place = line.place
-        apart = place[1] == APART
-        if not apart and line.least >= least.get(place, maxsize):
-            return None
-        for ticket in islice(line.tickets, LOOK):
-            needs = ticket.ask.needs
-            if not apart and needs >= least.get(place, maxsize):
-                continue
-            if misses.get(place, 0) >= LOOK:
-                break
-            ticket.aged = aged
-            if (ended := end(ticket)) is not None:
-                return ticket, ended
-            misses[place] = misses.get(place, 0) + 1
-            # That batch leaves room free says nothing of others; they have been asked before.
-            least[place] = min(least.get(place, maxsize), needs)
-        return None
 
     # When to come back
 
@@ -348,10 +234,3 @@ class Queue:
         wait = self.wait_s(now, self.length)
         wait = self.max_wait_s if wait is None else wait
         return min(max(ceil(wait), 1), LONGEST_RETRY_S)
-
-
-def _key(ticket: Ticket) -> Key:
-    ask = ticket.ask
-    if ticket.tried or ask.pinned:
-        return (ask.model, APART), ask.rank, ask.tenant
-    return (ask.model, LONG if ask.long else SHORT), ask.rank, ask.tenant

@@ -19,7 +19,7 @@ from proxy.core.tenants import Rank, Tenant
 from proxy.core.types import Ask, Ticket
 
 if TYPE_CHECKING:
-    from proxy.core.queue import Line
+    from proxy.core.lines import Line
 
 BATCH = Rank.BATCH
 APART = "apart"

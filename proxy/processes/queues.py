@@ -16,7 +16,8 @@ from proxy.core.tenants import Rank
 from proxy.processes.table import BYTES, PLACES, TOKENS, WAITING, Front
 
 if TYPE_CHECKING:
-    from proxy.core.queue import Place, Queue, Turn
+    from proxy.core.lines import Place, Turn
+    from proxy.core.queue import Queue
     from proxy.processes.sharing import Sharing
 
 BEAT_S = 0.01

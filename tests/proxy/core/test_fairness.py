@@ -13,7 +13,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from proxy.core import fairness
 from proxy.core.fairness import FairnessSettings
-from proxy.core.queue import End, Queue
+from proxy.core.passing import End
+from proxy.core.queue import Queue
 from proxy.core.router import Router
 from proxy.core.tenants import Rank, Tenant, Tenants, TenantSpec
 from proxy.core.types import Ask, Outcome, Reason, Refusal, Ticket

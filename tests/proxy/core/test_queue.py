@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from proxy.core.queue import LONGEST_RETRY_S, SPAN_S, End, Queue
+from proxy.core.passing import End
+from proxy.core.queue import LONGEST_RETRY_S, SPAN_S, Queue
 from proxy.core.types import Reason, Refusal, Ticket
 from tests.proxy.core.making import ask
 

@@ -1,0 +1,64 @@
+"""Those who wait, as the queue keeps them: a line for each model, size, class and tenant."""
+
+from __future__ import annotations
+
+from collections import deque
+from sys import maxsize
+from typing import Protocol
+
+from proxy.core.room import APART
+from proxy.core.tenants import Rank, Tenant
+from proxy.core.types import Ask, Ticket
+
+SHORT, LONG = "short", "long"
+Place = tuple[str, str]  # model and size
+Key = tuple[Place, Rank, Tenant | None]
+Turn = tuple[Rank, float, float]  # class, the tenant's counter, since when
+
+
+class Line:
+    """Those of one tenant, class, model and size, who came first in front."""
+
+    __slots__ = ("key", "least", "place", "rank", "tenant", "tickets")
+
+    def __init__(self, key: Key) -> None:
+        self.key = key
+        self.place, self.rank, self.tenant = key
+        self.tickets: deque[Ticket] = deque()
+        self.least = maxsize  # context that any of them needs, or any that was here
+
+    @property
+    def turn(self) -> Turn:
+        """Say when it goes: the least comes first."""
+        standing = self.tenant.standing(self.rank) if self.tenant is not None else 0.0
+        return self.rank, standing, self.tickets[0].since
+
+
+class Elsewhere(Protocol):
+    """The queues of other processes, as far as they have told."""
+
+    length: int
+    bytes: int
+    tokens: int
+
+    def moved(self) -> None:
+        """Tell them of this one."""
+
+    def before(self, place: Place, rank: int) -> bool:
+        """Whether any of a class above this number waits there."""
+
+    def goes_first(self, place: Place, turn: Turn, now: float) -> bool:
+        """Whether somebody there is to have what is free now, before one whose turn is this."""
+
+
+def place_of(ask: Ask) -> Place:
+    """Name where one waits who comes now."""
+    return ask.model, LONG if ask.long else SHORT
+
+
+def key_of(ticket: Ticket) -> Key:
+    """Name the line where one waits."""
+    ask = ticket.ask
+    if ticket.tried or ask.pinned:
+        return (ask.model, APART), ask.rank, ask.tenant
+    return place_of(ask), ask.rank, ask.tenant
