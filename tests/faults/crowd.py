@@ -18,7 +18,8 @@ WHOLE, REFUSED, TORN, LEFT, NOBODY = "whole", "refused", "torn", "left", "nobody
 # Beyond the router's own patience with workers, its queue and all its retries.
 HANGS_S = 30.0
 REFUSALS = {429, 500, 502, 503, 504}
-GONE = (BrokenError, ConnectionError, asyncio.IncompleteReadError)
+# The last is uvloop's word for a transport that was closed just now.
+GONE = (BrokenError, ConnectionError, asyncio.IncompleteReadError, RuntimeError)
 
 
 class WrongError(AssertionError):
@@ -49,7 +50,7 @@ class Crowd:
                 client = await Client.connect(
                     self.port, rcvbuf=4096 if dice.random() < 0.1 else None
                 )
-            except OSError:
+            except (OSError, RuntimeError):
                 self.outcomes[NOBODY] += 1
                 await asyncio.sleep(0.05)
                 continue

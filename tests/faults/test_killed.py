@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.faults.crowd import LEFT, NOBODY, REFUSED, TORN, WHOLE, Crowd
+from tests.faults.crowd import GONE, LEFT, NOBODY, REFUSED, TORN, WHOLE, Crowd
 from tests.faults.troupe import Troupe
 from tests.proxy.wire.client import Client, get
 from tests.proxy.wire.site import eventually
@@ -36,11 +36,11 @@ async def serves(port: int) -> None:
         while True:
             try:
                 client = await Client.connect(port)
-            except OSError:
+                answer = await client.ask(get("/ready"), within=READY_S)
+                client.close()
+            except (OSError, *GONE):
                 await asyncio.sleep(0.05)
                 continue
-            answer = await client.ask(get("/ready"), within=READY_S)
-            client.close()
             if answer.status == 200:
                 return
             await asyncio.sleep(0.05)
