@@ -138,13 +138,26 @@ def test_without_policies_it_is_seen_all_the_same(registry: CollectorRegistry) -
     assert values(registry, "step_tokens_total") == {("prefill",): 150, ("decode",): 2}
 
 
+@pytest.mark.parametrize(
+    "policies",
+    [
+        LONG,
+        {"chunk_budget": {}},
+        {"chunk_budget": {"chunk": 40}},
+        {"deferred_prefill": {"departures": 2}},
+        {"deferred_prefill": {"departures": 2}, "chunk_budget": {}},
+    ],
+    ids=str,
+)
 def test_predictions_come_with_what_they_are_made_of(
-    registry: CollectorRegistry, monkeypatch: pytest.MonkeyPatch
+    registry: CollectorRegistry,
+    monkeypatch: pytest.MonkeyPatch,
+    policies: Mapping[str, Mapping[str, object]],
 ) -> None:
     times = iter(range(10_000_000))
     monkeypatch.setattr(watched, "FIT_EVERY", 1)
     monkeypatch.setattr(PolicyScheduler, "clock", lambda _: next(times) * 1e-3)
-    scheduler = make_scheduler(LONG)
+    scheduler = make_scheduler(policies)
     for i in range(40):
         scheduler.add_request(make_request(30 + i, output=20))
     drain(scheduler)

@@ -93,7 +93,11 @@ class Seen:
         self._lanes: dict[str, LaneKey] = {}  # that those who run came from
         self._idle = False  # and said so
         # A policy's own, if one has it: a second would learn the same.
-        fits = [fit for p in policies if isinstance(fit := getattr(p, "fit", None), OnlineFit)]
+        fits = [
+            fit
+            for p in policies
+            if p.learns and isinstance(fit := getattr(p, "fit", None), OnlineFit)
+        ]
         self._fit = fits[0] if fits else OnlineFit()
         self._fits = not fits
         classing = [n for n, policy in enumerate(policies) if policy.name == CLASSES_BY]

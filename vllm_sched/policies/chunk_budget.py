@@ -78,6 +78,7 @@ class ChunkBudget(Policy):
     def __init__(self, facts: EngineFacts, settings: ChunkBudgetSettings) -> None:
         super().__init__(facts, settings)
         self.fit = OnlineFit()
+        self.learns = settings.chunk is None
         self.margin = FIRST_MARGIN
         self._itl_s = settings.itl_ms / 1000
         self._bound = float(FIRST_CHUNK)
@@ -156,7 +157,7 @@ class ChunkBudget(Policy):
 
     def observe(self, result: StepResult) -> None:
         """Learn from the step, and from how far off the prediction was."""
-        if self.settings.chunk is not None:
+        if not self.learns:
             return
         tokens = sum(chunk.tokens for chunk in result.chunks)
         pairs = sum(chunk.attention for chunk in result.chunks)

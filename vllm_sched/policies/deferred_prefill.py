@@ -135,6 +135,7 @@ class DeferredPrefill(Policy):
         self.threshold = 1 if asked == "auto" else asked
         self.best = float(self.threshold)
         self.fit = OnlineFit()
+        self.learns = self._auto
         self.lengths = Lengths()
         self._longest_s = settings.max_delay_ms / 1000
         self._step = Step(index=0, now=0.0, budget=0, decodes=0, prefills=())
@@ -238,7 +239,7 @@ class DeferredPrefill(Policy):
         """Learn what steps take and how long prompts are."""
         tokens = sum(chunk.tokens for chunk in result.chunks)
         self.lengths.prefilled(tokens)
-        if not self._auto:
+        if not self.learns:
             return
         if tokens and result.decodes:
             self._mixed_in_a_row += 1

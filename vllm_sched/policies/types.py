@@ -130,6 +130,8 @@ class Policy:
     arranges: bool = False
     # Whether prefills stand before decodes, so that they get all they can use of the budget.
     prefills_lead: bool = False
+    # Whether its `fit` learns what every step takes: then whoever watches need not learn the same.
+    learns: bool = False
 
     def __init__(self, facts: EngineFacts, settings: Settings) -> None:
         self.facts = facts
