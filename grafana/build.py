@@ -1,5 +1,7 @@
 """Write the boards into `grafana/dashboards/`, or check that they are what this would write.
 
+The rules for the Prometheus operator (`grafana.rules`) too.
+
 python -m grafana.build            # write
 python -m grafana.build --check    # fail if a file differs, or asks for a metric nobody has
 """
@@ -12,6 +14,7 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
+from grafana import rules
 from grafana.boards import engine, fleet, handover
 from grafana.panels import Board, series, to_json
 
@@ -62,10 +65,11 @@ def main(told: list[str] | None = None) -> int:
         FOLDER.mkdir(exist_ok=True)
         for name, text in files().items():
             (FOLDER / name).write_text(text, encoding="utf-8")
+        rules.FILE.write_text(rules.written(), encoding="utf-8")
         return 0
     from grafana.declared import all_of_them
 
-    wrong = differing() + undefined(BOARDS, all_of_them())
+    wrong = differing() + rules.differing() + undefined(BOARDS, all_of_them())
     for line in wrong:
         sys.stderr.write(line + "\n")
     return 1 if wrong else 0

@@ -10,6 +10,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
+from grafana import rules
 from proxy.config import FleetConfig
 from proxy.control import scrape
 from proxy.control.exposition import Family
@@ -31,6 +32,7 @@ from tests.deploy.rendered import (
     rendered,
     templates,
 )
+from tests.prometheus.tools import PROMETHEUS, groups
 from vllm_sched.cli.fleet import read
 from vllm_sched.cli.serve import vllm_command
 
@@ -394,6 +396,18 @@ def test_a_pool_that_is_full_gets_more_workers(name: str, tmp_path: Path) -> Non
     for pool in discovery.pools:
         if pool.max_requests is not None:
             assert thresholds[pool.role] < pool.max_requests, pool.name
+
+
+def test_the_operator_has_the_rules_that_other_prometheuses_have(tmp_path: Path) -> None:
+    assert rules.differing() == []
+    (rule,) = kinds(with_component(tmp_path, "pod-monitor"), "PrometheusRule")
+    assert rule["metadata"]["namespace"] == "vllm-sched"
+    assert rule["spec"]["groups"] == groups("rules.yml") + groups("alerts.yml")
+
+
+def test_rules_that_are_out_of_date_are_told() -> None:
+    (line,) = rules.differing(PROMETHEUS / "rules.yml")
+    assert "deploy/prometheus/rules.yml is out of date; run python -m grafana.build" in line
 
 
 def test_monitors_find_pods_and_their_ports(tmp_path: Path) -> None:
