@@ -3,10 +3,11 @@ SHELL := /usr/bin/env bash
 BIN := .venv/bin
 OUT ?= out/demo
 ROUNDS ?= 3
+MINUTES ?= 30
 FLEET ?= deploy/fleets/cpu-demo.yaml
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo compare up test lint format bench bench-router boards clean
+.PHONY: help setup demo compare up test lint format bench bench-router boards figures fuzz soak reliability sbom audit clean
 
 help: ## show this
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 18
@@ -49,6 +50,26 @@ bench-router: setup ## what the router costs beside the Rust ones, against its t
 
 boards: setup ## write the dashboards in grafana/dashboards anew
 	@$(BIN)/python -m grafana.build
+
+figures: setup ## the figures of docs/evaluation.md anew, in docs/figures (minutes)
+	@$(BIN)/python -m benchmarks.figures --out docs/figures
+
+fuzz: setup ## 100,000 messages made wrong against the readers of HTTP
+	@$(BIN)/python -m benchmarks.fuzz --requests 100000
+
+soak: setup ## the router under load and faults, 30 minutes; MINUTES=5 for less
+	@$(BIN)/python -m benchmarks.soak --minutes $(MINUTES)
+
+reliability: setup ## the same troubles for our router and two others
+	@$(BIN)/python -m benchmarks.reliability
+
+sbom: setup ## what the router is made of, as CycloneDX, in out/sbom.json
+	@mkdir -p out
+	@$(BIN)/python scripts/sbom.py > out/sbom.json
+
+audit: setup ## asks an advisory service about what is installed (network)
+	@$(BIN)/uv tool run pip-audit --path \
+		"$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
 
 clean: ## remove what the commands above made
 	rm -rf .venv out .pytest_cache .mypy_cache .ruff_cache .hypothesis
