@@ -25,7 +25,7 @@ from vllm_sched.cost.transfer import TransferTime
 from vllm_sched.errors import UsageError
 from vllm_sched.sim import plan as planning
 from vllm_sched.sim.models import PIECE_S, TRANSFER, TRANSFER_SETUP_S
-from vllm_sched.sim.search import Question
+from vllm_sched.sim.search import SAME, Question
 from vllm_sched.sim.shapes import POLICIES
 
 if TYPE_CHECKING:
@@ -231,7 +231,8 @@ def _otherwise(found: Plan, rate: float | None) -> Iterator[str]:
             yield f"{unit} {what}: there is no such fleet"
             continue
         change = other.rate / best.rate - 1
-        yield f"{unit} {what}: {other.rate:.3g} requests/s in time ({change:+.0%}), {other.shape}"
+        size = f"{change:+.0%}" if abs(change) > SAME else "less than such a search can tell"
+        yield f"{unit} {what}: {other.rate:.3g} requests/s in time ({size}), {other.shape}"
     if each > 1:
         yield f"a single GPU more or fewer changes nothing: a worker takes {each}"
     if rate is not None:
