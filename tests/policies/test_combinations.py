@@ -100,6 +100,22 @@ def test_while_decodes_pause_a_step_is_not_cut_for_their_sake() -> None:
     assert bench.step() == {"A": 64}
 
 
+@pytest.mark.parametrize(
+    "pausing",
+    [{"prefill_first": {}}, {"deferred_prefill": {"departures": 1, "exclusive": True}}],
+    ids=str,
+)
+def test_while_decodes_pause_for_batch_it_has_the_whole_step(
+    pausing: dict[str, dict[str, object]],
+) -> None:
+    bench = Bench({**pausing, "lanes": {"reserve_slots": 0}})
+    bench.add("d", 10, output=500)
+    bench.step()
+    bench.add("b", 160, lane="batch")
+    assert bench.steps(3) == [{"b": 64}, {"b": 64}, {"b": 32}]
+    assert bench.step() == {"d": 1, "b": 1}
+
+
 def test_everybody_gets_in_within_the_sum_of_all_bounds() -> None:
     bounds = {
         "lanes": {"batch_max_wait_s": 4.0, "normal_max_wait_s": 2.0},

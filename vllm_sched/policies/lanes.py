@@ -221,10 +221,12 @@ class Lanes(Policy):
             return tokens
         if self._overdue.get(BATCH) == request.request_id or self.rank(request) < PLACES[BATCH]:
             return tokens
-        if self._step is not None:
-            if self._others_prefill(self._step):
-                self._batch_left = 0
+        if (step := self._step) is not None:
             self._step = None
+            if self._others_prefill(step):
+                self._batch_left = 0
+            elif step.decoding and not step.decodes:
+                self._batch_left = step.budget  # they pause until it is done
         granted = min(tokens, self._batch_left)
         self._batch_left -= granted
         return granted
