@@ -97,6 +97,7 @@ class App:
         self._minute = LiveState(self.metrics, lambda: self.wire.draining)
         self.live = Live(self.metrics, self._minute, self.wire.clock)
         self.logs = Logs(config, self.metrics)
+        self.metrics.log_lines_dropped = lambda: self.logs.writer.dropped
         self.tracing = Tracing(config.router.tracing) if config.router.tracing else None
         if self.tracing is not None:
             self.metrics.begin_trace = self.tracing.begin

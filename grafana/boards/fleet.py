@@ -369,6 +369,11 @@ SELF = (
         bad_above=0.1,
     ),
     Panel(
+        "Log lines dropped", "Because whoever reads the log is too slow.", "cps",
+        (Query(rate("proxy_log_lines_dropped_total", ROUTER, "instance"), "{{instance}}"),),
+        bad_above=0.1,
+    ),
+    Panel(
         "Bytes per token", "Learnt from `usage`; sizes are estimated by it.", "short",
         (
             Query(

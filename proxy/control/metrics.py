@@ -96,6 +96,7 @@ class Metrics:
         # Replaced by whoever owns the connections.
         self.upstream_connections: Callable[[], Iterable[ConnectionCount]] = tuple
         self.under_way: Callable[[], Iterable[Seen]] = tuple
+        self.log_lines_dropped: Callable[[], int] = int  # replaced by whoever writes the log
         # Replaced by whoever looks for workers.
         self.discovered: Callable[[], Iterable[PoolCount]] = tuple
         self.batches: BatchCounts | None = None  # set where batches are on

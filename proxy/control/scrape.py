@@ -46,6 +46,11 @@ QUEUE_LIMIT = Family(
     "proxy_queue_limit_requests", "gauge", "Requests that may wait in the router at most."
 )
 QUEUE_BYTES = Family("proxy_queue_bytes", "gauge", "Bytes of the bodies that wait in the router.")
+LOG_DROPPED = Family(
+    "proxy_log_lines_dropped",
+    "counter",
+    "Lines of the log that were not written, because whoever reads it is too slow.",
+)
 LOOP_LAG = Family(
     "proxy_loop_lag_seconds",
     "histogram",
@@ -254,6 +259,7 @@ def _router(page: Page, metrics: Metrics) -> None:
     page.values(QUEUE_BYTES, [((), queue.bytes)])
     page.values(CLIENTS, [((), metrics.client_connections)])
     page.values(NO_ROOM, [((), metrics.connects_failed)])
+    page.values(LOG_DROPPED, [((), metrics.log_lines_dropped())])
     connections = metrics.upstream_connections()
     page.values(UPSTREAM, (((worker, state), count) for worker, state, count in connections))
     found = list(metrics.discovered())

@@ -83,8 +83,11 @@ async def test_it_serves_and_tells(app: App) -> None:
             assert [worker["name"] for worker in await answer.json()] == ["a", "b"]
         async with session.get(f"{app.admin_url}/admin/decisions") as answer:
             assert [entry["status"] for entry in await answer.json()] == [200]
+        app.logs.writer.dropped = 7
         async with session.get(f"{app.url}/metrics") as answer:
-            assert "proxy_requests_total{" in await answer.text()
+            page = await answer.text()
+        assert "proxy_requests_total{" in page
+        assert "\nproxy_log_lines_dropped_total 7\n" in page
 
 
 async def test_a_reload_takes_a_worker_out_and_leaves_its_request_alone(

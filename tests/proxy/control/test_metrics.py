@@ -217,6 +217,12 @@ def test_the_version_and_the_process_are_shown(metrics: Metrics) -> None:
     assert resident > 1e6
 
 
+def test_lines_of_the_log_that_were_dropped(metrics: Metrics) -> None:
+    assert value(metrics, "proxy_log_lines_dropped_total") == 0
+    metrics.log_lines_dropped = lambda: 3
+    assert value(metrics, "proxy_log_lines_dropped_total") == 3
+
+
 def test_a_process_is_one(metrics: Metrics) -> None:
     assert value(metrics, "proxy_processes") == 1
 
@@ -334,7 +340,7 @@ def test_every_family_is_there_in_both_formats(
         "proxy_loop_lag_seconds", "proxy_discovery_up", "proxy_discovery_workers",
         "proxy_worker_kv_usage_ratio", "proxy_worker_kv_capacity_tokens",
         "proxy_worker_held_prompts", "proxy_handover_bars", "proxy_connects_without_room",
-        "proxy_processes",
+        "proxy_processes", "proxy_log_lines_dropped",
     }  # fmt: skip
     for name in ours:
         assert found[name].samples, name
