@@ -175,6 +175,9 @@ async def test_a_stored_response_is_found_from_every_process(
         asking = request(json.dumps(fields).encode(), path="/v1/responses")
         assert (await first.ask(asking)).status == 200
         [holder] = [key for key, fake in fakes.items() if len(fake.served) > counts[key]]
+        for fake in fakes.values():  # else a follow-up that is too early would be taken for it
+            body = {"id": f"next_{number}", "object": "response", "status": "completed"}
+            fake.always(scripts.answer(200, json.dumps(body).encode()))
         fields["previous_response_id"] = name
         following = request(json.dumps(fields).encode(), path="/v1/responses")
         # It is told by the end of the turn; nothing says when that was.
