@@ -12,6 +12,7 @@ import pytest
 
 from proxy.config import FleetConfig, WorkerConfig
 from tests.deploy.rendered import ROOT
+from vllm_sched.cli.fleet import read
 
 SYSTEMD = ROOT / "deploy" / "systemd"
 PROGRAM = "/opt/vllm-sched/bin/vllm-sched"
@@ -54,6 +55,11 @@ def test_it_stops_slowly_restarts_and_may_do_little(name: str) -> None:
     assert int(service["LimitNOFILE"]) >= 8192
     assert service.get("DynamicUser") == "yes" or service.get("User") == "vllm-sched"
     assert service["ExecStart"].startswith(f"{PROGRAM} ")
+
+
+def test_fleets_that_it_may_be_given_have_drained_before_it_is_killed() -> None:
+    longest = max(read(path).router.drain_s for path in (ROOT / "deploy" / "fleets").glob("*.yaml"))
+    assert float(unit(UNITS[0])["Service"]["TimeoutStopSec"]) > longest
 
 
 def test_there_is_a_folder_for_batches_that_nobody_else_reads() -> None:
