@@ -85,7 +85,7 @@ class Turns:
         tenant.waiting += 1
         waiting = self._waiting[rank]
         if tenant not in waiting:
-            standings = (each.standing(rank) for each in waiting)
+            standings = (each.standings[rank] for each in waiting)
             tenant.lift(rank, min(standings, default=self._floors[rank]))
             waiting.add(tenant)
 
@@ -94,4 +94,4 @@ class Turns:
         tenant.waiting -= 1
         if last:
             self._waiting[rank].discard(tenant)
-            self._floors[rank] = max(self._floors[rank], tenant.standing(rank))
+            self._floors[rank] = max(self._floors[rank], tenant.standings[rank])

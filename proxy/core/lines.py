@@ -30,7 +30,7 @@ class Line:
     @property
     def turn(self) -> Turn:
         """Say when it goes: the least comes first."""
-        standing = self.tenant.standing(self.rank) if self.tenant is not None else 0.0
+        standing = self.tenant.standings[self.rank] if self.tenant is not None else 0.0
         return self.rank, standing, self.tickets[0].since
 
 

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
 from hashlib import sha256
+from math import inf
 
 from proxy.core.limits import Ledger, Limits
 
@@ -53,15 +54,17 @@ class Totals:
 class Tenant:
     """A tenant: its share, and what it has of it."""
 
-    __slots__ = ("charged", "free", "ledger", "lifts", "spec", "totals", "virtual", "waiting")
+    __slots__ = ("charged", "ledger", "spec", "standings", "totals", "virtual", "waiting")
 
     def __init__(self, spec: TenantSpec, totals: Totals | None = None) -> None:
         self.spec = spec
         self.totals = totals or Totals()
         self.ledger = Ledger(spec.limits)
         self.virtual = 0.0  # tokens it was served, by its weight: see `fairness`
-        self.free = 0.0  # of these, those that nobody waited for: not held against it
-        self.lifts = {spec.rank: 0.0}  # by class: what it was away for, less what it had in others
+        # By class, of these what others waited for, and what it was away for: whose is the least
+        # goes next. Where it never was it begins where the others are.
+        self.standings = [-inf] * len(Rank)
+        self.standings[spec.rank] = 0.0
         self.charged = 0.0  # by this process, since ever, and not free
         self.waiting = 0  # in the queue
 
@@ -74,27 +77,22 @@ class Tenant:
         """What the operator calls it."""
         return self.spec.name
 
-    def standing(self, rank: Rank) -> float:
-        """Say what it was served as far as that counts in a class: whose is the least goes next."""
-        return self.virtual - self.free + self.lifts.get(rank, 0.0)
-
     def lift(self, rank: Rank, floor: float) -> None:
-        """Let it stand no lower than others of a class; where it is new there, as high as they."""
-        own = self.virtual - self.free
-        self.lifts[rank] = max(self.lifts.get(rank, floor - own), floor - own)
+        """Let it stand no lower than others of a class."""
+        self.standings[rank] = max(self.standings[rank], floor)
 
     def charge(self, tokens: float, rank: Rank | None = None, *, free: bool = False) -> None:
         """Count tokens that it is served here, in a class; `free`: nobody waits for them."""
         share = tokens / self.spec.weight
         self.virtual += share
-        if free:
-            self.free += share
-        else:
+        if not free:
+            self.standings[self.spec.rank if rank is None else rank] += share
             self.charged += share
-            rank = self.spec.rank if rank is None else rank
-            for other in self.lifts:
-                if other is not rank:
-                    self.lifts[other] -= share
+
+    def charged_elsewhere(self, share: float) -> None:
+        """Count what another process charged it, in whichever class."""
+        self.virtual += share
+        self.standings[self.spec.rank] += share
 
     def may_use(self, model: str) -> bool:
         """Whether a model is for it."""

@@ -91,7 +91,7 @@ class Tenancy:
             running += taken.running
             known = peer.charged.get(row, 0.0)
             if taken.charged != known:
-                tenant.virtual += taken.charged - known
+                tenant.charged_elsewhere(taken.charged - known)
                 peer.charged[row] = taken.charged
         tenant.ledger.elsewhere = running
 

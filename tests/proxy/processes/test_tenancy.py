@@ -98,9 +98,9 @@ def test_shares_follow_what_was_served_anywhere(crews: Crews) -> None:
     for name in ("none", "much", "little"):
         waits(submit(crew, 1, name))
     [first, second] = tenant(crew, 1, "much"), tenant(crew, 1, "little")
-    stands = first.standing(Rank.STANDARD)
-    assert stands == pytest.approx(tenant(crew, 0, "much").standing(Rank.STANDARD)) == 10_000
-    assert second.standing(Rank.STANDARD) == 100, "what nobody waited for is no matter"
+    stands = first.standings[Rank.STANDARD]
+    assert stands == pytest.approx(tenant(crew, 0, "much").standings[Rank.STANDARD]) == 10_000
+    assert second.standings[Rank.STANDARD] == 100, "what nobody waited for is no matter"
     for lease in leases[:2]:
         crew.finish(0, lease)
     crew.now += 1.0
