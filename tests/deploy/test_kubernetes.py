@@ -32,7 +32,7 @@ from tests.deploy.rendered import (
     rendered,
     templates,
 )
-from tests.prometheus.tools import PROMETHEUS, groups
+from tests.prometheus.tools import ALERTS, PROMETHEUS, groups
 from vllm_sched.cli.fleet import read
 from vllm_sched.cli.serve import vllm_command
 
@@ -248,6 +248,9 @@ def test_nobody_is_killed_while_it_drains(name: str, tmp_path: Path) -> None:
     template, container = router(name)
     takes = sleeps(container) + fleet(name, tmp_path).router.drain_s
     assert takes < template["spec"]["terminationGracePeriodSeconds"]
+    # A router that drains takes no connections, Prometheus' neither: nobody is to get up for that.
+    minutes = int(ALERTS["RouterDown"]["for"].removesuffix("m"))
+    assert template["spec"]["terminationGracePeriodSeconds"] <= minutes * 60
     for what, container, pod in workers(name):
         if not what.endswith("/workerTemplate"):
             takes = sleeps(container) + int(flag(container, "shutdown-timeout") or 0)
