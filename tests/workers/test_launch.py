@@ -7,6 +7,7 @@ import importlib.metadata
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -146,6 +147,19 @@ def test_it_runs_in_a_folder_of_its_own() -> None:
 
 def test_ports_are_free_and_not_offered_twice() -> None:
     assert len({free_port() for _ in range(50)}) == 50
+
+
+def test_ports_are_none_that_an_outgoing_connection_may_have_by_then(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with socket.socket() as outgoing:
+        outgoing.bind(("127.0.0.1", 0))
+        assert outgoing.getsockname()[1] not in launch.PORTS
+    with socket.create_server(("127.0.0.1", free_port())) as taken:
+        port = taken.getsockname()[1]
+        monkeypatch.setattr(launch, "PORTS", range(port, port + 8))
+        monkeypatch.setattr(launch, "_handed_out", set())
+        assert port < free_port() < port + 8
 
 
 @pytest.fixture

@@ -17,6 +17,7 @@ import importlib.metadata
 import json
 import os
 import re
+import secrets
 import shutil
 import signal
 import socket
@@ -29,7 +30,7 @@ import urllib.request
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Final, Self
 
 from vllm_sched.errors import UsageError, VllmSchedError
 from vllm_sched.policies.registry import parse_settings
@@ -378,16 +379,23 @@ def _tail(log: Path) -> list[str]:
     return [line for line in lines if not NOISE.match(line)][-LOG_TAIL:]
 
 
+# Below those that Linux and others give to outgoing connections.
+PORTS: Final = range(12_000, 32_000)
 _handed_out: set[int] = set()
 
 
 def free_port() -> int:
     """Pick a port that nobody listens on, and that was not picked here before."""
     while True:
+        # A worker takes half a minute to bind. The kernel gives its own range to whoever connects
+        # meanwhile, and offers the same port again.
+        port = PORTS.start + secrets.randbelow(len(PORTS))
+        if port in _handed_out:
+            continue
         with socket.socket() as probe:
-            probe.bind((LOOPBACK, 0))
-            port = int(probe.getsockname()[1])
-        # A worker takes half a minute to bind: the kernel may offer the same port again.
-        if port not in _handed_out:
-            _handed_out.add(port)
-            return port
+            try:
+                probe.bind((LOOPBACK, port))
+            except OSError:
+                continue
+        _handed_out.add(port)
+        return port
