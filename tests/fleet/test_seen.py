@@ -131,6 +131,7 @@ def told_by(file: Path, sender: Worker) -> list[dict[str, object]]:
 async def test_the_trace_on_a_signal_while_it_works(seen: Worker, file: Path) -> None:
     async with client_of(seen) as client:
         long = asyncio.create_task(complete(client, prompt(8000, 9500), 4))
+        await settled(seen, running=1, waiting=0)
         await complete(client, prompt(8001, 90), 4)
         assert not long.done()
         events = await asyncio.to_thread(told_by, file, seen)
