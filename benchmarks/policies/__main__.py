@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             console.print(f"{name}: {error}", style="red", markup=False, highlight=False)
             failed = True
             continue
-        for each in (*found.tables, table(name, found.promises)):
+        for each in (found.table, table(name, found.promises)):
             console.print(each)
         if found.warning:
             console.print(found.warning, style="yellow", highlight=False)

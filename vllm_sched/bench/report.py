@@ -147,12 +147,12 @@ def figures(baseline: Sequence[Round], candidate: Sequence[Round]) -> list[Figur
 
     def pooled(group: str, measure: str, samples: Samples, percent: float) -> Figure:
         theirs, ours = (percentile(samples(r, group), percent) for r in (baseline, candidate))
-        return Figure(group, measure, SECONDS, theirs, ours, _ratio(ours, theirs))
+        return Figure(group, measure, SECONDS, theirs, ours, ratio_of(ours, theirs))
 
     def rated(group: str, measure: str, unit: str, of: Callable[[Round], float | None]) -> Figure:
         pairs = [(of(a), of(b)) for a, b in zip(baseline, candidate, strict=True)]
         theirs, ours = _median(a for a, _ in pairs), _median(b for _, b in pairs)
-        return Figure(group, measure, unit, theirs, ours, _median(_ratio(b, a) for a, b in pairs))
+        return Figure(group, measure, unit, theirs, ours, _median(ratio_of(b, a) for a, b in pairs))
 
     played = {r.klass for each in (*baseline, *candidate) for r in each.records}
     lines: list[Figure] = []
@@ -281,7 +281,8 @@ def _per_second(amount: float, seconds: float) -> float | None:
     return amount / seconds if seconds > 0 else None
 
 
-def _ratio(ours: float | None, theirs: float | None) -> float | None:
+def ratio_of(ours: float | None, theirs: float | None) -> float | None:
+    """Divide, where both were measured."""
     return ours / theirs if ours is not None and theirs else None
 
 
