@@ -20,6 +20,7 @@ from vllm_sched.cli.load import (
     add_workload,
     asked,
     check_outputs,
+    keep,
     run_interruptibly,
     salt_of,
     schedule_of,
@@ -70,14 +71,7 @@ def run_bench(args: argparse.Namespace) -> int:
     notes = {"prompt_salt": args.prompt_salt}
     result = as_result(played, endpoint, schedule, targets, notes)
     tell(result, played, console)
-    if args.save:
-        result.save(args.save)
-        console.print(f"saved {args.save}", style="dim", highlight=False)
-    if args.plot:
-        from vllm_sched.bench.plots import draw_run
-
-        for path in draw_run(result, args.plot):
-            console.print(f"drew {path}", style="dim", highlight=False)
+    keep(result, args, console)
     if played.interrupted:
         return INTERRUPTED
     return int(any(each.error for each in played.outcomes))

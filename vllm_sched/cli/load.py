@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from vllm_sched.bench.client.player import Played, Tally
+    from vllm_sched.bench.result import Result
 
 WORKLOAD_HELP = f"{', '.join(NAMES)}; {FORMS} (default: %(default)s)"
 T = TypeVar("T")
@@ -179,6 +180,18 @@ def check_outputs(save: Path | None, plot: Path | None) -> None:
         from vllm_sched.bench.plots import check_available
 
         check_available()
+
+
+def keep(result: Result, args: argparse.Namespace, console: Console) -> None:
+    """Write and draw a run, where that was asked for."""
+    if args.save:
+        result.save(args.save)
+        console.print(f"saved {args.save}", style="dim", highlight=False)
+    if args.plot:
+        from vllm_sched.bench.plots import draw_run
+
+        for path in draw_run(result, args.plot):
+            console.print(f"drew {path}", style="dim", highlight=False)
 
 
 def run_interruptibly(work: Callable[[asyncio.Event], Awaitable[T]]) -> T:

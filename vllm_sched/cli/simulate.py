@@ -23,7 +23,7 @@ from vllm_sched.bench.result import Result
 from vllm_sched.bench.summary import table
 from vllm_sched.cli import fleet as fleet_file
 from vllm_sched.cli.bench import complain
-from vllm_sched.cli.load import add_traffic, add_workload, check_outputs, schedule_of
+from vllm_sched.cli.load import add_traffic, add_workload, check_outputs, keep, schedule_of
 from vllm_sched.cli.paths import require_folders
 from vllm_sched.cost import profiles
 from vllm_sched.errors import UsageError
@@ -134,14 +134,7 @@ def run_simulate(args: argparse.Namespace) -> int:
     result = as_result(run, args, config, schedule, targets)
     console.print(table(result.classes(), targets))
     _tell(console, result, run)
-    if args.save:
-        result.save(args.save)
-        console.print(f"saved {args.save}", style="dim", highlight=False)
-    if args.plot:
-        from vllm_sched.bench.plots import draw_run
-
-        for path in draw_run(result, args.plot):
-            console.print(f"drew {path}", style="dim", highlight=False)
+    keep(result, args, console)
     if args.trace:
         from vllm_sched.sim.perfetto import write
 
