@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import json
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -32,6 +31,7 @@ from tests.proxy.wire.client import Client, chat, request
 from tests.proxy.wire.fake_worker import Call, FakeWorker
 from tests.proxy.wire.kv import Faults, Kv
 from tests.proxy.wire.pairs import chat_body
+from vllm_sched.workers.launch import free_port
 
 STARTS_S, ANSWERS_S = 120.0, 180.0
 PUT = {
@@ -88,12 +88,6 @@ CHAT, JOBS = "sk-vs-of-the-chat-window", "sk-vs-of-jobs-at-night"
 def bearer(key: str) -> bytes:
     """Write the header that shows a key."""
     return b"Authorization: Bearer " + key.encode()
-
-
-def free_port() -> int:
-    """Find a port that nobody has."""
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        return int(taken.getsockname()[1])
 
 
 @asynccontextmanager

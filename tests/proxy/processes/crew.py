@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -17,16 +16,10 @@ from typing import Any
 import aiohttp
 
 from tests.proxy.wire.client import Client, chat, get
+from vllm_sched.workers.launch import free_port
 
 DEADLINE_S = 60.0
 PROC = Path("/proc")
-
-
-def free_port() -> int:
-    """Return a port that nobody has."""
-    with socket.create_server(("127.0.0.1", 0)) as found:
-        port: int = found.getsockname()[1]
-        return port
 
 
 class Crew:
