@@ -12,7 +12,6 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from proxy.control.trace import Leg, Trace
@@ -131,10 +130,14 @@ def spans_of(seen: Seen, now: float, route: str, reason: Reason) -> Iterator[Spa
             "gen_ai.usage.output_tokens": None if first is None else seen.opening + seen.tokens,
         },
     )  # fmt: skip
-    if seen.placed_at is not None:
-        yield "queue", new_id(64), trace.span, ns(seen.started), ns(seen.placed_at), {}
-    ends = [after.at_ns for _, after in pairwise(trace.legs)] + [wall]
-    for number, (leg, end) in enumerate(zip(trace.legs, ends, strict=True)):
+    waited_until = seen.placed_at
+    if waited_until is None and seen.queue_s:
+        waited_until = now  # and left, or was let go
+    if waited_until is not None:
+        yield "queue", new_id(64), trace.span, ns(seen.started), ns(waited_until), {}
+    # One more than there are legs where there is none: it was refused, or left.
+    ends = [after.at_ns for after in trace.legs[1:]] + [wall]
+    for number, (leg, end) in enumerate(zip(trace.legs, ends, strict=False)):
         handed = number > 0 and trace.legs[number - 1].role == PREFILL
         yield _name(leg, handed), leg.span, trace.span, leg.at_ns, end, {"proxy.worker": leg.worker}
     if first is None or not trace.legs:

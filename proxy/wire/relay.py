@@ -396,6 +396,7 @@ class Exchange:
             wire.counting.discard(count)
             count.drop()
         if (ticket := self._ticket) is not None:
+            self.record.queue_s += now - ticket.since
             del wire.queued[ticket]
             wire.router.withdraw(ticket, now)
         connection, self.connection = self.connection, None

@@ -18,7 +18,10 @@ from proxy.config.tracing import TracingConfig
 from proxy.control import tracing
 from proxy.control.trace import Trace, id_in
 from proxy.control.tracing import Tracing
+from proxy.core.types import Reason
 from proxy.errors import ConfigError, ProxyError
+from proxy.wire.record import Record
+from proxy.wire.request import Request, RequestHead
 from tests.proxy.wire.client import Client, chat
 from tests.proxy.wire.fake_worker import FakeWorker
 from tests.proxy.wire.kv import Kv
@@ -204,6 +207,32 @@ def test_the_share_that_is_traced() -> None:
     made = Tracing(TracingConfig(endpoint="http://c/v1/traces"), chance=lambda: next(chances))
     assert [made.begin(None).sampled for _ in range(2)] == [True, False]
     made.close()
+
+
+async def test_one_that_is_refused_is_traced_too(
+    tmp_path: Path, collector: Collector, workers: list[FakeWorker]
+) -> None:
+    app = await started(tmp_path, workers, f", tracing: {{endpoint: '{collector.url}', sample: 1}}")
+    client = await Client.connect(app.wire.port)
+    try:
+        assert (await client.ask(chat(model="nobody's"))).status == 404
+    finally:
+        client.close()
+        await app.stop()
+    assert {name for name, _, _ in collector.tree().values()} == {"router chat/completions"}
+
+
+def test_who_left_the_queue_has_a_span_of_the_wait() -> None:
+    record = Record()
+    record.request = Request(RequestHead(), b"")
+    record.request.trace = Trace.begin(None, sample=True)
+    record.started, record.queue_s = 10.0, 2.0
+    spans = {name: (start, end) for name, _, _, start, end, _ in tracing.spans_of(
+        record, 12.0, "completions", Reason.FLEET_FULL
+    )}  # fmt: skip
+    assert set(spans) == {"router completions", "queue"}
+    start, end = spans["queue"]
+    assert end - start == 2_000_000_000
 
 
 def test_without_the_extra_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -177,3 +177,19 @@ async def test_every_policy_keeps_the_books(start: Start, policy: str) -> None:
     answers = await asyncio.gather(*(site.ask(chat(stream=n % 2 == 0)) for n in range(40)))
     assert {answer.status for answer in answers} == {200}
     assert len(site.served()) == 40
+
+
+async def test_who_leaves_the_queue_has_waited_in_it(start: Start) -> None:
+    site = await start(Fake("w0", max_requests=1))
+    waits: list[float] = []
+    site.metrics.at_end = (lambda seen, *_: waits.append(seen.queue_s),)
+    gate = asyncio.Event()
+    first, second = await fill(site, gate, 1)
+    site.skip(25.0)
+    second.close()
+    await eventually(lambda: waits)
+    [waited] = waits
+    assert waited >= 25.0
+    assert site.metrics.waits["none", "tiny"].total == waited
+    gate.set()
+    assert (await first.answer()).status == 200
