@@ -81,7 +81,10 @@ class Roster:
                 self._pools[model] = pool
                 return pool
         for worker in workers:
-            worker.key = inf if worker.shut else self._rank(worker)
+            if worker.ranked_in:  # another model's pool finds it by the key it has
+                self.moved(worker)
+            else:
+                worker.key = inf if worker.shut else self._rank(worker)
         pool = self._pools[model] = Pool(workers)
         return pool
 

@@ -85,6 +85,22 @@ def test_of_a_large_group_the_least_loaded_are_looked_at() -> None:
     assert sorted(w.name for w in ranked) == sorted(w.name for w in fleet)
 
 
+def test_another_models_pool_leaves_each_where_it_is_found() -> None:
+    fleet = fleet_of(*(spec(f"w{i}") for i in range(SMALL + 8)))
+    for i in range(8):
+        fleet.set_served(f"w{i}", [MODEL, "adapter"])
+    fleet.rank_by(lambda worker: worker.pace.token_s)
+    ranked = fleet.pool(MODEL).groups[0].ranked
+    for number, worker in enumerate(members(fleet)):
+        worker.pace.token_s = 9.0 + number  # learnt at the end of a request, which moves nobody
+    fleet.pool("adapter")
+    for worker in members(fleet):
+        worker.pace.token_s /= 100.0
+        charge(fleet, worker)
+    assert {worker for _, _, worker in ranked} == set(fleet)
+    assert [worker for _, _, worker in ranked] == members(fleet)
+
+
 def test_the_full_are_not_among_the_first() -> None:
     fleet = fleet_of(*(spec(f"w{i}", most=1) for i in range(SMALL + 8)))
     for worker in members(fleet)[:-2]:
