@@ -193,6 +193,7 @@ class ClientConnection(asyncio.Protocol):
 
     def _answer(self, now: float, request: Request) -> None:
         wire, head = self._wire, request.head
+        self._waits_for = Reading.NOTHING  # the next head has a deadline of its own
         if not request.id:
             request.id = wire.new_id()
         if head.edition != wire.router.tenants.edition:

@@ -10,7 +10,7 @@ import pytest
 from tests.proxy.wire import scripts
 from tests.proxy.wire.client import chat, get, request
 from tests.proxy.wire.conftest import Start
-from tests.proxy.wire.site import Site
+from tests.proxy.wire.site import Site, eventually
 
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 BODY = b'{"model": "tiny", "messages": []}'
@@ -257,6 +257,18 @@ async def test_a_head_that_drips_is_cut_off(start: Start) -> None:
     await asyncio.gather(dripping, return_exceptions=True)
     assert 0.2 < time.monotonic() - begun < 2.0
     assert answer == b"" or answer.startswith(b"HTTP/1.1 408 ")
+
+
+async def test_a_second_head_that_stops_coming_is_cut_off(start: Start) -> None:
+    """The first came in two parts, and the second's beginning with the last of them."""
+    site = await start(wire={"client_header_s": 0.5, "linger_s": 0.1})
+    client = await site.client()
+    await client.send(b"POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\n")
+    await eventually(lambda: any(c.deadline < site.wire.clock() + 1.0 for c in site.wire.clients))
+    await client.send(b"Content-Length: 2\r\n\r\n[]GET /health HTTP/1.1\r\nHo")
+    assert (await client.answer()).status == 400
+    left = await client.closed()
+    assert left == b"" or left.startswith(b"HTTP/1.1 408 ")
 
 
 async def test_a_body_that_stops_coming_is_given_up(start: Start) -> None:
