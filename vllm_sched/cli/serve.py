@@ -6,17 +6,24 @@ import argparse
 import json
 import os
 import shlex
+import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from vllm_sched.errors import UsageError
 from vllm_sched.policies import registry
+from vllm_sched.policies.types import EngineFacts
 from vllm_sched.workers import launch
+from vllm_sched.workers.flags import names, number, parse
 
 DEFAULT_POLICY = "long_prompt"
 NO_POLICY = "none"
 TINY = "tiny"
+ADDITIONAL = "--additional-config"
+# Of an engine that is not known yet: nothing is refused for being too much.
+ANY = sys.maxsize
 
 
 def add_serve(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -70,14 +77,18 @@ def serve(arguments: argparse.Namespace) -> int:
     if arguments.trace is not None:
         variables = launch.tracing(arguments.trace)
         vllm_arguments += launch.trace_flags(arguments.rest)
+    on_cpu = False
+    with suppress(launch.WorkerError):  # without vLLM the command can still be printed
+        on_cpu = launch.on_cpu()
+    if arguments.model == TINY and on_cpu:
+        variables |= {n: v for n, v in launch.CPU_ENV.items() if n not in os.environ}
     if arguments.dry_run:
         set_first = [f"{name}={shlex.quote(value)}" for name, value in variables.items()]
-        print(*set_first, shlex.join(["vllm", "serve", *vllm_arguments]))
+        # The command of `vllm` stops where another distribution brought vLLM.
+        start = ["python", "-m", launch.SERVER_MODULE] if on_cpu else ["vllm", "serve"]
+        print(*set_first, shlex.join([*start, *vllm_arguments]))
         return 0
     os.environ.update(variables)
-    if arguments.model == TINY and launch.on_cpu():
-        for name, value in launch.CPU_ENV.items():
-            os.environ.setdefault(name, value)
     from vllm_sched.engine import server
 
     server.serve(vllm_arguments)
@@ -88,10 +99,11 @@ def vllm_command(
     model: str, policies: Sequence[str] | None, sets: Sequence[str], flags: Sequence[str]
 ) -> list[str]:
     """Return the arguments of `vllm serve` that do the same."""
-    names = [DEFAULT_POLICY] if policies is None else [p for p in policies if p != NO_POLICY]
-    config = registry.parse_settings(names, sets)
+    chosen = [DEFAULT_POLICY] if policies is None else [p for p in policies if p != NO_POLICY]
+    config = registry.parse_settings(chosen, sets)
     flags, additional = _take_additional_config(flags)
-    if any(flag.split("=")[0] in ("--scheduler-cls", "--scheduler_cls") for flag in flags):
+    registry.build(config, _facts(model, flags))
+    if "--scheduler-cls" in names(flags):
         raise UsageError(
             "--scheduler-cls is what this command sets; leave it out, or use `vllm serve`"
         )
@@ -109,25 +121,48 @@ def vllm_command(
     return arguments
 
 
-def _take_additional_config(flags: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
+def _take_additional_config(words: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
     """Take the user's own --additional-config out of the flags, to merge ours into it."""
     kept: list[str] = []
     found: dict[str, Any] = {}
-    remaining = iter(flags)
-    for flag in remaining:
-        name, equals, value = flag.partition("=")
-        if name not in ("--additional-config", "--additional_config"):
-            kept.append(flag)
+    for flag in parse(words):
+        if flag.name.startswith(f"{ADDITIONAL}."):
+            # vLLM would put it after ours, as an object of its own that replaces ours.
+            raise UsageError(
+                f"{flag.words[0]}: give {ADDITIONAL} as one JSON object, "
+                "into which --policy and --set are merged"
+            )
+        if flag.name != ADDITIONAL:
+            kept += flag.words
             continue
-        text = value if equals else next(remaining, "")
         try:
-            parsed = json.loads(text)
+            parsed = json.loads(flag.value or "")
         except json.JSONDecodeError:
             parsed = None
         if not isinstance(parsed, dict):
-            raise UsageError(f"--additional-config {text!r} is not a JSON object")
+            raise UsageError(f"{ADDITIONAL} {flag.value or ''!r} is not a JSON object")
         found |= parsed
     return kept, found
+
+
+def _facts(model: str, flags: Sequence[str]) -> EngineFacts:
+    """Tell what the engine will be, as far as that can be known before it loads."""
+    return EngineFacts(
+        max_model_len=number(flags, "--max-model-len") or _context_length(model) or ANY,
+        max_num_batched_tokens=number(flags, "--max-num-batched-tokens") or ANY,
+        max_num_seqs=number(flags, "--max-num-seqs") or ANY,
+    )
+
+
+def _context_length(model: str) -> int | None:
+    """Read how long a prompt may be from the files of a model in a folder."""
+    try:
+        config = json.loads((Path(_model_path(model)) / "config.json").read_text())
+    except (OSError, ValueError):  # not a folder, or one that vLLM will complain of
+        return None
+    stretched = config.get("rope_scaling") or config.get("rope_parameters")
+    length = config.get("max_position_embeddings")
+    return length if isinstance(length, int) and not stretched else None
 
 
 def _model_path(model: str) -> str:
@@ -143,7 +178,7 @@ def _tiny_flags(model: str, flags: Sequence[str]) -> list[str]:
     if model != TINY:
         return []
     kept = ["--served-model-name", TINY]
-    given = {flag.split("=")[0] for flag in flags}
+    given = names(flags)
     wanted = launch.CPU_FLAGS if launch.on_cpu() else ()
     skipping = False
     for word in wanted:

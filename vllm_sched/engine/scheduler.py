@@ -257,7 +257,7 @@ class PolicySteps(Upstream):
                 )
         if self._ask_budget:
             # What holds KV blocks already is never kept waiting for tokens.
-            needed = step.holding_kv + step.decodes
+            needed = step.holding_kv * (1 + self.num_spec_tokens) + step.decodes
             wanted = min(budget(step) for budget in self._ask_budget)
             step.budget = self.max_num_scheduled_tokens = min(max(wanted, needed, 1), step.budget)
 
@@ -312,8 +312,9 @@ class PolicySteps(Upstream):
         self._counted = len(self.running)
 
     def _cut(self, request: Request, computed: int, tokens: int) -> int:
+        # One token short of its next is a decode, whatever upstream pads it to for drafts.
         # An encoder's inputs were chosen for the whole chunk: such a prompt is counted, not cut.
-        if tokens <= 0 or request.has_encoder_inputs:
+        if tokens <= 0 or request.num_tokens - computed <= 1 or request.has_encoder_inputs:
             return tokens
         granted = tokens
         for chunk in self._ask_chunk:
@@ -393,12 +394,16 @@ class PolicySteps(Upstream):
                 name,
                 name.removeprefix("Sync"),
             )
-        if asynchronous and not self.scheduler_config.async_scheduling and self.num_spec_tokens:
-            # Upstream's asynchronous scheduler puts placeholders where drafts belong.
-            raise UsageError(
-                f"this kind of speculative decoding turned asynchronous scheduling off, which "
-                f"{name} can't follow; use --scheduler-cls vllm_sched.Sync{name}"
-            )
+        if asynchronous and not self.scheduler_config.async_scheduling:
+            # Upstream's asynchronous scheduler puts placeholders where drafts belong, and where
+            # one pipeline stage tells the next which token it made.
+            by = "speculative decoding" if self.num_spec_tokens else "pipeline parallelism"
+            if self.num_spec_tokens or self.use_pp:
+                raise UsageError(
+                    f"this kind of {by} turned asynchronous scheduling off, which {name} can't "
+                    f"follow; add --no-async-scheduling to `vllm-sched serve`, or to `vllm serve` "
+                    f"--scheduler-cls vllm_sched.Sync{name}"
+                )
         if self.vllm_config.model_config.is_diffusion:
             raise UsageError(
                 "policies don't work with diffusion models, which need vLLM's own scheduler; "

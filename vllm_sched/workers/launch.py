@@ -34,6 +34,7 @@ from typing import TYPE_CHECKING, Final, Self
 
 from vllm_sched.errors import UsageError, VllmSchedError
 from vllm_sched.policies.registry import parse_settings
+from vllm_sched.workers.flags import key, names
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -61,6 +62,8 @@ CPU_ENV = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
 }
+# Methods of speculative decoding that vLLM turns asynchronous scheduling off for.
+SYNCHRONOUS_DRAFTS = ("ngram", "medusa", "mlp_speculator", "suffix", "custom_class")
 # Where engine and server share what they count; theirs to make where nobody names one.
 METRICS_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
 # What the engine is asked for a trace by, and the seconds that it gets to end in: vLLM gives none.
@@ -341,7 +344,7 @@ def tracing(path: Path) -> dict[str, str]:
 
 def trace_flags(flags: Sequence[str]) -> list[str]:
     """Return the flags that leave an engine time to write, unless these flags say how much."""
-    if any(flag.split("=")[0].replace("_", "-") == SHUTDOWN for flag in flags):
+    if SHUTDOWN in names(flags):
         return []
     return [SHUTDOWN, str(TRACE_SHUTDOWN_S)]
 
@@ -349,9 +352,11 @@ def trace_flags(flags: Sequence[str]) -> list[str]:
 def scheduler_cls(flags: Sequence[str] = ()) -> str:
     """Name our scheduler for `--scheduler-cls`: of the kind that vLLM will run here.
 
-    vLLM switches asynchronous scheduling off on a CPU.
+    vLLM switches asynchronous scheduling off on a CPU, and for drafts that the device can't make
+    by itself.
     """
-    synchronous = "--no-async-scheduling" in flags
+    synchronous = "--no-async-scheduling" in names(flags)
+    synchronous = synchronous or key(flags, "--speculative-config", "method") in SYNCHRONOUS_DRAFTS
     with suppress(WorkerError):  # without vLLM the command can still be printed
         synchronous = synchronous or on_cpu()
     return f"vllm_sched.{'Sync' if synchronous else ''}PolicyScheduler"

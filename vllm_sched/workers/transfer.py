@@ -17,6 +17,7 @@ from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from vllm_sched.workers import launch
+from vllm_sched.workers.flags import last
 
 Part = Literal["prefill", "decode"]
 
@@ -103,7 +104,7 @@ def wiring(
         config["kv_connector_extra_config"] = extra
     flags = ["--enable-prompt-tokens-details"]  # in which a client sees what was cached
     if on_cpu:
-        block = flag(args, "--block-size") or CPU_BLOCK
+        block = last(args, "--block-size") or CPU_BLOCK
         flags += ["--block-size", block]
         said.append(f"blocks of {block}")
     if connector == "shared-storage":
@@ -136,20 +137,9 @@ def _factory() -> str:
     return file.read_text() if file.is_file() else ""
 
 
-def flag(args: Sequence[str], name: str) -> str | None:
-    """Return the value that a flag has in the end, however it is written."""
-    last = None
-    words = iter(args)
-    for word in words:
-        key, equals, value = word.partition("=")
-        if key.replace("_", "-") == name:
-            last = value if equals else next(words, None)
-    return last
-
-
 def own_config(args: Sequence[str]) -> dict[str, Any] | None:
     """Return the user's own --kv-transfer-config; empty if it is no JSON object."""
-    text = flag(args, "--kv-transfer-config")
+    text = last(args, "--kv-transfer-config")
     if text is None:
         return None
     try:
@@ -171,6 +161,6 @@ COMMON = {
 def differences(args: Sequence[str], others: Sequence[str]) -> Iterator[tuple[str, str, str]]:
     """Name the flags that keep two ends apart, as (flag, its value here, its value there)."""
     for name in COMMON:
-        ours, theirs = flag(args, name) or "", flag(others, name) or ""
+        ours, theirs = last(args, name) or "", last(others, name) or ""
         if ours != theirs:
             yield name, ours, theirs

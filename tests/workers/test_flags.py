@@ -1,0 +1,39 @@
+"""vLLM's command line in its spellings."""
+
+from __future__ import annotations
+
+import pytest
+
+from vllm_sched.workers.flags import key, last, names, number, parse
+
+
+def test_what_is_parsed_can_be_put_together_again() -> None:
+    words = ["model", "--a-b", "1", "--c_d=2", "--switch", "--e", "x", "y"]
+    flags = list(parse(words))
+    assert [word for flag in flags for word in flag.words] == words
+    assert [(flag.name, flag.value) for flag in flags] == [
+        ("", "model"), ("--a-b", "1"), ("--c-d", "2"), ("--switch", None), ("--e", "x"), ("", "y"),
+    ]  # fmt: skip
+    assert names(words) == {"--a-b", "--c-d", "--switch", "--e"}
+
+
+def test_the_last_of_several_counts() -> None:
+    words = ["--max-model-len", "10", "--max_model_len=20"]
+    assert last(words, "--max-model-len") == "20"
+    assert number(words, "--max-model-len") == 20
+    assert last(words, "--other") is None
+    assert number(["--max-model-len", "16k"], "--max-model-len") is None
+
+
+@pytest.mark.parametrize(
+    ("words", "method"),
+    [
+        (["--spec", '{"method": "ngram"}'], "ngram"),
+        (["--spec.method", "ngram"], "ngram"),
+        (["--spec", "{"], None),
+        (["--spec", "[1]"], None),
+        ([], None),
+    ],
+)
+def test_a_key_of_an_object(words: list[str], method: str | None) -> None:
+    assert key(words, "--spec", "method") == method

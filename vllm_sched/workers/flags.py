@@ -1,0 +1,70 @@
+"""vLLM's command line, as far as we must understand it: flags in any of its spellings.
+
+vLLM takes underscores for hyphens, `--flag value` and `--flag=value`, the last of several, and
+`--flag.key value` for a key inside a flag that is an object.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+
+class Flag(NamedTuple):
+    """One flag of a command line."""
+
+    name: str  # with hyphens: --max-model-len
+    value: str | None  # None where nothing follows
+    words: list[str]  # as they stood there
+
+
+def parse(words: Sequence[str]) -> Iterator[Flag]:
+    """Go through a command line; what belongs to no flag has the name ''."""
+    position = 0
+    while position < len(words):
+        word = words[position]
+        position += 1
+        if not word.startswith("--"):
+            yield Flag("", word, [word])
+            continue
+        name, equals, value = word.partition("=")
+        taken = [word]
+        found: str | None = value if equals else None
+        if not equals and position < len(words) and not words[position].startswith("--"):
+            found = words[position]
+            taken.append(found)
+            position += 1
+        yield Flag(name.replace("_", "-"), found, taken)
+
+
+def names(words: Sequence[str]) -> set[str]:
+    """Name the flags that are given."""
+    return {flag.name for flag in parse(words) if flag.name}
+
+
+def last(words: Sequence[str], name: str) -> str | None:
+    """Return the value of a flag, the last where it is given several times."""
+    found = None
+    for flag in parse(words):
+        if flag.name == name:
+            found = flag.value
+    return found
+
+
+def number(words: Sequence[str], name: str) -> int | None:
+    """Return the value of a flag that is a plain number, else None."""
+    value = last(words, name)
+    return int(value) if value is not None and value.isdecimal() else None
+
+
+def key(words: Sequence[str], name: str, inner: str) -> Any:
+    """Return a key of a flag that is an object, given as JSON or by itself; None without it."""
+    dotted = last(words, f"{name}.{inner}")
+    if dotted is not None:
+        return dotted
+    try:
+        given = json.loads(last(words, name) or "{}")
+    except json.JSONDecodeError:  # vLLM will say so
+        return None
+    return given.get(inner) if isinstance(given, dict) else None
