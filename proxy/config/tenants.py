@@ -70,7 +70,9 @@ class FairnessConfig(Block):
     standard_age_s: Seconds = Field(
         10.0, description="waited for, standard goes before interactive, every second time"
     )
-    batch_age_s: Seconds = Field(300.0, description="the same for batch, before all others")
+    batch_age_s: Seconds = Field(
+        300.0, description="the same for batch, before both others; two of age take turns"
+    )
     batch_wait_s: Seconds = Field(600.0, description="one of batch is refused with 429 after that")
     batch_reserve: Share = Field(
         0.125, description="of a worker's places and KV cache, that batch leaves free"

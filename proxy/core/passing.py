@@ -16,11 +16,29 @@ BATCH = Rank.BATCH
 End = Lease | Refusal
 
 
+class Overtaking:
+    """Which classes have gone before those above them, for their age; outlives the rounds."""
+
+    __slots__ = ("last", "now")
+
+    def __init__(self) -> None:
+        self.now: set[str] = set()  # models where the last turn was such a one
+        self.last: dict[str, Rank] = {}  # whose the last such turn of a model was
+
+    def had(self, line: Line, *, passed: bool) -> None:
+        """Note a turn; `passed`: it went before a class above."""
+        model = line.place[0]
+        if passed:
+            self.now.add(model)
+            self.last[model] = line.rank
+        else:
+            self.now.discard(model)
+
+
 class Round:
     """It lives until nobody more can go.
 
-    `end` places a request or refuses it, if it can; `aged` has the models where the last turn was
-    one of the aged, and outlives the round.
+    `end` places a request or refuses it, if it can.
     """
 
     __slots__ = ("_aged", "_ages", "_elsewhere", "_end", "_least", "_lines", "_misses", "_now")
@@ -31,7 +49,7 @@ class Round:
         end: Callable[[Ticket], End | None],
         now: float,
         ages: Mapping[Rank, float],
-        aged: set[str],
+        aged: Overtaking,
         elsewhere: Elsewhere | None,
     ) -> None:
         self._lines = lines
@@ -54,31 +72,31 @@ class Round:
             first[model] = min(first.get(model, BATCH), line.rank)
             if self._is_aged(line):
                 aged_ones.add((model, line.rank))
-        turns: list[tuple[bool, Rank, float, float, int]] = []
+        turns: list[tuple[bool, bool, Rank, float, float, int]] = []
         lines = list(self._lines.values())
         for at, line in enumerate(lines):
-            aged = (line.place[0], line.rank) in aged_ones
-            if line.rank is BATCH and first[line.place[0]] is not BATCH and not aged:
+            model, rank = line.place[0], line.rank
+            aged = (model, rank) in aged_ones
+            if rank is BATCH and first[model] is not BATCH and not aged:
                 continue
             if others is not None and not aged and others.goes_first(line.place, line.turn, now):
                 continue
-            turns.append((not aged, *line.turn, at))
+            passes = aged and rank > first[model]
+            # Where two classes are of age, neither has all the turns of the aged.
+            again = passes and self._aged.last.get(model) is rank
+            turns.append((not passes, again, *line.turn, at))
         turns.sort()
-        for late, rank, _, _, at in turns:
+        for late, *_, at in turns:
             line = lines[at]
-            ended = self._first_of(line, aged=not late)
+            ended = self._first_of(line, aged=(line.place[0], line.rank) in aged_ones)
             if ended is not None:
-                model = line.place[0]
-                if not late and rank > first[model]:
-                    self._aged.add(model)
-                else:
-                    self._aged.discard(model)
+                self._aged.had(line, passed=not late)
                 return ended
         return None
 
     def _is_aged(self, line: Line) -> bool:
         """Whether one of a line has its class go before higher ones, this time."""
-        if line.place[0] in self._aged:
+        if line.place[0] in self._aged.now:
             return False
         return self._now - line.tickets[0].since >= self._ages[line.rank]
 

@@ -7,9 +7,9 @@ of a class the tenant with the least of its share (see `fairness`), of a tenant 
 every line more than the head is looked at: that one may wait for a worker, one with a large context
 say, which the next does not want.
 
-A class whose front has waited for as long as its age goes before those above it, every second time:
-so none waits for ever, and a flood of the aged can't shut the others out. Batch goes when nobody
-else of its model waits.
+A class whose front has waited for as long as its age goes before those above it, every second time,
+and where two are of age they take turns at that: so none waits for ever, and a flood of the aged
+can't shut the others out. Batch goes when nobody else of its model waits.
 
 Bounded by count, by tokens, by bytes of bodies and by time; where it is full, whoever has most of
 it gives way (see `room`). How fast places became free lately says how long one who is turned away
@@ -25,7 +25,7 @@ from math import ceil, inf
 
 from proxy.core.fairness import FairnessSettings, Turns
 from proxy.core.lines import LONG, SHORT, Elsewhere, Key, Line, Place, Turn, key_of, place_of
-from proxy.core.passing import End, Round
+from proxy.core.passing import End, Overtaking, Round
 from proxy.core.room import Amounts, Room
 from proxy.core.tenants import Rank
 from proxy.core.types import Ask, Ticket
@@ -60,11 +60,14 @@ class Queue:
         self._room = Room()
         self._lines: dict[Key, Line] = {}
         self._counts: dict[Place, list[int]] = {}  # of each class
-        self._aged: set[str] = set()  # models where the last turn was one of the aged
+        self._aged = Overtaking()
         self._deadlines: list[tuple[float, int, Ticket]] = []
         self._numbers = count()
         self._freed = 0  # places, since ever
-        self._marks = ((0.0, 0), (0.0, 0))  # moments, and the count at each: an older, a newer
+        # Moments, and the count at each: an older, a newer. While nobody waits, what becomes free
+        # says what was asked for, not how fast a queue would move: that time is left out.
+        self._marks = ((0.0, 0), (0.0, 0))
+        self._wanted_at = -inf  # when somebody was last seen to wait
 
     def __len__(self) -> int:
         """How many wait."""
@@ -156,6 +159,9 @@ class Queue:
         if self.elsewhere is not None:
             self.elsewhere.moved()
         self._room.take(ask)
+        if not self.length:
+            self._go_on(now)
+        self._wanted_at = now
         self.length += 1
         self.bytes += ask.body_bytes
         self.tokens += ask.prompt_tokens
@@ -219,12 +225,30 @@ class Queue:
 
     def freed(self, now: float) -> None:
         """Count a place that became free."""
+        if not self.most:  # nobody may wait: whoever is refused would have liked to
+            if now - self._marks[1][0] > 2 * SPAN_S:
+                self._marks = ((now, self._freed),) * 2
+        elif not self.length:
+            return
+        self._wanted_at = now
         self._freed += 1
         if now - self._marks[1][0] > SPAN_S:
             self._marks = self._marks[1], (now, self._freed)
 
+    def _go_on(self, now: float) -> None:
+        """Count on from when somebody waited last; anew if that is long ago."""
+        if (idle_s := now - self._wanted_at) > 2 * SPAN_S:
+            self._marks = ((now, self._freed),) * 2
+        else:
+            older, newer = self._marks
+            self._marks = (older[0] + idle_s, older[1]), (newer[0] + idle_s, newer[1])
+
     def wait_s(self, now: float, ahead: int) -> float | None:
         """Reckon how long those take that are ahead; None if nothing tells."""
+        if not self.length:
+            if now - self._wanted_at > 2 * SPAN_S:
+                return None
+            now = self._wanted_at
         since, before = self._marks[0]
         freed, seconds = self._freed - before, now - since
         return (ahead + 1) * seconds / freed if freed > 0 and seconds > 0 else None

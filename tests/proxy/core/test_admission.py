@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from proxy.core.admission import AdmissionSettings
 from proxy.core.router import Router
 from proxy.core.tenants import Rank
@@ -80,16 +82,44 @@ def test_until_its_pace_is_learnt_nobody_is_turned_away() -> None:
 def test_a_queue_that_moves_too_slowly() -> None:
     site = router(most=1)
     now = 0.0
-    for _ in range(20):  # a place comes free each second
-        lease = placed(site.submit(ask(10), now))
+    lease = placed(site.submit(ask(10), now))
+    waits(site.submit(ask(10), now))
+    for _ in range(20):  # a place comes free each second, and somebody wants it
         now += 1.0
         site.finish(lease, now, Outcome.DONE)
-    placed(site.submit(ask(10), now))
-    waits(site.submit(ask(10), now))
+        ((_, answer),) = site.due(now)
+        assert isinstance(answer, Lease)
+        lease = answer
+        waits(site.submit(ask(10), now))
+        queue_moves = site.queue.wait_s(now, 1)
+    assert queue_moves == pytest.approx(2.0)
     refusal = refused(site.submit(ask(10), now))
     assert refusal.reason is Reason.TOO_SLOW
     assert refusal.retry_after_s is not None
     assert refusal.retry_after_s >= 1.0
+
+
+@pytest.mark.parametrize("idle_s", [0.0, 3600.0])
+def test_times_when_nobody_waited_say_nothing_of_a_queue(idle_s: float) -> None:
+    """Sixteen places, one free each few milliseconds; before that there was next to nothing."""
+    site, now = router(most=16), 1e6
+    if idle_s:
+        for _ in range(100):
+            lease = placed(site.submit(ask(10), now))
+            now += 0.1
+            site.finish(lease, now, Outcome.DONE)
+        now += idle_s
+    running = [placed(site.submit(ask(10), now)) for _ in range(16)]
+    for _ in range(8):
+        waits(site.submit(ask(10), now))
+        now += 0.006
+        site.finish(running.pop(0), now, Outcome.DONE)
+        ((_, answer),) = site.due(now)
+        assert isinstance(answer, Lease)
+        running.append(answer)
+    for _ in range(8):
+        waits(site.submit(ask(10), now))
+    assert site.queue.retry_after_s(now) == 1
 
 
 def test_where_nothing_tells_how_fast_it_moves_one_may_wait() -> None:

@@ -302,6 +302,48 @@ def test_no_class_waits_beyond_its_age_and_two_places_more(
     assert age <= hall.now <= age + 2 * pause + 1e-6
 
 
+@given(
+    st.sampled_from([(INTERACTIVE,), (STANDARD,), (INTERACTIVE, STANDARD)]),
+    st.integers(1, 6),
+    st.floats(0.2, 2.0),
+    st.integers(0, 20),
+)
+@settings(max_examples=40, deadline=None)
+def test_batch_waits_for_its_age_and_few_places_more_whichever_classes_flood(
+    floods: tuple[Rank, ...], deep: int, pause: float, old: int
+) -> None:
+    """Heads of a class with a backlog are of age at all times themselves: then they take turns."""
+    hall, patient = Hall(), tenant("patient", rank=BATCH)
+    hall.queue.fairness = FairnessSettings(standard_age_s=2.0, batch_age_s=15.0)
+    crowds = [tenant(rank.name, rank=rank) for rank in floods]
+    for crowd in crowds:
+        for _ in range(old):
+            hall.push(of(crowd))
+    hall.push(of(patient))
+    while "patient" not in hall.names() and hall.now <= 15.0 + 10 * pause:
+        for crowd in crowds:
+            while crowd.waiting < deep:
+                hall.push(of(crowd))
+        hall.now += pause
+        hall.place()
+    assert "patient" in hall.names()
+    assert hall.now <= 15.0 + (4 if len(floods) > 1 else 2) * pause + 1e-6
+
+
+def test_two_classes_of_age_share_the_turns_of_the_aged() -> None:
+    hall = Hall()
+    crowds = [tenant(rank.name, rank=rank) for rank in Rank]
+    for _ in range(50):
+        for crowd in crowds[1:]:
+            hall.push(of(crowd))
+    hall.now = SETTINGS.batch_age_s + 1
+    for _ in range(30):
+        hall.push(of(crowds[0]))
+    for _ in range(40):
+        hall.place()
+    assert Counter(hall.names()) == {"INTERACTIVE": 20, "STANDARD": 10, "BATCH": 10}
+
+
 def test_the_aged_take_every_second_place_at_most() -> None:
     hall = Hall()
     urgent, old = tenant("urgent", rank=INTERACTIVE), tenant("old")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from proxy.core.passing import End
 from proxy.core.queue import LONGEST_RETRY_S, SPAN_S, Queue
 from proxy.core.types import Reason, Refusal, Ticket
@@ -124,8 +126,24 @@ def test_retry_after_without_a_drain_is_the_wait() -> None:
     assert queue(wait=1e6).retry_after_s(0.0) == LONGEST_RETRY_S
 
 
+@pytest.mark.parametrize("most", [0, 10])
+def test_retry_after_is_not_of_a_time_when_nobody_waited(most: int) -> None:
+    """The machine has been up for days, and the night was quiet."""
+    waiting = queue(most)
+    for start in (1e6, 1e6 + 30_000):
+        if most:
+            ticket = waiting.push(ask(), start)
+        for i in range(1, 10):
+            waiting.freed(start + i / 4)
+        assert waiting.retry_after_s(start + 2.5) == 1
+        if most:
+            waiting.remove(ticket)
+    assert waiting.wait_s(start + 3600, 0) is None
+
+
 def test_retry_after_is_at_least_a_second() -> None:
     waiting = queue()
+    waiting.push(ask(), 0.0)
     for i in range(10_000):
         waiting.freed(i / 1000)
     assert waiting.retry_after_s(10.0) == 1
@@ -133,10 +151,10 @@ def test_retry_after_is_at_least_a_second() -> None:
 
 def test_a_drain_of_long_ago_counts_for_less() -> None:
     waiting = queue(most=1000)
-    for i in range(1000):
-        waiting.freed(i / 100)
     for _ in range(50):
         waiting.push(ask(), 0.0)
+    for i in range(1000):
+        waiting.freed(i / 100)
     for i in range(30):  # one a second since
         waiting.freed(10.0 + i)
     assert waiting.retry_after_s(40.0) > 50 / (1000 / 10 + SPAN_S)
