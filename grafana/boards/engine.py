@@ -7,6 +7,7 @@ from grafana.panels import Board, Panel, Query, Row, Variable
 
 P = "vllm_sched_"
 LANE = "{{policy}} {{lane}}"
+EACH = "{{instance}} engine {{engine}}"
 
 
 def total(name: str, by: str) -> str:
@@ -81,11 +82,91 @@ KNOBS = (
     ),
     Panel(
         "K",
-        "Departures that `deferred_prefill` waits for before it admits anybody.",
+        "Departures that `deferred_prefill` waits for before it admits anybody, and what would be "
+        "best by what it has learnt.",
         "short",
-        (Query(f"{P}k{{{ENGINE}}}", "{{instance}} engine {{engine}}"),),
+        (
+            Query(f"{P}k{{{ENGINE}}}", "{{instance}} engine {{engine}}"),
+            Query(f"{P}k_best{{{ENGINE}}}", "{{instance}} engine {{engine}} best"),
+        ),
     ),
 )
+
+# What single policies tell; empty where another one runs.
+OWN = (
+    Panel(
+        "chunk_budget: a step's time", "As predicted for the last step with prefill.", "s",
+        (Query(f"{P}predicted_step_seconds{{{ENGINE}}}", EACH),),
+    ),
+    Panel(
+        "chunk_budget: margin",
+        "What predictions are multiplied by, so that steps keep to the target.", "short",
+        (Query(f"{P}margin{{{ENGINE}}}", EACH),),
+    ),
+    Panel(
+        "chunk_budget: steps beyond the target",
+        "Steps with prefill that took longer, and those that spent what others had saved.", "ops",
+        (
+            Query(grown("long_steps", "instance"), "{{instance}} longer"),
+            Query(grown("slack_steps", "instance"), "{{instance}} spent"),
+        ),
+    ),
+    Panel(
+        "deferred_prefill: time it holds", "Share of the time in which nobody is admitted.",
+        "percentunit",
+        (
+            Query(grown("held_seconds", "instance"), "{{instance}}"),
+            Query(f"{P}holding{{{ENGINE}}}", "{{instance}} now"),
+        ),
+        most=1,
+    ),
+    Panel(
+        "deferred_prefill: holds, by how they ended",
+        "By K departures, as is meant; for want of requests that run or wait; because somebody had "
+        "waited too long; because there was room again.", "ops",
+        tuple(
+            Query(grown(f"holds_ended_{end}", "instance"), f"{{{{instance}}}} {end}")
+            for end in ("departures", "few", "idle", "overdue", "room")
+        ),
+    ),
+    Panel(
+        "lanes: who runs and who waits", "By class.", "short",
+        tuple(
+            Query(f"sum ({P}{state}_{lane}{{{ENGINE}}})", f"{state} {lane}")
+            for state in ("running", "waiting")
+            for lane in ("urgent", "normal", "batch")
+        ),
+    ),
+    Panel(
+        "lanes: classes that there are not", "Requests that asked for one that is none.", "reqps",
+        (Query(grown("unknown_lanes", "instance"), "{{instance}}"),), bad_above=0.1,
+    ),
+    Panel(
+        "long_prompt: longs in prefill", "As the policy counts them against its places.", "short",
+        (Query(f"{P}long_prefills{{{ENGINE}}}", EACH),),
+    ),
+    Panel(
+        "prefill_first: decodes that pause", "Whether they do now, and in how many steps.", "short",
+        (
+            Query(f"{P}decodes_paused{{{ENGINE}}}", "{{instance}} now"),
+            Query(grown("paused_steps", "instance"), "{{instance}} steps a second"),
+        ),
+    ),
+    Panel(
+        "rotation: prompts that take turns", "And the tokens of a turn.", "short",
+        (
+            Query(f"{P}prompts_in_rotation{{{ENGINE}}}", "{{instance}} prompts"),
+            Query(f"{P}turn_tokens{{{ENGINE}}}", "{{instance}} tokens"),
+        ),
+    ),
+    Panel(
+        "static_batching: the batch", "Its members, and whether it is still being formed.", "short",
+        (
+            Query(f"{P}batch_members{{{ENGINE}}}", "{{instance}} members"),
+            Query(f"{P}batch_forming{{{ENGINE}}}", "{{instance}} forming"),
+        ),
+    ),
+)  # fmt: skip
 
 STEPS = (
     Panel(
@@ -182,6 +263,7 @@ BOARD = Board(
         Row("Who waits, and who runs", WAITING),
         Row("What the policies set", KNOBS),
         Row("Steps", STEPS),
+        Row("What single policies tell", OWN),
         Row("Engines", ENGINES),
     ),
 )

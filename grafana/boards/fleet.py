@@ -9,6 +9,12 @@ from grafana.panels import Board, Panel, Query, Row, Variable
 ENGINES = 'model_name=~"$model"'
 REQUESTS = "proxy_requests_total"
 WORKER = "{{worker}}"
+# Requests that a worker got: those that are refused wait for nothing, however long others do.
+PLACED_ALONE = f'{OF_MODEL},pool!="none"'
+CLASSES = (
+    "Short and long as the fleet file has it: above `short_limit` is long. `batch` is what tenants "
+    "of that class ask, and lines of batches, of any size; `none` was refused before it was read."
+)
 
 
 def failed() -> str:
@@ -98,6 +104,23 @@ PLACED = (
         "Requests, by route", "Paths of the API.", "reqps",
         (Query(rate(REQUESTS, OF_MODEL, "route"), "{{route}}"),), stacked=True,
     ),
+    Panel(
+        "Requests, by class", CLASSES, "reqps",
+        (Query(rate(REQUESTS, OF_MODEL, "class"), "{{class}}"),), stacked=True, width=12,
+    ),
+    Panel(
+        "Failed, by class", "Share of a class's requests that ended with a 5xx.", "percentunit",
+        (
+            Query(
+                ratio(
+                    rate(REQUESTS, f'{OF_MODEL},status=~"5.."', "class"),
+                    rate(REQUESTS, OF_MODEL, "class"),
+                ),
+                "{{class}}",
+            ),
+        ),
+        width=12,
+    ),
 )  # fmt: skip
 
 FIRST = (
@@ -107,8 +130,7 @@ FIRST = (
         quantiles("proxy_ttft_seconds", OF_MODEL, "pool"),
     ),
     Panel(
-        "Time to first token, by class",
-        "Short and long as the fleet file has it: above `short_limit` is long.", "s",
+        "Time to first token, by class", CLASSES, "s",
         quantiles("proxy_ttft_seconds", OF_MODEL, "class"),
     ),
     Panel(
@@ -119,9 +141,10 @@ FIRST = (
     Panel(
         "Where the time to the first token goes",
         "Means, one on the other: waiting in the router, waiting in the engine, prefill, and the "
-        "transfer where there was one (a mean of hand-overs alone).", "s",
+        "transfer where there was one (a mean of hand-overs alone). Requests that no worker got "
+        "are left out.", "s",
         (
-            Query(mean("proxy_queue_wait_seconds", OF_MODEL), "router queue"),
+            Query(mean("proxy_queue_wait_seconds", PLACED_ALONE), "router queue"),
             Query(mean("vllm:request_queue_time_seconds", ENGINES), "engine queue"),
             Query(mean("vllm:request_prefill_time_seconds", ENGINES), "prefill"),
             Query(mean("proxy_transfer_seconds", OF_MODEL), "transfer"),
@@ -164,6 +187,30 @@ TOKENS = (
         "s",
         quantiles("proxy_request_duration_seconds", ROUTER, "pool"),
     ),
+    Panel(
+        "Gaps between tokens, by class",
+        "Whose streams stutter.",
+        "s",
+        quantiles("proxy_inter_token_latency_seconds", ROUTER, "class"),
+    ),
+    Panel(
+        "Where a request's time goes",
+        "Means, one on the other, as above, and the writing of the answer.",
+        "s",
+        (
+            Query(mean("proxy_queue_wait_seconds", PLACED_ALONE), "router queue"),
+            Query(mean("vllm:request_queue_time_seconds", ENGINES), "engine queue"),
+            Query(mean("vllm:request_prefill_time_seconds", ENGINES), "prefill"),
+            Query(mean("vllm:request_decode_time_seconds", ENGINES), "decode"),
+        ),
+        stacked=True,
+    ),
+    Panel(
+        "Whole requests, by class",
+        "From arrival to the last byte; `none` were refused before they were read.",
+        "s",
+        quantiles("proxy_request_duration_seconds", ROUTER, "class"),
+    ),
 )
 
 QUEUE = (
@@ -175,12 +222,18 @@ QUEUE = (
         ),
     ),
     Panel(
-        "Wait in the router's queue", "Of all requests, those that never waited included.", "s",
+        "Wait in the router's queue",
+        "Of all requests, those that never waited included; `none` got no worker: they left, "
+        "waited too long, or were refused at once.", "s",
         quantiles("proxy_queue_wait_seconds", OF_MODEL, "pool", 0.95, 0.99),
     ),
     Panel(
         "Bodies in the queue", "Bytes that wait.", "bytes",
         (Query(f"proxy_queue_bytes{{{ROUTER}}}", "{{instance}}"),),
+    ),
+    Panel(
+        "Wait in the router's queue, by class", "Of requests that a worker got.", "s",
+        quantiles("proxy_queue_wait_seconds", PLACED_ALONE, "class", 0.95, 0.99), width=24,
     ),
 )  # fmt: skip
 
@@ -333,6 +386,16 @@ SELF = (
             Query(quantile(0.99, "proxy_loop_lag_seconds", ROUTER, "instance"), "{{instance}} p99"),
         ),
         bad_above=0.1,
+    ),
+    Panel(
+        "Processes", "That serve, and those that died, in a quarter of an hour.", "short",
+        (
+            Query(f"proxy_processes{{{ROUTER}}}", "{{instance}}"),
+            Query(
+                f"sum by (instance) (increase(proxy_process_restarts_total{{{ROUTER}}}[15m]))",
+                "{{instance}} died",
+            ),
+        ),
     ),
     Panel(
         "Memory", "Resident.", "bytes",

@@ -41,6 +41,18 @@ class Handovers:
         key = prefill, decode
         self.bars[key] = self.bars.get(key, 0) + 1
 
+    def forget(self, stay: set[str]) -> None:
+        """Drop the bars of workers that are no more; each is a name of its own in Kubernetes."""
+        stay = {*stay, ANY}
+        if not all(stay.issuperset(pair) for pair in self.bars):
+            self.bars = {p: n for p, n in self.bars.items() if stay.issuperset(p)}
+
+    def forget_models(self, gone: set[str]) -> None:
+        """Drop what was counted of models."""
+        for table in (self.tokens, self.prefills, self.transfers, self.predicted):
+            for model in gone & table.keys():
+                del table[model]
+
     def warmed(self, how: str) -> None:
         """Count a warm-up."""
         self.warmups[how] = self.warmups.get(how, 0) + 1

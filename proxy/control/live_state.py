@@ -141,8 +141,8 @@ class LiveState:
         for kind, table in ((KINDS[0], metrics.ttft), (KINDS[1], metrics.tpot)):
             for key, histogram in table.items():
                 yield (kind, *key), histogram
-        for pool, histogram in metrics.gaps.items():
-            yield (KINDS[2], str(pool), ANY, ANY), histogram
+        for (pool, size), histogram in metrics.gaps.items():
+            yield (KINDS[2], str(pool), ANY, size), histogram
 
 
 def grown(counted: Sequence[Figures], kind: str) -> list[tuple[str, int, int]]:

@@ -16,6 +16,7 @@ import orjson
 
 from proxy.config.showing import HIDDEN, is_secret
 from proxy.control.log_writer import LogWriter
+from proxy.control.metrics import class_of
 from proxy.control.recent import MAX_TEXT
 
 if TYPE_CHECKING:
@@ -205,7 +206,7 @@ def _sizes(ask: Ask | None) -> dict[str, Any]:
     return {
         "model": text(ask.model),
         "tenant": None if ask.tenant is None else ask.tenant.name,
-        "class": "long" if ask.long else "short",
+        "class": class_of(ask),
         "stream": ask.stream,
         "body_bytes": ask.body_bytes,
         "prompt_tokens": ask.prompt_tokens,

@@ -1,8 +1,8 @@
 """What the router counts while it works.
 
-Fed from the data path, so plain integers in plain tables: `request_done` takes 1 us and `chunk_gap`
-0.2 us, where a label lookup of a metrics library alone takes more. What others count already
-(decisions, charges, breakers) is read from them when somebody scrapes.
+Fed from the data path, so plain integers in plain tables: `request_done` takes 1 us and a gap
+between tokens 0.2 us, where a label lookup of a metrics library alone takes more. What others count
+already (decisions, charges, breakers) is read from them when somebody scrapes.
 """
 
 from __future__ import annotations
@@ -25,19 +25,22 @@ from proxy.control.recent import Recent
 from proxy.control.scrape import render
 from proxy.control.tenant_counts import TenantCounts
 from proxy.core import routes
+from proxy.core.tenants import Rank
 
 if TYPE_CHECKING:
     from proxy.control.live_notes import Notes, Seen
     from proxy.control.trace import Trace
     from proxy.core.router import Router
-    from proxy.core.types import Lease, Reason
+    from proxy.core.types import Ask, Lease, Reason
 
 OTHER = "other"
 # Stands for the worker, and its pool, of a request that got none.
 NONE = "none"
 MAX_MODELS = 100
-# More series of this kind than so many, and those of workers that left are dropped.
+# More series of this kind than so many, and those of workers that left are dropped. Where nobody
+# has, workers that are new have one name.
 MAX_SERIES = 20_000
+LOOK_EVERY_S = 60.0  # whether somebody has left; to look takes milliseconds
 
 ROUTES = frozenset(
     route.name for route in (*routes.ROUTES.values(), routes.GET_RESPONSE, routes.CANCEL_RESPONSE)
@@ -47,7 +50,9 @@ ROUTES = frozenset(
 RequestKey = tuple[str, str, str, str, str, int, str]
 ConnectionCount = tuple[str, str, int]  # worker, state (`idle` or `busy`), how many
 PoolCount = tuple[str, bool, int]  # a pool that is discovered, whether that works, how many
-SHORT, LONG = "short", "long"  # the class of a request
+# The class of a request: of those that are meant to wait, neither that of shorts nor that of longs.
+SHORT, LONG, BATCH = "short", "long", "batch"
+BATCHES = Rank.BATCH
 
 
 class Series:
@@ -69,6 +74,15 @@ class Series:
         self.tpot = tpot
         self.duration = duration
         self.wait = wait
+
+
+def class_of(ask: Ask | None) -> str:
+    """Return the class of a request; of one that was never read there is none."""
+    if ask is None:
+        return NONE
+    if ask.rank is BATCHES:
+        return BATCH
+    return LONG if ask.long else SHORT
 
 
 def histogram(
@@ -103,7 +117,7 @@ class Metrics:
         self.loop_lag = Histogram(LAG_BOUNDS)
         self.requests: dict[RequestKey, Series] = {}
         self.retries: dict[tuple[str, str], int] = {}
-        self.gaps: dict[str, Histogram] = {}
+        self.gaps: dict[tuple[str, ...], Histogram] = {}
         self.ttft: dict[tuple[str, ...], Histogram] = {}
         self.predicted: dict[tuple[str, ...], Histogram] = {}
         self.tpot: dict[tuple[str, ...], Histogram] = {}
@@ -112,6 +126,7 @@ class Metrics:
         self.handovers = Handovers(self.model_label)
         self.tenants = TenantCounts(router.tenants)
         self._models: set[str] = set()
+        self._next_look = 0.0
 
     def request_done(
         self,
@@ -125,16 +140,17 @@ class Metrics:
         queue_s: float,
         pool: str = NONE,
         predicted_ttft_s: float | None = None,
-        long: bool = False,
+        size: str = NONE,
         tpot_s: float | None = None,
     ) -> None:
-        """Count a request that was answered; `worker` and `pool` (its role) are `none` if refused.
+        """Count a request that was answered.
 
-        `ttft_s`, from its arrival, is None where no first token was seen; the prediction was made
-        when it was placed, and counts only beside a real one. `tpot_s` is the mean time between its
-        tokens, None where there were not two.
+        `worker` and `pool` (its role) are `none` if it was refused, `size` (its class) if it was
+        never read. `ttft_s`, from its arrival, is None where no first token was seen; the
+        prediction was made when it was placed, and counts only beside a real one. `tpot_s` is the
+        mean time between its tokens, None where there were not two.
         """
-        key = route, model, worker, pool, reason, status, LONG if long else SHORT
+        key = route, model, worker, pool, reason, status, size
         series = self.requests.get(key) or self._series(key)
         series.count += 1
         series.duration.observe(duration_s)
@@ -146,19 +162,14 @@ class Metrics:
             if tpot_s is not None:
                 series.tpot.observe(tpot_s)
 
-    def traced(self, pool: str, model: str, *, long: bool, ttft_s: float, trace: str) -> None:
+    def traced(self, pool: str, model: str, size: str, ttft_s: float, trace: str) -> None:
         """Name the trace of a request that was counted, beside its time to first token."""
-        key = pool, self.model_label(model), LONG if long else SHORT
-        if (found := self.ttft.get(key)) is not None:
+        if (found := self.ttft.get((pool, self.model_label(model), size))) is not None:
             found.exemplify(ttft_s, trace, round(time.time(), 3))
 
-    def chunk_gap(self, pool: str, seconds: float) -> None:
-        """Count the time between two events of a stream."""
-        try:
-            gaps = self.gaps[pool]
-        except KeyError:
-            gaps = self.gaps[pool] = Histogram(GAP_BOUNDS)
-        gaps.observe(seconds)
+    def gaps_of(self, pool: str, size: str) -> Histogram:
+        """Find what is to be fed with the times between two events of a stream."""
+        return histogram(self.gaps, (pool, size), GAP_BOUNDS)
 
     def retried(self, worker: str, why: str) -> None:
         """Count a leg that failed on `worker` and is tried elsewhere; `why` is of a fixed few."""
@@ -182,7 +193,12 @@ class Metrics:
         known = self._models
         if model in known:
             return model
-        if len(known) >= MAX_MODELS or not self.router.fleet.serves(model):
+        serves = self.router.fleet.serves
+        if not serves(model):
+            return OTHER
+        if len(known) >= MAX_MODELS and self._may_look():
+            self._forget_models({each for each in known if not serves(each)})
+        if len(known) >= MAX_MODELS:
             return OTHER
         known.add(model)
         return model
@@ -199,19 +215,40 @@ class Metrics:
         key = route, model, worker, pool, str(reason), status, size
         if (series := self.requests.get(key)) is not None:
             return series
-        if len(self.requests) >= MAX_SERIES:
+        if len(self.requests) >= MAX_SERIES and self._may_look():
             self._drop_workers_that_left()
+        if len(self.requests) >= MAX_SERIES:
+            worker = OTHER if worker != NONE else NONE
+            key = route, model, worker, pool, str(reason), status, size
+            if (series := self.requests.get(key)) is not None:
+                return series
         series = Series(
             histogram(self.ttft, (pool, model, size), TTFT_BOUNDS),
             histogram(self.predicted, (pool, model, size), TTFT_BOUNDS),
             histogram(self.tpot, (pool, model, size), GAP_BOUNDS),
-            histogram(self.durations, (pool, route), DURATION_BOUNDS),
-            histogram(self.waits, (pool, model), WAIT_BOUNDS),
+            histogram(self.durations, (pool, route, size), DURATION_BOUNDS),
+            histogram(self.waits, (pool, model, size), WAIT_BOUNDS),
         )
         self.requests[key] = series
         return series
 
+    def _may_look(self) -> bool:
+        """Whether it is time to look who has left."""
+        if (now := time.monotonic()) < self._next_look:
+            return False
+        self._next_look = now + LOOK_EVERY_S
+        return True
+
     def _drop_workers_that_left(self) -> None:
-        stay = {worker.name for worker in self.router.fleet} | {NONE}
+        stay = {worker.name for worker in self.router.fleet} | {NONE, OTHER}
         self.requests = {key: series for key, series in self.requests.items() if key[2] in stay}
         self.retries = {key: count for key, count in self.retries.items() if key[0] in stay}
+
+    def _forget_models(self, gone: set[str]) -> None:
+        """Drop what was counted of models that nobody serves any more."""
+        self._models -= gone
+        self.handovers.forget_models(gone)
+        self.requests = {key: each for key, each in self.requests.items() if key[1] not in gone}
+        for table in (self.ttft, self.predicted, self.tpot, self.waits):
+            for key in [key for key in table if key[1] in gone]:
+                del table[key]

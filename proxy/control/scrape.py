@@ -24,7 +24,7 @@ REQUESTS = Family(
     "proxy_requests",
     "counter",
     "Requests answered, by where they went, why, and the status the client got.",
-    ("route", "model", "worker", "reason", "status"),
+    ("route", "model", "worker", "reason", "status", "class"),
 )
 RETRIES = Family(
     "proxy_retries",
@@ -41,6 +41,11 @@ NO_ROOM = Family(
     "Connections to workers that this machine had no files, ports or memory for.",
 )
 PROCESSES = Family("proxy_processes", "gauge", "Processes of the router that serve.")
+RESTARTS = Family(
+    "proxy_process_restarts",
+    "counter",
+    "Processes of the router that ended and were begun again.",
+)
 QUEUE_REQUESTS = Family("proxy_queue_requests", "gauge", "Requests that wait in the router.")
 QUEUE_LIMIT = Family(
     "proxy_queue_limit_requests", "gauge", "Requests that may wait in the router at most."
@@ -93,16 +98,19 @@ DURATIONS = Family(
     "proxy_request_duration_seconds",
     "histogram",
     "From a request's arrival to the last byte of its answer.",
-    ("pool", "route"),
+    ("pool", "route", "class"),
 )
 WAITS = Family(
-    "proxy_queue_wait_seconds", "histogram", "Time in the router's queue.", ("pool", "model")
+    "proxy_queue_wait_seconds",
+    "histogram",
+    "Time in the router's queue.",
+    ("pool", "model", "class"),
 )
 GAPS = Family(
     "proxy_inter_token_latency_seconds",
     "histogram",
     "Time between two events of a stream, as they came from the worker.",
-    ("pool",),
+    ("pool", "class"),
 )
 
 
@@ -191,8 +199,8 @@ def render(metrics: Metrics, *, openmetrics: bool) -> tuple[bytes, str]:
 
 def _counts(page: Page, metrics: Metrics) -> None:
     requests: Counter[tuple[str, ...]] = Counter()
-    for (route, model, worker, _, reason, status, _), series in metrics.requests.items():
-        requests[route, model, worker, reason, str(status)] += series.count
+    for (route, model, worker, _, reason, status, size), series in metrics.requests.items():
+        requests[route, model, worker, reason, str(status), size] += series.count
     page.values(REQUESTS, requests.items())
     page.values(RETRIES, metrics.retries.items())
     decisions: Counter[tuple[str, str]] = Counter()
@@ -208,10 +216,10 @@ def _histograms(page: Page, metrics: Metrics) -> None:
         (TPOT, metrics.tpot),
         (DURATIONS, metrics.durations),
         (WAITS, metrics.waits),
+        (GAPS, metrics.gaps),
     )
     for family, table in tables:
         page.histograms(family, table.items())
-    page.histograms(GAPS, (((pool,), gaps) for pool, gaps in metrics.gaps.items()))
     page.histograms(LOOP_LAG, [((), metrics.loop_lag)])
 
 
@@ -223,6 +231,7 @@ def _handovers(page: Page, metrics: Metrics) -> None:
     page.values(HANDOVER_DECISIONS, decisions.items())
     page.values(HANDOVERS, (((how,), count) for how, count in found.ends.items()))
     page.values(WARMUPS, (((how,), count) for how, count in found.warmups.items()))
+    found.forget({worker.name for worker in fleet})
     page.values(BARS, found.bars.items())
     page.values(TRANSFER_TOKENS, (((model,), count) for model, count in found.tokens.items()))
     told = [
@@ -254,6 +263,7 @@ def _workers(page: Page, workers: list[Worker]) -> None:
 def _router(page: Page, metrics: Metrics) -> None:
     queue = metrics.router.queue
     page.values(PROCESSES, [((), 1)])
+    page.values(RESTARTS, [((), 0)])  # of a router of one process somebody else takes care
     page.values(QUEUE_REQUESTS, [((), len(queue))])
     page.values(QUEUE_LIMIT, [((), queue.most)])
     page.values(QUEUE_BYTES, [((), queue.bytes)])

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
+from proxy.control.metrics import class_of
 from proxy.control.trace import Leg, Trace
 from proxy.errors import ProxyError
 
@@ -125,7 +126,7 @@ def spans_of(seen: Seen, now: float, route: str, reason: Reason) -> Iterator[Spa
             "proxy.reason": reason.value,
             "proxy.worker": None if decision is None else decision.worker.name,
             "gen_ai.request.model": None if ask is None else ask.model,
-            "proxy.class": None if ask is None else "long" if ask.long else "short",
+            "proxy.class": None if ask is None else class_of(ask),
             "proxy.prompt_tokens": None if ask is None else ask.prompt_tokens,
             "gen_ai.usage.output_tokens": None if first is None else seen.opening + seen.tokens,
         },

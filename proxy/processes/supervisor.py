@@ -25,6 +25,7 @@ from typing import Any
 
 from proxy.assembly import url_of
 from proxy.config import FleetConfig, load
+from proxy.control.scrape import PROCESSES, RESTARTS
 from proxy.errors import ProxyError
 from proxy.processes import pages
 from proxy.processes.channel import Channel
@@ -420,14 +421,11 @@ class Supervisor:
         late = [page for index, page in self._pages.items() if index not in told]
         total = pages.add_up([*told.values(), *late, self._past])
         serving = sum(child.serving for child in self._children.values())
-        total["proxy_processes"] = pages.Family(
-            "gauge", "Processes of the router that serve.", {"proxy_processes": serving}
-        )
-        total["proxy_process_restarts_total"] = pages.Family(
-            "counter",
-            "Processes of the router that ended and were begun again.",
-            {"proxy_process_restarts_total": self.restarts},
-        )
+        for family, name, value in (
+            (PROCESSES, PROCESSES.name, serving),
+            (RESTARTS, f"{RESTARTS.name}_total", self.restarts),
+        ):
+            total[name] = pages.Family(family.kind, family.help, {name: value})
         return pages.write(total, openmetrics=openmetrics)
 
 

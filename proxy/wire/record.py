@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from proxy.control.metrics import class_of
 from proxy.control.trace import Trace, id_in
 from proxy.core.types import Reason
 from proxy.wire.http import NONE
 
 if TYPE_CHECKING:
+    from proxy.control.histogram import Histogram
     from proxy.control.metrics import Metrics
     from proxy.core.types import Ask, Decision
     from proxy.wire.request import Request
@@ -20,6 +22,7 @@ class Record:
     """The times of one request, and what became of it."""
 
     __slots__ = (
+        "_gaps",
         "_last_token_at",
         "ask",
         "decision",
@@ -53,6 +56,7 @@ class Record:
         self.opening = 0  # tokens that came with the first, itself included
         self.tokens = 0  # after those
         self._last_token_at = 0.0
+        self._gaps: Histogram | None = None  # what these times are for, once it has begun
 
     @property
     def id(self) -> str:
@@ -94,10 +98,12 @@ class Record:
         if self.first_token_at is None:
             self.first_token_at = now
             self.opening = tokens
+            if self.decision is not None:
+                self._gaps = metrics.gaps_of(self.decision.worker.role, class_of(self.ask))
         else:
             self.tokens += tokens
-            if self.decision is not None:
-                metrics.chunk_gap(self.decision.worker.role, now - self._last_token_at)
+            if self._gaps is not None:
+                self._gaps.observe(now - self._last_token_at)
         self._last_token_at = now
         if (live := metrics.live) is not None:
             live.saw_tokens(self, now)
@@ -117,16 +123,15 @@ class Record:
             reason = reason or decision.reason
         elif reason is None:
             reason = Reason.FLEET_FULL  # its client left while it waited
-        model = ask.model if ask is not None else ""
+        model, size = ask.model if ask is not None else "", class_of(ask)
         metrics.request_done(
             route, model, worker, reason, status, ttft_s, duration_s, self.queue_s, pool, predicted,
-            ask is not None and ask.long, tpot_s,
+            size, tpot_s,
         )  # fmt: skip
         if self.request is not None and (tenant := self.request.head.tenant) is not None:
             metrics.tenants.ended(tenant, status, ttft_s, self.queue_s)
         if (trace := self.trace) is not None and trace.sampled and ttft_s is not None:
-            long = ask is not None and ask.long
-            metrics.traced(pool, model, long=long, ttft_s=ttft_s, trace=trace.id)
+            metrics.traced(pool, model, size, ttft_s, trace.id)
         if (live := metrics.live) is not None:
             live.ended(self, now, status, reason)
         for tell in metrics.at_end:

@@ -142,7 +142,7 @@ def test_counters_are_rated_and_quotients_have_no_nan(board: Board) -> None:
     for title, expr in board.expressions():
         for name in series(expr):
             if name.endswith(("_total", "_bucket", "_sum", "_count")):
-                assert re.search(rf"rate\({re.escape(name)}\{{", expr), (title, name)
+                assert re.search(rf"(rate|increase)\({re.escape(name)}\{{", expr), (title, name)
         for below in re.findall(r" / (?:on \([^)]*\) group_left \([^)]*\) )?(.*)", expr):
             assert re.fullmatch(r"\(.* > 0\)", below), (title, below)
 
@@ -187,6 +187,13 @@ def test_all_that_a_router_shows_is_on_a_board_or_in_a_rule() -> None:
     asked_of = {re.sub("_(bucket|sum|count)$", "", name) for name in asked}
     shown = {re.sub("_(bucket|sum|count)$", "", name) for name in declared.routers()}
     assert shown - asked_of == set(SHOWN_NOWHERE)
+
+
+def test_all_that_engines_show_is_on_a_board() -> None:
+    asked = set().union(*(series(expr) for board in BOARDS for _, expr in board.expressions()))
+    asked_of = {re.sub("_(bucket|sum|count)$", "", name) for name in asked}
+    shown = {re.sub("_(bucket|sum|count)$", "", name) for name in declared.engines()}
+    assert shown <= asked_of
 
 
 def test_grafana_finds_boards_and_prometheus_where_compose_puts_them() -> None:

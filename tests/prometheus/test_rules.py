@@ -77,7 +77,9 @@ def test_it_says_how_bad_it_is_what_is_and_where_to_read_on(name: str) -> None:
     assert alert["labels"]["severity"] in ("page", "ticket")
     assert alert["for"]
     assert 20 < len(alert["annotations"]["summary"]) < 160
-    assert alert["annotations"]["runbook_url"] == f"docs/runbook.md#{name.lower()}"
+    # Where that is, Prometheus's external labels say: see the cases.
+    link = f"{{{{ $externalLabels.runbooks }}}}docs/runbook.md#{name.lower()}"
+    assert alert["annotations"]["runbook_url"] == link
 
 
 @each_alert
@@ -94,7 +96,8 @@ def test_the_runbook_has_no_entry_for_what_is_no_alert() -> None:
 
 @pytest.mark.parametrize("name", RECORDED)
 def test_a_recorded_series_says_its_level_and_its_operation(name: str) -> None:
-    assert re.fullmatch(r"[a-z]+:proxy_[a-z_]+:(ratio|bool|p99)(_rate)?(\d+[mh])?", name)
+    form = r"[a-z]+:proxy_[a-z_]+:((ratio|bool|p99)(_rate)?|increase)(\d+[mh])?"
+    assert re.fullmatch(form, name)
 
 
 def test_no_two_rules_record_the_same() -> None:

@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from proxy.control.handovers import SAY_EVERY_S, Aggregated
+from proxy.control.handovers import ANY, SAY_EVERY_S, Aggregated, Handovers
 from proxy.core.handover import Why
 from tests.proxy.core.making import MODEL, router_of, spec
 
@@ -25,3 +25,11 @@ def test_it_is_said_once_a_minute_and_how_often_it_was(caplog: pytest.LogCapture
         said.look(1.0 + SAY_EVERY_S)
         said.look(9 * SAY_EVERY_S)
     assert caplog.messages[1:] == ["no prefill worker is up: 2 requests were served whole"]
+
+
+def test_bars_of_workers_that_left_are_dropped() -> None:
+    counts = Handovers(str)
+    for prefill, decode in (("p0", "d0"), ("p0", ANY), ("gone", "d0"), ("p0", "gone")):
+        counts.barred(prefill, decode)
+    counts.forget({"p0", "d0"})
+    assert counts.bars == {("p0", "d0"): 1, ("p0", ANY): 1}

@@ -56,14 +56,14 @@ def test_everything_is_told() -> None:
     metrics = Metrics(router)
     state = LiveState(metrics)
     metrics.request_done(
-        "completions", "m", "s0", Reason.SHORT_POOL, 200, 0.2, 2.0, 0.0, "short", 0.1, False, 0.02
+        "completions", "m", "s0", Reason.SHORT_POOL, 200, 0.2, 2.0, 0.0, "short", 0.1, "short", 0.02
     )
     router.decisions["m", Reason.SHORT_POOL] = 4
     state.copy(100.0)
     metrics.request_done(
-        "completions", "m", "s0", Reason.SHORT_POOL, 200, 0.2, 2.0, 0.0, "short", 0.1, False, 0.02
+        "completions", "m", "s0", Reason.SHORT_POOL, 200, 0.2, 2.0, 0.0, "short", 0.1, "short", 0.02
     )
-    metrics.chunk_gap("short", 0.02)
+    metrics.gaps_of("short", "long").observe(0.02)
     metrics.handover_ended("prefilled")
     metrics.retried("s0", "status")
     router.decisions["m", Reason.SHORT_POOL] = 5

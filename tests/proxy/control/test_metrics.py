@@ -14,10 +14,11 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families as read_text
 
 from proxy.control import metrics as metrics_module
-from proxy.control.metrics import MAX_MODELS, NONE, Metrics
+from proxy.control.metrics import BATCH, LONG, MAX_MODELS, NONE, SHORT, Metrics, class_of
 from proxy.core.fleet import Fleet
 from proxy.core.handover import Why
 from proxy.core.router import Router, RouterSettings
+from proxy.core.tenants import Rank
 from proxy.core.types import Ask, Decision, Gauges, Handover, Lease, Reason, Role
 from proxy.core.worker import WorkerSpec
 
@@ -53,7 +54,7 @@ def done(metrics: Metrics, **more: object) -> None:
     facts = {
         "route": CHAT, "model": "tiny", "worker": "s0", "reason": Reason.SHORT_POOL, "status": 200,
         "ttft_s": 0.03, "duration_s": 1.5, "queue_s": 0.0, "pool": Role.SHORT,
-        "predicted_ttft_s": 0.02,
+        "predicted_ttft_s": 0.02, "size": SHORT,
     }  # fmt: skip
     metrics.request_done(**(facts | more))  # type: ignore[arg-type]
 
@@ -79,6 +80,7 @@ def requests_total(metrics: Metrics, **labels: str) -> float | None:
     """Scrape the count of requests that went well, but for what is said."""
     facts = {
         "route": CHAT, "model": "tiny", "worker": "s0", "reason": "short_pool", "status": "200",
+        "class": "short",
     }  # fmt: skip
     return value(metrics, "proxy_requests_total", **(facts | labels))
 
@@ -96,7 +98,7 @@ def test_requests_are_told_apart_by_all_their_labels(metrics: Metrics) -> None:
 def test_times_go_to_their_pool(metrics: Metrics) -> None:
     done(metrics, ttft_s=0.03, predicted_ttft_s=0.5, queue_s=0.25)
     done(metrics, ttft_s=9.0, worker="l0", pool=Role.LONG, queue_s=0.7)
-    waits = {"pool": "long", "model": "tiny"}
+    waits = {"pool": "long", "model": "tiny", "class": "short"}
     short, long = ({"pool": pool, "model": "tiny", "class": "short"} for pool in ("short", "long"))
     assert value(metrics, "proxy_ttft_seconds_sum", **short) == 0.03
     assert value(metrics, "proxy_ttft_seconds_sum", **long) == 9.0
@@ -105,7 +107,7 @@ def test_times_go_to_their_pool(metrics: Metrics) -> None:
     # The real one has the wait in it, so the predicted one must.
     assert value(metrics, "proxy_predicted_ttft_seconds_sum", **short) == 0.75
     assert value(metrics, "proxy_queue_wait_seconds_sum", **waits) == 0.7
-    duration = {"pool": "short", "route": CHAT}
+    duration = {"pool": "short", "route": CHAT, "class": "short"}
     assert value(metrics, "proxy_request_duration_seconds_sum", **duration) == 1.5
 
 
@@ -118,16 +120,28 @@ def test_one_without_a_first_token_has_no_ttft_and_no_prediction(metrics: Metric
 
 def test_a_refused_request_has_neither_worker_nor_pool(metrics: Metrics) -> None:
     metrics.request_done(CHAT, "tiny", NONE, Reason.QUEUE_FULL, 429, None, 0.001, 0.0)
-    assert requests_total(metrics, worker="none", reason="queue_full", status="429") == 1
+    refused = {"worker": "none", "reason": "queue_full", "status": "429", "class": "none"}
+    assert requests_total(metrics, **refused) == 1
 
 
 def test_longs_are_told_apart_from_shorts(metrics: Metrics) -> None:
     done(metrics, ttft_s=0.5)
-    done(metrics, ttft_s=9.0, long=True)
-    for size, ttft_s in (("short", 0.5), ("long", 9.0)):
+    done(metrics, ttft_s=9.0, size=LONG, queue_s=0.25)
+    done(metrics, ttft_s=90.0, size=BATCH)
+    for size, ttft_s in (("short", 0.5), ("long", 9.0), ("batch", 90.0)):
         labels = {"pool": "short", "model": "tiny", "class": size}
         assert value(metrics, "proxy_ttft_seconds_sum", **labels) == ttft_s
-    assert requests_total(metrics) == 2  # the count is not by class
+        assert value(metrics, "proxy_queue_wait_seconds_count", **labels) == 1
+        durations = {"pool": "short", "route": CHAT, "class": size}
+        assert value(metrics, "proxy_request_duration_seconds_count", **durations) == 1
+        assert requests_total(metrics, **{"class": size}) == 1
+
+
+def test_whoever_is_meant_to_wait_is_of_a_class_of_its_own() -> None:
+    assert class_of(None) == "none"
+    assert class_of(ask()) == "short"
+    assert class_of(ask(long=True)) == "long"
+    assert {class_of(ask(rank=Rank.BATCH, long=long)) for long in (False, True)} == {"batch"}
 
 
 def test_the_mean_time_between_tokens_of_those_that_had_two(metrics: Metrics) -> None:
@@ -155,11 +169,11 @@ def test_caches_as_workers_tell_of_them(metrics: Metrics, router: Router) -> Non
 
 
 def test_gaps_and_retries(metrics: Metrics) -> None:
-    metrics.chunk_gap(Role.SHORT, 0.0123)
-    metrics.chunk_gap(Role.SHORT, 0.0125)
+    metrics.gaps_of(Role.SHORT, LONG).observe(0.0123)
+    metrics.gaps_of(Role.SHORT, LONG).observe(0.0125)
     metrics.retried("s0", "connect")
     metrics.retried("s0", "connect")
-    gap = {"pool": "short", "le": "0.015"}
+    gap = {"pool": "short", "class": "long", "le": "0.015"}
     assert value(metrics, "proxy_inter_token_latency_seconds_bucket", **gap) == 2
     assert value(metrics, "proxy_retries_total", worker="s0", why="connect") == 2
 
@@ -233,7 +247,7 @@ def test_models_that_clients_make_up_are_other(metrics: Metrics, router: Router)
         metrics.request_done(CHAT, made_up, NONE, Reason.UNKNOWN_MODEL, 404, None, 0.001, 0.0)
         router.decisions[made_up, Reason.UNKNOWN_MODEL] = 1
     assert len(metrics.requests) == 1
-    unknown = {"worker": "none", "reason": "unknown_model", "status": "404"}
+    unknown = {"worker": "none", "reason": "unknown_model", "status": "404", "class": "none"}
     assert requests_total(metrics, model="other", **unknown) == 500
     decisions = {"model": "other", "reason": "unknown_model"}
     assert value(metrics, "proxy_decisions_total", **decisions) == 500
@@ -250,6 +264,23 @@ def test_beyond_a_hundred_models_the_rest_is_other(metrics: Metrics, router: Rou
     assert requests_total(metrics, model="other") == 5
 
 
+def test_models_that_nobody_serves_any_more_make_room(
+    metrics: Metrics, router: Router, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(metrics_module, "LOOK_EVERY_S", 0.0)
+    old = [f"adapter-{number}" for number in range(MAX_MODELS - 1)]
+    router.fleet.set_served("s0", ["tiny", *old])
+    done(metrics)
+    for name in old:
+        done(metrics, model=name)
+    router.fleet.set_served("s0", ["tiny", "new"])
+    done(metrics, model="new")
+    assert requests_total(metrics, model="new") == 1
+    assert requests_total(metrics) == 1
+    assert requests_total(metrics, model=old[0]) is None
+    assert {key[1] for key in metrics.ttft} == {"tiny", "new"}
+
+
 def test_unknown_paths_are_other(metrics: Metrics) -> None:
     for path in ("/etc/passwd", "../x", ""):
         done(metrics, route=path)
@@ -260,6 +291,7 @@ def test_unknown_paths_are_other(metrics: Metrics) -> None:
 
 def test_workers_that_left_make_room(metrics: Metrics, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metrics_module, "MAX_SERIES", 10)
+    monkeypatch.setattr(metrics_module, "LOOK_EVERY_S", 0.0)
     done(metrics)
     metrics.request_done(CHAT, "tiny", NONE, Reason.QUEUE_FULL, 429, None, 0.001, 0.0)
     metrics.retried("gone-0", "connect")
@@ -268,14 +300,32 @@ def test_workers_that_left_make_room(metrics: Metrics, monkeypatch: pytest.Monke
     assert len(metrics.requests) <= 10
     assert metrics.retries == {}
     assert requests_total(metrics) == 1
-    assert requests_total(metrics, worker="none", reason="queue_full", status="429") == 1
+    full = {"worker": "none", "reason": "queue_full", "status": "429", "class": "none"}
+    assert requests_total(metrics, **full) == 1
+
+
+def test_where_nobody_left_workers_that_are_new_have_one_name(
+    metrics: Metrics, router: Router, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(metrics_module, "MAX_SERIES", 10)
+    for number in range(200):
+        name = f"w{number}"
+        url = f"http://127.0.0.1:{1000 + number}"
+        router.fleet.add(WorkerSpec(name, url, Role.SHORT, "tiny"))
+        done(metrics, worker=name)
+    assert len(metrics.requests) == 11
+    assert requests_total(metrics, worker="w0") == 1
+    assert requests_total(metrics, worker="other") == 190
+    metrics.request_done(CHAT, "tiny", NONE, Reason.QUEUE_FULL, 429, None, 0.001, 0.0)
+    refused = {"worker": "none", "reason": "queue_full", "status": "429", "class": "none"}
+    assert requests_total(metrics, **refused) == 1
 
 
 def full(metrics: Metrics, router: Router) -> None:
     """Have every family hold something."""
     for status in (200, 400, 500):
         done(metrics, status=status)
-    metrics.chunk_gap("short", 0.01)
+    metrics.gaps_of("short", SHORT).observe(0.01)
     metrics.retried("s0", "connect")
     metrics.upstream_connections = lambda: [("s0", "idle", 3)]
     router.sizer.learnt("tiny", CHAT).see_prompt(3000, 1000)
@@ -286,7 +336,7 @@ def full(metrics: Metrics, router: Router) -> None:
     router.prefilled(lease, 1.5, None)
     metrics.handovers.transferred(lease, 1.75)
     metrics.handovers.warmed("done")
-    metrics.handovers.barred("s0", "s1")
+    metrics.handovers.barred("s0", "l0")
     told = Gauges(1.0, kv_capacity_tokens=16000, extra={"kv_bytes": 4096.0})
     router.fleet.set_gauges("s0", told)
     metrics.discovered = lambda: [("shorts", True, 3)]
@@ -340,7 +390,7 @@ def test_every_family_is_there_in_both_formats(
         "proxy_loop_lag_seconds", "proxy_discovery_up", "proxy_discovery_workers",
         "proxy_worker_kv_usage_ratio", "proxy_worker_kv_capacity_tokens",
         "proxy_worker_held_prompts", "proxy_handover_bars", "proxy_connects_without_room",
-        "proxy_processes", "proxy_log_lines_dropped",
+        "proxy_processes", "proxy_process_restarts", "proxy_log_lines_dropped",
     }  # fmt: skip
     for name in ours:
         assert found[name].samples, name
@@ -364,11 +414,13 @@ def test_prometheus_itself_has_no_complaint(metrics: Metrics, router: Router) ->
 def test_counting_costs_little(metrics: Metrics) -> None:
     def finish() -> None:
         metrics.request_done(
-            CHAT, "tiny", "s0", Reason.SHORT_POOL, 200, 0.03, 1.5, 0.0, Role.SHORT, 0.02, False, 0.1
+            CHAT, "tiny", "s0", Reason.SHORT_POOL, 200, 0.03, 1.5, 0.0, Role.SHORT, 0.02, SHORT, 0.1
         )
 
+    gaps = metrics.gaps_of(Role.SHORT, SHORT)
+
     def gap() -> None:
-        metrics.chunk_gap(Role.SHORT, 0.0123)
+        gaps.observe(0.0123)
 
     # A handful of times what it takes on an idle machine.
     assert min(timeit.repeat(finish, number=1000, repeat=20)) / 1000 < 5e-6
