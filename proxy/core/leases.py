@@ -115,6 +115,17 @@ class Leases(Placer):
             self.sizer.learn(lease.ask, usage)
             learning.learn(lease, now, usage, decoding)
 
+    def has_larger(self, lease: Lease) -> bool:
+        """Whether somebody holds more than a lease's worker."""
+        ask = lease.ask
+        return not ask.pinned and lease.worker.limit < self.fleet.pool(ask.model).most
+
+    def outgrew(self, lease: Lease) -> None:
+        """Take a worker's word that it is too small for a request."""
+        ask = lease.ask
+        self.sizer.outgrew(ask, lease.worker.limit)
+        ask.long = ask.budget > self.settings.short_limit
+
     def has_another(self, lease: Lease) -> bool:
         """Whether somebody but a lease's worker could do all of it."""
         others = (w for w in self.fleet.pool(lease.ask.model).all if w is not lease.worker)

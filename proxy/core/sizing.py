@@ -125,6 +125,13 @@ class Sizer:
         ask.prompt_error = 0
         ask.counted = True
 
+    def outgrew(self, ask: Ask, limit: int) -> None:
+        """Take a worker's word that an ask does not fit into so many tokens."""
+        if (more := limit + 1 - ask.needs) > 0:
+            ask.prompt_tokens += more
+            ask.largest_prompt += more
+        ask.prompt_error = min(ask.prompt_error, ask.needs - limit - 1)
+
     def learn(self, ask: Ask, usage: Usage) -> None:
         """Learn from an answer's usage."""
         learnt = self.learnt(ask.model, ask.route)

@@ -14,6 +14,7 @@ once; each lease is finished once, each ticket withdrawn or placed.
 
 from __future__ import annotations
 
+import re
 from math import inf
 from typing import TYPE_CHECKING
 
@@ -48,6 +49,9 @@ OUTCOMES = {
     SERVER_ERROR: Outcome.ERRED,
 }
 CANNOT = frozenset([501, 505])  # what a worker can't do at all is not its failure
+# How vLLM says that a request exceeds the worker's context; and how much of a 400 is looked at.
+TOO_LONG = re.compile(rb"maximum (?:context|model) length")
+MOST_SAID = 1 << 16
 STORING = "responses"  # the route whose answers may be asked for again
 
 
@@ -64,6 +68,7 @@ class Exchange:
         "_lease",
         "_request",
         "_route",
+        "_said",
         "_suspect",
         "_ticket",
         "_tried",
@@ -90,6 +95,7 @@ class Exchange:
         self._suspect: HandOver | None = None  # that may have failed by its transfer
         self._answering: Answering | None = None
         self._last_refusal: Refusal | None = None  # of another try, while an error passes on
+        self._said: bytes | None = None  # of a 400, while a larger worker may be asked instead
         self._tried: frozenset[str] = frozenset()
         self.record = Record()
 
@@ -205,6 +211,9 @@ class Exchange:
             cached_tokens = handing.cached_tokens
             if status >= BAD_REQUEST:  # the connector hears nothing of what is refused for its form
                 handing.give_back(now, well=True)
+        lease, self._said = self._lease, None
+        if status == BAD_REQUEST and lease is not None and self._wire.router.has_larger(lease):
+            self._said = b""
         self._answering = Answering(
             self._request,
             head,
@@ -226,6 +235,11 @@ class Exchange:
             if first is None or (says_failed(first) and not self._failed_first(now)):
                 return
             body = first
+        if self._said is not None:
+            whole = self._of_its_size(now, self._said + body, ended)
+            if whole is None:
+                return
+            body = whole
         had_begun = answering.has_begun
         data = answering.take(body, ended)
         if not had_begun and answering.has_begun:
@@ -246,6 +260,26 @@ class Exchange:
             return False
         self._answering, self._last_refusal = failed, refusal
         return True
+
+    def _of_its_size(self, now: float, said: bytes, ended: bool) -> bytes | None:
+        """Read a 400 to its end: one that was sent where it has no room is placed once more.
+
+        That is the router's mistake, whose estimate was too low, and not the client's. None if
+        there is nothing for the client in it, or not yet.
+        """
+        self._said = said
+        if not ended and len(said) <= MOST_SAID:
+            return None
+        self._said, lease = None, self._lease
+        if lease is None or not TOO_LONG.search(said, 0, MOST_SAID):
+            return said
+        self._wire.router.outgrew(lease)
+        refused, self._answering = self._answering, None
+        refusal = self._try_another(now, Outcome.REFUSED, Trouble.STATUS, free=True)
+        if refusal is None:
+            return None
+        self._answering, self._last_refusal = refused, refusal
+        return said
 
     def lost(self, now: float, trouble: Trouble) -> None:
         """Try another worker; where the client has part of an answer already, show that it ends."""
@@ -278,17 +312,21 @@ class Exchange:
         outcome: Outcome,
         trouble: Trouble,
         retry_after_s: float | None = None,
+        *,
+        free: bool = False,
     ) -> Refusal | None:
-        """Give up on this worker; a refusal if no other is to be asked."""
+        """Give up on this worker; a refusal if no other is to be asked.
+
+        `free`: it costs no retry.
+        """
         lease, ask, wire = self._lease, self._ask, self._wire
         if lease is None or ask is None:
             return self._last_refusal
         name = lease.under_way.worker.name
-        free = False
         if (handing := self._handing) is not None:
             name, outcome = handing.failed(now, outcome, trouble)
             self._suspect = handing if handing.is_suspect else None
-            free = handing.is_free
+            free = free or handing.is_free
         self._handing = self._lease = None
         wire.router.finish(lease, now, outcome, None, retry_after_s)
         self._tried |= {name}

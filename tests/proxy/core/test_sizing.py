@@ -13,7 +13,7 @@ from proxy.core.body import TOKENS_PER_CHAT, TOKENS_PER_MESSAGE
 from proxy.core.routes import ROUTES
 from proxy.core.sizing import FIRST_BAND, USUAL_OUTPUT, Sizer
 from proxy.core.types import Ask, Usage
-from tests.proxy.core.making import chat, route
+from tests.proxy.core.making import ask, chat, route
 
 TEMPLATE = TOKENS_PER_CHAT + TOKENS_PER_MESSAGE
 
@@ -184,3 +184,14 @@ def test_no_number_breaks_it(path: str, limit: Any, n: Any, cut: Any, stream: An
     assert 0 <= ask.expected_output <= (ask.output_tokens or USUAL_OUTPUT)
     assert ask.samples >= 1
     assert ask.budget >= ask.prompt_tokens >= 0
+
+
+def test_a_worker_that_is_too_small_says_how_large_it_is_at_least() -> None:
+    sizer = Sizer()
+    one = ask(7000, 500, error=1100)
+    sizer.outgrew(one, 12288)
+    assert (one.needs, one.prompt_error) == (12289, 0)
+    assert one.prompt_tokens == one.largest_prompt == 11789
+    near = ask(12000, 500, error=1100)  # it was known to be near
+    sizer.outgrew(near, 12288)
+    assert (near.needs, near.prompt_error) == (12500, 211)
