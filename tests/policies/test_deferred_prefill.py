@@ -190,6 +190,49 @@ def test_one_who_is_held_again_and_again_is_held_no_longer_in_all() -> None:
     assert driver.policy.counters()["starvation_releases"] >= 1
 
 
+def test_a_client_that_leaves_is_waited_for_by_nobody() -> None:
+    driver = holding(max_delay_ms=100)
+    driver.policy.departed(HEAD, 0.0)
+    assert driver.step(free=1, waiting=0) is Gate.OPEN  # the hold ends before anybody is asked
+    driver.ms += 5000
+    driver.admit(1)
+    gates = [driver.step(free=1, head=FakeRequest("next")) for _ in range(5)]
+    assert gates == [Gate.CLOSED] * 5
+    assert driver.policy.counters()["starvation_releases"] == 0
+
+
+def test_one_whom_others_passed_is_waited_for_by_nobody() -> None:
+    driver = holding(max_delay_ms=100)
+    assert driver.step(free=4, departed=3) is Gate.OPEN
+    driver.admit(4)  # others, who stand before it now
+    driver.step(free=4, waiting=0, head=FakeRequest("urgent"), took_ms=500)
+    driver.admit(4)
+    gates = [driver.step(free=1, head=FakeRequest("urgent")) for _ in range(5)]
+    assert gates == [Gate.CLOSED] * 5
+
+
+def test_who_was_let_go_is_not_held_again_and_counts_once() -> None:
+    driver = Driver(built(departures=8, max_delay_ms=100))
+    gates = [  # the cache stays too full for the one in front
+        driver.step(free=20, running=12, kv_free=0.02, refused=True, took_ms=21) for _ in range(20)
+    ]
+    assert gates == [Gate.CLOSED] * 5 + [Gate.OPEN] * 15
+    assert driver.policy.counters()["starvation_releases"] == 1
+
+
+def test_of_two_in_front_the_one_held_longer_counts() -> None:
+    # Of two lanes of other policies: each has its front, and they are asked in turns.
+    driver = holding(max_delay_ms=100)
+    other = FakeRequest("other")
+    driver.step(free=4, departed=3, took_ms=61)  # the first hold is over
+    driver.admit(3)
+    gates = []
+    for _ in range(8):
+        first = driver.step(free=0, head=HEAD, took_ms=10)
+        gates.append(first is driver.policy.gate(DEFERRABLE, other, 0.0) is Gate.CLOSED)
+    assert gates == [True] * 3 + [False] * 5
+
+
 def test_in_a_thousand_steps_nobody_is_held_beyond_the_bound() -> None:
     driver = holding(departures=32, max_delay_ms=200)
     closed_since: float | None = None

@@ -85,8 +85,18 @@ def test_the_shortest_goes_first_if_so_asked() -> None:
     bench.add("A", 640)
     bench.add("B", 320)
     bench.add("C", 192)
-    # Each has its first chunk in turn; then what is left decides.
-    assert served(bench, 7) == ["A", "B", "C", "C", "C", "BC", "BC"]
+    # Among those that wait and those in prefill alike: what is left decides.
+    assert served(bench, 9) == ["C"] * 3 + ["BC"] * 5 + ["ABC"]
+
+
+def test_a_shorter_one_that_arrives_goes_first_and_a_longer_one_does_not() -> None:
+    bench = Bench(rotating(order="shortest"))
+    bench.add("B", 64 * 4)
+    assert served(bench, 1) == ["B"]
+    bench.add("A", 640)
+    assert served(bench, 1) == ["B"]
+    bench.add("s", 20)
+    assert bench.step() == {"s": 20, "B": 44}
 
 
 def test_nobody_waits_beyond_the_bound_for_shorter_ones() -> None:
@@ -119,6 +129,39 @@ def test_a_prompt_whose_blocks_those_in_prefill_will_take_waits() -> None:
     assert bench["rotation"].held_reason("") == "kv_of_prefills"
     bench.drain()
     assert bench.scheduler.kv_cache_manager.usage == 0
+
+
+def test_a_prompt_that_was_held_for_long_stops_those_that_pass_it() -> None:
+    """Of another lane, they'd go on for ever to leave it no blocks."""
+    bench = Bench(
+        {
+            "long_prompt": {
+                "long_prefill_token_threshold": 400,
+                "long_prefill_share": 0.5,
+                "max_wait_s": 1.0,
+            },
+            "rotation": {"max_wait_s": 1.0},
+        },
+        num_blocks=126,
+        scheduler_reserve_full_isl=True,
+    )
+    count = 0
+
+    def flood() -> None:
+        nonlocal count
+        while len(bench.scheduler.requests) < 6:
+            count += 1
+            bench.add(f"m{count}", 300, output=6)
+        bench.step(0.02)
+
+    for _ in range(50):
+        flood()
+    bench.add("big", 1500, output=2)
+    since = bench.now
+    while "big" not in bench.running:
+        flood()
+        assert bench.now - since < 5
+    assert bench["rotation"].counters()["starvation_releases"] == 1
 
 
 def test_spread_and_makespan_of_eight_equal_prompts() -> None:

@@ -56,6 +56,7 @@ MEMORY: Final = 0.98
 # The share of the longest hold for which K stands; then it falls.
 K_STANDS: Final = 0.5
 NOBODY = LaneCount()
+RELEASED: Final = -math.inf  # held for as long as anybody may be
 ENDS: Final = ("departures", "room", "few", "idle", "overdue")
 End = Literal["departures", "room", "few", "idle", "overdue"]
 
@@ -150,8 +151,9 @@ class DeferredPrefill(Policy):
         self._departed = 0
         self._room_then = 0.0  # share of the KV cache
         self._slots_full = True
-        self._head = ""  # who was first in line when last asked, and has been held since
-        self._head_since = 0.0
+        # Since when those in front, a lane of other policies each, are held; over several holds.
+        self._heads: dict[str, float] = {}
+        self._asked: set[str] = set()  # those in front in the step before
 
         self._probing = False
         self._mixed_in_a_row = 0
@@ -171,21 +173,23 @@ class DeferredPrefill(Policy):
 
     def gate(self, lane: str, head: RequestView, waited: float) -> Gate:
         """Close it while a hold lasts, to those who may be held."""
-        if lane != DEFERRABLE or not (self.holding or self._probing):
+        if lane != DEFERRABLE:
             return Gate.OPEN
-        if head.request_id != self._head:
-            self._head, self._head_since = head.request_id, self._step.now
+        self._asked.add(head.request_id)
+        if not (self.holding or self._probing):
+            return Gate.OPEN
+        self._heads.setdefault(head.request_id, self._step.now)
         return Gate.CLOSED
 
     def admitted(self, request: RequestView) -> None:
         """Count a slot taken."""
         self._free_left -= 1
         self.lengths.admitted()
-        if request.request_id == self._head:
-            self._head = ""
+        self._heads.pop(request.request_id, None)
 
     def departed(self, request: RequestView, now: float) -> None:
-        """Learn how long answers are."""
+        """Learn how long answers are; a client that left is in front of nobody."""
+        self._heads.pop(request.request_id, None)
         if request.num_output_tokens > 0:
             self.lengths.departed(request.num_output_tokens)
 
@@ -206,11 +210,15 @@ class DeferredPrefill(Policy):
         if self._auto and step.index - self._reckoned >= RECKON_EVERY:
             self._reckon(step.index)
         self._probing = self._probe_due(step, full=slots_full)
+        if self._asked:
+            # Others stand in front of those who were not asked about: it is not for us they wait.
+            self._heads = {name: at for name, at in self._heads.items() if name in self._asked}
+            self._asked.clear()
         if self.holding:
             self._steps += 1
             self._departed += step.departed
             self._held_s += max(step.now - before.now, 0.0)
-        elif self.threshold > 1 and waiting and (slots_full or step.refused is not None):
+        elif self.threshold > 1 and waiting and self._may_hold(step, full=slots_full):
             self.holding = True
             self._since, self._steps = step.now, 0
             self._departed = step.departed
@@ -275,12 +283,14 @@ class DeferredPrefill(Policy):
         """Say why the hold ends now, if it does."""
         if not step.running:
             return "idle"
-        # The longest that this hold, or the one in front over all its holds, has lasted.
+        # The longest that this hold, or one in front over all its holds, has lasted.
         lasted = step.now - self._since
-        if self._head:
-            lasted = max(lasted, step.now - self._head_since)
+        lasted = max(lasted, step.now - min(self._heads.values(), default=step.now))
         progress = max(lasted / self._longest_s, self._steps / self.settings.max_delay_steps)
         if progress >= 1:
+            for name, since in self._heads.items():
+                if step.now - since >= self._longest_s:
+                    self._heads[name] = RELEASED
             return "overdue"
         wanted = math.ceil(self.threshold * min((1 - progress) / (1 - K_STANDS), 1.0))
         if waiting < wanted:
@@ -292,6 +302,10 @@ class DeferredPrefill(Policy):
             if step.kv_free - self._room_then >= wanted * typical:
                 return "room"
         return None
+
+    def _may_hold(self, step: Step, *, full: bool) -> bool:
+        """Whether the engine is full, and nobody in front was let go for having waited."""
+        return (full or step.refused is not None) and RELEASED not in self._heads.values()
 
     def _probe_due(self, step: Step, *, full: bool) -> bool:
         """Whether to go without admissions once, to see what decoding alone takes."""

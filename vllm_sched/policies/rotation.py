@@ -6,9 +6,11 @@ comes before those who had a chunk since it arrived, and room for its first chun
 step. Without `chunk` a turn is a whole step. With it a step has as many turns as fit, longer ones
 if fewer are about, so that no step is left half empty.
 
-`order: shortest` gives the turn to the prompt with the fewest tokens left instead, which makes the
-mean time to first token shortest and the longest prompt wait. In whatever order, after `max_wait_s`
-without a chunk a prompt in prefill has a turn kept for it, other policies' order notwithstanding.
+`order: shortest` gives the turn to the prompt with the fewest tokens left instead, those that wait
+included, which makes the mean time to first token shortest and the longest prompt wait. In whatever
+order, after `max_wait_s` without a chunk a prompt in prefill has a turn kept for it, whatever other
+policies' order is; and one that has waited as long for the KV blocks that those in prefill will
+take is passed by nobody.
 
 Cost per step: O(running prefills). How it fails: prompts that share the prefill all finish late,
 where one after the other the first would have finished early; KV blocks are held for longer.
@@ -16,7 +18,7 @@ where one after the other the first would have finished early; KV blocks are hel
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import ClassVar, Final, Literal
 
 from pydantic import Field
@@ -46,7 +48,7 @@ class RotationSettings(Settings):
         "rotate", description="whose turn it is: each in turn, or the one with the fewest left"
     )
     max_wait_s: float = Field(
-        10.0, gt=0, description="a prompt in prefill that was without a chunk so long has a turn"
+        10.0, gt=0, description="a prompt that was held or without a chunk so long has its turn"
     )
 
 
@@ -63,6 +65,8 @@ class Rotation(Policy):
         self._last: dict[str, float] = {}  # when the last chunk ended, of those in prefill
         self._order: dict[str, float] = {}  # the step it was in, and its place in that
         self._releases = 0
+        self._let_in = ""  # the one that was held for too long
+        self._shortest = settings.order == "shortest"
 
         # What follows is of the current step alone.
         self._step = Step(index=0, now=0.0, budget=0, decodes=0, prefills=())
@@ -89,15 +93,36 @@ class Rotation(Policy):
 
     # Who waits
 
+    def lane(self, request: RequestView, cached: Callable[[], int]) -> str:
+        """Where the shortest is first, keep apart what differs in length by a factor of two."""
+        if not self._shortest:
+            return ""
+        return f"below_{1 << request.num_tokens.bit_length()}"
+
     def gate(self, lane: str, head: RequestView, waited: float) -> Gate:
         """Hold a prompt that those in prefill leave no KV blocks for: they'd preempt each other."""
         facts = self.facts
         fits = self._needed + head.num_tokens <= self._step.kv_free * facts.kv_tokens
-        return Gate.OPEN if fits or not self._needed or not facts.kv_tokens else Gate.CLOSED
+        if fits or not self._needed or not facts.kv_tokens:
+            return Gate.OPEN
+        if waited < self.settings.max_wait_s:
+            return Gate.CLOSED
+        # The engine stops at one that finds no room, so that the cache empties for it.
+        self._let_in = head.request_id
+        return Gate.OPEN
+
+    def urgency(self, lane: str, head: RequestView, waited: float) -> float:
+        """Let the shortest in first, where that is the order, but before it who waited long."""
+        if not self._shortest:
+            return 0.0
+        return -1.0 if waited >= self.settings.max_wait_s else float(head.num_tokens)
 
     def admitted(self, request: RequestView) -> None:
         """Count what it will take."""
         self._needed += request.num_tokens
+        if request.request_id == self._let_in:
+            self._let_in = ""
+            self._releases += 1
 
     def held_reason(self, lane: str) -> str:
         """Say what is missing."""
@@ -108,7 +133,7 @@ class Rotation(Policy):
     def rank(self, request: RequestView) -> float:
         """Order by the last turn, or by what is left."""
         name = request.request_id
-        if self.settings.order == "rotate":
+        if not self._shortest:
             return self._order.get(name, 0)
         if self._is_overdue(name):
             return self._order[name] - BEFORE
@@ -148,11 +173,18 @@ class Rotation(Policy):
         overdue = [name for name in self._last if self._is_overdue(name)][:serving]
         self._kept_for = dict.fromkeys(overdue, self._slot)
         self._kept = self._slot * len(overdue)
-        ahead = len(overdue)
-        if self.settings.order == "rotate":
-            ahead = sum(at < self._head_since for at in self._last.values())
-        first_chunk = min(self._slot, head.num_tokens) if head else 0
-        return max(tokens - first_chunk * min(newcomers, max(serving - ahead, 0)), 0)
+        if head is None:
+            return tokens
+        turns = serving - len(overdue)
+        ahead = [r for r in step.prefills if r.request_id not in self._kept_for]
+        if self._shortest:
+            lefts = [r.num_tokens - r.num_computed_tokens for r in ahead]
+            shorter = sum(min(left, self._slot) for left in lefts if left <= head.num_tokens)
+        else:
+            turns -= sum(self._last[r.request_id] < self._head_since for r in ahead)
+            shorter = 0
+        wanted = min(self._slot, head.num_tokens) * min(newcomers, max(turns, 0))
+        return tokens - min(wanted, max(tokens - self._kept - shorter, 0))
 
     # What it does
 
