@@ -43,7 +43,9 @@ def with_launch(**launch: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("path", EXAMPLES, ids=[path.name for path in EXAMPLES])
 def test_the_examples_are_good(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", str(path)]) == 0
-    assert f"{path}: good" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert f"{path}: good" in printed
+    assert "\nnote" not in printed
 
 
 def test_there_are_examples() -> None:
@@ -63,6 +65,16 @@ def test_check_shows_what_will_run(tmp_path: Path, capsys: pytest.CaptureFixture
 
 
 OTHERS = ["somebody", "else"]
+
+
+@pytest.mark.parametrize(("limit", "noted"), [(1024, False), (1025, True)])
+def test_check_notes_where_a_short_may_not_fit(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], limit: int, noted: bool
+) -> None:
+    assert main(["check", written(tmp_path, FLEET | {"routing": {"short_limit": limit}})]) == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith("note    s0 holds 2048 tokens, routing.short_limit is 1025:") is noted
+    assert ("give 1024 or less" in last) is noted
 
 
 def test_check_tells_every_problem_in_a_line_of_its_own(

@@ -17,6 +17,8 @@ from vllm_sched.cli.wiring import agreement
 from vllm_sched.errors import UsageError
 from vllm_sched.policies import registry
 
+HEADROOM = 2  # times what is called short, short workers had better hold
+
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
@@ -114,7 +116,27 @@ def _check(path: Path, print_config: bool) -> int:
     rows = [_summary(config, worker) for worker in config.workers]
     rows += [_pool(config, pool) for pool in (config.discovery.pools if config.discovery else ())]
     print(columns([("worker", "role", "url", "model", "context", "started by"), *rows]))
+    for note in narrow(config):
+        print(f"note    {note}")
     return 0
+
+
+def narrow(config: FleetConfig) -> Iterator[str]:
+    """Name short workers that a request may not fit into though it was estimated to be short."""
+    limit = config.routing.short_limit
+    pools = config.discovery.pools if config.discovery else ()
+    known = [
+        *((w.name, w.role, config.model_of(w), w.stated_max_model_len) for w in config.workers),
+        *((p.name, p.role, p.model or config.model, p.max_model_len) for p in pools),
+    ]
+    for name, role, model, length in known:
+        others = any(other[1] != role for other in known if other[2] == model)
+        if role == "short" and others and length and length < HEADROOM * limit:
+            yield (
+                f"{name} holds {length} tokens, routing.short_limit is {limit}: sizes are "
+                f"estimated, by as little as half for numbers and rare scripts, and what does not "
+                f"fit is sent twice; give {int(length / HEADROOM)} or less, or it a longer context"
+            )
 
 
 def _tenants(config: FleetConfig) -> str:
