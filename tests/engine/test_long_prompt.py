@@ -224,6 +224,39 @@ def test_a_long_preempted_once_is_no_longer_the_first_victim() -> None:
     assert policy(scheduler).rank(long) == policy(scheduler).rank(short)
 
 
+def test_an_answer_that_was_preempted_is_not_passed_by_shorts(clock: list[float]) -> None:
+    def longest_gap(policies: dict[str, Any] | None) -> tuple[float, int]:
+        """Let shorts come for as long as three long answers take, in too small a cache."""
+        clock[0] = 1000.0
+        scheduler = make_scheduler(
+            policies, budget=256, max_num_seqs=32, num_blocks=90, prefix_caching=True
+        )
+        answers = [make_request(300, name=name, output=800) for name in "ABC"]
+        for request in answers:
+            scheduler.add_request(request)
+        spoke = dict.fromkeys("ABC", clock[0])
+        longest, shorts = 0.0, 0
+        for number in range(10_000):
+            if number > 4 and number % 6 == 0:
+                scheduler.add_request(make_request(60, output=40))
+                shorts += 1
+            tokens = step(scheduler)
+            clock[0] += 0.02
+            for request in answers:
+                if request.request_id in tokens and not request.is_prefill_chunk:
+                    longest = max(longest, clock[0] - spoke[request.request_id])
+                    spoke[request.request_id] = clock[0]
+            if all(request.is_finished() for request in answers):
+                return longest, shorts
+        raise AssertionError("the answers never ended")
+
+    theirs, came_in_theirs = longest_gap(None)
+    ours, came_in_ours = longest_gap({"long_prompt": {}})
+    # Within the time of one more preemption of upstream's own, whose victims may be others.
+    assert ours < 1.5 * theirs
+    assert came_in_ours < 1.5 * came_in_theirs
+
+
 def test_priority_decides_within_each_lane() -> None:
     scheduler = loaded(options={}, priority=True)
     scheduler.add_request(make_request(900, name="running"))
@@ -243,6 +276,23 @@ def test_priority_decides_within_each_lane() -> None:
     assert longs == ["long-first", "long-soon", "long-late"]
     assert shorts == ["short-first", "short-soon", "short-late"]
     assert order.index("short-late") < order.index("long-soon")
+
+
+@pytest.mark.parametrize("shorts", [1, 3])
+def test_a_short_has_its_part_beside_any_number_of_decodes(shorts: int) -> None:
+    scheduler = loaded(options={}, budget=64, max_num_seqs=64)
+    for _ in range(50):
+        scheduler.add_request(make_request(4, output=500))
+    while sum(not r.is_prefill_chunk for r in scheduler.running) < 50:
+        step(scheduler)
+    scheduler.add_request(make_request(1500, name="long"))
+    assert step(scheduler)["long"] == 14
+    for number in range(shorts):
+        scheduler.add_request(make_request(3, name=f"s{number}"))
+    got = step(scheduler)
+    # 14 are left by the decodes, for the long and as many others as there are.
+    assert got["long"] == 14 - 14 // (shorts + 1)
+    assert got["s0"] == 3
 
 
 # The size of a long prompt's chunk
@@ -326,6 +376,23 @@ def test_a_fixed_share(share: float) -> None:
     step(scheduler)
     scheduler.add_request(make_request(1200, name="long"))
     assert step(scheduler)["long"] == min(512 * share, 511)
+
+
+def test_a_fixed_share_is_divided_among_the_longs() -> None:
+    options = {"long_prefill_share": 0.25, "max_long_partial_prefills": 2}
+    scheduler = loaded(1200, 1200, 8, options=options, budget=512)
+    for _ in range(3):
+        got = step(scheduler)
+        assert (got["0"], got["1"]) == (64, 64)
+
+
+def test_a_fixed_share_does_not_shut_out_the_overdue(clock: list[float]) -> None:
+    options = {"long_prefill_share": 0.25, "max_wait_s": 5}
+    scheduler = loaded(1900, 1900, 8, options=options, budget=64)
+    assert set(step(scheduler)) == {"0", "2"}
+    clock[0] += 6
+    got = step(scheduler)
+    assert (got["0"], got["1"]) == (8, 8)
 
 
 def test_a_step_without_the_chunk_is_made_to_measure_one(clock: list[float]) -> None:

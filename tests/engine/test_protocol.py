@@ -295,3 +295,20 @@ def test_requests_have_what_policies_read() -> None:
     request: RequestView = make_request(20)
     assert isinstance(request, Request)
     assert (request.num_output_tokens, request.num_tokens) == (0, 20)
+
+
+# Speculative decoding
+
+
+@pytest.mark.parametrize("policy", sorted(registry.POLICIES))
+@pytest.mark.parametrize("tight", [False, True])
+def test_one_token_short_of_a_decode_is_left_as_upstream_pads_it(policy: str, tight: bool) -> None:
+    settings: dict[str, object] = {"chunk": 2} if tight and policy == "chunk_budget" else {}
+    scheduler = make_scheduler({policy: settings}, prefix_caching=True)
+    scheduler.num_spec_tokens = 3
+    # Two blocks and a token: asked again, all but the token is cached.
+    prompt = list(range(10, 10 + 33))
+    scheduler.add_request(make_request(prompt, name="a", output=1))
+    drain(scheduler)
+    scheduler.add_request(make_request(prompt, name="b", output=1))
+    assert step(scheduler) == {"b": 4}

@@ -87,6 +87,7 @@ class PolicySteps(Upstream):
         self._in_flight: deque[InFlight] = deque(maxlen=MOST_IN_FLIGHT)
         self._last_result_at = 0.0
         self._cuts_prefills = False  # in this step
+        self._decode_last = False  # in this step, so something is to be left for it
         self._idle = False  # nothing runs and nothing holds blocks: every gate is open
         self._lenient = False  # the last step came out empty: none is cut short or paused in this
         self._paused_decodes = False  # in this step
@@ -189,9 +190,11 @@ class PolicySteps(Upstream):
         now = self.clock()
         running = self.running
         prefills, decoding = self._prefills_and_decodes()
+        self._decode_last = False
         if prefills and self._arranges:
             prefills.sort(key=self._rank)
             running[:] = prefills + decoding if self._prefills_lead else decoding + prefills
+            self._decode_last = self._put_decode_last(prefills[-1], decoding)
         self.waiting.begin_step(now)
         self._idle = not running and not self.kv_holding_waiting
         self._counted = len(running)
@@ -218,6 +221,17 @@ class PolicySteps(Upstream):
         for policy, counts in zip(self._policies, self.waiting.counts, strict=True):
             policy.begin_step(step, counts)
         return step
+
+    def _put_decode_last(self, last: Request, decoding: Sequence[Request]) -> bool:
+        """Spare an answer that came back from a preemption the next: upstream takes the last.
+
+        It would be the last, and go again and again, until it is a decode. The newest decode is
+        the victim instead, as it would be in upstream's order.
+        """
+        if not last.num_output_tokens or not decoding or self._prefills_lead:
+            return False
+        self.running.append(self.running.pop(len(decoding) - 1))
+        return True
 
     def _prefills_and_decodes(self) -> tuple[list[Request], list[Request]]:
         running = self.running
@@ -319,6 +333,8 @@ class PolicySteps(Upstream):
         granted = tokens
         for chunk in self._ask_chunk:
             granted = min(granted, chunk(request, computed, granted))
+        if self._decode_last:
+            granted = min(granted, max(tokens - 1 - self.num_spec_tokens, 1))
         if granted < tokens and self.need_mamba_block_aligned_split:
             # State is kept at block boundaries only: a chunk that can't end at one stays whole.
             uncached = computed - request.num_computed_tokens

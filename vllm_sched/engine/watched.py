@@ -124,8 +124,9 @@ class Seen:
         shape: StepShape | None,
     ) -> None:
         """Note a step that begins."""
-        if isinstance(queue, LaneQueue):
-            self._entered(queue)
+        # For the metrics alone, which forget those that left as they are written.
+        if self.metrics is not None and isinstance(queue, LaneQueue):
+            self._entered(queue, self.metrics)
         tokens = output.num_scheduled_tokens
         # Upstream has counted this step's tokens as computed already.
         contexts = {
@@ -149,18 +150,16 @@ class Seen:
         self._now = now
         self.budget = budget
 
-    def _entered(self, queue: LaneQueue) -> None:
+    def _entered(self, queue: LaneQueue, told: metrics.Metrics) -> None:
         for request, (since, lanes) in queue.entered.items():
             self._lanes[request.request_id] = lanes
-            if self.metrics is None:
-                continue
             for policy, lane in zip(self.policies, lanes, strict=True):
-                self.metrics.admitted(policy.name, lane or ALL)
+                told.admitted(policy.name, lane or ALL)
             if (hold := self._holds.get(lanes)) is None:
                 continue
             # In this step it may have closed behind this one, for those that are left.
             if (hold.before if hold.at == self._now else hold.at) >= since:
-                self.metrics.held(self.policies[hold.policy].name, self._now - since)
+                told.held(self.policies[hold.policy].name, self._now - since)
 
     # When its result is back
 
@@ -373,6 +372,7 @@ class Watched(Upstream):
             sum([chunk.attention for chunk in chunks]),
             note.decodes,
             note.context_tokens,
+            len(chunks),
         )
 
 

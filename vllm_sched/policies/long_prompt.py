@@ -134,10 +134,12 @@ class LongPrompt(Policy):
         self._sharing = 1  # among so many prefills
         self._slot = facts.max_num_batched_tokens  # tokens for one prefill
         self._long_left = self._slot  # for all long prefills together
+        self._longs_due = 1  # how many of them are still to get their part
         self._short_left = self._slot
         self._fit_s: float | None = None  # the length of a step that one prefill may cause
         # Found long beyond what is cached; asked anew when the running prefills have changed.
         self._seen_long: set[str] = set()
+        self._prefilling: list[str] = []  # when the step began
 
     def resolved(self) -> dict[str, object]:
         """Show the threshold that the engine's context length gave."""
@@ -146,8 +148,12 @@ class LongPrompt(Policy):
     # Who waits where
 
     def lane(self, request: RequestView, cached: Callable[[], int]) -> str:
-        """Short unless the part that is not cached is long; looked up only for long prompts."""
-        if not self.active or request.num_tokens <= self.threshold:
+        """Short unless the part that is not cached is long; looked up only for long prompts.
+
+        An answer that was preempted is no long prompt: it keeps its place before all others, as it
+        has with upstream, or every short that comes would take the room that it waits for.
+        """
+        if not self.active or request.num_output_tokens or request.num_tokens <= self.threshold:
             return SHORT
         if request.request_id in self._seen_long:
             return LONG
@@ -185,8 +191,10 @@ class LongPrompt(Policy):
         if not self.active:
             return
         # The cache grows as prefills come and go: only then is a long prompt looked up again.
-        if [r.request_id for r in step.prefills] != [r.request_id for r in self._step.prefills]:
+        prefilling = [request.request_id for request in step.prefills]
+        if prefilling != self._prefilling:
             self._seen_long.clear()
+            self._prefilling = prefilling
         self._step = step
         settings = self.settings
         longs = [r for r in step.prefills if self._in_long(r)]
@@ -203,6 +211,7 @@ class LongPrompt(Policy):
         num_longs = self._longs + min(held.requests, max(places - self._longs, 0))
         sharing = max(min(num_shorts + num_longs, settings.max_num_partial_prefills), 1)
         self._sharing = sharing
+        self._longs_due = num_longs
         self._slot = step.budget // sharing
         self._fit_s = None
         if num_shorts + num_longs <= 1 and not step.decodes:
@@ -211,6 +220,10 @@ class LongPrompt(Policy):
             self._long_left = max(int(step.budget * settings.long_prefill_share), 1)
         else:
             self._long_left = self._size_by_time(step, num_shorts, sharing)
+        if num_shorts:
+            # Decodes are served first, so it is the rest that is divided.
+            room = max(step.budget - step.decodes, 0)
+            self._long_left = min(self._long_left, room - max(room // sharing, min(room, 1)))
         self._keep_for(longs)
 
     def _keep_for(self, longs: Sequence[RequestView]) -> None:
@@ -257,9 +270,14 @@ class LongPrompt(Policy):
             self._slot = max(self._step.budget // self._sharing, 1)
             self._keep_for([r for r in self._step.prefills if self._in_long(r)])
         granted = self._fit(request, computed, tokens)
-        if self._is_long(request.num_tokens - computed):
-            granted = min(granted, self._long_left)
+        # Who was let in as a short one has a short one's part, or it would stop those behind it:
+        # one whose KV should have come from elsewhere may have to be computed here.
+        name = request.request_id
+        entered_long = name in self._seen_long or name in self._prefilling
+        if entered_long and self._counts_as_long(request, computed):
+            granted = min(granted, math.ceil(self._long_left / max(self._longs_due, 1)))
             self._long_left -= granted
+            self._longs_due -= 1
         else:
             granted = min(granted, self._short_left)
             self._short_left -= granted
@@ -276,8 +294,11 @@ class LongPrompt(Policy):
     def rank(self, request: RequestView) -> float:
         """Order shorts before longs, so that a long prefill is the first to be preempted.
 
-        Unless it was preempted before: then it keeps its place and gets done.
+        Unless it was preempted before: then it keeps its place and gets done, and an answer that
+        somebody was reading goes before everybody.
         """
+        if request.num_output_tokens:
+            return -1.0
         return 1.0 if self._in_long(request) and not request.num_preemptions else 0.0
 
     def observe(self, result: StepResult) -> None:
@@ -304,7 +325,10 @@ class LongPrompt(Policy):
         return "long_limit" if self._longs >= self._places else "shorts_first"
 
     def _in_long(self, request: RequestView) -> bool:
-        return self._is_long(request.num_tokens - request.num_computed_tokens)
+        return self._counts_as_long(request, request.num_computed_tokens)
+
+    def _counts_as_long(self, request: RequestView, computed: int) -> bool:
+        return self._is_long(request.num_tokens - computed) and not request.num_output_tokens
 
     def _is_long(self, tokens_left: int) -> bool:
         return tokens_left > self.threshold
