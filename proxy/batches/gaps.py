@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from proxy.core.placing import leaves_room
+from proxy.core.placing import leaves_room, stops_decodes
+from proxy.core.sizing import BYTES_PER_TOKEN
 from proxy.core.types import Ask
 
 if TYPE_CHECKING:
@@ -20,24 +21,29 @@ LEFT = 0.5  # of each of a tenant's limits, for what it asks itself
 SMALLEST = Ask("", "", "", 0, 0, 0, 0, 0)
 
 
-def gap(router: Router, model: str, now: float) -> bool:
-    """Whether a model has a worker to spare, and nobody waits in the queue.
+def gap(router: Router, model: str, now: float, size: int = 0) -> bool:
+    """Whether a model has a worker to spare, and nobody of it waits in the queue.
 
-    What no worker is for may go as well, to be refused as any other such request.
+    What no worker is for may go as well, to be refused as any other such request. `size`: the
+    bytes of a line, of which only this is heeded, that a long one needs a prefill worker.
     """
     fleet = router.fleet
     known = fleet.models()
-    if router.queue.length or not known:
+    if not known:
         return False
     if not model and len(known) == 1:
         model = known[0]
     if not fleet.serves(model):
         return True
-    fair = router.settings.fairness
-    return any(
-        worker.takes(now) and leaves_room(worker, SMALLEST, now, fair)
-        for worker in fleet.pool(model).all
-    )
+    if router.queue.has(model):
+        return False
+    fair, pool = router.settings.fairness, fleet.pool(model)
+    free = [w for w in pool.all if w.takes(now) and leaves_room(w, SMALLEST, now, fair)]
+    if not free or not pool.prefills:
+        return bool(free)
+    if any(p.takes(now) and leaves_room(p, SMALLEST, now, fair) for p in pool.prefills):
+        return True
+    return not all(stops_decodes(w, int(size / BYTES_PER_TOKEN), fair) for w in free)
 
 
 def within_limits(tenant: Tenant, now: float) -> bool:

@@ -263,7 +263,8 @@ class Lane:
     def _may_send(self, now: float, running: Running, tenant: Tenant | None) -> bool:
         if now < running.rest_until or (tenant is not None and not within_limits(tenant, now)):
             return False
-        return gap(self._wire.router, running.ready[0].model, now)
+        job = running.ready[0]
+        return gap(self._wire.router, job.model, now, len(job.body))
 
     def _send_one(self, now: float, running: Running, tenant: Tenant | None) -> None:
         def over(errand: Errand) -> None:

@@ -59,9 +59,13 @@ class Placer:
         admission: AdmissionSettings | None = None,
     ) -> Lease | Refusal | None:
         view = self._look(ask, now, tried, explain=explain)
-        if ask.rank is BATCH and not aged:
-            placing.keep_to_the_gaps(view, self.settings.fairness)
+        fair, in_the_gaps = self.settings.fairness, ask.rank is BATCH and not aged
+        if in_the_gaps:
+            placing.keep_to_the_gaps(view, fair)
         decision = self._choose(view)
+        if in_the_gaps and decision is not None and placing.is_in_the_way(decision, view, fair):
+            placing.keep_out_of_the_way(view, fair)
+            decision = self._choose(view)
         if decision is None:
             return None
         if admission is not None:
@@ -78,7 +82,7 @@ class Placer:
         if ask.tenant is not None:
             ask.free, halves = free, decision.handover
             cached = decision.cached_tokens if halves is None else halves.cached_tokens
-            fairness.charge(self.settings.fairness, ask.tenant, ask, cached)
+            fairness.charge(fair, ask.tenant, ask, cached)
         if ask.prefix:
             self.prefixes.record(ask.prefix, worker.index)
             if decision.handover is not None:
@@ -87,10 +91,16 @@ class Placer:
         return lease
 
     def _choose(self, view: View) -> Decision | None:
-        decision = self._rule.choose(view) if view.candidates else None
-        if decision is None or view.handing is None:
-            return decision
-        return handover.refine(decision, view)
+        while view.candidates:
+            decision = self._rule.choose(view)
+            if decision is None or view.handing is None:
+                return decision
+            refined = handover.refine(decision, view)
+            if refined is not None:
+                return refined
+            full = decision.worker  # another decode worker may have room
+            view.candidates = [worker for worker in view.candidates if worker is not full]
+        return None
 
     def _look(self, ask: Ask, now: float, tried: frozenset[str], *, explain: bool) -> View:
         queue = self.queue

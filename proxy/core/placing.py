@@ -9,7 +9,7 @@ from proxy.core.pool import HOLDERS, Pool
 from proxy.core.prefix import COVERED, deepest
 from proxy.core.routing.view import View
 from proxy.core.traffic import Traffic
-from proxy.core.types import Ask, Refusal, Role
+from proxy.core.types import Ask, Decision, Refusal, Role
 from proxy.core.worker import Held, Worker
 
 DECODE = Role.DECODE
@@ -53,10 +53,33 @@ def keep_to_the_gaps(view: View, settings: FairnessSettings) -> None:
     """Leave to one of batch only the workers where it would leave room for others."""
     ask, now = view.ask, view.now
     view.candidates = [w for w in view.candidates if leaves_room(w, ask, now, settings)]
-    handing = view.handing
-    if handing is not None and not leaves_room(handing.prefill, ask, now, settings):
-        # On a decode worker its prompt would be in the way of those who decode.
-        view.candidates = [w for w in view.candidates if w.role is not DECODE]
+
+
+def is_in_the_way(decision: Decision, view: View, settings: FairnessSettings) -> bool:
+    """Whether one of batch would, as decided, be in the way of either side of hand-overs."""
+    ask, halves, handing = view.ask, decision.handover, view.handing
+    if halves is not None:
+        return not leaves_room(halves.prefill, ask, view.now, settings)
+    if not view.pool.prefills or ask.whole or view.tried:
+        return False
+    if handing is not None and leaves_room(handing.prefill, ask, view.now, settings):
+        return False  # the rule has weighed it
+    return stops_decodes(decision.worker, ask.prompt_tokens - decision.cached_tokens, settings)
+
+
+def keep_out_of_the_way(view: View, settings: FairnessSettings) -> None:
+    """Leave to one of batch what needs no prefill worker, and stops nobody who decodes."""
+    prompt, held = view.ask.prompt_tokens, view.held
+    view.handing = None
+    view.candidates = [
+        w for w in view.candidates if not stops_decodes(w, prompt - w.cached(held), settings)
+    ]
+
+
+def stops_decodes(worker: Worker, tokens: int, settings: FairnessSettings) -> bool:
+    """Whether those who decode on a decode worker would wait for such a prefill of batch."""
+    busy = worker.role is DECODE and worker.requests > 0
+    return busy and worker.pace.token_s * tokens >= settings.batch_gap_s
 
 
 def leaves_room(worker: Worker, ask: Ask, now: float, settings: FairnessSettings) -> bool:

@@ -102,6 +102,10 @@ class Queue:
         found = sum(counts[:BATCH]) if counts else 0
         return found + (self.elsewhere is not None and self.elsewhere.before(place, BATCH))
 
+    def has(self, model: str) -> bool:
+        """Whether anybody of a model waits."""
+        return any(place[0] == model for place in self._counts)
+
     def stands_before(self, ask: Ask) -> bool:
         """Whether anybody waits who goes before a request that comes now."""
         if not self.length and self.elsewhere is None:

@@ -264,6 +264,45 @@ def test_batch_may_wait_for_longer_and_comes_of_age() -> None:
     assert refused(answer).reason is Reason.WAITED_TOO_LONG
 
 
+SIDES = (spec("p", Role.PREFILL), spec("d", Role.DECODE))
+FULL = (spec("p", Role.PREFILL, most=1), spec("d", Role.DECODE))
+
+
+@pytest.mark.parametrize("above", [1, 1000])
+def test_short_batch_needs_no_prefill_worker(above: int) -> None:
+    router = router_of(*SIDES, transfer=True, disaggregate_above=above)
+    first = placed(router.submit(of(tenant(), 500_000), 0.0))
+    assert first.prefill is not None
+    lease = placed(router.submit(batch(20), 0.0))
+    assert (lease.worker.name, lease.prefill) == ("d", None)
+
+
+def test_long_batch_waits_though_no_prefill_worker_has_a_place() -> None:
+    router = router_of(*FULL, transfer=True, disaggregate_above=1000)
+    first = placed(router.submit(of(tenant(), 50_000), 0.0))
+    for _ in range(4):
+        router.first_token(placed(router.submit(of(tenant(), 10, 1000), 0.0)), 0.0)
+    waits(router.submit(batch(12_000), 0.0))
+    router.prefilled(first, 5.0, None)
+    ((_, answer),) = router.due(5.0)
+    assert isinstance(answer, Lease)
+    assert answer.prefill is not None
+
+
+def test_long_batch_goes_where_prefills_are_in_nobodys_way() -> None:
+    router = router_of(*FULL, spec("g"), transfer=True, disaggregate_above=1000)
+    first = placed(router.submit(of(tenant(), 50_000), 0.0))
+    assert first.prefill is not None
+    assert placed(router.submit(batch(12_000), 0.0)).worker.name == "g"
+
+
+def test_long_batch_is_served_whole_where_nobody_prefills() -> None:
+    router = router_of(*SIDES, transfer=True, disaggregate_above=1000)
+    router.fleet.drain("p")
+    router.first_token(placed(router.submit(of(tenant(), 10, 1000), 0.0)), 0.0)
+    assert placed(router.submit(batch(12_000), 0.0)).worker.name == "d"
+
+
 def test_batch_is_in_the_way_of_neither_side_of_hand_overs() -> None:
     sides = (spec("p", Role.PREFILL), spec("d", Role.DECODE))
     router = router_of(*sides, transfer=True, disaggregate_above=1)

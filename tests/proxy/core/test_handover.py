@@ -462,3 +462,23 @@ def test_each_pair_of_workers_has_its_own_link() -> None:
         assert lease.decision.handover is not None
         assert lease.decision.handover.transfer_s == pytest.approx(0.01, rel=0.3)
         here.finish(lease, 0.0, Outcome.MOOT)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_where_one_decode_worker_is_full_another_takes_it(rule: str) -> None:
+    here = router_of(
+        spec("p", Role.PREFILL), spec("d0", Role.DECODE), spec("d1", Role.DECODE),
+        transfer=True, disaggregate_above=100, policy=rule,
+    )  # fmt: skip
+    for name, prompts in (("d0", (30_000, 30_000)), ("d1", (50, 50, 50))):
+        worker_of(here, name).kv_capacity = 65_000
+        here.fleet.drain(name, draining=False)
+        here.fleet.drain("d1" if name == "d0" else "d0")
+        for prompt in prompts:  # d0 has fewer requests, and hardly any room
+            lease = placed(here.submit(ask(prompt), 0.0))
+            here.prefilled(lease, 1.0, None)
+            here.first_token(lease, 1.0)
+    here.fleet.drain("d0", draining=False)
+    for _ in range(3):
+        lease = placed(here.submit(ask(5000), 2.0))
+        assert lease.decision.route == "p>d1"

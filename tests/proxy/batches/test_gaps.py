@@ -1,0 +1,43 @@
+"""Gaps: when a line may be sent."""
+
+from __future__ import annotations
+
+from proxy.batches.gaps import gap
+from proxy.core.router import Router
+from proxy.core.types import Role
+from tests.proxy.core.making import MODEL, ask, placed, router_of, spec, waits
+
+LONG = 4 * 12_000  # bytes
+
+
+def disaggregated() -> Router:
+    """Make a fleet whose prefill worker has much ahead of it, and whose decode worker has not."""
+    sides = (spec("p", Role.PREFILL), spec("d", Role.DECODE))
+    router = router_of(*sides, transfer=True, disaggregate_above=1000)
+    assert placed(router.submit(ask(500_000), 0.0)).prefill is not None
+    return router
+
+
+def test_a_short_line_needs_no_prefill_worker_and_a_long_one_does() -> None:
+    router = disaggregated()
+    assert gap(router, MODEL, 0.0, 100)
+    assert not gap(router, MODEL, 0.0, LONG)
+
+
+def test_an_idle_fleet_has_room_for_either() -> None:
+    router = router_of(spec("p", Role.PREFILL), spec("d", Role.DECODE), transfer=True)
+    assert gap(router, MODEL, 0.0, 100)
+    assert gap(router, "", 0.0, LONG)
+
+
+def test_only_those_who_wait_for_the_same_model_come_first() -> None:
+    router = router_of(spec("a", most=1), spec("b", most=8, model="other"))
+    placed(router.submit(ask(), 0.0))
+    waits(router.submit(ask(), 0.0))
+    assert not gap(router, MODEL, 0.0)
+    assert gap(router, "other", 0.0)
+
+
+def test_what_nobody_serves_may_go_and_be_refused() -> None:
+    assert gap(router_of(spec("a")), "nothing", 0.0)
+    assert not gap(router_of(), "nothing", 0.0)
