@@ -22,7 +22,7 @@ from proxy.control.live import Live
 from proxy.control.log_routes import log_routes
 from proxy.control.logs import Logs
 from proxy.control.page import page_routes
-from proxy.control.recent import KEPT, Entry
+from proxy.control.recent import Entry
 from proxy.control.shapes import (
     Explanation,
     Question,
@@ -36,6 +36,8 @@ from proxy.core.router import Router
 from proxy.core.types import Reason
 from proxy.core.worker import Worker
 from proxy.errors import Problem
+
+MOST_DECISIONS = 1000  # in one answer
 
 
 class AdminState(Protocol):
@@ -174,7 +176,7 @@ def decision_routes(state: AdminState, clock: Callable[[], float]) -> APIRouter:
 
     @api.get("/decisions", summary="Show the last requests, newest first")
     async def decisions(
-        limit: Annotated[int, Query(ge=1, le=KEPT)] = 100,
+        limit: Annotated[int, Query(ge=1, le=MOST_DECISIONS)] = 100,
         model: str | None = None,
         worker: str | None = None,
         reason: Reason | None = None,

@@ -3,7 +3,8 @@
 What has changed is written once and given to all. A viewer that does not keep up misses what comes
 meanwhile and is told everything anew; one that takes nothing for long is let go. So nothing piles
 up, here or there. Where several processes serve, the one that leads has the viewers, and asks each
-for its part.
+for its part. Where a part is missing, or a process is gone or was begun anew, what was told of its
+requests may never end: then all are told everything anew too.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import os
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from math import inf
 from typing import TYPE_CHECKING, Any
 
 import orjson
@@ -27,6 +29,7 @@ BEAT_S = 0.25
 STATE_EVERY = 4  # beats
 MOST_VIEWERS = 8
 PATIENCE_S = 20.0
+AGAIN_S = 1.0
 
 
 class Viewer:
@@ -80,6 +83,8 @@ class Live:
         self._zero = clock()
         self._run_id = os.urandom(4).hex()
         self._viewers: set[Viewer] = set()
+        self._heard: dict[str, int] = {}  # the last part of each process
+        self._told_again_at = -inf
         self._beats = 0
         self._task: asyncio.Task[None] | None = None
         self._closed = False
@@ -136,7 +141,19 @@ class Live:
                 return await self.ask_all(wanted)
         return [self.notes.part(now, wanted)]
 
+    def _see_gaps(self, now: float, parts: list[Part]) -> None:
+        """Have everything told anew where something can't have been told, but not all the time."""
+        heard = {part.source: part.number for part in parts}
+        if heard == {source: number + 1 for source, number in self._heard.items()}:
+            self._heard = heard
+        elif now >= self._told_again_at + AGAIN_S:
+            self._heard, self._told_again_at = heard, now
+            for viewer in self._viewers:
+                viewer.behind = True
+        # Else what was heard of stays as it was: a gap is still one the next time.
+
     def _tell(self, now: float, parts: list[Part]) -> None:
+        self._see_gaps(now, parts)
         news: dict[str, Any] = {
             "now": round((now - self._zero) * 1000),
             "rows": [row for part in parts for row in part.rows],

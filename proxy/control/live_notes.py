@@ -8,6 +8,7 @@ notes nothing any more.
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -50,6 +51,8 @@ class Wanted:
 class Part:
     """What one process tells."""
 
+    source: str  # who tells; a process that was begun anew is another
+    number: int  # of its parts; where one is missing, so is what was in it
     rows: list[Row]  # new and changed ones
     ticks: list[list[int]]  # a row's number and when tokens passed
     dropped: int  # rows that were too many
@@ -111,6 +114,8 @@ class Notes:
         self._rows: deque[Row] = deque(maxlen=KEPT)  # of those that ended while this was on
         self._known: dict[int, tuple[object, ...]] = {}  # what was told of those under way
         self._dropped = 0
+        self._source = os.urandom(4).hex()
+        self._parts = 0
 
     # For the data path, while somebody looks
 
@@ -123,12 +128,12 @@ class Notes:
             ticks.append(now)
 
     def ended(self, seen: Seen, now: float, status: int, reason: Reason) -> None:
-        """Note the end of a request."""
-        if len(self._ended) >= MOST_ROWS:
+        """Note the end of a request; of one that was told of it is told whatever happens."""
+        told = self._known.pop(seen.number, None)
+        if told is None and len(self._ended) >= MOST_ROWS:
             self._dropped += 1
             return
         row = self._row(seen, status, reason.value, now)
-        self._known.pop(seen.number, None)
         self._ended.append((row, self._ticks(seen)))
         self._rows.append(row)
 
@@ -160,7 +165,8 @@ class Notes:
         dropped, self._dropped = self._dropped, 0
         whole = self._whole(now) if wanted.whole else None
         figures = self._figures(now) if wanted.figures else None
-        return Part(rows, ticks, dropped, whole, figures)
+        self._parts += 1
+        return Part(self._source, self._parts, rows, ticks, dropped, whole, figures)
 
     def _forget(self) -> None:
         if self._metrics.live is None:

@@ -95,6 +95,7 @@ class LiveState:
             },
             "workers": [_worker(worker, now) for worker in workers],
             "more_workers": max(len(router.fleet) - MOST_WORKERS, 0),
+            "answered": grown(counted, "answered")[0][1:],
             "decisions": grown(counted, "decision"),
             "handovers": grown(counted, "handover"),
             "retries": grown(counted, "retry"),
@@ -130,6 +131,7 @@ class LiveState:
         ):
             for name, count in table.items():
                 yield (kind, name), count
+        yield ("answered", ""), sum(each.count for each in metrics.requests.values())
         for tenant in islice(metrics.router.tenants, MOST_TENANTS):
             totals = tenant.totals
             yield (SPENT[0], tenant.name), totals.prompt_tokens + totals.output_tokens

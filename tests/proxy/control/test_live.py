@@ -297,6 +297,107 @@ async def test_of_several_processes_one_tells_of_all(monkeypatch: pytest.MonkeyP
     await eventually(lambda: sites[1].metrics.live is None)
 
 
+@pytest.fixture
+async def crew(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[list[Sibling], Viewer]]:
+    """Look at two processes, of which the first leads; those of the list are asked."""
+    monkeypatch.setattr(live, "AGAIN_S", 0.0)
+    sites = [Sibling(0), Sibling(1)]
+    leader = sites[0].live
+
+    async def ask_all(wanted: Wanted) -> list[Part]:
+        return [each.live.notes.part(sites[0].now, wanted) for each in sites]
+
+    leader.ask_all = ask_all
+    viewer = leader.join()
+    assert viewer is not None
+    yield sites, viewer
+    leader.close()
+    for site in sites:
+        site.live.notes.end()
+
+
+async def shown(viewer: Viewer, site: Site) -> dict[str, dict[str, Any]]:
+    """Have all told anew, which takes a beat to be asked for; return the requests by their ids."""
+    assert not viewer.busy
+    await site.beat()
+    name, data = await told(viewer)
+    assert name == "all"
+    return {named(row)["worker"]: named(row) for row in data["rows"]}
+
+
+async def test_what_a_process_that_died_had_under_way_is_shown_no_more(
+    crew: tuple[list[Sibling], Viewer],
+) -> None:
+    sites, viewer = crew
+    sites[0].request("s0")
+    sites[1].request("l0")
+    await sites[0].beat()
+    assert len((await told(viewer))[1]["rows"]) == 2
+    sites[1:] = []  # it told no end
+    await sites[0].beat()
+    assert set(await shown(viewer, sites[0])) == {"s0"}
+    # One that is begun in its place counts from the beginning: its rows are not the old ones.
+    sites.append(Sibling(1))
+    sites[1].request("l0")
+    await sites[0].beat()
+    assert set(await shown(viewer, sites[0])) == {"s0", "l0"}
+    await sites[0].beat()
+    assert (await told(viewer))[0] == "news"
+
+
+async def test_a_part_that_came_too_late_is_made_good(
+    crew: tuple[list[Sibling], Viewer],
+) -> None:
+    sites, viewer = crew
+    record = sites[1].request("l0")
+    await sites[0].beat()
+    await told(viewer)
+    sites[1].end(record)
+    lost = Wanted(sites[0].live._zero, whole=False, figures=False)
+    assert len(sites[1].live.notes.part(sites[0].now, lost).rows) == 1
+    await sites[0].beat()
+    assert (await shown(viewer, sites[0]))["l0"]["status"] == 200
+
+
+async def test_all_is_told_anew_once_a_second_at_most(site: Site, viewer: Viewer) -> None:
+    names = []
+    lost = Wanted(site.live._zero, whole=False, figures=False)
+    for _ in range(20):
+        site.live.notes.part(site.now, lost)
+        await site.beat(0.125)
+        if viewer.busy:
+            names.append((await told(viewer))[0])
+    assert 2 <= names.count("all") <= 4
+
+
+async def test_the_end_of_what_was_told_of_is_told_however_many_there_are(
+    site: Site, viewer: Viewer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    records = [site.request() for _ in range(5)]
+    await site.beat()
+    assert len((await told(viewer))[1]["rows"]) == 5
+    monkeypatch.setattr(live_notes, "MOST_ROWS", 2)
+    for record in records:
+        site.end(record)
+    site.end(site.request())
+    await site.beat()
+    _, data = await told(viewer)
+    assert [named(row)["status"] for row in data["rows"]] == [200] * 5
+    assert data["dropped"] == 1
+    assert not site.live.notes._known
+
+
+async def test_a_whole_busy_minute_from_before_is_remembered(site: Site) -> None:
+    for _ in range(5000):
+        site.end(site.request())
+        site.now += 0.01
+    viewer = site.live.join()
+    assert viewer is not None
+    await site.beat()
+    assert len((await told(viewer))[1]["rows"]) == 5000
+    site.live.close()
+
+
 async def test_a_process_that_does_not_answer_is_left_out(site: Site) -> None:
     async def ask_all(wanted: Wanted) -> list[Part]:
         del wanted

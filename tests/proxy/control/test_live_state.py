@@ -71,6 +71,7 @@ def test_everything_is_told() -> None:
     worker_of(router, "s0").gauges = Gauges(running=3, waiting=2, kv_usage=0.5)
     told = orjson.loads(orjson.dumps(state(130.0)))
     assert told["covers_s"] == 30.0
+    assert told["answered"] == [2, 1]
     assert told["decisions"] == [["short_pool", 5, 1], ["long_pool", 1, 1]]
     assert (told["handovers"], told["retries"]) == ([["prefilled", 1, 1]], [["status", 1, 1]])
     kinds = {each["what"]: each for each in told["latencies"]}

@@ -177,6 +177,8 @@ async def test_it_survives_a_restart(place: Place, page: Page) -> None:
     assert await page.run("statusPage.rows") == 0
     assert await place.ask() == 200
     await page.until("statusPage.rows === 1 && statusPage.drawn === 1")
+    tile = "document.querySelector('#tiles').innerText.includes('answered, last minute\\n1\\n')"
+    await page.until(tile)
     # That it could not be reached is all there was to complain of.
     assert [each for each in page.complaints if "ERR_" not in each] == []
 
@@ -217,6 +219,11 @@ async def test_five_thousand_requests_a_minute(
             await asyncio.sleep(0)
     await page.until(f"statusPage.rows === {MINUTE} && statusPage.drawn > {MINUTE - 1000}")
     stats = await page.run("statusPage")
+    # With all of them it goes on drawing, and reading what it is told.
+    before = await page.run("[statusPage.frames, statusPage.messages]")
+    await page.until(
+        f"statusPage.frames > {before[0]} + 5 && statusPage.messages > {before[1]} + 5"
+    )
     with capsys.disabled():  # for whoever wants to know: no bound on it
         sys.stdout.write(f" [{MINUTE} requests drawn in {stats['draw_ms']:.0f} ms] ")
     assert "dropped" not in await page.run(TABLE)

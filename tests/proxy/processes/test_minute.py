@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import signal
 from pathlib import Path
 
 import aiohttp
@@ -62,6 +64,48 @@ async def test_the_page_shows_what_all_processes_did(tmp_path: Path) -> None:
             named = b"X-Request-Id: logged-by-" + name
             assert (await client.ask(chat("hi", named))).status == 200
             await asyncio.to_thread(crew.says, f"REQUEST id=logged-by-{name.decode()}")
+            client.close()
+    finally:
+        await asyncio.to_thread(crew.close)
+        await fake.stop()
+
+
+async def test_what_a_process_that_is_killed_had_under_way_leaves_the_page(tmp_path: Path) -> None:
+    crew, fake, gate = Crew(tmp_path, ["a"]), FakeWorker("a"), asyncio.Event()
+    try:
+        fake.port = crew.ports["a"]
+        await fake.listen()
+        fake.always(scripts.answer())
+        await crew.up()
+        clients = await crew.each()
+        fake.always(scripts.gated(gate, scripts.answer()))
+        for client in clients.values():
+            await client.send(chat())
+        async with (
+            asyncio.timeout(DEADLINE_S),
+            aiohttp.ClientSession() as session,
+            session.get(f"{crew.admin}/admin/live") as answer,
+        ):
+            fields: list[str] = []
+            rows: dict[int, dict[str, object]] = {}
+            killed = False
+            async for line in answer.content:
+                if not line.startswith(b"data: "):
+                    continue
+                told = json.loads(line[6:])
+                if "fields" in told:  # everything anew
+                    fields, rows = told["fields"], {}
+                for row in told["rows"]:
+                    rows[row[0]] = dict(zip(fields, row, strict=True))
+                running = sum(row["ended"] is None and bool(row["worker"]) for row in rows.values())
+                if not killed and running == 2:
+                    killed = True
+                    os.kill(crew.pids[1 - crew.leader], signal.SIGKILL)
+                if killed and running == 1:
+                    break
+            assert running == 1
+        gate.set()
+        for client in clients.values():
             client.close()
     finally:
         await asyncio.to_thread(crew.close)
