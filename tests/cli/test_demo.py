@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from pathlib import Path
 from typing import Any
 
@@ -38,13 +39,21 @@ def test_one_pool_knows_no_roles_and_no_limits() -> None:
     assert pool.routing.policy == "round_robin"
 
 
-def test_its_end_says_where_to_look_at_a_fleet() -> None:
+def test_its_end_says_where_to_look_at_a_fleet(monkeypatch: pytest.MonkeyPatch) -> None:
     live, dashboards = demo.to_see(FLEET, load(FLEET))
     assert live.endswith("cpu-demo.yaml`, and the status page is http://127.0.0.1:18109/")
     folder = FLEET.parents[2]
-    assert (folder / "deploy/README.md").is_file()
-    assert list(folder.glob("grafana/dashboards/*.json"))
-    assert "deploy/README.md" in dashboards
+    named = re.findall(r"[\w/.-]+/[\w*-]+\.(?:yaml|md|json)", dashboards)
+    assert len(named) == 3
+    assert all(list(folder.glob(each)) for each in named)
+    # The command is one that a shell finds, from the folder of the Makefile and without its PATH.
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("PATH", "/nowhere")
+    told = re.findall("`(.*?) up ", demo.to_see(FLEET, load(FLEET))[0])
+    assert [Path(each).name for each in told] == ["vllm-sched"]
+    assert Path(told[0]).is_file()
+    monkeypatch.setenv("PATH", str(Path(told[0]).parent.absolute()))
+    assert demo.to_see(FLEET, load(FLEET))[0].startswith("live: `vllm-sched up ")
 
 
 def test_a_fleet_it_can_not_start_is_refused(

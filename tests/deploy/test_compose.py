@@ -22,6 +22,7 @@ PINNED = re.compile(r"[\w./-]+:v?\d+\.\d+\.\d+[\w.-]*")
 # Somebody else's part of the tree; they are mounted whole.
 MOUNTED = ("deploy/prometheus", "grafana/provisioning", "grafana/dashboards")
 
+monitoring: Json = yaml.safe_load((COMPOSE / "monitoring.yaml").read_text())
 document: Json = yaml.safe_load((COMPOSE / "compose.yaml").read_text())
 services: dict[str, Json] = document["services"]
 fleet = read(COMPOSE / "fleet.yaml")
@@ -150,6 +151,43 @@ def test_prometheus_is_told_of_all() -> None:
         for target in group["targets"]
     ]
     assert sorted(told) == sorted(["router:8000", *(f"{name}:8000" for name in workers())])
+
+
+def test_monitoring_alone_is_that_of_the_whole_but_looks_at_this_machine() -> None:
+    assert set(monitoring["services"]) == {"prometheus", "grafana"}
+    for name, alone in monitoring["services"].items():
+        whole = services[name]
+        for key in ("image", "restart", "cap_drop", "security_opt", "healthcheck"):
+            assert alone[key] == whole[key], (name, key)
+        mounts = [v.replace("./targets-here:", "./targets:") for v in alone["volumes"]]
+        assert mounts == whole["volumes"]
+        assert alone["network_mode"] == "host"
+        assert "ports" not in alone
+    prometheus, grafana = monitoring["services"]["prometheus"], monitoring["services"]["grafana"]
+    assert "--web.listen-address=127.0.0.1:9090" in prometheus["command"]
+    assert grafana["environment"]["GF_SERVER_HTTP_ADDR"] == "127.0.0.1"
+    assert grafana["extra_hosts"] == ["prometheus:127.0.0.1"]
+
+
+def test_monitoring_alone_looks_at_the_demo() -> None:
+    demo = read(ROOT / "deploy" / "fleets" / "cpu-demo.yaml")
+    told = {
+        group["labels"]["job"]: group["targets"]
+        for path in (COMPOSE / "targets-here").glob("*.yaml")
+        for group in yaml.safe_load(path.read_text())
+    }
+    workers = [worker.url.removeprefix("http://") for worker in demo.workers if worker.url]
+    assert told == {"router": [f"127.0.0.1:{demo.router.port}"], "vllm": workers}
+    globs = [
+        each.removeprefix("/targets/")
+        for job in yaml.safe_load((ROOT / "deploy/prometheus/prometheus.yml").read_text())[
+            "scrape_configs"
+        ]
+        for config in job["file_sd_configs"]
+        for each in config["files"]
+    ]
+    found = {path.name for glob in globs for path in (COMPOSE / "targets-here").glob(glob)}
+    assert found == {path.name for path in (COMPOSE / "targets-here").iterdir()}
 
 
 @pytest.mark.parametrize("name", ["router.Dockerfile", "worker.Dockerfile"])

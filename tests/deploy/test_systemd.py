@@ -69,6 +69,16 @@ def test_there_is_a_folder_for_batches_that_nobody_else_reads() -> None:
     assert service["StateDirectoryMode"] == "0700"
 
 
+def test_no_two_of_different_users_have_one_folder() -> None:
+    folders = [unit(name)["Service"]["StateDirectory"] for name in UNITS]
+    assert len(set(folders)) == len(UNITS)
+    assert unit(UNITS[0])["Service"]["DynamicUser"] == "yes"
+    # The workers' own is where they are told to keep what they fetch.
+    environment = unit(UNITS[1])["Service"]["Environment"]
+    paths = [each.partition("=")[2] for each in environment.split()]
+    assert all(Path(path).is_relative_to(f"/var/lib/{folders[1]}") for path in paths)
+
+
 def test_a_reload_is_the_signal_that_the_router_reads_its_file_for() -> None:
     assert unit(UNITS[0])["Service"]["ExecReload"] == "/bin/kill -HUP $MAINPID"
 

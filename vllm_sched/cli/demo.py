@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -63,10 +64,19 @@ def to_see(fleet: Path, config: FleetConfig) -> list[str]:
     admin = config.router.admin
     page = url_of(admin.host, admin.port, admin.tls)
     return [
-        f"live: `vllm-sched up {fleet}`, and the status page is {page}/",
-        "dashboards: deploy/compose has a Grafana at http://localhost:3000 (deploy/README.md says "
-        "how to start it); one of your own takes grafana/dashboards/*.json",
+        f"live: `{_command()} up {fleet}`, and the status page is {page}/",
+        "dashboards: beside it `docker compose --file deploy/compose/monitoring.yaml up`, then "
+        "http://localhost:3000; it looks at cpu-demo.yaml's ports (deploy/README.md has more); "
+        "a Grafana of your own takes grafana/dashboards/*.json",
     ]
+
+
+def _command() -> str:
+    """Name this program so that a shell finds it: `make` runs it from where no PATH leads."""
+    name = "vllm-sched"
+    if shutil.which(name):
+        return name
+    return os.path.relpath(Path(sys.executable).with_name(name))
 
 
 async def _play(
