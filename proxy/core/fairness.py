@@ -74,7 +74,10 @@ class Turns:
 
     def __init__(self) -> None:
         self._waiting: dict[Rank, set[Tenant]] = {rank: set() for rank in Rank}
-        self._floors = dict.fromkeys(Rank, 0.0)  # of the one who went last, should nobody be left
+        # Who has something in the queues of other processes.
+        self.elsewhere: dict[Rank, set[Tenant]] = {rank: set() for rank in Rank}
+        # Of the one who went last, here or there, should nobody be left.
+        self.floors = dict.fromkeys(Rank, 0.0)
 
     def waiting(self, rank: Rank) -> Collection[Tenant]:
         """Who has something in the queue."""
@@ -83,15 +86,19 @@ class Turns:
     def came(self, tenant: Tenant, rank: Rank) -> None:
         """Count one more that waits; lift who comes back."""
         tenant.waiting += 1
-        waiting = self._waiting[rank]
+        waiting, elsewhere = self._waiting[rank], self.elsewhere[rank]
         if tenant not in waiting:
-            standings = (each.standings[rank] for each in waiting)
-            tenant.lift(rank, min(standings, default=self._floors[rank]))
+            if tenant not in elsewhere:
+                there = waiting | elsewhere if elsewhere else waiting
+                standings = (each.standings[rank] for each in there)
+                tenant.lift(rank, min(standings, default=self.floors[rank]))
             waiting.add(tenant)
+            tenant.waits |= 1 << rank
 
     def went(self, tenant: Tenant, rank: Rank, *, last: bool) -> None:
         """Count one that waits no more; `last`: it was the tenant's last of that rank."""
         tenant.waiting -= 1
         if last:
             self._waiting[rank].discard(tenant)
-            self._floors[rank] = max(self._floors[rank], tenant.standings[rank])
+            tenant.waits &= ~(1 << rank)
+            self.floors[rank] = max(self.floors[rank], tenant.standings[rank])

@@ -12,7 +12,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
 from hashlib import sha256
-from math import inf
 
 from proxy.core.limits import Ledger, Limits
 
@@ -54,7 +53,17 @@ class Totals:
 class Tenant:
     """A tenant: its share, and what it has of it."""
 
-    __slots__ = ("charged", "ledger", "spec", "standings", "totals", "virtual", "waiting")
+    __slots__ = (
+        "charged",
+        "ledger",
+        "lifts",
+        "spec",
+        "standings",
+        "totals",
+        "virtual",
+        "waiting",
+        "waits",
+    )
 
     def __init__(self, spec: TenantSpec, totals: Totals | None = None) -> None:
         self.spec = spec
@@ -62,11 +71,12 @@ class Tenant:
         self.ledger = Ledger(spec.limits)
         self.virtual = 0.0  # tokens it was served, by its weight: see `fairness`
         # By class, of these what others waited for, and what it was away for: whose is the least
-        # goes next. Where it never was it begins where the others are.
-        self.standings = [-inf] * len(Rank)
-        self.standings[spec.rank] = 0.0
-        self.charged = 0.0  # by this process, since ever, and not free
+        # goes next. They are the sum of the two below, and of what other processes charged.
+        self.standings = [0.0] * len(Rank)
+        self.charged = [0.0] * len(Rank)  # by this process, since ever, and not free
+        self.lifts = [0.0] * len(Rank)  # what it was lifted by, anywhere
         self.waiting = 0  # in the queue
+        self.waits = 0  # a bit for each class in which it waits here
 
     def __repr__(self) -> str:
         """Name it."""
@@ -79,20 +89,28 @@ class Tenant:
 
     def lift(self, rank: Rank, floor: float) -> None:
         """Let it stand no lower than others of a class."""
-        self.standings[rank] = max(self.standings[rank], floor)
+        if (lacks := floor - self.standings[rank]) > 0:
+            self.lifted_to(rank, self.lifts[rank] + lacks)
+
+    def lifted_to(self, rank: int, lift: float) -> None:
+        """Have been lifted by that in all, here or elsewhere: the same lift counts once."""
+        if (grown := lift - self.lifts[rank]) > 0:
+            self.lifts[rank] = lift
+            self.standings[rank] += grown
 
     def charge(self, tokens: float, rank: Rank | None = None, *, free: bool = False) -> None:
         """Count tokens that it is served here, in a class; `free`: nobody waits for them."""
         share = tokens / self.spec.weight
         self.virtual += share
         if not free:
-            self.standings[self.spec.rank if rank is None else rank] += share
-            self.charged += share
+            rank = self.spec.rank if rank is None else rank
+            self.standings[rank] += share
+            self.charged[rank] += share
 
-    def charged_elsewhere(self, share: float) -> None:
-        """Count what another process charged it, in whichever class."""
+    def charged_elsewhere(self, share: float, rank: int) -> None:
+        """Count what other processes charged it."""
         self.virtual += share
-        self.standings[self.spec.rank] += share
+        self.standings[rank] += share
 
     def may_use(self, model: str) -> bool:
         """Whether a model is for it."""

@@ -73,7 +73,7 @@ class Member:
         self._queues = Queues(router.queue, self._sharing)
         self._sharing.parts += (
             self._queues,
-            Tenancy(router.tenants, shared, self._sharing),
+            Tenancy(router.tenants, router.queue.turns, shared, self._sharing),
             Tides(router, self._sharing),
             Prefixes(fleet, self._sharing),
         )

@@ -29,7 +29,7 @@ PLACES = 64  # into which models, and sizes, fall by a hash of theirs
 RING = 1024  # numbers of rows that have changed
 LOG = 8192  # words of prompts' beginnings that were sent somewhere
 
-HEAD_WORDS, ROW_WORDS, FRONT_WORDS, TIDE_WORDS, TENANT_WORDS = 16, 16, 4, 4, 2
+HEAD_WORDS, ROW_WORDS, FRONT_WORDS, TIDE_WORDS, TENANT_WORDS = 16, 16, 4, 4, 8
 ROW_BYTES = ROW_WORDS * WORD
 AT_RING = HEAD_WORDS
 AT_ROWS = AT_RING + RING
@@ -40,6 +40,7 @@ AT_LOG = AT_TENANTS + MOST_TENANTS * TENANT_WORDS
 SHEET_WORDS = AT_LOG + LOG
 # In the head.
 CHANGES, WAITING, BYTES, TOKENS, LIFE, TENANT_CHANGES, BREAKS, LOGGED, ALIVE = range(9)
+FLOORS = 9  # and the next two words: where a class's turns were when nobody was left
 # Behind all sheets, everybody's: who has which row among the tenants, and what each has taken.
 CELL_WORDS = 2
 COMMON_WORDS = MOST_TENANTS * (1 + CELL_WORDS)
@@ -47,7 +48,7 @@ COMMON_WORDS = MOST_TENANTS * (1 + CELL_WORDS)
 LOAD = Struct("@9qd")
 BREAKER = Struct("@dqdqqd")
 AT_BREAKER = LOAD.size
-FRONT, TIDE, TENANT = Struct("@qdd"), Struct("@qqd"), Struct("@qd")
+FRONT, TIDE, TENANT, FLOOR = Struct("@qdd"), Struct("@qqd"), Struct("@qq6d"), Struct("@3d")
 
 
 class Front(NamedTuple):
@@ -70,7 +71,13 @@ class Taken(NamedTuple):
     """What a tenant has of one process."""
 
     running: int = 0
-    charged: float = 0.0
+    waits: int = 0  # a bit for each class
+    # Each by class, and since ever: they stay when a process dies, and the next goes on from there.
+    charged: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    lifts: tuple[float, float, float] = (0.0, 0.0, 0.0)
+
+
+NOTHING_TAKEN = Taken()
 
 
 class Table:
@@ -95,11 +102,19 @@ class Table:
         return Sheet(self.memory, process)
 
     def clear(self, process: int) -> None:
-        """Forget a process that is no more: what it has charged is nobody's now."""
+        """Forget a process that is no more: what it has charged is nobody's now.
+
+        What tenants were served stays: it was, and all that stand beside each other by it must go
+        on from the same numbers.
+        """
         sheet = self.sheet(process)
         changes = sheet.changes
         start = process * SHEET_WORDS * WORD
+        served = [sheet.read_taken(row) for row in range(MOST_TENANTS)]
         self.memory[start : start + SHEET_WORDS * WORD] = bytes(SHEET_WORDS * WORD)
+        for row, taken in enumerate(served):
+            if taken != NOTHING_TAKEN:
+                sheet.write_taken(row, taken._replace(running=0, waits=0))
         sheet.changes = changes + RING + 1  # everybody has missed a round
 
     def tenant_row(self, mark: int) -> int | None:
@@ -239,11 +254,24 @@ class Sheet:
 
     def write_taken(self, row: int, taken: Taken) -> None:
         """Say what a tenant has here."""
-        TENANT.pack_into(self._memory, self._tenants + row * TENANT_WORDS * WORD, *taken)
+        place = self._tenants + row * TENANT_WORDS * WORD
+        running, waits, charged, lifts = taken
+        TENANT.pack_into(self._memory, place, running, waits, *charged, *lifts)
 
     def read_taken(self, row: int) -> Taken:
         """Read that."""
-        return Taken(*TENANT.unpack_from(self._memory, self._tenants + row * TENANT_WORDS * WORD))
+        place = self._tenants + row * TENANT_WORDS * WORD
+        running, waits, *served = TENANT.unpack_from(self._memory, place)
+        a, b, c, d, e, f = served
+        return Taken(running, waits, (a, b, c), (d, e, f))
+
+    def write_floors(self, floors: tuple[float, ...]) -> None:
+        """Say where turns were when nobody was left of a class."""
+        FLOOR.pack_into(self._memory, self._start + FLOORS * WORD, *floors)
+
+    def read_floors(self) -> tuple[float, ...]:
+        """Read that."""
+        return FLOOR.unpack_from(self._memory, self._start + FLOORS * WORD)
 
     def write_log(self, row: int, hashes: tuple[int, ...]) -> None:
         """Say that a worker was sent a prompt that begins with these blocks."""

@@ -1,8 +1,12 @@
 """Tenants' limits and shares, for all processes together.
 
 What a tenant has taken of its limits per minute lies in memory that all write. What it has in
-flight each process counts for itself, and adds what the others say. Its counter of the tokens it
-was served grows here by what the others have charged.
+flight each process counts for itself, and adds what the others say.
+
+Where it stands among others is the same number in all processes, as far as they have told: what
+each has charged it, added up, and the most that it was lifted by in any. Both stay in the table
+when a process dies, so that the next one, or one that is given a tenant again, goes on from there.
+Who comes back is lifted to the least of those that wait in any process.
 """
 
 from __future__ import annotations
@@ -13,16 +17,19 @@ from typing import TYPE_CHECKING, cast
 
 from xxhash import xxh3_64_intdigest
 
+from proxy.core.tenants import Rank
 from proxy.processes.table import LIFE, MOST_TENANTS, TENANT_CHANGES, Sheet, Table, Taken
 
 if TYPE_CHECKING:
+    from proxy.core.fairness import Turns
     from proxy.core.tenants import Tenant, Tenants
     from proxy.processes.sharing import Sharing
 
 logger = logging.getLogger(__name__)
 
 TAKE_S = 0.002
-NOTHING = Taken()
+Sums = tuple[float, ...]
+NONE: Sums = (0.0,) * len(Rank)
 
 
 class Peer:
@@ -31,14 +38,12 @@ class Peer:
     def __init__(self, sheet: Sheet) -> None:
         self.sheet = sheet
         self.life = self.changes = 0
-        self.charged: dict[int, float] = {}  # by row, as it was read last
 
     def changed(self) -> bool:
-        """Whether there is anything to read; what it charged in an earlier life stays charged."""
+        """Whether there is anything to read."""
         sheet = self.sheet
         if (life := sheet.count(LIFE)) != self.life:
             self.life = life
-            self.charged.clear()
             self.changes = -1
         before, self.changes = self.changes, sheet.count(TENANT_CHANGES)
         return self.changes != before
@@ -47,14 +52,17 @@ class Peer:
 class Tenancy:
     """Shares all tenants."""
 
-    def __init__(self, tenants: Tenants, table: Table, sharing: Sharing) -> None:
+    def __init__(self, tenants: Tenants, turns: Turns, table: Table, sharing: Sharing) -> None:
         self._tenants = tenants
+        self._turns = turns
         self._table = table
         self._sheet = sharing.sheet
         self._peers = [Peer(peer.sheet) for peer in sharing.peers]
         self._edition = -1
         self._rows: dict[Tenant, int] = {}
         self._told: dict[Tenant, Taken] = {}
+        self._theirs: dict[Tenant, Sums] = {}  # charged by all others, as it was read last
+        self._floors: tuple[float, ...] = ()
         self._next = 0.0
 
     def tell(self) -> None:
@@ -63,14 +71,22 @@ class Tenancy:
             self._arrange()
         changed = False
         for tenant, row in self._rows.items():
-            taken = Taken(tenant.ledger.running, tenant.charged)
-            if self._told.get(tenant, NOTHING) != taken:
+            taken = _taken(tenant)
+            if self._told[tenant] != taken:
                 self._told[tenant] = taken
                 self._sheet.write_taken(row, taken)
                 changed = True
+        floors = tuple(self._turns.floors.values())
+        if floors != self._floors:
+            self._floors = floors
+            self._sheet.write_floors(floors)
+            changed = True
         if changed:
-            changes = self._sheet.count(TENANT_CHANGES)
-            self._sheet.write_count(TENANT_CHANGES, changes + 1)
+            self._say()
+
+    def _say(self) -> None:
+        changes = self._sheet.count(TENANT_CHANGES)
+        self._sheet.write_count(TENANT_CHANGES, changes + 1)
 
     def take(self, now: float) -> None:
         """Take what the others have said."""
@@ -83,17 +99,29 @@ class Tenancy:
         if any(changed):
             for tenant, row in self._rows.items():
                 self._take(tenant, row)
+            floors = self._turns.floors
+            for peer in self._peers:
+                for rank, floor in zip(Rank, peer.sheet.read_floors(), strict=True):
+                    floors[rank] = max(floors[rank], floor)
 
     def _take(self, tenant: Tenant, row: int) -> None:
-        running = 0
-        for peer in self._peers:
-            taken = peer.sheet.read_taken(row)
-            running += taken.running
-            known = peer.charged.get(row, 0.0)
-            if taken.charged != known:
-                tenant.charged_elsewhere(taken.charged - known)
-                peer.charged[row] = taken.charged
-        tenant.ledger.elsewhere = running
+        said = [peer.sheet.read_taken(row) for peer in self._peers]
+        tenant.ledger.elsewhere = sum(each.running for each in said)
+        waits = 0
+        for each in said:
+            waits |= each.waits
+            for rank, lift in enumerate(each.lifts):
+                tenant.lifted_to(rank, lift)
+        for rank, there in self._turns.elsewhere.items():
+            if waits >> rank & 1:
+                there.add(tenant)
+            else:
+                there.discard(tenant)
+        theirs = tuple(map(sum, zip(*(each.charged for each in said), strict=True))) or NONE
+        if theirs != (known := self._theirs[tenant]):
+            self._theirs[tenant] = theirs
+            for rank, (total, before) in enumerate(zip(theirs, known, strict=True)):
+                tenant.charged_elsewhere(total - before, rank)
 
     def _arrange(self) -> None:
         """Find the rows of the tenants that there are now."""
@@ -112,9 +140,30 @@ class Tenancy:
                 continue
             rows[tenant] = row
             if tenant not in self._rows:
-                cells = self._table.tenant_cells(row)
-                tenant.ledger.share(cast("MutableSequence[float]", cells))
-                for peer in self._peers:  # what was charged before it came is not held against it
-                    peer.charged.setdefault(row, peer.sheet.read_taken(row).charged)
+                self._begin(tenant, row)
+        for tenant in self._rows.keys() - rows.keys():
+            del self._told[tenant], self._theirs[tenant]
+            for there in self._turns.elsewhere.values():
+                there.discard(tenant)
         self._rows = rows
-        self._told = {tenant: told for tenant, told in self._told.items() if tenant in rows}
+
+    def _begin(self, tenant: Tenant, row: int) -> None:
+        """Take up the books of a tenant, where it or a process was gone for a while."""
+        cells = self._table.tenant_cells(row)
+        tenant.ledger.share(cast("MutableSequence[float]", cells))
+        before = self._sheet.read_taken(row)
+        for rank, share in enumerate(before.charged):
+            tenant.charged[rank] += share
+            tenant.charged_elsewhere(share, rank)
+            tenant.lifted_to(rank, before.lifts[rank])
+        self._told[tenant] = taken = _taken(tenant)
+        self._theirs[tenant] = NONE
+        self._sheet.write_taken(row, taken)
+        self._say()
+        self._take(tenant, row)
+
+
+def _taken(tenant: Tenant) -> Taken:
+    a, b, c = tenant.charged
+    d, e, f = tenant.lifts
+    return Taken(tenant.ledger.running, tenant.waits, (a, b, c), (d, e, f))

@@ -40,7 +40,7 @@ class Crew:
         queues = self.queues[index] = Queues(router.queue, sharing)
         sharing.parts += (
             queues,
-            Tenancy(router.tenants, self.table, sharing),
+            Tenancy(router.tenants, router.queue.turns, self.table, sharing),
             Tides(router, sharing),
             Prefixes(fleet, sharing),
         )

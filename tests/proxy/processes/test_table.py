@@ -46,7 +46,7 @@ def test_each_writes_beside_the_others(table: Table) -> None:
             sheet.write_front(place, Front(1, 2.5, number))
             sheet.write_tide(place, Tide(1, number, 2.5))
         for tenant in (0, MOST_TENANTS - 1):
-            sheet.write_taken(tenant, Taken(number, 0.5))
+            sheet.write_taken(tenant, Taken(number, 5, (0.5, 0.0, number), (1.0, 2.0, 3.0)))
         sheet.write_count(WAITING, number)
         sheet.write_count(BYTES, 2**40 + number)
     for number, sheet in enumerate(sheets):
@@ -57,7 +57,9 @@ def test_each_writes_beside_the_others(table: Table) -> None:
         assert sheet.read_breaker(1)[0] == 0.0
         assert sheet.read_front(PLACES - 1) == Front(1, 2.5, number)
         assert sheet.read_tide(PLACES - 1) == Tide(1, number, 2.5)
-        assert sheet.read_taken(MOST_TENANTS - 1) == Taken(number, 0.5)
+        assert sheet.read_taken(MOST_TENANTS - 1) == Taken(
+            number, 5, (0.5, 0.0, number), (1.0, 2.0, 3.0)
+        )
         assert sheet.read_front(1) == Front()
         assert (sheet.count(WAITING), sheet.count(BYTES)) == (number, 2**40 + number)
         assert sheet.count(CHANGES) == 0
@@ -88,6 +90,15 @@ def test_of_a_process_that_is_gone_nothing_stays_and_everybody_hears_of_it(table
     now = sheet.changes
     sheet.tell(8)  # whoever comes after it
     assert sheet.told(now) == (now + 1, {8})
+
+
+def test_what_tenants_were_served_stays_when_a_process_goes(table: Table) -> None:
+    sheet = table.sheet(1)
+    sheet.write_taken(5, Taken(3, 6, (1.0, 2.0, 3.0), (4.0, 5.0, 6.0)))
+    sheet.write_floors((7.0, 8.0, 9.0))
+    table.clear(1)
+    assert sheet.read_taken(5) == Taken(0, 0, (1.0, 2.0, 3.0), (4.0, 5.0, 6.0))
+    assert sheet.read_floors() == (0.0, 0.0, 0.0)
 
 
 def test_a_row_is_in_use_while_anything_is_charged(table: Table) -> None:

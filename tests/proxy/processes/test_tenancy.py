@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable
+from random import Random
 
 import pytest
 
@@ -125,6 +127,158 @@ def test_what_a_process_charged_stays_charged_when_it_dies(crews: Crews) -> None
     placed(submit(crew, 0))
     crew.look()
     assert tenant(crew, 1).virtual == before + 700
+
+
+class Rivals:
+    """Two tenants, each of which always has ten waiting, in a process of its own; 8 places."""
+
+    def __init__(self, crews: Crews) -> None:
+        self.crew = opened(crews, TenantSpec("t"), TenantSpec("u"), most=8)
+        self.got: Counter[str] = Counter()
+        self.running: list[tuple[float, int, Lease]] = []
+        self.rng = Random(1)
+
+    def wants(self, index: int, name: str) -> None:
+        """Have one more wait, or go at once."""
+        asked = ask(100, 50)
+        asked.tenant, asked.rank = tenant(self.crew, index, name), Rank.STANDARD
+        answer = self.crew.routers[index].submit(asked, self.crew.now)
+        if isinstance(answer, Lease):
+            self._goes(index, name, answer)
+        self._turn()
+
+    def _goes(self, index: int, name: str, lease: Lease) -> None:
+        self.got[name] += 1
+        self.running.append((self.crew.now + self.rng.uniform(0.2, 0.4), index, lease))
+
+    def _turn(self) -> None:
+        later, self.crew.later[:] = list(self.crew.later), []
+        for each in later:
+            each()
+
+    def settle(self, index: int) -> None:
+        """Let those go who may."""
+        for ticket, answer in self.crew.routers[index].due(self.crew.now):
+            assert isinstance(answer, Lease)
+            assert ticket.ask.tenant is not None
+            self._goes(index, ticket.ask.tenant.name, answer)
+        self._turn()
+
+    def play(self, seconds: float) -> float:
+        """Return how much more one had than the other, 0 for nothing."""
+        self.got.clear()
+        crew, start = self.crew, self.crew.now
+        for step in range(round(seconds * 1000)):
+            crew.now = start + step / 1000
+            for index, name in enumerate("tu"):
+                while tenant(crew, index, name).waiting < 10:
+                    self.wants(index, name)
+            for each in [each for each in self.running if each[0] <= crew.now]:
+                self.running.remove(each)
+                crew.routers[each[1]].finish(each[2], crew.now, Outcome.DONE)
+                self._turn()
+                self.settle(each[1])
+            if step % 5 in (0, 2):
+                self.settle(step % 5 // 2)
+        assert self.got.total() > 20 * seconds
+        return abs(self.got["t"] - self.got["u"]) / self.got.total()
+
+
+def test_shares_hold_when_each_waits_in_a_process_of_its_own(crews: Crews) -> None:
+    assert Rivals(crews).play(5.0) < 0.1
+
+
+def test_a_process_begun_again_knows_what_everybody_was_served(crews: Crews) -> None:
+    rivals = Rivals(crews)
+    crew = rivals.crew
+    for index in (0, 1):
+        for name in "tu":
+            tenant(crew, index, name).charge(1e6)
+            rivals.wants(index, name)
+    crew.look()
+    crew.restart(0)
+    rivals.running = [each for each in rivals.running if each[1]]
+    crew.routers[0].tenants.replace([TenantSpec("t"), TenantSpec("u")], {})
+    crew.now += 1.0
+    crew.look()
+    for name in "tu":
+        stands = [tenant(crew, index, name).standings[Rank.STANDARD] for index in (0, 1)]
+        assert stands == pytest.approx([2e6, 2e6])
+    assert rivals.play(5.0) < 0.1
+
+
+def test_who_comes_back_is_lifted_to_those_who_wait_in_another_process(crews: Crews) -> None:
+    rivals = Rivals(crews)
+    crew = rivals.crew
+    tenant(crew, 1, "u").charge(1e6)
+    for _ in range(10):
+        rivals.wants(1, "u")
+    crew.now += 1.0
+    crew.look()
+    assert rivals.play(5.0) < 0.1
+    stands = [tenant(crew, 0, name).standings[Rank.STANDARD] for name in "tu"]
+    assert min(stands) >= 1e6
+
+
+def test_who_comes_when_nobody_waits_is_lifted_to_who_waited_last_anywhere(crews: Crews) -> None:
+    crew = opened(crews, TenantSpec("t"), TenantSpec("u"), most=1)
+    leases = [placed(submit(crew, 1, "u"))]
+    tenant(crew, 1, "u").charge(1e6)
+    waits(submit(crew, 1, "u"))
+    crew.routers[1].finish(leases[0], crew.now, Outcome.DONE)
+    assert len(crew.routers[1].due(crew.now)) == 1
+    crew.tell()
+    crew.look()
+    waits(submit(crew, 0, "t"))
+    assert tenant(crew, 0, "t").standings[Rank.STANDARD] >= 1e6
+    crew.look()
+    assert tenant(crew, 1, "t").standings == tenant(crew, 0, "t").standings
+
+
+def test_two_who_lift_one_at_a_time_lift_it_once(crews: Crews) -> None:
+    crew = opened(crews, TenantSpec("t"))
+    placed(submit(crew, 0))
+    for index in (0, 1):
+        tenant(crew, index).lift(Rank.STANDARD, 500.0)
+    for sharing in crew.sharings:
+        sharing.flush()
+    crew.now += 1.0
+    crew.look()
+    assert [tenant(crew, index).standings[Rank.STANDARD] for index in (0, 1)] == [500.0, 500.0]
+
+
+def test_ones_batches_change_nothing_for_its_chats_elsewhere(crews: Crews) -> None:
+    crew = opened(crews, TenantSpec("t"))
+    tenant(crew, 0).charge(700.0, Rank.BATCH)
+    placed(submit(crew, 0))
+    crew.look()
+    assert tenant(crew, 1).standings == [0.0, 0.0, 700.0]
+
+
+def test_a_tenant_that_is_put_back_goes_on_from_its_books(crews: Crews) -> None:
+    """A deploy that leaves it out, and its rollback; its requests ended in between."""
+    both = [TenantSpec("t", limits=Limits(concurrency=3)), TenantSpec("u")]
+    crew = opened(crews, *both)
+    leases = [placed(submit(crew, 0)) for _ in range(3)]
+    tenant(crew, 0).charge(1e6)
+    placed(submit(crew, 0, "u"))
+    for specs in (both[1:], both):
+        for router in crew.routers:
+            router.tenants.replace(specs, {})
+        for index in (0, 1):
+            placed(submit(crew, index, "u"))
+        for lease in leases:
+            crew.finish(0, lease)
+        leases.clear()
+    crew.now += 1.0
+    crew.look()
+    placed(submit(crew, 1))
+    tenant(crew, 0).charge(10.0)
+    placed(submit(crew, 0))
+    crew.now += 1.0
+    crew.look()
+    stands = [tenant(crew, index).standings[Rank.STANDARD] for index in (0, 1)]
+    assert stands == pytest.approx([1e6 + 10, 1e6 + 10])
 
 
 def test_who_is_named_later_starts_with_nothing_held_against_it(crews: Crews) -> None:
