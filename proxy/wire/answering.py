@@ -106,6 +106,17 @@ class Answering:
         self._tail = body[-TAIL:]
         return body
 
+    @property
+    def flowing(self) -> EventStream | None:
+        """The stream, while whole chunks of it are what the client is to be sent, as they come."""
+        stream = self._stream
+        return stream if stream is not None and self._chunked and stream.flows else None
+
+    @property
+    def recounts(self) -> bool:
+        """Whether its usage is not to pass as it is."""
+        return self._cached is not None
+
     def last_words(self, message: str, code: str) -> bytes | None:
         """Write the end of an answer that fails midway; None if it can only be broken off."""
         stream = self._stream

@@ -25,6 +25,7 @@ from proxy.wire.answering import Answering, response_id_in
 from proxy.wire.counting import TokenCount
 from proxy.wire.handing import REFUSED_PREFILL, HandOver, says_failed
 from proxy.wire.own_answers import refuse
+from proxy.wire.passage import Passage
 from proxy.wire.record import Record
 from proxy.wire.response import OK
 from proxy.wire.sending import to_worker
@@ -66,6 +67,7 @@ class Exchange:
         "_handing",
         "_last_refusal",
         "_lease",
+        "_passage",
         "_request",
         "_route",
         "_said",
@@ -94,6 +96,7 @@ class Exchange:
         self._handing: HandOver | None = None
         self._suspect: HandOver | None = None  # that may have failed by its transfer
         self._answering: Answering | None = None
+        self._passage: Passage | None = None  # for the pieces of its stream
         self._last_refusal: Refusal | None = None  # of another try, while an error passes on
         self._said: bytes | None = None  # of a 400, while a larger worker may be asked instead
         self._tried: frozenset[str] = frozenset()
@@ -251,6 +254,20 @@ class Exchange:
             self._client.write(data)
         if ended:
             self._finish(now, answering)
+        elif answering.tokens:
+            self._open_passage(answering)
+
+    def _open_passage(self, answering: Answering) -> None:
+        """Let what else comes of a stream pass by here."""
+        connection, lease, wire = self.connection, self._lease, self._wire
+        stream = answering.flowing
+        if connection is None or lease is None or stream is None:
+            return
+        if (passage := self._passage) is None:
+            keep, write, recounts = stream.keep, self._client.write, answering.recounts
+            passage = Passage(wire.router, lease, wire.metrics, self.record, keep, write, recounts)
+            self._passage = passage
+        connection.open_passage(passage)
 
     def _failed_first(self, now: float) -> bool:
         """Have a transfer that failed made good, as after a 500; whether that can't be."""

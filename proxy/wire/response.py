@@ -54,6 +54,7 @@ class AnswerReader:
     """The answers of one connection, one at a time."""
 
     __slots__ = (
+        "_in_chunk",
         "_interim",
         "_known",
         "_known_as",
@@ -61,6 +62,7 @@ class AnswerReader:
         "_quiet",
         "_reading",
         "_surplus",
+        "between_chunks",
         "ended",
         "head",
         "pieces",
@@ -79,6 +81,8 @@ class AnswerReader:
         self.pieces: list[bytes] = []  # of the body; the owner takes them
         self.ended = False
         self.reusable = False  # whether the connection may serve another request, once ended
+        self.between_chunks = False  # the bytes fed last ended with a chunk
+        self._in_chunk = True
         self._interim = False
         self._surplus = False
         self._quiet = 0  # bytes since anything came of them
@@ -118,6 +122,7 @@ class AnswerReader:
 
     def _parse(self, data: bytes) -> None:
         self._quiet += len(data)
+        self._in_chunk = True
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserUpgrade:
@@ -126,6 +131,7 @@ class AnswerReader:
             if not self.ended:
                 raise AnswerError(str(error)) from None
             self._surplus = True
+        self.between_chunks = not self._in_chunk and data.endswith(b"\r\n")
         if self._quiet > MAX_QUIET:
             raise AnswerError("headers, or framing, without end")
         if self._surplus:
@@ -191,6 +197,14 @@ class AnswerReader:
         self._quiet = 0
         if not self.ended:
             self.pieces.append(piece)
+
+    def on_chunk_header(self) -> None:
+        """Note that a chunk begins, the last one too."""
+        self._in_chunk = True
+
+    def on_chunk_complete(self) -> None:
+        """Note that it ends; what follows it in the same bytes may be part of the next size."""
+        self._in_chunk = False
 
     def on_message_complete(self) -> None:
         """Note the end, unless it is that of a 1xx."""

@@ -35,7 +35,7 @@ CACHED = re.compile(rb'"cached_tokens"\s*:\s*(\d+)')
 class EventStream:
     """The events of one answer."""
 
-    __slots__ = ("_held", "_last", "_started", "named", "tokens", "torn")
+    __slots__ = ("_held", "_last", "_started", "keep", "named", "tokens", "torn")
 
     def __init__(self) -> None:
         self.named = False  # whether its events have types, as `event: response.created`
@@ -44,6 +44,12 @@ class EventStream:
         self._held = b""
         self._started = False  # a token was seen
         self._last: deque[bytes] = deque(maxlen=LAST_PIECES)
+        self.keep = self._last.append  # a piece that need not be fed: of whole events, as it came
+
+    @property
+    def flows(self) -> bool:
+        """Whether whole events may pass it by: none is held in part, and tokens have come."""
+        return self._started and not self._held and not self.torn
 
     def feed(self, data: bytes) -> bytes:
         """Take in a piece of body; returns the whole events there are now."""

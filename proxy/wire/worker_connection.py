@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Protocol, cast
 from proxy.wire.response import AnswerError, AnswerReader, Head
 
 if TYPE_CHECKING:
+    from proxy.wire.passage import Passage
     from proxy.wire.upstream import Pool
 
 logger = logging.getLogger(__name__)
@@ -71,12 +72,14 @@ class WorkerConnection(asyncio.Protocol):
         "caller",
         "deadline",
         "opening",
+        "passage",
     )
 
     def __init__(self, pool: Pool) -> None:
         self.caller: Caller | None = None
         self.deadline = inf
         self.opening: asyncio.Task[None] | None = None
+        self.passage: Passage | None = None  # while the reader is between two chunks of a stream
         self._pool = pool
         self._reader = AnswerReader()
         self._transport: asyncio.Transport | None = None
@@ -109,7 +112,7 @@ class WorkerConnection(asyncio.Protocol):
 
     def drop(self) -> None:
         """Walk away: whatever the worker does for the caller, it may stop doing."""
-        self.caller = None
+        self.caller = self.passage = None
         self._pool.forget(self)
         if self._transport is not None:
             self._transport.abort()
@@ -141,6 +144,11 @@ class WorkerConnection(asyncio.Protocol):
         if caller is not None:
             caller.lost(now, trouble)
 
+    def open_passage(self, passage: Passage) -> None:
+        """Have whole chunks of a stream pass by, if its reader is between two of them."""
+        if self._reader.between_chunks:
+            self.passage = passage
+
     def is_usable(self) -> bool:
         """Whether an idle connection may serve again."""
         return self._transport is not None and not self._transport.is_closing()
@@ -158,6 +166,12 @@ class WorkerConnection(asyncio.Protocol):
         """Pass on what the worker says."""
         caller, reader = self.caller, self._reader
         now = self._pool.clock()
+        if (passage := self.passage) is not None:
+            if not self._paused:
+                self.deadline = now + self._pool.settings.idle_s
+            if passage.take(now, data):
+                return
+            self.passage = None
         if caller is None:
             self.drop()  # it speaks though nobody asked
             return
