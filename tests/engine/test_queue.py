@@ -146,6 +146,31 @@ def test_one_popped_and_put_back_in_the_same_step_has_waited_all_along() -> None
     assert queue.counts[0]["long"].waited == 6.0
 
 
+def test_one_put_in_front_does_not_begin_the_wait_of_those_behind_anew() -> None:
+    doorman = Doorman()
+    waited: list[float] = []
+    queue = LaneQueue(
+        by_priority=False,
+        lanes_of=doorman.lanes_of,
+        gate_of=lambda _lane, _head, seconds: (waited.append(seconds), Gate.OPEN)[1],
+        urgency_of=lambda *_: (),
+        clock=lambda: doorman.now,
+        num_policies=1,
+    )
+    queue.add_request(make_request(50))
+    doorman.now = 30.0
+    preempted = make_request(60)
+    queue.prepend_request(preempted)
+    doorman.now = 40.0
+    queue.begin_step(doorman.now)
+    assert queue.counts[0]["long"].waited == 40.0
+    assert queue.pop_request() is preempted
+    assert waited == [40.0]
+    # What is shown of it is its own wait.
+    queue.end_step()
+    assert queue.entered[preempted][0] == 30.0
+
+
 def test_one_whose_lane_changed_moves_when_it_gets_to_the_front() -> None:
     doorman = Doorman()
     queue = doorman.queue()

@@ -7,6 +7,8 @@ import subprocess
 import sys
 
 import pytest
+from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator
+from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from vllm_sched.engine import seams
@@ -53,19 +55,29 @@ def test_a_missing_seam_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_renamed_parameter_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Scheduler, "update_from_output", lambda _, output: output)
-    assert seams.missing_methods(Scheduler) == ["Scheduler.update_from_output(scheduler_output)"]
+    assert seams.missing_seams() == ["Scheduler.update_from_output(scheduler_output)"]
 
 
-def test_a_missing_field_of_requests_is_named() -> None:
+def test_what_the_cache_is_looked_up_with_is_a_seam(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(KVCacheManager, "prefix_cache_lookup_enabled")
+    monkeypatch.setattr(KVCacheCoordinator, "find_longest_cache_hit", lambda _, **old: old)
+    assert seams.missing_seams() == [
+        "KVCacheManager.prefix_cache_lookup_enabled",
+        "KVCacheCoordinator.find_longest_cache_hit(max_cache_hit_length)",
+    ]
+
+
+def test_missing_fields_are_named_before_anything_is_made() -> None:
     class Bare:
         def __init__(self) -> None:
             self.is_prefill_chunk = False
 
-    assert seams.missing_fields(Bare) == ["Request.next_decode_eligible_step"]
+        @property
+        def pause_state(self) -> None: ...
 
-
-def test_a_missing_attribute_is_named() -> None:
-    assert "Scheduler.waiting" in seams.missing_attributes(object())
+    wanted = ("is_prefill_chunk", "next_decode_eligible_step", "pause_state")
+    assert seams.missing_fields(Bare, wanted) == ["Bare.next_decode_eligible_step"]
+    assert len(seams.missing_fields(Bare, seams.ATTRIBUTES)) == len(seams.ATTRIBUTES) - 1
 
 
 def test_without_vllm_the_error_says_what_to_install() -> None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import heapq
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
+from math import inf
 from typing import Any, NamedTuple
 
 from vllm.v1.core.sched.request_queue import RequestQueue
@@ -35,6 +36,7 @@ class Entry(NamedTuple):
     request: Request
     since: float
     tokens: int
+    owed_since: float  # what its gate goes by: it may stand in front of one who waits for longer
 
 
 class LaneQueue(RequestQueue):
@@ -83,7 +85,7 @@ class LaneQueue(RequestQueue):
                 count.waited = 0.0
         for lane, heap in self._heaps.items():
             for counts, name in zip(self.counts, lane, strict=True) if heap else ():
-                counts[name].waited = max(counts[name].waited, now - heap[0].since)
+                counts[name].waited = max(counts[name].waited, now - heap[0].owed_since)
 
     def end_step(self) -> None:
         """Remember a request that was looked at and not taken."""
@@ -179,9 +181,16 @@ class LaneQueue(RequestQueue):
         popped = self._popped.pop(request, None)
         order = request if self._by_priority else number
         since = self._clock() if popped is None else popped[0]
-        entry = Entry(order, request, since, request.num_tokens)
-        self._place(entry, self._lanes_of(request))
+        lane = self._lanes_of(request)
+        # One that was preempted goes in front, where a bound on waits that had run out, or nearly,
+        # must not begin anew for all behind it.
+        owed = min(since, self._owed_since(lane)) if number < 0 else since
+        self._place(Entry(order, request, since, request.num_tokens, owed), lane)
         self._forget_offer()
+
+    def _owed_since(self, lane: LaneKey) -> float:
+        heap = self._heaps.get(lane)
+        return heap[0].owed_since if heap and heap[0].request in self._live else inf
 
     def _place(self, entry: Entry, lane: LaneKey) -> None:
         heapq.heappush(self._heaps.setdefault(lane, []), entry)
@@ -216,7 +225,7 @@ class LaneQueue(RequestQueue):
         chosen = None
         for lane, heap in self._heaps.items():
             head = heap[0]
-            waited = self._now - head.since
+            waited = self._now - head.owed_since
             gate = self._gate_of(lane, head.request, waited)
             if gate is Gate.CLOSED:
                 continue

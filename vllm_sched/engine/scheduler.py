@@ -26,9 +26,9 @@ from vllm.v1.request import Request, RequestStatus
 import vllm_sched
 from vllm_sched.cost.pace import Chunk
 from vllm_sched.engine.queue import LaneKey, LaneQueue
-from vllm_sched.engine.seams import installed_version, missing_attributes
+from vllm_sched.engine.seams import installed_version
 from vllm_sched.engine.watched import Seen, Watched
-from vllm_sched.errors import UnsupportedVllmError, UsageError
+from vllm_sched.errors import UsageError
 from vllm_sched.policies import registry
 from vllm_sched.policies.types import EngineFacts, Gate, Policy, Step, StepResult
 
@@ -40,6 +40,8 @@ logger = logging.getLogger("vllm.vllm_sched")
 
 
 LEAST_STEP_S = 1e-6
+# Between two steps: for longer the engine was paused, or asleep.
+MOST_BETWEEN_S = 1.0
 
 # What stands behind `PolicySteps` is either of vLLM's classes; both have what it uses.
 if TYPE_CHECKING:
@@ -81,8 +83,6 @@ class PolicySteps(Upstream):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        if missing := missing_attributes(self):
-            raise UnsupportedVllmError(f"vLLM {installed_version()} lacks {', '.join(missing)}")
         self._policies = self._configured_policies()
         self._in_flight: deque[InFlight] = deque(maxlen=MOST_IN_FLIGHT)
         self._last_result_at = 0.0
@@ -377,7 +377,11 @@ class PolicySteps(Upstream):
         now = self.clock()
         # The engine began it when it was scheduled, or when it was done with the one before.
         # A clock that was set back would make it none, or less; a step takes longer than that.
-        seconds = max(now - max(step.scheduled_at, min(self._last_result_at, now)), LEAST_STEP_S)
+        since = max(step.scheduled_at, min(self._last_result_at, now))
+        if step.decodes and 0 <= step.scheduled_at - self._last_result_at <= MOST_BETWEEN_S:
+            # Who decodes has waited since the last result, whatever the engine did until it began.
+            since = self._last_result_at
+        seconds = max(now - since, LEAST_STEP_S)
         self._last_result_at = now
         prefill_tokens = sum(chunk.tokens for chunk in step.chunks)
         decode_tokens = output.total_num_scheduled_tokens - prefill_tokens

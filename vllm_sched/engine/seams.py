@@ -6,10 +6,11 @@ not met with a policy that silently does nothing.
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from vllm_sched.errors import UnsupportedVllmError
@@ -26,6 +27,16 @@ METHODS: dict[str, tuple[str, ...]] = {
     "_free_request": ("request",),
     "_reserve_prefill_lookahead": ("request", "num_computed_tokens", "num_new_tokens"),
     "_mamba_block_aligned_split": ("request", "num_new_tokens", "num_new_local_computed_tokens"),
+}
+# What the prefix cache is looked up with, by the module and class that has it.
+CACHE_METHODS: dict[tuple[str, str], dict[str, tuple[str, ...]]] = {
+    ("vllm.v1.core.kv_cache_manager", "KVCacheManager"): {
+        "prefix_cache_lookup_enabled": ("request",),
+        "usage": (),
+    },
+    ("vllm.v1.core.kv_cache_coordinator", "KVCacheCoordinator"): {
+        "find_longest_cache_hit": ("block_hashes", "max_cache_hit_length"),
+    },
 }
 # What a request must have once it is made.
 REQUEST_FIELDS = ("is_prefill_chunk", "next_decode_eligible_step")
@@ -61,29 +72,36 @@ def is_tested(version: str) -> bool:
     return TESTED[0] <= release < TESTED[1]
 
 
-def missing_methods(scheduler: type) -> list[str]:
-    """Name the methods or parameters that this scheduler class lacks."""
+def missing_methods(owner: type, wanted: Mapping[str, tuple[str, ...]]) -> list[str]:
+    """Name the methods or parameters that this class lacks."""
     missing = []
-    for name, parameters in METHODS.items():
-        method: Callable[..., Any] | None = getattr(scheduler, name, None)
+    for name, parameters in wanted.items():
+        method: Any = getattr(owner, name, None)
         if method is None:
-            missing.append(f"Scheduler.{name}")
-            continue
-        has = inspect.signature(method).parameters
-        missing += [f"Scheduler.{name}({p})" for p in parameters if p not in has]
+            missing.append(f"{owner.__name__}.{name}")
+        elif parameters:
+            has = inspect.signature(method).parameters
+            missing += [f"{owner.__name__}.{name}({p})" for p in parameters if p not in has]
     return missing
 
 
-def missing_fields(request: type) -> list[str]:
-    """Name what this class does not give its requests."""
-    # Read off the constructor: to make a request takes more than is known at this point.
-    names = request.__init__.__code__.co_names  # type: ignore[misc]
-    return [f"Request.{name}" for name in REQUEST_FIELDS if name not in names]
+def missing_fields(owner: type, wanted: Sequence[str]) -> list[str]:
+    """Name what the objects of this class do not have once they are made."""
+    # Read off the constructor: to make a scheduler takes a model, and minutes.
+    made = owner.__init__.__code__.co_names  # type: ignore[misc]
+    return [f"{owner.__name__}.{n}" for n in wanted if n not in made and not hasattr(owner, n)]
 
 
-def missing_attributes(scheduler: object) -> list[str]:
-    """Name what a made scheduler lacks."""
-    return [f"Scheduler.{name}" for name in ATTRIBUTES if not hasattr(scheduler, name)]
+def missing_seams() -> list[str]:
+    """Name what the installed vLLM lacks of all that we stand on."""
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.request import Request
+
+    missing = missing_methods(Scheduler, METHODS) + missing_fields(Scheduler, ATTRIBUTES)
+    missing += missing_fields(Request, REQUEST_FIELDS)
+    for (module, name), wanted in CACHE_METHODS.items():
+        missing += missing_methods(getattr(importlib.import_module(module), name), wanted)
+    return missing
 
 
 def require_tested_vllm() -> None:
@@ -103,10 +121,7 @@ def require_tested_vllm() -> None:
                 f"install one inside it, or set {OVERRIDE}=1 to try anyway"
             )
         warnings.warn(f"vLLM {version} is outside the tested range {tested}", stacklevel=2)
-    from vllm.v1.core.sched.scheduler import Scheduler
-    from vllm.v1.request import Request
-
-    if missing := missing_methods(Scheduler) + missing_fields(Request):
+    if missing := missing_seams():
         raise UnsupportedVllmError(
             f"vLLM {version} lacks {', '.join(missing)}, which the policies need; "
             f"the tested range is {tested}"
