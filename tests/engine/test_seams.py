@@ -60,7 +60,8 @@ def test_a_renamed_parameter_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_the_cache_is_looked_up_with_is_a_seam(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(KVCacheManager, "prefix_cache_lookup_enabled")
-    monkeypatch.setattr(KVCacheCoordinator, "find_longest_cache_hit", lambda _, **old: old)
+    renamed = lambda _, block_hashes, most: (block_hashes, most)  # noqa: E731
+    monkeypatch.setattr(KVCacheCoordinator, "find_longest_cache_hit", renamed)
     assert seams.missing_seams() == [
         "KVCacheManager.prefix_cache_lookup_enabled",
         "KVCacheCoordinator.find_longest_cache_hit(max_cache_hit_length)",
