@@ -23,6 +23,7 @@ def cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have a CPU build installed, with NIXL."""
     monkeypatch.setattr(launch, "on_cpu", lambda: True)
     monkeypatch.setattr(transfer, "_factory", lambda: '"NixlConnector" "ExampleConnector"')
+    monkeypatch.setattr(transfer, "_importable", lambda package: package == "nixl")
 
 
 def end(role: str, *args: str, **told: Any) -> dict[str, Any]:
@@ -160,11 +161,43 @@ def test_workers_of_another_model_may_differ(tmp_path: Path) -> None:
 def test_a_connector_that_vllm_has_not_is_told_before_anything_starts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = written(tmp_path, end("prefill"), end("decode"), transfer="mooncake")
+    listens = {"p": "127.0.0.1:21001", "d": "127.0.0.1:21002"}
+    told = {"connector": "p2p-nccl", "addresses": listens}
+    path = written(tmp_path, end("prefill"), end("decode"), transfer=told)
     assert main(["up", str(path)]) == 2
     line = capsys.readouterr().err
-    assert "transfer: 'mooncake': the vLLM installed here has no MooncakeConnector" in line
-    assert "nixl" in line
+    assert "transfer: 'p2p-nccl': the vLLM installed here has no P2pNcclConnector" in line
+    assert "choose from nixl, shared-storage" in line
+
+
+@pytest.mark.parametrize("connector", ["mooncake", "lmcache"])
+def test_what_could_never_move_a_block_is_not_started(tmp_path: Path, connector: str) -> None:
+    (line,) = problems(tmp_path, end("prefill"), end("decode"), transfer=connector)
+    assert f"transfer: {connector!r}: `vllm-sched up` can't start p, d for it" in line
+    urls = [
+        {"name": role, "role": role, "url": f"http://127.0.0.1:900{number}"}
+        for number, role in enumerate(("prefill", "decode"))
+    ]
+    fleet.read(written(tmp_path, *urls, transfer=connector))  # started elsewhere
+
+
+def test_a_mooncake_engine_is_called_what_decode_workers_look_for(tmp_path: Path) -> None:
+    own = '--kv-transfer-config={"kv_connector": "MooncakeConnector", "kv_role": "kv_both"%s}'
+    decode = end("decode", own % "")
+    (line,) = problems(tmp_path, end("prefill", own % ""), decode, transfer="mooncake")
+    assert "workers[0].launch.args: --kv-transfer-config with engine_id None" in line
+    prefill = end("prefill", own % ', "engine_id": "p"')
+    fleet.read(written(tmp_path, prefill, decode, transfer="mooncake"))
+
+
+def test_a_package_that_is_missing_is_told_before_anything_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transfer, "_importable", lambda package: False)  # noqa: ARG005
+    assert main(["up", str(written(tmp_path, end("prefill"), end("decode")))]) == 2
+    line = capsys.readouterr().err
+    assert "transfer: 'nixl': the package nixl is not installed here" in line
+    assert "choose from shared-storage" in line
 
 
 def test_without_a_transfer_a_decode_worker_is_a_plain_one(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ def cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     names = ["NixlConnector", "NixlPushConnector", "ExampleConnector", "MooncakeConnector"]
     text = " ".join(f'"{name}"' for name in [*names, "LMCacheConnectorV1"])
     monkeypatch.setattr(transfer, "_factory", lambda: text)
+    monkeypatch.setattr(transfer, "_importable", lambda package: package == "nixl")
 
 
 def config_of(made: Wiring) -> dict[str, Any]:
@@ -96,18 +97,19 @@ def test_shared_storage_has_a_folder_and_no_sides_and_no_chunks() -> None:
 
 
 def test_what_is_installed_is_read_off_vllms_own_list(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert transfer.installed("nixl")
-    assert transfer.installed("nixl", "push")
-    assert not transfer.installed("p2p-nccl")
+    assert not transfer.missing("nixl")
+    assert not transfer.missing("nixl", "push")
+    assert transfer.missing("p2p-nccl").endswith("has no P2pNcclConnector")
+    assert transfer.missing("mooncake") == "the package mooncake is not installed here"
     monkeypatch.setattr(transfer, "_factory", lambda: '"SharedStorageConnector"')
-    assert transfer.installed("shared-storage")
-    assert not transfer.installed("nixl")
+    assert not transfer.missing("shared-storage")
+    assert transfer.missing("nixl")
 
 
 def test_the_list_is_where_we_look_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     pytest.importorskip("vllm")
-    assert transfer.installed("nixl")
+    assert not transfer.missing("nixl")
 
 
 def test_what_keeps_two_ends_apart() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import cast
 
 from proxy.config import Draft, FleetConfig, LaunchConfig, TransferConfig, WorkerConfig
@@ -12,6 +12,14 @@ from vllm_sched.workers.transfer import Part, Wiring
 
 PARTS = ("prefill", "decode")
 VLLM_LEASE_S = 30.0  # where nobody says how long
+# What of a connector nobody here can know or keep true: each prompt would be computed twice.
+BEYOND_US = {
+    "mooncake": (
+        "a decode worker looks for the engine id that its prefill worker was started with first, "
+        "and vLLM makes up another at each start"
+    ),
+    "lmcache": "the store that its workers share, or push through, is known to their own settings",
+}
 
 
 def wiring_of(config: FleetConfig, worker: WorkerConfig) -> Wiring:
@@ -46,6 +54,7 @@ def agreement(draft: Draft) -> Iterator[Problem]:
                 "is missing: shared-storage keeps its files in a folder that all its workers see; "
                 "give one, as in transfer: {connector: shared-storage, path: /kv}",
             )
+    yield from _beyond_us(draft.transfer, draft.workers.values())
     first: dict[str | None, tuple[int, WorkerConfig, LaunchConfig]] = {}
     sides: dict[tuple[str, str], int] = {}
     for index, worker in draft.workers.items():
@@ -84,6 +93,22 @@ def agreement(draft: Draft) -> Iterator[Problem]:
             )
 
 
+def _beyond_us(moved_by: TransferConfig, workers: Iterable[WorkerConfig]) -> Iterator[Problem]:
+    """Refuse to start what would come up, and never move a block."""
+    why = BEYOND_US.get(moved_by.connector)
+    if why is None:
+        return
+    ends = [(w.name, w.launch.args) for w in workers if w.launch and w.role in PARTS]
+    ours = [name for name, args in ends if transfer.own_config(args) is None]
+    if ours:
+        yield Problem(
+            "transfer",
+            f"{moved_by.connector!r}: `vllm-sched up` can't start {', '.join(ours)} for it, for "
+            f"{why}; say all of it with --kv-transfer-config in launch.args, or start them "
+            "elsewhere and give their urls, or use nixl",
+        )
+
+
 def _own_config(
     moved_by: TransferConfig, index: int, worker: WorkerConfig, told: LaunchConfig
 ) -> Iterator[Problem]:
@@ -94,6 +119,13 @@ def _own_config(
     path = f"workers[{index}].launch.args"
     wanted = transfer.class_of(moved_by.connector, moved_by.mode)
     named = own.get("kv_connector")
+    engine, is_sought = own.get("engine_id"), worker.role == "prefill"
+    if moved_by.connector == "mooncake" and is_sought and engine != worker.name:
+        yield Problem(
+            path,
+            f"--kv-transfer-config with engine_id {engine!r}: decode workers are told to look for "
+            f"{worker.name!r}, its name; give that",
+        )
     if named not in (wanted, *transfer.CLASSES[moved_by.connector]):
         yield Problem(
             path,
@@ -124,12 +156,9 @@ def _own_config(
 def absent(config: FleetConfig) -> Iterator[Problem]:
     """Name the connector, if some worker that starts here needs it and vLLM hasn't got it."""
     moved_by = config.transfer
-    if moved_by is None or transfer.installed(moved_by.connector, moved_by.mode):
+    if moved_by is None or not (why := transfer.missing(moved_by.connector, moved_by.mode)):
         return
     if any(worker.launch and worker.role in PARTS for worker in config.workers):
-        have = [name for name in transfer.CLASSES if " " not in name and transfer.installed(name)]
-        yield Problem(
-            "transfer",
-            f"{moved_by.connector!r}: the vLLM installed here has no "
-            f"{transfer.class_of(moved_by.connector, moved_by.mode)}; it has {', '.join(have)}",
-        )
+        have = [name for name in transfer.CLASSES if " " not in name and not transfer.missing(name)]
+        others = f"choose from {', '.join(have)}" if have else "install one"
+        yield Problem("transfer", f"{moved_by.connector!r}: {why}; {others}")

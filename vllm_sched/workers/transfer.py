@@ -30,6 +30,12 @@ CLASSES: Mapping[str, tuple[str, ...]] = {
     "lmcache": ("LMCacheConnectorV1",),
     "p2p-nccl": ("P2pNcclConnector",),
 }
+# What these import besides, when a worker starts: one of each.
+PACKAGES: Mapping[str, tuple[str, ...]] = {
+    "nixl": ("nixl", "rixl"),
+    "mooncake": ("mooncake",),
+    "lmcache": ("lmcache",),
+}
 ROLES: Mapping[Part, str] = {"prefill": "kv_producer", "decode": "kv_consumer"}
 # Our own variants of vLLM's NIXL classes.
 OURS = "vllm_sched.engine.nixl"
@@ -122,9 +128,18 @@ def class_of(connector: str, mode: str = "pull") -> str:
     return next((name for name in names if name in _factory()), names[0])
 
 
-def installed(connector: str, mode: str = "pull") -> bool:
-    """Whether the vLLM installed here has that connector."""
-    return f'"{class_of(connector, mode)}"' in _factory()
+def missing(connector: str, mode: str = "pull") -> str:
+    """Name what a connector lacks here: vLLM's class, or its package; empty if nothing."""
+    if f'"{class_of(connector, mode)}"' not in _factory():
+        return f"the vLLM installed here has no {class_of(connector, mode)}"
+    packages = PACKAGES.get(connector, ())
+    if packages and not any(map(_importable, packages)):
+        return f"the package {packages[0]} is not installed here"
+    return ""
+
+
+def _importable(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
 
 
 @functools.cache
