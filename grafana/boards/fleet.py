@@ -432,7 +432,7 @@ SELF = (
         bad_above=0.1,
     ),
     Panel(
-        "Log lines dropped", "Because whoever reads the log is too slow.", "cps",
+        "Log lines dropped", "Because whoever reads the log is too slow, or its disk full.", "cps",
         (Query(rate("proxy_log_lines_dropped_total", ROUTER, "instance"), "{{instance}}"),),
         bad_above=0.1,
     ),

@@ -31,6 +31,11 @@ class AdminKey:
         """Take a new key; None lets everybody in."""
         self._digest = None if key is None else sha256(key.encode()).digest()
 
+    @property
+    def wanted(self) -> bool:
+        """Whether there is one to be shown."""
+        return self._digest is not None
+
     def admits(self, authorization: str | None) -> bool:
         """Whether whoever says this may come in."""
         if self._digest is None:

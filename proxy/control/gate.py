@@ -2,7 +2,10 @@
 
 Listening on loopback keeps other machines out, but not web pages: a page whose name resolves to
 127.0.0.1 is let in by the browser. Such a page's name stands in the Host header, and a page from
-anywhere names itself in Origin. Both must be ours. Where there is a key, it has to be shown too.
+anywhere names itself in Origin. Both must be ours.
+
+A key, where there is one, has to be shown. Then any name will do in Host, as that of a certificate:
+to a page of another name no browser shows the key.
 """
 
 from __future__ import annotations
@@ -19,7 +22,10 @@ from proxy.control.admin_key import AdminKey
 
 
 class Gate:
-    """Lets in requests to an address, to `localhost`, or to the `host` of the configuration."""
+    """Lets in requests to an address, to `localhost`, or to the `host` of the configuration.
+
+    With a key, to any name.
+    """
 
     def __init__(self, app: ASGIApp, host: str, key: AdminKey | None = None) -> None:
         self._app = app
@@ -45,8 +51,12 @@ class Gate:
 
     def _objection(self, headers: Headers) -> str | None:
         hosts = headers.getlist("host")
-        if len(hosts) != 1 or not self._is_ours(hosts[0]):
-            return "the Host header names somebody else; use the address of the admin API"
+        by_any_name = self._key is not None and self._key.wanted
+        if len(hosts) != 1 or not (by_any_name or self._is_ours(hosts[0])):
+            return (
+                "the Host header names somebody else; use the address of the admin API, or give it "
+                "a key (router.admin.key_file or key_env): then it goes by any name"
+            )
         origin = headers.get("origin")
         if origin is not None and origin not in (f"http://{hosts[0]}", f"https://{hosts[0]}"):
             return "the admin API takes no requests from other web pages"

@@ -24,7 +24,8 @@ class LogWriter:
 
     def __init__(self, fd: int = 2, most_bytes: int = MOST_BYTES) -> None:
         self.written = 0
-        self.dropped = 0
+        self._refused = 0  # by `put`
+        self._lost = 0  # by the thread
         self._fd = fd
         self._most = most_bytes
         self._lines: deque[bytes] = deque()
@@ -37,10 +38,15 @@ class LogWriter:
         self._closing = False
         self._thread: threading.Thread | None = None
 
+    @property
+    def dropped(self) -> int:
+        """Count the lines that were not written."""
+        return self._refused + self._lost
+
     def put(self, line: bytes) -> None:
         """Have a line written, soon; it ends as lines do."""
         if self._bytes - self._taken + len(line) > self._most or self._closing:
-            self.dropped += 1
+            self._refused += 1
             self._untold += 1
             return
         self._lines.append(line)
@@ -65,6 +71,7 @@ class LogWriter:
             self._thread.join(within_s)
 
     def _run(self) -> None:
+        untold = 0
         while not self._closing:
             self._wake.wait()
             if not self._closing:
@@ -74,30 +81,40 @@ class LogWriter:
             lines = self._lines
             while lines:
                 batch = [lines.popleft() for _ in range(len(lines))]
-                self._write(batch)
+                lost = self._write(batch)
+                self._lost += lost
+                untold += lost
                 self._taken += sum(map(len, batch))
-            if self._untold:
-                count, self._untold = self._untold, 0
-                self._write([b'{"event":"log_lines_dropped","count":%d}\n' % count])
+            count, self._untold = self._untold, 0
+            untold += count
+            notice = b'{"event":"log_lines_dropped","count":%d}\n' % untold
+            if untold and not self._write([notice]):
+                untold = 0
             if not self._wake.is_set():
                 self._idle.set()
                 if self._lines:  # it came just now
                     self._idle.clear()
                     self._wake.set()
 
-    def _write(self, lines: Iterable[bytes]) -> None:
+    def _write(self, lines: Iterable[bytes]) -> int:
+        """Write lines; return how many were lost: the disk is full, or nobody reads any more."""
+        lost = 0
         for piece in pieces(lines):
             left = memoryview(piece)
             while left:
                 try:
                     left = left[os.write(self._fd, left) :]
                 except BlockingIOError:
-                    time.sleep(GATHER_S)
-                    if self._closing:
-                        return
+                    if not self._closing:
+                        time.sleep(GATHER_S)
+                        continue
+                    break
                 except OSError:
-                    return  # nobody reads any more: there is nobody to be told
-            self.written += piece.count(b"\n")
+                    break
+            missed = bytes(left).count(b"\n")
+            lost += missed
+            self.written += piece.count(b"\n") - missed
+        return lost
 
 
 def pieces(lines: Iterable[bytes]) -> Iterator[bytes]:

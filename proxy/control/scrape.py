@@ -54,7 +54,7 @@ QUEUE_BYTES = Family("proxy_queue_bytes", "gauge", "Bytes of the bodies that wai
 LOG_DROPPED = Family(
     "proxy_log_lines_dropped",
     "counter",
-    "Lines of the log that were not written, because whoever reads it is too slow.",
+    "Lines of the log not written, because whoever reads it is too slow, or its disk full.",
 )
 LOOP_LAG = Family(
     "proxy_loop_lag_seconds",

@@ -6,12 +6,15 @@ import httpx
 import pytest
 from starlette.responses import PlainTextResponse
 
+from proxy.control.admin_key import AdminKey
 from proxy.control.gate import Gate
 
 
-async def status(headers: list[tuple[str, str]], host: str = "127.0.0.1") -> int:
+async def status(
+    headers: list[tuple[str, str]], host: str = "127.0.0.1", key: AdminKey | None = None
+) -> int:
     """Send a request with these headers through a gate."""
-    gate = Gate(PlainTextResponse("in"), host)
+    gate = Gate(PlainTextResponse("in"), host, key)
     async with httpx.AsyncClient(transport=httpx.ASGITransport(gate)) as client:
         answer = await client.get("http://127.0.0.1:8001/", headers=headers)
     if answer.status_code == 403:
@@ -39,6 +42,19 @@ async def test_foreign_hosts_are_refused(host: str) -> None:
 async def test_the_configured_name_is_let_in() -> None:
     assert await status([("Host", "admin.internal:8001")]) == 403
     assert await status([("Host", "Admin.internal:8001")], host="admin.internal") == 200
+
+
+async def test_with_a_key_any_name_will_do_and_the_key_must_be_shown() -> None:
+    key = AdminKey()
+    assert await status([("Host", "router.example.com")], key=key) == 403  # it has none yet
+    key.take(secret := "a-key-of-many-letters-0123456789")
+    shown = ("Authorization", f"Bearer {secret}")
+    named = ("Host", "router.example.com")
+    assert await status([named, shown], key=key) == 200
+    assert await status([named, shown, ("Origin", "https://router.example.com")], key=key) == 200
+    assert await status([named], key=key) == 401
+    assert await status([named, shown, ("Origin", "https://evil.example")], key=key) == 403
+    assert await status([named, named, shown], key=key) == 403
 
 
 async def test_two_hosts_are_one_too_many() -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 from pathlib import Path
+
+import pytest
 
 from proxy.control.log_writer import WHOLE, LogWriter, pieces
 
@@ -61,6 +64,34 @@ def test_a_pipe_whose_reader_left_is_no_trouble() -> None:
     assert writer.flush(30.0)
     writer.close(30.0)
     os.close(writing)
+
+
+def test_what_a_full_disk_takes_no_more_of_is_counted_and_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fd = os.open(tmp_path / "log", os.O_WRONLY | os.O_CREAT)
+    full, write = threading.Event(), os.write
+
+    def limited(to: int, data: bytes) -> int:
+        if to == fd and full.is_set():
+            raise OSError(errno.ENOSPC, "no space left")
+        return write(to, data)
+
+    monkeypatch.setattr(os, "write", limited)
+    writer = LogWriter(fd)
+    full.set()
+    for _ in range(500):
+        writer.put(b"x" * 99 + b"\n")
+    assert writer.flush(30.0)
+    assert (writer.written, writer.dropped) == (0, 500)
+    full.clear()
+    writer.put(b"room again\n")
+    assert writer.flush(30.0)
+    writer.close(30.0)
+    assert (tmp_path / "log").read_bytes() == (
+        b'room again\n{"event":"log_lines_dropped","count":500}\n'
+    )
+    os.close(fd)
 
 
 def test_no_piece_is_more_than_a_pipe_takes_whole() -> None:
