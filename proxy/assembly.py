@@ -12,10 +12,9 @@ import socket
 from collections.abc import Callable, Mapping, Sequence
 from math import inf
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from proxy.batches.service import Batches
-from proxy.config import FleetConfig, TlsConfig, WorkerConfig, load
+from proxy.config import BatchesConfig, FleetConfig, TlsConfig, WorkerConfig, load
 from proxy.control.admin import admin_app
 from proxy.control.admin_key import AdminKey, key_of
 from proxy.control.admin_server import AdminServer
@@ -46,6 +45,9 @@ from proxy.errors import ConfigError, Problem, ProxyError
 from proxy.transfer.registry import connector
 from proxy.wire.server import Wire
 from proxy.wire.settings import WireSettings
+
+if TYPE_CHECKING:
+    from proxy.batches.service import Batches
 
 logger = logging.getLogger(__name__)
 
@@ -102,8 +104,7 @@ class App:
         if self.tracing is not None:
             self.metrics.begin_trace = self.tracing.begin
             self.metrics.at_end += (self.tracing.ended,)
-        at = config.router.batches.path
-        self.batches = Batches(self.wire, config.router.batches, at) if at is not None else None
+        self.batches = self._batches(config.router.batches)
         self.siblings: Siblings | None = None  # other processes that serve the same
         self.leads = False
         self._admin_key = AdminKey()
@@ -115,6 +116,14 @@ class App:
         self._admin: AdminServer | None = None
         self._admin_task: asyncio.Task[None] | None = None
         self._tasks: list[asyncio.Task[None]] = []
+
+    def _batches(self, config: BatchesConfig) -> Batches | None:
+        """Make what keeps batches; SQLite and all of that, where it is off, is not even read in."""
+        if config.path is None:
+            return None
+        from proxy.batches.service import Batches
+
+        return Batches(self.wire, config, config.path)
 
     async def start(self) -> None:
         """Listen on both ports and begin to probe."""
