@@ -216,12 +216,32 @@ def test_the_router_listens_where_everybody_thinks(name: str, tmp_path: Path) ->
     assert ports(template) == {"http": config.router.port}
     # Whoever reaches it rules the fleet: nobody but who may forward ports.
     assert config.router.admin.host == "127.0.0.1"
-    (mount,) = container["volumeMounts"]
-    (volume,) = template["spec"]["volumes"]
+    (mount,) = (m for m in container["volumeMounts"] if m["name"] == "fleet")
+    (volume,) = (v for v in template["spec"]["volumes"] if v["name"] == "fleet")
     assert container["args"] == ["router", f"{mount['mountPath']}/fleet.yaml"]
     assert named(overlay(name), "ConfigMap", volume["configMap"]["name"])["data"].keys() == {
         "fleet.yaml"
     }
+
+
+@each_overlay
+def test_whoever_asks_shows_a_key_of_a_secret(name: str, tmp_path: Path) -> None:
+    template, container = router(name)
+    config = fleet(name, tmp_path)
+    assert not config.router.allow_anonymous
+    (mount,) = (m for m in container["volumeMounts"] if m["name"] == "keys")
+    (volume,) = (v for v in template["spec"]["volumes"] if v["name"] == "keys")
+    # A pod waits for it: none starts that would let everybody in, or nobody.
+    assert volume["secret"].keys() == {"secretName", "defaultMode"}
+    assert mount["readOnly"]
+    said = (KUBERNETES / "components" / "keys" / "kustomization.yaml").read_text()
+    assert f"create secret generic {volume['secret']['secretName']} " in said
+    for tenant in config.tenants:
+        assert str(tenant.keys_file) == f"{mount['mountPath']}/{tenant.name}"
+        assert f"--from-literal={tenant.name}=" in said
+    # Whom it runs as may read them.
+    assert template["spec"]["securityContext"]["fsGroup"]
+    assert volume["secret"]["defaultMode"] & 0o040
 
 
 @each_overlay
@@ -429,4 +449,5 @@ def test_monitors_find_pods_and_their_ports(tmp_path: Path) -> None:
 
 def test_every_overlay_and_component_is_looked_at() -> None:
     assert OVERLAYS == ["multi-node", "prefill-decode", "short-long"]
-    assert {path.name for path in (KUBERNETES / "components").iterdir()} == set(COMPONENTS)
+    found = {path.name for path in (KUBERNETES / "components").iterdir()}
+    assert found == {*COMPONENTS, "keys"}  # which is in every overlay
