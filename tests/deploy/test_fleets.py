@@ -25,6 +25,13 @@ def test_each_is_good_and_says_how_to_use_it(file: Path) -> None:
     )
 
 
+@pytest.mark.parametrize("file", sorted(FLEETS.glob("*.yaml")), ids=lambda path: path.stem)
+def test_none_lets_whoever_reaches_it_use_it_without_a_key(file: Path) -> None:
+    router = read(file).router
+    assert not router.allow_anonymous  # so that without tenants it listens on loopback alone
+    assert router.admin.host == "127.0.0.1"
+
+
 def config(name: str) -> FleetConfig:
     """Read one."""
     return read(FLEETS / f"{name}.yaml")
