@@ -8,7 +8,6 @@ behind: good for one decode leg, and given back in every other case.
 from __future__ import annotations
 
 import logging
-import re
 from math import inf
 from typing import TYPE_CHECKING
 
@@ -18,6 +17,7 @@ from proxy.core.links import BARRED_S
 from proxy.core.types import Outcome
 from proxy.transfer.legs import decode_body, prefill_body
 from proxy.transfer.types import Pair, Taken, usage_of
+from proxy.wire import opening
 from proxy.wire.prefill_leg import PrefillLeg
 from proxy.wire.release import LEFT, Orphan, read, release
 from proxy.wire.sending import to_worker
@@ -39,11 +39,6 @@ LATE_TRANSFER = "late_transfer"
 SOON_S = 0.25
 SLOW_STEP_S = 0.5  # of a worker of whose steps nothing is known
 LATE = 4.0  # times what was predicted, a prefill or an answer is
-# How a stream whose head was a 200 says that its transfer failed. vLLM's chat names the role before
-# it, at the same moment.
-ROLE = rb'data: [^\n]*"role": ?"assistant", ?"content": ?(?:""|null)[^\n]*\n\n'
-ROLE_ALONE = re.compile(ROLE)
-FAILED_EVENT = re.compile(rb'(?:%b)?(?:event: error\n)?data: \{"(?:error"|type": ?"error")' % ROLE)
 
 
 class HandOver:
@@ -150,13 +145,20 @@ class HandOver:
         """What the client's usage is to tell, where the decode worker can't know."""
         return None if self._taken is None else self._taken.cached_tokens
 
-    def first_of(self, body: bytes, ended: bool) -> bytes | None:
-        """Take the first piece of an answer; None while it does not tell how the transfer went."""
-        self._early += body
-        if not ended and ROLE_ALONE.fullmatch(self._early):
+    def first_of(
+        self, body: bytes, ended: bool, connection: WorkerConnection | None
+    ) -> bytes | None:
+        """Take the first piece of an answer; None while it does not tell how the transfer went.
+
+        Until then its worker has no longer than the blocks are sure to be the prompt's.
+        """
+        early = self._early = self._early + body
+        if not ended and len(early) <= opening.MOST and opening.after(early) < 0:
+            if connection is not None:
+                connection.deadline = min(connection.deadline, self._late_at)
             return None
-        body, self._early = self._early, b""
-        return body
+        self._early = b""
+        return early
 
     def fetched(self) -> None:
         """Note that the decode worker has it all: there is nothing to be given back."""
@@ -255,11 +257,6 @@ class HandOver:
         if taken is not None:
             who = self._request.head.authorization
             release(self._wire, now, self._lease.worker, taken, who, well=well)
-
-
-def says_failed(body: bytes) -> bool:
-    """Whether a stream begins with the error of a transfer that failed."""
-    return FAILED_EVENT.match(body) is not None
 
 
 def nearly_done(lease: Lease, now: float) -> bool:

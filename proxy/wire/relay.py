@@ -23,7 +23,8 @@ from proxy.core.splice import spliced
 from proxy.core.types import Lease, Outcome, Reason, Refusal, Ticket
 from proxy.wire.answering import Answering, response_id_in
 from proxy.wire.counting import TokenCount
-from proxy.wire.handing import REFUSED_PREFILL, HandOver, says_failed
+from proxy.wire.handing import REFUSED_PREFILL, HandOver
+from proxy.wire.opening import says_failed
 from proxy.wire.own_answers import refuse
 from proxy.wire.passage import Passage
 from proxy.wire.record import Record
@@ -234,7 +235,7 @@ class Exchange:
             self.connection = None
         handing = self._handing
         if handing is not None and handing.waits and answering.status == OK:
-            first = handing.first_of(body, ended)
+            first = handing.first_of(body, ended, self.connection)
             if first is None or (says_failed(first) and not self._failed_first(now)):
                 return
             body = first

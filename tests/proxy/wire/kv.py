@@ -26,6 +26,20 @@ if TYPE_CHECKING:
 CACHED = 11  # tokens of each prompt that a prefill worker has in its cache
 USUAL_TOKENS = 4  # that an answer has where no limit is stated
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+RESPONSES, MESSAGES, COHERE = "/v1/responses", "/v1/messages", "/cohere/v2/chat"
+# What a stream says before its first token, and how it names each that follows.
+OPENINGS = {
+    CHAT: b'data: {"choices":[{"index":0,"delta":{"role":"assistant","content":""}}]}\n\n',
+    RESPONSES: b'event: response.created\ndata: {"type":"response.created","response":{}}\n\n'
+    b'event: response.in_progress\ndata: {"type":"response.in_progress","response":{}}\n\n',
+    MESSAGES: b'event: message_start\ndata: {"type":"message_start","message":{}}\n\n',
+    COHERE: b'data: {"type":"message-start","id":"c"}\n\n',
+}
+DELTAS = {
+    RESPONSES: (b"event: response.output_text.delta\n", "response.output_text.delta"),
+    MESSAGES: (b"event: content_block_delta\n", "content_block_delta"),
+    COHERE: (b"", "content-delta"),
+}
 REMOTE = ("remote_engine_id", "remote_block_ids", "remote_host", "remote_port")
 LIMITS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
 
@@ -246,6 +260,8 @@ class _Leg:
 
     async def _stream(self, tokens: int, cut: tuple[int, str] | None, cached: int) -> None:
         await self.call.send(head(200, (b"content-type", SSE), (b"transfer-encoding", b"chunked")))
+        if self.call.path in DELTAS:
+            await self.call.send(chunk(OPENINGS[self.call.path]))
         lists = list(self._texts(tokens))
         sent = 0
         for number in range(max(map(len, lists))):
@@ -263,6 +279,10 @@ class _Leg:
         await self.call.send(chunk(scripts.DONE) + LAST_CHUNK)
 
     async def _event(self, index: int, text: str, *, last: bool) -> None:
+        if (named := DELTAS.get(self.call.path)) is not None:
+            start, kind = named
+            await self.call.send(chunk(start + event({"type": kind, "delta": text})))
+            return
         reason = "length" if last else None
         choice = {"index": index, "finish_reason": reason, **self._piece("delta", text)}
         await self.call.send(chunk(event({"id": "c", "created": 1, "choices": [choice]})))
