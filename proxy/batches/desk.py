@@ -6,6 +6,7 @@ import asyncio
 import logging
 import re
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING
 
@@ -15,8 +16,8 @@ from proxy.batches import asked
 from proxy.batches.asked import SaidNoError
 from proxy.batches.shapes import batch_shown, file_shown, listed
 from proxy.batches.store import Store
-from proxy.batches.types import INPUT, File, InUseError, Json, StoreFullError
-from proxy.core import refusals
+from proxy.batches.types import INPUT, File, InUseError, Json, StoreFullError, TooMuchError
+from proxy.core import accounts, refusals
 from proxy.core.routes import Route, Shape
 from proxy.core.types import Reason, Refusal
 from proxy.wire.http import status_line
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+MOST_VISITS = 64  # of one tenant at once: they share the store's thread with all others
+AGAIN_S = 1.0
 FILES, BATCHES = Route("files", Shape.OPAQUE), Route("batches", Shape.OPAQUE)
 PATH = re.compile(r"/v1/(files|batches)(?:/([A-Za-z0-9_-]{1,200})(?:/(content|cancel))?)?")
 # What may be asked, by noun, whether one is named, and what of it.
@@ -61,6 +64,7 @@ class BatchDesk:
         self.lane = lane
         self.settings = settings
         self.wall = wall
+        self.visits: Counter[str] = Counter()  # under way, by tenant
 
     def find(self, head: RequestHead) -> Route | Refusal | None:
         """Name the route of a request; None if it is none of these."""
@@ -88,7 +92,8 @@ class Visit:
         self._desk = desk
         self._client = client
         self._request = request
-        tenant = request.head.tenant
+        tenant = self._whose = request.head.tenant
+        self._entered = False  # among what its tenant may have at once
         self._tenant = "" if tenant is None else tenant.name
         self._keep_alive = request.head.keep_alive
         self._begun = False  # the client has part of the answer
@@ -96,10 +101,35 @@ class Visit:
         self._flows.set()
         self._task: asyncio.Task[None] | None = None
 
-    def start(self, now: float) -> None:  # noqa: ARG002
+    def start(self, now: float) -> None:
         """Begin."""
+        refusal = self._enter(now)
         self._desk.wire.visits.add(self)
-        self._task = asyncio.get_running_loop().create_task(self._run())
+        self._task = asyncio.get_running_loop().create_task(self._run(refusal))
+
+    def _enter(self, now: float) -> Refusal | None:
+        """Count it, unless there are too many; what changes something as any request."""
+        visits = self._desk.visits
+        if visits[self._tenant] >= MOST_VISITS:
+            message = f"{MOST_VISITS} requests of yours for files and batches are under way."
+            code = "rate_limit_exceeded"
+            return Refusal(429, Reason.LIMITED, message, code, retry_after_s=AGAIN_S)
+        if self._request.head.method == "GET":
+            self._whose = None
+        if self._whose is not None and (refusal := accounts.visit(self._whose, now)) is not None:
+            return refusal
+        self._entered = True
+        visits[self._tenant] += 1
+        return None
+
+    def _over(self) -> None:
+        wire = self._desk.wire
+        wire.visit_over(self)
+        if self._entered:
+            self._entered = False
+            self._desk.visits[self._tenant] -= 1
+            if self._whose is not None:
+                accounts.left(self._whose, wire.clock())
 
     def pause(self) -> None:
         """Write no more for now."""
@@ -125,15 +155,21 @@ class Visit:
     def _stop(self) -> None:
         if self._task is not None:
             self._task.cancel()
-        self._desk.wire.visit_over(self)
+        self._over()
 
-    async def _run(self) -> None:
+    async def _run(self, refusal: Refusal | None) -> None:
+        if refusal is not None:
+            self._refuse(refusal)
+            return
         try:
             body = await self._do()
         except SaidNoError as error:
             self._refuse(error.refusal)
         except InUseError as error:
             self._refuse(SaidNoError(409, str(error), "file_id").refusal)
+        except TooMuchError as error:
+            status, code = (429, "rate_limit_exceeded") if error.later else (413, "storage_limit")
+            self._refuse(SaidNoError(status, str(error), code=code).refusal)
         except StoreFullError as error:
             logger.error("batches: refused: %s", error)
             message = "The router has no room to keep this. Its operator has to make some."
@@ -156,7 +192,7 @@ class Visit:
 
     def _refuse(self, refusal: Refusal) -> None:
         if self._begun:
-            self._desk.wire.visit_over(self)
+            self._over()
             self._client.break_off()
             return
         self._desk.wire.refused(refusal)
@@ -164,7 +200,7 @@ class Visit:
 
     def _end(self, data: bytes = b"") -> None:
         wire = self._desk.wire
-        wire.visit_over(self)
+        self._over()
         if data:
             self._client.write(data)
         self._client.done(wire.clock(), keep_alive=self._keeps)
@@ -265,5 +301,5 @@ class Visit:
             if not self._client.writable:
                 self._flows.clear()
             await self._flows.wait()
-        wire.visit_over(self)
+        self._over()
         self._client.done(wire.clock(), keep_alive=keeps)

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Concatenate, ParamSpec, TypeVar
 
-from proxy.batches.store import Store
+from proxy.batches.store import Bounds, Store
 from proxy.errors import ProxyError
 
 Given = ParamSpec("Given")
@@ -18,16 +18,25 @@ Got = TypeVar("Got")
 class Keeper:
     """Does what it is told to a store, one thing after the other."""
 
-    def __init__(self, path: Path, keep_s: float) -> None:
+    def __init__(self, path: Path, keep_s: float, bounds: Bounds) -> None:
         self._path = path
         self._keep_s = keep_s
+        self._bounds = bounds
         self._store: Store | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="batches")
 
     async def open(self) -> None:
         """Open the store; raises `ProxyError`."""
         loop = asyncio.get_running_loop()
-        self._store = await loop.run_in_executor(self._thread, Store, self._path, self._keep_s)
+        self._store = await loop.run_in_executor(
+            self._thread, Store, self._path, self._keep_s, self._bounds
+        )
+
+    def keep_for(self, keep_s: float, bounds: Bounds) -> None:
+        """Keep things for so long, and so many, from now on."""
+        self._keep_s, self._bounds = keep_s, bounds
+        if (store := self._store) is not None:
+            store.keep_s, store.bounds = keep_s, bounds
 
     async def close(self) -> None:
         """Close it, once what was begun is done."""

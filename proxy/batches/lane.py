@@ -25,12 +25,12 @@ from typing import TYPE_CHECKING
 from proxy.batches.errand import Errand
 from proxy.batches.gaps import gap, within_limits
 from proxy.batches.lines import Checking
-from proxy.batches.rows import replaced
 from proxy.batches.running import Running
 from proxy.batches.store import Store
 from proxy.batches.types import (
     Batch,
     Complaint,
+    Job,
     Result,
     Status,
     StoreFullError,
@@ -52,7 +52,6 @@ PURGE_S = 3600.0
 FETCHED = 64  # lines of one batch that are at hand
 AT_HAND = 8  # batches of one tenant that have lines at hand
 MOST_TRIES = 3  # of a line on workers that fail
-GONE = "tenant_gone"  # the code of lines whose tenant is no more
 NOBODY_COULD = (429, 503)  # no verdict on the line
 SERVER_ERROR = 500
 
@@ -93,6 +92,11 @@ class Lane:
         """Hear that there is something to do."""
         self._next_look = -inf
         self._told.set()
+
+    def purge_soon(self) -> None:
+        """Forget what is kept no longer, in the next turn."""
+        self._next_purge = self._paused_until = -inf
+        self.tell()
 
     async def run(self) -> None:
         """Run until cancelled, as soon as nobody else does."""
@@ -143,14 +147,18 @@ class Lane:
         try:
             if not self._lead():
                 return
+            if clock() >= self._next_purge:  # first: it may be what makes room for all else
+                self._next_purge = clock() + PURGE_S
+                try:
+                    await self._keep(Store.purge, self._wall())
+                except Exception:
+                    self._next_purge = -inf
+                    raise
             await self.save()
             if clock() >= self._next_look:
                 self._next_look = clock() + LOOK_S
                 await self._look()
             await self._fetch()
-            if clock() >= self._next_purge:
-                self._next_purge = clock() + PURGE_S
-                await self._keep(Store.purge, self._wall())
             if self.paused:
                 logger.info("batches: go on")
                 self.paused = ""
@@ -250,30 +258,40 @@ class Lane:
             now = wire.clock()
             running = min(waiting, key=lambda x: (self._turns.get(x.batch.tenant, 0), x.turn))
             tenant = wire.router.tenants.get(running.batch.tenant)
-            if not self._may_send(now, running, tenant):
+            if (job := self._next_of(now, running, tenant)) is None:
                 waiting.remove(running)
                 continue
             running.turn = self._turns[running.batch.tenant] = next(self._numbers)
-            self._send_one(now, running, tenant)
+            running.ready.remove(job)
+            self._send_one(now, running, job, tenant)
             room -= 1
             if not running.ready:
                 waiting.remove(running)
         self.counts.in_flight = self.in_flight
 
-    def _may_send(self, now: float, running: Running, tenant: Tenant | None) -> bool:
+    def _next_of(self, now: float, running: Running, tenant: Tenant | None) -> Job | None:
+        """Name the line that a batch may send now: the first for whose model there is a gap."""
+        if tenant is None and not self._wire.router.tenants.open:
+            if not running.held:
+                running.held = True
+                logger.warning("batch %s: held: whose it is has no key now", running.batch.id)
+            return None
+        running.held = False
         if now < running.rest_until or (tenant is not None and not within_limits(tenant, now)):
-            return False
-        job = running.ready[0]
-        return gap(self._wire.router, job.model, now, len(job.body))
+            return None
+        asked: dict[str, bool] = {}
+        for job in running.ready:
+            if asked.get(job.model, True):
+                asked[job.model] = gap(self._wire.router, job.model, now, len(job.body))
+                if asked[job.model]:
+                    return job
+        return None
 
-    def _send_one(self, now: float, running: Running, tenant: Tenant | None) -> None:
+    def _send_one(self, now: float, running: Running, job: Job, tenant: Tenant | None) -> None:
         def over(errand: Errand) -> None:
             self._over(running, errand)
 
-        job, batch = running.ready.popleft(), running.batch
-        if tenant is None and not self._wire.router.tenants.open:
-            self._came(running, replaced(job, GONE, "Whose batch this is may not use the fleet."))
-            return
+        batch = running.batch
         errand = Errand(self._wire, job, batch.endpoint, tenant, over)
         running.errands.add(errand)
         errand.start(now)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from proxy.batches.desk import BatchDesk
 from proxy.batches.keeper import Keeper
 from proxy.batches.lane import Lane
+from proxy.batches.store import Bounds
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -34,7 +35,7 @@ class Batches:
         path: Path,
         wall: Callable[[], float] = time.time,
     ) -> None:
-        self.keeper = Keeper(path, settings.keep_days * DAY_S)
+        self.keeper = Keeper(path, *_kept(settings))
         self.lane = Lane(wire, self.keeper, settings, path, wall)
         self._desk = BatchDesk(wire, self.keeper, self.lane, settings, wall)
         self._wire = wire
@@ -63,3 +64,13 @@ class Batches:
     def reconfigure(self, settings: BatchesConfig) -> None:
         """Take new limits; the folder stays."""
         self.lane.settings = self._desk.settings = settings
+        self.keeper.keep_for(*_kept(settings))
+        self.lane.purge_soon()
+
+
+def _kept(settings: BatchesConfig) -> tuple[float, Bounds]:
+    """Say how long things are kept, and how much."""
+    bounds = Bounds(
+        settings.max_bytes, settings.max_bytes_per_tenant, settings.max_active_per_tenant
+    )
+    return settings.keep_days * DAY_S, bounds

@@ -7,10 +7,11 @@ again, and of two results the first stays.
 from __future__ import annotations
 
 import sqlite3
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from proxy.batches.rows import (
     Page,
@@ -35,6 +36,8 @@ from proxy.batches.types import (
     Line,
     Result,
     Status,
+    StoreFullError,
+    TooMuchError,
 )
 
 PIECE_BYTES = 1 << 20  # of a file, read at a time
@@ -51,11 +54,20 @@ ENDS = {
 }
 
 
+class Bounds(NamedTuple):
+    """How much is kept at most."""
+
+    bytes: int = sys.maxsize
+    bytes_each: int = sys.maxsize  # of one tenant
+    active_each: int = sys.maxsize
+
+
 class Store:
     """One folder's files and batches."""
 
-    def __init__(self, path: Path, keep_s: float) -> None:
+    def __init__(self, path: Path, keep_s: float, bounds: Bounds = Bounds()) -> None:  # noqa: B008
         self.keep_s = keep_s
+        self.bounds = bounds
         self.connection = connect(path)
 
     def close(self) -> None:
@@ -69,8 +81,27 @@ class Store:
         size = len(content)
         file = File(new_id("file-"), tenant, name, purpose, now, now + self.keep_s, size)
         with full_disk_told(), transaction(self.connection):
+            self._check_bytes(tenant, size)
             self._insert_file(file, content)
         return file
+
+    def _check_bytes(self, tenant: str, more: int) -> None:
+        """Refuse what is too much, for a tenant or for all."""
+        most_all, most, _ = self.bounds
+        run = self.connection.execute
+        (own,) = run("SELECT total(bytes) FROM files WHERE tenant = ?", (tenant,)).fetchone()
+        if own + more > most:
+            raise TooMuchError(
+                f"Your files and results have {own:.0f} bytes, and may have {most}. "
+                "Delete some that you don't need any more.",
+                later=False,
+            )
+        (every,) = run("SELECT total(bytes) FROM files").fetchone()
+        if every + more > most_all:
+            raise StoreFullError(
+                f"files and results have {every:.0f} bytes, and router.batches.max_bytes is "
+                f"{most_all}; raise it, or set keep_days lower"
+            )
 
     def _insert_file(self, file: File, content: bytes | None) -> None:
         row = (*asdict(file).values(), content)
@@ -110,13 +141,18 @@ class Store:
 
     def delete_file(self, tenant: str, file_id: str) -> bool:
         """Forget a file; False if there is none of that id."""
-        with transaction(self.connection):
+        with full_disk_told(), transaction(self.connection):
             if self._reads(file_id):
                 raise InUseError(f"A batch still reads {file_id}; cancel that first.")
-            gone = self.connection.execute(
-                "DELETE FROM files WHERE id = ? AND tenant = ?", (file_id, tenant)
-            )
-        return gone.rowcount > 0
+            file = self.file(tenant, file_id)
+            if file is None:
+                return False
+            self.connection.execute("DELETE FROM files WHERE id = ?", (file_id,))
+            if file.batch is not None:  # what it showed lies there
+                self.connection.execute(
+                    "DELETE FROM results WHERE batch = ? AND ok = ?", (file.batch, file.ok)
+                )
+        return True
 
     def _reads(self, file_id: str) -> bool:
         found = self.connection.execute(
@@ -158,6 +194,17 @@ class Store:
         """Keep a new batch."""
         row = row_of(batch)
         with full_disk_told(), transaction(self.connection):
+            self._check_bytes(batch.tenant, 0)
+            (active,) = self.connection.execute(
+                f"SELECT count(*) FROM batches WHERE tenant = ? AND status IN ({marks(ACTIVE)})",  # noqa: S608
+                (batch.tenant, *ACTIVE),
+            ).fetchone()
+            if active >= self.bounds.active_each:
+                raise TooMuchError(
+                    f"You have {active} batches that are not over, and may have as many. Come "
+                    "again when one is, or cancel one.",
+                    later=True,
+                )
             self.connection.execute(
                 f"INSERT INTO batches ({', '.join(row)}) VALUES ({marks(row)})",  # noqa: S608
                 tuple(row.values()),
@@ -323,9 +370,9 @@ class Store:
         return file.id
 
     def purge(self, now: float) -> None:
-        """Forget what was kept for long enough, and give its room back."""
+        """Forget what was kept for long enough by what holds now, and give its room back."""
         run = self.connection.execute
-        with transaction(self.connection):
+        with full_disk_told(), transaction(self.connection):
             over = "status IN ('completed', 'failed', 'expired', 'cancelled') AND expires < ?"
             since = now - self.keep_s
             for table in ("lines", "results"):
@@ -335,8 +382,8 @@ class Store:
                 )
             run(f"DELETE FROM batches WHERE {over}", (since,))  # noqa: S608
             run(
-                "DELETE FROM files WHERE expires < ? AND id NOT IN "  # noqa: S608
+                "DELETE FROM files WHERE (expires < ? OR created < ?) AND id NOT IN "  # noqa: S608
                 f"(SELECT input FROM batches WHERE status IN ({marks(ACTIVE)}))",
-                (now, *ACTIVE),
+                (now, since, *ACTIVE),
             )
         run("PRAGMA incremental_vacuum(10000)").fetchall()

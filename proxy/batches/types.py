@@ -24,6 +24,14 @@ class StoreFullError(ProxyError):
     """The disk has no room for what was to be kept; nothing of it was."""
 
 
+class TooMuchError(ProxyError):
+    """A tenant has as much as one may have."""
+
+    def __init__(self, message: str, *, later: bool) -> None:
+        super().__init__(message)
+        self.later = later  # it may come again with the same
+
+
 class InUseError(ProxyError):
     """A file that a batch still reads."""
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from proxy.core import refusals
 from proxy.core.fairness import FairnessSettings, charge_output, give_back
+from proxy.core.limits import Breach
+from proxy.core.tenants import Tenant
 from proxy.core.types import Ask, Lease, Outcome, Refusal, Usage
 
 DONE, CLIENT_GONE = Outcome.DONE, Outcome.CLIENT_GONE  # looked up once: see reading.py
@@ -23,12 +25,29 @@ def enter(ask: Ask, now: float, *, again: bool) -> Refusal | None:
         sure = ask.largest_prompt - ask.prompt_error if sure < 0 else sure
         breach = tenant.ledger.enter(now, tokens, sure)
         if breach is not None:
-            which = breach.limit.value
-            limited = tenant.totals.limited
-            limited[which] = limited.get(which, 0) + 1
+            _count(tenant, breach)
             return refusals.limited(ask, breach)
     ask.entered = tokens
     return None
+
+
+def visit(tenant: Tenant, now: float) -> Refusal | None:
+    """Let in what no worker is asked for, or say which limit keeps it out; `left` when it ends."""
+    breach = tenant.ledger.enter(now, 0, 0)
+    if breach is None:
+        return None
+    _count(tenant, breach)
+    return refusals.limited_for_now(breach, breach.retry_after_s or 0.0)
+
+
+def left(tenant: Tenant, now: float) -> None:
+    """Let out what was let in by `visit`."""
+    tenant.ledger.leave(now, 0, 0)
+
+
+def _count(tenant: Tenant, breach: Breach) -> None:
+    limited, which = tenant.totals.limited, breach.limit.value
+    limited[which] = limited.get(which, 0) + 1
 
 
 def leave(ask: Ask, now: float, used: int = 0) -> None:

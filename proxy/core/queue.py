@@ -104,7 +104,11 @@ class Queue:
 
     def has(self, model: str) -> bool:
         """Whether anybody of a model waits."""
-        return any(place[0] == model for place in self._counts)
+        if any(place[0] == model for place in self._counts):
+            return True
+        there = self.elsewhere
+        sizes = SHORT, LONG
+        return there is not None and any(there.before((model, x), BATCH + 1) for x in sizes)
 
     def stands_before(self, ask: Ask) -> bool:
         """Whether anybody waits who goes before a request that comes now."""

@@ -130,7 +130,12 @@ def limited(ask: Ask, breach: Breach) -> Refusal:
         )
         param = "messages" if ask.route.startswith(("chat", "messages")) else "prompt"
         return Refusal(400, Reason.LIMITED, message, "context_length_exceeded", param)
-    wait = f"{breach.retry_after_s:.3g}s"
+    return limited_for_now(breach, breach.retry_after_s)
+
+
+def limited_for_now(breach: Breach, retry_after_s: float) -> Refusal:
+    """429: a tenant's limit, and when to come back."""
+    wait = f"{retry_after_s:.3g}s"
     message = f"Rate limit reached for {OF_LIMITS[breach.limit]}: Limit {breach.most}. "
     message += f"Please try again in {wait}."
     headers: list[tuple[str, str]] = []
@@ -147,7 +152,7 @@ def limited(ask: Ask, breach: Breach) -> Refusal:
         Reason.LIMITED,
         message,
         "rate_limit_exceeded",
-        retry_after_s=breach.retry_after_s,
+        retry_after_s=retry_after_s,
         headers=tuple(headers),
     )
 

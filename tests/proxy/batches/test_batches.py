@@ -11,7 +11,10 @@ from typing import Any
 import openai
 import pytest
 
+from proxy.batches import lane as lane_module
 from proxy.batches.lane import Lane
+from proxy.batches.store import Store
+from proxy.batches.types import StoreFullError
 from tests.proxy.batches.office import CHAT, Office, line, lines, texts
 from tests.proxy.wire import scripts
 from tests.proxy.wire.client import chat
@@ -315,6 +318,52 @@ async def test_a_full_disk_refuses_uploads_and_pauses_batches(office: Office) ->
     done = await office.until(batch)
     assert lane.paused == ""
     assert len(await office.lines_of(done.output_file_id)) == 2
+
+
+async def test_a_full_disk_has_room_again_by_keeping_things_for_less_long(office: Office) -> None:
+    done = await office.until(await office.begin(lines(2)))
+    office.skip(3 * 86_400.0)
+    await office.batches.lane.turn()
+    assert await office.lines_of(done.output_file_id)
+    office.batches.reconfigure(office.settings.model_copy(update={"keep_days": 1.0}))
+    await office.batches.lane.turn()
+    count = await office.batches.keeper(
+        lambda store: store.connection.execute("SELECT count(*) FROM results").fetchone()[0]
+    )
+    assert count == 0
+    assert [each.id async for each in office.client.files.list()] == []
+
+
+async def test_forgetting_that_failed_is_tried_again_at_once(
+    office: Office, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried: list[bool] = []
+
+    def purge(*_: Any) -> None:
+        tried.append(True)
+        if len(tried) == 1:
+            raise StoreFullError("no room")
+
+    monkeypatch.setattr(Store, "purge", purge)
+    office.batches.lane.purge_soon()
+    await eventually(lambda: len(tried) == 1)
+    office.skip(10)
+    await eventually(lambda: len(tried) == 2)
+
+
+async def test_lines_whose_model_has_no_room_hold_up_none_of_another(office: Office) -> None:
+    office.site.fleet.set_served("w0", ("tiny", "other"), 16384)
+    both = lines(4)
+    for each in both[:2]:
+        each["body"]["model"] = "other"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lane_module, "gap", lambda _, model, *__: model == "tiny")
+        batch = await office.begin(both)
+        await eventually(lambda: len(office.site.served()) == 2)
+        await office.batches.lane.turn()
+    done = await office.until(batch)
+    assert done.request_counts is not None
+    assert done.request_counts.completed == 4
 
 
 async def test_a_folder_has_one_lane(office: Office) -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import orjson
 import pytest
 
+from proxy.batches import store as module
 from proxy.batches.rows import Page
 from proxy.batches.store import PIECE_BYTES, Store
 from proxy.batches.types import Batch, File, InUseError, Line, Result, Status, StoreFullError
@@ -18,6 +20,36 @@ from tests.proxy.batches.office import CHAT
 
 NOW = 1_000_000.0
 KEEP_S = 1000.0
+
+
+def test_a_file_of_results_that_is_deleted_leaves_nothing(store: Store) -> None:
+    batch = batch_of(store, 2)
+    store.save([result(batch, 1), result(batch, 2, status=500)])
+    store.end(batch.id, Status.COMPLETED, NOW)
+    over = store.batch("t", batch.id)
+    assert over is not None
+    assert not store.delete_file("another", over.output or "")
+    assert store.delete_file("t", over.output or "")
+    (left,) = store.connection.execute("SELECT count(*) FROM results WHERE ok").fetchone()
+    assert left == 0
+    assert len(content(store, over.error)) == 1
+
+
+def test_a_full_disk_is_told_wherever_something_is_written(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = store.add_file("t", "in", "batch", b"{}", NOW)
+
+    def full(_: object) -> None:
+        error = sqlite3.OperationalError("database or disk is full")
+        error.sqlite_errorcode = sqlite3.SQLITE_FULL
+        raise error
+
+    monkeypatch.setattr(module, "transaction", contextmanager(full))
+    with pytest.raises(StoreFullError):
+        store.delete_file("t", file.id)
+    with pytest.raises(StoreFullError):
+        store.purge(NOW)
 
 
 @pytest.fixture

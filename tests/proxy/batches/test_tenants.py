@@ -12,6 +12,7 @@ import openai
 import pytest
 from openai import AsyncOpenAI
 
+from proxy.batches import desk
 from proxy.core.limits import Limits
 from proxy.core.tenants import Rank, TenantSpec
 from tests.proxy.batches.office import Office, line, lines
@@ -94,7 +95,7 @@ async def test_what_a_tenant_may_not_use_its_lines_may_not(office: Office) -> No
 async def test_half_of_a_minutes_limit_is_left_to_people(office: Office) -> None:
     take(office, TenantSpec("ann", limits=Limits(requests_per_minute=8)), TenantSpec("bob"))
     batch = await office.begin(lines(8))
-    await eventually(lambda: len(office.site.served()) == 4)
+    await eventually(lambda: len(office.site.served()) == 2)  # it was uploaded, and begun
     await office.batches.lane.turn()
     key = b"Authorization: Bearer " + KEYS["ann"].encode()
     assert [(await office.site.ask(chat("hi", key))).status for _ in range(4)] == [200] * 4
@@ -135,18 +136,85 @@ async def test_a_line_beyond_a_limit_is_sent_again_when_it_may(office: Office) -
     assert (done.request_counts.completed, done.request_counts.failed) == (2, 0)
 
 
-async def test_lines_of_a_tenant_that_is_gone_are_not_run(office: Office) -> None:
+async def test_batches_of_a_tenant_that_is_gone_are_held_until_it_is_back(office: Office) -> None:
     office.site.fake.always(scripts.stall)
     batch = await office.begin(lines(2))
     await office.site.fake.got(2)
     await office.close()
     take(office, TenantSpec("bob"))
     await office.open()
-    for _ in range(200):
-        found = await office.batches.keeper(lambda store: store.batch("ann", batch.id))
-        assert found is not None
-        if not found.active:
-            break
+    served = len(office.site.served())
+    for _ in range(5):
         office.batches.lane.tell()
         await office.batches.lane.turn()
-    assert (found.status, found.completed, found.failed) == ("completed", 0, 2)
+    found = await office.batches.keeper(lambda store: store.batch("ann", batch.id))
+    assert found is not None
+    assert (found.status, found.completed, found.failed) == ("in_progress", 0, 0)
+    assert len(office.site.served()) == served
+    # It comes back: a deploy that left it out was taken back.
+    office.site.fake.always(scripts.obey("w0"))
+    take(office, TenantSpec("ann"), TenantSpec("bob"))
+    office.client.api_key = KEYS["ann"]
+    done = await office.until(batch)
+    assert done.request_counts is not None
+    assert (done.request_counts.completed, done.request_counts.failed) == (2, 0)
+
+
+async def test_what_changes_something_is_one_of_a_minutes_requests(office: Office) -> None:
+    take(office, TenantSpec("ann", limits=Limits(requests_per_minute=3)), TenantSpec("bob"))
+    for _ in range(3):
+        await office.upload(["{}"])
+    with pytest.raises(openai.RateLimitError, match=r"\(RPM\): Limit 3"):
+        await office.upload(["{}"])
+    assert len([each async for each in office.client.files.list()]) == 3
+    ann = office.site.router.tenants.get("ann")
+    assert ann is not None
+    assert ann.ledger.running == 0
+    assert ann.totals.limited == {"requests_per_minute": 1}
+
+
+async def test_a_tenants_files_have_a_bound_of_their_own(start: Start, tmp_path: Path) -> None:
+    office = Office(
+        await start(), tmp_path, max_bytes_per_tenant=1000, max_bytes=1500, max_file_bytes=1000
+    )
+    take(office, TenantSpec("ann"), TenantSpec("bob"))
+    await office.open()
+    office.client.api_key = KEYS["ann"]
+    first = await office.upload(["x" * 900])
+    with pytest.raises(openai.APIStatusError, match="may have 1000") as caught:
+        await office.upload(["x" * 200])
+    assert caught.value.status_code == 413
+    bob = client_of(office, "bob")
+    with pytest.raises(openai.InternalServerError) as full:
+        await bob.files.create(file=("in", b"x" * 700), purpose="batch")
+    assert full.value.status_code == 507
+    await bob.files.create(file=("in", b"x" * 500), purpose="batch")
+    await office.client.files.delete(first)
+    await office.upload(["x" * 200])
+    await office.close()
+
+
+async def test_a_tenant_has_so_many_batches_at_a_time(start: Start, tmp_path: Path) -> None:
+    office = Office(await start(), tmp_path, max_active_per_tenant=2)
+    take(office, TenantSpec("ann"), TenantSpec("bob"))
+    office.site.fake.always(scripts.stall)
+    await office.open()
+    office.client.api_key = KEYS["ann"]
+    batches = [await office.begin(lines(1)) for _ in range(2)]
+    with pytest.raises(openai.RateLimitError, match="2 batches that are not over"):
+        await office.begin(lines(1))
+    await office.client.batches.cancel(batches[0].id)
+    await office.until(batches[0])
+    await office.begin(lines(1))
+    await office.close()
+
+
+async def test_requests_for_files_are_so_many_at_once(
+    office: Office, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(desk, "MOST_VISITS", 1)
+    asks = [office.client.files.list() for _ in range(4)]
+    found = await asyncio.gather(*asks, return_exceptions=True)
+    refused = [each for each in found if isinstance(each, openai.RateLimitError)]
+    assert len(refused) == 3
+    assert office.site.wire.desk.visits.total() == 0  # type: ignore[union-attr]

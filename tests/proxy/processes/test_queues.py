@@ -6,10 +6,11 @@ from collections.abc import Callable
 
 import pytest
 
+from proxy.batches.gaps import gap
 from proxy.core.tenants import Rank
 from proxy.core.types import Outcome, Ticket
 from proxy.processes.queues import BEAT_S
-from tests.proxy.core.making import ask, placed, refused, spec, waits
+from tests.proxy.core.making import MODEL, ask, placed, refused, spec, waits
 from tests.proxy.processes.making import Crew
 
 Crews = Callable[..., Crew]
@@ -131,6 +132,24 @@ def test_batch_waits_for_all_of_its_model_everywhere(crews: Crews) -> None:
     assert len(due(crew, 1)) == 1
     crew.finish(0, running[1])
     assert due(crew, 0) == [batch]
+
+
+def test_a_line_of_a_batch_is_not_begun_while_anybody_waits_in_another_process(
+    crews: Crews,
+) -> None:
+    crew = crews(2, spec("a", most=1))
+    lease = crew.submit(1)
+    crew.look()
+    assert not gap(crew.routers[0], MODEL, crew.now), "it is busy"
+    ticket = waits(crew.routers[1].submit(ask(), crew.now))
+    crew.tell()
+    crew.finish(1, lease)
+    crew.look()
+    assert not gap(crew.routers[0], MODEL, crew.now), "what is free is another's"
+    crew.routers[1].withdraw(ticket, crew.now)
+    crew.tell()
+    crew.look()
+    assert gap(crew.routers[0], MODEL, crew.now)
 
 
 def test_sizes_have_turns_of_their_own(crews: Crews) -> None:
