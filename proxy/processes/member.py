@@ -96,6 +96,7 @@ class Member:
         self.app.open_admin(admin)
         self._channel.say(Joined())
         watching = asyncio.create_task(self._watch())
+        watching.add_done_callback(self._done)
         try:
             await self.ended.wait()
         finally:
@@ -264,7 +265,7 @@ class Member:
     def _done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            logger.error("this process ends: %s", error)
+            logger.error("this process ends: %s", error, exc_info=error)
             self.failed = True
             self.ended.set()
 

@@ -56,6 +56,7 @@ GROWN_S = 60.0  # one that dies later than that is begun again as the first time
 ANSWER_S = 2.0  # that a question may take
 GRACE_S = 5.0  # for what was told to end
 STILL_S, LOOK_S = 30.0, 1.0  # a loop that stands still so long; between two looks
+MOST_LATE = 5  # looks that one may come late, before it was the machine that stood still
 MUCH = 8 << 20  # bytes that a process may leave unread before it is told no more of workers
 
 
@@ -162,7 +163,13 @@ class Supervisor:
         await asyncio.wait([served, *self._keepers], return_when=asyncio.FIRST_COMPLETED)
         served.cancel()
         if not self._all_serve.is_set():
+            errors = [e for each in self._keepers if each.done() and (e := each.exception())]
             await self.stop()
+            if errors:
+                raise ProxyError(
+                    f"a process of the router can't begin: {errors[0]}; raise the limit it names, "
+                    "or give fewer router.processes"
+                )
             raise ProxyError("a process of the router ended before it served; it has said why")
 
     async def drain(self) -> None:
@@ -246,7 +253,16 @@ class Supervisor:
         """Have a process of that index, for as long as there is to be one."""
         pause_s = FIRST_PAUSE_S
         while not self._ending:
-            child = await self._begin(index)
+            try:
+                child = await self._begin(index)
+            except OSError as error:  # no memory, processes or files, which may pass
+                if not self._all_serve.is_set():
+                    raise
+                what = f"router process {index} can't begin"
+                logger.error("%s: %s; tried again in %g s", what, error, pause_s)
+                await asyncio.sleep(pause_s)
+                pause_s = min(pause_s * 2, LONGEST_PAUSE_S)
+                continue
             status = await child.process.wait()
             self._gone(child)
             if self._ending:
@@ -270,6 +286,9 @@ class Supervisor:
         env = {**os.environ, "PYTHONPATH": path, "PYTHONSAFEPATH": "1"}
         try:
             process = await asyncio.create_subprocess_exec(*command, pass_fds=given, env=env)
+        except OSError:
+            ours.close()
+            raise
         finally:
             theirs.close()
         child = Child(index, process)
@@ -289,13 +308,17 @@ class Supervisor:
         return child
 
     async def _watch(self) -> None:
-        """Kill those whose loop stands still."""
+        """Kill those whose loop stands still, unless all did, this one too."""
+        looked = since = time.monotonic()
         while True:
             await asyncio.sleep(LOOK_S)
-            now = int(time.monotonic())
+            now = time.monotonic()
+            if now - looked > MOST_LATE * LOOK_S:
+                since = now
+            looked = now
             for child in self._children.values():
                 alive_at = self._table.sheet(child.index).count(ALIVE)
-                if child.serving and 0 < alive_at < now - STILL_S:
+                if child.serving and alive_at and max(alive_at, since) < now - STILL_S:
                     logger.error("%s stood still for %d s; it is killed", child, now - alive_at)
                     child.process.kill()
 

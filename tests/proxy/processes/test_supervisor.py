@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import os
 import signal
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -12,8 +16,10 @@ from proxy.app import supervise
 from proxy.config import FleetConfig, parse
 from proxy.errors import ProxyError
 from proxy.processes import supervisor as module
+from proxy.processes.member import Member
 from proxy.processes.messages import Ask
 from proxy.processes.supervisor import Supervisor, how_many
+from proxy.processes.table import ALIVE, Table
 from tests.proxy.wire.site import eventually
 
 DEADLINE_S = 60.0
@@ -71,6 +77,98 @@ async def test_one_that_stands_still_is_killed_and_another_begins(
     finally:
         await kept.stop()
     assert kept.pids == []
+
+
+async def test_one_that_can_not_begin_again_is_tried_until_it_can(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    begin, failures = asyncio.create_subprocess_exec, 0
+
+    async def now_and_then(*args: Any, **named: Any) -> asyncio.subprocess.Process:
+        nonlocal failures
+        if failures < 2:
+            failures += 1
+            raise BlockingIOError(11, "Resource temporarily unavailable")
+        return await begin(*args, **named)
+
+    monkeypatch.setattr(module, "FIRST_PAUSE_S", 0.05)
+    kept = Supervisor(config(), None)
+    await kept.start()
+    try:
+        monkeypatch.setattr(asyncio, "create_subprocess_exec", now_and_then)
+        with caplog.at_level(logging.ERROR):
+            os.kill(kept.pids[0], signal.SIGKILL)
+            await eventually(lambda: failures == 2, within=DEADLINE_S)
+            await eventually(lambda: len(kept.pids) == 2, within=DEADLINE_S)
+        assert caplog.text.count("can't begin: [Errno 11]") == 2
+    finally:
+        await kept.stop()
+
+
+async def test_one_that_can_not_begin_at_first_is_an_error_of_the_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def never(*_: Any, **__: Any) -> None:
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", never)
+    with pytest.raises(ProxyError, match="Resource temporarily unavailable"):
+        await Supervisor(config(), None).start()
+
+
+async def test_after_a_time_when_all_stood_still_nobody_is_killed_for_that(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As after a container was paused: the looks come late, and the marks are old."""
+    now, killed = 1000.0, asyncio.Event()
+    monkeypatch.setattr(module, "LOOK_S", 0.001)
+    monkeypatch.setattr(module, "STILL_S", 0.1)
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now))
+    kept = Supervisor(config(), None)
+    kept._table = Table.make(1)
+    kept._table.sheet(0).write_count(ALIVE, 1000)
+    child = SimpleNamespace(index=0, serving=True, process=SimpleNamespace(kill=killed.set))
+    looks = 0
+
+    class Children(dict[int, Any]):
+        def values(self) -> Any:
+            nonlocal looks
+            looks += 1
+            return super().values()
+
+    kept._children = Children({0: child})
+    watching = asyncio.create_task(kept._watch())
+    try:
+        for moment in (1000.0, 1100.0):  # frozen in between
+            now, seen = moment, looks
+            await eventually(lambda: looks > seen + 2)  # noqa: B023
+        assert not killed.is_set()
+        while not killed.is_set() and now < 1101:
+            now, seen = now + 0.002, looks
+            await eventually(lambda: looks > seen)  # noqa: B023
+        assert 1100.1 < now < 1100.2, "it has not moved since either"
+    finally:
+        watching.cancel()
+        kept._table.close()
+
+
+async def test_a_process_that_looks_no_more_ends_and_says_why(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def watch() -> None:
+        raise RuntimeError("a mistake of ours")
+
+    member = Member.__new__(Member)
+    stub: Any = member
+    stub._tasks, stub.ended, stub.failed = set(), asyncio.Event(), False
+    stub.app = SimpleNamespace(open_admin=lambda _: None)
+    stub._channel = SimpleNamespace(say=lambda _: None)
+    stub._watch = watch
+    async with asyncio.timeout(5):
+        await member.run(stub)
+    assert member.failed
+    assert "Traceback" in caplog.text
+    assert "a mistake of ours" in caplog.text
 
 
 async def test_processes_that_can_not_begin_are_an_error_of_the_start(
