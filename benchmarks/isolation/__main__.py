@@ -5,7 +5,8 @@
 
 Two general workers under least_loaded, and one prefill and one decode worker, on the same two
 processors, in turns: four streams run while 12,000-token prompts and short ones arrive. Then the
-same prompts by every route, token by token. 11 GB of memory; nothing else should run.
+same prompts by every route, token by token: one worker, two, a short and a long one, and all handed
+over, which is counted. 11 GB of memory; nothing else should run.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ BUSY = 1.0  # load average above which the figures are worth little
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure and print; 1 when a request failed or an answer was another."""
+    """Measure and print; 1 when a request failed, an answer was another, or came another way."""
     args = _arguments(argv)
     console = Console(width=None if sys.stdout.isatty() else 150)
     busy = os.getloadavg()[0]
@@ -39,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             tempfile.TemporaryDirectory(prefix="isolation-") as folder,
             Narrator(console) as narrator,
         ):
-            result, wrong = asyncio.run(_run(args, Path(folder), narrator))
+            result, found = asyncio.run(_run(args, Path(folder), narrator))
     except VllmSchedError as error:
         console.print(f"isolation: {error}", style="red", markup=False, highlight=False)
         return 1
@@ -56,18 +57,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.save:
             result.save(args.save)
         failed = result.failed
-    for route, count in wrong.items():
-        console.print(f"{route}: {count} of {args.identical} answers differ", highlight=False)
-    return int(failed or any(wrong.values()))
+    for each in found:
+        console.print(each.said, style="red" if each.wrong else None, highlight=False)
+    return int(failed or any(each.wrong for each in found))
 
 
 async def _run(
     args: argparse.Namespace, folder: Path, narrator: Narrator
-) -> tuple[Comparison | None, dict[str, int]]:
+) -> tuple[Comparison | None, list[identical.Found]]:
     config = stage.fleet()
     sides = stage.sides(config, folder)
     plan = Plan(config.model, stage.workload(seed=args.seed), args.rounds, LONE_SAMPLES)
-    result, wrong = None, {}
+    result: Comparison | None = None
+    found: list[identical.Found] = []
     async with (
         running(stage.started(config, folder), narrator),
         running([side.worker for side in sides], narrator),
@@ -76,11 +78,12 @@ async def _run(
             await measure(sides, plan, narrator)
             result = Comparison(plan, *sides)
         if args.identical:
-            direct = {"one worker": str(config.workers[0].url)}
-            routes = direct | {side.label: side.worker.url for side in sides}
-            asked = identical.prompts(args.identical, args.seed)
-            wrong = await identical.differing(routes, asked, config.model, narrator.step)
-    return result, wrong
+            sized, handed = stage.routers(config, folder)
+            async with running([sized, handed], narrator):
+                routes = stage.routes(config, sides[0].worker, sized, handed)
+                asked = identical.prompts(args.identical, args.seed)
+                found = await identical.differing(routes, asked, config.model, narrator.step)
+    return result, found
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:

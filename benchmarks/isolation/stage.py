@@ -1,4 +1,7 @@
-"""Four workers on two processors: two general ones, or a prefill and a decode worker."""
+"""Four workers on two processors: two general ones, or a prefill and a decode worker.
+
+The general ones are a short and a long one too, where routes are compared.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from benchmarks.isolation.identical import Pass, Route
 from proxy.config import FleetConfig, LaunchConfig, RoutingConfig, TransferConfig, WorkerConfig
 from vllm_sched.bench.compare import Contender
 from vllm_sched.bench.workloads import BACKGROUND, LONG, SHORT, STEP_TOKENS, Arrival, Workload
@@ -21,6 +25,9 @@ BLOCKS = {"general": "2048", "prefill": "512", "decode": "512"}
 ROLES = ("general", "general", "prefill", "decode")
 # Prompts above it are handed over; the shorts of the workload are not.
 ABOVE = 1000
+SHORT_LIMIT = 500
+# Workers forget what they have cached when they are told to.
+ENV = {"VLLM_SERVER_DEV_MODE": "1"}
 
 
 def fleet() -> FleetConfig:
@@ -37,6 +44,7 @@ def fleet() -> FleetConfig:
                     model="tiny",
                     args=(*FLAGS, f"--num-gpu-blocks-override={BLOCKS[role]}"),
                     cpus=(cpus[number % 2],),
+                    env=ENV,
                 ),
             }
         )
@@ -69,6 +77,48 @@ def sides(config: FleetConfig, folder: Path) -> tuple[Contender, Contender]:
         Contender("baseline", "2 general, least_loaded", router_of(whole, folder, "general")),
         Contender("candidate", "1 prefill + 1 decode", router_of(handed, folder, "halves")),
     )
+
+
+def routers(config: FleetConfig, folder: Path) -> tuple[Worker, Worker]:
+    """Put routers before each pair that decide by size alone, and hand everything over."""
+    general, halves = config.workers[:2], config.workers[2:]
+    sized = tuple(
+        worker.model_copy(update={"name": f"{role}-0", "role": role})
+        for worker, role in zip(general, ("short", "long"), strict=True)
+    )
+    by_size = config.model_copy(
+        update={
+            "workers": sized,
+            "transfer": None,
+            "routing": RoutingConfig(policy="length", short_limit=SHORT_LIMIT),
+        }
+    )
+    handed = config.model_copy(
+        update={
+            "workers": halves,
+            "routing": RoutingConfig(disaggregate_above=1, prefix_affinity=False),
+        }
+    )
+    return router_of(by_size, folder, "sized"), router_of(handed, folder, "handed")
+
+
+def routes(
+    config: FleetConfig, least_loaded: Worker, by_size: Worker, handed: Worker
+) -> list[Route]:
+    """List the ways that prompts are compared by; first without a router.
+
+    Of a hand-over three passes: nobody has the prompt, the prefill worker has it, both have.
+    """
+    urls = tuple(str(worker.url) for worker in config.workers)
+    twice = Pass("cold", urls), Pass("warm")
+    half = Pass("warm on the prefill worker alone", urls[3:])
+    return [
+        Route("one worker", urls[0], twice),
+        Route("2 general, least_loaded", least_loaded.url, twice),
+        Route("short + long", by_size.url, twice),
+        Route("1 prefill + 1 decode", handed.url, (twice[0], half), decode=urls[3]),
+        Route("1 prefill + 1 decode", handed.url, (twice[1],)),
+    ]
 
 
 def workload(

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
 import yaml
 from aiohttp import web
@@ -14,6 +15,7 @@ from aiohttp.test_utils import TestServer
 
 from benchmarks.isolation import identical, stage, verdict
 from benchmarks.isolation.__main__ import main
+from benchmarks.isolation.identical import Pass, Route
 from proxy.config import parse
 from tests.bench.canned import canned_comparison
 from vllm_sched.errors import UsageError
@@ -101,18 +103,45 @@ def test_prompts_are_of_all_sizes_and_always_the_same() -> None:
 
 
 @pytest.fixture
-async def servers() -> AsyncIterator[dict[str, str]]:
+def asked() -> list[tuple[str, str]]:
+    """Collect what servers were asked: the path, and whether they should say who answers."""
+    return []
+
+
+@pytest.fixture
+async def servers(asked: list[tuple[str, str]]) -> AsyncIterator[dict[str, str]]:
     """Serve right answers, answers with other tokens, and the right tokens by another cache."""
 
     def answering(tokens: list[int], likely: float) -> web.Application:
+        says = {"route": "", "fetches": "0"}
+        fetched = [0]
+
         async def answer(request: web.Request) -> web.Response:
-            asked = await request.json()
+            asked.append((request.path, request.headers.get("X-Explain", "")))
+            body = await request.json()
             choice: dict[str, Any] = {"token_ids": tokens, "logprobs": {"token_logprobs": [likely]}}
-            assert asked["temperature"] == 0
-            return web.json_response({"choices": [choice]})
+            assert body["temperature"] == 0
+            fetched[0] += int(says["fetches"])
+            return web.json_response({"choices": [choice]}, headers={"X-Route": says["route"]})
+
+        async def forget(request: web.Request) -> web.Response:
+            asked.append((request.path, ""))
+            return web.Response()
+
+        async def metrics(_: web.Request) -> web.Response:
+            name = "vllm:nixl_xfer_time_seconds"
+            text = f'{name}_sum{{engine="0"}} 9.0\n{name}_count{{engine="0"}} {fetched[0]}.0\n'
+            return web.Response(text=text)
+
+        async def tell(request: web.Request) -> web.Response:
+            says.update(request.query)
+            return web.Response()
 
         app = web.Application()
         app.router.add_post("/v1/completions", answer)
+        app.router.add_post("/reset_prefix_cache", forget)
+        app.router.add_post("/tell", tell)
+        app.router.add_get("/metrics", metrics)
         return app
 
     told = {"right": ([7], -1.0), "near": ([7], -1.0001), "other": ([8], -1.0), "far": ([7], -1.1)}
@@ -124,12 +153,66 @@ async def servers() -> AsyncIterator[dict[str, str]]:
         await server.close()
 
 
-async def test_what_differs_is_counted_by_route(servers: dict[str, str]) -> None:
-    counts = await identical.differing(servers, [[1], [2]], "m")
-    assert counts == {
+TWICE = (Pass("cold"), Pass("warm"))
+
+
+async def test_what_differs_is_counted_by_pass(servers: dict[str, str]) -> None:
+    routes = [Route(name, url, TWICE) for name, url in servers.items()]
+    found = await identical.differing(routes, [[1], [2]], "m")
+    assert {each.route: each.differ for each in found} == {
         "right, cold": 0, "right, warm": 0, "near, cold": 0, "near, warm": 0,
         "other, cold": 2, "other, warm": 2, "far, cold": 2, "far, warm": 2,
     }  # fmt: skip
+    assert [each.wrong for each in found] == [False] * 4 + [True] * 4
+
+
+async def test_caches_are_emptied_before_a_pass(
+    servers: dict[str, str], asked: list[tuple[str, str]]
+) -> None:
+    url = servers["right"]
+    route = Route("r", url, (Pass("cold", (url,)), Pass("warm")))
+    await identical.differing([route], [[1]], "m")
+    paths = [path for path, explain in asked]
+    assert paths == ["/reset_prefix_cache", "/v1/completions", "/v1/completions"]
+    assert [explain for _, explain in asked] == ["", "1", "1"]
+
+
+@pytest.mark.parametrize(
+    ("by", "fetches", "wrong"),
+    [("d; prefill=p; reason=x", 1, False), ("d; prefill=p", 0, True), ("d; reason=x", 1, True)],
+)
+async def test_what_is_not_handed_over_is_wrong(
+    servers: dict[str, str], monkeypatch: pytest.MonkeyPatch, by: str, fetches: int, wrong: bool
+) -> None:
+    monkeypatch.setattr(identical, "PAUSE_S", 0.0)
+    says = {"route": by, "fetches": str(fetches)}
+    url = servers["right"]
+    told = "?" + "&".join(f"{key}={value}" for key, value in says.items())
+    async with aiohttp.ClientSession() as session:
+        await session.post(f"{url}/tell{told}")
+    route = Route("handed over", url, TWICE, decode=url)
+    found = await identical.differing([route], [[1], [2]], "m")
+    assert [each.wrong for each in found] == [wrong, wrong]
+    assert [each.fetched for each in found] == [2 * fetches] * 2
+    assert found[0].handed_over == (2 if "prefill" in by else 0)
+
+
+def test_routes_end_with_everything_handed_over(tmp_path: Path) -> None:
+    config = stage.fleet()
+    whole = stage.sides(config, tmp_path)[0].worker
+    sized, handed = stage.routers(config, tmp_path)
+    files = [Path(each.command[-1]) for each in (sized, handed)]
+    by_size, halves = (parse(file.read_text(), file.name) for file in files)
+    assert [worker.role for worker in by_size.workers] == ["short", "long"]
+    assert (by_size.routing.policy, by_size.transfer) == ("length", None)
+    assert halves.routing.disaggregate_above == 1
+    assert not halves.routing.prefix_affinity
+    routes = stage.routes(config, whole, sized, handed)
+    everyone = tuple(worker.url for worker in config.workers)
+    assert all(each.passes[0].forget == everyone for each in routes[:4])
+    assert routes[3].decode == config.workers[3].url
+    assert routes[3].passes[1].forget == (config.workers[3].url,)
+    assert routes[4].passes == (Pass("warm"),)
 
 
 @pytest.mark.parametrize(
