@@ -77,6 +77,36 @@ def test_finds_the_model_it_was_fed() -> None:
         assert getattr(found, name) == pytest.approx(value, rel=0.1), name
 
 
+def prompts(rng: random.Random, most: int, decodes: int = 24) -> StepShape:
+    """Draw a step that prefills up to so many prompts of random length, at times none."""
+    count = rng.choice([0, *range(1, most + 1)])
+    tokens = [rng.randint(10, 200) for _ in range(count)]
+    pairs = sum(each**2 / 2 for each in tokens)
+    batch = rng.randint(decodes // 2, decodes)
+    return StepShape(sum(tokens), pairs, batch, 200 * batch, count)
+
+
+@pytest.mark.parametrize("mixed_s", [0.0, 0.004])
+def test_what_a_prompt_costs_is_told_from_what_mixing_does(mixed_s: float) -> None:
+    true = replace(TRUE, mixed_s=mixed_s, prompt_fixed_s=0.003)
+    fit, rng = OnlineFit(), random.Random(8)
+    for _ in range(1000):
+        step = prompts(rng, 4)
+        fit.observe(step, true.seconds(step) * (1 + abs(rng.gauss(0, 0.03))))
+    found = fitted(fit)
+    assert found.prompt_fixed_s == pytest.approx(0.003, rel=0.2)
+    assert found.mixed_s == pytest.approx(mixed_s, abs=0.0008)
+
+
+def test_one_prompt_at_a_time_never_looks_like_a_cost_of_mixing() -> None:
+    true = replace(TRUE, mixed_s=0.0, prompt_fixed_s=0.005)
+    fit, rng = OnlineFit(), random.Random(9)
+    for _ in range(1000):
+        step = prompts(rng, 1)
+        fit.observe(step, true.seconds(step))
+    assert fitted(fit).mixed_s < 0.0005
+
+
 def test_noise_and_hiccups_leave_the_predictions_close() -> None:
     fit = OnlineFit()
     feed(fit, TRUE, 2000, noise=0.05, hiccups=0.03)

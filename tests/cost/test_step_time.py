@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -83,3 +84,17 @@ def test_errors_are_one_line_and_name_the_coefficient(given: object, said: str) 
     with pytest.raises(UsageError, match=r"\A[^\n]+\Z") as error:
         StepTime.from_json(given)
     assert said in str(error.value)
+
+
+def test_a_prompt_costs_something_whatever_its_length() -> None:
+    time = replace(TIME, prompt_fixed_s=0.002)
+    one, four = (StepShape(300, 0.0, 32, 9600, prompts) for prompts in (1, 4))
+    assert time.seconds(four) - time.seconds(one) == pytest.approx(0.006)
+    whole = time.seconds(StepShape(200, 200 * 200 / 2, 32, 9600, 1))
+    assert time.prefill_within(whole, 32, 9600, 0) == pytest.approx(200, abs=1)
+
+
+def test_what_was_saved_before_prompts_were_told_apart_still_loads() -> None:
+    saved = TIME.to_json()
+    del saved["prompt_fixed_s"]
+    assert StepTime.from_json(saved) == TIME

@@ -82,6 +82,16 @@ def test_a_full_cache_is_full_too(clock: list[float]) -> None:
     assert entered[4] == {"3", "4"}
 
 
+def test_one_who_is_held_is_looked_up_now_and_then(clock: list[float]) -> None:
+    scheduler = loaded({"departures": 3}, [2, 40, 40, 40, 9, 9, 9, 9], prefix_caching=True)
+    admissions(scheduler, 4, clock)
+    lookups: list[str] = []
+    ask = scheduler._cached_tokens
+    scheduler._cached_tokens = lambda r: lookups.append(r.request_id) or ask(r)
+    assert "4" not in set().union(*admissions(scheduler, 12, clock))
+    assert len(lookups) <= 3
+
+
 def test_who_is_cached_is_not_held(clock: list[float]) -> None:
     scheduler = loaded({"departures": 3}, [2, 40, 40, 40], prefix_caching=True)
     shared = list(range(100, 164))
@@ -99,7 +109,7 @@ def test_who_is_cached_is_not_held(clock: list[float]) -> None:
     assert manager.allocate_slots(twin, len(shared)) is not None
     twin.num_computed_tokens = len(shared)
     manager.cache_blocks(twin, len(shared))
-    admissions(scheduler, 2, clock)
+    admissions(scheduler, 8, clock)
     assert "first" in [request.request_id for request in scheduler.running]
 
 

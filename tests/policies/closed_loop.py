@@ -58,6 +58,7 @@ class ClosedLoop:
         self._active = 0
         self._context = 0
         self._gone = 0
+        self._paused_since: float | None = None
         self._count = 0
         self._head = self._request()
 
@@ -94,11 +95,14 @@ class ClosedLoop:
             running=running,
             waiting=self.backlog,
             departed=self._gone,
+            paused_s=0.0 if self._paused_since is None else self.now - self._paused_since,
         )
         step.may_enter = lambda: step.free_slots > 0 and self._gate(running) is not Gate.CLOSED
         lane = policy.lane(self._head, lambda: self._head.cached)
         policy.begin_step(step, {lane: LaneCount(self.backlog, 0, 1.0)})
-        decodes = 0 if policy.pauses_decodes(step) else self._active
+        pauses = policy.pauses_decodes(step)
+        self._paused_since = (self._paused_since or self.now) if pauses else None
+        decodes = 0 if pauses else self._active
         left = self.budget - decodes
         chunks: list[Chunk] = []
         finished: list[FakeRequest] = []
@@ -131,6 +135,7 @@ class ClosedLoop:
             sum(chunk.attention for chunk in chunks),
             decodes,
             context,
+            len(chunks),
         )
         seconds = self.time.seconds(shape)
         seconds *= 1 + abs(self._noise.gauss(0, self.noise)) if self.noise else 1.0

@@ -44,6 +44,11 @@ class Bench:
         """Run so many."""
         return [self.step() for _ in range(count)]
 
+    def turn_away(self, name: str) -> None:
+        """Have vLLM put this one back whenever it is looked at, as one whose grammar compiles."""
+        ask = self.scheduler._handle_blocked_waiting_request
+        self.scheduler._handle_blocked_waiting_request = lambda r: r.request_id != name and ask(r)
+
     @property
     def running(self) -> set[str]:
         """Who runs."""

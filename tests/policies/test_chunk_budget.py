@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -29,11 +30,12 @@ class Run:
         *,
         machine: StepTime = MACHINE,
         noise: Callable[[], float] = lambda: 1.0,
+        between: float = 0.0,  # from one step's result until the next one is scheduled
         **engine: Any,
     ) -> None:
         options = {"budget": 2048, "max_model_len": 20_000, "num_blocks": 20_000} | engine
         self.bench = Bench({"chunk_budget": settings}, **options)
-        self.machine, self.noise = machine, noise
+        self.machine, self.noise, self.between = machine, noise, between
         self.gaps: list[float] = []  # of steps in which somebody decoded beside prefill
         self.prefills: list[int] = []  # tokens in those steps
 
@@ -43,6 +45,7 @@ class Run:
 
     def step(self) -> dict[str, int]:
         scheduler = self.bench.scheduler
+        self.bench.now += self.between
         before = {r.request_id: r.num_computed_tokens for r in scheduler.running}
         decoding = {r.request_id for r in scheduler.running if not r.is_prefill_chunk}
         output = scheduler.schedule()
@@ -57,7 +60,7 @@ class Run:
         )
         seconds = self.machine.seconds(shape) * self.noise()
         if shape.mixed:
-            self.gaps.append(seconds)
+            self.gaps.append(seconds + self.between)
             self.prefills.append(shape.prefill_tokens)
         self.bench.now += seconds
         scheduler.update_from_output(output, result)
@@ -101,6 +104,50 @@ def test_gaps_stay_within_the_target_and_use_it(itl_ms: float) -> None:
     assert late <= max(0.01 * len(gaps), 1)
     full = sorted(gaps)[len(gaps) // 2]
     assert full >= min(0.75 * itl_ms / 1000, 0.9 * MACHINE.seconds(StepShape(2044, 2e6, 4)))
+
+
+@pytest.mark.parametrize("pair_s", [4e-9, 2e-8, 4e-8])
+@pytest.mark.parametrize("spread", [0.0, 0.03])
+def test_gaps_are_those_of_clients_and_prompts_longer_than_any_before_keep_them(
+    pair_s: float, spread: float
+) -> None:
+    """It learns on prompts of which attention is a small part, and then come long ones."""
+    machine = replace(MACHINE, prefill_s=1e-4, pair_s=pair_s)
+    run = Run({"itl_ms": 328.0}, machine=machine, noise=jitter(1, spread), between=0.020)
+    run.decodes()
+    for number in range(2):
+        run.bench.add(f"warm{number}", 2000, output=4)
+        run.until_decoding(f"warm{number}")
+    for number in range(10):
+        run.bench.add(f"long{number}", 12_000, output=4)
+        run.until_decoding(f"long{number}")
+    late = sum(gap > 0.328 for gap in run.gaps)
+    assert late <= 0.01 * len(run.gaps) + 1
+    assert sorted(run.gaps)[len(run.gaps) // 2] >= 0.7 * 0.328
+
+
+def test_decodes_behind_a_prefill_have_their_tokens() -> None:
+    """With vLLM's own limit on a prompt's chunk others enter while one is in prefill."""
+    run = Run({"chunk": 100}, budget=512, long_prefill_token_threshold=256)
+    run.bench.add("A", 19_000, output=3)
+    run.bench.add("d", 10, output=500)
+    run.step()
+    assert all(run.step().get("d") == 1 for _ in range(20))
+
+
+def test_who_waits_and_would_be_late_spends_too() -> None:
+    run = Run({"itl_ms": 20.0, "ttft_ms": 600.0}, max_num_seqs=6)
+    run.decodes()
+    for request in run.bench.scheduler.running:
+        request.arrival_time = run.wall()
+    run.bench.add("long", 16_000, output=2, arrival=run.wall() + 1e6)  # of whom there is time
+    for _ in range(20):
+        run.step()
+    assert run.policy.counters()["slack_steps"] == 0
+    run.bench.add("late", 50, output=2, arrival=run.wall() - 10.0)
+    for _ in range(3):
+        run.step()
+    assert run.policy.counters()["slack_steps"] > 0
 
 
 def test_the_margin_grows_with_noise() -> None:
@@ -150,7 +197,7 @@ def test_a_fixed_chunk_is_beside_decodes_only() -> None:
 
 
 def test_the_first_chunks_are_small_and_grow() -> None:
-    run = Run({"itl_ms": 100.0})
+    run = Run({"itl_ms": 200.0})
     run.decodes()
     run.bench.add("long", 12_000)
     for _ in range(4):

@@ -116,6 +116,50 @@ def test_while_decodes_pause_for_batch_it_has_the_whole_step(
     assert bench.step() == {"d": 1, "b": 1}
 
 
+def test_two_that_pause_decodes_keep_the_bound_of_one() -> None:
+    bench = Bench(
+        {
+            "prefill_first": {"max_pause_s": 2.0},
+            "deferred_prefill": {"departures": 1, "exclusive": True, "max_delay_ms": 1500},
+        },
+        max_num_seqs=64,
+    )
+    bench.add("old", 10, output=500)
+    bench.steps(2)
+    last, gaps = bench.now, []
+    for number in range(100):
+        bench.add(f"n{number}", 128, output=1)
+        if "old" in bench.step(0.1):
+            gaps.append(bench.now - last)
+            last = bench.now
+    assert 1.9 < max(gaps) <= 2.0 + 0.21
+
+
+def test_what_found_no_room_in_one_lane_holds_nobody_in_another() -> None:
+    """Of the rest of the cache, with most slots free, shorts have what they need."""
+    bench = Bench(
+        {
+            "long_prompt": {"long_prefill_token_threshold": 400},
+            "deferred_prefill": {"departures": 4},
+        },
+        budget=512,
+        num_blocks=126,
+        scheduler_reserve_full_isl=True,
+    )
+    bench.add("d", 600, output=900)
+    bench.steps(4)
+    bench.add("big", 1500, output=2)
+    bench.step()
+    assert "big" not in bench.running
+    for number in range(5):
+        names = {f"s{number}.{n}" for n in range(4)}
+        for name in names:
+            bench.add(name, 20, output=3)
+        bench.steps(3)
+        assert names <= bench.running | bench.scheduler.finished_req_ids
+        bench.steps(4)
+
+
 def test_everybody_gets_in_within_the_sum_of_all_bounds() -> None:
     bounds = {
         "lanes": {"batch_max_wait_s": 4.0, "normal_max_wait_s": 2.0},

@@ -286,3 +286,36 @@ def test_nothing_is_kept_of_those_who_left() -> None:
     lanes = bench["lanes"]
     assert lanes._asked == lanes._running == lanes._released == {}
     assert set(lanes._counts.values()) == {0}
+
+
+@pytest.mark.parametrize("slots", [1, 2, 3])
+def test_overdue_ones_that_take_every_slot_let_an_urgent_one_in(slots: int) -> None:
+    bench = Bench(
+        laned(batch_max_wait_s=5.0, normal_max_wait_s=5.0, urgent_max_wait_s=2.0, reserve_slots=0),
+        max_num_seqs=slots,
+    )
+    count = 0
+
+    def flood() -> None:
+        nonlocal count
+        while len(bench.scheduler.waiting) < 40:
+            count += 1
+            bench.add(f"x{count}", 10, lane="batch" if count % 2 else None, output=20)
+        bench.step(0.05)
+
+    for _ in range(200):
+        flood()
+    bench.add("u", 10, lane="urgent")
+    since = bench.now
+    while "u" not in bench.running:
+        flood()
+        assert bench.now - since < 4.0
+
+
+def test_batch_prompts_go_on_beside_one_that_cannot_begin() -> None:
+    bench = Bench(laned(batch_share=0.5, reserve_slots=0))
+    bench.add("b", 1500, lane="batch")
+    bench.steps(2)
+    bench.turn_away("lora")
+    bench.add("lora", 100)
+    assert sum(step.get("b", 0) for step in bench.steps(18)) >= 15 * 32

@@ -83,3 +83,12 @@ def test_whether_decodes_wait_is_shown() -> None:
     assert bench["prefill_first"].gauges() == {"decodes_paused": 1}
     bench.steps(4)
     assert bench["prefill_first"].gauges() == {"decodes_paused": 0}
+
+
+def test_decodes_do_not_pause_for_one_that_cannot_begin() -> None:
+    bench = Bench({"prefill_first": {}})
+    bench.add("d", 10, output=500)
+    bench.step()
+    bench.turn_away("lora")
+    bench.add("lora", 100)
+    assert sum("d" in step for step in bench.steps(18)) >= 15

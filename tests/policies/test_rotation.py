@@ -121,6 +121,38 @@ def test_a_steady_stream_of_newcomers_does_not_stop_the_round() -> None:
     assert sum(got) >= 2
 
 
+@pytest.mark.parametrize("order", ["rotate", "shortest"])
+def test_one_that_cannot_begin_stops_nobody(order: str) -> None:
+    bench = Bench(rotating(order=order))
+    bench.add("d", 10, output=500)
+    bench.step()
+    bench.add("A", 1400)
+    bench.step()
+    bench.turn_away("lora")
+    bench.add("lora", 900)
+    assert sum(step.get("A", 0) for step in bench.steps(18)) >= 15 * 63
+    assert "lora" not in bench.running
+
+
+def test_who_is_overdue_has_its_turn_however_many_wait() -> None:
+    bench = Bench(rotating(max_wait_s=1.0), max_num_seqs=64)
+    bench.add("A", 1400, output=2)
+    bench.step()
+    for number in range(80):
+        bench.add(f"n{number}", 640)
+    assert sum(bench.step(0.1).get("A", 0) for _ in range(60)) >= 4 * 64
+
+
+def test_a_chunk_that_has_no_turn_is_not_made_whole_for_its_blocks() -> None:
+    """Hybrid models keep their state at block boundaries, and chunks are aligned to them."""
+    bench = Bench(rotating())
+    bench.scheduler.need_mamba_block_aligned_split = True
+    bench.scheduler._mamba_block_aligned_split = lambda _, tokens, *__: tokens // 16 * 16
+    for name in "AB":
+        bench.add(name, 64 * 3)
+    assert served(bench, 6) == ["A", "B"] * 3
+
+
 def test_a_prompt_whose_blocks_those_in_prefill_will_take_waits() -> None:
     bench = Bench(rotating(), num_blocks=63)  # 62 blocks of 16 hold 992 tokens
     for name in "AB":

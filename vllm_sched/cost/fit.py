@@ -7,8 +7,8 @@ step that is off by more than is usual counts for less: a hiccup moves little, a
 followed, because what is usual grows with it.
 
 What the steps cannot tell apart goes to the harmless side: with batches all alike, time goes to
-`decode_fixed_s` rather than to `decode_s`, and to `prefill_s` rather than to `mixed_s`. So is
-deferred prefill never talked into waiting by steps that say nothing.
+`decode_fixed_s` rather than to `decode_s`, and to a prompt or its tokens rather than to `mixed_s`.
+So is deferred prefill never talked into waiting by steps that say nothing.
 
 Cost: a few dozen multiplications a step; the equations are solved every `SOLVE_EVERY` steps. The
 floor is not fitted here: it bends the line, and the line is refitted where the steps are.
@@ -43,18 +43,19 @@ NAMES: Final = (
     "prefill_s",
     "pair_s",
     "mixed_s",
+    "prompt_fixed_s",
 )
 # Which coefficients a step's features (1 first) belong to. The 1 of a mixed step stands for two.
 PLACES: Final[dict[Kind, tuple[tuple[int, ...], ...]]] = {
     "decode": ((0,), (1,), (2,)),
-    "prefill": ((3,), (4,), (5,)),
-    "mixed": ((0, 6), (1,), (2,), (4,), (5,)),
+    "prefill": ((3,), (4,), (5,), (7,)),
+    "mixed": ((0, 6), (1,), (2,), (4,), (5,), (7,)),
 }
 # How much each coefficient is drawn towards nothing, relative to what speaks for it: always, and
 # besides by so many times the variance of an error over the number of steps. A decode step is
 # never without its fixed part: where that comes out negative, a slope was too steep.
-RIDGE: Final = (1e-9, 3e-5, 3e-5, 1e-5, 1e-9, 3e-5, 3e-5)
-DOUBT: Final = (0.0, 16.0, 16.0, 0.0, 0.0, 16.0, 16.0)
+RIDGE: Final = (1e-9, 3e-5, 3e-5, 1e-5, 1e-9, 3e-5, 3e-5, 1e-6)
+DOUBT: Final = (0.0, 16.0, 16.0, 0.0, 0.0, 16.0, 16.0, 0.0)
 FIXED: Final = 0
 SLOPES: Final = (2, 1)
 
@@ -184,11 +185,12 @@ def row_of(kind: Kind, shape: StepShape) -> tuple[float, ...]:
     if kind == "decode":
         return (1.0, float(shape.decodes), float(shape.context_tokens))
     if kind == "prefill":
-        return (1.0, float(shape.prefill_tokens), shape.pairs)
+        return (1.0, float(shape.prefill_tokens), shape.pairs, float(shape.prompts))
     return (
         1.0,
         float(shape.decodes),
         float(shape.context_tokens),
         float(shape.prefill_tokens),
         shape.pairs,
+        float(shape.prompts),
     )

@@ -1,7 +1,7 @@
 """How long a step takes, from what it computes: a straight line for each of three kinds of step.
 
 - decode alone: fixed + per sequence + per token of context;
-- prefill alone: fixed + per token + per pair of tokens that attend to each other;
+- prefill alone: fixed + per prompt + per token + per pair of tokens that attend to each other;
 - both together: the decode part, an extra fixed part (other kernels, no full CUDA graph: `delta`
   in the literature's terms) and the prefill part without its own fixed one.
 
@@ -32,6 +32,7 @@ class StepShape:
     pairs: float = 0.0  # of prefill tokens that attend to each other, as `Chunk.attention`
     decodes: int = 0
     context_tokens: int = 0  # of those that decode, together
+    prompts: int = 0  # that the prefill tokens are of; 0 = what one costs is not told apart
 
     @property
     def mixed(self) -> bool:
@@ -51,6 +52,7 @@ class StepTime:
     pair_s: float = 0.0  # per pair of tokens that attend to each other
     mixed_s: float = 0.0  # delta: what a step pays for doing both
     floor_s: float = 0.0  # no step with prefill is shorter
+    prompt_fixed_s: float = 0.0  # per prompt, whatever its length: taken in, sampled from
 
     def __post_init__(self) -> None:
         """Refuse what no machine has."""
@@ -67,13 +69,14 @@ class StepTime:
         if not shape.prefill_tokens:
             return self._decode(shape.decodes, shape.context_tokens) if shape.decodes else 0.0
         work = self.prefill_s * shape.prefill_tokens + self.pair_s * shape.pairs
+        work += self.prompt_fixed_s * shape.prompts
         return max(self.floor_s, self._before(shape.decodes, shape.context_tokens) + work)
 
     def prefill_within(
         self, seconds: float, decodes: int, context_tokens: int, context: int
     ) -> int:
         """Size the largest chunk, after `context` tokens of its prompt, that fits into a step."""
-        left = seconds - self._before(decodes, context_tokens)
+        left = seconds - self._before(decodes, context_tokens) - self.prompt_fixed_s
         if left <= 0 or seconds < self.floor_s:
             return 0
         # The positive root of: pair_s/2 x² + (prefill_s + pair_s context) x = left

@@ -88,7 +88,9 @@ class Regime:
             decode_fixed_s=time.decode_fixed_s,
             decode_s=decode,
             batch_fixed_s=time.prefill_fixed_s if exclusive else time.mixed_s,
-            prompt_s=time.prefill_s * mean_prompt + time.pair_s * mean_prompt**2 / 2,
+            prompt_s=time.prompt_fixed_s
+            + time.prefill_s * mean_prompt
+            + time.pair_s * mean_prompt**2 / 2,
             exclusive=exclusive,
             floor_s=floor,
             most=max(int(budget / mean_prompt), 1) if budget else 0,

@@ -27,6 +27,8 @@ LaneKey = tuple[str, ...]  # a lane for each policy
 
 # Dead entries are swept out once there are this many and they are the majority.
 SWEEP = 64
+# For so many steps one that could not begin is not thought to be able to.
+RETRY_STEPS = 8
 
 
 class Entry(NamedTuple):
@@ -66,6 +68,9 @@ class LaneQueue(RequestQueue):
         self._popped: dict[Request, tuple[float, LaneKey]] = {}
         # Those who were popped in the step before and stayed away: since when, and whence.
         self.entered: dict[Request, tuple[float, LaneKey]] = {}
+        # Those whom upstream popped and put back, for they could not begin: in which step.
+        self._turned_away: dict[Request, int] = {}
+        self._steps = 0
         self._offer: Request | None = None
         self._peeked = False
         self._now = 0.0
@@ -79,6 +84,7 @@ class LaneQueue(RequestQueue):
     def begin_step(self, now: float) -> None:
         """Let gates be asked anew."""
         self._now = now
+        self._steps += 1
         self._forget_offer()
         for counts in self.counts:
             for count in counts.values():
@@ -92,11 +98,21 @@ class LaneQueue(RequestQueue):
         if self._peeked and self._offer is not None:
             self.refused = self._offer
         self.entered, self._popped = self._popped, {}
+        if self._turned_away:
+            self._turned_away = {
+                request: step
+                for request, step in self._turned_away.items()
+                if request in self._live and self._steps - step < RETRY_STEPS
+            }
         self._forget_offer()
 
     def excuse(self) -> None:
         """Hear that the one on offer was turned away by a policy, not for want of room."""
         self._peeked = False
+
+    def could_begin(self, request: Request) -> bool:
+        """Tell whether it was not turned away of late: for LoRA slots, its grammar, its input."""
+        return request not in self._turned_away
 
     def first_choice(self) -> Request | None:
         """Return who would be offered now; not kept on offer, for the gate may close again."""
@@ -179,6 +195,8 @@ class LaneQueue(RequestQueue):
 
     def _push(self, request: Request, number: int) -> None:
         popped = self._popped.pop(request, None)
+        if popped is not None and number < 0:
+            self._turned_away[request] = self._steps
         order = request if self._by_priority else number
         since = self._clock() if popped is None else popped[0]
         lane = self._lanes_of(request)

@@ -91,6 +91,8 @@ class PolicySteps(Upstream):
         self._idle = False  # nothing runs and nothing holds blocks: every gate is open
         self._lenient = False  # the last step came out empty: none is cut short or paused in this
         self._paused_decodes = False  # in this step
+        self._paused_since: float | None = None  # the step in which they were paused first
+        self._paused_steps = 0  # since then
         self._departed = 0  # since the last step
         self._counted = 0  # how many of `running` the policies know of
         self._log_start()
@@ -198,23 +200,28 @@ class PolicySteps(Upstream):
         self.waiting.begin_step(now)
         self._idle = not running and not self.kv_holding_waiting
         self._counted = len(running)
+        kv_free = 1.0 - self.kv_cache_manager.usage
         refused = self.waiting.refused
+        if refused is not None and self._has_room(refused, kv_free):
+            refused = None  # it was left for something else, or there is room by now
         step = Step(
             index=self.current_step + 1,
             now=now,
             budget=self.max_num_scheduled_tokens,
             decodes=len(decoding) * (1 + self.num_spec_tokens),
             prefills=prefills,
-            free_slots=self.max_num_active_reqs - len(running),
+            free_slots=self.max_num_active_reqs - self._slots_taken(),
             refused=None if refused is None else refused.request_id,
             running=len(running),
             decoding=decoding,
             context_tokens=sum([request.num_computed_tokens for request in decoding]),
             waiting=len(self.waiting),
             holding_kv=len(self.kv_holding_waiting),
-            kv_free=1.0 - self.kv_cache_manager.usage,
+            kv_free=kv_free,
             departed=self._departed,
             clock_offset=now - self.wall_clock(),
+            paused_s=0.0 if self._paused_since is None else now - self._paused_since,
+            paused_steps=self._paused_steps,
             may_enter=self._may_enter,
         )
         self._departed = 0
@@ -248,6 +255,16 @@ class PolicySteps(Upstream):
             [request for request in running if not request.is_prefill_chunk],
         )
 
+    def _slots_taken(self) -> int:
+        # A streaming session that waits for input runs no more, but keeps its slot.
+        return len(self.running) + int(self.num_waiting_for_streaming_input)
+
+    def _has_room(self, request: Request, kv_free: float) -> bool:
+        """Whether the KV cache could hold the whole of it."""
+        blocks = int(kv_free * (self.cache_config.num_gpu_blocks or 0))
+        blocks -= self.kv_cache_manager.watermark_blocks + 1
+        return bool(request.num_tokens < blocks * self.block_size)
+
     def _rank(self, request: Request) -> tuple[float, ...]:
         return tuple(rank(request) for rank in self._ask_rank)
 
@@ -261,6 +278,9 @@ class PolicySteps(Upstream):
             return
         if step.decoding and any(pauses(step) for pauses in self._ask_pause):
             self._paused_decodes = True
+            if self._paused_since is None:
+                self._paused_since = step.now
+            self._paused_steps += 1
             step.decodes = 0
             for request in self.running:
                 if request.is_prefill_chunk:
@@ -299,9 +319,11 @@ class PolicySteps(Upstream):
         return int(hit[1])
 
     def _may_enter(self) -> Request | None:
-        if self.pause_state != PauseState.UNPAUSED or len(self.running) >= self.max_num_active_reqs:
+        full = self._slots_taken() >= self.max_num_active_reqs
+        if full or self.pause_state != PauseState.UNPAUSED:
             return None
-        return self.waiting.first_choice()
+        choice: Request | None = self.waiting.first_choice()
+        return choice if choice is not None and self.waiting.could_begin(choice) else None
 
     def _gate_of(self, lanes: LaneKey, head: Request, waited: float) -> Gate:
         self._note_admissions()
@@ -335,7 +357,7 @@ class PolicySteps(Upstream):
             granted = min(granted, chunk(request, computed, granted))
         if self._decode_last:
             granted = min(granted, max(tokens - 1 - self.num_spec_tokens, 1))
-        if granted < tokens and self.need_mamba_block_aligned_split:
+        if 0 < granted < tokens and self.need_mamba_block_aligned_split:
             # State is kept at block boundaries only: a chunk that can't end at one stays whole.
             uncached = computed - request.num_computed_tokens
             granted = self._mamba_block_aligned_split(request, granted, uncached) or tokens
@@ -350,6 +372,8 @@ class PolicySteps(Upstream):
 
     def _note_step(self, output: SchedulerOutput, step: Step, num_running: int) -> None:
         self._note_admissions()
+        if not self._paused_decodes:
+            self._paused_since, self._paused_steps = None, 0
         empty = not output.total_num_scheduled_tokens
         could = step.prefills or step.waiting or step.holding_kv or self._paused_decodes
         self._lenient = empty and bool(could) and self.pause_state == PauseState.UNPAUSED

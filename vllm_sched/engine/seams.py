@@ -47,6 +47,7 @@ ATTRIBUTES = (
     "running",
     "_inflight_prefills",
     "max_num_active_reqs",
+    "num_waiting_for_streaming_input",
     "max_num_scheduled_tokens",
     "current_step",
     "pause_state",

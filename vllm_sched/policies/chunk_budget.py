@@ -5,12 +5,15 @@ fits every mix of decodes, contexts and prompts. With decodes about, a step's bu
 whose predicted time stays within `itl_ms`; without them it is the engine's whole one. `chunk` sets
 the size by hand instead.
 
-The prediction is a model of step times fitted while running, asked for less than the target by a
-margin that follows its errors, so that about one step in a hundred is longer. Until the model knows
-enough, and beside it always, a chunk is at most half as long again as one that was seen to fit.
+The prediction is a model of step times fitted while running. It is corrected by how far off it was
+of late, and by a guess where no prompt has been yet, since it may have seen short ones alone; and a
+step is meant to take less than the target by a margin, the largest error of the last `KEPT` steps,
+so that fewer than one in a hundred are longer. Until the model knows enough, and beside it
+always, a chunk is at most half as long again as one that was seen to fit.
 
 With `ttft_ms` a prompt that would miss it may spend what decodes are ahead of their deadlines
-(arrival + ttft_ms + j·itl_ms for the j-th token), up to `MOST_GAP` gaps in one step.
+(arrival + ttft_ms + j·itl_ms for the j-th token), up to `MOST_GAP` gaps in one step. Those that
+wait count too. Without `ttft_ms` no prompt can be late, so nothing is spent.
 
 Cost per step: O(running prefills), and O(decodes) in steps that spend. How it fails: where decodes
 alone take longer than `itl_ms` prefill goes on at `min_chunk` tokens a step and the target is
@@ -20,6 +23,9 @@ other reasons counts like one with too much prefill, until the next ones were sh
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_left, insort
+from collections import deque
 from collections.abc import Mapping
 from typing import ClassVar, Final
 
@@ -43,10 +49,13 @@ FIRST_CHUNK: Final = 256
 GROWTH, SHRINK = 1.5, 0.5
 # Below so many tokens a step's time says nothing about its chunk.
 ENOUGH_TOKENS: Final = 16
-# The margin rises by the first where a step was longer than it allowed for, else falls by the
-# second: it settles where one step in a hundred is.
-MARGIN_UP, MARGIN_DOWN = 0.05, 0.0005
-LEAST_MARGIN, FIRST_MARGIN, MOST_MARGIN = 1.05, 1.15, 2.0
+# How quickly the correction follows steps that took longer than it says, and shorter.
+DRIFT_UP, DRIFT_DOWN = 1.0, 0.1
+# So many times longer than predicted may be, at most, what goes further into a prompt than any yet.
+NEW_GROUND: Final = 2.0
+# The margin is the largest error of so many steps, once enough were seen.
+KEPT, ENOUGH_ERRORS = 256, 64
+LEAST_MARGIN, FIRST_MARGIN, MOST_MARGIN = 1.03, 1.15, 2.0
 # The longest gap that saved time may buy, in gaps.
 MOST_GAP: Final = 4.0
 
@@ -74,14 +83,20 @@ class ChunkBudget(Policy):
     name: ClassVar[str] = "chunk_budget"
     settings_type: ClassVar[type[Settings]] = ChunkBudgetSettings
     settings: ChunkBudgetSettings
+    # A prefill that stands before decodes would take their tokens too.
+    arranges = True
 
     def __init__(self, facts: EngineFacts, settings: ChunkBudgetSettings) -> None:
         super().__init__(facts, settings)
         self.fit = OnlineFit()
         self.learns = settings.chunk is None
-        self.margin = FIRST_MARGIN
+        self.drift = 1.0  # what steps took of late over what was predicted
+        self._furthest = 1.0  # tokens into a prompt, of the middles of all chunks so far
+        self._errors: deque[float] = deque()  # that is left of it, by age
+        self._sorted: list[float] = []  # and by size
         self._itl_s = settings.itl_ms / 1000
         self._bound = float(FIRST_CHUNK)
+        self._fitting = math.inf  # tokens that would have fitted into the last step with a full one
         self._tokens = facts.max_num_batched_tokens  # of prefill, as last decided
         self._predicted_s = 0.0
         self._allowed_s = self._itl_s  # as last decided
@@ -92,10 +107,12 @@ class ChunkBudget(Policy):
         self._seconds: float | None = None  # left for prefill; None = no limit but the budget
         self._moves = 0  # tokens still owed to `min_chunk`
         self._decodes = self._context_tokens = 0
+        self._waiting = False  # whether anybody does
 
     def begin_step(self, step: Step, lanes: Mapping[str, LaneCount]) -> None:
         """Start without a limit: `budget` is not asked where nobody could prefill."""
         self._seconds = None
+        self._waiting = any(lane.requests for lane in lanes.values())
 
     def budget(self, step: Step) -> int:
         """Return the largest budget that keeps decodes on time."""
@@ -106,10 +123,11 @@ class ChunkBudget(Policy):
         if settings.chunk is not None:
             self._tokens = settings.chunk
             return step.decodes + settings.chunk
-        tokens = int(self._bound)
+        new_ground = self._new_ground(step)
+        tokens = int(min(self._bound, self._fitting / new_ground))
         allowed = self._allowed_s = self._allowed(step)
         if (model := self.fit.model) is not None:
-            self._seconds = allowed / self.margin
+            self._seconds = allowed / (self.margin * self.drift * new_ground)
             self._decodes, self._context_tokens = len(step.decoding), step.context_tokens
             self._moves = settings.min_chunk
             context = step.prefills[0].num_computed_tokens if step.prefills else 0
@@ -129,8 +147,14 @@ class ChunkBudget(Policy):
         granted = min(tokens, max(fitting, self._moves, 0))
         self._moves -= granted
         work = model.prefill_s * granted + model.pair_s * Chunk(granted, computed).attention
-        self._seconds -= work
+        self._seconds -= work + model.prompt_fixed_s
         return granted
+
+    def _new_ground(self, step: Step) -> float:
+        """Return what a chunk may take over the prediction, should all of it be attention."""
+        context = max((r.num_computed_tokens for r in step.prefills), default=0)
+        beyond = (context + self._bound / 2) / self._furthest
+        return min(max(beyond, 1.0), NEW_GROUND)
 
     def _allowed(self, step: Step) -> float:
         """Return how long the step may be."""
@@ -145,7 +169,7 @@ class ChunkBudget(Policy):
         return allowed
 
     def _is_at_risk(self, step: Step, ttft_s: float) -> bool:
-        """Whether somebody in prefill would be late at the pace of full gaps."""
+        """Whether somebody in prefill, or in front, would be late at the pace of full gaps."""
         pace = max(min(self._tokens, self._bound), 1.0) / self._itl_s
         before = 0
         for request in step.prefills:
@@ -153,15 +177,19 @@ class ChunkBudget(Policy):
             due = request.arrival_time + step.clock_offset + ttft_s
             if step.now + before / pace > due:
                 return True
-        return False
+        if not self._waiting or (head := step.may_enter()) is None:
+            return False
+        due = head.arrival_time + step.clock_offset + ttft_s
+        return step.now + (before + head.num_tokens) / pace > due
 
     def observe(self, result: StepResult) -> None:
         """Learn from the step, and from how far off the prediction was."""
         if not self.learns:
             return
-        tokens = sum(chunk.tokens for chunk in result.chunks)
-        pairs = sum(chunk.attention for chunk in result.chunks)
-        shape = StepShape(tokens, pairs, result.decodes, result.context_tokens)
+        shape = result.shape
+        tokens = shape.prefill_tokens
+        for chunk in result.chunks:
+            self._furthest = max(self._furthest, chunk.context + chunk.tokens / 2)
         if tokens >= ENOUGH_TOKENS and result.decodes:
             self._compare(tokens, shape, result.seconds)
         self.fit.observe(shape, result.seconds)
@@ -169,25 +197,44 @@ class ChunkBudget(Policy):
     def _compare(self, tokens: int, shape: StepShape, seconds: float) -> None:
         if (model := self.fit.model) is not None:
             self._predicted_s = model.seconds(shape)
-            longer = seconds > self.margin * self._predicted_s
-            margin = self.margin + (MARGIN_UP if longer else -MARGIN_DOWN)
-            self.margin = min(max(margin, LEAST_MARGIN), MOST_MARGIN)
+            if tokens >= SHRINK * self._bound:
+                self._learn_error(seconds / self._predicted_s)
         self._long_steps += seconds > self._allowed_s
         # In proportion, as if nothing of a step were fixed: that errs to the short side.
         fitted = tokens * self._itl_s / (self.margin * seconds)
         if tokens < SHRINK * self._bound and seconds <= self._itl_s:
             return  # the rest of a prompt: it says nothing of full chunks
+        self._fitting = fitted
         if fitted < self._bound:
             self._bound = max(fitted, SHRINK * self._bound, self.settings.min_chunk)
         else:
             most = max(min(GROWTH * tokens, fitted), self._bound)
             self._bound = min(most, self.facts.max_num_batched_tokens)
 
+    @property
+    def margin(self) -> float:
+        """By how much less than what is allowed a step is meant to take."""
+        if len(self._sorted) < ENOUGH_ERRORS:
+            return FIRST_MARGIN
+        return min(max(self._sorted[-1], LEAST_MARGIN), MOST_MARGIN)
+
+    def _learn_error(self, ratio: float) -> None:
+        """Take in what a step took over what the model said."""
+        if len(self._errors) >= KEPT:
+            del self._sorted[bisect_left(self._sorted, self._errors.popleft())]
+        error = ratio / self.drift
+        self._errors.append(error)
+        insort(self._sorted, error)
+        ratio = min(ratio, MOST_MARGIN)  # a stall says nothing about the next step
+        gain = DRIFT_UP if ratio > self.drift else DRIFT_DOWN
+        self.drift = max(self.drift + gain * (ratio - self.drift), 1.0)
+
     def gauges(self) -> Mapping[str, float]:
         """Show the chunk, and what it is made from."""
         shown = {
             "chunk_budget_tokens": float(self._tokens),
             "margin": self.margin,
+            "drift": self.drift,
             "predicted_step_seconds": self._predicted_s,
         }
         if self.fit.model is not None:

@@ -29,7 +29,6 @@ from typing import ClassVar, Final, Literal
 from pydantic import Field
 
 from vllm_sched.cost.fit import OnlineFit
-from vllm_sched.cost.step_time import StepShape
 from vllm_sched.cost.threshold import Regime, asymptotic, to_run
 from vllm_sched.errors import UsageError
 from vllm_sched.policies.types import (
@@ -47,6 +46,8 @@ DEFERRABLE, DIRECT = "deferrable", "direct"
 
 # With so much of it cached a request's prefill is not worth waiting for others.
 CACHED_SHARE: Final = 0.5
+# So many steps may pass before it is seen that one in front has been cached meanwhile.
+LOOK_UP_EVERY: Final = 8
 # K is reckoned anew after so many steps, at least so many prompts and answers into the run.
 RECKON_EVERY, ENOUGH_REQUESTS = 64, 8
 # After so many steps in a row with prefill one goes without, to see what decoding alone takes.
@@ -150,14 +151,18 @@ class DeferredPrefill(Policy):
         self._steps = 0
         self._departed = 0
         self._room_then = 0.0  # share of the KV cache
+        self._room_left = 0.0  # of that, by those who were let in meanwhile
+        self._refused: str | None = None  # for whom that was too little
         self._slots_full = True
         # Since when those in front, a lane of other policies each, are held; over several holds.
         self._heads: dict[str, float] = {}
         self._asked: set[str] = set()  # those in front in the step before
+        # Found to have little cached; asked anew when the running prefills have changed, and now
+        # and then.
+        self._deferrable: set[str] = set()
 
         self._probing = False
         self._mixed_in_a_row = 0
-        self._paused_since: float | None = None
         self._ended: dict[End, int] = dict.fromkeys(ENDS, 0)
         self._held_s = 0.0
 
@@ -169,20 +174,34 @@ class DeferredPrefill(Policy):
             return DIRECT
         if not self._auto and self.threshold == 1:
             return DEFERRABLE  # which is never held: the look-up would be in vain
-        return DIRECT if cached() >= CACHED_SHARE * request.num_tokens else DEFERRABLE
+        if request.request_id in self._deferrable:
+            return DEFERRABLE
+        if cached() >= CACHED_SHARE * request.num_tokens:
+            return DIRECT
+        self._deferrable.add(request.request_id)
+        return DEFERRABLE
 
     def gate(self, lane: str, head: RequestView, waited: float) -> Gate:
         """Close it while a hold lasts, to those who may be held."""
         if lane != DEFERRABLE:
             return Gate.OPEN
         self._asked.add(head.request_id)
-        if not (self.holding or self._probing):
+        if not (self.holding or self._probing) or self._fits(head):
             return Gate.OPEN
         self._heads.setdefault(head.request_id, self._step.now)
         return Gate.CLOSED
 
+    def _fits(self, head: RequestView) -> bool:
+        """Whether the cache was full for another, of another policy's lane, and not for this."""
+        kv_tokens = self.facts.kv_tokens
+        if not self.holding or self._slots_full or not kv_tokens:
+            return False
+        return head.request_id != self._refused and head.num_tokens < self._room_left * kv_tokens
+
     def admitted(self, request: RequestView) -> None:
         """Count a slot taken."""
+        if self.facts.kv_tokens:
+            self._room_left -= request.num_tokens / self.facts.kv_tokens
         self._free_left -= 1
         self.lengths.admitted()
         self._heads.pop(request.request_id, None)
@@ -204,6 +223,9 @@ class DeferredPrefill(Policy):
         waiting = lanes.get(DEFERRABLE, NOBODY).requests
         free_before, self._free_left = self._free_left, step.free_slots
         before, self._step = self._step, step
+        here, then = ([r.request_id for r in each.prefills] for each in (step, before))
+        if here != then or step.index % LOOK_UP_EVERY == 0:
+            self._deferrable.clear()
         slots_full = free_before <= 0 or step.free_slots <= 0
         if slots_full or step.refused is not None:
             self._running_full = max(step.running + step.departed, 1)
@@ -222,7 +244,8 @@ class DeferredPrefill(Policy):
             self.holding = True
             self._since, self._steps = step.now, 0
             self._departed = step.departed
-            self._room_then = step.kv_free
+            self._room_then = self._room_left = step.kv_free
+            self._refused = step.refused
             self._slots_full = slots_full
         if self.holding and (end := self._end(step, waiting)):
             self.holding = False
@@ -234,14 +257,8 @@ class DeferredPrefill(Policy):
             return False
         # One that found no room is not waited for: room comes from decodes that end.
         if not (step.prefills or (step.refused is None and step.may_enter())):
-            self._paused_since = None
             return False
-        if self._paused_since is None:
-            self._paused_since = step.now
-        elif step.now - self._paused_since >= self._longest_s:
-            self._paused_since = None
-            return False
-        return True
+        return step.paused_s < self._longest_s
 
     def observe(self, result: StepResult) -> None:
         """Learn what steps take and how long prompts are."""
@@ -253,9 +270,7 @@ class DeferredPrefill(Policy):
             self._mixed_in_a_row += 1
         elif result.decodes:
             self._mixed_in_a_row = 0
-        pairs = sum(chunk.attention for chunk in result.chunks)
-        shape = StepShape(tokens, pairs, result.decodes, result.context_tokens)
-        self.fit.observe(shape, result.seconds)
+        self.fit.observe(result.shape, result.seconds)
 
     def gauges(self) -> Mapping[str, float]:
         """Show K, what it is made from, and the fitted coefficients."""

@@ -11,8 +11,9 @@ A request's lane is what its client wrote as `"vllm_xargs": {"lane": "batch"}`, 
 
 Ageing: once the front of a lane has waited for its `max_wait_s` it goes before everybody, reserve
 or not, but one at a time: the next is released when that one is done. So an overdue lane always
-moves, and a flood of overdue batch can't shut out the urgent. A prompt that has been in prefill as
-long ranks with the urgent.
+moves, and a flood of overdue batch can't shut out the urgent. With slots so few that the overdue
+take them all, an urgent one that has waited `urgent_max_wait_s` goes before them in turn. A prompt
+that has been in prefill as long ranks with the urgent.
 
 Cost per step: O(running prefills). How it fails: a batch request that decodes for long keeps its
 slot and its share of each step; only those who enter are chosen. With `lane` in its hands a client
@@ -40,6 +41,7 @@ from vllm_sched.policies.types import (
 URGENT, NORMAL, BATCH = LANES = ("urgent", "normal", "batch")
 PLACES: Final = {lane: float(place) for place, lane in enumerate(LANES)}
 OVERDUE: Final = -1.0
+FIRST: Final = -2.0
 EMPTY: Final = LaneCount()
 
 
@@ -57,6 +59,9 @@ class LanesSettings(Settings):
     )
     recent_s: float = Field(
         5.0, ge=0, description="others count as about for so long after the last of them was seen"
+    )
+    urgent_max_wait_s: float = Field(
+        10.0, gt=0, description="an urgent request that waited so long goes before overdue ones"
     )
     normal_max_wait_s: float = Field(
         30.0, gt=0, description="a normal request that waited so long goes before urgent ones"
@@ -77,7 +82,7 @@ class Lanes(Policy):
     def __init__(self, facts: EngineFacts, settings: LanesSettings) -> None:
         super().__init__(facts, settings)
         self.max_wait_s = {
-            URGENT: math.inf,  # nobody goes before them but one overdue request of each lane
+            URGENT: math.inf,  # they are first but for one overdue request of each lane
             NORMAL: settings.normal_max_wait_s,
             BATCH: settings.batch_max_wait_s,
         }
@@ -161,7 +166,9 @@ class Lanes(Policy):
         )
 
     def urgency(self, lane: str, head: RequestView, waited: float) -> float:
-        """Order lanes, an overdue front first."""
+        """Order lanes, an overdue front first, and urgent ones whom those kept waiting."""
+        if lane == URGENT and waited >= self.settings.urgent_max_wait_s:
+            return FIRST
         return OVERDUE if self._is_due(lane, head, waited) else PLACES[lane]
 
     def _is_due(self, lane: str, head: RequestView, waited: float) -> bool:

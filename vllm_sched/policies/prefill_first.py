@@ -50,7 +50,8 @@ class PrefillFirst(Policy):
     def __init__(self, facts: EngineFacts, settings: PrefillFirstSettings) -> None:
         super().__init__(facts, settings)
         self.prefills_lead = not settings.pause_decodes
-        self._since: float | None = None  # when decodes began to wait
+        self._pausing = False  # in this step
+        self._since: float | None = None  # since when they have waited behind prefills
         self._steps = 0  # that they have waited
         self._left: int | None = None  # tokens that prefills may take; None = all they can
         self._paused_steps = 0
@@ -59,6 +60,7 @@ class PrefillFirst(Policy):
     def begin_step(self, step: Step, lanes: Mapping[str, LaneCount]) -> None:
         """Where prefills lead, leave the decodes their tokens when they have waited too long."""
         self._left = None
+        self._pausing = False
         if not (step.prefills or step.waiting):
             self._since = None
         if self.prefills_lead and not self._goes_on(step, waits=bool(step.prefills)):
@@ -69,12 +71,14 @@ class PrefillFirst(Policy):
         if self.prefills_lead:
             return False
         # One that found no room is not waited for: room comes from decodes that end.
-        new = bool(step.prefills) or (step.refused is None and step.may_enter() is not None)
-        pauses = new and self._goes_on(step, waits=True)
-        if not new:
-            self._since = None
-        self._paused_steps += pauses
-        return pauses
+        if not (step.prefills or (step.refused is None and step.may_enter() is not None)):
+            return False
+        if step.paused_s >= self.settings.max_pause_s or step.paused_steps >= MOST_STEPS:
+            self._releases += 1
+            return False
+        self._paused_steps += 1
+        self._pausing = True
+        return True
 
     def _goes_on(self, step: Step, *, waits: bool) -> bool:
         """Whether decodes may be left without for another step."""
@@ -100,7 +104,7 @@ class PrefillFirst(Policy):
 
     def gauges(self) -> Mapping[str, float]:
         """Show whether decodes are waiting now."""
-        return {"decodes_paused": float(self._since is not None)}
+        return {"decodes_paused": float(self._since is not None or self._pausing)}
 
     def counters(self) -> Mapping[str, float]:
         """Count steps in which decodes paused, and those made for their long wait."""

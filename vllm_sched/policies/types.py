@@ -11,7 +11,9 @@ The engine (and later the simulator) asks, in this order:
 5. `observe` once the step's result is back, `departed` once a request is over.
 
 What several policies say is combined: the least budget, the least chunk, the strictest gate; one
-that pauses the decodes is enough. `gauges`, `counters` and `held_reason` are for whoever watches.
+that pauses the decodes is enough, and the bound on that is on the time that they stand still in
+all (`Step.paused_s`), whoever's doing it is. `gauges`, `counters` and `held_reason` are for whoever
+watches.
 
 Nothing here does I/O, reads a clock or knows vLLM; time arrives as an argument.
 """
@@ -26,6 +28,7 @@ from typing import ClassVar, Protocol
 from pydantic import BaseModel, ConfigDict
 
 from vllm_sched.cost.pace import Chunk
+from vllm_sched.cost.step_time import StepShape
 
 
 class RequestView(Protocol):
@@ -87,6 +90,9 @@ class Step:
     holding_kv: int = 0  # waiting too, but with KV blocks of their own; no gate holds them
     kv_free: float = 1.0  # share of the KV cache
     departed: int = 0  # requests that ended since the last step and left room in the KV cache
+    # Since decodes were paused, by whichever policy, and in how many steps; nothing if they ran.
+    paused_s: float = 0.0
+    paused_steps: int = 0
     # What turns a request's arrival_time, which is by the wall clock, into a time such as `now`.
     clock_offset: float = 0.0
     # Who would be admitted now, room in the KV cache aside; None where nobody may. Ask it in
@@ -103,6 +109,17 @@ class StepResult:
     decode_tokens: int
     decodes: int = 0  # how many decoded
     context_tokens: int = 0  # tokens before the new one, of all that decoded
+
+    @property
+    def shape(self) -> StepShape:
+        """What it computed, as the model of a step's time has it."""
+        return StepShape(
+            sum([chunk.tokens for chunk in self.chunks]),
+            sum([chunk.attention for chunk in self.chunks]),
+            self.decodes,
+            self.context_tokens,
+            len(self.chunks),
+        )
 
 
 class Settings(BaseModel):
