@@ -37,6 +37,8 @@ MOST_VISITS = 64  # of one tenant at once: they share the store's thread with al
 AGAIN_S = 1.0
 FILES, BATCHES = Route("files", Shape.OPAQUE), Route("batches", Shape.OPAQUE)
 PATH = re.compile(r"/v1/(files|batches)(?:/([A-Za-z0-9_-]{1,200})(?:/(content|cancel))?)?")
+UPLOADS = "/v1/files"
+CLIENT_GONE = 499  # as in `wire.relay`; in metrics alone
 # What may be asked, by noun, whether one is named, and what of it.
 METHODS = {
     ("files", False, None): ("GET", "POST"),
@@ -100,9 +102,11 @@ class Visit:
         self._flows = asyncio.Event()
         self._flows.set()
         self._task: asyncio.Task[None] | None = None
+        self._began = 0.0
 
     def start(self, now: float) -> None:
         """Begin."""
+        self._began = now
         refusal = self._enter(now)
         self._desk.wire.visits.add(self)
         self._task = asyncio.get_running_loop().create_task(self._run(refusal))
@@ -141,11 +145,13 @@ class Visit:
 
     def gone(self, now: float) -> None:  # noqa: ARG002
         """Hear that nobody wants the answer any more; what was asked for may have been done."""
+        self._count(CLIENT_GONE)
         self._stop()
 
     def cut(self, now: float) -> None:
         """End it, because the router does."""
         self._stop()
+        self._count(503, Reason.DRAINING)
         if self._begun:
             self._client.break_off()
         else:
@@ -180,6 +186,7 @@ class Visit:
             self._refuse(SaidNoError(500, message).refusal)
         else:
             if body is not None:
+                self._count(200)
                 self._end(answer(200, body, headers=self._headers, keep_alive=self._keeps))
 
     @property
@@ -190,12 +197,16 @@ class Visit:
     def _headers(self) -> list[tuple[bytes, bytes]]:
         return [(b"X-Request-Id", self._request.id)]
 
+    def _count(self, status: int, reason: Reason = Reason.OWN) -> None:
+        noun = FILES if self._request.head.path.startswith(UPLOADS) else BATCHES
+        self._desk.wire.answered(noun.name, status, reason, self._request, self._began)
+
     def _refuse(self, refusal: Refusal) -> None:
+        self._count(refusal.status, refusal.reason)
         if self._begun:
             self._over()
             self._client.break_off()
             return
-        self._desk.wire.refused(refusal)
         self._end(refuse(refusal, self._request, keep_alive=self._keeps))
 
     def _end(self, data: bytes = b"") -> None:
@@ -301,5 +312,6 @@ class Visit:
             if not self._client.writable:
                 self._flows.clear()
             await self._flows.wait()
+        self._count(200)
         self._over()
         self._client.done(wire.clock(), keep_alive=keeps)

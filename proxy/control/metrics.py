@@ -42,9 +42,10 @@ MAX_MODELS = 100
 MAX_SERIES = 20_000
 LOOK_EVERY_S = 60.0  # whether somebody has left; to look takes milliseconds
 
+OWN = ("files", "batches")  # routes that the router answers itself
 ROUTES = frozenset(
     route.name for route in (*routes.ROUTES.values(), routes.GET_RESPONSE, routes.CANCEL_RESPONSE)
-)
+) | {*OWN}
 
 # route, model, worker, pool, reason, status, class
 RequestKey = tuple[str, str, str, str, str, int, str]

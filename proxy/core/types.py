@@ -49,6 +49,7 @@ class Reason(StrEnum):
     LEAST_LOADED = "least_loaded"
     ROUND_ROBIN = "round_robin"
     RETRY = "retry"  # another worker had failed
+    OWN = "own"  # the router answered it itself: files, batches
     # It waits.
     FLEET_FULL = "fleet_full"
     # It was refused.

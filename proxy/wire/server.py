@@ -21,7 +21,7 @@ from itertools import count
 from typing import TYPE_CHECKING, Any
 
 from proxy.core.routes import find
-from proxy.core.types import Refusal, Ticket
+from proxy.core.types import Reason, Refusal, Ticket
 from proxy.transfer.p2p_nccl import is_steering
 from proxy.wire import desk, local
 from proxy.wire.client import ClientConnection
@@ -223,12 +223,18 @@ class Wire:
 
     def refused(self, refusal: Refusal, request: Request | None = None) -> None:
         """Count a request that came to nothing before it was read."""
-        metrics, status = self.metrics, refusal.status
-        metrics.request_done(NONE, "", NONE, refusal.reason, status, None, 0.0, 0.0)
+        self.answered(NONE, refusal.status, refusal.reason, request, self.clock())
+
+    def answered(
+        self, route: str, status: int, reason: Reason, request: Request | None, began: float
+    ) -> None:
+        """Count a request that no worker was asked for."""
+        metrics, now = self.metrics, self.clock()
+        metrics.request_done(route, "", NONE, reason, status, None, now - began, 0.0)
         for tell in metrics.at_end:
-            record, now = Record(), self.clock()
-            record.started, record.request = now, request
-            tell(record, now, NONE, status, refusal.reason)
+            record = Record()
+            record.started, record.request = began, request
+            tell(record, now, route, status, reason)
 
     def exchange_over(self, exchange: Exchange) -> None:
         """Forget an exchange."""

@@ -36,6 +36,23 @@ def form(purpose: str | None = "batch", content: bytes | None = b"{}") -> bytes:
     return lead + b"%d\r\n\r\n%b" % (len(body), body)
 
 
+async def test_what_it_answers_is_counted_and_told(office: Office) -> None:
+    site, told = office.site, []
+    site.metrics.at_end = (
+        lambda seen, _, route, status, reason: told.append((seen.id, route, status, reason.value)),
+    )
+    named = b"X-Request-Id: of-the-visit"
+    data = get("/v1/files").replace(b"\r\n", b"\r\n" + named + b"\r\n", 1)
+    assert (await site.ask(data)).status == 200
+    assert (await site.ask(get("/v1/files/file-1/content"))).status == 404
+    assert (await site.ask(get("/v1/batches"))).status == 200
+    assert told[0] == ("of-the-visit", "files", 200, "own")
+    assert [each[1:3] for each in told] == [("files", 200), ("files", 404), ("batches", 200)]
+    assert all(name for name, *_ in told)
+    counted = {(key[0], key[5]): each.count for key, each in site.metrics.requests.items()}
+    assert counted == {("files", 200): 1, ("files", 404): 1, ("batches", 200): 1}
+
+
 @pytest.mark.parametrize("path", ["/v1/files", "/v1/batches", "/v1/batches/batch_1/cancel"])
 async def test_without_a_folder_it_is_said_who_turns_them_on(start: Start, path: str) -> None:
     site = await start()
