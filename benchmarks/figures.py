@@ -15,14 +15,17 @@ import math
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from proxy.config import FleetConfig
 from proxy.core.router import RouterSettings
+from proxy.core.tenants import TenantSpec
 from vllm_sched.bench.goodput import Targets, parse
 from vllm_sched.bench.knee import throughput_knee
 from vllm_sched.bench.plots.curves import Curve, draw_goodput, draw_throughput
+from vllm_sched.bench.plots.steps import draw_steps, steps_of
 from vllm_sched.bench.plots.tails import draw_tail
 from vllm_sched.bench.stats import percentile_of_sorted
 from vllm_sched.bench.traffic.catalogue import find
@@ -186,6 +189,24 @@ class Figures:
         met = sum(map(_targets().met_by, counted))
         return rate * met / len(counted), [gap for each in counted for gap in each.itls]
 
+    def steps(self) -> None:
+        """Draw what is in each step, by vLLM's own scheduler and with chunks by time."""
+        machine = of_profile(LARGE)
+        schedule = Schedule(source=find(MIXED), rate=TAIL_RATE, duration_s=60 * self.part, seed=1)
+        for name, title in (("chunks (vLLM)", "vLLM"), ("chunks by time", "chunk_budget, 100 ms")):
+            model = replace(machine, name="w", policies=SYSTEMS[name], max_num_seqs=256)
+            config = FleetConfig(model="model", workers=[{"name": "w", "profile": LARGE}])  # type: ignore[list-item]
+            fleet = SimulatedFleet(config, {"w": model}, partial(ExactEngine, traced=True))
+            duration = fleet.play(schedule).duration
+            (engine,) = fleet.engines.values()
+            assert isinstance(engine, ExactEngine)
+            found = steps_of(engine.trace_events(duration))
+            stem = "steps-" + name.replace(" (vLLM)", "").replace(" ", "-")
+            draw_steps(self.out / stem, f"Tokens per step against the budget: {title}", found)
+            longest = max(step.end - step.start for step in found)
+            self.told[stem] = {"steps": len(found), "longest_s": round(longest, 3)}
+            print(stem, self.told[stem])
+
     # Fleets
 
     def fleets(self) -> None:
@@ -237,7 +258,8 @@ class Figures:
         self, placed: Sequence[Placed], settings: RouterSettings, rate: float, seed: int
     ) -> Run:
         schedule = self._schedule(rate, seed)
-        flow = Flow(placed, settings, _targets())
+        tenants = [TenantSpec(f"tenant-{number + 1}") for number in range(TENANTS)]
+        flow = Flow(placed, settings, _targets(), tenants=tenants)
         return flow.play(schedule, warm=(schedule.count or 0) // 10)
 
     def _schedule(self, rate: float, seed: int) -> Schedule:
@@ -311,7 +333,7 @@ def _knee(points: Mapping[float, Sequence[float]]) -> float | None:
 
 
 def _named(figures: Figures) -> Iterator[tuple[str, Callable[[], None]]]:
-    for name in ("lengths", "systems", "policies", "fleets", "deferred"):
+    for name in ("lengths", "systems", "policies", "steps", "fleets", "deferred"):
         yield name, getattr(figures, name)
 
 
@@ -328,8 +350,9 @@ def main() -> None:
     for name, draw in _named(figures):
         if not args.only or name in args.only:
             draw()
-    for path in args.out.glob("*.png"):  # the SVG is what the documentation shows
-        path.unlink()
+    # The SVG is what the documentation shows.
+    for path in args.out.glob("*.svg"):
+        path.with_suffix(".png").unlink(missing_ok=True)
     store = args.out / "figures.json"
     known = json.loads(store.read_text()) if store.exists() else {}
     store.write_text(json.dumps(known | figures.told, indent=1) + "\n")

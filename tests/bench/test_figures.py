@@ -84,6 +84,12 @@ def test_the_summary() -> None:
     assert summary(EVERYBODY, 5.0, Targets())["request_goodput"] is None
 
 
+def test_tokens_that_were_not_told_one_by_one_lie_between_first_and_last() -> None:
+    coarse = [Outcome(0.0, "a", 10, 400, sent=0.0, ticks=[0.5, 3.5], completed=402)]
+    found = summary(coarse, 4.0, Targets())
+    assert found["max_output_tokens_per_s"] == pytest.approx(101)  # not one of two
+
+
 def test_nothing_is_summarised_too() -> None:
     found = summary([], 0.0, Targets(ttft=1.0))
     assert (found["completed"], found["request_throughput"]) == (0, 0.0)

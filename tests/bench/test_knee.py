@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import random
+from collections.abc import Callable
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -7,9 +10,11 @@ from hypothesis import strategies as st
 from vllm_sched.bench.knee import (
     explore_concurrencies,
     explore_rates,
+    kept_up,
     served_rate,
     throughput_knee,
 )
+from vllm_sched.bench.outcome import Outcome
 
 
 @given(st.floats(1 / 8, 1000), st.floats(0.5, 4))
@@ -82,3 +87,29 @@ def test_a_rate_counts_only_if_all_below_it_are_served() -> None:
     assert served_rate({1: 1.0, 2: 0.5, 4: 0.95}) == 1
     assert served_rate({}) is None
     assert throughput_knee({}) is None
+
+
+def test_a_throughput_that_still_grows_has_no_knee() -> None:
+    assert throughput_knee({1: 10.0, 2: 20.0}) is None
+    assert throughput_knee({4: 10.0}) is None
+    assert throughput_knee({1: 10.0, 2: 19.5, 4: 20.0}) == 2
+
+
+def answers(latency: Callable[[float], float], failed: bool = False) -> list[Outcome]:
+    """Ask each second for a minute."""
+    return [
+        Outcome(
+            float(at), "a", 10, 5, sent=at, ticks=[at + latency(at)], error="no" if failed else ""
+        )
+        for at in range(60)
+    ]
+
+
+def test_a_rate_is_kept_up_with_while_later_requests_take_no_longer() -> None:
+    rng = random.Random(3)
+    # The last answer comes 20 s after the last request: that says nothing.
+    assert kept_up(answers(lambda _: rng.uniform(4, 20))) > 0.9
+    # A server of 0.8 requests/s: each second of arrivals leaves a quarter of one to be waited for.
+    assert kept_up(answers(lambda at: 3 + at / 4)) == pytest.approx(0.8)
+    assert kept_up(answers(lambda at: 30 - at / 4)) == 1.0
+    assert kept_up(answers(lambda at: at, failed=True)) == kept_up([]) == 1.0

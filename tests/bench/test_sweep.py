@@ -14,7 +14,6 @@ def figures(share: float | None, tokens: float, **more: Any) -> dict[str, Any]:
         "goodput_share": share,
         "completed": 10,
         "failed": 0,
-        "request_throughput": 2.0,
         "total_token_throughput": tokens,
         "p99_ttft_ms": 100.0,
         "p99_itl_ms": 10.0,
@@ -26,8 +25,8 @@ def sweep() -> Sweep:
     points = [
         Point(name, axis, load, seed, figures(share / load if share else None, tokens * load))
         for name, share, tokens in (("short", 4.0, 100.0), ("long", 1.0, 900.0))
-        for axis in (RATE, CONCURRENCY)
-        for load in (1.0, 4.0, 8.0)
+        for axis, loads in ((RATE, (1.0, 4.0, 8.0)), (CONCURRENCY, (1.0, 4.0, 8.0, 9.0)))
+        for load in loads
         for seed in (0, 1)
     ]
     return Sweep([p for p in points if p.share <= 1] + [p for p in points if p.share > 1])
@@ -41,12 +40,18 @@ def test_curves_have_a_value_per_seed_and_a_knee() -> None:
     }  # fmt: skip
     assert curves["long"].knee == 1.0
     assert curves["short"].knee == 4.0
-    assert sweep().curves(CONCURRENCY, "tokens")["short"].knee == 8.0
+    assert sweep().curves(CONCURRENCY, "tokens")["short"].knee is None  # nine times as much at 9
+
+
+def test_a_knee_is_where_more_was_seen_to_gain_nothing() -> None:
+    level = [Point("a", CONCURRENCY, x, 0, figures(None, min(x, 8.0))) for x in (1.0, 8.0, 9.0)]
+    assert Sweep(level).knees(CONCURRENCY) == {"a": 8.0}
+    assert Sweep(level[:2]).knees(CONCURRENCY) == {"a": None}  # it may well go on growing
 
 
 def test_without_targets_a_rate_is_served_when_it_is_kept_up_with() -> None:
     kept = Point("a", RATE, 2.0, 0, figures(None, 1.0))
-    behind = Point("a", RATE, 8.0, 0, figures(None, 1.0))
+    behind = Point("a", RATE, 8.0, 0, figures(None, 1.0), kept_up=0.25)
     failing = Point("a", RATE, 2.0, 0, figures(None, 1.0, failed=10))
     closed = Point("a", CONCURRENCY, 8.0, 0, figures(None, 1.0))
     assert [p.share for p in (kept, behind, failing, closed)] == [1.0, 0.25, 0.5, 1.0]
@@ -65,9 +70,9 @@ def test_the_table_has_a_line_per_load() -> None:
 
 def test_the_json_has_every_run() -> None:
     found = sweep().to_json()
-    assert len(found["points"]) == 24
+    assert len(found["points"]) == 28
     assert found["served_request_rate"] == {"short": 4.0, "long": 1.0}
-    assert found["knee_concurrency"] == {"short": 8.0, "long": 8.0}
+    assert found["knee_concurrency"] == {"short": None, "long": None}
     assert {"request_rate", "seed", "share_in_time"} <= set(found["points"][0])
 
 

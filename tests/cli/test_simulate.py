@@ -16,6 +16,7 @@ workers:
   - {name: s0, role: short, profile: h100-8b, max_model_len: 12000}
   - {name: l0, role: long, profile: h100-8b, launch: {policies: {long_prompt: {}}}}
 """
+TENANTS = "tenants:\n  - {name: tenant-1, keys_env: NONE}\n"
 LOAD = ["--workload", "azure-conv:0.9,mooncake-conv:0.1", "--request-rate", "10"]
 
 
@@ -51,7 +52,8 @@ def test_from_the_words_to_the_files(
     assert facts["workers"].keys() == {"s0", "l0"}
     assert (facts["scheduler_share"] is not None) == (engine == "exact")
     assert json.loads(trace.read_text())["traceEvents"]
-    assert {path.stem for path in plot.iterdir()} == {"ttft", "itl", "tenants", "router"}
+    steps = {"steps-s0", "steps-l0"} if engine == "exact" else set()
+    assert {path.stem for path in plot.iterdir()} == {"ttft", "itl", "tenants", "router", *steps}
 
 
 def test_of_very_many_requests_no_gaps_are_told(
@@ -94,6 +96,20 @@ def test_a_profile_for_workers_that_have_none(
     assert main([*words, "--num-requests", "5", "--profile", "h200-8b"]) == 0
 
 
+def test_what_is_not_played_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "fleet.yaml"
+    path.write_text(FLEET.replace("long_prompt: {}", "lanes: {}") + TENANTS)
+    words = ["simulate", str(path), *LOAD, "--num-requests", "5", "--tenants", "3"]
+    assert main([*words, "--engine", "fluid"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "--engine fluid knows nothing of lanes: played without" in said
+    assert "2 of --tenants 3 are not in the fleet file" in said
+    assert main([*words, "--plot", str(tmp_path / "pictures")]) == 0
+    assert "knows nothing" not in capsys.readouterr().out
+    # With real schedulers it is drawn what was in each step.
+    assert any(each.name.startswith("steps-") for each in (tmp_path / "pictures").iterdir())
+
+
 def test_a_failed_request_is_said_and_told_by_the_status(
     fleet: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -118,6 +134,7 @@ def test_a_failed_request_is_said_and_told_by_the_status(
         (FLEET, ["--workload", "nonsense"], "unknown workload 'nonsense'"),
         (FLEET, ["--workload", "none.jsonl"], "none.jsonl: No such file"),
         (FLEET, ["--num-requests", "0"], "--num-requests 0: must be more than 0"),
+        (FLEET, ["--request-rate", "inf"], "--request-rate inf: give a number"),
         (FLEET, ["--timeout", "0"], "--timeout 0: must be more than 0"),
         (FLEET, ["--front-ms", "-1"], "--front-ms -1: must be"),
         (FLEET, ["--goodput", "speed:3"], "unknown target"),

@@ -48,6 +48,17 @@ def test_the_search_stops_where_requests_are_late(tmp_path: Path) -> None:
     assert max(rates) > served_rate
 
 
+def test_without_targets_a_slow_answer_is_no_queue(tmp_path: Path) -> None:
+    save = tmp_path / "sweep.json"
+    # Each answer takes 0.6 s, however many there are: the last ends long after the last request.
+    with served(FakeOpenAI(ttft_s=0.6)) as fake:
+        words = ["--workload", "20x1", "--request-rates", "20", "--seeds", "1", "--duration", "1"]
+        assert main(["sweep", "--url", fake.url, *words, "--save", str(save)]) == 0
+    result = json.loads(save.read_text())
+    assert result["served_request_rate"] == {"20x1": 20}
+    assert result["points"][0]["request_throughput"] < 0.9 * 20
+
+
 def test_nothing_but_failures_is_a_failure(capsys: pytest.CaptureFixture[str]) -> None:
     with served(FakeOpenAI(failing=tuple(range(100)))) as fake:
         words = ["--workload", "20x3", "--request-rates", "20", "--seeds", "1", "--duration", "0.2"]
@@ -64,6 +75,7 @@ def test_nothing_but_failures_is_a_failure(capsys: pytest.CaptureFixture[str]) -
         (["--seeds", "0"], "--seeds 0"),
         (["--start", "0"], "--start 0"),
         (["--workload", "quake"], "unknown workload 'quake'"),
+        (["--workload", "9x9", "--workload", "9x9"], "there is a 9x9 already"),
         ([], "connection refused"),
     ],
 )

@@ -22,8 +22,8 @@ def test_each_says_where_it_comes_from(name: str) -> None:
     [
         ("h200-8b", StepShape(decodes=8), 0.0065),
         ("h200-70b-tp4", StepShape(decodes=8), 0.0162),
-        ("h100-70b-tp4", StepShape(decodes=1), 0.0295),
-        ("h100-70b-tp4", StepShape(decodes=64), 0.0524),
+        ("h100-70b-tp4", StepShape(decodes=1, context_tokens=1000), 0.0295),
+        ("h100-70b-tp4", StepShape(decodes=64, context_tokens=64_000), 0.0524),
         ("h100-70b-tp4", StepShape(prefill_tokens=64), 0.050),
         ("a100-opt-13b", StepShape(prefill_tokens=1000), 0.0221 + 0.1405),
     ],
@@ -40,6 +40,15 @@ def test_published_prefill_rates(name: str, rate: float) -> None:
     time = find(name).time
     long, short = (time.seconds(StepShape(prefill_tokens=n)) for n in (40_000, 20_000))
     assert 20_000 / (long - short) == pytest.approx(rate, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("name", "more"), [("h100-8b", 1.6), ("h200-8b", 1.6), ("h100-70b-tp4", 0.9)]
+)
+def test_attention_is_what_very_long_prompts_take(name: str, more: float) -> None:
+    # 4 x layers x hidden operations a pair, against two a token for each parameter.
+    time, tokens = find(name).time, 100_000
+    assert time.pair_s * tokens**2 / 2 == pytest.approx(more * time.prefill_s * tokens, rel=0.05)
 
 
 def test_an_unknown_one() -> None:

@@ -160,6 +160,19 @@ def test_clients_that_wait_too_long_leave_nothing_behind(workers: Any) -> None:
     assert all(not worker.requests for worker in fleet.router.fleet)
 
 
+@pytest.mark.parametrize("wait_s", [0.0, 0.3])
+def test_a_refused_client_of_a_closed_loop_comes_again_later(wait_s: float) -> None:
+    queue = {"max_requests": 1, "max_wait_s": wait_s} if wait_s else {"max_requests": 0}
+    fleet = simulated({"max_requests": 1}, router={"queue": queue})
+    schedule = Schedule(source=find("500x20"), concurrency=6, duration_s=2.0)
+    outcomes = fleet.play(schedule).outcomes
+    good = [each for each in outcomes if not each.error]
+    assert len(good) > 3
+    # Time went on: nobody asked more often than each tenth of a second.
+    assert len(good) < len(outcomes) < 6 * 2.0 / 0.1 + len(good) + 6
+    assert max(each.at for each in outcomes) < 2.0
+
+
 def test_front_time_comes_on_top() -> None:
     config, models = fleet_of({})
     request = Request(0.0, "a", 1000, 5)

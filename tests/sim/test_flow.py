@@ -146,7 +146,7 @@ def test_conversations_come_back_to_the_worker_that_has_them() -> None:
 )
 def test_what_is_counted_and_forgotten_is_what_simulate_would_keep(shape: Shape) -> None:
     machine = of_profile("h100-8b")
-    schedule = traffic(500, 12, "azure-conv:0.9,mooncake-conv:0.1")
+    schedule = traffic(500, 9, "azure-conv:0.9,mooncake-conv:0.1")
     counted = Flow(shape.placed(machine), shape.settings(), NONE).play(schedule)
     config = FleetConfig(**shape.to_fleet(machine, "m", 1))
     models = {each.model.name: each.model for each in shape.placed(machine)}

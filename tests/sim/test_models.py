@@ -13,7 +13,7 @@ from proxy.errors import ConfigError
 from vllm_sched.cost import profiles
 from vllm_sched.cost.step_time import StepTime
 from vllm_sched.errors import UsageError
-from vllm_sched.sim.models import MACHINES, TRANSFER, Assumed, of_profile, worker_models
+from vllm_sched.sim.models import MACHINES, Assumed, of_profile, transfer_of, worker_models
 from vllm_sched.sim.types import WorkerModel
 
 
@@ -38,9 +38,9 @@ def test_an_8b_model_leaves_54_gb_of_an_h100_to_its_cache() -> None:
 
 
 def test_a_transfer_takes_what_was_published() -> None:
-    assert TRANSFER.seconds(313_000_000, 40_000) == pytest.approx(0.174, rel=0.02)
+    assert transfer_of(4).seconds(313_000_000, 40_000) == pytest.approx(0.174, rel=0.02)
     model = of_profile("h100-70b-tp4")
-    assert model.transfer_s(16) == TRANSFER.seconds(16 * 320 * 1024, 160)
+    assert model.transfer_s(16) == transfer_of(4).seconds(16 * 320 * 1024, 160)
     assert model.transfer_s(17) > model.transfer_s(16)
 
 
@@ -84,6 +84,20 @@ def test_a_calibrated_file_is_found_beside_the_fleet(tmp_path: Path) -> None:
     model = read({"profile": "cost.json"}, source=tmp_path / "fleet.yaml")["w0"]
     assert model.time == StepTime(decode_fixed_s=0.5)
     assert (model.kv_tokens, model.max_model_len, model.kv_token_bytes) == (9000, 9000, 512)
+    # What it does not say is not passed off as known.
+    assert {"gpus", "max_num_batched_tokens"} < set(model.assumed)
+    assert not {"kv_tokens", "kv_token_bytes"} & set(model.assumed)
+
+
+def test_sizes_and_front_are_those_that_were_measured(tmp_path: Path) -> None:
+    sizes = {"gpus": 4, "max_model_len": 16_384, "max_num_batched_tokens": 512, "kv_tokens": 65_536}
+    (tmp_path / "cost.json").write_text(json.dumps({"step_time": {}, "front_s": 0.004, **sizes}))
+    model = of_profile("cost.json", tmp_path)
+    assert {name: getattr(model, name) for name in sizes} == sizes
+    source, workers = tmp_path / "fleet.yaml", [{"name": "w0", "profile": "cost.json"}]
+    config = FleetConfig.model_validate({"model": "m", "workers": workers})
+    assert worker_models(config, source)["w0"].front_s == 0.004
+    assert worker_models(config, source, Assumed(front_s=0.0))["w0"].front_s == 0.0
 
 
 @pytest.mark.parametrize(
@@ -114,6 +128,8 @@ def test_what_cannot_be_is_refused_in_a_line(worker: dict[str, Any], said: str) 
         ('{"step_time": {"nonsense": 1}}', "unknown coefficient 'nonsense'"),
         ('{"step_time": {}, "kv_tokens": 0}', "kv_tokens is 0"),
         ('{"step_time": {}, "kv_tokens": true}', "kv_tokens is True"),
+        ('{"step_time": {}, "gpus": 2.5}', "gpus is 2.5"),
+        ('{"step_time": {}, "front_s": -1}', "front_s is -1"),
     ],
 )
 def test_bad_calibrations(tmp_path: Path, text: str, said: str) -> None:

@@ -44,7 +44,7 @@ def question(workload: str, targets: str, **given: Any) -> Question:
     """Ask of H100s with an 8B model, roughly: the order is known, and not near."""
     link = given.pop("transfer", TransferTime(0.002, 0.0, 1 / 87e9))
     settings: dict[str, Any] = {
-        "source": find(workload), "machine": machine_of("h100-8b", link)[0],
+        "source": find(workload), "machine": replace(machine_of("h100-8b")[0], transfer=link),
         "targets": parse(targets.split()), "policies": (DEFAULT,), "effort": 0.4,
     }  # fmt: skip
     return Question(**settings | given)
@@ -145,6 +145,37 @@ def test_exact_without_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
         planning.require_vllm()
 
 
+def test_real_schedulers_have_the_last_word(monkeypatch: pytest.MonkeyPatch) -> None:
+    def slower(asked: Question, shape: Shape, rate: float) -> Run:
+        """Play one pool truly, and have all others fail."""
+        run = truly(asked, shape, rate)
+        return run if shape.family == ONE_POOL else replace(run, all=Figures(arrived=1))
+
+    truly = planning.play_exactly
+    monkeypatch.setattr(planning, "play_exactly", slower)
+    asked = question(LONGS, "ttft:250", transfer=SLOW_LINK, effort=0.1)
+    plain = plan(asked, 2, 1)
+    found = plan(asked, 2, 1, exact=True)
+    # The best of plain workers was short and long: with real ones it served nothing.
+    assert families(plain)[0] == SHORT_LONG
+    assert families(found) == [ONE_POOL]
+    (one_pool,) = (each for each in plain.ranking if each.shape.family == ONE_POOL)
+    assert found.best.rate <= one_pool.rate
+    assert found.best.run.all.arrived >= 300
+    assert found.best.run.all.share >= asked.share
+    assert {share for _, share in found.exact.values()} > {0.0}
+    # And what one more would serve is measured with the same rule.
+    assert found.more is not None
+    assert found.more.rate > found.best.rate
+
+
+def test_where_real_schedulers_serve_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    nothing = Run(Figures(arrived=1), {}, 1, 1.0, 1.0, Sketch())
+    monkeypatch.setattr(planning, "play_exactly", lambda *_: nothing)
+    asked = question("1500x60", "ttft:500 tpot:40", effort=0.1)
+    assert "none of the best fleets has 90% in time" in refusal(asked, 1, exact=True)
+
+
 # Shapes
 
 
@@ -212,11 +243,12 @@ def test_the_file_says_what_it_is_for(tmp_path: Path) -> None:
     assert [each.shape.family for each in found.ranking] == [ONE_POOL]
     assert found.fewer is None
     path = tmp_path / "fleet.yaml"
-    write(found, path, model="", command="vllm-sched plan ...")
+    write(found, path, model="", command="vllm-sched plan ...", traffic="--x")
     text = path.read_text()
     assert "ttft:500 tpot:40" in text
+    assert "# " + " " * 4 + "vllm-sched simulate fleet.yaml --x\n" in text
     assert read(path).model == "meta-llama/Llama-3.1-8B-Instruct"
-    write(replace(found), path, model="ours", command="")
+    write(replace(found), path, model="ours", command="", traffic="")
     assert read(path).model == "ours"
 
 
@@ -244,5 +276,5 @@ def test_a_measured_machine_is_planned_with(tmp_path: Path) -> None:
     asked = replace(question("1500x20", "ttft:900 tpot:300", effort=0.1), machine=machine)
     found = plan(asked, 1, 1)
     fleet = tmp_path / "fleet.yaml"
-    write(found, fleet, model="", command="")
+    write(found, fleet, model="", command="", traffic="")
     assert read(fleet).workers[0].profile == str(path)

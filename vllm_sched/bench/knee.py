@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Awaitable, Callable, Mapping
-from typing import Final
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from statistics import fmean
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from vllm_sched.bench.outcome import Outcome
 
 # A rate is served if so many requests are in time; a concurrency is past the knee if so much of
 # the best throughput was had before.
@@ -76,6 +80,26 @@ def served_rate(shares: Mapping[float, float]) -> float | None:
 
 
 def throughput_knee(throughputs: Mapping[float, float]) -> float | None:
-    """Return the least concurrency with nearly the best throughput."""
+    """Return the least concurrency with nearly the best throughput.
+
+    None if only the last has it: nobody knows then where throughput levels off.
+    """
     best = max(throughputs.values(), default=0.0)
-    return min((x for x, found in throughputs.items() if found >= SHARE * best), default=None)
+    knee = min((x for x, found in throughputs.items() if found >= SHARE * best), default=None)
+    return None if knee == max(throughputs, default=None) else knee
+
+
+def kept_up(outcomes: Iterable[Outcome]) -> float:
+    """Return the share of an open loop's rate that was kept up with.
+
+    By how much later requests take longer than earlier ones: where a queue grows by so many seconds
+    a second, one in `1 + growth` requests is served. When the last answer came says less: that is
+    as long after the last request as an answer takes.
+    """
+    points = [(each.at, each.latency) for each in outcomes if each.good]
+    if len(points) < 2:
+        return 1.0
+    middle = fmean(at for at, _ in points)
+    spread = math.fsum((at - middle) ** 2 for at, _ in points)
+    growth = math.fsum((at - middle) * latency for at, latency in points)
+    return 1 / (1 + max(growth / spread, 0.0)) if spread else 1.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections import Counter
+from collections import Counter, defaultdict
 from typing import TYPE_CHECKING, Any, Final
 
 from rich import box
@@ -184,11 +184,18 @@ def _peaks(good: Sequence[Outcome]) -> tuple[float, int]:
     if not good:
         return 0.0, 0
     first = min(o.at for o in good)
-    tokens: Counter[int] = Counter()
+    tokens: defaultdict[int, float] = defaultdict(float)
     changes: Counter[int] = Counter()
     for each in good:
         for tick in each.ticks:
             tokens[int((tick - first) / BUCKET_S)] += 1
+        # Where first token and end are all that was told, the rest lies evenly between them.
+        if (untold := each.completed - len(each.ticks)) > len(each.ticks) > 1:
+            seconds = range(
+                int((each.ticks[0] - first) / BUCKET_S), int((each.end - first) / BUCKET_S) + 1
+            )
+            for second in seconds:
+                tokens[second] += untold / len(seconds)
         changes[int((each.at - first) / BUCKET_S)] += 1
         changes[int((each.end - first) / BUCKET_S) + 1] -= 1
     alive = most = 0

@@ -31,6 +31,7 @@ class Point:
     load: float
     seed: int
     figures: Mapping[str, Any]
+    kept_up: float = 1.0  # of a rate
 
     @property
     def share(self) -> float:
@@ -39,8 +40,7 @@ class Point:
             return float(self.figures["goodput_share"])
         ended = self.figures["completed"] + self.figures["failed"]
         # With no target, a rate is served if it is kept up: what piles up is not.
-        kept_up = self.figures["request_throughput"] / self.load if self.axis == RATE else 1.0
-        return float(min(1.0, kept_up) * self.figures["completed"] / ended) if ended else 0.0
+        return float(self.kept_up * self.figures["completed"] / ended) if ended else 0.0
 
     @property
     def goodput(self) -> float:

@@ -20,11 +20,11 @@ from vllm_sched.bench.summary import milliseconds
 from vllm_sched.bench.traffic.catalogue import find
 from vllm_sched.cli.load import WORKLOAD_HELP
 from vllm_sched.cli.paths import require_folders
+from vllm_sched.cli.simulate import MIXED_HELP
 from vllm_sched.cost import profiles
-from vllm_sched.cost.transfer import TransferTime
 from vllm_sched.errors import UsageError
 from vllm_sched.sim import plan as planning
-from vllm_sched.sim.models import PIECE_S, TRANSFER, TRANSFER_SETUP_S
+from vllm_sched.sim.models import GPU_BANDWIDTH, in_si
 from vllm_sched.sim.search import SAME, Question
 from vllm_sched.sim.shapes import POLICIES
 
@@ -67,10 +67,11 @@ def add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     add(
         "--bandwidth",
         type=float,
-        default=1 / TRANSFER.byte_s / 1e9,
         metavar="GB/S",
-        help="of the link to each worker, for hand-overs (default: %(default)g)",
+        help="of the link to each worker, for hand-overs "
+        f"(default: {GPU_BANDWIDTH / 1e9:g} for each of its GPUs)",
     )
+    add("--mixed-ms", type=float, metavar="MS", help=MIXED_HELP)
     add(
         "--policies",
         nargs="+",
@@ -90,9 +91,7 @@ def add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
 def run_plan(args: argparse.Namespace) -> int:
     """Run the command."""
     _check(args)
-    machine, gpus_each = planning.machine_of(
-        args.profile, TransferTime(TRANSFER_SETUP_S, PIECE_S, 1 / (args.bandwidth * 1e9))
-    )
+    machine, gpus_each = planning.machine_of(args.profile, *in_si(args.bandwidth, args.mixed_ms))
     question = Question(
         source=find(args.workload),
         machine=machine,
@@ -117,7 +116,8 @@ def run_plan(args: argparse.Namespace) -> int:
     _show(console, found, args)
     if args.save:
         command = shlex.join(["vllm-sched", "plan", *_said(args)])
-        planning.write(found, args.save, model=args.model, command=command)
+        traffic = shlex.join(_traffic(args, found.best.rate))
+        planning.write(found, args.save, model=args.model, command=command, traffic=traffic)
         console.print(f"saved {args.save}", style="dim", highlight=False)
     return 0
 
@@ -125,9 +125,10 @@ def run_plan(args: argparse.Namespace) -> int:
 def _check(args: argparse.Namespace) -> None:
     """Refuse what would only fail after minutes."""
     require_folders(args.save)
-    for name in ("gpus", "bandwidth", "scale", "request_rate", "burstiness"):
+    for name in ("gpus", "bandwidth", "scale", "request_rate", "burstiness", "mixed_ms"):
         value = getattr(args, name)
-        if value is not None and not 0 < value < float("inf"):
+        least = 0.0 if name == "mixed_ms" else 1e-12
+        if value is not None and not least <= value < float("inf"):
             raise UsageError(f"--{name.replace('_', '-')} {value:g}: must be more than 0")
     if args.exact:
         planning.require_vllm()
@@ -137,13 +138,30 @@ def _said(args: argparse.Namespace) -> list[str]:
     said = [f"--workload={args.workload}", f"--gpus={args.gpus}", f"--profile={args.profile}"]
     said += [
         f"--{name.replace('_', '-')}={value:g}"
-        for name in ("request_rate", "burstiness", "prefix_hit")
+        for name in ("request_rate", "burstiness", "prefix_hit", "bandwidth", "mixed_ms")
         if (value := getattr(args, name)) is not None
     ]
     if args.scale != 1:
         said.append(f"--scale={args.scale:g}")
     if args.seed:
         said.append(f"--seed={args.seed}")
+    said += [f"--{name}" for name in ("exact", "quick") if getattr(args, name)]
+    if tuple(args.policies) != POLICIES:
+        said += ["--policies", *args.policies]
+    return [*said, "--goodput", *args.goodput]
+
+
+def _traffic(args: argparse.Namespace, rate: float) -> list[str]:
+    """Say to `simulate` what was planned for."""
+    said = [] if args.exact else ["--engine=fluid"]
+    said += [f"--workload={args.workload}", f"--request-rate={rate:.3g}", "--num-requests=2000"]
+    said += [
+        f"--{name.replace('_', '-')}={value:g}"
+        for name in ("burstiness", "prefix_hit", "bandwidth", "mixed_ms")
+        if (value := getattr(args, name)) is not None
+    ]
+    if args.scale != 1:
+        said.append(f"--scale={args.scale:g}")
     return [*said, "--goodput", *args.goodput]
 
 
@@ -185,6 +203,16 @@ def _show(console: Console, found: Plan, args: argparse.Namespace) -> None:
     for line in _otherwise(found, args.request_rate):
         console.print(line, highlight=False, soft_wrap=True)
     console.print(_capacity(found))
+    machine = found.question.machine
+    if machine.assumed:
+        taken = ", ".join(f"{name} {getattr(machine, name):,}" for name in machine.assumed)
+        console.print(
+            f"{machine.profile} does not say these sizes, and they are assumed: {taken}; add them "
+            "to the file",
+            style="yellow",
+            highlight=False,
+            soft_wrap=True,
+        )
     console.print(
         f"by {found.runs} simulations with plain workers; figures of other simulators and of real "
         "machines differ, most of all near the limit: see docs/evaluation.md",

@@ -29,7 +29,7 @@ from vllm_sched.cost import profiles
 from vllm_sched.errors import UsageError
 from vllm_sched.sim.exact import ExactEngine
 from vllm_sched.sim.fleet import TIMEOUT_S, Played, SimulatedFleet
-from vllm_sched.sim.models import Assumed, worker_models
+from vllm_sched.sim.models import GPU_BANDWIDTH, Assumed, in_si, worker_models
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -38,8 +38,15 @@ if TYPE_CHECKING:
     from vllm_sched.bench.traffic.schedule import Schedule
     from vllm_sched.sim.types import MakeEngine, WorkerModel
 
+MIXED_HELP: Final = (
+    "what a step that decodes and prefills costs beyond both (default: as the profile has it; 0 in "
+    "all that are built in, for nobody has published it)"
+)
 EXACT, FLUID = "exact", "fluid"
 ENGINES: Final = (EXACT, FLUID)
+# Policies that mean nothing to a plain worker.
+PLAINLY: Final = frozenset(("lanes", "rotation"))
+DRAWN_WORKERS: Final = 8
 # Of more requests a fluid engine tells first tokens and ends alone: a list of all gaps is too long.
 EACH_TOKEN_UP_TO: Final = 50_000
 
@@ -72,10 +79,18 @@ def add_simulate(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]
     parser.add_argument(
         "--front-ms",
         type=float,
-        default=0.0,
         metavar="MS",
-        help="what HTTP and tokenizer add to each request (default: %(default)g)",
+        help="what HTTP, router and tokenizer add to each request (default: what `calibrate` "
+        "measured of the worker alone, else 0)",
     )
+    parser.add_argument(
+        "--bandwidth",
+        type=float,
+        metavar="GB/S",
+        help="of the link to each worker, for hand-overs "
+        f"(default: {GPU_BANDWIDTH / 1e9:g} for each of its GPUs)",
+    )
+    parser.add_argument("--mixed-ms", type=float, metavar="MS", help=MIXED_HELP)
     parser.add_argument(
         "--timeout",
         type=float,
@@ -87,7 +102,11 @@ def add_simulate(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]
     add_traffic(parser)
     parser.add_argument("--save", type=Path, metavar="FILE.json", help="write every sample")
     parser.add_argument(
-        "--plot", type=Path, metavar="DIR", help="draw TTFT, ITL, tenants and the router's choices"
+        "--plot",
+        type=Path,
+        metavar="DIR",
+        help="draw TTFT, ITL, tenants, the router's choices and, with exact engines, what was in "
+        "each step",
     )
     parser.add_argument(
         "--trace",
@@ -135,6 +154,9 @@ def run_simulate(args: argparse.Namespace) -> int:
     console.print(table(result.classes(), targets))
     _tell(console, result, run)
     keep(result, args, console)
+    if args.plot:
+        for path in draw_steps_of(run.fleet, played_until=run.played.duration, folder=args.plot):
+            console.print(f"drew {path}", style="dim", highlight=False)
     if args.trace:
         from vllm_sched.sim.perfetto import write
 
@@ -148,13 +170,14 @@ def _checked(
 ) -> tuple[FleetConfig, dict[str, WorkerModel], Schedule]:
     """Refuse what would only fail after minutes."""
     config = fleet_file.read(args.fleet)
-    for name in ("front_ms", "timeout"):
-        value, least = getattr(args, name), 0.0
-        if value < least or (name == "timeout" and not value):
+    for name in ("front_ms", "mixed_ms", "timeout", "bandwidth"):
+        value = getattr(args, name)
+        if value is not None and (value < 0 or (name in ("timeout", "bandwidth") and not value)):
             raise UsageError(f"--{name.replace('_', '-')} {value:g}: must be more than 0")
-    models = worker_models(
-        config, args.fleet, Assumed(profile=args.profile, front_s=args.front_ms / 1000)
-    )
+    front_s = None if args.front_ms is None else args.front_ms / 1000
+    bandwidth, mixed_s = in_si(args.bandwidth, args.mixed_ms)
+    assumed = Assumed(profile=args.profile, front_s=front_s, bandwidth=bandwidth, mixed_s=mixed_s)
+    models = worker_models(config, args.fleet, assumed)
     if not any(config.model_of(worker) == config.model for worker in config.workers):
         why = f"{config.model!r}: no worker serves it, and requests ask for it; name theirs"
         raise ConfigError(str(args.fleet), [Problem("model", why)])
@@ -170,7 +193,8 @@ def engine_maker(name: str, *, traced: bool = False, each_token: bool = True) ->
         if find_spec("vllm") is None:
             raise UsageError(
                 "--engine exact steps vLLM's own schedulers, and vLLM is not installed; install "
-                "it (pip install 'vllm-sched[cpu]'), or use --engine fluid"
+                "it (pip install 'vllm-sched[vllm]', or 'vllm-sched[cpu]' without a GPU), or use "
+                "--engine fluid"
             )
         return partial(ExactEngine, traced=traced)
     from vllm_sched.sim.fluid import Fluid
@@ -190,7 +214,7 @@ def _run(
     if args.engine == EXACT and console.is_terminal:
         console.print("loading vLLM's scheduler", style="dim")
     coarse = is_coarse(args.engine, schedule)
-    maker = engine_maker(args.engine, traced=bool(args.trace), each_token=not coarse)
+    maker = engine_maker(args.engine, traced=bool(args.trace or args.plot), each_token=not coarse)
     fleet = SimulatedFleet(
         config, models, maker, seed=args.seed, timeout_s=args.timeout, coarse=coarse
     )
@@ -239,6 +263,21 @@ def watched(
         yield told
 
 
+def draw_steps_of(fleet: SimulatedFleet, *, played_until: float, folder: Path) -> list[Path]:
+    """Draw the steps of the first few workers that kept a trace."""
+    from vllm_sched.bench.plots.steps import draw_steps, steps_of
+    from vllm_sched.bench.plots.style import files
+    from vllm_sched.sim.perfetto import Traced
+
+    drawn: list[Path] = []
+    for name, engine in list(fleet.engines.items())[:DRAWN_WORKERS]:
+        if isinstance(engine, Traced) and (steps := steps_of(engine.trace_events(played_until))):
+            stem = folder / f"steps-{name}"
+            draw_steps(stem, f"Tokens per step against the budget, {name}", steps)
+            drawn += files(stem)
+    return drawn
+
+
 def as_result(
     run: Run,
     args: argparse.Namespace,
@@ -269,10 +308,33 @@ def as_result(
                 **played.facts,
             },
         },
-        [f"{cut} requests were cut to what the fleet holds; --scale makes all shorter"]
-        if cut
-        else [],
+        _warnings(args.engine, config, models, schedule, cut),
     )
+
+
+def _warnings(
+    engine: str,
+    config: FleetConfig,
+    models: Mapping[str, WorkerModel],
+    schedule: Schedule,
+    cut: int,
+) -> list[str]:
+    """Say what of all that was asked for was not played."""
+    found = []
+    if cut:
+        found.append(f"{cut} requests were cut to what the fleet holds; --scale makes all shorter")
+    ignored = sorted({name for model in models.values() for name in model.policies} & PLAINLY)
+    if engine == FLUID and ignored:
+        found.append(
+            f"--engine fluid knows nothing of {' and '.join(ignored)}: played without; use exact"
+        )
+    names = {f"tenant-{number + 1}" for number in range(schedule.tenants)}
+    if strangers := names - {each.name for each in config.tenants}:
+        found.append(
+            f"{len(strangers)} of --tenants {schedule.tenants} are not in the fleet file (they are "
+            "called tenant-1 and so on): to the router they are all alike"
+        )
+    return found
 
 
 def _tell(console: Console, result: Result, run: Run) -> None:

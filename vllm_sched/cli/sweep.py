@@ -14,7 +14,7 @@ from rich.console import Console
 from vllm_sched.bench import goodput
 from vllm_sched.bench.client.endpoint import Endpoint, learn
 from vllm_sched.bench.client.player import Tally, play
-from vllm_sched.bench.knee import explore_concurrencies, explore_rates
+from vllm_sched.bench.knee import explore_concurrencies, explore_rates, kept_up
 from vllm_sched.bench.summary import summary
 from vllm_sched.bench.sweep import CONCURRENCY, RATE, Point, Sweep
 from vllm_sched.bench.traffic.catalogue import find
@@ -190,7 +190,8 @@ class _Runner:
             if played.interrupted:  # half a run would be another load than it says
                 raise _StoppedError
             figures = summary(played.outcomes, played.duration, self._targets)
-            point = Point(name, plan.axis, load, seed, figures)
+            follows = kept_up(played.outcomes) if plan.axis == RATE else 1.0
+            point = Point(name, plan.axis, load, seed, figures, follows)
             self._sweep.points.append(point)
             found.append(point.share if plan.axis == RATE else point.tokens)
             for warning in played.warnings():
@@ -206,9 +207,14 @@ def _plans(args: argparse.Namespace) -> list[_Plan]:
     rates, concurrencies = args.request_rates, args.concurrencies
     if rates is None and concurrencies is None:
         rates = AUTO
-    plans = []
+    plans: list[_Plan] = []
     for name in args.workloads or ["azure-conv"]:
         source = find(name, block_tokens=args.block_tokens)
+        if any(source.name == plan.schedule.source.name for plan in plans):
+            raise UsageError(
+                f"--workload {name}: there is a {source.name} already, and the two would be one "
+                "line; rename the file, or leave it out"
+            )
         schedule = Schedule(source=source, **traffic_of(args))
         if rates is not None:
             loads = _loads("--request-rates", rates, whole=False)
@@ -243,4 +249,7 @@ def _tell_knees(sweep: Sweep, console: Console, *, targets: bool) -> None:
     for name, concurrency in sweep.knees(CONCURRENCY).items():
         if concurrency is not None:
             words = f"more than {concurrency:g} at once gain less than a tenth"
-            console.print(f"{name}: {words}", highlight=False)
+        else:
+            most = max(p.load for p in sweep.points if (p.workload, p.axis) == (name, CONCURRENCY))
+            words = f"throughput still grows at {most:g} at once, the most that was measured"
+        console.print(f"{name}: {words}", highlight=False)

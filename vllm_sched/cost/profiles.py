@@ -7,10 +7,17 @@ the rest is derived, always in the same way:
   bandwidth; and 3 ms for launching it, by which the one 8B step that was published (6.5 ms on an
   H200) exceeds the reading of the weights;
 - a decode's own computation is that of a token of prefill;
+- a pair of tokens that attend to each other takes 4 x layers x hidden operations, at the speed at
+  which a token of prefill takes two for each of the model's parameters. For a prompt of 100,000
+  tokens attention adds 1.6 times the rest of its prefill (8B), or 0.9 times (70B). The two fits of
+  others are left as published, without: they are of prompts of some hundred tokens, so don't take
+  them for long ones;
 - a step of prefill alone has 1.1 times the fixed time of a decode step: published fits lie between
   0.9 and 1.25;
 - a mixed step costs nothing extra. That is what differs most between engines, versions and
-  machines, and deferred prefill in vLLM V1 depends on nothing else: measure it (`calibrate`).
+  machines (from nothing to six times a decode step), nobody has published it for any of these, and
+  deferred prefill in vLLM V1 depends on nothing else: measure it (`calibrate`), or try one
+  (`simulate --mixed-ms`, `plan --mixed-ms`).
 """
 
 from __future__ import annotations
@@ -36,22 +43,39 @@ class Profile:
     time: StepTime
 
 
-def _read(
-    *, weights: float, kv: float, bandwidth: float, tokens_per_s: float, step_s: float = 0.0
-) -> StepTime:
-    """Derive what was not published, as the module's text says; sizes in bytes."""
-    fixed = step_s or weights / bandwidth + LAUNCH_S
+@dataclass(frozen=True, slots=True)
+class Model:
+    """What a step reads and computes, by the model; sizes in bytes at two a parameter."""
+
+    weights: float
+    kv: int  # of a token
+    layers: int
+    hidden: int
+
+    def pair_s(self, prefill_s: float) -> float:
+        """Derive a pair's time from a token's."""
+        return prefill_s * 4 * self.layers * self.hidden / self.weights
+
+
+def _read(model: Model, *, bandwidth: float, tokens_per_s: float, step_s: float = 0.0) -> StepTime:
+    """Derive what was not published, as the module's text says."""
+    fixed = step_s or model.weights / bandwidth + LAUNCH_S
     return StepTime(
         decode_fixed_s=fixed,
         decode_s=1 / tokens_per_s,
-        context_s=kv / bandwidth,
+        context_s=model.kv / bandwidth,
         prefill_fixed_s=PREFILL_OVER_DECODE * fixed,
         prefill_s=1 / tokens_per_s,
+        pair_s=model.pair_s(1 / tokens_per_s),
     )
 
 
-WEIGHTS_8B, WEIGHTS_70B = 16.1e9, 141e9
-KV_8B, KV_70B = 128 * KIB, 320 * KIB
+LLAMA_8B: Final = Model(16.1e9, 128 * KIB, layers=32, hidden=4096)
+LLAMA_70B: Final = Model(141e9, 320 * KIB, layers=80, hidden=8192)
+OPT_13B: Final = Model(26e9, 800 * KIB, layers=40, hidden=5120)
+# What four H100 read of a token's KV, and how much of that the published steps had in them.
+_CONTEXT_S: Final = LLAMA_70B.kv / (4 * 3.35e12)
+CONTEXT_INCLUDED: Final = 1000
 
 _ALL: Final = (
     Profile(
@@ -74,24 +98,27 @@ _ALL: Final = (
         "a100-70b-tp4",
         "70B on four A100 80 GB",
         "prefill 3,400 tokens/s; bandwidth 4 x 2.04 TB/s; the rest derived",
-        _read(weights=WEIGHTS_70B, kv=KV_70B, bandwidth=4 * 2.04e12, tokens_per_s=3_400),
+        _read(LLAMA_70B, bandwidth=4 * 2.04e12, tokens_per_s=3_400),
     ),
     Profile(
         "h100-8b",
         "8B on an H100 SXM",
         "prefill 28,000 tokens/s; bandwidth 3.35 TB/s; the rest derived",
-        _read(weights=WEIGHTS_8B, kv=KV_8B, bandwidth=3.35e12, tokens_per_s=28_000),
+        _read(LLAMA_8B, bandwidth=3.35e12, tokens_per_s=28_000),
     ),
     Profile(
         "h100-70b-tp4",
         "70B on four H100 SXM",
         "prefill 12,600 tokens/s with a floor of 50 ms below 512 tokens; decode step 29.5 ms at "
-        "batch 1, 52.4 ms at batch 64 (context included)",
+        "batch 1, 52.4 ms at batch 64, taken to be with 1,000 tokens of context each; the rest "
+        "derived",
         StepTime(
             decode_fixed_s=0.0291,
-            decode_s=(0.0524 - 0.0295) / 63,
+            decode_s=(0.0524 - 0.0295) / 63 - CONTEXT_INCLUDED * _CONTEXT_S,
+            context_s=_CONTEXT_S,
             prefill_fixed_s=0.050 - 512 / 12_600,
             prefill_s=1 / 12_600,
+            pair_s=LLAMA_70B.pair_s(1 / 12_600),
             floor_s=0.050,
         ),
     ),
@@ -101,8 +128,7 @@ _ALL: Final = (
         "decode step 6.5 ms at batch 8; bandwidth 4.8 TB/s; prefill as on an H100, which has the "
         "same compute; the rest derived",
         _read(
-            weights=WEIGHTS_8B,
-            kv=KV_8B,
+            LLAMA_8B,
             bandwidth=4.8e12,
             tokens_per_s=28_000,
             step_s=0.0065 - 8 / 28_000,
@@ -114,8 +140,7 @@ _ALL: Final = (
         "decode step 16.2 ms at batch 8; bandwidth 4 x 4.8 TB/s; prefill as on four H100; the rest "
         "derived",
         _read(
-            weights=WEIGHTS_70B,
-            kv=KV_70B,
+            LLAMA_70B,
             bandwidth=4 * 4.8e12,
             tokens_per_s=12_600,
             step_s=0.0162 - 8 / 12_600,

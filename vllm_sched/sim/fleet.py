@@ -6,7 +6,8 @@
 What is real: who is chosen, who waits and who is refused, hand-overs, all that the router learns,
 and its charges. What is assumed: every worker is up, connected and known to be so; a page of
 metrics is read from each every `probe.interval_s`; nobody's network loses anything; a request's
-size in tokens is known.
+size in tokens is known; in a closed loop a client that was refused asks again when it was told to
+(`Retry-After`), or `AGAIN_S` later.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from vllm_sched.sim.clock import Agenda
 from vllm_sched.sim.types import Engine, Event, Job, Leg, MakeEngine, WorkerModel
 
 TIMEOUT_S: Final = 600.0
+AGAIN_S: Final = 0.1
 # Of one moment: what comes is heard before anybody steps.
 COMES, STEPS = 0, 1
 
@@ -193,7 +195,7 @@ class SimulatedFleet:
     ) -> None:
         if isinstance(answer, core.Refusal):
             flight.outcome.error = answer.message
-            self._over(flight, now)
+            self._over(flight, now, pause_s=max(answer.retry_after_s or 0.0, AGAIN_S))
         elif isinstance(answer, core.Ticket):
             flight.ticket = answer
             self._queued[answer] = flight
@@ -308,12 +310,13 @@ class SimulatedFleet:
 
     # Ends
 
-    def _over(self, flight: Flight, now: float) -> None:
+    def _over(self, flight: Flight, now: float, *, pause_s: float = 0.0) -> None:
         del self._flights[flight.id]
         self._last = max(self._last, now)
         if flight.ended is not None:
             # Not now: who comes next must not be placed before this one is forgotten.
-            self._agenda.at(now, flight.ended, rank=COMES)
+            # And not without a pause after a refusal: time would stand still, and all be refused.
+            self._agenda.at(now + pause_s, flight.ended, rank=COMES)
         self._settle(now)
 
     def _give_up(self, now: float) -> None:

@@ -28,6 +28,7 @@ from vllm_sched.sim.types import Event, Job, Leg
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
+    from proxy.core.tenants import TenantSpec
     from vllm_sched.bench.goodput import Targets
     from vllm_sched.bench.traffic.types import Request
     from vllm_sched.sim.types import WorkerModel
@@ -130,6 +131,7 @@ class Flow:
         settings: RouterSettings,
         targets: Targets,
         borne_s: Callable[[int], float] = lambda _prompt: 0.0,
+        tenants: Sequence[TenantSpec] = (),
     ) -> None:
         self._targets = targets
         self._borne_s = borne_s
@@ -145,6 +147,7 @@ class Flow:
             )  # fmt: skip
             fleet.probe_ok(name, 0.0)
         self.router = Router(settings, fleet)
+        self.router.tenants.replace(list(tenants), {})
         self._prefixes = settings.prefix_affinity
         self._names = [placed.model.name for placed in workers]
         self._rooms = [placed.model.kv_tokens for placed in workers]

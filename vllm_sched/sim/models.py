@@ -3,13 +3,16 @@
 A worker's `profile` (or, where it has none, the one that was asked for) names a published machine
 or a file that `calibrate` saved. Sizes come from the worker's own flags under `launch.args` where
 it has them, else from the machine: what vLLM takes there by default, and the KV cache that is left
-of the memory beside the weights. A calibrated file may say `kv_tokens`, `kv_token_bytes` and
-`block_tokens` too.
+of the memory beside the weights. A calibrated file says what it could ask the worker for
+(`max_model_len`, `max_num_batched_tokens`, `kv_tokens`, `block_tokens`, `front_s`); `gpus`,
+`max_num_seqs`, `kv_token_bytes` and `kv_pieces` may be added to it by hand. What it does not say is
+assumed, and named as such in `WorkerModel.assumed`.
 """
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -28,14 +31,24 @@ GIB: Final = 2**30
 USED: Final = 0.92
 BESIDE: Final = 3.5e9
 # Where nobody says more: what `calibrate` measured may be anything.
-KV_TOKENS: Final = 262_144
 MAX_MODEL_LEN: Final = 131_072
-BLOCK_TOKENS: Final = 16
-# A hand-over of 40,000 pieces took 174 ms for 313 MB; 87 GB/s are four links of 200 Gb/s.
+SIZES: Final[Mapping[str, int]] = {
+    "gpus": 1, "max_model_len": MAX_MODEL_LEN, "max_num_batched_tokens": 2048, "max_num_seqs": 256,
+    "kv_tokens": 262_144, "block_tokens": 16, "kv_token_bytes": 131_072, "kv_pieces": 64,
+}  # fmt: skip
+# A hand-over of 40,000 pieces took 174 ms for 313 MB over 87 GB/s, four links of 200 Gb/s: a worker
+# is taken to have one of them for each of its GPUs.
 BANDWIDTH: Final = 87e9
+GPU_BANDWIDTH: Final = BANDWIDTH / 4
 TRANSFER_SETUP_S: Final = 0.002
 PIECE_S: Final = (0.174 - 313e6 / BANDWIDTH) / 40_000
-TRANSFER: Final = TransferTime(TRANSFER_SETUP_S, PIECE_S, 1 / BANDWIDTH)
+
+
+def transfer_of(gpus: int, bandwidth: float | None = None) -> TransferTime:
+    """Say what a hand-over takes: over links as assumed, or of so many bytes a second."""
+    return TransferTime(TRANSFER_SETUP_S, PIECE_S, 1 / (bandwidth or gpus * GPU_BANDWIDTH))
+
+
 ROLES_OF_A_TRANSFER: Final = ("prefill", "decode")
 
 
@@ -45,34 +58,29 @@ class Machine:
 
     gpus: int = 1
     memory: float  # of one GPU
-    weights: float  # together
-    kv_token_bytes: int
-    layers: int
+    model: profiles.Model
+    longest: int = MAX_MODEL_LEN  # that the model takes
     batched_tokens: int = 8192  # vLLM's defaults for its server, by the size of the GPU
     seqs: int = 1024
 
     @property
     def kv_tokens(self) -> int:
         """What the cache holds."""
-        room = self.gpus * (USED * self.memory - BESIDE) - self.weights
-        return int(room / self.kv_token_bytes)
+        room = self.gpus * (USED * self.memory - BESIDE) - self.model.weights
+        return int(room / self.model.kv)
 
 
-_8B: Final = {"weights": profiles.WEIGHTS_8B, "kv_token_bytes": profiles.KV_8B, "layers": 32}
-_70B: Final = {"weights": profiles.WEIGHTS_70B, "kv_token_bytes": profiles.KV_70B, "layers": 80}
+_8B, _70B = profiles.LLAMA_8B, profiles.LLAMA_70B
 _A100: Final = {"memory": 80e9, "batched_tokens": 2048, "seqs": 256}
 MACHINES: Final[Mapping[str, Machine]] = {
-    "a100-8b": Machine(**_A100, **_8B),  # type: ignore[arg-type]
-    "a100-opt-13b": Machine(
-        memory=80e9, weights=26e9, kv_token_bytes=800 * 1024, layers=40, batched_tokens=2048,
-        seqs=256,
-    ),
-    "a100-70b-tp4": Machine(gpus=4, **_A100, **_70B),  # type: ignore[arg-type]
-    "h100-8b": Machine(memory=80e9, **_8B),  # type: ignore[arg-type]
-    "h100-70b-tp4": Machine(gpus=4, memory=80e9, **_70B),  # type: ignore[arg-type]
-    "h200-8b": Machine(memory=141e9, **_8B),  # type: ignore[arg-type]
-    "h200-70b-tp4": Machine(gpus=4, memory=141e9, **_70B),  # type: ignore[arg-type]
-}  # fmt: skip
+    "a100-8b": Machine(**_A100, model=_8B),  # type: ignore[arg-type]
+    "a100-opt-13b": Machine(**_A100, model=profiles.OPT_13B, longest=2048),  # type: ignore[arg-type]
+    "a100-70b-tp4": Machine(gpus=4, **_A100, model=_70B),  # type: ignore[arg-type]
+    "h100-8b": Machine(memory=80e9, model=_8B),
+    "h100-70b-tp4": Machine(gpus=4, memory=80e9, model=_70B),
+    "h200-8b": Machine(memory=141e9, model=_8B),
+    "h200-70b-tp4": Machine(gpus=4, memory=141e9, model=_70B),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,8 +88,9 @@ class Assumed:
     """What the command line says of all workers."""
 
     profile: str | None = None  # of those that name none
-    front_s: float = 0.0
-    transfer: TransferTime = TRANSFER
+    front_s: float | None = None  # None: as was measured, if it was
+    bandwidth: float | None = None  # of each worker's link, in bytes a second
+    mixed_s: float | None = None  # that a mixed step costs extra
 
 
 def worker_models(
@@ -119,14 +128,15 @@ def of_profile(profile: str, folder: Path = Path()) -> WorkerModel:
         return WorkerModel(
             name=profile,
             profile=profile,
+            gpus=machine.gpus,
             time=profiles.find(profile).time,
-            max_model_len=min(MAX_MODEL_LEN, machine.kv_tokens),
+            max_model_len=min(machine.longest, machine.kv_tokens),
             kv_tokens=machine.kv_tokens,
             max_num_seqs=machine.seqs,
             max_num_batched_tokens=machine.batched_tokens,
-            kv_token_bytes=machine.kv_token_bytes,
-            kv_pieces=2 * machine.layers,
-            transfer=TRANSFER,
+            kv_token_bytes=machine.model.kv,
+            kv_pieces=2 * machine.model.layers,
+            transfer=transfer_of(machine.gpus),
         )
     if not profile.endswith(".json"):
         profiles.find(profile)  # whose error lists the valid ones
@@ -150,17 +160,22 @@ def _calibrated(name: str, folder: Path) -> WorkerModel:
         time = StepTime.from_json(content["step_time"])
     except UsageError as error:
         raise UsageError(f"profile {name}: {error}") from None
-    kv_tokens = _count(content, "kv_tokens", name, KV_TOKENS)
+    front_s = content.get("front_s", 0.0)
+    if type(front_s) not in (int, float) or not 0 <= front_s < math.inf:
+        raise UsageError(f"profile {name}: front_s is {front_s!r}; give seconds, 0 or more")
+    sizes: dict[str, Any] = {
+        key: _count(content, key, name, default) for key, default in SIZES.items()
+    }
+    if "max_model_len" not in content:
+        sizes["max_model_len"] = min(MAX_MODEL_LEN, sizes["kv_tokens"])
     return WorkerModel(
         name=name,
         profile=name,
         time=time,
-        max_model_len=min(MAX_MODEL_LEN, kv_tokens),
-        kv_tokens=kv_tokens,
-        max_num_batched_tokens=2048,
-        block_tokens=_count(content, "block_tokens", name, BLOCK_TOKENS),
-        kv_token_bytes=_count(content, "kv_token_bytes", name, 131_072),
-        transfer=TRANSFER,
+        transfer=transfer_of(sizes["gpus"]),
+        front_s=front_s,
+        assumed=tuple(key for key in SIZES if key not in content),
+        **sizes,
     )
 
 
@@ -201,16 +216,33 @@ def model_of(
         prefix_caching=_on(flags, "enable-prefix-caching", machine.prefix_caching),
         async_scheduling=_on(flags, "async-scheduling", machine.async_scheduling),
         transfers=config.transfer is not None and worker.role in ROLES_OF_A_TRANSFER,
-        front_s=assumed.front_s,
+        front_s=machine.front_s if assumed.front_s is None else assumed.front_s,
         policies=worker.launch.policies if worker.launch else {},
-        transfer=assumed.transfer,
     )
+    model = assuming(model, assumed.bandwidth, assumed.mixed_s)
     if model.kv_tokens < model.max_model_len:
         raise UsageError(
             f"its KV cache holds {model.kv_tokens:,} tokens, less than one request of "
             f"max_model_len {model.max_model_len:,}: vLLM would not start; give a smaller "
             "max_model_len"
         )
+    return model
+
+
+def in_si(bandwidth: float | None, mixed_ms: float | None) -> tuple[float | None, float | None]:
+    """Turn GB/s and milliseconds into bytes a second and seconds."""
+    return (
+        None if bandwidth is None else bandwidth * 1e9,
+        None if mixed_ms is None else mixed_ms / 1000,
+    )
+
+
+def assuming(model: WorkerModel, bandwidth: float | None, mixed_s: float | None) -> WorkerModel:
+    """Change what the command line knows better."""
+    if bandwidth is not None:
+        model = replace(model, transfer=transfer_of(model.gpus, bandwidth))
+    if mixed_s is not None:
+        model = replace(model, time=replace(model.time, mixed_s=mixed_s))
     return model
 
 

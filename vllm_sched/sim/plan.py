@@ -14,15 +14,20 @@ import yaml
 
 from vllm_sched.errors import UsageError
 from vllm_sched.sim.capacity import Capacity
-from vllm_sched.sim.models import MACHINES, TRANSFER, of_profile
+from vllm_sched.sim.flow import Figures, Run
+from vllm_sched.sim.models import assuming, of_profile
 from vllm_sched.sim.search import Question, Search, Served, ordered
 from vllm_sched.sim.shapes import ONE_POOL
+from vllm_sched.sim.sketch import Sketch
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
-    from vllm_sched.cost.transfer import TransferTime
+    from vllm_sched.bench.goodput import Targets
+    from vllm_sched.bench.outcome import Outcome
     from vllm_sched.sim.search import Tell
+    from vllm_sched.sim.shapes import Shape
     from vllm_sched.sim.types import WorkerModel
 
 NAMES: Final = {
@@ -30,7 +35,8 @@ NAMES: Final = {
     "-13b": "facebook/opt-13b",
     "-70b": "meta-llama/Llama-3.3-70B-Instruct",
 }
-SEARCHED: Final = 0.8  # the share of the work that is the search itself
+# The share of the work that is the search itself, and that with real schedulers.
+SEARCHED, EXACTED = 0.7, 0.9
 EXACT_REQUESTS, MOST_EXACT_REQUESTS, EXACT_LASTS_S = 300, 1500, 30.0
 EXACT_TRIES, EXACT_STEP = 5, 0.85
 
@@ -61,10 +67,12 @@ class Plan:
         return self.best.rate * self.prompt * self.question.machine.kv_token_bytes
 
 
-def machine_of(profile: str, transfer: TransferTime = TRANSFER) -> tuple[WorkerModel, int]:
+def machine_of(
+    profile: str, bandwidth: float | None = None, mixed_s: float | None = None
+) -> tuple[WorkerModel, int]:
     """Return a worker of a profile, and how many GPUs it takes."""
-    known = MACHINES.get(profile)
-    return replace(of_profile(profile), transfer=transfer), known.gpus if known else 1
+    machine = assuming(of_profile(profile), bandwidth, mixed_s)
+    return machine, machine.gpus
 
 
 def workers_of(gpus: int, gpus_each: int, profile: str) -> int:
@@ -101,15 +109,20 @@ def plan(
         )
     if rate is not None:
         _check_rate(rate, ranking[0], gpus, gpus_each, question.machine.profile)
-    tell("one worker more, and one fewer", SEARCHED)
-    more = search.resized(ranking[0], workers + 1)
-    fewer = search.resized(ranking[0], workers - 1)
-    if fewer is None and workers > 1:  # one worker is no two pools
-        fewer = next(iter(search.family(ONE_POOL, workers - 1, (SEARCHED, SEARCHED))), None)
     played: dict[str, tuple[float, float]] = {}
+    plainly = {each.shape: each.rate for each in ranking}
     if exact:
         require_vllm()
         ranking, played = _exactly(search, ranking, tell)
+    best = ranking[0]
+    tell("one worker more, and one fewer", EXACTED)
+    more = search.resized(best, workers + 1)
+    fewer = search.resized(best, workers - 1)
+    if fewer is None and workers > 1:  # one worker is no two pools
+        fewer = next(iter(search.family(ONE_POOL, workers - 1, (EXACTED, EXACTED))), None)
+    # These are of plain workers: taken to be as far off as the best was.
+    off = best.rate / plainly[best.shape]
+    more, fewer = (each and replace(each, rate=each.rate * off) for each in (more, fewer))
     traffic = search.traffic
     tell("done", 1.0)
     return Plan(
@@ -158,37 +171,63 @@ def require_vllm() -> None:
 def _exactly(
     search: Search, ranking: list[Served], tell: Tell
 ) -> tuple[list[Served], dict[str, tuple[float, float]]]:
-    """Lower the rates of the first two until real schedulers serve them too."""
+    """Lower the rates of the best of each kind until real schedulers serve them too."""
+    question = search.question
     played: dict[str, tuple[float, float]] = {}
     again: list[Served] = []
-    for at, served in enumerate(ranking[:2]):
-        tell(f"exactly: {served.shape}", SEARCHED + 0.1 * (at + 1))
+    for at, served in enumerate(ranking):
+        tell(f"exactly: {served.shape}", SEARCHED + (EXACTED - SEARCHED) * at / len(ranking))
         rate = served.rate
-        share = play_exactly(search.question, served, rate)
+        run = play_exactly(question, served.shape, rate)
         for _ in range(EXACT_TRIES - 1):
-            if share >= search.question.share:
+            if run.all.share >= question.share:
                 break
             rate *= EXACT_STEP
-            share = play_exactly(search.question, served, rate)
-        played[str(served.shape)] = rate, share
-        again.append(replace(served, rate=rate))
-    return [*ordered(again), *ranking[2:]], played
+            run = play_exactly(question, served.shape, rate)
+        played[str(served.shape)] = rate, run.all.share
+        if run.all.share >= question.share:
+            again.append(Served(served.shape, rate, run))
+    if not again:
+        lowest = ", ".join(f"{rate:.3g} ({share:.0%})" for rate, share in played.values())
+        raise UsageError(
+            f"--exact: with vLLM's own schedulers none of the best fleets has {question.share:.0%} "
+            f"in time at {lowest} requests/s; give looser targets, or leave --exact out"
+        )
+    return ordered(again), played
 
 
-def play_exactly(question: Question, served: Served, rate: float) -> float:
-    """Return the share in time with real schedulers."""
+def play_exactly(question: Question, shape: Shape, rate: float) -> Run:
+    """Play a fleet with real schedulers."""
     from proxy.config import FleetConfig
     from vllm_sched.sim.exact import ExactEngine
     from vllm_sched.sim.fleet import SimulatedFleet
 
-    placed = served.shape.placed(question.machine)
-    config = FleetConfig(**served.shape.to_fleet(question.machine, "model", 1))
-    models = {each.model.name: each.model for each in placed}
+    config = FleetConfig(**shape.to_fleet(question.machine, "model", question.machine.gpus))
+    models = {each.model.name: each.model for each in shape.placed(question.machine)}
     fleet = SimulatedFleet(config, models, ExactEngine, seed=question.seed)
     count = min(max(round(rate * EXACT_LASTS_S), EXACT_REQUESTS), MOST_EXACT_REQUESTS)
     played = fleet.play(question.schedule(rate, count))
-    met = sum(map(question.targets.met_by, played.outcomes))
-    return met / len(played.outcomes)
+    return counted(played.outcomes, question.targets, played.duration)
+
+
+def counted(outcomes: Sequence[Outcome], targets: Targets, duration_s: float) -> Run:
+    """Count what a simulation kept of each request."""
+    figures, gaps = Figures(arrived=len(outcomes)), Sketch()
+    for each in outcomes:
+        if not each.good:
+            continue
+        figures.done += 1
+        figures.met += targets.met_by(each)
+        figures.prompt_tokens += each.prompt_tokens
+        figures.output_tokens += each.completed
+        figures.ttft.add(each.ttft)
+        if each.tpot is not None:
+            figures.tpot.add(each.tpot)
+            figures.longest.add(max(each.itls))
+        for gap in each.itls:
+            gaps.add(gap)
+    span = max((each.at for each in outcomes), default=0.0)
+    return Run(figures, {}, len(outcomes) - figures.done, span, duration_s, gaps)
 
 
 # As a fleet file
@@ -203,8 +242,8 @@ def fleet_of(found: Plan, model: str = "") -> dict[str, Any]:
     )
 
 
-def write(found: Plan, path: Path, *, model: str, command: str) -> None:
-    """Write the fleet file."""
+def write(found: Plan, path: Path, *, model: str, command: str, traffic: str) -> None:
+    """Write the fleet file; `traffic` is what `simulate` is asked for to see the same."""
     targets = " ".join(
         f"{name}:{value:g}"
         for name, value in found.question.targets.as_ms().items()
@@ -218,7 +257,7 @@ def write(found: Plan, path: Path, *, model: str, command: str) -> None:
         f"#     {command}",
         "#",
         f"#     vllm-sched check {path.name}",
-        f"#     vllm-sched simulate {path.name} --workload {found.question.source.name}",
+        f"#     vllm-sched simulate {path.name} {traffic}",
         "#",
         "# To run it give each worker the url where it listens; or, with all GPUs in this machine,",
         "# its own of them under launch.env (CUDA_VISIBLE_DEVICES), and `vllm-sched up`.",

@@ -126,7 +126,7 @@ class Served:
 
 
 class Search:
-    """Searches; remembers what was asked before."""
+    """Searches, with the same requests for every fleet."""
 
     def __init__(self, question: Question, tell: Tell = lambda _what, _share: None) -> None:
         self.question = question

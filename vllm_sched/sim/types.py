@@ -90,6 +90,7 @@ class WorkerModel:
     max_model_len: int
     kv_tokens: int  # that its cache holds
     profile: str = ""  # where `time` is from
+    gpus: int = 1
     block_tokens: int = 16
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 8192
@@ -101,6 +102,7 @@ class WorkerModel:
     kv_token_bytes: int = 131_072  # that a token's KV takes, over all layers
     kv_pieces: int = 64  # contiguous pieces that a block's KV is in: layers x 2
     transfer: TransferTime = field(default_factory=TransferTime)  # from another worker
+    assumed: tuple[str, ...] = ()  # of these sizes nobody knows them
 
     def transfer_s(self, tokens: int) -> float:
         """How long it takes to fetch so many tokens' KV."""

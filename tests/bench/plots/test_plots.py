@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Sequence
 from itertools import pairwise
@@ -17,10 +18,12 @@ from vllm_sched.bench.outcome import Outcome
 from vllm_sched.bench.plots import draw_run, draw_sweep, style
 from vllm_sched.bench.plots.crowd import sent_to_workers, served_by_tenant
 from vllm_sched.bench.plots.curves import Curve
+from vllm_sched.bench.plots.steps import Step, columns, draw_steps, steps_of
 from vllm_sched.bench.plots.tails import ccdf
 from vllm_sched.bench.result import Result
 from vllm_sched.bench.traffic.catalogue import find
 from vllm_sched.bench.traffic.schedule import Schedule
+from vllm_sched.engine.trace import StepNote, Trace, chrome
 from vllm_sched.errors import UsageError
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -76,6 +79,36 @@ def test_a_run_is_drawn(tmp_path: Path) -> None:
     for path in drawn:
         if path.suffix == ".png":
             assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_steps_are_drawn_under_their_budget(tmp_path: Path) -> None:
+    steps = [Step(n * 0.1, n * 0.1 + 0.1, 500.0 - n, float(n), 512.0) for n in range(20)]
+    draw_steps(tmp_path / "steps", "Steps", [*steps, Step(9.0, 9.1, 0.0, 3.0, 512.0)])
+    path = tmp_path / "steps.svg"
+    assert {"time (s)", "tokens in a step", "prefill", "decode", "budget"} <= set(texts(path))
+    assert [len(marked(path, name)) for name in ("prefill", "decode", "budget")] == [1, 1, 1]
+    assert dashes(marked(path, "budget")) != {"solid"}  # told apart without colour
+    assert marked(path, "prefill")[0].findall(f".//{SVG}path")
+    draw_steps(tmp_path / "none", "Steps", [])
+
+
+def test_very_many_steps_are_taken_together() -> None:
+    steps = [Step(n * 0.01, n * 0.01 + 0.01, 100.0, 4.0, 512.0) for n in range(9000)]
+    shown = columns(steps, 100)
+    assert 90 <= len(shown) <= 101
+    assert {(step.prefill, step.decode) for step in shown} == {(100.0, 4.0)}
+    assert shown[0].start == 0.0
+    assert shown[-1].end == pytest.approx(90.0, abs=1.0)
+    assert columns(steps[:50], 100) == steps[:50]
+
+
+def test_steps_are_read_from_a_trace() -> None:
+    trace = Trace()
+    trace.arrived(0.0, "a", 300)
+    trace.stepped(StepNote(1, 1.0, 1.5, 256, {"a": 250, "b": 1}, {"a": 0}, 2, 0))
+    trace.stepped(StepNote(2, 1.5, 1.6, 256, {"b": 1}, {}, 2, 0))
+    events = json.loads("".join(chrome(trace.copy(), 2.0)))["traceEvents"]
+    assert steps_of(events) == [Step(1.0, 1.5, 250, 1, 256), Step(1.5, 1.6, 0, 1, 256)]
 
 
 @pytest.mark.parametrize("name", ["TTFT", "ITL"])

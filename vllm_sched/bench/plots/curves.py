@@ -39,9 +39,11 @@ def draw_goodput(
         axes.set_xlim(left=0)
         axes.set_ylim(0, max(most, _top(curves)))
         if targets:
+            words = f"in time: {targets}"
+            if any(curve.knee is not None for curve in curves.values()):
+                words += f"; marked: the most that is {share:.0%} in time"
             axes.annotate(
-                f"in time: {targets}; marked: the most that is {share:.0%} in time",
-                (0, -0.16), xycoords="axes fraction", color=MUTED, fontsize=8, va="top",
+                words, (0, -0.16), xycoords="axes fraction", color=MUTED, fontsize=8, va="top",
                 annotation_clip=False,
             )  # fmt: skip
         legend(axes, len(curves))

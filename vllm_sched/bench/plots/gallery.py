@@ -30,14 +30,12 @@ def draw_run(result: Result, folder: Path) -> list[Path]:
         {klass: [o.ttft for o in good if o.klass == klass] for klass in names},
         result.targets.ttft,
     )
-    draw_tail(
-        folder / "itl",
-        f"Gaps between tokens, {name}",
-        "ITL",
-        {klass: [gap for o in good if o.klass == klass for gap in o.itls] for klass in names},
-        result.targets.itl,
-    )
-    drawn += [*files(folder / "ttft"), *files(folder / "itl")]
+    drawn += files(folder / "ttft")
+    gaps = {klass: [gap for o in good if o.klass == klass for gap in o.itls] for klass in names}
+    if any(gaps.values()):  # answers of one token, or of which no more was told, have none
+        title = f"Gaps between tokens, {name}"
+        draw_tail(folder / "itl", title, "ITL", gaps, result.targets.itl)
+        drawn += files(folder / "itl")
     if any(each.tenant for each in good):
         draw_tenants(folder / "tenants", good)
         drawn += files(folder / "tenants")

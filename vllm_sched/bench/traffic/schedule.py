@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -51,6 +52,8 @@ class Schedule:
         ):
             if value is not None and not value > least:
                 raise UsageError(f"--{field} {value:g}: must be more than 0")
+            if value == math.inf:
+                raise UsageError(f"--{field} inf: give a number; --concurrency keeps all busy")
         if self.rate is not None and self.concurrency is not None:
             raise UsageError("--request-rate and --concurrency: an open or a closed loop, not both")
         if self.burstiness is not None and self.timed:

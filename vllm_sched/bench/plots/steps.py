@@ -1,0 +1,100 @@
+"""Tokens per step against the budget: what a scheduler made of each step.
+
+Prefill lies on top of decodes, so that a step's height is all that it computed; the budget is a
+line above it. Where there are more steps than a picture has columns, a column is their mean.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from statistics import fmean
+from typing import TYPE_CHECKING, Any, Final
+
+from vllm_sched.bench.plots.style import COLOURS, MUTED, picture
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+    from pathlib import Path
+
+COLUMNS: Final = 1200
+MICRO: Final = 1e6
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One step, in seconds and tokens."""
+
+    start: float
+    end: float
+    prefill: float
+    decode: float
+    budget: float
+
+
+def steps_of(events: Iterable[Mapping[str, Any]]) -> list[Step]:
+    """Find the steps in a trace that an engine wrote, or a simulated one (`engine/trace`)."""
+    return [
+        Step(
+            event["ts"] / MICRO,
+            (event["ts"] + event["dur"]) / MICRO,
+            facts["prefill_tokens"],
+            facts["tokens"] - facts["prefill_tokens"],
+            facts["budget"],
+        )
+        for event in events
+        if event["ph"] == "X" and "budget" in (facts := event["args"])
+    ]
+
+
+def draw_steps(stem: Path, title: str, steps: Sequence[Step]) -> None:
+    """Draw them over time."""
+    shown = columns(steps)
+    x: list[float] = []
+    decode: list[float] = []
+    whole: list[float] = []
+    for step, later in zip(shown, [*shown[1:], None], strict=False):
+        x.append(step.start)
+        decode.append(step.decode)
+        whole.append(step.decode + step.prefill)
+        if later is None or later.start > step.end:  # nothing ran: not the last step for ever
+            x.append(step.end)
+            decode.append(0.0)
+            whole.append(0.0)
+    with picture(stem, title, "time (s)", "tokens in a step") as axes:
+        looks = {"step": "post", "linewidth": 0.4, "edgecolor": COLOURS[4]}
+        axes.fill_between(
+            x, decode, whole, label="prefill", color="#c9dceb", hatch="///", gid="prefill", **looks
+        )
+        axes.fill_between(x, decode, label="decode", color=COLOURS[1], gid="decode", **looks)
+        axes.plot(
+            [step.start for step in shown] + [step.end for step in shown[-1:]],
+            [step.budget for step in shown] + [step.budget for step in shown[-1:]],
+            drawstyle="steps-post", color=MUTED, linestyle=(0, (5, 2)), linewidth=1.2,
+            label="budget", gid="budget",
+        )  # fmt: skip
+        axes.set_ylim(
+            0, 1.25 * max((max(s.budget, s.prefill + s.decode) for s in shown), default=1)
+        )
+        axes.set_xlim(left=shown[0].start if shown else 0)
+        axes.legend(loc="upper right", ncols=3, handlelength=2.4)
+
+
+def columns(steps: Sequence[Step], most: int = COLUMNS) -> list[Step]:
+    """Put steps that no eye could tell apart into one."""
+    if len(steps) <= most:
+        return list(steps)
+    start = steps[0].start
+    width = (steps[-1].end - start) / most or 1.0
+    found: dict[int, list[Step]] = {}
+    for step in steps:
+        found.setdefault(int((step.start - start) / width), []).append(step)
+    return [
+        Step(
+            start + column * width,
+            max(start + (column + 1) * width, inside[-1].end),
+            fmean(step.prefill for step in inside),
+            fmean(step.decode for step in inside),
+            fmean(step.budget for step in inside),
+        )
+        for column, inside in found.items()
+    ]
