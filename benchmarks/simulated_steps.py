@@ -33,13 +33,14 @@ from rich.console import Console
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.engine.llm_engine import LLMEngine
 
-from benchmarks.simulator import BUDGET, FIGURES, Pair, cases, tell
+from benchmarks.simulator import BUDGET, COSTS, FIGURES, Pair, cases, tell
 from proxy.config import parse
 from vllm_sched.bench import goodput
 from vllm_sched.bench.result import Result
 from vllm_sched.bench.traffic.catalogue import find
 from vllm_sched.bench.traffic.schedule import Schedule
 from vllm_sched.cost.calibration import Calibration, Measured, calibrate
+from vllm_sched.cost.step_time import StepTime
 from vllm_sched.engine.simulated import SimulatedStep
 from vllm_sched.sim.exact import ExactEngine
 from vllm_sched.sim.fleet import SimulatedFleet
@@ -125,6 +126,12 @@ def fitted(
     return calibrate(seen)
 
 
+def write_costs(folder: Path, time_of: StepTime) -> None:
+    """Write what the fleets' workers name as their profiles."""
+    for name in COSTS.values():
+        (folder / name).write_text(json.dumps({"step_time": time_of.to_json()}))
+
+
 def main() -> None:
     """Compute, fit, simulate, compare."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -132,7 +139,7 @@ def main() -> None:
     parser.add_argument("--request-rate", type=float, default=2.0)
     parser.add_argument("--duration", type=float, default=30.0)
     parser.add_argument("--rounds", type=int, default=3, help="of computed steps, for medians")
-    parser.add_argument("--cases", nargs="+", choices=cases([0]), default=[*cases([0])])
+    parser.add_argument("--cases", nargs="+", choices=cases([0, 1]), default=[*cases([0, 1])])
     parser.add_argument("--save", type=Path)
     given = parser.parse_args()
     console = Console()
@@ -146,16 +153,16 @@ def main() -> None:
         )  # fmt: skip
 
     with tempfile.TemporaryDirectory() as name:
-        folder, cost = Path(name), Path(name) / "cost.json"
-        cost.write_text('{"step_time": {}}')
-        fleets = {key: blocks for key, blocks in cases([0]).items() if key in given.cases}
+        folder = Path(name)
+        write_costs(folder, StepTime())
+        fleets = {key: blocks for key, blocks in cases([0, 1]).items() if key in given.cases}
         found = fitted(executor, [*fleets.values()][:2], schedule(FIT), folder)
         console.print(
             f"fitted to {len(found.fitted)} steps; median error of {len(found.held_out)} others "
             f"{found.error() or 0.0:.1%}: {found.time}",
             highlight=False,
         )
-        cost.write_text(json.dumps({"step_time": found.time.to_json()}))
+        write_costs(folder, found.time)
         pairs = []
         for key, blocks in fleets.items():
             computed = partial(ComputedEngine, executor=executor, seen=[])

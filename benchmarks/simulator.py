@@ -32,7 +32,9 @@ from rich.console import Console
 from rich.table import Table
 
 from vllm_sched.cost.step_time import StepShape, StepTime
+from vllm_sched.workers import launch
 from vllm_sched.workers.launch import free_port
+from vllm_sched.workers.tiny_model import tiny_model
 
 BUDGET = 512
 FLAGS = [
@@ -46,26 +48,29 @@ FIGURES = {
 }  # fmt: skip
 # What the policies are ordered by, of the class that comes most often: shorts.
 ORDER = "p99_ttft_ms"
-LONE = 8
+LONE, IDLE_S = 24, 0.15
+# Played first and not counted: a worker's first steps are slow, and its policies learn from them.
+WARM_UP = ["--workload", "2000x16:0.5,100x32:0.5", "--request-rate", "5", "--duration", "6"]
+# By how many processors the worker has: its server may have to share one with its engine.
+COSTS = {1: "cost-of-one.json", 2: "cost-of-two.json"}
 COMMAND = [sys.executable, "-m", "vllm_sched.cli.main"]
 
 
-def worker(name: str, cpu: int, **more: Any) -> dict[str, Any]:
-    """Describe a worker that is both real and simulated."""
-    launch = {"args": FLAGS, "cpus": [cpu], "policies": more.pop("policies", {})}
-    return {"name": name, "profile": "cost.json", "launch": launch, **more}
+def worker(name: str, cpus: Sequence[int], **more: Any) -> dict[str, Any]:
+    """Describe a worker that is both real and simulated, and calibrated as it is deployed."""
+    launch = {"args": FLAGS, "cpus": [*cpus], "policies": more.pop("policies", {})}
+    return {"name": name, "profile": COSTS[len(cpus)], "launch": launch, **more}
 
 
 def cases(cpus: Sequence[int]) -> dict[str, dict[str, Any]]:
-    """Describe the fleets; the last processor is for one that is alone."""
-    last = cpus[-1]
+    """Describe the fleets, for two processors: one that is alone has both."""
     pools = [
-        worker("short-0", cpus[0], role="short", max_model_len=4096),
-        worker("long-0", last, role="long", policies={"long_prompt": {}}),
+        worker("short-0", cpus[:1], role="short", max_model_len=4096),
+        worker("long-0", cpus[-1:], role="long", policies={"long_prompt": {}}),
     ]
     return {
-        "default": {"workers": [worker("w0", last)]},
-        "long_prompt": {"workers": [worker("w0", last, policies={"long_prompt": {}})]},
+        "default": {"workers": [worker("w0", cpus)]},
+        "long_prompt": {"workers": [worker("w0", cpus, policies={"long_prompt": {}})]},
         "pools": {"workers": pools, "routing": {"short_limit": 1500}},
     }
 
@@ -111,11 +116,26 @@ def _complete(url: str, words: int) -> float:
     return time.perf_counter() - began
 
 
+def calibrated(described: Mapping[str, Any], folder: Path, console: Console) -> None:
+    """Calibrate a worker as it is deployed, without policies, unless that was done."""
+    cost, cpus = folder / described["profile"], described["launch"]["cpus"]
+    if cost.exists():
+        return
+    console.print(f"calibrating a worker of {len(cpus)} processors", style="dim")
+    with launch.worker(model=str(tiny_model()), flags=FLAGS, cpus=cpus, name="w0") as started:
+        words = ["calibrate", "--url", started.url, "--budget", str(BUDGET)]
+        _command([*words, "--save", str(cost)])
+
+
 def front_of(url: str, time_of: StepTime) -> float:
-    """Measure what HTTP and tokenizer add: a lone request, less the step that it takes."""
+    """Measure what HTTP, router and tokenizer add: a lone request, less the step that it takes."""
     tokens = 100
     step = time_of.seconds(StepShape(prefill_tokens=tokens, pairs=tokens**2 / 2))
-    return max(statistics.median(_complete(url, tokens) for _ in range(LONE)) - step, 0.0)
+    times = []
+    for _ in range(LONE):
+        time.sleep(IDLE_S)  # as between requests that come one by one
+        times.append(_complete(url, tokens))
+    return max(statistics.median(times) - step, 0.0)
 
 
 @dataclass(frozen=True)
@@ -147,9 +167,11 @@ def run_case(
     router = {"port": port, "admin": {"port": admin}}
     file.write_text(yaml.safe_dump({"model": "tiny", "router": router, **blocks}))
     real, simulated = folder / f"{name}.real.json", folder / f"{name}.simulated.json"
-    time_of = StepTime.from_json(json.loads((folder / "cost.json").read_text())["step_time"])
+    profile = blocks["workers"][0]["profile"]
+    time_of = StepTime.from_json(json.loads((folder / profile).read_text())["step_time"])
     console.print(f"{name}: a real fleet", style="dim")
     with fleet_up(file, url, folder / f"{name}.log"):
+        _command(["bench", "--url", url, *WARM_UP])
         front_s = front_of(url, time_of)
         _command(["bench", "--url", url, *load, "--save", str(real)])
     console.print(f"{name}: simulated, with {front_s * 1000:.1f} ms in front", style="dim")
@@ -199,7 +221,7 @@ def tell(pairs: Sequence[Pair], console: Console) -> int:
 def main() -> None:
     """Measure, simulate, compare."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--cost", type=Path, help="what `calibrate` saved, with the same budget")
+    parser.add_argument("--costs", type=Path, help="folder of calibrations, made where missing")
     parser.add_argument("--workload", default="long-blocks-short")
     parser.add_argument("--duration", default="36")
     parser.add_argument("--request-rate", help="default: the workload's own times")
@@ -211,24 +233,19 @@ def main() -> None:
     load = ["--workload", given.workload, "--duration", given.duration]
     load += ["--request-rate", given.request_rate] if given.request_rate else []
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        cost = folder / "cost.json"
-        if given.cost:
-            cost.write_text(given.cost.read_text())
-        else:
-            console.print("calibrating", style="dim")
-            flags = [f"--arg={flag}" for flag in FLAGS if "batched" not in flag]
-            words = ["calibrate", "--model", "tiny", "--budget", str(BUDGET), *flags]
-            _command([*words, "--save", str(cost)])
-        pairs = [
-            run_case(name, blocks, folder, load, console)
-            for name, blocks in cases(cpus).items()
-            if name in given.cases
-        ]
+        folder = Path(given.costs or name)
+        fleets = {key: each for key, each in cases(cpus).items() if key in given.cases}
+        for blocks in fleets.values():
+            calibrated(blocks["workers"][0], folder, console)
+        pairs = [run_case(name, blocks, folder, load, console) for name, blocks in fleets.items()]
         tell(pairs, console)
         if given.save:
             content = {
-                "cost": json.loads(cost.read_text()),
+                "costs": {
+                    name: json.loads((folder / name).read_text())
+                    for name in COSTS.values()
+                    if (folder / name).exists()
+                },
                 "cases": {p.name: {"real": p.real, "simulated": p.simulated} for p in pairs},
             }
             given.save.write_text(json.dumps(content) + "\n")

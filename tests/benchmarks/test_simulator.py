@@ -9,7 +9,7 @@ import pytest
 import yaml
 from rich.console import Console
 
-from benchmarks.simulator import BUDGET, Pair, cases, order, tell
+from benchmarks.simulator import BUDGET, COSTS, Pair, cases, order, tell
 from proxy.config import parse
 from vllm_sched.cost.step_time import StepTime
 from vllm_sched.sim.models import worker_models
@@ -48,7 +48,8 @@ def test_another_order_is_said(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_fleets_can_be_simulated(tmp_path: Path) -> None:
-    (tmp_path / "cost.json").write_text('{"step_time": {}}')
+    for name in COSTS.values():
+        (tmp_path / name).write_text('{"step_time": {}}')
     for name, blocks in cases([0, 1]).items():
         text = yaml.safe_dump({"model": "tiny", **blocks})
         for model in worker_models(parse(text, name), tmp_path / "f.yaml").values():

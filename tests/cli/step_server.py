@@ -24,6 +24,7 @@ class Running:
     left: int
     out: asyncio.Queue[tuple[int, int] | None]
     made: int = 0
+    computed: int = 0  # tokens of the prompt
 
 
 @dataclass
@@ -32,6 +33,8 @@ class StepServer:
 
     time: StepTime
     max_model_len: int = 4096
+    budget: int = 2048
+    metrics: str | None = None
     card: dict[str, Any] | None = None
     status: int = 200
     ends_after: int | None = None  # tokens, whatever was asked for
@@ -42,6 +45,10 @@ class StepServer:
         """Name the model."""
         card = {"id": "fake", "max_model_len": self.max_model_len}
         return web.json_response({"data": [card if self.card is None else self.card]})
+
+    async def page(self, _: web.Request) -> web.Response:
+        """Tell the metrics, if there are any."""
+        return web.Response(text=self.metrics or "", status=404 if self.metrics is None else 200)
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
         """Stream one answer, or several."""
@@ -77,18 +84,21 @@ class StepServer:
     async def steps(self) -> None:
         """Step for ever."""
         while True:
-            new, self._waiting = self._waiting, []
-            decoding = [each for each in self._running if each.left > 0]
-            tokens = sum(each.context for each in new)
-            shape = StepShape(
-                tokens,
-                sum(each.context**2 / 2 for each in new),
-                len(decoding),
-                sum(each.context for each in decoding),
-            )
-            await asyncio.sleep(self.time.seconds(shape) or 0.001)
-            self._running = [*decoding, *new]
+            self._running, self._waiting = [*self._running, *self._waiting], []
+            self._running = [each for each in self._running if each.left > 0]
+            decoding = [each for each in self._running if each.made]
+            left, tokens, pairs = self.budget - len(decoding), 0, 0.0
+            stepped = list(decoding)
             for each in self._running:
+                chunk = 0 if each.made else min(each.context - each.computed, left)
+                tokens, left = tokens + chunk, left - chunk
+                pairs += chunk * (each.computed + chunk / 2)
+                each.computed += chunk
+                if chunk and each.computed == each.context:
+                    stepped.append(each)
+            shape = StepShape(tokens, pairs, len(decoding), sum(each.context for each in decoding))
+            await asyncio.sleep(self.time.seconds(shape) or 0.001)
+            for each in stepped:
                 each.left -= 1
                 each.made += 1
                 each.context += 1
@@ -108,6 +118,7 @@ def serving(server: StepServer) -> Iterator[str]:
     async def run() -> None:
         app = web.Application()
         app.router.add_get("/v1/models", server.models)
+        app.router.add_get("/metrics", server.page)
         app.router.add_post("/v1/completions", server.completions)
         runner = web.AppRunner(app, shutdown_timeout=0.1)
         await runner.setup()

@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 from tests.cli.step_server import StepServer, serving
-from vllm_sched.bench.steps import MeasureError, Plan, Stream, quick
+from vllm_sched.bench.steps import Lone, Plan
+from vllm_sched.bench.timed import MeasureError, Stream
+from vllm_sched.cli.calibrate import Whole
 from vllm_sched.cli.main import main
 from vllm_sched.cost.step_time import StepTime
 from vllm_sched.workers import launch
@@ -18,6 +20,7 @@ TIME = StepTime(
     decode_s=1e-4,
     prefill_fixed_s=0.005,
     prefill_s=5e-5,
+    pair_s=1e-7,
     mixed_s=0.003,
 )
 SMALL = ("--max-batch", "2", "--budget", "128")
@@ -34,9 +37,14 @@ def test_the_plan_fills_no_step_beyond_its_budget() -> None:
     assert len(plan.prompts) == 10
 
 
-def test_the_plan_keeps_within_the_models_context() -> None:
-    plan = Plan.of(budget=8192, max_batch=8, max_model_len=1024)
-    assert max(plan.contexts) < 1024 - 44
+def test_the_plan_reaches_the_longest_context_but_keeps_within_it() -> None:
+    for budget, most in ((8192, 1024), (512, 16_384)):
+        plan = Plan.of(budget=budget, max_batch=8, max_model_len=most)
+        assert 0.85 * most < max(plan.contexts) < most - 88
+    # From step to step no context is left out, and many together have none that is too long.
+    assert plan.contexts == (16, 126, 504, 2016, 8064, 16_292)
+    assert plan.contexts_of(1) == [*plan.contexts]
+    assert plan.contexts_of(8) == [16, 126, 504, 2016]
 
 
 def test_a_budget_that_leaves_no_room() -> None:
@@ -55,17 +63,13 @@ def test_a_gap_is_a_step_only_where_one_token_came() -> None:
     assert stream.gap(4) is None
 
 
-def test_a_quarter_is_quicker() -> None:
-    assert quick([5.0, 1.0, 2.0, 9.0, 3.0]) == 2.0
-    assert quick([4.0]) == 4.0
-
-
 # The command
 
 
 def test_a_server_of_known_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     cost, picture = tmp_path / "cost.json", tmp_path / "cost.svg"
-    with serving(StepServer(TIME)) as url:
+    page = 'vllm:cache_config_info{block_size="32",num_gpu_blocks="64",x="None"} 1.0\n'
+    with serving(StepServer(TIME, budget=128, max_model_len=1024, metrics=page)) as url:
         arguments = ["calibrate", "--url", url, *SMALL, "--save", str(cost), "--plot", str(picture)]
         assert main(arguments) == 0
     printed = capsys.readouterr().out
@@ -73,6 +77,13 @@ def test_a_server_of_known_steps(tmp_path: Path, capsys: pytest.CaptureFixture[s
         assert words in printed
     content = json.loads(cost.read_text())
     assert content["model"] == "fake"
+    sizes = ("gpus", "max_model_len", "max_num_batched_tokens", "kv_tokens", "block_tokens")
+    assert [content[name] for name in sizes] == [1, 1024, 128, 2048, 32]
+    # Contexts reach as far as the worker's do: else nothing would say what long prompts take.
+    assert max(s["pairs"] / (s["prefill_tokens"] or 1) for s in content["steps"]) > 500
+    assert max(s["context_tokens"] for s in content["steps"] if s["decodes"] == 1) > 900
+    assert [each["tokens"] for each in content["whole_prompts"]][-2:] == [255, 1022]
+    assert content["front_s"] >= 0
     kinds = {(s["prefill_tokens"] > 0, s["decodes"] > 0) for s in content["steps"]}
     assert kinds == {(True, False), (False, True), (True, True)}
     assert any(step["held_out"] for step in content["steps"])
@@ -80,6 +91,7 @@ def test_a_server_of_known_steps(tmp_path: Path, capsys: pytest.CaptureFixture[s
     found = StepTime.from_json(content["step_time"])
     assert found.decode_fixed_s + 4 * found.decode_s >= 0.9 * TIME.decode_fixed_s
     assert found.prefill_s > 0
+    assert found.pair_s == pytest.approx(TIME.pair_s, rel=0.5)
     assert picture.read_text().count("<polyline") == 1
     # What was saved is what `threshold` reads.
     lengths = ("--slots", "32", "--mean-output", "64", "--mean-prompt", "200")
@@ -106,15 +118,27 @@ def test_nobody_listens(capsys: pytest.CaptureFixture[str]) -> None:
         (StepServer(TIME, card={"id": "x"}), "names no model with a max_model_len"),
         (StepServer(TIME, status=503), "answered 503"),
         (StepServer(TIME, ends_after=3), "an answer ended after 3 of 44 tokens"),
-        (StepServer(TIME, max_model_len=80), "leaves a prompt 35 beside 2 decodes"),
+        (StepServer(TIME, max_model_len=150), "leaves a prompt 58 beside 2 decodes"),
+        (StepServer(TIME, budget=64, max_model_len=700), "--budget 128 must be the worker's"),
     ],
-    ids=["no vLLM", "refuses", "ends early", "small context"],
+    ids=["no vLLM", "refuses", "ends early", "small context", "another budget"],
 )
 def test_a_worker_that_cannot_be_measured(
     server: StepServer, said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with serving(server) as url:
         assert said in failed(capsys, 1, "--url", url, *SMALL)
+
+
+def test_a_front_is_what_steps_leave_of_short_prompts() -> None:
+    lone = [Lone(16, TIME.prefill_fixed_s + 16 * TIME.prefill_s + 16**2 / 2 * TIME.pair_s + 0.02)]
+    whole = Whole.of([*lone, Lone(4000, 1.0)], TIME, 512)
+    assert whole.front_s == pytest.approx(0.02)
+    (_, _, off), (long, expected, error) = whole.errors()
+    assert off == pytest.approx(0.0)
+    assert long.tokens == 4000
+    assert expected == pytest.approx(0.02 + 8 * 0.005 + 4000 * 5e-5 + 8e6 * 1e-7)
+    assert error == pytest.approx(expected - 1)
 
 
 @pytest.mark.parametrize(

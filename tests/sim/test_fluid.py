@@ -330,11 +330,13 @@ def test_whatever_comes_and_goes_nothing_is_left(seed: int) -> None:
             if event.finished and jobs[event.job_id].leg is Leg.PREFILL:
                 kept.append(event.job_id)
 
+    present = set[str]()
     for _ in range(20_000):
         due = engine.next_at()
         if waiting and (due == float("inf") or rng.random() < 0.3):
             now = min(now + rng.random() * 0.1, due)
             hear(now)
+            present.add(waiting[-1].id)
             engine.submit(waiting.pop(), now)
         elif kept and (due == float("inf") or rng.random() < 0.3):
             engine.release(kept.pop(rng.randrange(len(kept))), now)
@@ -343,9 +345,10 @@ def test_whatever_comes_and_goes_nothing_is_left(seed: int) -> None:
         else:
             now = due
             hear(now)
-        if told and rng.random() < 0.02:
-            name = rng.choice(list(told))
-            if not told[name][-1].finished:
+        # Anybody may leave at any time, those too of whom nothing was heard yet.
+        if present and rng.random() < 0.02:
+            name = rng.choice(sorted(present - gone))
+            if name not in told or not told[name][-1].finished:
                 gone.add(name)
                 engine.abort(name, now)
     assert engine.next_at() == float("inf")
@@ -357,6 +360,7 @@ def test_whatever_comes_and_goes_nothing_is_left(seed: int) -> None:
             if jobs[name].leg is not Leg.PREFILL:
                 assert sum(event.tokens for event in events) == output
     assert told.keys() | gone == jobs.keys()
+    assert engine.gauges(now).waiting == 0
     gauges = engine.gauges(now)
     assert gauges == gauges._replace(
         running=0, waiting=0, kv_usage=0.0, backlog_tokens=0, backlog_long_tokens=0

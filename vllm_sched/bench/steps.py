@@ -2,54 +2,50 @@
 
 - decode alone: streams that run together; a gap between two tokens is a step.
 - both: a prompt is sent to a worker that decodes; the gap that ends when the prompt's first token
-  comes is the step that prefilled it.
+  comes is the step that prefilled it. One of many steps leaves as many gaps, each of them a chunk
+  after more and more context: up to the longest prompt that the worker takes.
 - prefill alone: prompts that come while another one, the plug, is being prefilled. They have the
   next step to themselves, which lasts from the plug's token to theirs.
+- whole prompts, each on its own, from request to first token: what is not steps, the front, and
+  whether the steps of a long prompt add up to what it takes.
 
-What else happens on a machine only ever adds to a time, so every point is the quickest quarter of a
-few. Prompts that are timed are random, so that no prefix of theirs is cached.
+Every point is the median of a few. Not the quickest: a token that is handed on late makes one gap
+longer and the next one shorter. Prompts that are timed are random, so that no prefix of theirs is
+cached.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
-import os
-import random
-import re
 import statistics
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Final, Self
 
-import aiohttp
-
-from vllm_sched.bench.excerpt import excerpt
-from vllm_sched.bench.runner import ahead_of_others
-from vllm_sched.bench.workloads import TOKEN_IDS
+from vllm_sched.bench.timed import Api, MeasureError, Stream, session
 from vllm_sched.cost.calibration import Measured
 from vllm_sched.cost.step_time import StepShape
-from vllm_sched.errors import VllmSchedError
 
-TIMEOUT_S: Final = 300.0
-# Each event says how many tokens there are so far.
-COUNT_ALWAYS: Final = {"include_usage": True, "continuous_usage_stats": True}
-TOKENS: Final = re.compile(rb'"completion_tokens":\s*(\d+)')
-# Answers that are cut off leave the worker busy for a step or two.
-SETTLE_S: Final = 0.1
 # Tokens streamed, of which the first few and the last are not of full batches.
 STREAMED, WINDOW = 44, 8
 REPEATS: Final = 5
 BATCH_PROMPTS: Final = (1, 4)
+# Of long prompts, each of which takes long.
+LONG_REPEATS: Final = 3
+LONG: Final = 4096
+# Of a prompt, whose time is mostly that of its attention.
+LEAST_PART: Final = 16
+# Of whole prompts, and what the worker rests before each.
+LONE_REPEATS, IDLE_S = 15, 0.15
+# A step between two chunks, or before the first, is so much shorter than a chunk.
+SHORTER: Final = 0.7
+# Steps that streams may take from one prompt to the next.
+BETWEEN: Final = 40
 # Prompts follow the plug so much later; tokens that come further apart are of different steps.
 FOLLOW_S: Final = 0.002
 TOGETHER: Final = 0.3
-
-
-class MeasureError(VllmSchedError):
-    """A worker that can't be measured; the message says why in one line."""
 
 
 @dataclass(frozen=True)
@@ -57,100 +53,65 @@ class Plan:
     """What is measured."""
 
     batches: tuple[int, ...]
-    contexts: tuple[int, ...]
-    prompts: tuple[int, ...]
+    contexts: tuple[int, ...]  # of decodes; together they have no more than the longest of them
+    prompts: tuple[int, ...]  # of one step
     budget: int
     seed: int = 0
 
     @classmethod
     def of(cls, *, budget: int, max_batch: int, max_model_len: int, seed: int = 0) -> Self:
-        """Spread what is measured over what the worker takes in one step."""
+        """Spread what is measured over what the worker takes."""
         batches = [1]
         while batches[-1] * 2 <= max_batch:
             batches.append(batches[-1] * 2)
-        longest = min(budget - max_batch, max_model_len - STREAMED - 1)
+        most = max_model_len - 2 * STREAMED - 4
+        longest = min(budget - max_batch, most)
         if longest < 64:
             raise MeasureError(
                 f"a step of {budget} tokens leaves a prompt {longest} beside {max_batch} decodes, "
                 "64 are needed; give a larger --budget or a smaller --max-batch"
             )
         prompts = sorted({round(16 * (longest / 16) ** (n / 9)) for n in range(10)})
-        contexts = sorted({16, max(longest // 4, 16), longest})
-        return cls(tuple(batches), tuple(contexts), tuple(prompts), budget, seed)
+        contexts = {16, longest // 4, longest, most}
+        while (further := max(each for each in contexts if each < most) * 4) < most:
+            contexts.add(further)
+        return cls(tuple(batches), tuple(sorted(contexts)), tuple(prompts), budget, seed)
+
+    def contexts_of(self, batch: int) -> list[int]:
+        """Leave out what so many together may find no room for, but for those of one step."""
+        most = self.contexts[-1]
+        return [each for each in self.contexts if batch * each <= most or each <= self.prompts[-1]]
 
 
-@dataclass
-class Stream:
-    """One streamed answer: when its tokens came, and how many there were by then."""
+@dataclass(frozen=True)
+class Lone:
+    """A whole prompt that had the worker to itself, from the request to its token."""
 
-    prompt_tokens: int
-    ticks: list[float] = field(default_factory=list)
-    tokens: list[int] = field(default_factory=list)
-    ended: bool = False
-    _news: asyncio.Event = field(default_factory=asyncio.Event)
-
-    @property
-    def count(self) -> int:
-        """Tokens that have come."""
-        return self.tokens[-1] if self.tokens else 0
-
-    def tick(self, now: float, tokens: int) -> None:
-        """Take in what came: one token, unless somebody on the way was slow and merged some."""
-        self.ticks.append(now)
-        self.tokens.append(tokens)
-        self._news.set()
-
-    def gap(self, at: int) -> float | None:
-        """Return the time of the step that made this tick; None if it made more than one token."""
-        if not 0 < at < len(self.ticks) or self.tokens[at] != self.tokens[at - 1] + 1:
-            return None
-        return self.ticks[at] - self.ticks[at - 1]
-
-    def end(self) -> None:
-        """Let nobody wait for more."""
-        self.ended = True
-        self._news.set()
-
-    async def reached(self, tokens: int) -> None:
-        """Wait for so many tokens."""
-        while self.count < tokens:
-            if self.ended:
-                raise MeasureError(f"an answer ended after {self.count} of {tokens} tokens")
-            self._news.clear()
-            await self._news.wait()
+    tokens: int
+    seconds: float
 
 
-class Meter:
+@dataclass(frozen=True)
+class Seen:
+    """What was measured."""
+
+    steps: list[Measured]
+    lone: list[Lone]
+
+
+class Meter(Api):
     """A worker, and the requests that measure it."""
 
-    def __init__(self, session: aiohttp.ClientSession, url: str, plan_seed: int = 0) -> None:
-        self._session = session
-        self._url = url.rstrip("/")
-        self._rng = random.Random(plan_seed)
-        self.model = ""
-        self.max_model_len = 0
-
-    async def meet(self) -> None:
-        """Ask for the model's name and limits."""
-        content = json.loads(await self._get("/v1/models"))
-        try:
-            card = content["data"][0]
-            self.model, self.max_model_len = card["id"], int(card["max_model_len"])
-        except (KeyError, IndexError, TypeError, ValueError):
-            raise MeasureError(
-                f"{self._url}/v1/models names no model with a max_model_len; is that a vLLM worker?"
-            ) from None
-
-    async def measure(self, plan: Plan, tell: Callable[[str], None]) -> list[Measured]:
+    async def measure(self, plan: Plan, tell: Callable[[str], None]) -> Seen:
         """Measure everything, after a warm-up that is thrown away."""
         tell("warming up")
-        await self._decode(plan.batches[-1], plan.contexts[0])
+        await self._decode(plan.batches[-1], plan.contexts[0], plan.budget)
         await self._prefill(1, plan.prompts[-1], plan.prompts[-1])
         found: list[Measured] = []
         for batch in plan.batches:
-            for context in plan.contexts:
+            for context in plan.contexts_of(batch):
                 tell(f"decoding: {batch} at a time, context {context}")
-                found += await self._decode(batch, context)
+                found += await self._decode(batch, context, plan.budget)
         for count in BATCH_PROMPTS:
             for tokens in plan.prompts:
                 if count * tokens <= plan.prompts[-1]:
@@ -159,12 +120,22 @@ class Meter:
         for batch in plan.batches:
             tell(f"both: prompts beside {batch} decoding")
             found += await self._mixed(batch, plan)
-        return found
+        # The whole of what the worker takes, and a quarter of it beside many.
+        for batch, part in ((1, 1.0), (plan.batches[-1], 0.25)):
+            tell(f"both: a long prompt beside {batch} decoding")
+            found += await self._chunks(batch, plan, part)
+        tell("both: the ends of long prompts beside 1 decoding")
+        found += await self._ends(plan)
+        tell("whole prompts")
+        return Seen(found, [await self._lone(tokens) for tokens in self._alone(plan)])
 
     # One kind of step each
 
-    async def _decode(self, batch: int, context: int) -> list[Measured]:
-        async with self._streams(batch, context, 2 * STREAMED + 4 * batch) as streams:
+    async def _decode(self, batch: int, context: int, budget: int) -> list[Measured]:
+        # Those that came first write on while the others' prompts are computed.
+        length = 2 * STREAMED + 4 * batch + batch * context // budget
+        length = min(length, self.max_model_len - context - 1)
+        async with self.streams(batch, context, length) as streams:
             for stream in streams:
                 await stream.reached(1)
             latest = max(streams, key=lambda stream: stream.ticks[0])
@@ -177,7 +148,7 @@ class Meter:
         found = []
         for start in range(0, len(gaps) - WINDOW + 1, WINDOW):
             window = gaps[start : start + WINDOW]
-            seconds = quick(gap for gap, _ in window)
+            seconds = statistics.median(gap for gap, _ in window)
             each = context + round(statistics.fmean(token for _, token in window)) - 1
             found.append(Measured(StepShape(decodes=batch, context_tokens=batch * each), seconds))
         return found
@@ -188,39 +159,28 @@ class Meter:
         gaps: dict[int, list[float]] = {tokens: [] for tokens in plan.prompts}
         contexts: list[int] = []
         # Long enough for all prompts with some steps between; they are cut off at the end.
-        steps = min(len(rounds) * 40, self.max_model_len - plan.contexts[0] - 1)
-        async with self._streams(batch, plan.contexts[0], steps) as streams:
+        steps = min(len(rounds) * BETWEEN, self.max_model_len - plan.contexts[0] - 1)
+        async with self.streams(batch, plan.contexts[0], steps) as streams:
             for stream in streams:
                 await stream.reached(1)
             for tokens in rounds:
-                if any(stream.count + 40 > steps for stream in streams):
+                if any(stream.count + BETWEEN > steps for stream in streams):
                     break
-                seconds, context = await self._beside(streams, tokens)
-                if seconds is not None:
-                    gaps[tokens].append(seconds)
-                    contexts.append(context)
+                if (step := await self._beside(streams, tokens)) is not None:
+                    gaps[tokens].append(step[0])
+                    contexts.append(step[1])
         for tokens, seen in gaps.items():
             if len(seen) > REPEATS // 2:
-                shape = StepShape(
-                    tokens, tokens * tokens / 2, batch, round(statistics.median(contexts))
-                )
-                found.append(Measured(shape, quick(seen)))
+                context = round(statistics.median(contexts))
+                shape = StepShape(tokens, tokens * tokens / 2, batch, context, prompts=1)
+                found.append(Measured(shape, statistics.median(seen)))
         return found
 
-    async def _beside(self, streams: Sequence[Stream], tokens: int) -> tuple[float | None, int]:
+    async def _beside(self, streams: Sequence[Stream], tokens: int) -> tuple[float, int] | None:
         """Time the step that prefills one prompt beside running streams."""
-        newcomer = await self._stream(self._prompt(tokens), 1)
-        first = newcomer.ticks[0]
-        context = sum(stream.prompt_tokens + stream.count for stream in streams)
-        # The step's other tokens come with its own, a little before or after.
-        for stream in streams:
-            await stream.reached(stream.count + 3)
-        gaps = []
-        for stream in streams:
-            at = min(range(1, len(stream.ticks)), key=lambda n: abs(stream.ticks[n] - first))
-            if (gap := stream.gap(at)) is not None:
-                gaps.append(gap)
-        return (statistics.median(gaps) if gaps else None), context
+        newcomer = await self.stream(self.prompt(tokens), 1)
+        (found,) = await _before(streams, newcomer.ticks[0], 1)
+        return found
 
     async def _prefill(self, prompts: int, tokens: int, plug: int) -> list[Measured]:
         """Time a step that prefills so many prompts of so many tokens and does nothing else."""
@@ -232,117 +192,126 @@ class Meter:
                 break
         if len(times) <= REPEATS // 2:
             return []
-        shape = StepShape(prompts * tokens, prompts * tokens * tokens / 2)
-        return [Measured(shape, quick(times))]
+        shape = StepShape(prompts * tokens, prompts * tokens * tokens / 2, prompts=prompts)
+        return [Measured(shape, statistics.median(times))]
 
     async def _behind(self, prompts: int, tokens: int, plug: int) -> float | None:
         """Time the step behind a plug; None if the prompts were not all in it, alone."""
-        batch = [self._prompt(tokens) for _ in range(prompts)]
+        batch = [self.prompt(tokens) for _ in range(prompts)]
         first, then = await asyncio.gather(
-            self._stream(self._prompt(plug), 1), self._stream(batch, 1, after_s=FOLLOW_S)
+            self.stream(self.prompt(plug), 1), self.stream(batch, 1, after_s=FOLLOW_S)
         )
         seconds = then.ticks[0] - first.ticks[0]
         return seconds if then.ticks[-1] - then.ticks[0] < TOGETHER * seconds else None
 
-    # Requests
+    def _most_chunks(self, batch: int, plan: Plan, prompts: int) -> int:
+        """Count the steps of the longest prompt for which streams leave room, so many times."""
+        room = min(self.max_model_len, self.kv_tokens or self.max_model_len) - 2 - plan.budget
+        # Streams write on for as long as the prompts last.
+        spare = batch * (plan.contexts[0] + prompts * BETWEEN)
+        return (room - spare) // (plan.budget - batch + prompts * batch)
 
-    @asynccontextmanager
-    async def _streams(self, count: int, context: int, tokens: int) -> AsyncIterator[list[Stream]]:
-        """Have so many answers streamed inside the block; they are cut off at its end."""
-        streams = [Stream(context) for _ in range(count)]
-        # All but the end of the prompt is one, and cached: a decode reads its context all the same,
-        # and hundreds of long prompts need not be computed for the sake of what follows them.
-        *shared, _ = self._prompt(context)
-        await self._stream([*shared, *self._prompt(1)], 1)
-        tasks = [
-            asyncio.create_task(self._stream([*shared, *self._prompt(1)], tokens, into=stream))
-            for stream in streams
+    async def _ends(self, plan: Plan) -> list[Measured]:
+        """Time small parts of prompts that have a long context: their last steps."""
+        chunk, own = plan.budget - 1, plan.contexts[0]
+        parts = [part for part in (chunk // 16, chunk // 4, chunk // 2) if part >= LEAST_PART]
+        prompts = 2 * LONG_REPEATS * len(parts)
+        most = self._most_chunks(1, plan, prompts)
+        if most < 2:
+            return []
+        found: list[Measured] = []
+        async with self.streams(1, own, prompts * (most + BETWEEN)) as streams:
+            await streams[0].reached(2)
+            for count in (most // 2, most):
+                for part in parts:
+                    tokens = count * chunk + part
+                    seen = [await self._beside(streams, tokens) for _ in range(LONG_REPEATS)]
+                    if good := [each for each in seen if each is not None]:
+                        pairs = part * (count * chunk + part / 2)
+                        context = round(statistics.median(each[1] for each in good))
+                        seconds = statistics.median(each[0] for each in good)
+                        found.append(Measured(StepShape(part, pairs, 1, context, 1), seconds))
+        return found
+
+    async def _chunks(self, batch: int, plan: Plan, part: float) -> list[Measured]:
+        """Time the steps of one long prompt, each of which has all that streams leave it."""
+        chunk, own = plan.budget - batch, plan.contexts[0]
+        count = int(part * self._most_chunks(batch, plan, LONG_REPEATS))
+        if count < 2:
+            return []
+        steps = LONG_REPEATS * (count + BETWEEN)
+        seen: list[list[tuple[float, int]]] = [[] for _ in range(count + 1)]
+        async with self.streams(batch, own, steps) as streams:
+            for stream in streams:
+                await stream.reached(2)
+            for _ in range(LONG_REPEATS):
+                if any(stream.count + count + BETWEEN // 2 > steps for stream in streams):
+                    break
+                newcomer = await self.stream(self.prompt(count * chunk), 1)
+                for index, found in enumerate(await _before(streams, newcomer.ticks[0], count + 1)):
+                    if found is not None:
+                        seen[index].append(found)
+        times = [statistics.median(gap for gap, _ in each) if each else None for each in seen]
+        firsts = [each for each in times[1 : 2 + count // 4] if each is not None]
+        if times[0] and firsts and times[0] > SHORTER * statistics.median(firsts):
+            raise MeasureError(
+                f"a prompt of {count * chunk} tokens beside {batch} decoding was not computed in "
+                f"{count} steps: --budget {plan.budget} must be the worker's "
+                "max_num_batched_tokens, and no policy of its own may size its chunks"
+            )
+        return [
+            Measured(
+                StepShape(
+                    chunk,
+                    chunk * (index * chunk + chunk / 2),
+                    batch,
+                    round(statistics.median(context for _, context in each)),
+                    prompts=1,
+                ),
+                seconds,
+            )
+            for index, (each, seconds) in enumerate(zip(seen[1:], times[1:], strict=True))
+            if seconds is not None
         ]
-        try:
-            yield streams
-        finally:
-            for task in tasks:
-                task.cancel()
-            ended = await asyncio.gather(*tasks, return_exceptions=True)
-            # Why a stream failed says more than that one was too short.
-            for error in ended:
-                if isinstance(error, MeasureError):
-                    raise error
-            await asyncio.sleep(SETTLE_S)
 
-    async def _stream(
-        self,
-        prompt: Sequence[int] | Sequence[Sequence[int]],
-        tokens: int,
-        *,
-        into: Stream | None = None,
-        after_s: float = 0.0,
-    ) -> Stream:
-        stream = into or Stream(0)
-        if after_s:
-            await asyncio.sleep(after_s)
-        body = {
-            "model": self.model, "prompt": prompt, "max_tokens": tokens, "temperature": 0,
-            "ignore_eos": True, "stream": True, "stream_options": COUNT_ALWAYS,
-        }  # fmt: skip
-        try:
-            async with self._session.post(f"{self._url}/v1/completions", json=body) as answer:
-                if answer.status != 200:
-                    raise MeasureError(
-                        f"{self._url} answered {answer.status}: {excerpt(await answer.text())}"
-                    )
-                rest = b""
-                async for chunk in answer.content.iter_any():
-                    now = time.perf_counter()
-                    *events, rest = (rest + chunk).split(b"\n\n")
-                    made = [event for event in events if b'"choices":[{' in event]
-                    if made:
-                        counted = TOKENS.search(made[-1])
-                        known = stream.count + len(made)
-                        stream.tick(now, int(counted[1]) if counted else known)
-        except (aiohttp.ClientError, OSError, TimeoutError) as error:
-            raise _unreachable(self._url, error) from None
-        finally:
-            stream.end()
-        if not stream.ticks:
-            raise MeasureError(f"{self._url} ended an answer without a token")
-        return stream
+    def _alone(self, plan: Plan) -> list[int]:
+        """Choose whole prompts: of one step, and two of many."""
+        most = self.max_model_len - 2
+        longs = [each for each in (most // 4, most) if each > plan.budget]
+        return [*plan.prompts[::3], *longs]
 
-    def _prompt(self, tokens: int) -> list[int]:
-        return self._rng.choices(TOKEN_IDS, k=tokens)
+    async def _lone(self, tokens: int) -> Lone:
+        """Time a prompt that has the worker to itself, from the request to its token."""
+        times = []
+        for _ in range(LONG_REPEATS if tokens > LONG else LONE_REPEATS):
+            await asyncio.sleep(IDLE_S)  # a worker that has just done the like is quicker
+            began = time.perf_counter()
+            times.append((await self.stream(self.prompt(tokens), 1)).ticks[0] - began)
+        return Lone(tokens, statistics.median(times))
 
-    async def _get(self, path: str) -> bytes:
-        try:
-            async with self._session.get(self._url + path) as answer:
-                content = await answer.read()
-        except (aiohttp.ClientError, OSError, TimeoutError) as error:
-            raise _unreachable(self._url, error) from None
-        if answer.status != 200:
-            raise MeasureError(f"{self._url}{path} answered {answer.status}: {excerpt(content)}")
-        return content
+
+async def _before(
+    streams: Sequence[Stream], moment: float, steps: int
+) -> list[tuple[float, int] | None]:
+    """Give the last steps until a moment: how long each took, and the context that it read."""
+    # Its tokens come with the newcomer's, a little before or after.
+    for stream in streams:
+        await stream.reached(stream.count + 3)
+    ends = [stream.nearest(moment) for stream in streams]
+    found: list[tuple[float, int] | None] = []
+    for back in range(steps - 1, -1, -1):
+        at = [(stream, end - back) for stream, end in zip(streams, ends, strict=True)]
+        gaps = [gap for stream, n in at if (gap := stream.gap(n)) is not None]
+        context = sum(stream.prompt_tokens + stream.tokens[n] - 1 for stream, n in at if n >= 0)
+        found.append((statistics.median(gaps), context) if gaps else None)
+    return found
 
 
 @asynccontextmanager
 async def meter(url: str, seed: int = 0) -> AsyncIterator[Meter]:
     """Meet a worker."""
-    key = os.environ.get("VLLM_API_KEY", "")
-    with ahead_of_others():
-        async with aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0),
-            timeout=aiohttp.ClientTimeout(total=TIMEOUT_S),
-            headers={"Authorization": f"Bearer {key}"} if key else {},
-        ) as session:
-            found = Meter(session, url, seed)
-            await found.meet()
-            yield found
-
-
-def quick(times: Iterable[float]) -> float:
-    """Return the time that a quarter is quicker than."""
-    ordered = sorted(times)
-    return ordered[len(ordered) // 4]
-
-
-def _unreachable(url: str, error: BaseException) -> MeasureError:
-    why = excerpt(str(error) or type(error).__name__)
-    return MeasureError(f"{url}: {why}; is a worker listening there?")
+    async with session() as found:
+        worker = Meter(found, url, seed)
+        await worker.meet()
+        await worker.read_cache()
+        yield worker

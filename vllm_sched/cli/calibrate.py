@@ -7,23 +7,27 @@ import asyncio
 import json
 import statistics
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Self
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from vllm_sched.bench.compare import Narrator
-from vllm_sched.bench.steps import MeasureError, Plan, meter
+from vllm_sched.bench.steps import Lone, Plan, Seen, meter
+from vllm_sched.bench.timed import MeasureError
 from vllm_sched.cli import chart
 from vllm_sched.cli.paths import require_folders
-from vllm_sched.cost.calibration import Calibration, Measured, calibrate
+from vllm_sched.cost.calibration import Calibration, calibrate
 from vllm_sched.cost.fit import PLACES, Kind, kind_of
+from vllm_sched.cost.kv_size import kv_bytes_per_token
+from vllm_sched.cost.step_time import StepTime
 from vllm_sched.errors import UsageError
+from vllm_sched.sim.capacity import prefill_seconds
 from vllm_sched.workers import launch
 from vllm_sched.workers.launch import WorkerError
 
@@ -44,6 +48,7 @@ ROWS: Final = (
     ("prefill_s", "t_p: a token of prefill", 1e6, "us"),
     ("pair_s", "a pair of tokens that attend", 1e9, "ns"),
     ("mixed_s", "delta: doing both in a step", 1e3, "ms"),
+    ("prompt_fixed_s", "a prompt, or a part of one", 1e3, "ms"),
     ("floor_s", "the shortest step with prefill", 1e3, "ms"),
 )
 
@@ -89,6 +94,13 @@ def add_calibrate(commands: argparse._SubParsersAction[argparse.ArgumentParser])
         help="most sequences decoding at once, not above the worker's max_num_seqs "
         "(default: %(default)s)",
     )
+    add(
+        "--gpus",
+        type=int,
+        default=1,
+        metavar="N",
+        help="that the worker runs on, for `plan` (default: %(default)s)",
+    )
     add("--seed", type=int, default=0, help="of prompts, held-out steps and intervals")
     add("--save", type=Path, metavar="cost.json", help="write coefficients and all steps")
     add("--plot", type=Path, metavar="FILE.svg", help="draw measured against fitted")
@@ -101,6 +113,34 @@ class Source:
 
     model: str
     where: str
+    gpus: int = 1
+    max_model_len: int = 0
+    max_num_batched_tokens: int = 0
+    kv_tokens: int | None = None
+    block_tokens: int | None = None
+    kv_token_bytes: int | None = None
+
+
+@dataclass(frozen=True)
+class Whole:
+    """Prompts that had the worker to themselves, against what their steps add up to."""
+
+    front_s: float  # HTTP and all else around the steps, of a prompt of one step
+    prompts: tuple[tuple[Lone, float], ...]  # and the seconds that their steps are said to take
+
+    @classmethod
+    def of(cls, lone: Sequence[Lone], time: StepTime, budget: int) -> Self:
+        """Compare."""
+        both = tuple((each, prefill_seconds(time, each.tokens, budget)) for each in lone)
+        fronts = [each.seconds - steps for each, steps in both if each.tokens <= budget]
+        return cls(max(statistics.median(fronts), 0.0) if fronts else 0.0, both)
+
+    def errors(self) -> list[tuple[Lone, float, float]]:
+        """Give what each should have taken, and how far off that is."""
+        return [
+            (each, expected := steps + self.front_s, expected / each.seconds - 1)
+            for each, steps in self.prompts
+        ]
 
 
 def run_calibrate(args: argparse.Namespace) -> int:
@@ -109,17 +149,19 @@ def run_calibrate(args: argparse.Namespace) -> int:
     console = Console()
     try:
         with Narrator(console) as narrator:
-            source, steps = asyncio.run(_measure(args, narrator.step, narrator.detail))
+            source, seen = asyncio.run(_measure(args, narrator.step, narrator.detail))
     except (WorkerError, MeasureError) as error:
         print(f"vllm-sched calibrate: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("vllm-sched calibrate: interrupted; nothing is left running", file=sys.stderr)
         return INTERRUPTED
-    found = calibrate(steps, seed=args.seed)
+    found = calibrate(seen.steps, seed=args.seed)
+    whole = Whole.of(seen.lone, found.time, args.budget)
     _tell(console, found)
+    _tell_whole(console, whole)
     if args.save:
-        args.save.write_text(json.dumps(to_json(source, found), indent=1) + "\n")
+        args.save.write_text(json.dumps(to_json(source, found, whole), indent=1) + "\n")
         console.print(f"saved {args.save}", style="dim", highlight=False)
     if args.plot:
         args.plot.write_text(chart.draw(picture(source, found)))
@@ -129,7 +171,7 @@ def run_calibrate(args: argparse.Namespace) -> int:
 
 def check(args: argparse.Namespace) -> None:
     """Refuse what would only fail after minutes of measuring."""
-    for name in ("budget", "max_batch"):
+    for name in ("budget", "max_batch", "gpus"):
         if (value := getattr(args, name)) < 1:
             raise UsageError(f"--{name.replace('_', '-')} {value}: at least 1 is needed")
     if args.args and args.url:
@@ -143,7 +185,7 @@ def check(args: argparse.Namespace) -> None:
 
 async def _measure(
     args: argparse.Namespace, step: Callable[[str], None], detail: Callable[[str], None]
-) -> tuple[Source, list[Measured]]:
+) -> tuple[Source, Seen]:
     async with AsyncExitStack() as stack:
         url = args.url
         if url is None:
@@ -158,8 +200,26 @@ async def _measure(
             seed=args.seed,
         )
         step("measuring")
-        steps = await found.measure(plan, detail)
-        return Source(args.model or found.model, args.url or "here"), steps
+        seen = await found.measure(plan, detail)
+        source = Source(
+            args.model or found.model,
+            args.url or "here",
+            args.gpus,
+            found.max_model_len,
+            args.budget,
+            found.kv_tokens,
+            found.block_tokens,
+            _kv_token_bytes(found.root),
+        )
+        return source, seen
+
+
+def _kv_token_bytes(root: str) -> int | None:
+    """Read it from the model's own configuration, where that lies on this machine."""
+    try:
+        return kv_bytes_per_token(json.loads((Path(root) / "config.json").read_text()))
+    except (OSError, ValueError, UsageError):
+        return None
 
 
 def _worker(args: argparse.Namespace) -> launch.Worker:
@@ -170,15 +230,19 @@ def _worker(args: argparse.Namespace) -> launch.Worker:
     return launch.worker(model=model, flags=flags, name="worker", deadline_s=DEADLINE_S)
 
 
-def to_json(source: Source, found: Calibration) -> dict[str, Any]:
-    """Give what `threshold --cost` reads, and everything it came from."""
+def to_json(source: Source, found: Calibration, whole: Whole) -> dict[str, Any]:
+    """Give what `threshold --cost` and a fleet's `profile` read, and everything it came from."""
     return {
-        **asdict(source),
+        **{name: value for name, value in asdict(source).items() if value is not None},
         "step_time": found.time.to_json(),
+        "front_s": whole.front_s,
         "intervals": dict(found.intervals),
         "held_out_error": {
             "all": found.error(), **{kind: found.error(kind) for kind in PLACES},
         },
+        "whole_prompts": [
+            {**asdict(each), "expected_s": expected} for each, expected, _ in whole.errors()
+        ],
         "steps": [
             {**asdict(each.shape), "seconds": each.seconds, "held_out": held_out}
             for steps, held_out in ((found.fitted, False), (found.held_out, True))
@@ -245,6 +309,19 @@ def _tell(console: Console, found: Calibration) -> None:
         text += "; more than 15 %: measure again when the machine is quiet"
     style = "yellow" if error > PROMISED_ERROR else ""
     console.print(text, style=style, highlight=False, soft_wrap=True)
+
+
+def _tell_whole(console: Console, whole: Whole) -> None:
+    layout = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for heading in ("a whole prompt, alone", "measured", "steps and front", "off by"):
+        layout.add_column(heading, justify="right")
+    for each, expected, error in whole.errors():
+        style = "yellow" if abs(error) > PROMISED_ERROR else ""
+        times = (f"{each.seconds * 1e3:.4g} ms", f"{expected * 1e3:.4g} ms")
+        layout.add_row(f"{each.tokens:,} tokens", *times, f"{error:+.0%}", style=style)
+    console.print(layout)
+    text = f"in front of the steps: {whole.front_s * 1e3:.3g} ms a request"
+    console.print(text, highlight=False, soft_wrap=True)
 
 
 def _residuals(found: Calibration, kind: Kind) -> list[str]:

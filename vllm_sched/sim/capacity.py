@@ -38,7 +38,8 @@ def prefill_seconds(time: StepTime, prompt: float, budget: int) -> float:
     """How long a prompt takes alone, in as many steps as the budget makes of it."""
     steps = max(math.ceil(prompt / budget), 1)
     work = time.prefill_s * prompt + time.pair_s * prompt * prompt / 2
-    return max(steps * time.prefill_fixed_s + work, time.floor_s)
+    fixed = time.prefill_fixed_s + time.prompt_fixed_s
+    return max(steps * fixed + work, time.floor_s)
 
 
 def decode_seconds(time: StepTime, sequences: int, context: float) -> float:
@@ -104,11 +105,12 @@ def limiting_prompt(
         )
         return moved > prefill_seconds(time, tokens, tokens)
 
-    if slower(1):
-        return 1
-    if not slower(most):
-        return None
-    low, high = 1, most
+    # Very long prompts may be slower to prefill again: pairs grow faster than bytes. So the first.
+    low, high = 0, 1
+    while not slower(high):
+        low, high = high, 2 * high
+        if high > most:
+            return None
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (low, middle) if slower(middle) else (middle, high)

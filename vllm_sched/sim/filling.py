@@ -165,7 +165,9 @@ class Filling:
             self._paused_since = None
         else:
             since = self._paused_since = now if self._paused_since is None else self._paused_since
-            seconds = model.time.seconds(StepShape(sum(part for _, part in parts)))
+            pairs = sum(part * (task.done + part / 2) for task, part in parts)
+            tokens = sum(part for _, part in parts)
+            seconds = model.time.seconds(StepShape(tokens, pairs, prompts=len(parts)))
             most = min(most, max(math.ceil((since + way.pause_s - now) / seconds), 1))
         most = min(most, self._soon)
         if way.departures != 1:

@@ -114,6 +114,9 @@ class Fluid:
             self._decodes = min(self._decodes, filling.decoding)
         elif task.fetching:
             filling.kv_used -= task.kv
+        elif task.job.leg is DECODE and not task.holds:
+            self._unfetched.remove(task)  # it never got as far as the queue
+            self._fetch(now)
         else:
             filling.drop(task)
         self._wake(now)
@@ -261,7 +264,7 @@ class Fluid:
             pairs += part * (task.done + part / 2)
         if len(parts) == 1 and most > 1:
             growth += time.pair_s * tokens * tokens
-        first = time.seconds(StepShape(tokens, pairs, decodes, context))
+        first = time.seconds(StepShape(tokens, pairs, decodes, context, len(parts)))
         if tokens and first <= time.floor_s:
             growth = 0.0
         if decodes:
