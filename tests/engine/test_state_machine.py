@@ -45,7 +45,7 @@ class Machine(RuleBasedStateMachine):
         blocks=st.sampled_from([90, 140, 2000]),
         slots=st.sampled_from([3, 16]),
         priority=st.booleans(),
-        share=st.sampled_from(["auto", 0.5]),
+        share=st.sampled_from(["auto", 0.25, 0.5]),
     )
     def start(
         self, partial: int, longs: int, blocks: int, slots: int, priority: bool, share: object
@@ -70,6 +70,7 @@ class Machine(RuleBasedStateMachine):
         self.blocks = blocks
         self.pauses_decodes = False
         self.empty_steps = 0
+        self.kept_steps = 0  # in a row, with somebody overdue who could have been let in
         self.scheduler: Any = make_scheduler(
             policies,
             scheduler_cls=self.kind,
@@ -149,6 +150,7 @@ class Machine(RuleBasedStateMachine):
         # `running` is rearranged before the step: judge by who was there, not by where.
         decodes = [r for r in scheduler.running if not r.is_prefill_chunk and self._has_more(r)]
         was_running = set(scheduler.running)
+        waited = {r: self.now - self.waits_since[r.request_id] for r in scheduler.waiting}
         paused = scheduler.pause_state
         output = scheduler.schedule()
         tokens = output.num_scheduled_tokens
@@ -166,7 +168,7 @@ class Machine(RuleBasedStateMachine):
 
         admitted = [r for r in scheduler.running if r not in was_running]
         assert not (admitted and paused != PauseState.UNPAUSED)
-        self._check_longs(scheduler.running, admitted, tokens)
+        self._check_longs(scheduler.running, admitted, tokens, waited)
         self._check_progress(tokens)
         self.in_flight.append((output, answer(scheduler, output)))
 
@@ -177,18 +179,46 @@ class Machine(RuleBasedStateMachine):
         self.empty_steps = 0 if idle or self.scheduler.pause_state else self.empty_steps + 1
         assert self.empty_steps < 2, "steps without anything in them"
 
-    def _check_longs(self, running: list[Any], admitted: list[Any], tokens: Any) -> None:
+    def _check_longs(
+        self, running: list[Any], admitted: list[Any], tokens: Any, waited: dict[Any, float]
+    ) -> None:
         def left_before(request: Any) -> int:
             before = request.num_computed_tokens - tokens.get(request.request_id, 0)
             return int(request.num_tokens - before)
 
+        def is_overdue(request: Any) -> bool:
+            # One that was put in front takes over the longest wait behind it.
+            longest = max(waited.values()) if request.num_preemptions else waited[request]
+            return longest >= MAX_WAIT
+
         prefills = [r for r in running if r.is_prefill_chunk or r in admitted]
-        longs = [r for r in prefills if left_before(r) > LONG]
+        # An answer that was preempted goes on whatever its length.
+        longs = [r for r in prefills if left_before(r) > LONG and not r.num_output_tokens]
         new = [r for r in longs if r in admitted]
-        overdue = [r for r in new if self.now - self.waits_since[r.request_id] >= MAX_WAIT]
+        most = max(self.partial, self.longs + 1)
         if new:
-            limit = max(self.partial, self.longs + 1) if overdue else self.longs
+            limit = most if any(is_overdue(r) for r in new) else self.longs
             assert len(longs) <= limit, "more long prefills than the limit"
+        self._check_bound(prefills, len(longs) < most, waited)
+
+    def _check_bound(self, prefills: list[Any], has_place: bool, waited: dict[Any, float]) -> None:
+        """Let nobody wait on beyond the bound once there is a place, a slot and room."""
+        scheduler = self.scheduler
+        waiting = list(scheduler.waiting)
+        room = scheduler.kv_cache_manager.block_pool.get_num_free_blocks() * 16 - 32
+        kept = (
+            has_place
+            and scheduler.pause_state == PauseState.UNPAUSED
+            # By priority one may wait behind a better one for as long as those come.
+            and bool(waiting and waited.get(waiting[0], 0.0) >= MAX_WAIT)
+            and all(r.num_tokens <= room for r in waiting)
+            and len(scheduler.running) < scheduler.max_num_active_reqs
+            and len(prefills) < self.partial
+            and not scheduler.waiting.counts[0]["short"].requests
+        )
+        self.kept_steps = self.kept_steps + 1 if kept else 0
+        # A few steps in a row may be the shorts' alone.
+        assert self.kept_steps <= 5, "one waits beyond the bound with everything free"
 
     def _has_more(self, request: Any) -> bool:
         """Whether a decode has a token left to make that no step in flight makes."""
@@ -311,7 +341,9 @@ class AnyPolicies(Machine):
         exclusive = policies.get("deferred_prefill", {}).get("exclusive", False)
         self.pauses_decodes = "prefill_first" in policies or exclusive
 
-    def _check_longs(self, running: list[Any], admitted: list[Any], tokens: Any) -> None:
+    def _check_longs(
+        self, running: list[Any], admitted: list[Any], tokens: Any, waited: dict[Any, float]
+    ) -> None:
         """Limits on longs are the other machine's."""
 
     def teardown(self) -> None:
