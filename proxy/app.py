@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
 import resource
 import sys
@@ -16,6 +15,7 @@ import uvloop
 from proxy.assembly import App, router_settings, specs, wire_settings
 from proxy.config import FleetConfig, load
 from proxy.control.logs import Logs
+from proxy.processes.collector import settle
 from proxy.processes.signals import serve_until_told
 from proxy.processes.supervisor import Supervisor, how_many
 
@@ -49,9 +49,7 @@ async def serve(
     app.logs.take_over()
 
     def ready() -> None:
-        # What is here now stays: the collector need not look at it again and again.
-        gc.collect()
-        gc.freeze()
+        settle()
         if on_ready is not None:
             on_ready(app)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
 import signal
 import socket
@@ -19,6 +18,7 @@ from proxy.control.live_notes import Part, Wanted
 from proxy.control.recent import Entry
 from proxy.errors import ProxyError
 from proxy.processes.channel import Channel
+from proxy.processes.collector import settle
 from proxy.processes.messages import (
     Address,
     Answer,
@@ -217,8 +217,7 @@ class Member:
                 break
             await asyncio.sleep(WAITING_S)
         await self.app.listen([bound(address) for address in self._addresses])
-        gc.collect()
-        gc.freeze()
+        settle()
         self._channel.say(Serving())
 
     async def _watch(self) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from proxy.wire.http import EVENT_STREAM, JSON, LAST_CHUNK, status_line
+from proxy.wire.http import EVENT_STREAM, JSON, LAST_CHUNK
 from proxy.wire.own_answers import decision_header
 from proxy.wire.response import NO_CONTENT, NOT_MODIFIED, OK
 from proxy.wire.sse import TAIL, EventStream, recounted, usage_in
@@ -132,7 +132,7 @@ class Answering:
         return usage_in(self._tail) if self._tail else None
 
     def _compose(self, request: Request, head: Head, decision: Decision | None) -> bytes:
-        pieces = [status_line(head.status), *head.lines, b"X-Request-Id: ", request.id, b"\r\n"]
+        pieces = [head.top, b"X-Request-Id: ", request.id, b"\r\n"]
         if decision is not None and request.head.explain:
             route = decision_header(decision)
             pieces += (b"X-Route: ", route, b"\r\n")
@@ -156,3 +156,11 @@ def response_id_in(data: bytes) -> str | None:
     """Read the id of a stored response from an answer's first bytes."""
     found = RESPONSE_ID.search(data, 0, RESPONSE_ID_BYTES)
     return found[1].decode("latin-1") if found else None
+
+
+def usage_of(head: Head, body: bytes) -> Usage | None:
+    """Read what a whole answer says was computed, if that can be read."""
+    special = head.special
+    if b"content-encoding" in special or not special.get(b"content-type", b"").startswith(JSON):
+        return None
+    return usage_in(body)

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 from proxy.core import refusals
 from proxy.core.splice import spliced
 from proxy.core.types import Lease, Outcome, Reason, Refusal, Ticket
-from proxy.wire.answering import Answering, response_id_in
+from proxy.wire.answering import Answering, response_id_in, usage_of
 from proxy.wire.counting import TokenCount
 from proxy.wire.handing import REFUSED_PREFILL, HandOver
 from proxy.wire.opening import says_failed
@@ -66,6 +66,7 @@ class Exchange:
         "_client",
         "_count",
         "_handing",
+        "_head",
         "_last_refusal",
         "_lease",
         "_passage",
@@ -96,6 +97,7 @@ class Exchange:
         self._lease: Lease | None = None
         self._handing: HandOver | None = None
         self._suspect: HandOver | None = None  # that may have failed by its transfer
+        self._head: Head | None = None  # of an answer of which no more is there
         self._answering: Answering | None = None
         self._passage: Passage | None = None  # for the pieces of its stream
         self._last_refusal: Refusal | None = None  # of another try, while an error passes on
@@ -190,6 +192,10 @@ class Exchange:
     def begun(self, now: float, head: Head) -> None:
         """Pass the answer on, unless it says that another worker should be asked."""
         status, handing = head.status, self._handing
+        self._head = self._said = None
+        if status == OK and handing is None:
+            self._head = head  # until some of the body is there: that may be all of it
+            return
         if (status >= SERVER_ERROR or status == TOO_MANY) and status not in CANNOT:
             retry_after_s = head.retry_after_s
             outcome = OUTCOMES.get(status, Outcome.FAILED)
@@ -208,18 +214,22 @@ class Exchange:
             if refusal is None:
                 return
             self._last_refusal = refusal
-        keep_alive = self._request.head.keep_alive and not self._wire.draining
         handing = self._handing  # none any more, perhaps
         cached_tokens = None
         if handing is not None:
             cached_tokens = handing.cached_tokens
             if status >= BAD_REQUEST:  # the connector hears nothing of what is refused for its form
                 handing.give_back(now, well=True)
-        lease, self._said = self._lease, None
+        lease = self._lease
         if status == BAD_REQUEST and lease is not None and self._wire.router.has_larger(lease):
             self._said = b""
-        self._answering = Answering(
-            self._request,
+        self._answering = self._answer(head, cached_tokens)
+
+    def _answer(self, head: Head, cached_tokens: int | None = None) -> Answering:
+        request = self._request
+        keep_alive = request.head.keep_alive and not self._wire.draining
+        return Answering(
+            request,
             head,
             self.record.decision,
             keep_alive=keep_alive,
@@ -230,7 +240,10 @@ class Exchange:
         """Pass on a piece of the answer."""
         answering = self._answering
         if answering is None:
-            return
+            head, self._head = self._head, None
+            if head is None or (ended and self._pass_whole(now, head, body)):
+                return
+            answering = self._answering = self._answer(head)
         if ended:
             self.connection = None
         handing = self._handing
@@ -257,6 +270,38 @@ class Exchange:
             self._finish(now, answering)
         elif answering.tokens:
             self._open_passage(answering)
+
+    def _pass_whole(self, now: float, head: Head, body: bytes) -> bool:
+        """Pass on a good answer that is all there, if it is as nearly all of them are."""
+        request, lease, wire = self._request, self._lease, self._wire
+        asked, length = request.head, head.length
+        if (
+            length is None
+            or lease is None
+            or wire.draining
+            or asked.explain
+            or asked.http_1_0
+            or not asked.keep_alive
+            or self._suspect is not None
+            or self._route.name == STORING
+        ):
+            return False
+        self.connection = None
+        request.body = b""
+        data = b"%bX-Request-Id: %b\r\nContent-Length: %b\r\n\r\n%b" % (
+            head.top, request.id, length, body,
+        )  # fmt: skip
+        router = wire.router
+        if not lease.ask.generates:
+            router.first_token(lease, now)
+        self.record.sent_bytes += len(data)
+        self._client.write(data)
+        usage = usage_of(head, body) if router.wants_usage(lease, now) else None
+        router.finish(lease, now, Outcome.DONE, usage)
+        self._books(now, OK)
+        self._client.done(now, keep_alive=True)
+        wire.settle(now)
+        return True
 
     def _open_passage(self, answering: Answering) -> None:
         """Let what else comes of a stream pass by here."""

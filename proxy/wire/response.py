@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import httptools
 
-from proxy.wire.http import RESPONSE_HEADERS, seconds, tokens, without
+from proxy.wire.http import RESPONSE_HEADERS, seconds, status_line, tokens, without
 from proxy.wire.known_head import MAX_DIGITS, KnownHead, get_to_know
 
 # More than one read of the transport, which may hold a small head and the body's beginning.
@@ -25,7 +25,7 @@ class AnswerError(Exception):
 class Head:
     """How an answer begins."""
 
-    __slots__ = ("length", "lines", "special", "status", "until_close")
+    __slots__ = ("_top", "length", "lines", "special", "status", "until_close")
 
     def __init__(self) -> None:
         self.status = 0
@@ -33,6 +33,14 @@ class Head:
         self.special: dict[bytes, bytes] = {}  # headers that are looked at
         self.length: bytes | None = None  # None: only its framing, or the end, will tell
         self.until_close = False
+        self._top = b""
+
+    @property
+    def top(self) -> bytes:
+        """Its first line, and the headers that pass on."""
+        if not self._top:
+            self._top = status_line(self.status) + b"".join(self.lines)
+        return self._top
 
     def with_length(self, length: bytes) -> Head:
         """Return another that differs in its length alone."""
@@ -41,6 +49,7 @@ class Head:
         head.lines = self.lines
         head.special = self.special
         head.length = length
+        head._top = self.top
         return head
 
     @property

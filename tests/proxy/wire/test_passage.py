@@ -1,4 +1,4 @@
-"""Whole chunks of a stream pass as they come; whatever is not one is read as ever."""
+"""Whole chunks of a stream, and whole answers, pass as they come; the rest is read as ever."""
 
 from __future__ import annotations
 
@@ -230,6 +230,53 @@ async def test_none_stays_open_when_the_connection_is_dropped() -> None:
     got = stream.client.got
     stream.read(scripts.chunk(TOKENS[1]))
     assert stream.client.got == got
+
+
+WHOLE = b'{"id": "x", "choices": [], "usage": {"prompt_tokens": 7, "completion_tokens": 12}}'
+HEADS = {
+    "json": scripts.head(
+        200, (b"content-type", b"application/json"), (b"content-length", b"%d" % len(WHOLE))
+    ),
+    "coded": scripts.head(
+        200,
+        (b"content-type", b"application/json"),
+        (b"content-encoding", b"br"),
+        (b"content-length", b"%d" % len(WHOLE)),
+    ),
+    "text": scripts.head(200, (b"content-length", b"%d" % len(WHOLE)), (b"x-own", b"kept")),
+    "other": scripts.head(
+        404, (b"content-type", b"application/json"), (b"content-length", b"%d" % len(WHOLE))
+    ),
+}
+
+
+@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize("version", [b"1.1", b"1.0"])
+async def test_an_answer_that_is_all_there_is_as_one_that_comes_in_pieces(
+    name: str, version: bytes
+) -> None:
+    told = []
+    for pieces in (
+        [HEADS[name] + WHOLE],
+        [HEADS[name], WHOLE],
+        [HEADS[name] + WHOLE[:9], WHOLE[9:]],
+    ):
+        stream = Stream()
+        asked = stream.exchange._request.head
+        asked.http_1_0, asked.keep_alive = version == b"1.0", version == b"1.1"
+        for piece in pieces:
+            stream.read(piece)
+        assert stream.client.is_over
+        assert stream.exchange.record.sent_bytes == len(stream.client.got)
+        learnt = stream.metrics.router.sizer.learnt("tiny", ROUTE.name)
+        [(key, series)] = stream.metrics.requests.items()
+        told.append(
+            (stream.client.got, learnt.outputs, key, series.count, len(stream.metrics.recent))
+        )
+    assert told[0] == told[1] == told[2]
+    got, outputs, *_ = told[0]
+    assert got.endswith(b"\r\n\r\n" + WHOLE)
+    assert outputs == (name == "json")
 
 
 EVENTS = [*TOKENS, USAGE, scripts.DONE, b": kept alive\n\n", b"data: \xc3\xa9\r\n\r\n"]
