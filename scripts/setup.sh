@@ -27,11 +27,13 @@ find_python() {
 
 python=$(find_python) || {
     say "no CPython 3.11 or newer with venv was found; install one"
-    say "  Debian or Ubuntu: apt-get install python3 python3-venv; or point PYTHON at one"
+    say "  Debian 12, Ubuntu 24.04 or newer: apt-get install python3 python3-venv;"
+    say "  elsewhere: uv python install 3.11, or any other, and point PYTHON at it"
     exit 1
 }
 say "building $venv with $("$python" --version) (3.5 GB; 15 s to 2 min)"
-[ -x $venv/bin/python ] || "$python" -m venv --clear $venv
+# One that was cut off while it was made has a Python and no pip.
+$venv/bin/python -m pip --version >/dev/null 2>&1 || "$python" -m venv --clear $venv
 rm -f "$stamp"
 $venv/bin/python -m pip install --quiet --upgrade pip uv || {
     say "pip could not reach a package index; check the network or PIP_INDEX_URL"
@@ -40,7 +42,8 @@ $venv/bin/python -m pip install --quiet --upgrade pip uv || {
 
 # uv knows the PyTorch CPU index by name; a folder of wheels, where there is one, comes first.
 torch=(--torch-backend cpu)
-[ -n "${PIP_FIND_LINKS:-}" ] && compgen -G "${PIP_FIND_LINKS%/}/torch-*+cpu-*.whl" >/dev/null &&
+tag=$($venv/bin/python -c 'import sys; print(f"cp{sys.version_info[0]}{sys.version_info[1]}")')
+[ -n "${PIP_FIND_LINKS:-}" ] && compgen -G "${PIP_FIND_LINKS%/}/torch-*+cpu-$tag-*.whl" >/dev/null &&
     torch=(--find-links "$PIP_FIND_LINKS")
 install() {
     # Compiled now, once: where Python may not write beside its sources, each engine's three

@@ -128,6 +128,33 @@ def test_a_cached_prefix_does_not_count() -> None:
     assert scheduler.waiting.counts[0]["long"].requests == 0
 
 
+def test_a_held_front_is_looked_up_twice_a_step_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    scheduler = loaded(options={}, prefix_caching=True, budget=256)
+    document = list(range(10, 510))
+    scheduler.add_request(make_request(document, output=1))
+    drain(scheduler)
+    scheduler.add_request(make_request(1900, name="long"))
+    scheduler.add_request(make_request([*document, *[3] * 400], name="held"))
+    step(scheduler)
+    coordinator = scheduler.kv_cache_manager.coordinator
+    lookup = coordinator.find_longest_cache_hit
+    asked: list[int] = []
+
+    def counted(*arguments: Any) -> Any:
+        asked.append(len(arguments[0]))
+        return lookup(*arguments)
+
+    monkeypatch.setattr(coordinator, "find_longest_cache_hit", counted)
+    for number in range(4):
+        # Arrivals and others' ends ask for the front again and again.
+        scheduler.add_request(make_request(20, name=f"s{number}", output=1))
+        asked.clear()
+        got = step(scheduler)
+        assert "held" not in got
+        assert "long" in got
+        assert asked.count(900 // 16) <= 2
+
+
 def test_one_held_with_the_same_prefix_enters_once_that_is_cached() -> None:
     scheduler = loaded(options={}, prefix_caching=True, budget=256)
     document = list(range(10, 810))
