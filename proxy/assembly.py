@@ -285,11 +285,14 @@ class App:
         if config.transfer != before.transfer:
             late.append("transfer")
         launched = {worker.name: worker.launch for worker in before.workers}
-        return late + [
+        late += [
             f"workers[{index}].launch"
             for index, worker in enumerate(config.workers)
             if worker.launch != launched.get(worker.name)
         ]
+        here = {worker.name for worker in config.workers}
+        gone = [name for name, launch in launched.items() if launch and name not in here]
+        return late + [f"workers: {name}, if `up` started it, still runs" for name in gone]
 
     def _placed(self, config: FleetConfig) -> FleetConfig:
         """Give workers without a URL the one that they were started with."""

@@ -37,7 +37,7 @@ def read_keys(
     problems: list[Problem] = []
     for index, tenant in enumerate(config.tenants):
         path = f"tenants[{index}]"
-        own = 0
+        own, before = 0, len(problems)
         for name, word in _words(tenant, path, environ, problems):
             if (digest := _digest(word)) is None:
                 why = (
@@ -50,7 +50,7 @@ def read_keys(
             if (owner := keys.setdefault(digest, tenant.name)) != tenant.name:
                 why = f"has a key that is {owner}'s too; a key has one owner"
                 problems.append(Problem(f"{path}.{name}", why))
-        if not own and not problems:
+        if not own and len(problems) == before:
             problems.append(Problem(path, "has no key in its file or variable; put one there"))
     if problems:
         raise ConfigError(source, problems)

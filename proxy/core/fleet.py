@@ -100,10 +100,10 @@ class Fleet(Roster):
         worker.heard(now)
         if now >= worker.pace.first_due:
             self._learn_prefill(first, first.decision.handover, now)
-        self.release(first)
         if first.decision.handover is not None and first.decision.handover.tokens:
             lease.pins = True
             worker.pinned += 1
+        self.release(first)
         worker.free_at = now + worker.pace.token_s * worker.prefill_tokens
         lease.sent = True
         lease.charged_at = now
@@ -119,6 +119,7 @@ class Fleet(Roster):
         if lease.pins and lease.prefill is not None:
             lease.pins = False
             lease.prefill.worker.pinned -= 1
+            self.moved(lease.prefill.worker)
 
     def move(self, lease: Lease, worker: Worker, now: float) -> None:
         """Have another decode worker do the rest of a hand-over, whose prefill is done."""

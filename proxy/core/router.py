@@ -180,8 +180,8 @@ class Router(Leases):
         gone: list[tuple[Ticket, Lease | Refusal]] = [*self._evicted.items()]
         self._evicted.clear()
         for ticket in queue.expired(now):
-            waited_s = now - ticket.since
-            refusal = refusals.waited_too_long(waited_s, queue.retry_after_s(now))
+            may_s = ticket.deadline - ticket.since
+            refusal = refusals.waited_too_long(may_s, queue.retry_after_s(now))
             gone.append((ticket, self._refused(ticket.ask.model, refusal)))
 
         def end(ticket: Ticket) -> Lease | Refusal | None:

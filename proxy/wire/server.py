@@ -208,7 +208,12 @@ class Wire:
         if not self.queued:
             return
         for ticket, placed in self.router.due(now):
-            self.queued.pop(ticket).placed(now, placed)
+            exchange = self.queued.pop(ticket)
+            try:
+                exchange.placed(now, placed)
+            except Exception:  # the others of this turn are placed and charged by now
+                logger.exception("a request could not be sent on from the queue")
+                exchange.cut(now)
 
     def short_of_room(self, now: float) -> None:
         """Note that this machine has no room for another connection; say so now and then."""

@@ -219,6 +219,33 @@ def test_check_reads_the_key_that_the_file_names(
     assert "router.admin.key_file" in capsys.readouterr().err
 
 
+def test_check_names_every_file_that_can_not_be_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    none = str(tmp_path / "none")
+    router = {"admin": {"key_file": none}, "tls": {"cert_file": none, "key_file": none}}
+    path = written(
+        tmp_path, FLEET | {"router": router, "tenants": [{"name": "t", "keys_file": none}]}
+    )
+    assert main(["check", path]) == 2
+    told = capsys.readouterr().err
+    for where in ("router.tls.cert_file", "tenants[0].keys_file", "router.admin.key_file"):
+        assert where in told
+
+
+DISCOVERED = {"pools": [{"name": "g", "selector": "a=b"}]}
+
+
+def test_explain_refuses_where_workers_are_yet_to_be_found(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = written(tmp_path, {"model": "tiny", "discovery": DISCOVERED})
+    assert explained(path, "--prompt-tokens", "100") == 2
+    assert "the workers of tiny are discovered (g)" in capsys.readouterr().err
+    assert explained(written(tmp_path, FLEET | {"discovery": DISCOVERED}), "--prompt-tokens=9") == 0
+    assert "without the pools that are discovered, g: ask" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("count", ["0", "-5", "x", "1.5"])
 def test_explain_takes_sane_counts_only(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], count: str

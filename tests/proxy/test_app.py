@@ -147,6 +147,17 @@ async def test_what_takes_a_restart_is_judged_by_what_runs(app: App, tmp_path: P
     assert app.reload() == ["workers[0].launch"]
 
 
+async def test_a_worker_that_was_started_here_is_named_when_it_is_taken_out(
+    tmp_path: Path, fakes: list[FakeWorker]
+) -> None:
+    source = written(tmp_path / "fleet.yaml", *fakes)
+    good = source.read_text()
+    source.write_text(good.replace("'}", "', launch: {}}", 1))
+    begun = App(load(source), source)
+    source.write_text("".join(line for line in good.splitlines(True) if "name: a," not in line))
+    assert begun.reload() == ["workers: a, if `up` started it, still runs"]
+
+
 def test_as_many_files_as_the_system_allows() -> None:
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:

@@ -131,6 +131,7 @@ def _explain_one(arguments: argparse.Namespace, config: FleetConfig, live: Live)
         model=arguments.model or config.model,
     )
     if arguments.live is None:
+        _note_discovered(config, question.model)
         found = predicted(config, question)
         if unstated := [w.name for w in config.workers if w.stated_max_model_len is None]:
             print(f"taken to hold anything, as no max_model_len is stated: {', '.join(unstated)}")
@@ -140,6 +141,20 @@ def _explain_one(arguments: argparse.Namespace, config: FleetConfig, live: Live)
     if found.scores:
         print(columns([HEADING, *_rows(found.scores)]))
     return 0 if found.worker else NOWHERE
+
+
+def _note_discovered(config: FleetConfig, model: str | None) -> None:
+    """Say that workers will be found of whom nothing is known; refuse where there are no others."""
+    pools = config.discovery.pools if config.discovery else ()
+    names = ", ".join(pool.name for pool in pools if (pool.model or config.model) == model)
+    if not names:
+        return
+    if not any(config.model_of(worker) == model for worker in config.workers):
+        raise UsageError(
+            f"the workers of {model} are discovered ({names}), and nobody has looked yet; ask a "
+            "running router with --live"
+        )
+    print(f"without the pools that are discovered, {names}: ask a running router with --live")
 
 
 def predicted(config: FleetConfig, question: Question) -> Explanation:

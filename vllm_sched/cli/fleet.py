@@ -10,7 +10,7 @@ from typing import TypeAlias
 import yaml
 
 from proxy.config import Draft, FleetConfig, PoolConfig, WorkerConfig, load, shown
-from proxy.errors import ConfigError, Problem
+from proxy.errors import ConfigError, Problem, all_at_once
 from vllm_sched.cli import demo, explain, up
 from vllm_sched.cli.text import columns
 from vllm_sched.cli.wiring import agreement
@@ -67,9 +67,13 @@ def readable(config: FleetConfig, path: Path) -> None:
     from proxy.control.tenancy import read_keys
     from proxy.control.tls import check_tls
 
-    check_tls(config, str(path))
-    read_keys(config, str(path))
-    key_of(config.router.admin, str(path))
+    source = str(path)
+    all_at_once(
+        source,
+        lambda: check_tls(config, source),
+        lambda: read_keys(config, source),
+        lambda: key_of(config.router.admin, source),
+    )
 
 
 def policies(draft: Draft) -> Iterator[Problem]:

@@ -89,6 +89,14 @@ def test_a_variable_that_is_not_set() -> None:
     assert wrong({"name": "a", "keys_env": "NONE"}).keys() == {"tenants[0].keys_env"}
 
 
+def test_every_tenant_without_a_key_is_named_whatever_else_is_wrong(tmp_path: Path) -> None:
+    (tmp_path / "keys").touch()
+    found = wrong(
+        {"name": "a", "keys_env": "NONE_THERE"}, {"name": "b", "keys_file": str(tmp_path / "keys")}
+    )
+    assert [*found] == ["tenants[0].keys_env", "tenants[1]"]
+
+
 def test_a_key_has_one_owner(tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.write_text(KEYS[0])

@@ -6,7 +6,7 @@ import pytest
 
 from proxy.core.elsewhere import NO_LOAD, Load, own
 from proxy.core.fleet import Fleet
-from proxy.core.types import Gauges, Outcome
+from proxy.core.types import Gauges, Outcome, Role
 from proxy.core.worker import Worker
 from tests.proxy.core.making import ask, idle, members, placed, router_of, spec, waits, worker_of
 
@@ -155,6 +155,32 @@ def test_others_are_told_of_every_change_and_asked_before_every_decision() -> No
         others.told.clear()
         event()
         assert worker in others.told
+
+
+def test_blocks_that_a_prefill_worker_keeps_are_told_and_that_it_does_no_more() -> None:
+    router = router_of(
+        spec("p", Role.PREFILL), spec("d", Role.DECODE), transfer=True, disaggregate_above=1
+    )
+    prefill = worker_of(router, "p")
+    lease = placed(router.submit(ask(), 1.0))
+    others = router.fleet.others = Pins()
+    router.prefilled(lease, 2.0, None)
+    assert others.pinned[prefill] == prefill.pinned == 1
+    router.first_token(lease, 3.0)
+    assert others.pinned[prefill] == prefill.pinned == 0
+
+
+class Pins:
+    """Keeps what was told last of the blocks that workers hold."""
+
+    def __init__(self) -> None:
+        self.pinned: dict[Worker, int] = {}
+
+    def look(self, now: float) -> None:
+        """Take in nothing."""
+
+    def changed(self, worker: Worker) -> None:
+        self.pinned[worker] = worker.pinned
 
 
 def test_a_trial_given_up_is_told() -> None:

@@ -136,9 +136,10 @@ def test_who_waited_too_long_is_429() -> None:
     placed(router.submit(ask(), 0.0))
     ticket = waits(router.submit(ask(), 1.0))
     assert router.due(5.9) == []
-    [(gone, end)] = router.due(6.0)
+    [(gone, end)] = router.due(6.037)
     assert gone is ticket
     assert (refused(end).status, refused(end).reason) == (429, Reason.WAITED_TOO_LONG)
+    assert "stayed busy for the 5 s that a request may wait" in refused(end).message
     assert router.due(7.0) == []
 
 

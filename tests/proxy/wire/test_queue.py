@@ -6,6 +6,8 @@ import asyncio
 
 import pytest
 
+from proxy.core.types import Lease, Refusal
+from proxy.wire.relay import Exchange
 from tests.proxy.wire import scripts
 from tests.proxy.wire.client import Answer, Client, chat
 from tests.proxy.wire.conftest import Start
@@ -193,3 +195,29 @@ async def test_who_leaves_the_queue_has_waited_in_it(start: Start) -> None:
     assert site.metrics.waits["none", "tiny"].total == waited
     gate.set()
     assert (await first.answer()).status == 200
+
+
+async def test_one_that_can_not_be_sent_on_takes_nobody_along(
+    start: Start, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    site = await start(Fake("w0", max_requests=1))
+    gate = asyncio.Event()
+    clients = await fill(site, gate, 2)
+    first, _ = site.wire.queued.values()
+    usual = type(first).placed
+
+    def placed(exchange: Exchange, now: float, answer: Lease | Refusal) -> None:
+        if exchange is first:
+            assert isinstance(answer, Lease)
+            exchange._ticket, exchange._lease = None, answer
+            raise RuntimeError("no reason")
+        usual(exchange, now, answer)
+
+    monkeypatch.setattr(Exchange, "placed", placed)
+    site.worker().most = 3  # room for both at once
+    site.wire.settle(site.clock())
+    assert (await clients[1].answer()).status == 503
+    gate.set()
+    assert (await clients[0].answer()).status == 200
+    assert (await clients[2].answer()).status == 200
+    assert "could not be sent on" in caplog.text
