@@ -100,8 +100,12 @@ OWN = (
     ),
     Panel(
         "chunk_budget: margin",
-        "What predictions are multiplied by, so that steps keep to the target.", "short",
-        (Query(f"{P}margin{{{ENGINE}}}", EACH),),
+        "What predictions are multiplied by, so that steps keep to the target; and by how much "
+        "steps have been slower of late than was predicted.", "short",
+        (
+            Query(f"{P}margin{{{ENGINE}}}", EACH),
+            Query(f"{P}drift{{{ENGINE}}}", f"{EACH} drift"),
+        ),
     ),
     Panel(
         "chunk_budget: steps beyond the target",
