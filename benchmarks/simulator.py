@@ -32,6 +32,7 @@ from rich.console import Console
 from rich.table import Table
 
 from vllm_sched.cost.step_time import StepShape, StepTime
+from vllm_sched.sim.capacity import prefill_seconds
 from vllm_sched.workers import launch
 from vllm_sched.workers.launch import free_port
 from vllm_sched.workers.tiny_model import tiny_model
@@ -49,6 +50,8 @@ FIGURES = {
 # What the policies are ordered by, of the class that comes most often: shorts.
 ORDER = "p99_ttft_ms"
 LONE, IDLE_S = 24, 0.15
+# A prompt by which the machine is known again, and by how much it may have changed.
+LONE_TOKENS, CHANGED = 4000, 0.15
 # Played first and not counted: a worker's first steps are slow, and its policies learn from them.
 WARM_UP = ["--workload", "2000x16:0.5,100x32:0.5", "--request-rate", "5", "--duration", "6"]
 # By how many processors the worker has: its server may have to share one with its engine.
@@ -138,6 +141,13 @@ def front_of(url: str, time_of: StepTime) -> float:
     return max(statistics.median(times) - step, 0.0)
 
 
+def slower(url: str, time_of: StepTime, front_s: float) -> float:
+    """Say how much slower the machine is than when it was calibrated, by a whole prompt."""
+    expected = prefill_seconds(time_of, LONE_TOKENS, BUDGET) + front_s
+    times = [_complete(url, LONE_TOKENS) for _ in range(3)]
+    return statistics.median(times) / expected - 1
+
+
 @dataclass(frozen=True)
 class Pair:
     """One case, measured and simulated."""
@@ -173,6 +183,12 @@ def run_case(
     with fleet_up(file, url, folder / f"{name}.log"):
         _command(["bench", "--url", url, *WARM_UP])
         front_s = front_of(url, time_of)
+        if abs(off := slower(url, time_of, front_s)) > CHANGED:
+            console.print(
+                f"{name}: the machine is {off:+.0%} slower than when it was calibrated, or busy: "
+                "what follows says nothing of the simulator",
+                style="yellow",
+            )
         _command(["bench", "--url", url, *load, "--save", str(real)])
     console.print(f"{name}: simulated, with {front_s * 1000:.1f} ms in front", style="dim")
     front = ["--front-ms", str(front_s * 1000)]
