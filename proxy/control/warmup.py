@@ -121,19 +121,19 @@ class Warmup:
 
     async def _warm(self, prefill: Worker, decode: Worker, session: aiohttp.ClientSession) -> None:
         """Connect two; give up after a few tries."""
-        async with self._room:
-            started = self.clock()
-            for attempt in range(TRIES):
-                if attempt:
-                    await asyncio.sleep(PAUSE_S * attempt)
+        started = self.clock()
+        for attempt in range(TRIES):
+            if attempt:
+                await asyncio.sleep(PAUSE_S * attempt)
+            async with self._room:  # one try at a time: a worker that hangs holds up few others
                 try:
                     how = await self._once(prefill, decode, session)
                 except HARMLESS as error:
                     how = FAILED
                     why = error
-                self._counts.warmed(how)
-                if how not in (FAILED, RECOMPUTED):
-                    break
+            self._counts.warmed(how)
+            if how not in (FAILED, RECOMPUTED):
+                break
         link = f"{prefill.name} to {decode.name}"
         if how == DONE:
             logger.info("transfers from %s: ready in %.2f s", link, self.clock() - started)
@@ -174,11 +174,11 @@ class Warmup:
         before = await _fetched(session, decode)
         try:
             await _post(session, decode, decode_body(connector, pair, taken, body), request_id)
-        except BaseException:
+        except HARMLESS:
             await self._release(session, decode, taken)
             raise
         for _ in range(LOOKS if before is not None else 0):
-            if await _fetched(session, decode) != before:
+            if await _fetched(session, decode) not in (before, None):
                 return DONE
             await asyncio.sleep(LOOK_S)
         if before is None:

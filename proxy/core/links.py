@@ -37,6 +37,7 @@ class Links:
 
     def __init__(self) -> None:
         self.are_made = False  # whether somebody makes them
+        self.version = 0  # changes with every connection made
         self._warm: dict[Link, Lives] = {}
         self._strikes: dict[Link, Strikes] = {}
 
@@ -53,6 +54,7 @@ class Links:
     def warm(self, prefill: Worker, decode: Worker) -> None:
         """Note that a connection is made, or was tried often enough."""
         self._warm[prefill, decode] = prefill.up_since, decode.up_since
+        self.version += 1
 
     def keep(self, workers: Collection[Worker]) -> None:
         """Forget all but these."""

@@ -46,6 +46,7 @@ class Mirror:
         self._places: dict[Worker, Place] = {}
         self._said: dict[Worker, tuple[object, ...]] = {}
         self._warm: set[tuple[str, float, str, float]] = set()
+        self._seen = (-1, -1)  # versions of links and fleet, when these were looked at last
         self._full = False
 
     # Of who leads
@@ -59,6 +60,7 @@ class Mirror:
         """Say everything anew: somebody has joined."""
         self._said.clear()
         self._warm.clear()
+        self._seen = (-1, -1)
         self._found = {}
         self._full = True
 
@@ -126,11 +128,14 @@ class Mirror:
 
     def _warmed(self) -> tuple[tuple[str, str], ...]:
         links = self._router.links
-        if not links.are_made:
+        seen = links.version, self._fleet.version
+        if not links.are_made or seen == self._seen:
             return ()
+        self._seen = seen
+        here = {(worker.name, worker.up_since) for worker in self._fleet}
+        self._warm = {key for key in self._warm if key[:2] in here and key[2:] in here}
         found = []
-        for model in self._fleet.models():
-            pool = self._fleet.pool(model)
+        for pool in {self._fleet.pool(model) for model in self._fleet.models()}:
             for prefill in pool.prefills:
                 for decode in pool.all:
                     key = prefill.name, prefill.up_since, decode.name, decode.up_since
@@ -151,6 +156,8 @@ class Mirror:
             self._remove(name)
         for known in told.known:
             self._take(known)
+        if gone:
+            self._router.links.keep({*self._fleet})
         if told.found is not None:
             self._found = told.found
         for first, second in told.warm:

@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from itertools import count
 from typing import Any
 
 import pytest
@@ -191,6 +192,47 @@ async def test_one_that_fetches_nothing_is_no_link(
             here.warmup.clock = lambda: passed
             await eventually(lambda: here.are_warm(("p0", "d0")), within=30.0)
         assert not links.is_barred(first, dead, passed)
+
+
+async def test_a_count_that_is_not_told_for_a_moment_shows_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "PAUSE_S", 0.01)
+    monkeypatch.setattr(module, "LOOK_S", 0.01)
+    async with stage() as here:
+        fake, pages = here.fakes["d0"], count()
+        told = b'vllm:external_prefix_cache_hits_total{engine="0",model_name="m"} 0.0\n'
+
+        async def page(call: Call) -> None:
+            good = scripts.answer(body=told, content_type=b"text/plain")
+            await (scripts.error(500) if next(pages) % 2 else good)(call)
+
+        fake.always(page, "/metrics")
+        async with here.running():
+            await eventually(lambda: here.counts.warmups, within=30.0)
+        assert "done" not in here.counts.warmups
+
+
+async def test_a_worker_that_hangs_holds_up_others_for_one_try_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "AT_ONCE", 1)
+    monkeypatch.setattr(module, "LEG_S", 0.3)
+    monkeypatch.setattr(module, "PAUSE_S", 60.0)
+    async with stage(decodes=2) as here:
+        here.kv.wrong("d0", Faults(before=scripts.stall))
+        async with here.running():
+            await eventually(lambda: here.are_warm(("p0", "d1")))
+            assert here.counts.warmups == {"failed": 1, "done": 1}
+
+
+async def test_it_stops_at_once_though_a_worker_hangs() -> None:
+    async with stage() as here:
+        here.kv.wrong("d0", *[Faults(before=scripts.stall)] * 2)
+        async with asyncio.timeout(10.0), here.running():
+            await here.fakes["d0"].got(1)
+        for each in here.kv.held:  # they expire
+            each.end = "expired"
 
 
 # What it costs to look

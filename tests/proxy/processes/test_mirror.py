@@ -11,6 +11,7 @@ from proxy.assembly import _spec
 from proxy.config import parse
 from proxy.control.discovery import Discovery
 from proxy.core.fleet import Fleet
+from proxy.core.links import Links
 from proxy.core.router import Router, RouterSettings
 from proxy.core.types import Gauges, Role
 from proxy.core.worker import Worker
@@ -180,7 +181,13 @@ def test_what_is_connected_is_known_to_all(pair: tuple[Process, Process]) -> Non
     leader.router.links.warm(leader.worker("p"), leader.worker("d"))
     pass_on(leader, other)
     assert not other.router.links.are_cold(p, d, 1.5)
-    assert not pass_on(leader, other)
+    with pytest.MonkeyPatch.context() as patch:  # nothing has changed: no pair is looked at
+        patch.setattr(Links, "knows", lambda *_: pytest.fail("looked"))
+        assert not pass_on(leader, other)
+    leader.fleet.remove("d")
+    pass_on(leader, other)
+    assert not other.router.links.knows(p, d)
+    assert not leader.mirror._warm
 
 
 def test_more_workers_than_rows_are_said(
