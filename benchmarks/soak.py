@@ -3,9 +3,11 @@
     python -m benchmarks.soak --minutes 30 --seed 1 --kill-router 120
 
 The router is a process of its own, as its users start it, and so are the clients; the workers are
-fakes in this one. With `--kill-router` it is killed and started again every so many seconds. What
-is printed each minute: how requests ended, what the router holds, its memory, its open files. The
-exit status says whether any request hung or had a wrong answer, or anything was left at the end.
+fakes in this one. With `--kill-router` it is killed and started again every so many seconds; with
+`--processes 2 --kill-member 60` one of its processes is; with `--tenants` the requests are two
+tenants'. What is printed each minute: how requests ended, what the router holds, its memory, its
+open files. The exit status says whether any request hung or had a wrong answer, anything was left
+at the end, or memory or files have grown since the first minute.
 """
 
 from __future__ import annotations
@@ -13,7 +15,9 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import random
+import signal
 import sys
 import tempfile
 import time
@@ -23,8 +27,9 @@ from pathlib import Path
 
 import aiohttp
 
+from tests.faults import names
 from tests.faults.crowd import LEFT, NOBODY, Crowd
-from tests.faults.troupe import Troupe
+from tests.faults.troupe import KEYS, Troupe
 from vllm_sched.workers.launch import free_port
 
 ROW_S, READY_S, CALM_S = 60.0, 60.0, 60.0
@@ -39,16 +44,49 @@ IN_FLIGHT = (
     "proxy_queue_requests ",
     "proxy_queue_bytes ",
     "proxy_client_connections ",
+    "proxy_tenant_inflight_requests{",
 )
+MORE_MEMORY, MORE_FILES = 1.15, 16  # than after the first minute
+
+
+def children_of(pid: int) -> list[int]:
+    """List the processes that one has begun."""
+    with suppress(OSError):
+        tasks = Path(f"/proc/{pid}/task").iterdir()
+        return [int(each) for task in tasks for each in (task / "children").read_text().split()]
+    return []
+
+
+async def in_flight(port: int) -> float:
+    """Add up what a router's page says is under way."""
+    total = 0.0
+    async with (
+        aiohttp.ClientSession() as session,
+        session.get(f"http://127.0.0.1:{port}/metrics") as answer,
+    ):
+        for line in (await answer.text()).splitlines():
+            if line.startswith(IN_FLIGHT) and not line.startswith("#"):
+                total += float(line.rsplit(" ", 1)[1])
+    return total - 1  # this very connection
+
+
+async def calm(port: int) -> float:
+    """Wait until nothing is under way; return what is for too long."""
+    give_up = time.monotonic() + CALM_S
+    while True:
+        flying = await in_flight(port)
+        if flying <= 0 or time.monotonic() > give_up:
+            return flying
+        await asyncio.sleep(0.2)
 
 
 class Router:
     """The process under test."""
 
-    def __init__(self, fleet: Path, port: int, admin: int) -> None:
-        self.fleet, self.port, self.admin = fleet, port, admin
+    def __init__(self, fleet: Path, port: int, env: dict[str, str]) -> None:
+        self.fleet, self.port, self.env = fleet, port, env
         self.process: asyncio.subprocess.Process | None = None
-        self.kills = 0
+        self.kills = self.lost = 0
         self.recovered_s: list[float] = []
 
     async def start(self) -> None:
@@ -56,7 +94,7 @@ class Router:
         with (self.fleet.parent / "router.log").open("ab") as log:
             self.process = await asyncio.create_subprocess_exec(
                 sys.executable, "-m", "vllm_sched.cli.main", "router", str(self.fleet),
-                stdout=log, stderr=log,
+                stdout=log, stderr=log, env=self.env,
             )  # fmt: skip
         give_up = time.monotonic() + READY_S
         while not await self.ready():
@@ -84,6 +122,13 @@ class Router:
         self.kills += 1
         self.recovered_s.append(time.monotonic() - began)
 
+    def lose(self, dice: random.Random) -> None:
+        """Kill one of its processes."""
+        assert self.process is not None
+        if there := children_of(self.process.pid):
+            self.lost += 1
+            os.kill(dice.choice(there), signal.SIGKILL)
+
     async def stop(self) -> int:
         """Ask it to go."""
         assert self.process is not None
@@ -91,29 +136,21 @@ class Router:
         return await asyncio.wait_for(self.process.wait(), READY_S)
 
     def holds(self) -> tuple[float, int]:
-        """Return its resident MiB and its open files."""
+        """Return its resident MiB and its open files, those of all its processes together."""
         assert self.process is not None
-        folder = Path(f"/proc/{self.process.pid}")
-        status = (folder / "status").read_text()
-        rss_kib = int(status.partition("VmRSS:")[2].split()[0])
-        return rss_kib / 1024, len(list((folder / "fd").iterdir()))
-
-    async def in_flight(self) -> float:
-        """Add up what its page says is under way."""
-        total = 0.0
-        async with (
-            aiohttp.ClientSession() as session,
-            session.get(f"http://127.0.0.1:{self.port}/metrics") as answer,
-        ):
-            for line in (await answer.text()).splitlines():
-                if line.startswith(IN_FLIGHT) and not line.startswith("#"):
-                    total += float(line.rsplit(" ", 1)[1])
-        return total - 1  # this very connection
+        kib = files = 0
+        for pid in (self.process.pid, *children_of(self.process.pid)):
+            folder = Path(f"/proc/{pid}")
+            with suppress(OSError):
+                status = (folder / "status").read_text()
+                kib += int(status.partition("VmRSS:")[2].split()[0])
+                files += len(list((folder / "fd").iterdir()))
+        return kib / 1024, files
 
 
-async def clients(port: int, seed: int, number: int, seconds: float) -> None:
+async def clients(port: int, seed: int, number: int, seconds: float, keys: tuple[str, ...]) -> None:
     """Be the clients, and print what became of their requests so far, a line each second."""
-    crowd = Crowd(port, seed)
+    crowd = Crowd(port, seed, keys=keys)
     until = time.monotonic() + seconds
     over = lambda: time.monotonic() > until  # noqa: E731
 
@@ -132,19 +169,22 @@ async def clients(port: int, seed: int, number: int, seconds: float) -> None:
 
 async def soak(given: argparse.Namespace) -> int:
     """Run it all, and print the table."""
-    troupe = Troupe(given.seed)
-    await troupe.start()
     with tempfile.TemporaryDirectory() as folder:
+        env, no_names = names.failing(Path(folder))
+        troupe = Troupe(given.seed, no_names)
+        await troupe.start()
         port, admin = free_port(), free_port()
         fleet = Path(folder) / "fleet.yaml"
-        fleet.write_text(troupe.fleet(listen=port, admin=admin))
-        router = Router(fleet, port, admin)
+        fleet.write_text(
+            troupe.fleet(listen=port, admin=admin, processes=given.processes, tenants=given.tenants)
+        )
+        router = Router(fleet, port, env)
         await router.start()
         seconds = given.minutes * 60
         crowd = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "benchmarks.soak", "--clients-of", str(port),
             "--clients", str(given.clients), "--seed", str(given.seed),
-            "--minutes", str(given.minutes),
+            "--minutes", str(given.minutes), *(["--tenants"] if given.tenants else []),
             stdout=asyncio.subprocess.PIPE, limit=1 << 22,
         )  # fmt: skip
         try:
@@ -185,18 +225,24 @@ async def _watch(
             await asyncio.sleep(given.kill_router)
             await router.die()
 
+    async def lose() -> None:
+        while given.kill_member and time.monotonic() + given.kill_member < until:
+            await asyncio.sleep(given.kill_member)
+            router.lose(dice)
+
     async def rows() -> None:
         print("".join(f"{name:>{WIDTH}}" for name in COLUMNS))
         while time.monotonic() < until:
             await asyncio.sleep(min(ROW_S, max(until - time.monotonic(), 0.1)))
             with suppress(aiohttp.ClientError, OSError):
-                row(
-                    (time.monotonic() - began) / 60, last, *router.holds(), await router.in_flight()
-                )
+                holds = router.holds()
+                row((time.monotonic() - began) / 60, last, *holds, await in_flight(router.port))
+                held.append(holds)
 
-    await asyncio.gather(listen(), befall(), befall(), kill(), rows())
+    held: list[tuple[float, int]] = []
+    await asyncio.gather(listen(), befall(), befall(), kill(), lose(), rows())
     await crowd.wait()
-    return await _verdict(troupe, router, last)
+    return await _verdict(troupe, router, last, held)
 
 
 def row(minute: float, said: dict[str, object], rss: float, files: int, flying: float) -> None:
@@ -211,14 +257,24 @@ def row(minute: float, said: dict[str, object], rss: float, files: int, flying: 
     print("".join(f"{figure!s:>{WIDTH}}" for figure in figures), flush=True)
 
 
-async def _verdict(troupe: Troupe, router: Router, said: dict[str, object]) -> int:
+def grown(held: list[tuple[float, int]], last: tuple[float, int]) -> list[str]:
+    """Say what has grown since the first minute, by more than a busy moment explains."""
+    if len(held) < 2:  # too short to tell
+        return []
+    (rss, files), (last_rss, last_files) = held[0], last
+    found = []
+    if last_rss > rss * MORE_MEMORY:
+        found.append(f"memory: {rss:.0f} MiB after a minute, {last_rss:.0f} at the end")
+    if last_files > files + MORE_FILES:
+        found.append(f"files: {files} after a minute, {last_files} at the end")
+    return found
+
+
+async def _verdict(
+    troupe: Troupe, router: Router, said: dict[str, object], held: list[tuple[float, int]]
+) -> int:
     """Look at what is left once all is calm."""
-    give_up = time.monotonic() + CALM_S
-    while True:
-        flying = await router.in_flight()
-        if flying <= 0 or time.monotonic() > give_up:
-            break
-        await asyncio.sleep(0.2)
+    flying = await calm(router.port)
     rss, files = router.holds()
     status = await router.stop()
     log = (router.fleet.parent / "router.log").read_text()
@@ -226,6 +282,14 @@ async def _verdict(troupe: Troupe, router: Router, said: dict[str, object]) -> i
     wrong = said.get("wrong") or []
     print(f"left in flight {flying:.0f}, rss {rss:.0f} MiB, files {files}, exit status {status}")
     print(f"what befell the workers: {troupe.befell}")
+    print(
+        f"names that could not be looked up, as the router saw it: {log.count(names.SEEN)} spells"
+    )
+    if router.lost:
+        print(f"of the router's processes {router.lost} were killed")
+    # Of processes that are killed, those that come after them are younger.
+    more = grown(held, (rss, files)) if not (router.kills or router.lost) else []
+    print(f"grown: {more}")
     if router.kills:
         worst = max(router.recovered_s)
         print(f"the router was killed {router.kills} times, and served again within {worst:.1f} s")
@@ -233,8 +297,9 @@ async def _verdict(troupe: Troupe, router: Router, said: dict[str, object]) -> i
     print(f"wrong or without end: {wrong}")
     if traces:
         print(log[log.index("Traceback") :][:3000])
-    faults = troupe.faults() if not router.kills else []  # a killed router forgets its blocks
-    return 1 if flying > 0 or wrong or traces or status or faults else 0
+    # A killed router forgets its blocks.
+    faults = troupe.faults() if not (router.kills or router.lost) else []
+    return 1 if flying > 0 or wrong or traces or status or faults or more else 0
 
 
 def main() -> int:
@@ -244,11 +309,15 @@ def main() -> int:
     options.add_argument("--seed", type=int, default=1)
     options.add_argument("--clients", type=int, default=24)
     options.add_argument("--kill-router", type=float, default=0.0, help="every so many seconds")
+    options.add_argument("--processes", type=int, default=1)
+    options.add_argument("--tenants", action="store_true")
+    options.add_argument("--kill-member", type=float, default=0.0, help="every so many seconds")
     options.add_argument("--clients-of", type=int, help=argparse.SUPPRESS)
     given = options.parse_args()
     if given.clients_of:
         seconds = given.minutes * 60 - 5
-        asyncio.run(clients(given.clients_of, given.seed, given.clients, seconds))
+        keys = tuple(KEYS.values()) if given.tenants else ()
+        asyncio.run(clients(given.clients_of, given.seed, given.clients, seconds, keys))
         return 0
     return asyncio.run(soak(given))
 

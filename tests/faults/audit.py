@@ -36,6 +36,8 @@ def unfinished(app: App, ever: Iterable[Worker] = ()) -> str:
         "visits": len(wire.visits),
         "bytes of bodies": wire.collecting.held,
         "clients": len(wire.clients),
+        "tenants": {t.name: t.ledger.running for t in router.tenants if t.ledger.running},
+        "tenants that wait": {t.name: t.waiting for t in router.tenants if t.waiting},
         "busy connections": busy,
         "charges": {w.name: c for w in {*app.fleet, *ever} if any(c := charges(w))},
     }

@@ -35,6 +35,7 @@ class Crowd:
     model: str = "tiny"
     sizes: tuple[int, ...] = (10, 200, 200, 2000, 20_000, 300_000)  # of prompts, at most
     patience_s: float = HANGS_S
+    keys: tuple[str, ...] = ()  # of tenants, whose requests these are in turn
     judge: Callable[[Answer, list[str]], str] = field(default_factory=lambda: judged)
     outcomes: Counter[str] = field(default_factory=Counter)
     statuses: Counter[int] = field(default_factory=Counter)
@@ -90,7 +91,8 @@ class Crowd:
             body["stream"] = True
         data = json.dumps(body).encode()
         chunks = (7, 4096) if dice.random() < 0.1 else None
-        whole = request(data, path=path, chunks=chunks)
+        shown = [b"Authorization: Bearer " + dice.choice(self.keys).encode()] if self.keys else []
+        whole = request(data, *shown, path=path, chunks=chunks)
         try:
             await self._send(client, whole, dice)
             if dice.random() < 0.12:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import sys
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
+from benchmarks import soak
+from tests.faults import names
 from tests.faults.crowd import GONE, LEFT, NOBODY, REFUSED, TORN, WHOLE, Crowd
-from tests.faults.troupe import Troupe
+from tests.faults.troupe import KEYS, Troupe
 from tests.proxy.wire.client import Client, get
 from tests.proxy.wire.site import eventually
 from vllm_sched.workers.launch import free_port
@@ -18,13 +22,15 @@ READY_S, CLIENTS = 90.0, 8
 LOGS = "  logs: {format: json, requests: true, level: debug}\n"
 
 
-async def start(fleet: Path, log_to: Path | None = None) -> asyncio.subprocess.Process:
+async def start(
+    fleet: Path, log_to: Path | None = None, env: dict[str, str] | None = None
+) -> asyncio.subprocess.Process:
     """Start a router as its users do."""
     log = (log_to or fleet.parent / "log").open("ab")
     try:
         return await asyncio.create_subprocess_exec(
             sys.executable, "-m", "vllm_sched.cli.main", "router", str(fleet),
-            stdout=log, stderr=log,
+            stdout=log, stderr=log, env=env,
         )  # fmt: skip
     finally:
         log.close()
@@ -74,6 +80,42 @@ async def test_killed_under_load_and_started_again(tmp_path: Path) -> None:
         router.terminate()
         assert await asyncio.wait_for(router.wait(), READY_S) == 0
         assert "Traceback" not in (tmp_path / "log").read_text()
+    finally:
+        if router.returncode is None:
+            router.kill()
+            await router.wait()
+        await troupe.stop()
+
+
+async def test_one_process_of_two_is_killed_under_load_of_tenants(tmp_path: Path) -> None:
+    """And names can't be looked up meanwhile; what tenants have in flight is nothing again."""
+    env, no_names = names.failing(tmp_path)
+    troupe = Troupe(7, no_names)
+    await troupe.start()
+    port, fleet, log = free_port(), tmp_path / "fleet.yaml", tmp_path / "log"
+    fleet.write_text(troupe.fleet(listen=port, admin=free_port(), processes=2, tenants=True))
+    no_names.touch()
+    router = await start(fleet, env=env)
+    crowd, over = Crowd(port, 7, keys=tuple(KEYS.values())), asyncio.Event()
+    try:
+        await serves(port)
+        asked = [asyncio.create_task(crowd.play(n, over.is_set)) for n in range(CLIENTS)]
+        await until(lambda: crowd.outcomes[WHOLE] > 50 and names.SEEN in log.read_text())
+        no_names.unlink()
+        os.kill(soak.children_of(router.pid)[0], signal.SIGKILL)
+        await until(lambda: "another begins" in log.read_text())
+        before = crowd.outcomes[WHOLE]
+        await until(lambda: crowd.outcomes[WHOLE] > before + 50)
+        await until(lambda: len(soak.children_of(router.pid)) == 2)
+        over.set()
+        await asyncio.gather(*asked)
+        assert crowd.wrong == []
+        assert set(crowd.outcomes) <= {WHOLE, TORN, REFUSED, LEFT, NOBODY}
+        assert crowd.outcomes[TORN] <= 2 * CLIENTS
+        assert await soak.calm(port) <= 0
+        router.terminate()
+        assert await asyncio.wait_for(router.wait(), READY_S) == 0
+        assert "Traceback" not in log.read_text()
     finally:
         if router.returncode is None:
             router.kill()

@@ -10,6 +10,8 @@ import asyncio
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from hashlib import sha256
+from pathlib import Path
 
 from tests.fuzz.mutate import Mutator
 from tests.proxy.wire import scripts
@@ -39,16 +41,24 @@ workers:
 {workers}
 transfer: {{connector: nixl, warmup: false}}
 routing: {{disaggregate_above: 1}}
-router:
+{tenants}router:
   port: {listen}
+  processes: {processes}
   admin: {{port: {admin}}}
   drain_s: 2.0
   queue: {{max_requests: 200, max_wait_s: 2.0}}
+  fairness: {{standard_age_s: 1.0}}
   retries: {{budget: 0.5}}
   probe: {{interval_s: 0.2, timeout_s: 0.3}}
   timeouts: {{connect_s: 0.3, first_byte_s: 0.6, prefill_s: 0.3, idle_s: 0.6,
              client_idle_s: 5.0, client_header_s: 2.0}}
 """
+TENANTS = """\
+tenants:
+  - {{name: people, class: interactive, key_hashes: ['{people}'], limits: {{concurrency: 64}}}}
+  - {{name: jobs, weight: 2, key_hashes: ['{jobs}'], limits: {{tokens_per_minute: 100000000}}}}
+"""
+KEYS = {name: f"key-of-{name}-0123456789" for name in ("people", "jobs")}
 
 
 async def half_close(call: Call) -> None:
@@ -133,8 +143,9 @@ class Moody(Kv):
 class Troupe:
     """The workers, and what befalls them."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, no_names: Path | None = None) -> None:
         self.kv = Moody(seed)
+        self._no_names = no_names  # a file, for a router that is another process
         self.dice = random.Random(seed + 1)
         self.fakes: dict[str, FakeWorker] = {}
         self.names_resolve = True
@@ -149,15 +160,19 @@ class Troupe:
             fake.always(self.kv.slowly(self.kv.worker(fake, role)))
             self.fakes[name] = fake
 
-    def fleet(self, *, listen: int = 0, admin: int = 0) -> str:
+    def fleet(
+        self, *, listen: int = 0, admin: int = 0, processes: int = 1, tenants: bool = False
+    ) -> str:
         """Write the fleet file."""
+        hashes = {name: f"sha256:{sha256(key.encode()).hexdigest()}" for name, key in KEYS.items()}
         workers = [
             f"  - {{name: {name}, url: '{self.fakes[name].url}', role: {role}, max_requests: 8}}"
             for name, role in ROLES.items()
         ]
         return FLEET.format(
-            port=self.fakes[FOUND].port, workers="\n".join(workers), listen=listen, admin=admin
-        )
+            port=self.fakes[FOUND].port, workers="\n".join(workers), listen=listen, admin=admin,
+            processes=processes, tenants=TENANTS.format(**hashes) if tenants else "",
+        )  # fmt: skip
 
     async def stop(self) -> None:
         """Leave nothing open."""
@@ -251,8 +266,12 @@ class Troupe:
 
     async def _names_fail(self, seconds: float) -> None:
         self.names_resolve = False
+        if self._no_names is not None:
+            self._no_names.touch()
         await asyncio.sleep(seconds)
         self.names_resolve = True
+        if self._no_names is not None:
+            self._no_names.unlink(missing_ok=True)
 
     async def _nothing(self, seconds: float) -> None:
         await asyncio.sleep(seconds)
