@@ -2,7 +2,7 @@
 
     python -m benchmarks.policies rotation chunk_budget lanes deferred_prefill --rounds 3
 
-All sides of a trial are alive at once and take turns. `deferred_prefill` has seven workers: 16 GB
+All sides of a trial are alive at once and take turns. `deferred_prefill` has eight workers: 18 GB
 of memory. Nothing else should run.
 """
 

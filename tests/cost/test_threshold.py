@@ -179,3 +179,24 @@ def test_what_no_engine_is_is_refused(change: dict[str, float], said: str) -> No
     given = {"slots": 256, "mean_output": 200.0, "mean_prompt": 220.0, **change}
     with pytest.raises(UsageError, match=said):
         Regime.of(A100_8B, **given)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("exclusive", [True, False])
+@pytest.mark.parametrize("floor_s", [0.02, 0.05, 0.1])
+@pytest.mark.parametrize("slots", [16, 64, 200])
+@pytest.mark.parametrize("mean_output", [20.0, 100.0, 300.0])
+def test_beside_a_floor_it_loses_at_most_a_percent_too(
+    exclusive: bool, floor_s: float, slots: int, mean_output: float
+) -> None:
+    time = StepTime(
+        decode_fixed_s=0.010, decode_s=1e-4, prefill_fixed_s=0.011, mixed_s=0.002, prefill_s=1e-4,
+        floor_s=floor_s,
+    )  # fmt: skip
+    regime = Regime.of(
+        time, slots=slots, mean_output=mean_output, mean_prompt=150, exclusive=exclusive
+    )
+    exact = Recursion(regime)
+    best, found = exact.best(), closed_form(regime)
+    assert abs(found - best) <= 1 or (
+        exact.at(found).throughput >= 0.99 * exact.at(best).throughput
+    )

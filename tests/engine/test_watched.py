@@ -87,6 +87,58 @@ def test_who_waits_runs_and_is_held(registry: CollectorRegistry) -> None:
     assert tokens == {("prefill",): 1220, ("decode",): 99 + 3 * 2}
 
 
+def test_each_is_held_by_one(registry: CollectorRegistry) -> None:
+    share = {**LONG["long_prompt"], "long_prefill_share": 0.5}
+    scheduler = make_scheduler({"lanes": {}, "long_prompt": share})
+    scheduler.add_request(make_request(10, output=500))
+    step(scheduler)
+    scheduler.add_request(make_request(900))
+    step(scheduler)
+    for _ in range(3):  # held by `long_prompt`
+        scheduler.add_request(make_request(900))
+    for _ in range(2):  # held by `lanes`
+        scheduler.add_request(make_request(900, priority=1))
+    step(scheduler)
+    assert len(scheduler.waiting) == 5
+    held = values(registry, "requests_held")
+    assert held == {("long_prompt", "long_limit"): 3, ("lanes", "others_wait"): 2}
+
+
+def test_nobody_is_held_where_all_slots_are_taken(registry: CollectorRegistry) -> None:
+    policies = {"deferred_prefill": {"departures": 2}}
+    scheduler = make_scheduler(policies, max_num_seqs=2)
+    for output in (2, 9, 9, 9, 9):
+        scheduler.add_request(make_request(10, output=output))
+    seen = []
+    for _ in range(12):
+        step(scheduler)
+        held = sum(values(registry, "requests_held").values())
+        assert not (held and len(scheduler.running) == 2)
+        seen.append(held)
+    assert max(seen) == 3
+
+
+def test_who_left_is_not_the_one_that_waits_longest(registry: CollectorRegistry) -> None:
+    from vllm.v1.request import RequestStatus
+
+    scheduler = make_scheduler(LONG, max_num_seqs=1)
+    now = [1000.0]
+    scheduler.clock = lambda: now[0]
+    scheduler.waiting._clock = scheduler.clock
+    requests = [make_request(20, output=90) for _ in range(3)]
+    for request in requests:
+        scheduler.add_request(request)
+        step(scheduler)
+        now[0] += 10
+    assert values(registry, "oldest_wait_seconds")["long_prompt", "short"] == 10
+    scheduler.finish_requests(requests[1].request_id, RequestStatus.FINISHED_ABORTED)
+    step(scheduler)
+    assert values(registry, "oldest_wait_seconds")["long_prompt", "short"] == 10
+    scheduler.finish_requests(requests[2].request_id, RequestStatus.FINISHED_ABORTED)
+    step(scheduler)
+    assert values(registry, "oldest_wait_seconds")["long_prompt", "short"] == 0
+
+
 def test_a_short_that_was_not_held_is_no_hold(registry: CollectorRegistry) -> None:
     scheduler = make_scheduler(LONG)
     scheduler.add_request(make_request(500))

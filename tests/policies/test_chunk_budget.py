@@ -150,6 +150,24 @@ def test_who_waits_and_would_be_late_spends_too() -> None:
     assert run.policy.counters()["slack_steps"] > 0
 
 
+def test_one_stall_does_not_make_chunks_small_for_long() -> None:
+    run = Run({"itl_ms": 40.0})
+    run.decodes()
+    for number in range(6):
+        run.bench.add(f"warm{number}", 12_000, output=2)
+        run.until_decoding(f"warm{number}")
+    run.prefills.clear()
+    run.bench.add("long", 16_000, output=2)
+    run.step()
+    run.noise = lambda: 6.0
+    run.step()
+    run.noise = lambda: 1.0
+    for _ in range(15):
+        run.step()
+    # As a chunk further on is a little smaller by itself.
+    assert run.prefills[-1] > 0.6 * run.prefills[0]
+
+
 def test_the_margin_grows_with_noise() -> None:
     margins = []
     for spread in (0.01, 0.3):

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from vllm_sched.cost.threshold import Regime
+from vllm_sched.cost.threshold import Regime, expected_batch
 
 NEGLIGIBLE = 1e-15
 SETTLED, MOST_ROUNDS = 1e-12, 200
@@ -121,27 +121,6 @@ class Recursion:
         if active not in self._rows:
             self._rows[active] = binomial(active, 1 / self.regime.mean_output)
         return self._rows[active]
-
-
-def expected_batch(regime: Regime, prompts: int) -> float:
-    """Return the mean time of a batch of prompts of exponential length.
-
-    Without a floor that is the time at their mean length. With one, batches shorter than it add
-    what they lack: the mean of (a - G)+ for a sum G of so many exponentials.
-    """
-    linear = regime.batch_fixed_s + regime.prompt_s * prompts
-    lacking = regime.floor_s - regime.batch_fixed_s
-    if lacking <= 0 or not prompts or regime.prompt_s <= 0:
-        return max(linear, regime.floor_s)
-    a = lacking / regime.prompt_s
-    # Chances of fewer than n events at rate a, for n = prompts and one more.
-    term = math.exp(-a)
-    fewer = 0.0
-    for count in range(prompts):
-        fewer += term
-        term *= a / (count + 1)
-    mean = a * (1 - fewer) - prompts * (1 - fewer - term)
-    return linear + regime.prompt_s * max(mean, 0.0)
 
 
 def binomial(trials: int, chance: float) -> tuple[int, list[float]]:

@@ -164,9 +164,27 @@ def asymptotic(regime: Regime) -> float:
 
 
 def closed_form(regime: Regime) -> int:
-    """K* for this many slots: the smallest K with K/(B-K) - h(K) >= rho."""
-    found = [float(_smallest(regime, fixed)) for fixed in _fixed_costs(regime)]
-    return min(round(_better(regime, found)), regime.largest)
+    """K* for this many slots: the smallest K with K/(B-K) - h(K) >= rho.
+
+    Beside a floor, of which a batch of random lengths feels a part whatever its size, T(K) has no
+    such form and the largest K/T(K) is looked for.
+    """
+    if regime.floor_s > regime.batch_fixed_s:
+        return _scanned(regime)
+    return min(_smallest(regime, regime.batch_fixed_s), regime.largest)
+
+
+def _scanned(regime: Regime) -> int:
+    best, highest, idle = 1, 0.0, 0.0
+    for threshold in range(1, regime.largest + 1):
+        idle += 1 / (regime.slots - threshold + 1)
+        # As many leave in the step that ends the wait as in any in which somebody does.
+        prompts = max(threshold, round(regime.at_once))
+        each = threshold * regime.decode_s + regime.decode_fixed_s * idle
+        cycle = expected_batch(regime, prompts) * threshold / prompts + regime.mean_output * each
+        if threshold / cycle > highest:
+            best, highest = threshold, threshold / cycle
+    return best
 
 
 def to_run(regime: Regime, *, itl_s: float | None = None, max_delay_s: float | None = None) -> int:
@@ -219,3 +237,24 @@ def _smallest(regime: Regime, fixed: float) -> int:
         if shared * (threshold / (slots - threshold) - idle) >= fixed:
             return threshold
     return slots
+
+
+def expected_batch(regime: Regime, prompts: int) -> float:
+    """Return the mean time of a batch of prompts of exponential length.
+
+    Without a floor that is the time at their mean length. With one, batches shorter than it add
+    what they lack: the mean of (a - G)+ for a sum G of so many exponentials.
+    """
+    linear = regime.batch_fixed_s + regime.prompt_s * prompts
+    lacking = regime.floor_s - regime.batch_fixed_s
+    if lacking <= 0 or not prompts or regime.prompt_s <= 0:
+        return max(linear, regime.floor_s)
+    a = lacking / regime.prompt_s
+    # Chances of fewer than n events at rate a, for n = prompts and one more.
+    term = math.exp(-a)
+    fewer = 0.0
+    for count in range(prompts):
+        fewer += term
+        term *= a / (count + 1)
+    mean = a * (1 - fewer) - prompts * (1 - fewer - term)
+    return linear + regime.prompt_s * max(mean, 0.0)

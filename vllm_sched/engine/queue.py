@@ -13,7 +13,7 @@ Two promises to the scan: what was peeked is what is popped (blocks were allocat
 from __future__ import annotations
 
 import heapq
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from math import inf
 from typing import Any, NamedTuple
@@ -78,6 +78,8 @@ class LaneQueue(RequestQueue):
         self.counts: list[defaultdict[str, LaneCount]] = [
             defaultdict(LaneCount) for _ in range(num_policies)
         ]
+        # How many wait where all policies' lanes meet, which is what a gate is asked for.
+        self.here: Counter[LaneKey] = Counter()
 
     # What the scheduler does with it around a step
 
@@ -90,6 +92,7 @@ class LaneQueue(RequestQueue):
             for count in counts.values():
                 count.waited = 0.0
         for lane, heap in self._heaps.items():
+            self._bury(heap)
             for counts, name in zip(self.counts, lane, strict=True) if heap else ():
                 counts[name].waited = max(counts[name].waited, now - heap[0].owed_since)
 
@@ -220,6 +223,9 @@ class LaneQueue(RequestQueue):
         self._count(lane, -1, -entry.tokens)
 
     def _count(self, lane: LaneKey, requests: int, tokens: int) -> None:
+        self.here[lane] += requests
+        if not self.here[lane]:
+            del self.here[lane]
         for counts, name in zip(self.counts, lane, strict=True):
             count = counts[name]
             count.requests += requests
@@ -253,16 +259,22 @@ class LaneQueue(RequestQueue):
                 chosen = head.request
         return chosen
 
+    def _bury(self, heap: list[Entry]) -> None:
+        """Take those who are no longer here from its front."""
+        while heap and (
+            (live := self._live.get(heap[0].request)) is None or live[0] is not heap[0]
+        ):
+            heapq.heappop(heap)
+            self._dead -= 1
+
     def _settle(self, lane: LaneKey) -> None:
         """Make the front of this lane one who waits and belongs here, or remove the lane."""
         heap = self._heaps[lane]
         while heap:
+            self._bury(heap)
+            if not heap:
+                break
             entry = heap[0]
-            live = self._live.get(entry.request)
-            if live is None or live[0] is not entry:
-                heapq.heappop(heap)
-                self._dead -= 1
-                continue
             belongs = self._lanes_of(entry.request)
             if belongs == lane:
                 return

@@ -30,7 +30,7 @@ from vllm_sched.engine.seams import installed_version
 from vllm_sched.engine.watched import Seen, Watched
 from vllm_sched.errors import UsageError
 from vllm_sched.policies import registry
-from vllm_sched.policies.types import EngineFacts, Gate, Policy, Step, StepResult
+from vllm_sched.policies.types import EngineFacts, Gate, Policy, Step, StepResult, one_class
 
 CONFIG_KEY = "vllm_sched"
 # vLLM has two, and one per stage with pipeline parallelism.
@@ -88,6 +88,8 @@ class PolicySteps(Upstream):
         self._last_result_at = 0.0
         self._cuts_prefills = False  # in this step
         self._decode_last = False  # in this step, so something is to be left for it
+        self._looked_up: dict[str, int] = {}  # cached tokens of who waits, in one state of things
+        self._looked_up_in = (-1, -1, -1)
         self._idle = False  # nothing runs and nothing holds blocks: every gate is open
         self._lenient = False  # the last step came out empty: none is cut short or paused in this
         self._paused_decodes = False  # in this step
@@ -110,6 +112,7 @@ class PolicySteps(Upstream):
         self._ask_pause = [ask for _, ask in overrides(self._policies, "pauses_decodes")]
         self._ask_chunk = [ask for _, ask in overrides(self._policies, "chunk")]
         self._ask_rank = [ask for _, ask in overrides(self._policies, "rank")]
+        self._class_of = next((p.rank for p in self._policies if p.classes), one_class)
         self._tell_arrived = [tell for _, tell in overrides(self._policies, "arrived")]
         self._tell_admitted = [tell for _, tell in overrides(self._policies, "admitted")]
         self._tell_departed = [tell for _, tell in overrides(self._policies, "departed")]
@@ -223,6 +226,7 @@ class PolicySteps(Upstream):
             paused_s=0.0 if self._paused_since is None else now - self._paused_since,
             paused_steps=self._paused_steps,
             may_enter=self._may_enter,
+            class_of=self._class_of,
         )
         self._departed = 0
         for policy, counts in zip(self._policies, self.waiting.counts, strict=True):
@@ -312,11 +316,20 @@ class PolicySteps(Upstream):
         manager = self.kv_cache_manager
         if not manager.prefix_cache_lookup_enabled(request):
             return 0
-        # The look-up alone: `get_computed_blocks` would publish cache events besides.
-        hit = manager.coordinator.find_longest_cache_hit(
-            request.block_hashes, request.num_tokens - 1
-        )
-        return int(hit[1])
+        # What is cached changes as blocks are taken, and between steps: asked again before that,
+        # which a held front is several times in a step, the answer is the same.
+        free = manager.block_pool.get_num_free_blocks()
+        state = self.current_step, len(self.running), free
+        if self._looked_up_in != state:
+            self._looked_up_in = state
+            self._looked_up.clear()
+        if (known := self._looked_up.get(request.request_id)) is None:
+            # The look-up alone: `get_computed_blocks` would publish cache events besides.
+            hit = manager.coordinator.find_longest_cache_hit(
+                request.block_hashes, request.num_tokens - 1
+            )
+            known = self._looked_up[request.request_id] = int(hit[1])
+        return known
 
     def _may_enter(self) -> Request | None:
         full = self._slots_taken() >= self.max_num_active_reqs

@@ -213,22 +213,24 @@ class Seen:
 
     # Now and then
 
-    def show(self, running: Sequence[Request], queue: Any, now: float) -> None:
+    def show(
+        self, running: Sequence[Request], queue: Any, now: float, *, full: bool = False
+    ) -> None:
         """Write the gauges when it is time to, and once more when all are gone."""
         if self.metrics is None:
             return
         idle = not running and not len(queue)
         if self.metrics.due(now) or (idle and not self._idle):
-            self.metrics.write(self._state(running, queue), now)
+            self.metrics.write(self._state(running, queue, full=full), now)
             self._idle = idle
 
-    def _state(self, running: Sequence[Request], queue: Any) -> metrics.Now:
+    def _state(self, running: Sequence[Request], queue: Any, *, full: bool) -> metrics.Now:
         """Take everything countable down; in plain numbers, for the length of this call."""
         state = metrics.Now()
         gauges = state.gauges
         self._lanes = {r.request_id: self._lanes.get(r.request_id, ()) for r in running}
         if isinstance(queue, LaneQueue):
-            self._lane_gauges(gauges, queue)
+            self._lane_gauges(gauges, queue, full=full)
         else:
             gauges["requests_waiting"][metrics.NO_POLICY, ALL] = len(queue)
             gauges["requests_running"][metrics.NO_POLICY, ALL] = len(running)
@@ -247,7 +249,7 @@ class Seen:
         }
         return state
 
-    def _lane_gauges(self, gauges: metrics.Gauges, queue: LaneQueue) -> None:
+    def _lane_gauges(self, gauges: metrics.Gauges, queue: LaneQueue, *, full: bool) -> None:
         waiting, oldest = gauges["requests_waiting"], gauges["oldest_wait_seconds"]
         for policy, counts in zip(self.policies, queue.counts, strict=True):
             for lane, count in counts.items():
@@ -258,10 +260,11 @@ class Seen:
             for policy, lane in zip(self.policies, lanes or self._no_lanes, strict=True):
                 came_from[policy.name, lane or ALL] += 1
         held = gauges["requests_held"] = defaultdict(float)
-        closed = {(h.policy, lanes[h.policy]) for lanes, h in self._holds.items() if h.closed}
-        for number, lane in closed:
-            policy = self.policies[number]
-            held[policy.name, policy.held_reason(lane)] += queue.counts[number][lane].requests
+        for lanes, hold in self._holds.items():
+            # Where all slots are taken it is no policy that they wait for.
+            if hold.closed and not full and (waiting_here := queue.here[lanes]):
+                policy = self.policies[hold.policy]
+                held[policy.name, policy.held_reason(lanes[hold.policy])] += waiting_here
         backlog = gauges["prefill_backlog_tokens"]
         for lane, count in queue.counts[self._classing or 0].items():
             name = ALL if self._classing is None else lane
@@ -332,7 +335,8 @@ class Watched(Upstream):
             seen.finished(scheduler_output, now)
         outputs = super().update_from_output(scheduler_output, *args, **kwargs)
         with self._unharmed():
-            seen.show(self.running, self.waiting, now)
+            full = len(self.running) >= self.max_num_active_reqs
+            seen.show(self.running, self.waiting, now, full=full)
         return outputs
 
     def _constrain(self, step: Step) -> None:

@@ -49,12 +49,15 @@ FIRST_CHUNK: Final = 256
 GROWTH, SHRINK = 1.5, 0.5
 # Below so many tokens a step's time says nothing about its chunk.
 ENOUGH_TOKENS: Final = 16
-# How quickly the correction follows steps that took longer than it says, and shorter.
-DRIFT_UP, DRIFT_DOWN = 1.0, 0.1
+# How quickly the correction follows steps that took longer than it says, and shorter; and by how
+# much at once, since a stall says nothing about the next step.
+DRIFT_UP, DRIFT_DOWN, MOST_DRIFT = 1.0, 0.1, 1.5
 # So many times longer than predicted may be, at most, what goes further into a prompt than any yet.
 NEW_GROUND: Final = 2.0
 # The margin is the largest error of so many steps, once enough were seen.
 KEPT, ENOUGH_ERRORS = 256, 64
+# One error that is so many times the next largest was a stall, and may be the only one for long.
+STALL: Final = 1.2
 LEAST_MARGIN, FIRST_MARGIN, MOST_MARGIN = 1.03, 1.15, 2.0
 # The longest gap that saved time may buy, in gaps.
 MOST_GAP: Final = 4.0
@@ -197,7 +200,7 @@ class ChunkBudget(Policy):
     def _compare(self, tokens: int, shape: StepShape, seconds: float) -> None:
         if (model := self.fit.model) is not None:
             self._predicted_s = model.seconds(shape)
-            if tokens >= SHRINK * self._bound:
+            if tokens >= SHRINK * self._bound and self._predicted_s > 0:
                 self._learn_error(seconds / self._predicted_s)
         self._long_steps += seconds > self._allowed_s
         # In proportion, as if nothing of a step were fixed: that errs to the short side.
@@ -216,7 +219,9 @@ class ChunkBudget(Policy):
         """By how much less than what is allowed a step is meant to take."""
         if len(self._sorted) < ENOUGH_ERRORS:
             return FIRST_MARGIN
-        return min(max(self._sorted[-1], LEAST_MARGIN), MOST_MARGIN)
+        second, largest = self._sorted[-2:]
+        error = second if largest > STALL * second else largest
+        return min(max(error, LEAST_MARGIN), MOST_MARGIN)
 
     def _learn_error(self, ratio: float) -> None:
         """Take in what a step took over what the model said."""
@@ -225,7 +230,7 @@ class ChunkBudget(Policy):
         error = ratio / self.drift
         self._errors.append(error)
         insort(self._sorted, error)
-        ratio = min(ratio, MOST_MARGIN)  # a stall says nothing about the next step
+        ratio = min(ratio, MOST_DRIFT * self.drift, MOST_MARGIN)
         gain = DRIFT_UP if ratio > self.drift else DRIFT_DOWN
         self.drift = max(self.drift + gain * (ratio - self.drift), 1.0)
 

@@ -78,6 +78,7 @@ class Lanes(Policy):
     settings_type: ClassVar[type[Settings]] = LanesSettings
     settings: LanesSettings
     arranges = True
+    classes = True
 
     def __init__(self, facts: EngineFacts, settings: LanesSettings) -> None:
         super().__init__(facts, settings)

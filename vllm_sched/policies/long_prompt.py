@@ -14,6 +14,9 @@ times in a row at most: such steps are brief, so under a steady stream of shorts
 still has about half of the time. Once no short has come for half a second, they may be three
 times longer.
 
+Beside a policy with classes of service the limit is for each: nobody waits for a long prompt of a
+lesser class, which may be kept from moving for the sake of his.
+
 Cost per step: O(running prefills). How it fails: with a stretch too small for the model the base
 cost of many steps slows long prompts; with M > 1 longs share one allowance and finish together.
 """
@@ -130,6 +133,7 @@ class LongPrompt(Policy):
         # What follows is of the current step alone.
         self._step = Step(index=0, now=0.0, budget=0, decodes=0, prefills=())
         self._longs = 0  # in prefill, those admitted in this step included
+        self._classes: list[float] = []  # of service, theirs
         self._budget = facts.max_num_batched_tokens  # tokens that were divided
         self._sharing = 1  # among so many prefills
         self._slot = facts.max_num_batched_tokens  # tokens for one prefill
@@ -169,17 +173,27 @@ class LongPrompt(Policy):
             return Gate.OPEN
         overdue = waited >= self.settings.max_wait_s
         places = self._places_overdue if overdue else self._places
-        if self._longs >= places or self._long_left <= 0:
+        taken = self._taken_before(head)
+        if taken >= places or self._long_left <= 0:
             return Gate.CLOSED
         # One that found no room in the KV cache need not keep shorts waiting behind it.
-        if overdue and self._longs >= self._places:
+        if overdue and taken >= self._places:
             self._overdue = head.request_id
         stuck = self._step.refused == head.request_id and not overdue
         return Gate.LAST if stuck else Gate.OPEN
 
+    def _taken_before(self, head: RequestView) -> int:
+        """Count the longs that this one waits for: of its class or a better one."""
+        if len(self._classes) < self._places:
+            return len(self._classes)
+        own = self._step.class_of(head)
+        return sum(each <= own for each in self._classes)
+
     def admitted(self, request: RequestView) -> None:
         """Count a long prompt at once: the next must not slip in within the same step."""
-        self._longs += self._in_long(request)
+        if self._in_long(request):
+            self._longs += 1
+            self._classes.append(self._step.class_of(request))
         if request.request_id == self._overdue:
             self._overdue = None
             self._releases += 1
@@ -199,6 +213,7 @@ class LongPrompt(Policy):
         settings = self.settings
         longs = [r for r in step.prefills if self._in_long(r)]
         self._longs = len(longs)
+        self._classes = [step.class_of(r) for r in longs]
 
         held = lanes.get(LONG, EMPTY)
         overdue = held.waited >= settings.max_wait_s

@@ -71,6 +71,11 @@ def nobody() -> None:
     """Say that nobody could enter."""
 
 
+def one_class(_: RequestView) -> float:
+    """Say that all are of one class."""
+    return 0.0
+
+
 @dataclass(slots=True)
 class Step:
     """One scheduling step, seen before its first decision. It lives for that step only."""
@@ -98,6 +103,8 @@ class Step:
     # Who would be admitted now, room in the KV cache aside; None where nobody may. Ask it in
     # `budget`, `pauses_decodes` or `chunk`, when all policies have seen the step; it asks gates.
     may_enter: Callable[[], RequestView | None] = nobody
+    # Which class of service a request is of, the first lowest, where a policy has classes.
+    class_of: Callable[[RequestView], float] = one_class
 
 
 @dataclass(slots=True, frozen=True)
@@ -147,6 +154,8 @@ class Policy:
     arranges: bool = False
     # Whether prefills stand before decodes, so that they get all they can use of the budget.
     prefills_lead: bool = False
+    # Whether its ranks are classes of service: limits of later policies then hold within each.
+    classes: bool = False
     # Whether its `fit` learns what every step takes: then whoever watches need not learn the same.
     learns: bool = False
 
