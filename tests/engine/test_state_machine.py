@@ -340,6 +340,83 @@ class AnyPolicies(Machine):
         self.make(policies, blocks, slots, priority=priority)
         exclusive = policies.get("deferred_prefill", {}).get("exclusive", False)
         self.pauses_decodes = "prefill_first" in policies or exclusive
+        # The bound on all pauses is the largest of one policy's.
+        self.most_pause_s = max(
+            policies.get("prefill_first", {}).get("max_pause_s", 0.0), 1.0 if exclusive else 0.0
+        )
+        self.left_out_since: dict[str, float] = {}
+        self.kept_steps = 0
+        self.turned_away: set[str] = set()
+        ask = self.scheduler._handle_blocked_waiting_request
+        self.scheduler._handle_blocked_waiting_request = lambda request: (
+            request.request_id not in self.turned_away and ask(request)
+        )
+
+    @rule(tokens=st.integers(1, 90))
+    def add_long_answer(self, tokens: int) -> None:
+        """Let one come that keeps the engine from falling idle, which opens every gate."""
+        self.add(tokens, 150, shared=False, priority=1)
+
+    @precondition(lambda self: len(getattr(self, "turned_away", "x")) == 0 and self.alive)
+    @rule(data=st.data())
+    def turn_away(self, data: st.DataObject) -> None:
+        """Have one that cannot begin: no LoRA slot, a grammar that compiles."""
+        waiting = sorted(r.request_id for r in self.scheduler.waiting)
+        if waiting:
+            self.turned_away.add(data.draw(st.sampled_from(waiting)))
+
+    @rule()
+    def let_in(self) -> None:
+        """Let it begin after all."""
+        self.turned_away.clear()
+
+    def _schedule(self) -> None:
+        scheduler = self.scheduler
+        decodes = [r for r in scheduler.running if not r.is_prefill_chunk and self._has_more(r)]
+        begun = self.now
+        was_running = set(scheduler.running)
+        waited = {r: begun - self.waits_since[r.request_id] for r in scheduler.waiting}
+        super()._schedule()
+        tokens = self.in_flight[-1][0].num_scheduled_tokens
+        if scheduler.pause_state != PauseState.UNPAUSED:
+            self.left_out_since.clear()
+            return
+        self._check_pauses([r for r in decodes if r in scheduler.running], tokens, begun)
+        if not set(scheduler.running) - was_running:
+            self._check_waits(waited)
+        else:
+            self.kept_steps = 0
+
+    def _check_progress(self, tokens: Any) -> None:
+        if self.alive.keys() <= self.turned_away:
+            self.empty_steps = 0
+        else:
+            super()._check_progress(tokens)
+
+    def _check_pauses(self, decodes: list[Any], tokens: Any, begun: float) -> None:
+        """Let no decode stand still for longer than the bound on pauses."""
+        out = {r.request_id for r in decodes if r.request_id not in tokens}
+        self.left_out_since = {name: self.left_out_since.get(name, begun) for name in out}
+        for since in self.left_out_since.values():
+            assert begun - since < self.most_pause_s, "decodes were paused beyond the bound"
+
+    def _check_waits(self, waited: dict[Any, float]) -> None:
+        """Let nobody wait on beyond every bound where there is a slot and room, and no prefill."""
+        scheduler = self.scheduler
+        room = scheduler.kv_cache_manager.block_pool.get_num_free_blocks() * 16 - 32
+        waiting = [r for r in scheduler.waiting if r.request_id not in self.turned_away]
+        lanes = next((p for p in scheduler._policies if p.name == "lanes"), None)
+        kept = (
+            bool(waiting)
+            and all(waited.get(r, 0.0) >= MAX_WAIT for r in waiting)
+            and all(r.num_tokens <= room for r in waiting)
+            and len(scheduler.running) < scheduler.max_num_active_reqs
+            and not any(r.is_prefill_chunk for r in scheduler.running)
+            # The next overdue one of a lane enters when the last one is done.
+            and not (lanes and lanes._released)
+        )
+        self.kept_steps = self.kept_steps + 1 if kept else 0
+        assert self.kept_steps <= 20, "one waits beyond every bound with everything free"
 
     def _check_longs(
         self, running: list[Any], admitted: list[Any], tokens: Any, waited: dict[Any, float]
@@ -348,6 +425,8 @@ class AnyPolicies(Machine):
 
     def teardown(self) -> None:
         """Read what is counted and shown, which must make sense."""
+        if hasattr(self, "turned_away"):
+            self.turned_away.clear()
         super().teardown()
         if not hasattr(self, "scheduler"):
             return
