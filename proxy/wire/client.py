@@ -151,6 +151,14 @@ class ClientConnection(asyncio.Protocol):
         self._wire.outbox.flush()
         self._transport.close()
 
+    def dismiss(self, now: float) -> None:
+        """Close, because the router stops; who is in the middle of a request hears why."""
+        idle = self._reader.state is Reading.NOTHING
+        if idle or self._leaving or self._exchange is not None:
+            self.leave(now)
+        else:
+            self._part(now, refusals.draining())
+
     def abort(self) -> None:
         """Close now."""
         self._transport.abort()

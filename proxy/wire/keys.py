@@ -29,9 +29,11 @@ def presented(head: RequestHead) -> bytes:
 
 def identify(tenants: Tenants, head: RequestHead) -> Refusal | None:
     """Note whose request it is, and keep from workers what is not for them."""
-    head.edition = tenants.edition
+    was_judged, head.edition = head.edition >= 0, tenants.edition
     head.tenant = None
     if tenants.open:
+        if was_judged:
+            _give_back(head)
         return None
     head.authorization = b""
     if any(name in head.special for name in STAY):
@@ -43,3 +45,15 @@ def identify(tenants: Tenants, head: RequestHead) -> Refusal | None:
         return refusals.no_key()
     head.tenant = tenants.of_key(key)
     return refusals.bad_key() if head.tenant is None else None
+
+
+def _give_back(head: RequestHead) -> None:
+    """Let workers have what was kept from them while there were tenants."""
+    special = head.special
+    if (said := special.get(b"authorization")) is not None:
+        head.authorization = b"Authorization: %b\r\n" % said
+    there = {name.lower() for name in head.pieces[::4]}
+    for name in STAY:
+        if name in special and name not in there:
+            head.pieces += (name, b": ", special[name], b"\r\n")
+    head.lines = b"".join(head.pieces)

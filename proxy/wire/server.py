@@ -139,7 +139,7 @@ class Wire:
         for conversation in [*self.exchanges, *self.visits]:
             conversation.cut(now)
         for client in list(self.clients):
-            client.leave(now)
+            client.dismiss(now)
         await self._until(lambda: not self.clients, max(give_up, now + CLOSE_S))
         await self._until(lambda: not self.releases, self.clock() + CLOSE_S)
         await self.close()

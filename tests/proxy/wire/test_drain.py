@@ -7,6 +7,7 @@ import time
 
 import pytest
 
+from proxy.wire.request_reader import Reading
 from tests.proxy.wire import scripts
 from tests.proxy.wire.client import BrokenError, chat, get
 from tests.proxy.wire.conftest import Start
@@ -111,6 +112,20 @@ async def test_new_requests_on_old_connections_are_refused(start: Start) -> None
     assert answer.one(b"connection").lower() == b"close"
     await draining
     assert len(site.fake.served) == 1
+
+
+@pytest.mark.parametrize("part", [20, -3])
+async def test_who_is_in_the_middle_of_a_request_hears_why(start: Start, part: int) -> None:
+    site = await start(wire={"linger_s": 0.1})
+    client = await site.client()
+    await client.send(chat()[:part])
+    [connection] = site.wire.clients
+    await eventually(lambda: connection._reader.state is not Reading.NOTHING)
+    draining = asyncio.create_task(site.wire.drain(5.0))
+    answer = await client.answer()
+    assert (answer.status, answer.one(b"connection")) == (503, b"close")
+    client.close()
+    await draining
 
 
 async def test_probes_hear_of_it(start: Start) -> None:

@@ -335,3 +335,31 @@ async def test_a_full_queue_is_not_one_tenants_alone(start: Start) -> None:
     gate.set()
     for client in (*clients[:3], single):
         assert (await client.answer()).status == 200
+
+
+async def test_keys_reach_workers_again_when_there_are_no_tenants_any_more(start: Start) -> None:
+    site = await start()
+    keep(site, TenantSpec("a"), a=KEY)
+    client = await site.client()
+    headers = bearer(), b"X-Api-Key: other"
+    for _ in range(2):  # the second head is known
+        assert (await client.ask(chat("hi", *headers))).status == 200
+    keep(site)
+    for _ in range(2):
+        assert (await client.ask(chat("hi", *headers))).status == 200
+    shown = [(call.all(b"authorization"), call.all(b"x-api-key")) for call in site.fake.served]
+    assert shown[:2] == [([], [])] * 2
+    assert shown[2:] == [([f"Bearer {KEY}".encode()], [b"other"])] * 2
+
+
+async def test_workers_are_named_to_tenants_that_may_know_them(guarded: Site) -> None:
+    """On an open connection too, once a reload allows it or no longer does."""
+    client = await guarded.client()
+    asked = chat("hi", bearer(), b"X-Explain: 1")
+    for may in (False, True, False):
+        keep(guarded, TenantSpec("a", explain=may), TenantSpec("b"), a=KEY, b=OTHER)
+        for _ in range(2):
+            answer = await client.ask(asked)
+            assert answer.status == 200
+            assert bool(answer.all(b"x-route")) is may
+    assert not (await client.ask(chat("hi", bearer(OTHER), b"X-Explain: 1"))).all(b"x-route")
