@@ -1,0 +1,107 @@
+"""What pages show beside our own commands: files and targets are there, requests are answered."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import json
+import re
+import shlex
+from collections.abc import AsyncIterator
+from itertools import pairwise
+from pathlib import Path
+
+import aiohttp
+import pytest
+
+from proxy.assembly import App
+from proxy.config import load
+from tests.docs.test_snippets import PAGES, ROOT, fenced, name_of
+from tests.proxy.wire import scripts
+from tests.proxy.wire.fake_worker import FakeWorker
+from tests.proxy.wire.site import eventually
+
+MODEL = "meta-llama/Llama-3.1-8B-Instruct"
+NAMED = re.compile(
+    r"(?<![\w./~-])(?:deploy|docs|grafana|benchmarks|scripts|tests|proxy|vllm_sched)/[\w./*-]*[\w*/]"
+)
+CURL = re.compile(r"^ {4}(curl .*)$|`(curl [^`]+)`", re.MULTILINE)
+each_page = pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md"], ids=name_of)
+
+
+@each_page
+def test_files_that_are_named_are_there(page: Path) -> None:
+    for named in set(NAMED.findall(page.read_text())):
+        assert list(ROOT.glob(named.rstrip("/"))), named
+
+
+@each_page
+def test_targets_and_modules_that_are_named_are_there(page: Path) -> None:
+    text = page.read_text()
+    targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert set(re.findall(r"(?:`|^ {4})make ([a-z-]+)", text, re.MULTILINE)) <= {*targets}
+    for module in set(
+        re.findall(r"python -m ((?:benchmarks|grafana|proxy|vllm_sched)[\w.]*)", text)
+    ):
+        assert importlib.util.find_spec(module), module
+
+
+def curls() -> list[str]:
+    """List the requests that pages make with curl."""
+    return [
+        re.sub(r"\s+#.*", "", line or inline)
+        for page in PAGES
+        for line, inline in CURL.findall(page.read_text().replace("\\\n", " "))
+    ]
+
+
+@pytest.fixture
+async def app(tmp_path: Path) -> AsyncIterator[App]:
+    """Run a router before a worker of the name that the pages have."""
+    fake = FakeWorker("long-0", model=MODEL)
+    await fake.listen()
+    said = {"role": "assistant", "content": "Because."}
+    fake.always(scripts.answer(body=json.dumps({"choices": [{"message": said}]}).encode()))
+    source = tmp_path / "fleet.yaml"
+    source.write_text(
+        f"model: {MODEL}\nworkers: [{{name: long-0, url: '{fake.url}'}}]\n"
+        "router: {port: 0, admin: {port: 0}, probe: {interval_s: 0.05}}\n"
+    )
+    app = App(load(source), source)
+    await app.start()
+    await eventually(lambda: all(worker.up for worker in app.fleet), within=60.0)
+    yield app
+    await app.stop()
+    await fake.stop()
+
+
+async def test_requests_made_with_curl_are_answered(app: App) -> None:
+    asked = curls()
+    assert len(asked) > 4
+    async with aiohttp.ClientSession() as session:
+        for said in asked:
+            words = shlex.split(said)[1:]
+            given = dict(pairwise(words))
+            (url,) = (word for word in words if "localhost:8001" in word)
+            headers = dict([given["-H"].split(": ")]) if "-H" in given else {}
+            async with session.request(
+                given.get("-X", "GET"),
+                f"http://{url}".replace("http://localhost:8001", app.admin_url),
+                data=given.get("-d"),
+                headers=headers,
+            ) as answer:
+                assert answer.status == 200, (said, await answer.text())
+
+
+async def test_the_quick_starts_python_runs(app: App) -> None:
+    pytest.importorskip("openai")
+    (block,) = fenced(ROOT / "docs" / "quickstart.md", "python")
+    assert MODEL in block
+    here = block.replace("http://127.0.0.1:8000", f"http://127.0.0.1:{app.wire.port}")
+    assert here != block
+    names: dict[str, object] = {}
+    code = compile(here, "docs/quickstart.md", "exec")
+    await asyncio.to_thread(exec, code, names)
+    names["client"].close()  # type: ignore[attr-defined]
+    [choice] = names["answer"].choices  # type: ignore[attr-defined]
+    assert choice.message.content == "Because."
