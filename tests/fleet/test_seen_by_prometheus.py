@@ -1,0 +1,200 @@
+"""Real workers, a real Prometheus: every panel, rule and alert has something to show of them.
+
+What only faults show, and what single policies tell that run on none of these workers, is asked of
+fakes in tests/prometheus/test_live.py; here it stands on the list, with its reason.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from functools import partial
+from pathlib import Path
+
+import aiohttp
+import pytest
+
+from grafana.boards import engine
+from proxy.config import FleetConfig
+from proxy.core import routes
+from tests.prometheus.server import (
+    PUT,
+    Prometheus,
+    exhausted,
+    plain,
+    process,
+    questions,
+    reached,
+)
+from tests.prometheus.tools import ALERTS, program
+from tests.proxy.wire import scripts
+from tests.proxy.wire.client import Client, chat, request
+from tests.proxy.wire.fake_worker import FakeWorker
+from vllm_sched.workers.launch import Worker, free_port
+
+KEY, NIGHT = "sk-vs-of-the-chat-window", "sk-vs-of-jobs-at-night"
+SPLIT = """
+model: tiny
+workers:
+  - {{name: s0, role: short, url: "{short}", max_requests: 2, max_model_len: 2048}}
+  - {{name: l0, role: long, url: "{long}", max_requests: 4}}
+  - {{name: bad, role: short, url: "{bad}"}}
+  - {{name: idle, role: long, url: "{idle}"}}
+discovery:
+  pools:
+    - {{name: found, role: short, dns: localhost, port: {found}, max_requests: 1}}
+routing: {{short_limit: 1500}}
+router:
+  port: {port}
+  admin: {{port: {admin}}}
+  probe: {{interval_s: 1}}
+  queue: {{max_requests: 20, max_wait_s: 2}}
+"""
+PAIR = """
+model: tiny
+workers:
+  - {{name: prefill-0, role: prefill, url: "{prefill}"}}
+  - {{name: decode-0, role: decode, url: "{decode}"}}
+transfer: nixl
+tenants:
+  - {{name: chat, class: interactive, keys_file: {keys}}}
+  - {{name: jobs, class: batch, keys_file: {night}, limits: {{requests_per_minute: 5}}}}
+routing: {{disaggregate_above: 256}}
+router:
+  port: {port}
+  admin: {{port: {admin}}}
+  probe: {{interval_s: 1}}
+  batches: {{path: {batches}}}
+"""
+# What there is to see only once something went wrong, by parts of the questions.
+FAULTS = {
+    "proxy_handover_failed": "hand-overs of which a leg failed",
+    "proxy_handover_fallback": "hand-overs for which no prefill worker was there, or had room",
+    "sum by (outcome) (rate(proxy_handovers_total{$,outcome!~": "blocks that nobody fetched",
+    "min by (name) (proxy_discovery_up{$}) == 0": "pools of which nothing is told",
+    "sum by (prefill, decode) (rate(proxy_handover_bars_total{$}[20s]))": "links that failed",
+    "sum by (status) (proxy_batches{$})": "batches that are not over",
+    'absent(up{job=~"(.*/)?router"})': "that no router is there",
+}
+
+
+def excused() -> set[str]:
+    """Name what has nothing to show here, as a list has it."""
+    (row,) = (row for row in engine.BOARD.rows if row.title == "What single policies tell")
+    others = [panel for panel in row.panels if not panel.title.startswith("long_prompt:")]
+    others += [panel for panel in engine.BOARD.panels() if panel.title in ("Chunk budget", "K")]
+    asked = {query.expr for panel in others for query in panel.queries}
+    for name, value in PUT.items():
+        asked = {expr.replace(name, value) for expr in asked}
+    faults = [plain(e) for e in questions() if any(part in plain(e) for part in FAULTS)]
+    return {*map(plain, asked), *faults}
+
+
+class Scene:
+    """Two routers before real workers, and Prometheus beside them."""
+
+    def __init__(self, folder: Path, session: aiohttp.ClientSession) -> None:
+        self.folder, self.session = folder, session
+        self.prometheus = Prometheus(folder, session)
+        self.split, self.pair = free_port(), free_port()
+        self.enough = False
+
+    async def begin(self, stack: AsyncExitStack, urls: dict[str, str]) -> None:
+        """Start routers before the workers, with one that fails among them, and Prometheus."""
+        fakes = {name: FakeWorker(name) for name in ("bad", "idle")}
+        for fake in fakes.values():
+            await fake.listen()
+            stack.push_async_callback(fake.stop)
+        fakes["bad"].always(scripts.error(500))
+        for name, key in (("keys", KEY), ("night", NIGHT)):
+            (self.folder / name).write_text(key)
+        given = urls | {name: fake.url for name, fake in fakes.items()}
+        given |= {name: str(self.folder / name) for name in ("keys", "night", "batches")}
+        admin = free_port()
+        for name, text, port, own in (
+            ("split", SPLIT, self.split, admin),
+            ("pair", PAIR, self.pair, free_port()),
+        ):
+            source, log = self.folder / f"{name}.yaml", self.folder / f"{name}.log"
+            found = int(urls["short"].rsplit(":", 1)[1])
+            filled = text.format(**given, found=found, port=port, admin=own)
+            source.write_text(filled)
+            command = (sys.executable, "-m", "vllm_sched.cli.main", "router", str(source))
+            await stack.enter_async_context(process(*command, log=log))
+            await reached(self.session, f"http://127.0.0.1:{port}/ready", log)
+        ports = [int(url.rsplit(":", 1)[1]) for url in urls.values()]
+        await self.prometheus.begin(stack, {"router": [self.split, self.pair], "worker": ports})
+        drain = f"http://127.0.0.1:{admin}/admin/workers/idle/drain"
+        async with self.session.post(drain) as answer:
+            assert answer.status == 200
+
+    async def send(self, port: int, data: bytes) -> None:
+        """Ask a router once."""
+        client = await Client.connect(port)
+        try:
+            await client.ask(data, within=120.0)
+        finally:
+            client.close()
+
+    async def once(self, number: int) -> None:
+        """Ask for everything: each route, shorts and longs, split and whole, what is refused."""
+        some = [
+            self.send(self.split, chat("hello there", stream=True, max_tokens=12)) for _ in range(5)
+        ]
+        for again in range(3):  # more than the policy of that worker lets prefill at once
+            long = f"{number} {again} " + "long " * 1200
+            some.append(self.send(self.split, chat(long, stream=True, max_tokens=6)))
+        some.append(self.send(self.split, chat(model="nobody's")))
+        for path in routes.ROUTES:
+            body = {"model": "tiny", "prompt": "hi", "input": "hi", "max_tokens": 2}
+            some.append(self.send(self.split, request(json.dumps(body).encode(), path=path)))
+        for key, times in ((KEY, 3), (NIGHT, 1)):
+            bearer = f"Authorization: Bearer {key}".encode()
+            for again in range(times):
+                text = f"{number} {again} " + "to be handed over " * 60
+                some.append(self.send(self.pair, chat(text, bearer, stream=True, max_tokens=6)))
+        await asyncio.gather(*some)
+
+    async def load(self) -> None:
+        """Do so until it is enough."""
+        number = 0
+        while not self.enough:
+            await self.once(number)
+            number += 1
+            await asyncio.sleep(1.0)  # Prometheus and whoever asks it want to have their turn
+
+
+@pytest.fixture
+async def scene(
+    workers: dict[str, Worker], ends: dict[str, Worker], fleet: FleetConfig, tmp_path: Path
+) -> AsyncIterator[Scene]:
+    """Start everything, with load."""
+    program("prometheus")
+    urls = {"short": workers["default"].url, "long": workers["long_prompt"].url}
+    urls |= {str(worker.role): ends[worker.name].url for worker in fleet.workers}
+    timeout = aiohttp.ClientTimeout(total=20)
+    async with AsyncExitStack() as stack:
+        session = await stack.enter_async_context(aiohttp.ClientSession(timeout=timeout))
+        made = Scene(tmp_path, session)
+        await made.begin(stack, urls)
+        loading = asyncio.create_task(made.load())
+        try:
+            yield made
+        finally:
+            made.enough = True
+            await loading
+
+
+async def test_every_panel_rule_and_alert_is_answered_by_real_workers(scene: Scene) -> None:
+    excuses = excused()
+    left = {expr: who for expr, who in questions().items() if plain(expr) not in excuses}
+    assert len(left) > 150
+    alerts = {who.split()[1].strip(",") for who in left.values() if who.endswith("its limits")}
+    assert {*ALERTS} - alerts == {"NoRouter", "HandoverFallback", "HandoversFail"}
+    missing = await exhausted(partial(scene.prometheus.unanswered, left))
+    assert len(excuses) < 40
+    assert not missing, "\n".join(f"{who}: {expr}" for expr, who in missing.items())
+    await scene.prometheus.is_well()
