@@ -144,6 +144,8 @@ class App:
         """Listen for clients, on sockets of the caller's if there are any."""
         remembering = self._minute.run(self.wire.clock)
         self._tasks.append(asyncio.create_task(remembering, name="the last minute"))
+        if self.config.transfer is not None:  # each process has served its own
+            self._tasks.append(asyncio.create_task(self._tell_aggregated(), name="served whole"))
         if self.batches is not None:
             await self.batches.start()
         host, port = self.config.router.host, self.config.router.port
@@ -175,10 +177,14 @@ class App:
             self._admin_task = asyncio.create_task(self._admin.run(), name="admin")
 
     async def _watch_sides(self) -> None:
-        aggregated, clock = Aggregated(self.router), self.wire.clock
         while True:
-            self.balance.look(clock())
-            aggregated.look(clock())
+            self.balance.look(self.wire.clock())
+            await asyncio.sleep(LOOK_S)
+
+    async def _tell_aggregated(self) -> None:
+        aggregated = Aggregated(self.router)
+        while True:
+            aggregated.look(self.wire.clock())
             await asyncio.sleep(LOOK_S)
 
     @property

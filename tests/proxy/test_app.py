@@ -17,6 +17,7 @@ import pytest
 
 from proxy.app import App, allow_connections, serve
 from proxy.config import FleetConfig, load
+from proxy.core.handover import Why
 from proxy.errors import ConfigError, Problem, ProxyError
 from tests.proxy.wire import scripts
 from tests.proxy.wire.client import Client, chat, get
@@ -83,7 +84,7 @@ async def test_it_serves_and_tells(app: App) -> None:
             assert [worker["name"] for worker in await answer.json()] == ["a", "b"]
         async with session.get(f"{app.admin_url}/admin/decisions") as answer:
             assert [entry["status"] for entry in await answer.json()] == [200]
-        app.logs.writer.dropped = 7
+        app.logs.writer._refused = 7
         async with session.get(f"{app.url}/metrics") as answer:
             page = await answer.text()
         assert "proxy_requests_total{" in page
@@ -156,6 +157,23 @@ async def test_a_worker_that_was_started_here_is_named_when_it_is_taken_out(
     begun = App(load(source), source)
     source.write_text("".join(line for line in good.splitlines(True) if "name: a," not in line))
     assert begun.reload() == ["workers: a, if `up` started it, still runs"]
+
+
+async def test_a_process_that_does_not_lead_says_what_it_served_whole_too(
+    tmp_path: Path, fakes: list[FakeWorker], caplog: pytest.LogCaptureFixture
+) -> None:
+    source = written(tmp_path / "fleet.yaml", *fakes, more="transfer: nixl\n")
+    text = source.read_text()
+    for name, role in (("a", "prefill"), ("b", "decode")):
+        text = text.replace(f"{{name: {name},", f"{{name: {name}, role: {role},")
+    source.write_text(text)
+    app = App(load(source), source)
+    app.router.handovers["tiny", Why.NO_PREFILL] = 3
+    await app.listen()
+    try:
+        await eventually(lambda: "3 requests were served whole" in caplog.text)
+    finally:
+        await app.stop()
 
 
 def test_as_many_files_as_the_system_allows() -> None:
