@@ -386,6 +386,7 @@ class Exchange:
         if lease is None or ask is None:
             return self._last_refusal
         name = lease.under_way.worker.name
+        self._suspect = None  # what fails whole too was not the transfer's fault
         if (handing := self._handing) is not None:
             name, outcome = handing.failed(now, outcome, trouble)
             self._suspect = handing if handing.is_suspect else None

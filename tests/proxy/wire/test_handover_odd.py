@@ -406,6 +406,23 @@ async def test_a_stream_that_begins_with_an_error_is_begun_anew(
     assert kinds == ["prefill", "decode", "whole"]
 
 
+async def test_a_decode_worker_that_fails_whole_too_is_no_fault_of_its_link(start: Start) -> None:
+    here = await pairs(start, prefills=1, decodes=2)
+    here.site.fleet.drain("d1")
+
+    async def fails_again(call: Call) -> None:
+        here.site.fleet.drain("d1", draining=False)
+        await scripts.error(500)(call)
+
+    leg, release, whole = Faults(during=scripts.error(500)), Faults(), Faults(during=fails_again)
+    here.kv.wrong("d0", leg, release, whole)
+    body = chat_body()
+    assert words(await ask(here, body)) == expected(body)
+    await here.settled()
+    assert here.legs()[-2:] == ["whole d0", "whole d1"]
+    assert not here.site.router.links.bars
+
+
 async def test_where_no_try_is_left_the_client_hears_of_the_error(start: Start) -> None:
     here = await pairs(start, prefills=1, decodes=1, max_attempts=1)
     failed = scripts.raw(STREAM, chunk(ROLE), chunk(ERROR) + LAST_CHUNK, gap_s=0.02)
