@@ -53,6 +53,9 @@ class TenantConfig(Block):
     models: Annotated[tuple[Name, ...], LIST] | None = Field(
         None, description="those that it may use; all if not given"
     )
+    explain: bool = Field(
+        False, description="let it ask by X-Explain which worker serves it, and why"
+    )
     cache_salt: bool = Field(
         False, description="have workers cache its prompts apart from others' (cache_salt)"
     )

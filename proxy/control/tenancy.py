@@ -107,7 +107,13 @@ def _spec(tenant: TenantConfig, *, salted: bool) -> TenantSpec:
     models = None if tenant.models is None else frozenset(tenant.models)
     salted = salted or tenant.cache_salt
     return TenantSpec(
-        tenant.name, RANKS[tenant.class_], tenant.weight, limits, models, salted=salted
+        tenant.name,
+        RANKS[tenant.class_],
+        tenant.weight,
+        limits,
+        models,
+        salted=salted,
+        explain=tenant.explain,
     )
 
 

@@ -39,6 +39,7 @@ class TenantSpec:
     limits: Limits = field(default_factory=Limits)
     models: frozenset[str] | None = None  # None: all
     salted: bool = False  # whether its prefixes are cached apart from others'
+    explain: bool = False  # whether it may know of workers
 
 
 @dataclass(slots=True)

@@ -43,8 +43,12 @@ def identify(tenants: Tenants, head: RequestHead) -> Refusal | None:
     key = presented(head)
     if not key:
         return refusals.no_key()
-    head.tenant = tenants.of_key(key)
-    return refusals.bad_key() if head.tenant is None else None
+    tenant = head.tenant = tenants.of_key(key)
+    if tenant is None:
+        return refusals.bad_key()
+    if b"x-explain" in head.special:  # it names workers and what others do there
+        head.explain = tenant.spec.explain and head.asks_why()
+    return None
 
 
 def _give_back(head: RequestHead) -> None:

@@ -110,7 +110,7 @@ class RequestHead:
         if (authorization := special.get(b"authorization")) is not None:
             self.authorization = b"Authorization: %b\r\n" % authorization
         self.id = special.get(b"x-request-id", b"")
-        self.explain = b"x-explain" in special and _is_yes(special[b"x-explain"])
+        self.explain = b"x-explain" in special and self.asks_why()
 
     def keep_back(self, names: Iterable[bytes]) -> None:
         """Leave out headers of what is sent on."""
@@ -127,6 +127,10 @@ class RequestHead:
             coding.strip().lower() != b"chunked" or self.http_1_0
         ):
             raise malformed("the only Transfer-Encoding understood is chunked")
+
+    def asks_why(self) -> bool:
+        """Whether the client wants to know which worker serves it, and why."""
+        return _is_yes(self.special.get(b"x-explain", b""))
 
     def _check_expectation(self) -> None:
         expected = self.special.get(b"expect")
