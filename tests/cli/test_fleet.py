@@ -418,12 +418,18 @@ def test_no_router_there(tmp_path: Path, capsys: pytest.CaptureFixture[str], url
     assert "a running router's admin API" in capsys.readouterr().err
 
 
-def test_check_says_who_may_use_it(capsys: pytest.CaptureFixture[str]) -> None:
-    for name, said in (
-        ("shared", "tenants chat (interactive), search (standard), nightly (batch)"),
-        ("two-gpus", "tenants none: whoever reaches the router may use it"),
-        ("cpu-demo", "tenants none: whoever is on this machine may use it"),
+def test_check_says_who_may_use_it(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    examples = {path.stem: path for path in EXAMPLES}
+    anybody = tmp_path / "anybody.yaml"
+    anybody.write_text(
+        examples["two-gpus"]
+        .read_text()
+        .replace("host: 127.0.0.1 ", "host: 0.0.0.0\n  allow_anonymous: true ")
+    )
+    for path, said in (
+        (examples["shared"], "tenants chat (interactive), search (standard), nightly (batch)"),
+        (examples["two-gpus"], "tenants none: whoever is on this machine may use it"),
+        (anybody, "tenants none: whoever reaches the router may use it"),
     ):
-        (path,) = [each for each in EXAMPLES if each.stem == name]
         assert main(["check", str(path)]) == 0
         assert said in capsys.readouterr().out.splitlines()

@@ -8,6 +8,7 @@ import pytest
 
 from proxy.core.types import Role
 from proxy.wire.answering import Answering
+from proxy.wire.relay import Exchange
 from tests.proxy.wire import scripts
 from tests.proxy.wire.client import chat
 from tests.proxy.wire.conftest import Start, start
@@ -72,15 +73,21 @@ async def test_a_count_that_makes_no_sense(start: Start, said: bytes) -> None:
     await site.settled()
 
 
-async def test_a_mistake_of_ours_is_no_hang(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+# An answer that is there in one go is read at once, a stream as it comes.
+@pytest.mark.parametrize(
+    ("place", "stream"), [((Exchange, "_pass_whole"), False), ((Answering, "take"), True)]
+)
+async def test_a_mistake_of_ours_is_no_hang(
+    start: Start, monkeypatch: pytest.MonkeyPatch, place: tuple[object, str], stream: bool
+) -> None:
     """Whatever it is: the client hears of it, and nothing stays charged."""
     site = await start()
 
-    def broken(*_: object) -> bytes:
+    def broken(*_: object, **__: object) -> bytes:
         raise ZeroDivisionError
 
-    monkeypatch.setattr(Answering, "take", broken)
-    answer = await site.ask(chat())
+    monkeypatch.setattr(*place, broken)
+    answer = await site.ask(chat(stream=stream))
     assert answer.status == 502
     answer.error()
     await site.settled()
