@@ -296,7 +296,10 @@ async def _before(
     """Give the last steps until a moment: how long each took, and the context that it read."""
     # Its tokens come with the newcomer's, a little before or after.
     for stream in streams:
-        await stream.reached(stream.count + 3)
+        await stream.moved(3)
+        # One that was slow to begin a newcomer leaves streams that have ended before it did.
+        if stream.ended and moment - stream.ticks[-1] > stream.ticks[-1] - stream.ticks[-2]:
+            return [None] * steps
     ends = [stream.nearest(moment) for stream in streams]
     found: list[tuple[float, int] | None] = []
     for back in range(steps - 1, -1, -1):

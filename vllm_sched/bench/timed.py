@@ -71,6 +71,13 @@ class Stream:
         self.ended = True
         self._news.set()
 
+    async def moved(self, tokens: int) -> None:
+        """Wait for so many more tokens, or the end."""
+        until = self.count + tokens
+        while self.count < until and not self.ended:
+            self._news.clear()
+            await self._news.wait()
+
     async def reached(self, tokens: int) -> None:
         """Wait for so many tokens."""
         while self.count < tokens:
