@@ -76,6 +76,7 @@ def test_a_threshold_beyond_the_context_of_a_model_in_a_folder_is_refused(
     given = ["--set", "long_prompt.long_prefill_token_threshold=4097", "--dry-run"]
     assert main(["serve", str(tmp_path), *given]) == 2
     assert "max_model_len=4096" in capsys.readouterr().err
+    assert main(["serve", str(tmp_path), *given, "--max-model-len", "32k"]) == 0
     (tmp_path / "config.json").write_text(
         '{"max_position_embeddings": 4096, "rope_scaling": {"factor": 4.0}}'
     )

@@ -297,6 +297,23 @@ def test_requests_have_what_policies_read() -> None:
     assert (request.num_output_tokens, request.num_tokens) == (0, 20)
 
 
+# Answers that were preempted
+
+
+def test_a_decode_behind_prefills_has_its_token() -> None:
+    scheduler = make_scheduler({"chunk_budget": {"chunk": 10}}, long_prefill_token_threshold=10)
+    for tokens, name in ((300, "long"), (200, "back"), (8, "decode")):
+        scheduler.add_request(make_request(tokens, name=name, output=500))
+    assert step(scheduler) == {"long": 10, "back": 10, "decode": 8}
+    # As it is when an answer of 20 tokens was preempted and has entered again.
+    back = scheduler.requests["back"]
+    back.append_output_token_ids([7] * 20)
+    back.num_preemptions = 1
+    for _ in range(5):
+        assert step(scheduler) == {"long": 10, "decode": 1}
+        assert [r.request_id for r in scheduler.running] == ["long", "back", "decode"]
+
+
 # Speculative decoding
 
 

@@ -147,8 +147,10 @@ def _take_additional_config(words: Sequence[str]) -> tuple[list[str], dict[str, 
 
 def _facts(model: str, flags: Sequence[str]) -> EngineFacts:
     """Tell what the engine will be, as far as that can be known before it loads."""
+    given = "--max-model-len" in names(flags)  # perhaps as 32k, which is vLLM's to read
+    length = number(flags, "--max-model-len") if given else _context_length(model)
     return EngineFacts(
-        max_model_len=number(flags, "--max-model-len") or _context_length(model) or ANY,
+        max_model_len=length or ANY,
         max_num_batched_tokens=number(flags, "--max-num-batched-tokens") or ANY,
         max_num_seqs=number(flags, "--max-num-seqs") or ANY,
     )

@@ -205,13 +205,15 @@ class LaneQueue(RequestQueue):
         lane = self._lanes_of(request)
         # One that was preempted goes in front, where a bound on waits that had run out, or nearly,
         # must not begin anew for all behind it.
-        owed = min(since, self._owed_since(lane)) if number < 0 else since
+        owed = min(since, self._owed_behind(lane, order)) if number < 0 else since
         self._place(Entry(order, request, since, request.num_tokens, owed), lane)
         self._forget_offer()
 
-    def _owed_since(self, lane: LaneKey) -> float:
+    def _owed_behind(self, lane: LaneKey, order: Any) -> float:
         heap = self._heaps.get(lane)
-        return heap[0].owed_since if heap and heap[0].request in self._live else inf
+        if not heap or heap[0].request not in self._live or not order < heap[0].order:
+            return inf
+        return heap[0].owed_since
 
     def _place(self, entry: Entry, lane: LaneKey) -> None:
         heapq.heappush(self._heaps.setdefault(lane, []), entry)

@@ -87,7 +87,8 @@ class PolicySteps(Upstream):
         self._in_flight: deque[InFlight] = deque(maxlen=MOST_IN_FLIGHT)
         self._last_result_at = 0.0
         self._cuts_prefills = False  # in this step
-        self._decode_last = False  # in this step, so something is to be left for it
+        self._decode_last = False  # in this step: behind prefills, which leave it its tokens
+        self._room: int | None = None  # then: what they may have
         self._looked_up: dict[str, int] = {}  # cached tokens of who waits, in one state of things
         self._looked_up_in = (-1, -1, -1)
         self._idle = False  # nothing runs and nothing holds blocks: every gate is open
@@ -145,6 +146,7 @@ class PolicySteps(Upstream):
         num_running = len(self.running)
         try:
             self._constrain(step)
+            self._room = max(step.budget - step.decodes, 0) if self._decode_last else None
             output = super().schedule(*args, **kwargs)
         finally:
             self.max_num_scheduled_tokens = budget
@@ -240,6 +242,11 @@ class PolicySteps(Upstream):
         the victim instead, as it would be in upstream's order.
         """
         if not last.num_output_tokens or not decoding or self._prefills_lead:
+            return False
+        # By priority upstream chooses for itself; and nobody goes for one of a lesser class.
+        if self.policy == SchedulingPolicy.PRIORITY:
+            return False
+        if self._class_of(last) > self._class_of(decoding[-1]):
             return False
         self.running.append(self.running.pop(len(decoding) - 1))
         return True
@@ -361,15 +368,17 @@ class PolicySteps(Upstream):
         self._counted = len(self.running)
 
     def _cut(self, request: Request, computed: int, tokens: int) -> int:
-        # One token short of its next is a decode, whatever upstream pads it to for drafts.
         # An encoder's inputs were chosen for the whole chunk: such a prompt is counted, not cut.
-        if tokens <= 0 or request.num_tokens - computed <= 1 or request.has_encoder_inputs:
+        if tokens <= 0 or request.has_encoder_inputs:
             return tokens
         granted = tokens
-        for chunk in self._ask_chunk:
-            granted = min(granted, chunk(request, computed, granted))
-        if self._decode_last:
-            granted = min(granted, max(tokens - 1 - self.num_spec_tokens, 1))
+        # One token short of its next is a decode, whatever upstream pads it to for drafts.
+        if request.num_tokens - computed > 1:
+            for chunk in self._ask_chunk:
+                granted = min(granted, chunk(request, computed, granted))
+        if self._room is not None and request.status == RequestStatus.RUNNING:
+            granted = min(granted, self._room)
+            self._room -= granted
         if 0 < granted < tokens and self.need_mamba_block_aligned_split:
             # State is kept at block boundaries only: a chunk that can't end at one stays whole.
             uncached = computed - request.num_computed_tokens
