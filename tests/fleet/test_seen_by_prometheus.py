@@ -175,7 +175,7 @@ async def scene(
     program("prometheus")
     urls = {"short": workers["default"].url, "long": workers["long_prompt"].url}
     urls |= {str(worker.role): ends[worker.name].url for worker in fleet.workers}
-    timeout = aiohttp.ClientTimeout(total=20)
+    timeout = aiohttp.ClientTimeout(total=60)
     async with AsyncExitStack() as stack:
         session = await stack.enter_async_context(aiohttp.ClientSession(timeout=timeout))
         made = Scene(tmp_path, session)

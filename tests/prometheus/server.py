@@ -21,7 +21,7 @@ from grafana.panels import series
 from tests.prometheus.tools import ALERTS, PROMETHEUS, RECORDED, program
 from vllm_sched.workers.launch import free_port
 
-STARTS_S, ANSWERS_S = 120.0, 180.0
+STARTS_S, ANSWERS_S = 240.0, 480.0
 PUT = {
     "$__rate_interval": "20s", "$job": ".*", "$instance": ".*", "$model": ".*",
     "$ttft_slo": "3.0", "$itl_slo": "0.2",
