@@ -346,9 +346,9 @@ async def test_forgetting_that_failed_is_tried_again_at_once(
 
     monkeypatch.setattr(Store, "purge", purge)
     office.batches.lane.purge_soon()
-    await eventually(lambda: len(tried) == 1)
+    await eventually(lambda: len(tried) >= 1)
     office.skip(10)
-    await eventually(lambda: len(tried) == 2)
+    await eventually(lambda: len(tried) >= 2)
 
 
 async def test_lines_whose_model_has_no_room_hold_up_none_of_another(office: Office) -> None:
