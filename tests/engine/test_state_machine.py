@@ -265,7 +265,9 @@ class Machine(RuleBasedStateMachine):
         for name in [n for n, r in self.alive.items() if r.num_prompt_tokens + 13 > usable]:
             self.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
             self.alive.pop(name)
-        for _ in range(3000):
+        # Batches of two, or slots of three, serve many long answers for thousands of steps.
+        tokens = sum(r.num_prompt_tokens + r.max_tokens for r in self.alive.values())
+        for _ in range(3000 + tokens):
             if not self.alive:
                 break
             self._schedule()

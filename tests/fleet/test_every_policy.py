@@ -94,7 +94,7 @@ async def test_what_each_does_is_on_the_workers_page(sets: Workers, name: str) -
         found = await asyncio.to_thread(families, sets[name])
         seen.append(number(found, "requests_held"))
     await serving
-    assert max(seen) <= len(ARRIVALS)  # nobody is held by two
+    assert max(seen, default=0) <= len(ARRIVALS)  # nobody is held by two
     found = await asyncio.to_thread(families, sets[name])
     policies = registry.build(SETS[name], EngineFacts(16_384, 512, 6))
     for policy in policies:
@@ -110,5 +110,6 @@ async def test_what_each_does_is_on_the_workers_page(sets: Workers, name: str) -
         assert number(found, "k", policy="deferred_prefill") == 2
         assert number(found, "chunk_budget_tokens", policy="chunk_budget") > 0
     else:
-        assert max(seen) > 0  # for the next batch
+        # All came at once to batches of four.
+        assert number(found, "hold_seconds_count", policy="static_batching") > 0
         assert number(found, "paused_steps_total", policy="prefill_first") > 0
