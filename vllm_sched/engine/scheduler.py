@@ -460,16 +460,16 @@ class PolicySteps(Upstream):
                 name,
                 name.removeprefix("Sync"),
             )
-        if asynchronous and not self.scheduler_config.async_scheduling:
-            # Upstream's asynchronous scheduler puts placeholders where drafts belong, and where
-            # one pipeline stage tells the next which token it made.
-            by = "speculative decoding" if self.num_spec_tokens else "pipeline parallelism"
-            if self.num_spec_tokens or self.use_pp:
-                raise UsageError(
-                    f"this kind of {by} turned asynchronous scheduling off, which {name} can't "
-                    f"follow; add --no-async-scheduling to `vllm-sched serve`, or to `vllm serve` "
-                    f"--scheduler-cls vllm_sched.Sync{name}"
-                )
+        # Upstream's asynchronous scheduler puts placeholders where drafts belong, and where one
+        # pipeline stage tells the next which token it made.
+        drafts = "speculative decoding" if self.num_spec_tokens else None
+        by = drafts or ("pipeline parallelism" if self.use_pp else None)
+        if asynchronous and not self.scheduler_config.async_scheduling and by:
+            raise UsageError(
+                f"this kind of {by} turned asynchronous scheduling off, which {name} can't "
+                f"follow; add --no-async-scheduling to `vllm-sched serve`, or to `vllm serve` "
+                f"--scheduler-cls vllm_sched.Sync{name}"
+            )
         if self.vllm_config.model_config.is_diffusion:
             raise UsageError(
                 "policies don't work with diffusion models, which need vLLM's own scheduler; "

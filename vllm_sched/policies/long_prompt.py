@@ -132,7 +132,6 @@ class LongPrompt(Policy):
 
         # What follows is of the current step alone.
         self._step = Step(index=0, now=0.0, budget=0, decodes=0, prefills=())
-        self._longs = 0  # in prefill, those admitted in this step included
         self._classes: list[float] = []  # of service, theirs
         self._budget = facts.max_num_batched_tokens  # tokens that were divided
         self._sharing = 1  # among so many prefills
@@ -148,6 +147,11 @@ class LongPrompt(Policy):
     def resolved(self) -> dict[str, object]:
         """Show the threshold that the engine's context length gave."""
         return super().resolved() | {"long_prefill_token_threshold": self.threshold}
+
+    @property
+    def _longs(self) -> int:
+        """Count the longs in prefill, those admitted in this step included."""
+        return len(self._classes)
 
     # Who waits where
 
@@ -192,7 +196,6 @@ class LongPrompt(Policy):
     def admitted(self, request: RequestView) -> None:
         """Count a long prompt at once: the next must not slip in within the same step."""
         if self._in_long(request):
-            self._longs += 1
             self._classes.append(self._step.class_of(request))
         if request.request_id == self._overdue:
             self._overdue = None
@@ -212,7 +215,6 @@ class LongPrompt(Policy):
         self._step = step
         settings = self.settings
         longs = [r for r in step.prefills if self._in_long(r)]
-        self._longs = len(longs)
         self._classes = [step.class_of(r) for r in longs]
 
         held = lanes.get(LONG, EMPTY)

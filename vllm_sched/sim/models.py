@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
@@ -25,6 +25,7 @@ from vllm_sched.cost.step_time import StepTime
 from vllm_sched.cost.transfer import TransferTime
 from vllm_sched.errors import UsageError
 from vllm_sched.sim.types import WorkerModel
+from vllm_sched.workers.flags import parse
 
 GIB: Final = 2**30
 # What vLLM leaves free by default, and what it takes beside weights and cache, per GPU.
@@ -193,7 +194,8 @@ def model_of(
     worker: WorkerConfig, machine: WorkerModel, config: FleetConfig, assumed: Assumed
 ) -> WorkerModel:
     """Describe a worker: the machine, as its flags have it."""
-    flags = dict(_flags(worker.launch.args if worker.launch else ()))
+    given = parse(worker.launch.args) if worker.launch else ()
+    flags = {each.name: each.value or "" for each in given}
     block = _whole(flags, "--block-size") or machine.block_tokens
     blocks = _whole(flags, "--num-gpu-blocks-override")
     kv_tokens = blocks * block if blocks else machine.kv_tokens
@@ -244,19 +246,6 @@ def assuming(model: WorkerModel, bandwidth: float | None, mixed_s: float | None)
     if mixed_s is not None:
         model = replace(model, time=replace(model.time, mixed_s=mixed_s))
     return model
-
-
-def _flags(args: tuple[str, ...]) -> Iterator[tuple[str, str]]:
-    """Pair flags with their values; one without is paired with nothing."""
-    name = ""
-    for argument in args:
-        if not argument.startswith("--"):
-            if name:
-                yield name, argument
-            continue
-        name, _, value = argument.partition("=")
-        name = name.replace("_", "-")
-        yield name, value
 
 
 def _whole(flags: Mapping[str, str], name: str) -> int | None:
