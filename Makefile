@@ -7,7 +7,7 @@ MINUTES ?= 30
 FLEET ?= deploy/fleets/cpu-demo.yaml
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo compare up test lint format bench bench-router boards figures fuzz soak reliability sbom audit clean
+.PHONY: help setup demo compare up test explore lint format bench bench-router boards figures fuzz soak reliability sbom audit clean
 
 help: ## show this
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 18
@@ -31,6 +31,10 @@ up: setup ## real workers and the router in front, until Ctrl-C; FLEET=... for a
 
 test: setup ## all tests, real engines included
 	@$(BIN)/python -m pytest
+
+explore: setup ## the tests that choose at random, with other choices than `make test` has
+	@$(BIN)/python -m pytest --hypothesis-profile=explore \
+		$$(grep -rlE "^from hypothesis" tests --include="test_*.py")
 
 lint: setup ## ruff and mypy
 	@$(BIN)/ruff check .

@@ -379,11 +379,11 @@ class AnyPolicies(Machine):
         was_running = set(scheduler.running)
         waited = {r: begun - self.waits_since[r.request_id] for r in scheduler.waiting}
         super()._schedule()
-        tokens = self.in_flight[-1][0].num_scheduled_tokens
+        output = self.in_flight[-1][0]
         if scheduler.pause_state != PauseState.UNPAUSED:
             self.left_out_since.clear()
             return
-        self._check_pauses([r for r in decodes if r in scheduler.running], tokens, begun)
+        self._check_pauses([r for r in decodes if r in scheduler.running], output, begun)
         if not set(scheduler.running) - was_running:
             self._check_waits(waited)
         else:
@@ -395,9 +395,12 @@ class AnyPolicies(Machine):
         else:
             super()._check_progress(tokens)
 
-    def _check_pauses(self, decodes: list[Any], tokens: Any, begun: float) -> None:
+    def _check_pauses(self, decodes: list[Any], output: Any, begun: float) -> None:
         """Let no decode stand still for longer than the bound on pauses."""
-        out = {r.request_id for r in decodes if r.request_id not in tokens}
+        out = {r.request_id for r in decodes} - output.num_scheduled_tokens.keys()
+        if output.preempted_req_ids:
+            # Upstream ends a step where one gives way to itself: whoever follows is in the next.
+            out &= self.left_out_since.keys()
         self.left_out_since = {name: self.left_out_since.get(name, begun) for name in out}
         for since in self.left_out_since.values():
             assert begun - since < self.most_pause_s, "decodes were paused beyond the bound"
@@ -418,7 +421,9 @@ class AnyPolicies(Machine):
             and not (lanes and lanes._released)
         )
         self.kept_steps = self.kept_steps + 1 if kept else 0
-        assert self.kept_steps <= 20, "one waits beyond every bound with everything free"
+        # A hold, for the sake of others, may last for a second: a hundred steps.
+        most = 120 if any(p.name == "deferred_prefill" for p in scheduler._policies) else 20
+        assert self.kept_steps <= most, "one waits beyond every bound with everything free"
 
     def _check_longs(
         self, running: list[Any], admitted: list[Any], tokens: Any, waited: dict[Any, float]
