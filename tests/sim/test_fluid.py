@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -158,6 +159,15 @@ def test_a_pause_for_prefill_is_a_gap_in_every_stream() -> None:
     play(engine, [(0.0, Job("a", 10, 100)), (0.3, Job("b", 4000, 1))])
     assert longest["a"] == pytest.approx(0.011 + 4000 * 1e-4 + 0.010 + 1e-4)
     assert engine.facts()["max_itl_ms"] == pytest.approx(longest["a"] * 1000)
+
+
+def test_a_pause_has_its_bound_though_each_step_is_longer_than_the_one_before() -> None:
+    bound_s = 2.0
+    policies = {"prefill_first": {"max_pause_s": bound_s}}
+    engine = Fluid(model(time=replace(PLAIN, pair_s=1e-8), policies=policies))
+    play(engine, [(0.0, Job("a", 10, 400)), (0.3, Job("b", 32_000, 1))])
+    a_step_s = 0.011 + 1000 * 1e-4 + 1000 * 32_000 * 1e-8
+    assert bound_s < engine.gaps.most < bound_s + a_step_s
 
 
 def test_chunks_do_not_pause_the_streams_for_so_long() -> None:

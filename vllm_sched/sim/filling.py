@@ -165,15 +165,23 @@ class Filling:
             self._paused_since = None
         else:
             since = self._paused_since = now if self._paused_since is None else self._paused_since
-            pairs = sum(part * (task.done + part / 2) for task, part in parts)
-            tokens = sum(part for _, part in parts)
-            seconds = model.time.seconds(StepShape(tokens, pairs, prompts=len(parts)))
-            most = min(most, max(math.ceil((since + way.pause_s - now) / seconds), 1))
+            most = min(most, self._steps_within(parts, since + way.pause_s - now))
         most = min(most, self._soon)
         if way.departures != 1:
             self._hold.filled(self, refused=self._refused)
             most = min(most, self._hold.steps(now, self))
         return parts, pausing, max(most, 1)
+
+    def _steps_within(self, parts: Parts, seconds: float) -> int:
+        """Count the steps that go on for so long, the last of them begun within it."""
+        time, tokens = self.model.time, sum(part for _, part in parts)
+        pairs = sum(part * (task.done + part / 2) for task, part in parts)
+        first = time.seconds(StepShape(tokens, pairs, prompts=len(parts)))
+        # Each is longer than the one before: what was computed is context.
+        growth = time.pair_s * tokens * tokens if len(parts) == 1 else 0.0
+        half = first - growth / 2
+        divisor = half + math.sqrt(half * half + 2 * growth * seconds)
+        return max(math.ceil(2 * seconds / divisor), 1) if divisor > 0 else FOREVER
 
     def _within_gap(self, left: int) -> int:
         way = self.way
