@@ -243,7 +243,11 @@ class TimeoutConfig(Block):
     """How long silence is borne."""
 
     connect_s: Seconds = Field(3.0, description="until a worker takes the connection")
-    first_byte_s: Seconds = Field(600.0, description="until a worker begins its answer")
+    first_byte_s: Seconds = Field(
+        600.0,
+        description="until a worker begins its answer; one that is no stream has besides four "
+        "times as long as the tokens that the client asks for are predicted to take",
+    )
     prefill_s: Seconds = Field(
         20.0,
         description="until a prefill worker has answered, beyond four times what is predicted; "

@@ -18,6 +18,7 @@ from proxy.core.types import Outcome
 from proxy.transfer.legs import decode_body, prefill_body
 from proxy.transfer.types import Pair, Taken, usage_of
 from proxy.wire import opening
+from proxy.wire.patience import answer_patience_s, decode_patience_s, prefill_patience_s
 from proxy.wire.prefill_leg import PrefillLeg
 from proxy.wire.release import LEFT, Orphan, read, release
 from proxy.wire.sending import to_worker
@@ -37,8 +38,6 @@ logger = logging.getLogger(__name__)
 FAILED_TRANSFER, REFUSED_PREFILL = "failed_transfer", "refused_prefill"
 LATE_TRANSFER = "late_transfer"
 SOON_S = 0.25
-SLOW_STEP_S = 0.5  # of a worker of whose steps nothing is known
-LATE = 4.0  # times what was predicted, a prefill or an answer is
 
 
 class HandOver:
@@ -81,7 +80,9 @@ class HandOver:
         wire, lease, request = self._wire, self._lease, self._request
         pool = wire.pools.of(self._first)
         body = prefill_body(self._connector, self._pair, lease.ask, request.body)
-        leg = self._leg = PrefillLeg(exchange, patience_s(lease, wire.settings.prefill_s))
+        settings = wire.settings
+        within_s = prefill_patience_s(lease, settings.prefill_s, settings.first_byte_s)
+        leg = self._leg = PrefillLeg(exchange, within_s)
         leg.send(now, pool, to_worker(request, pool, body, self._id))
 
     def decode(self, now: float, exchange: Exchange, answer: bytes) -> bool:
@@ -106,9 +107,9 @@ class HandOver:
             return False
         pool = wire.pools.of(lease.worker)
         self._pair = self._pair._replace(decode=pool.side)
-        within_s = connector.within_s if holds else inf
-        exchange.patience_s = decode_patience_s(lease, within_s)
-        self._late_at = now + exchange.patience_s
+        late_s = decode_patience_s(lease, connector.within_s if holds else inf)
+        exchange.patience_s = min(late_s, answer_patience_s(lease, wire.settings.first_byte_s))
+        self._late_at = now + late_s
         self._is_sent = True
         body = decode_body(connector, self._pair, taken, request.body)
         pool.send(now, exchange, to_worker(request, pool, body, self._id))
@@ -265,28 +266,3 @@ def nearly_done(lease: Lease, now: float) -> bool:
     if first is None or halves is None or not first.worker.pace.prefills:
         return True
     return now > first.charged_at + halves.prefill_s - SOON_S
-
-
-def decode_patience_s(lease: Lease, within_s: float) -> float:
-    """Tell how long a decode worker may take to show that it has read the blocks in time.
-
-    A stream shows it by its first token, and any other answer by its last.
-    """
-    ask, pace = lease.ask, lease.worker.pace
-    if ask.stream or within_s == inf:
-        return within_s
-    output = ask.output_tokens
-    most = lease.worker.limit - ask.largest_prompt if output is None else output
-    step_s = LATE * pace.step_s(lease.worker.decoding + 1) if pace.steps else SLOW_STEP_S
-    return within_s + most * step_s
-
-
-def patience_s(lease: Lease, least_s: float) -> float:
-    """Tell how long a prefill worker may take: one that hangs is not to cost ten minutes.
-
-    Nobody knows how long a worker takes that has prefilled nothing yet.
-    """
-    first, halves = lease.prefill, lease.decision.handover
-    if first is None or halves is None or not first.worker.pace.prefills:
-        return inf
-    return least_s + LATE * halves.prefill_s

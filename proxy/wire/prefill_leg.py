@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from math import inf
 from typing import TYPE_CHECKING, Protocol
 
 from proxy.wire.response import OK
@@ -40,7 +39,7 @@ class PrefillLeg:
     __slots__ = ("_owner", "_passes", "_pieces", "_size", "connection", "patience_s")
     once = False
 
-    def __init__(self, owner: Owner, patience_s: float = inf) -> None:
+    def __init__(self, owner: Owner, patience_s: float) -> None:
         self.connection: WorkerConnection | None = None
         self.patience_s = patience_s
         self._owner = owner

@@ -27,6 +27,7 @@ from proxy.wire.handing import REFUSED_PREFILL, HandOver
 from proxy.wire.opening import says_failed
 from proxy.wire.own_answers import refuse
 from proxy.wire.passage import Passage
+from proxy.wire.patience import answer_patience_s
 from proxy.wire.record import Record
 from proxy.wire.response import OK
 from proxy.wire.sending import to_worker
@@ -170,7 +171,8 @@ class Exchange:
             handing = self._handing = HandOver(self._wire, self._request, placed, first)
             handing.prefill(now, self)
             return
-        self.once, self.patience_s = False, inf
+        self.once = False
+        self.patience_s = answer_patience_s(placed, self._wire.settings.first_byte_s)
         pool = self._wire.pools.of(placed.worker)
         request = self._request
         pool.send(now, self, to_worker(request, pool, request.body, request.id))

@@ -45,7 +45,7 @@ class Caller(Protocol):
     connection: WorkerConnection | None
     # Whether what it sends may be acted upon once only, by whoever it was that read it.
     once: bool
-    patience_s: float  # until its answer begins, if that is less than usual
+    patience_s: float  # until its answer begins
 
     def begun(self, now: float, head: Head) -> None:
         """Hear that the head of the answer is there."""
@@ -94,11 +94,10 @@ class WorkerConnection(asyncio.Protocol):
         self.caller = caller
         self._request = request
         self._sent_at = now
-        settings = self._pool.settings
         if self._transport is None:
-            self.deadline = now + settings.connect_s
+            self.deadline = now + self._pool.settings.connect_s
             return
-        self.deadline = now + min(settings.first_byte_s, caller.patience_s)
+        self.deadline = now + caller.patience_s
         self._pool.outbox.write(self._transport, *request)
 
     @property

@@ -12,7 +12,7 @@ import pytest
 
 from proxy.core.links import STRIKES
 from proxy.core.types import Role
-from proxy.wire.handing import SLOW_STEP_S, decode_patience_s
+from proxy.wire.patience import SLOW_STEP_S, answer_patience_s, decode_patience_s
 from tests.proxy.core.making import ask as ask_of
 from tests.proxy.core.making import placed, router_of, spec, worker_of
 from tests.proxy.wire import scripts
@@ -115,3 +115,9 @@ def test_how_long_an_answer_may_take_is_a_matter_of_its_length() -> None:
     assert decode_patience_s(streamed, 24.0) == 24.0
     endless = placed(here.submit(ask_of(5000, None, stream=False), 0.0))
     assert decode_patience_s(endless, 24.0) > 1e9
+    # The usual ten minutes are for a hang: longer answers than that are asked for.
+    assert answer_patience_s(one, 600.0) == pytest.approx(600.0 + 4 * 1.0)
+    assert answer_patience_s(streamed, 600.0) == 600.0
+    assert answer_patience_s(endless, 600.0) == 600.0
+    pace.steps = 0.0
+    assert answer_patience_s(one, 600.0) == 600.0

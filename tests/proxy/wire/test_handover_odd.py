@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from math import inf
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ from proxy.control.shapes import state
 from proxy.core.links import BARRED_S, STRIKES
 from proxy.core.types import Role
 from proxy.transfer.registry import connector
-from proxy.wire.handing import patience_s
+from proxy.wire.patience import prefill_patience_s
 from tests.proxy.wire import scripts
 from tests.proxy.wire.client import BrokenError, request
 from tests.proxy.wire.conftest import Start
@@ -621,8 +620,9 @@ async def test_a_long_prefill_may_take_long(start: Start) -> None:
     assert lease is not None
     assert lease.decision.handover is not None
     lease.decision.handover.prefill_s = 50.0
-    assert patience_s(lease, 20.0) == inf
+    assert prefill_patience_s(lease, 20.0, 600.0) == 600.0
     here.site.worker("p0").pace.prefills = 1.0
-    assert patience_s(lease, 20.0) == 20.0 + 4 * 50.0
+    assert prefill_patience_s(lease, 20.0, 600.0) == 20.0 + 4 * 50.0
+    assert prefill_patience_s(lease, 20.0, 30.0) == 30.0
     client.close()
     await here.settled()

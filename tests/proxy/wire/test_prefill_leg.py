@@ -42,7 +42,7 @@ class Connection:
 
 
 def leg_of(owner: Owner) -> tuple[PrefillLeg, Connection]:
-    leg, connection = PrefillLeg(owner), Connection()
+    leg, connection = PrefillLeg(owner, 60.0), Connection()
     leg.connection = cast("WorkerConnection", connection)
     return leg, connection
 

@@ -129,7 +129,7 @@ async def test_an_answer_that_nobody_waits_for_is_released(start: Start) -> None
         ["remote_engine_id", "remote_request_id", "remote_host", "remote_port", "tp_size"], 1
     )
     whole = params | {"do_remote_prefill": True, "remote_block_ids": [[1]]}
-    leg = PrefillLeg(Nobody())
+    leg = PrefillLeg(Nobody(), 60.0)
     orphan = Orphan(site.wire, pair, site.worker("d0"), b"", leg)
     orphan.prefilled(site.clock(), json.dumps({"kv_transfer_params": whole}).encode())
     await eventually(lambda: site.fakes["d0"].served)

@@ -38,6 +38,21 @@ async def test_the_first_byte(start: Start) -> None:
         await site.fake.served[0].lost.wait()  # the worker need not go on
 
 
+async def test_an_answer_of_many_tokens_is_not_taken_for_a_hang(start: Start) -> None:
+    """It begins when all of it is made: 400 of 3 ms each, and each may take four times as long."""
+    site = await start(Fake("w0"), Fake("w1"), wire={"first_byte_s": 0.2})
+    for worker in (site.worker("w0"), site.worker("w1")):
+        worker.pace.steps, worker.pace.base_s, worker.pace.each_s = 1.0, 0.003, 0.0
+    made = asyncio.Event()
+    for fake in site.fakes.values():
+        fake.always(scripts.gated(made, scripts.answer()))
+    asked = asyncio.create_task(site.ask(chat(max_tokens=400)))
+    await asyncio.sleep(1.0)  # five times what another would have
+    made.set()
+    assert (await asked).status == 200
+    assert sum(len(fake.served) for fake in site.fakes.values()) == 1  # and nobody was asked twice
+
+
 async def test_the_first_byte_of_a_head_that_drips(start: Start) -> None:
     """Bytes of a head that never ends are no answer."""
     site = await start(wire={"first_byte_s": 0.3, "idle_s": 0.3})

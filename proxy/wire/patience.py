@@ -1,0 +1,57 @@
+"""How long a worker may take until its answer begins.
+
+A stream begins with its first token, and any other answer when all of it is made: it has the time
+that as many tokens may take, or a long one would be taken for a worker that hangs, and made again
+elsewhere.
+"""
+
+from __future__ import annotations
+
+from math import inf
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from proxy.core.types import Lease
+
+SLOW_STEP_S = 0.5  # of a worker of whose steps nothing is known
+LATE = 4.0  # times what was predicted, a prefill or an answer is
+
+
+def answer_patience_s(lease: Lease, usual_s: float) -> float:
+    """Tell how long a worker may take: what is usual, and as long as the client's tokens take.
+
+    The client's limit is believed, where it states one; the model's own would be hours.
+    """
+    ask, pace = lease.ask, lease.worker.pace
+    if ask.stream or not ask.output_tokens or not pace.steps:
+        return usual_s
+    return usual_s + ask.output_tokens * _late_step_s(lease)
+
+
+def decode_patience_s(lease: Lease, within_s: float) -> float:
+    """Tell how long a decode worker may take to show that it has read the blocks in time.
+
+    A stream shows it by its first token, and any other answer by its last.
+    """
+    ask = lease.ask
+    if ask.stream or within_s == inf:
+        return within_s
+    output = ask.output_tokens
+    most = lease.worker.limit - ask.largest_prompt if output is None else output
+    return within_s + most * _late_step_s(lease)
+
+
+def prefill_patience_s(lease: Lease, least_s: float, usual_s: float) -> float:
+    """Tell how long a prefill worker may take: one that hangs is not to cost ten minutes.
+
+    Nobody knows how long a worker takes that has prefilled nothing yet: as long as is usual.
+    """
+    first, halves = lease.prefill, lease.decision.handover
+    if first is None or halves is None or not first.worker.pace.prefills:
+        return usual_s
+    return min(least_s + LATE * halves.prefill_s, usual_s)
+
+
+def _late_step_s(lease: Lease) -> float:
+    pace = lease.worker.pace
+    return LATE * pace.step_s(lease.worker.decoding + 1) if pace.steps else SLOW_STEP_S
