@@ -248,6 +248,25 @@ def test_caches_may_be_kept_apart() -> None:
     assert apart[2] == pytest.approx(apart[0], rel=0.05)
 
 
+def test_workers_are_told_the_class_where_the_fleet_file_says_so() -> None:
+    """More batch than the engine has slots for, and then somebody who waits for an answer."""
+    names = tenants(**{"class": "interactive"})
+    names[0]["class"] = "batch"
+    worker = {
+        "max_requests": 64, "url": "http://127.0.0.1:9001",
+        "launch": {"args": ["--max-num-seqs", "4"], "policies": {"lanes": {}}},
+    }  # fmt: skip
+    crowd = [Request(0.0, "x", 1000, 50, tenant="a") for _ in range(30)]
+    guest = Request(0.2, "x", 1000, 10, tenant="b")
+
+    def wait(**router: Any) -> float:
+        played = play(simulated(worker, tenants=names, router=router), *crowd, guest)
+        assert_whole(played.outcomes, 31)
+        return max(each.ttft for each in played.outcomes if each.tenant == "b")
+
+    assert wait(pass_priority=True) < 0.2 * wait()
+
+
 def test_progress_is_told() -> None:
     heard: list[tuple[float, int, int]] = []
     play(simulated({}), *mixed(), told=lambda *all_three: heard.append(all_three))

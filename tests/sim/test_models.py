@@ -61,6 +61,34 @@ def test_flags_say_what_the_worker_is() -> None:
     assert model.policies == {"lanes": {}}
 
 
+def test_the_cache_has_the_memory_that_a_worker_is_given() -> None:
+    def kv(*args: str) -> int:
+        return int(read({"launch": {"args": list(args)}})["w0"].kv_tokens)
+
+    more = kv("--gpu-memory-utilization=0.95") - kv()
+    assert more * 131_072 == pytest.approx(0.03 * 80e9, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("flag", "why"),
+    [
+        ("--gpu-memory-utilization=2", "at most 1"),
+        ("--gpu-memory-utilization=most", "at most 1"),
+        ("--gpu-memory-utilization=0.1", "KV cache holds 0 tokens"),
+        ("--tensor-parallel-size=4", "h100-8b is a worker of 1"),
+    ],
+)
+def test_a_worker_that_could_not_be_is_refused(flag: str, why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        read({"launch": {"args": [flag]}, "max_model_len": 1000})
+
+
+def test_flags_that_no_model_knows_are_named() -> None:
+    args = ["--kv_cache_dtype=fp8", "--max-num-seqs=8"]
+    assert read({"launch": {"args": args}})["w0"].unread == ("--kv-cache-dtype",)
+    assert read({})["w0"].unread == ()
+
+
 def test_a_small_budget_makes_for_few_slots_as_in_vllm() -> None:
     model = read({"launch": {"args": ["--max-num-batched-tokens=64"]}})["w0"]
     assert model.max_num_seqs == 64

@@ -328,6 +328,11 @@ def _warnings(
         found.append(
             f"--engine fluid knows nothing of {' and '.join(ignored)}: played without; use exact"
         )
+    found += [
+        f"{model.name} is simulated as if without {', '.join(model.unread)}"
+        for model in models.values()
+        if model.unread
+    ]
     names = {f"tenant-{number + 1}" for number in range(schedule.tenants)}
     if strangers := names - {each.name for each in config.tenants}:
         found.append(

@@ -82,6 +82,7 @@ class NewRequest:
     # Names the text up to its n-th token: the same name, the same text. Else it is like none.
     name_of: Callable[[int], bytes] | None = None
     wishes: Mapping[str, object] = field(default_factory=dict)
+    priority: int = 0
     remote_prefill: bool = False
     remote_decode: bool = False
 
@@ -212,6 +213,7 @@ class SimulatedEngine:
             sampling_params=sampling,
             pooling_params=None,
             arrival_time=now,
+            priority=new.priority,
             block_hasher=self._block_names(new),
         )
         self.scheduler.add_request(request)

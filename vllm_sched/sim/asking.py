@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Final
 
+from proxy.core.reading import PRIORITIES
 from proxy.core.router import Router
 from proxy.core.types import Ask
 from vllm_sched.bench.traffic.types import Request
@@ -20,6 +21,11 @@ def apart(router: Router, request: Request) -> Request:
         return request
     shared = tuple((f"{tenant.name}/{name}", tokens) for name, tokens in request.shared)
     return replace(request, shared=shared)
+
+
+def priority_of(router: Router, ask: Ask) -> int:
+    """Say what a worker is told of a request's class."""
+    return int(PRIORITIES.get(ask.rank, b"0")) if router.settings.pass_priority else 0
 
 
 def ask_of(router: Router, model: str, request: Request, number: int, *, hashed: bool) -> Ask:

@@ -223,7 +223,7 @@ def _request(job: Job) -> NewRequest:
         job.prompt_tokens,
         1 if job.leg is Leg.PREFILL else job.output_tokens,
         namer(job.text, job.shared),
-        job.wishes,
+        priority=job.priority,
         remote_prefill=job.leg is Leg.DECODE,
         remote_decode=job.leg is Leg.PREFILL,
     )

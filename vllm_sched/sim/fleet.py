@@ -27,7 +27,7 @@ from vllm_sched.bench.outcome import Outcome
 from vllm_sched.bench.traffic.schedule import Schedule
 from vllm_sched.bench.traffic.types import Request
 from vllm_sched.errors import UsageError
-from vllm_sched.sim.asking import apart, ask_of
+from vllm_sched.sim.asking import apart, ask_of, priority_of
 from vllm_sched.sim.clock import Agenda
 from vllm_sched.sim.types import Engine, Event, Job, Leg, MakeEngine, WorkerModel
 
@@ -48,6 +48,7 @@ class Flight:
     lease: core.Lease | None = None
     ticket: core.Ticket | None = None
     cached_tokens: int = 0
+    priority: int = 0
     held_by: str = ""  # the worker that keeps its prefill's KV
 
     @property
@@ -202,6 +203,7 @@ class SimulatedFleet:
             self._agenda.at(answer.deadline, self._settle, rank=COMES)
         else:
             flight.ticket, flight.lease = None, answer
+            flight.priority = priority_of(self.router, answer.ask)
             flight.outcome.worker = answer.decision.route
             first = answer.prefill
             if first is None:
@@ -227,6 +229,7 @@ class SimulatedFleet:
             leg,
             request.klass,
             request.tenant,
+            flight.priority,
         )
         engine, front_s = self.engines[name], self.models[name].front_s
 

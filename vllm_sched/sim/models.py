@@ -41,6 +41,11 @@ SIZES: Final[Mapping[str, int]] = {
 # is taken to have one of them for each of its GPUs.
 BANDWIDTH: Final = 87e9
 GPU_BANDWIDTH: Final = BANDWIDTH / 4
+# Flags that change what a worker is, and that no model here knows.
+UNREAD: Final = (
+    "--kv-cache-dtype", "--quantization", "--speculative-config", "--cpu-offload-gb",
+    "--scheduling-policy", "--pipeline-parallel-size", "--data-parallel-size",
+)  # fmt: skip
 TRANSFER_SETUP_S: Final = 0.002
 PIECE_S: Final = (0.174 - 313e6 / BANDWIDTH) / 40_000
 
@@ -64,11 +69,10 @@ class Machine:
     batched_tokens: int = 8192  # vLLM's defaults for its server, by the size of the GPU
     seqs: int = 1024
 
-    @property
-    def kv_tokens(self) -> int:
-        """What the cache holds."""
-        room = self.gpus * (USED * self.memory - BESIDE) - self.model.weights
-        return int(room / self.model.kv)
+    def kv_tokens(self, used: float = USED) -> int:
+        """Reckon what the cache holds, in so much of the memory."""
+        room = self.gpus * (used * self.memory - BESIDE) - self.model.weights
+        return max(int(room / self.model.kv), 0)
 
 
 _8B, _70B = profiles.LLAMA_8B, profiles.LLAMA_70B
@@ -131,8 +135,8 @@ def of_profile(profile: str, folder: Path = Path()) -> WorkerModel:
             profile=profile,
             gpus=machine.gpus,
             time=profiles.find(profile).time,
-            max_model_len=min(machine.longest, machine.kv_tokens),
-            kv_tokens=machine.kv_tokens,
+            max_model_len=min(machine.longest, machine.kv_tokens()),
+            kv_tokens=machine.kv_tokens(),
             max_num_seqs=machine.seqs,
             max_num_batched_tokens=machine.batched_tokens,
             kv_token_bytes=machine.model.kv,
@@ -198,7 +202,8 @@ def model_of(
     flags = {each.name: each.value or "" for each in given}
     block = _whole(flags, "--block-size") or machine.block_tokens
     blocks = _whole(flags, "--num-gpu-blocks-override")
-    kv_tokens = blocks * block if blocks else machine.kv_tokens
+    kv_tokens = blocks * block if blocks else _kv_tokens(flags, machine)
+    _check_gpus(flags, machine)
     budget = _whole(flags, "--max-num-batched-tokens") or machine.max_num_batched_tokens
     seqs = _whole(flags, "--max-num-seqs")
     if seqs and seqs > budget:
@@ -220,6 +225,7 @@ def model_of(
         transfers=config.transfer is not None and worker.role in ROLES_OF_A_TRANSFER,
         front_s=machine.front_s if assumed.front_s is None else assumed.front_s,
         policies=worker.launch.policies if worker.launch else {},
+        unread=tuple(name for name in UNREAD if name in flags),
     )
     model = assuming(model, assumed.bandwidth, assumed.mixed_s)
     if model.kv_tokens < model.max_model_len:
@@ -246,6 +252,28 @@ def assuming(model: WorkerModel, bandwidth: float | None, mixed_s: float | None)
     if mixed_s is not None:
         model = replace(model, time=replace(model.time, mixed_s=mixed_s))
     return model
+
+
+def _kv_tokens(flags: Mapping[str, str], machine: WorkerModel) -> int:
+    known, used = MACHINES.get(machine.profile), flags.get("--gpu-memory-utilization")
+    if known is None or used is None:
+        return machine.kv_tokens  # a calibrated worker's was asked for, with the flags it had
+    try:
+        share = float(used)
+    except ValueError:
+        share = math.nan
+    if not 0 < share <= 1:
+        raise UsageError(f"--gpu-memory-utilization {used}: give more than 0 and at most 1")
+    return known.kv_tokens(share)
+
+
+def _check_gpus(flags: Mapping[str, str], machine: WorkerModel) -> None:
+    gpus = _whole(flags, "--tensor-parallel-size")
+    if gpus and gpus != machine.gpus and "gpus" not in machine.assumed:
+        raise UsageError(
+            f"--tensor-parallel-size {gpus}: {machine.profile} is a worker of {machine.gpus}; "
+            "name a profile that was measured with as many"
+        )
 
 
 def _whole(flags: Mapping[str, str], name: str) -> int | None:

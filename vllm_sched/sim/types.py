@@ -51,7 +51,7 @@ class Job:
     leg: Leg = Leg.WHOLE
     klass: str = ""
     tenant: str = ""
-    wishes: Mapping[str, object] = field(default_factory=dict)  # vllm_xargs, as `lane`
+    priority: int = 0  # its class, where workers are told: less is more urgent
 
 
 class Event(NamedTuple):
@@ -103,6 +103,7 @@ class WorkerModel:
     kv_pieces: int = 64  # contiguous pieces that a block's KV is in: layers x 2
     transfer: TransferTime = field(default_factory=TransferTime)  # from another worker
     assumed: tuple[str, ...] = ()  # of these sizes nobody knows them
+    unread: tuple[str, ...] = ()  # its flags that are not simulated
 
     def transfer_s(self, tokens: int) -> float:
         """How long it takes to fetch so many tokens' KV."""
