@@ -55,6 +55,15 @@ def families(found: Plan) -> list[str]:
     return [served.shape.family for served in found.ranking]
 
 
+def no_split_is_better(asked: Question, found: Plan, *splits: Shape) -> None:
+    """Play every way to divide the workers among two pools, those left out by the search too."""
+    search = Search(asked)
+    for each in splits:
+        split = replace(each, policy=found.best.shape.policy)
+        served = search.rate_of(split, found.best.rate, fine=True)
+        assert served is None or served.rate <= 1.06 * found.best.rate, split
+
+
 def test_where_all_are_short_one_pool_is_best() -> None:
     found = plan(question("1500x60", "ttft:500 tpot:40", effort=0.25), 3, 1)
     assert families(found) == [ONE_POOL, PREFILL_DECODE]  # there is no boundary to try
@@ -67,8 +76,14 @@ def test_where_all_are_short_one_pool_is_best() -> None:
 
 def test_where_few_are_very_long_they_get_workers_of_their_own() -> None:
     # The shorts' first tokens must not wait behind a long's, and the network is no way out.
-    found = plan(question(LONGS, "ttft:250", transfer=SLOW_LINK), 3, 1)
+    asked = question(LONGS, "ttft:250", transfer=SLOW_LINK)
+    found = plan(asked, 3, 1)
     assert families(found)[0] == SHORT_LONG
+    limits = (1000, found.best.shape.short_limit, 39_000)
+    no_split_is_better(
+        asked, found,
+        *(Shape(short=3 - n, long=n, short_limit=limit) for n in (1, 2) for limit in limits),
+    )  # fmt: skip
     assert found.best.shape.short_limit in range(360, 40_020)
     assert found.best.rate > 1.3 * next(
         served.rate for served in found.ranking if served.shape.family == ONE_POOL
@@ -76,8 +91,10 @@ def test_where_few_are_very_long_they_get_workers_of_their_own() -> None:
 
 
 def test_where_prompts_are_large_and_gaps_must_be_small_prefill_is_apart() -> None:
-    found = plan(question("8000x100", "ttft:4000 tpot:20"), 3, 1)
+    asked = question("8000x100", "ttft:4000 tpot:20")
+    found = plan(asked, 3, 1)
     assert families(found)[0] == PREFILL_DECODE
+    no_split_is_better(asked, found, *(Shape(prefill=n, decode=3 - n) for n in (1, 2)))
     assert found.best.rate > 1.2 * found.ranking[1].rate
     assert found.best.run.all.handed_over > 0
 
