@@ -8,7 +8,7 @@ import pytest
 
 from vllm_sched.cost.pace import Chunk, StepPace
 
-BASE, PER_TOKEN, PER_PAIR = 0.004, 2e-5, 2e-8
+BASE, PER_TOKEN, PER_PAIR, PER_READ = 0.004, 2e-5, 2e-8, 1.2e-6
 
 
 def seconds(chunks: list[Chunk]) -> float:
@@ -53,7 +53,39 @@ def test_prefill_before_a_base_is_known_teaches_nothing() -> None:
 def test_finds_the_model_it_was_fed(context: int) -> None:
     chunk = trained().chunk_within(0.05, context)
     assert chunk is not None
-    assert seconds([Chunk(chunk, context)]) == pytest.approx(0.05, rel=0.02)
+    a_token = PER_TOKEN + PER_PAIR * context
+    assert seconds([Chunk(chunk, context)]) == pytest.approx(0.05, rel=0.01, abs=a_token + 5e-4)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_prompt_far_on_is_sized_for_reading_it_again_too(seed: int) -> None:
+    """Long steps while it is quiet, then brief ones: those are not as long as they were before."""
+    rng, pace, context, over = random.Random(seed), StepPace(), 0, []
+    for _ in range(20):
+        pace.observe(BASE, [])
+    while context < 12_000:
+        busy = context // 1500 % 2
+        limit = (8 if busy else 24) * BASE
+        tokens = min(pace.chunk_within(limit, context) or 512, 512)
+        chunk = Chunk(tokens, context)
+        took = seconds([chunk]) + PER_READ * context
+        if busy and tokens < 512:
+            over.append(took / limit)
+        pace.observe(took * (1 + abs(rng.gauss(0, 0.08)) + 1.5 * (rng.random() < 0.02)), [chunk])
+        if busy and rng.random() < 0.5:
+            pace.observe(seconds([Chunk(100, 0)]), [Chunk(100, 0)])
+        context += tokens
+    assert len(over) > 20
+    assert max(over) < 1.1
+
+
+def test_a_prompt_so_far_on_that_reading_it_takes_all_the_time_moves_on() -> None:
+    pace = StepPace(base=BASE, per_token=PER_TOKEN, per_pair=PER_PAIR, per_read=PER_READ)
+    context = 100_000
+    tokens = pace.chunk_within(0.05, context)
+    assert tokens is not None
+    work = seconds([Chunk(tokens, context)]) - BASE
+    assert work == pytest.approx(min(PER_READ * context, 0.05), rel=0.05)
 
 
 def test_hiccups_leave_it_usable() -> None:

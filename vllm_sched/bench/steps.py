@@ -230,7 +230,8 @@ class Meter(Api):
                         pairs = part * (count * chunk + part / 2)
                         context = round(statistics.median(each[1] for each in good))
                         seconds = statistics.median(each[0] for each in good)
-                        found.append(Measured(StepShape(part, pairs, 1, context, 1), seconds))
+                        shape = StepShape(part, pairs, 1, context, 1, count * chunk)
+                        found.append(Measured(shape, seconds))
         return found
 
     async def _chunks(self, batch: int, plan: Plan, part: float) -> list[Measured]:
@@ -267,6 +268,7 @@ class Meter(Api):
                     batch,
                     round(statistics.median(context for _, context in each)),
                     prompts=1,
+                    read_tokens=index * chunk,
                 ),
                 seconds,
             )

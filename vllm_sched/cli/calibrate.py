@@ -47,6 +47,7 @@ ROWS: Final = (
     ("prefill_fixed_s", "c_p: a step of prefill alone", 1e3, "ms"),
     ("prefill_s", "t_p: a token of prefill", 1e6, "us"),
     ("pair_s", "a pair of tokens that attend", 1e9, "ns"),
+    ("read_s", "a token of a prompt, read in a later step", 1e9, "ns"),
     ("mixed_s", "delta: doing both in a step", 1e3, "ms"),
     ("prompt_fixed_s", "a prompt, or a part of one", 1e3, "ms"),
     ("floor_s", "the shortest step with prefill", 1e3, "ms"),

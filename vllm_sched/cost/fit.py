@@ -44,18 +44,20 @@ NAMES: Final = (
     "pair_s",
     "mixed_s",
     "prompt_fixed_s",
+    "read_s",
 )
 # Which coefficients a step's features (1 first) belong to. The 1 of a mixed step stands for two.
 PLACES: Final[dict[Kind, tuple[tuple[int, ...], ...]]] = {
     "decode": ((0,), (1,), (2,)),
-    "prefill": ((3,), (4,), (5,), (7,)),
-    "mixed": ((0, 6), (1,), (2,), (4,), (5,), (7,)),
+    "prefill": ((3,), (4,), (5,), (7,), (8,)),
+    "mixed": ((0, 6), (1,), (2,), (4,), (5,), (7,), (8,)),
 }
 # How much each coefficient is drawn towards nothing, relative to what speaks for it: always, and
 # besides by so many times the variance of an error over the number of steps. A decode step is
-# never without its fixed part: where that comes out negative, a slope was too steep.
-RIDGE: Final = (1e-9, 3e-5, 3e-5, 1e-5, 1e-9, 3e-5, 3e-5, 1e-6)
-DOUBT: Final = (0.0, 16.0, 16.0, 0.0, 0.0, 16.0, 16.0, 0.0)
+# never without its fixed part: where that comes out negative, a slope was too steep. With chunks
+# all of one size, what a long prompt costs more goes to its pairs rather than to reading it.
+RIDGE: Final = (1e-9, 3e-5, 3e-5, 1e-5, 1e-9, 3e-5, 3e-5, 1e-6, 1e-4)
+DOUBT: Final = (0.0, 16.0, 16.0, 0.0, 0.0, 16.0, 16.0, 0.0, 64.0)
 FIXED: Final = 0
 SLOPES: Final = (2, 1)
 
@@ -185,7 +187,13 @@ def row_of(kind: Kind, shape: StepShape) -> tuple[float, ...]:
     if kind == "decode":
         return (1.0, float(shape.decodes), float(shape.context_tokens))
     if kind == "prefill":
-        return (1.0, float(shape.prefill_tokens), shape.pairs, float(shape.prompts))
+        return (
+            1.0,
+            float(shape.prefill_tokens),
+            shape.pairs,
+            float(shape.prompts),
+            float(shape.read_tokens),
+        )
     return (
         1.0,
         float(shape.decodes),
@@ -193,4 +201,5 @@ def row_of(kind: Kind, shape: StepShape) -> tuple[float, ...]:
         float(shape.prefill_tokens),
         shape.pairs,
         float(shape.prompts),
+        float(shape.read_tokens),
     )

@@ -1,21 +1,32 @@
 """How long a step takes here and now, learnt from the steps that were run.
 
 A step's time is a fixed part, what decoding alone takes, plus what its prefill adds: a part per
-token and a part per token and token of context before it (attention). The fixed part is seen in
-steps without prefill; the two coefficients are a least-squares fit that forgets.
+token, a part per token and token of context before it (attention), and a part per token of that
+context, which is read again however small the chunk. The fixed part is seen in steps without
+prefill; the coefficients are a least-squares fit that forgets.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
+
+from vllm_sched.cost.fit import Sums
+from vllm_sched.cost.least_squares import non_negative
 
 # Noise only ever adds to a time, so an estimate falls faster than it rises.
 GAIN_DOWN, GAIN_UP = 0.3, 0.05
 # The share of what was learnt that outlives one more step with prefill.
-MEMORY = 0.95
+MEMORY = 0.97
+# Errors count relative to a step's length, down to this one: nobody feels those of shorter steps.
+SHORT_S = 0.010
+# How much each coefficient is drawn towards nothing, relative to what speaks for it. Chunks all of
+# one size do not tell the context that is read from that which is attended to: then it is the
+# latter. To read a token again takes less than so much of what it takes to compute one.
+RIDGE = (1e-5, 1e-5, 3e-3)
+MOST_READ = 0.1
 # Below this many prefill tokens a step's time is mostly fixed cost and noise.
 ENOUGH_TOKENS = 16
 
@@ -39,11 +50,8 @@ class StepPace:
     base: float | None = None
     per_token: float | None = None
     per_pair: float = 0.0
-    _tt: float = 0.0
-    _tp: float = 0.0
-    _pp: float = 0.0
-    _ty: float = 0.0
-    _py: float = 0.0
+    per_read: float = 0.0
+    _sums: Sums = field(default_factory=lambda: Sums(3))
 
     def observe(self, seconds: float, chunks: Sequence[Chunk]) -> None:
         """Take in one finished step."""
@@ -53,37 +61,37 @@ class StepPace:
                 self.base = seconds
             gain = GAIN_DOWN if seconds < self.base else GAIN_UP
             self.base += gain * (seconds - self.base)
-        elif self.base is not None and tokens >= ENOUGH_TOKENS:
+        elif self.base is not None and tokens >= ENOUGH_TOKENS and seconds > 0:
+            pairs = sum(chunk.attention for chunk in chunks)
+            read = sum(chunk.context for chunk in chunks)
             # Never nothing: a step with prefill can look as short as one without.
             added = max(seconds - self.base, 0.05 * seconds)
-            self._fit(tokens, sum(chunk.attention for chunk in chunks), added)
+            row = (float(tokens), pairs, float(read))
+            self._sums.add(row, added, 1 / max(seconds, SHORT_S) ** 2, MEMORY)
+            self._solve()
 
     def chunk_within(self, seconds: float, context: int) -> int | None:
-        """Size the chunk after so much context that makes a step so long; None while unknown."""
+        """Size the chunk after so much context that makes a step so long; None while unknown.
+
+        It is worth at least what it takes to read that context again: else a prompt far on would
+        have its time spent on that.
+        """
         if self.base is None or self.per_token is None:
             return None
-        time_left = max(seconds - self.base, 0.0)
+        read = self.per_read * context
+        time_left = max(seconds - self.base - read, min(read, seconds), 0.0)
         # The positive root of: per_pair/2 x² + (per_token + per_pair context) x = time_left
         linear = self.per_token + self.per_pair * context
-        if linear <= 0 and self.per_pair <= 0:
-            return None
         root = math.sqrt(linear * linear + 2 * self.per_pair * time_left)
         return int(2 * time_left / (linear + root)) if linear + root else None
 
-    def _fit(self, t: float, p: float, y: float) -> None:
-        self._tt = MEMORY * self._tt + t * t
-        self._tp = MEMORY * self._tp + t * p
-        self._pp = MEMORY * self._pp + p * p
-        self._ty = MEMORY * self._ty + t * y
-        self._py = MEMORY * self._py + p * y
-        determinant = self._tt * self._pp - self._tp * self._tp
-        per_token = per_pair = 0.0
-        if determinant > 1e-6 * self._tt * self._pp:
-            per_token = (self._ty * self._pp - self._py * self._tp) / determinant
-            per_pair = (self._py * self._tt - self._ty * self._tp) / determinant
-        # Steps all alike, or a coefficient that time can't have: fit the other one alone.
-        if per_token <= 0 and per_pair > 0:
-            per_token, per_pair = 0.0, self._py / self._pp
-        elif per_token <= 0 or per_pair < 0:
-            per_token, per_pair = self._ty / self._tt, 0.0
-        self.per_token, self.per_pair = per_token, per_pair
+    def _solve(self) -> None:
+        tt, tp, tr, pp, pr, rr = self._sums.products
+        matrix = ((tt, tp, tr), (tp, pp, pr), (tr, pr, rr))
+        ty, py, ry = self._sums.times
+        token, pair, read = non_negative(matrix, (ty, py, ry), RIDGE)
+        if read > MOST_READ * token:
+            read = MOST_READ * token
+            rest = (ty - read * tr, py - read * pr)
+            token, pair = non_negative(((tt, tp), (tp, pp)), rest, RIDGE)
+        self.per_token, self.per_pair, self.per_read = token, pair, read

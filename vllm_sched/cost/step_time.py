@@ -1,7 +1,8 @@
 """How long a step takes, from what it computes: a straight line for each of three kinds of step.
 
 - decode alone: fixed + per sequence + per token of context;
-- prefill alone: fixed + per prompt + per token + per pair of tokens that attend to each other;
+- prefill alone: fixed + per prompt + per token + per pair of tokens that attend to each other + per
+  token of a prompt that was computed in steps before and is read again, however small the chunk;
 - both together: the decode part, an extra fixed part (other kernels, no full CUDA graph: `delta`
   in the literature's terms) and the prefill part without its own fixed one.
 
@@ -33,6 +34,7 @@ class StepShape:
     decodes: int = 0
     context_tokens: int = 0  # of those that decode, together
     prompts: int = 0  # that the prefill tokens are of; 0 = what one costs is not told apart
+    read_tokens: int = 0  # of those prompts, computed in steps before
 
     @property
     def mixed(self) -> bool:
@@ -53,6 +55,7 @@ class StepTime:
     mixed_s: float = 0.0  # delta: what a step pays for doing both
     floor_s: float = 0.0  # no step with prefill is shorter
     prompt_fixed_s: float = 0.0  # per prompt, whatever its length: taken in, sampled from
+    read_s: float = 0.0  # per token of a prompt that was computed in steps before
 
     def __post_init__(self) -> None:
         """Refuse what no machine has."""
@@ -69,14 +72,14 @@ class StepTime:
         if not shape.prefill_tokens:
             return self._decode(shape.decodes, shape.context_tokens) if shape.decodes else 0.0
         work = self.prefill_s * shape.prefill_tokens + self.pair_s * shape.pairs
-        work += self.prompt_fixed_s * shape.prompts
+        work += self.prompt_fixed_s * shape.prompts + self.read_s * shape.read_tokens
         return max(self.floor_s, self._before(shape.decodes, shape.context_tokens) + work)
 
     def prefill_within(
         self, seconds: float, decodes: int, context_tokens: int, context: int
     ) -> int:
         """Size the largest chunk, after `context` tokens of its prompt, that fits into a step."""
-        left = seconds - self._before(decodes, context_tokens) - self.prompt_fixed_s
+        left = seconds - self._before(decodes, context_tokens) - self._once(context)
         if left <= 0 or seconds < self.floor_s:
             return 0
         # The positive root of: pair_s/2 x² + (prefill_s + pair_s context) x = left
@@ -100,6 +103,10 @@ class StepTime:
             if isinstance(value, bool) or not isinstance(value, int | float):
                 raise UsageError(f"{name}={value!r} must be a number of seconds from 0 up")
         return cls(**given)
+
+    def _once(self, context: int) -> float:
+        """Return what a prompt takes beside its tokens."""
+        return self.prompt_fixed_s + self.read_s * context
 
     def _decode(self, decodes: int, context_tokens: int) -> float:
         return self.decode_fixed_s + self.decode_s * decodes + self.context_s * context_tokens

@@ -364,7 +364,8 @@ def _shape(
         pairs += chunk.attention
     decodes = [request_id for request_id in tokens if request_id not in contexts]
     context_tokens = sum([requests[request_id].num_computed_tokens for request_id in decodes])
-    return StepShape(prefill, pairs, len(decodes), context_tokens, len(contexts))
+    read_tokens = sum(contexts.values())
+    return StepShape(prefill, pairs, len(decodes), context_tokens, len(contexts), read_tokens)
 
 
 def _answer(output: SchedulerOutput, requests: Mapping[str, Request]) -> ModelRunnerOutput:

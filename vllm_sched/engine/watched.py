@@ -377,6 +377,7 @@ class Watched(Upstream):
             note.decodes,
             note.context_tokens,
             len(chunks),
+            sum([chunk.context for chunk in chunks]),
         )
 
 

@@ -150,7 +150,7 @@ class ChunkBudget(Policy):
         granted = min(tokens, max(fitting, self._moves, 0))
         self._moves -= granted
         work = model.prefill_s * granted + model.pair_s * Chunk(granted, computed).attention
-        self._seconds -= work + model.prompt_fixed_s
+        self._seconds -= work + model.prompt_fixed_s + model.read_s * computed
         return granted
 
     def _new_ground(self, step: Step) -> float:

@@ -126,6 +126,7 @@ class StepResult:
             self.decodes,
             self.context_tokens,
             len(self.chunks),
+            sum([chunk.context for chunk in self.chunks]),
         )
 
 

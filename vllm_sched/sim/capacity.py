@@ -37,9 +37,15 @@ def sequences_held(tokens: int, prompt: float, output: float) -> int:
 def prefill_seconds(time: StepTime, prompt: float, budget: int) -> float:
     """How long a prompt takes alone, in as many steps as the budget makes of it."""
     steps = max(math.ceil(prompt / budget), 1)
-    work = time.prefill_s * prompt + time.pair_s * prompt * prompt / 2
     fixed = time.prefill_fixed_s + time.prompt_fixed_s
-    return max(steps * fixed + work, time.floor_s)
+    return max(steps * fixed + prefill_work(time, prompt, budget), time.floor_s)
+
+
+def prefill_work(time: StepTime, prompt: float, budget: int) -> float:
+    """How long a prompt's tokens take, what is fixed in each of its steps aside."""
+    steps = max(math.ceil(prompt / budget), 1)
+    read = budget * steps * (steps - 1) / 2  # again, in all steps but the first
+    return time.prefill_s * prompt + time.pair_s * prompt * prompt / 2 + time.read_s * read
 
 
 def decode_seconds(time: StepTime, sequences: int, context: float) -> float:
@@ -56,8 +62,7 @@ def most_requests_per_s(
     """
     steps = max(output - 1, 0.0)
     context = time.context_s * (prompt + output / 2)
-    each = time.prefill_s * prompt + time.pair_s * prompt * prompt / 2
-    each += steps * (time.decode_s + context)
+    each = prefill_work(time, prompt, budget) + steps * (time.decode_s + context)
     # Whichever asks for more steps brings the fixed part: the answer, or the prompt's chunks.
     shared = max(steps / max(sequences, 1), prompt / budget)
     each += shared * max(time.decode_fixed_s, time.prefill_fixed_s if not steps else 0.0)

@@ -15,6 +15,7 @@ from vllm_sched.sim.holding import Hold
 from vllm_sched.sim.types import Leg
 
 if TYPE_CHECKING:
+    from vllm_sched.cost.step_time import StepTime
     from vllm_sched.sim.held import Task
     from vllm_sched.sim.types import WorkerModel
     from vllm_sched.sim.ways import Way
@@ -26,6 +27,21 @@ LOOK_AGAIN: Final = 16  # steps after which a chunk that is sized by time is siz
 
 Parts = list[tuple["Task", int]]
 DECODE = Leg.DECODE
+
+
+def shape_of(parts: Parts, decodes: int = 0, context: int = 0) -> StepShape:
+    """Say what a step computes."""
+    tokens, pairs, read = 0, 0.0, 0
+    for task, part in parts:
+        tokens += part
+        pairs += part * (task.done + part / 2)
+        read += task.done
+    return StepShape(tokens, pairs, decodes, context, len(parts), read)
+
+
+def growth_of(time: StepTime, tokens: int) -> float:
+    """By how much a step of one prompt is longer than the one before: it reads more again."""
+    return (time.pair_s * tokens + time.read_s) * tokens
 
 
 class Filling:
@@ -174,11 +190,9 @@ class Filling:
 
     def _steps_within(self, parts: Parts, seconds: float) -> int:
         """Count the steps that go on for so long, the last of them begun within it."""
-        time, tokens = self.model.time, sum(part for _, part in parts)
-        pairs = sum(part * (task.done + part / 2) for task, part in parts)
-        first = time.seconds(StepShape(tokens, pairs, prompts=len(parts)))
-        # Each is longer than the one before: what was computed is context.
-        growth = time.pair_s * tokens * tokens if len(parts) == 1 else 0.0
+        time, shape = self.model.time, shape_of(parts)
+        first = time.seconds(shape)
+        growth = growth_of(time, shape.prefill_tokens) if len(parts) == 1 else 0.0
         half = first - growth / 2
         divisor = half + math.sqrt(half * half + 2 * growth * seconds)
         return max(math.ceil(2 * seconds / divisor), 1) if divisor > 0 else FOREVER
@@ -212,7 +226,8 @@ class Filling:
             return parts, 1
         self._hog = True
         most = task.left // part
-        sized = self.way.itl_s and self.model.time.pair_s
+        time = self.model.time
+        sized = self.way.itl_s and (time.pair_s or time.read_s)
         return parts, min(most, LOOK_AGAIN) if sized else most
 
     def _next(self, now: float, step: int) -> Task | None:

@@ -26,8 +26,7 @@ from collections import deque
 from heapq import heappop, heappush
 from typing import TYPE_CHECKING, Any
 
-from vllm_sched.cost.step_time import StepShape
-from vllm_sched.sim.filling import Filling
+from vllm_sched.sim.filling import Filling, growth_of, shape_of
 from vllm_sched.sim.held import Prefixes, Task
 from vllm_sched.sim.sketch import Sketch
 from vllm_sched.sim.types import Event, Gauges, Job, Leg, WorkerModel
@@ -258,13 +257,11 @@ class Fluid:
             self._steps = 0
             return
         time, context = self.model.time, filling.context if decodes else 0
-        tokens, pairs, growth = 0, 0.0, time.context_s * decodes
-        for task, part in parts:
-            tokens += part
-            pairs += part * (task.done + part / 2)
+        shape = shape_of(parts, decodes, context)
+        tokens, growth = shape.prefill_tokens, time.context_s * decodes
         if len(parts) == 1 and most > 1:
-            growth += time.pair_s * tokens * tokens
-        first = time.seconds(StepShape(tokens, pairs, decodes, context, len(parts)))
+            growth += growth_of(time, tokens)
+        first = time.seconds(shape)
         if tokens and first <= time.floor_s:
             growth = 0.0
         if decodes:

@@ -256,14 +256,15 @@ class Search:
 
     def seen(self) -> Seen:
         """See what fleets are worth a try."""
-        traffic, time = self.traffic, self.question.machine.time
+        traffic, machine = self.traffic, self.question.machine
+        time = machine.time
         largest = traffic.totals[-1]
         boundaries: dict[int, float] = {}
         for share in QUANTILES:
             limit = _round(traffic.totals[int(share * (len(traffic.totals) - 1))])
-            if traffic.totals[0] <= limit < min(largest, self.question.machine.max_model_len):
+            if traffic.totals[0] <= limit < min(largest, machine.max_model_len):
                 boundaries[limit] = traffic.above(limit)
-        prefill = time.prefill_s * traffic.prompt + time.pair_s * traffic.prompt**2 / 2
+        prefill = capacity.prefill_work(time, traffic.prompt, machine.max_num_batched_tokens)
         steps = max(traffic.output - 1, 0)
         # An answer's steps are shared by a few tens of others.
         decode = steps * (
