@@ -145,7 +145,8 @@ async def measure(contenders: Sequence[Contender], plan: Plan, narrator: Narrato
     """Play the rounds against running workers, the order turned round every time."""
     for each in contenders:
         narrator.step(f"warming up {each.role}")
-        await play_round(each, plan, plan.workload.shrunk(), 0, narrator)
+        # With all of it: what a policy learns from a small part is not what it knows after an hour.
+        await play_round(each, plan, plan.workload, 0, narrator)
     for number in range(1, plan.rounds + 1):
         for each in contenders if number % 2 else reversed(contenders):
             narrator.step(f"round {number} of {plan.rounds}, {each.role} ({each.label})")
