@@ -56,7 +56,7 @@ PLACES: Final[dict[Kind, tuple[tuple[int, ...], ...]]] = {
 # besides by so many times the variance of an error over the number of steps. A decode step is
 # never without its fixed part: where that comes out negative, a slope was too steep. With chunks
 # all of one size, what a long prompt costs more goes to its pairs rather than to reading it.
-RIDGE: Final = (1e-9, 3e-5, 3e-5, 1e-5, 1e-9, 3e-5, 3e-5, 1e-6, 1e-4)
+RIDGE: Final = (1e-9, 3e-5, 3e-5, 1e-5, 1e-9, 3e-5, 3e-5, 1e-6, 1e-2)
 DOUBT: Final = (0.0, 16.0, 16.0, 0.0, 0.0, 16.0, 16.0, 0.0, 64.0)
 FIXED: Final = 0
 SLOPES: Final = (2, 1)

@@ -17,16 +17,17 @@ from vllm_sched.cost.fit import Sums
 from vllm_sched.cost.least_squares import non_negative
 
 # Noise only ever adds to a time, so an estimate falls faster than it rises.
-GAIN_DOWN, GAIN_UP = 0.3, 0.05
+GAIN_DOWN, GAIN_UP = 0.5, 0.05
 # The share of what was learnt that outlives one more step with prefill.
 MEMORY = 0.97
-# Errors count relative to a step's length, down to this one: nobody feels those of shorter steps.
-SHORT_S = 0.010
+# Errors count relative to a step's length, down to this one: those of shorter steps are not felt,
+# and a short prompt has costs of its own besides its tokens'.
+SHORT_S = 0.030
 # How much each coefficient is drawn towards nothing, relative to what speaks for it. Chunks all of
 # one size do not tell the context that is read from that which is attended to: then it is the
 # latter. To read a token again takes less than so much of what it takes to compute one.
-RIDGE = (1e-5, 1e-5, 3e-3)
-MOST_READ = 0.1
+RIDGE = (1e-5, 1e-5, 0.1)
+MOST_READ = 0.05
 # Below this many prefill tokens a step's time is mostly fixed cost and noise.
 ENOUGH_TOKENS = 16
 

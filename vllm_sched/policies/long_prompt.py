@@ -46,8 +46,8 @@ SHORT, LONG = "short", "long"
 
 # Shorter steps than this are not worth dividing further.
 SHORTEST_STEP_S = 0.010
-# After so many slow steps one is made without prefill, to measure what it takes.
-FIRST_PROBE, PROBE_EVERY = 4, 64
+# After so many slow steps, and so long, one is made without prefill, to measure what it takes.
+PROBE_EVERY, PROBE_S = 4, 0.5
 # With no short arriving for so long, a step may be stretched so many times further.
 QUIET_S, QUIET_STRETCH = 0.5, 3.0
 # In so many steps in a row at most a long prompt has nothing because shorts are served.
@@ -125,6 +125,7 @@ class LongPrompt(Policy):
         self._places_overdue = max(settings.max_num_partial_prefills, self._places + 1)
         self.pace = StepPace()
         self._slow_steps = 0  # since one without prefill was last seen
+        self._probed_at = -math.inf
         self._last_arrival = -math.inf  # when a short was last seen waiting
         self._overdue: str | None = None  # the one let in for its long wait, next
         self._releases = 0
@@ -263,7 +264,7 @@ class LongPrompt(Policy):
                 stretch *= QUIET_STRETCH
             longest = max(stretch * base, SHORTEST_STEP_S)
             self._fit_s = base + (longest - base) / sharing
-        probes = self._longs and not num_shorts and step.decodes and self._probe_due()
+        probes = self._longs and not num_shorts and step.decodes and self._probe_due(step.now)
         return 0 if stands_back or probes else step.budget
 
     def _is_slow(self, step: Step) -> bool:
@@ -272,11 +273,14 @@ class LongPrompt(Policy):
         fitting = self.pace.chunk_within(SHORTEST_STEP_S, context)
         return fitting is not None and fitting < self._slot
 
-    def _probe_due(self) -> bool:
-        """Whether to leave the chunk out once, to see how long a step takes without it."""
-        if self._slow_steps < (PROBE_EVERY if self.pace.base is not None else FIRST_PROBE):
+    def _probe_due(self, now: float) -> bool:
+        """Whether to leave the chunk out once, to see how long a step takes without it.
+
+        What steps took while others kept the machine busy would size chunks for long after.
+        """
+        if self._slow_steps < PROBE_EVERY or now - self._probed_at < PROBE_S:
             return False
-        self._slow_steps = 0
+        self._slow_steps, self._probed_at = 0, now
         return True
 
     def chunk(self, request: RequestView, computed: int, tokens: int) -> int:

@@ -309,7 +309,9 @@ class Filling:
             return parts, 1
         self._stood_back = 0
         for task in longs:
-            fitting = time.prefill_within(fit_s, n, self.context, task.done)
+            # Worth at least what reading it again takes, as in `StepPace`.
+            least_s = base + 2 * time.read_s * task.done
+            fitting = time.prefill_within(max(fit_s, least_s), n, self.context, task.done)
             part = int(before * way.share) if way.share else max(fitting, 1)
             part = min(task.left, left, left if alone else min(slot, part))
             if part > 0:
