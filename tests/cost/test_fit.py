@@ -98,6 +98,35 @@ def test_what_a_prompt_costs_is_told_from_what_mixing_does(mixed_s: float) -> No
     assert found.mixed_s == pytest.approx(mixed_s, abs=0.0008)
 
 
+def far_on(rng: random.Random, most: int) -> StepShape:
+    """Draw a step with one chunk of a long prompt, none longer than the step may take."""
+    tokens, read = rng.randint(16, most), rng.randrange(0, 12_000)
+    return StepShape(tokens, tokens * (read + tokens / 2), 8, 1600, 1, read)
+
+
+def test_reading_a_prompt_again_is_told_from_attending_to_it() -> None:
+    true = replace(TRUE, read_s=1e-6)
+    fit, rng = OnlineFit(), random.Random(8)
+    for _ in range(1000):
+        step = far_on(rng, 500) if rng.random() < 0.7 else StepShape(decodes=8, context_tokens=1600)
+        fit.observe(step, true.seconds(step) * (1 + abs(rng.gauss(0, 0.03))))
+    assert fitted(fit).read_s == pytest.approx(1e-6, rel=0.15)
+    assert fitted(fit).pair_s == pytest.approx(TRUE.pair_s, rel=0.1)
+
+
+def test_chunks_of_one_size_are_taken_to_attend() -> None:
+    fit, rng = OnlineFit(), random.Random(8)
+    for _ in range(1000):
+        read = rng.randrange(0, 12_000)
+        step = StepShape(500, 500 * (read + 250.0), 8, 1600, 1, read)
+        fit.observe(step, TRUE.seconds(step) * (1 + abs(rng.gauss(0, 0.03))))
+        fit.observe(
+            StepShape(decodes=8, context_tokens=1600), TRUE.seconds(StepShape(0, 0, 8, 1600))
+        )
+    assert fitted(fit).pair_s == pytest.approx(TRUE.pair_s, rel=0.1)
+    assert fitted(fit).read_s < 0.1 * 500 * TRUE.pair_s
+
+
 def test_one_prompt_at_a_time_never_looks_like_a_cost_of_mixing() -> None:
     true = replace(TRUE, mixed_s=0.0, prompt_fixed_s=0.005)
     fit, rng = OnlineFit(), random.Random(9)

@@ -19,6 +19,8 @@ TIME = StepTime(
     prefill_s=9.5e-5,
     pair_s=1e-9,
     mixed_s=0.004,
+    prompt_fixed_s=3e-4,
+    read_s=4e-8,
 )
 
 
@@ -30,6 +32,8 @@ def test_the_three_kinds_of_step() -> None:
     both = StepShape(300, 45_000.0, 32, 9600)
     assert both.mixed
     assert TIME.seconds(both) == pytest.approx(decode + 0.004 + work)
+    two = replace(both, prompts=2, read_tokens=5000)
+    assert TIME.seconds(two) == pytest.approx(decode + 0.004 + work + 2 * 3e-4 + 5000 * 4e-8)
 
 
 def test_a_step_of_nothing_takes_no_time() -> None:
@@ -52,7 +56,7 @@ def test_the_largest_chunk_fits_and_one_token_more_does_not(context: int, decode
 
     def seconds(tokens: int) -> float:
         pairs = tokens * (context + tokens / 2)
-        return TIME.seconds(StepShape(tokens, pairs, decodes, 300 * decodes))
+        return TIME.seconds(StepShape(tokens, pairs, decodes, 300 * decodes, 1, context))
 
     assert 0 < fitting < UNBOUNDED
     assert seconds(fitting) <= 0.1 + 1e-12
@@ -96,5 +100,5 @@ def test_a_prompt_costs_something_whatever_its_length() -> None:
 
 def test_what_was_saved_before_prompts_were_told_apart_still_loads() -> None:
     saved = TIME.to_json()
-    del saved["prompt_fixed_s"]
-    assert StepTime.from_json(saved) == TIME
+    del saved["prompt_fixed_s"], saved["read_s"]
+    assert StepTime.from_json(saved) == replace(TIME, prompt_fixed_s=0.0, read_s=0.0)

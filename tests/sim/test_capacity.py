@@ -61,6 +61,13 @@ def test_a_link_moves_bytes_and_pieces() -> None:
     assert capacity.link_tokens_per_s(TransferTime(0.5), **BLOCKS) == math.inf
 
 
+def test_chunks_read_again_what_was_computed_before() -> None:
+    time = replace(TIME, read_s=1e-6)
+    assert capacity.prefill_work(time, 500, 512) == capacity.prefill_work(TIME, 500, 512)
+    more = capacity.prefill_work(time, 2000, 512) - capacity.prefill_work(TIME, 2000, 512)
+    assert more == pytest.approx((512 + 1024 + 1536) * 1e-6)
+
+
 def test_where_the_transfer_becomes_the_limit() -> None:
     # Per token 0.2 ms against 0.1 ms of prefill, which has 22 ms besides: equal at 220 tokens.
     slow = TransferTime(0.0, 0.0, 2e-7)
