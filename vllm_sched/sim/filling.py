@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 FOREVER: Final = 1 << 40  # steps: until somebody comes or goes
 # As in `long_prompt`.
-SHORTEST_STEP_S, QUIET_S, QUIET_STRETCH, STAND_BACK = 0.010, 0.5, 3.0, 4
+SHORTEST_STEP_S, QUIET_S, QUIET_STRETCH, STAND_BACK = 0.010, 0.4, 3.0, 4
 LOOK_AGAIN: Final = 16  # steps after which a chunk that is sized by time is sized anew
 
 Parts = list[tuple["Task", int]]
