@@ -49,6 +49,7 @@ LOAD = Struct("@9qd")
 BREAKER = Struct("@dqdqqd")
 AT_BREAKER = LOAD.size
 FRONT, TIDE, TENANT, FLOOR = Struct("@qdd"), Struct("@qqd"), Struct("@qq6d"), Struct("@3d")
+IDLE = Struct("@qq")  # how a tenant's begins
 
 
 class Front(NamedTuple):
@@ -77,9 +78,6 @@ class Taken(NamedTuple):
     lifts: tuple[float, float, float] = (0.0, 0.0, 0.0)
 
 
-NOTHING_TAKEN = Taken()
-
-
 class Table:
     """The memory."""
 
@@ -105,16 +103,18 @@ class Table:
         """Forget a process that is no more: what it has charged is nobody's now.
 
         What tenants were served stays: it was, and all that stand beside each other by it must go
-        on from the same numbers.
+        on from the same numbers. It is not touched at all, for others may look at any moment.
         """
         sheet = self.sheet(process)
-        changes = sheet.changes
-        start = process * SHEET_WORDS * WORD
-        served = [sheet.read_taken(row) for row in range(MOST_TENANTS)]
-        self.memory[start : start + SHEET_WORDS * WORD] = bytes(SHEET_WORDS * WORD)
-        for row, taken in enumerate(served):
-            if taken != NOTHING_TAKEN:
-                sheet.write_taken(row, taken._replace(running=0, waits=0))
+        changes, tenant_changes = sheet.changes, sheet.count(TENANT_CHANGES)
+        start = process * SHEET_WORDS
+        for first, end in ((0, AT_TENANTS), (AT_LOG, SHEET_WORDS)):
+            size = (end - first) * WORD
+            place = (start + first) * WORD
+            self.memory[place : place + size] = bytes(size)
+        for row in range(MOST_TENANTS):
+            sheet.write_idle(row)
+        sheet.write_count(TENANT_CHANGES, tenant_changes + 1)
         sheet.changes = changes + RING + 1  # everybody has missed a round
 
     def tenant_row(self, mark: int) -> int | None:
@@ -264,6 +264,11 @@ class Sheet:
         running, waits, *served = TENANT.unpack_from(self._memory, place)
         a, b, c, d, e, f = served
         return Taken(running, waits, (a, b, c), (d, e, f))
+
+    def write_idle(self, row: int) -> None:
+        """Say that a tenant has nothing here any more, and leave what it was served."""
+        place = self._tenants + row * TENANT_WORDS * WORD
+        IDLE.pack_into(self._memory, place, 0, 0)
 
     def write_floors(self, floors: tuple[float, ...]) -> None:
         """Say where turns were when nobody was left of a class."""

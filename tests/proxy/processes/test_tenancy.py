@@ -13,6 +13,7 @@ from proxy.core.limits import Limits
 from proxy.core.tenants import Rank, Tenant, TenantSpec
 from proxy.core.types import Lease, Outcome, Refusal, Ticket
 from proxy.processes import tenancy
+from proxy.processes.table import Sheet
 from proxy.processes.tenancy import TAKE_S
 from tests.proxy.core.making import ask, placed, refused, spec, waits
 from tests.proxy.processes.making import Crew
@@ -127,6 +128,37 @@ def test_what_a_process_charged_stays_charged_when_it_dies(crews: Crews) -> None
     placed(submit(crew, 0))
     crew.look()
     assert tenant(crew, 1).virtual == before + 700
+
+
+def test_who_looks_while_a_dead_process_is_cleared_away_believes_nothing_wrong(
+    crews: Crews, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever has been written so far: a peer looks after each step of it."""
+    crew = opened(crews, TenantSpec("t"), TenantSpec("u"))
+    placed(submit(crew, 0))
+    for name in "tu":
+        tenant(crew, 0, name).charge(1e6)
+    placed(submit(crew, 0, "u"))
+    crew.look()
+    stands: list[float] = []
+
+    def looking(write: Callable[..., None]) -> Callable[..., None]:
+        def step(sheet: Sheet, *numbers: object) -> None:
+            write(sheet, *numbers)
+            crew.now += TAKE_S
+            crew.sharings[1].look(crew.now)
+            stands.extend(tenant(crew, 1, name).standings[Rank.STANDARD] for name in "tu")
+
+        return step
+
+    with monkeypatch.context() as patched:
+        for name in ("write_taken", "write_idle", "write_count"):
+            patched.setattr(Sheet, name, looking(getattr(Sheet, name)))
+        crew.table.clear(0)
+    assert set(stands) == {1e6}
+    crew.now += TAKE_S
+    crew.look()
+    assert tenant(crew, 1).ledger.elsewhere == 0, "what it had in flight is gone"
 
 
 class Rivals:
