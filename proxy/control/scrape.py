@@ -176,7 +176,7 @@ KV = gauge("kv_tokens", "Tokens that the requests charged to it may hold in its 
 PINNED = gauge("held_prompts", "Prompts it has prefilled that decode workers are yet to fetch.")
 KV_USAGE = gauge("kv_usage_ratio", "How full its KV cache is, as it says itself.")
 KV_CAPACITY = gauge("kv_capacity_tokens", "Tokens that its KV cache holds, where it tells.")
-UP = gauge("up", "Whether its probes succeed.")
+UP = Family("proxy_worker_up", "gauge", "Whether its probes succeed.", (*WORKER, "model"))
 BREAKER = gauge("breaker_open", "Whether requests are kept from it because others failed.")
 DRAINING = gauge("draining", "Whether it is given nothing new.")
 
@@ -255,7 +255,7 @@ def _workers(page: Page, workers: list[Worker]) -> None:
     page.values(PINNED, ((labels, w.pinned) for labels, w in rows))
     page.values(KV_USAGE, ((labels, w.gauges.kv_usage) for labels, w in rows if w.gauges))
     page.values(KV_CAPACITY, ((labels, w.kv_capacity) for labels, w in rows if w.kv_capacity))
-    page.values(UP, ((labels, w.up) for labels, w in rows))
+    page.values(UP, (((*labels, w.model), w.up) for labels, w in rows))
     page.values(BREAKER, ((labels, not w.breaker.closed) for labels, w in rows))
     page.values(DRAINING, ((labels, w.draining) for labels, w in rows))
 

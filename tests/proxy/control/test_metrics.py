@@ -190,7 +190,10 @@ def test_charges_and_states_are_the_fleet_s_own(metrics: Metrics, router: Router
     assert value(metrics, "proxy_worker_decode_tokens", **s0) == 20
     assert value(metrics, "proxy_worker_kv_tokens", **s0) == 120
     assert value(metrics, "proxy_worker_inflight_requests", **l0) == 0
-    for name, here, there in (("up", 1, 0), ("breaker_open", 0, 1), ("draining", 0, 1)):
+    m = {"model": worker.model}
+    assert value(metrics, "proxy_worker_up", **s0, **m) == 1
+    assert value(metrics, "proxy_worker_up", **l0, **m) == 0
+    for name, here, there in (("breaker_open", 0, 1), ("draining", 0, 1)):
         assert value(metrics, f"proxy_worker_{name}", **s0) == here
         assert value(metrics, f"proxy_worker_{name}", **l0) == there
 

@@ -116,7 +116,7 @@ async def test_metrics_are_everybodys_sum_whoever_is_asked(crew: Crew) -> None:
         seen = "proxy_request_duration_seconds_count"
         assert total(page, seen) - total(before, seen) == 7
         assert page["proxy_processes"] == 2
-        assert page['proxy_worker_up{worker="a",role="general"}'] == 1
+        assert page['proxy_worker_up{worker="a",role="general",model="tiny"}'] == 1
         assert page["proxy_client_connections"] >= 2
     other = await clients[0].ask(get("/metrics", b"Accept: application/openmetrics-text"))
     assert other.body.endswith(b"# EOF\n")
