@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import mmap
 import os
-from struct import Struct, pack_into, unpack_from
+from struct import Struct, pack, unpack_from
 from typing import NamedTuple
 
 from proxy.core.breaker import Told
@@ -127,7 +127,7 @@ class Table:
             place = self._common + row * WORD
             there = ONE_COUNT.unpack_from(self.memory, place)[0]
             if not there:
-                ONE_COUNT.pack_into(self.memory, place, mark)
+                _store(self.memory, place, ONE_COUNT.pack(mark))
             if there in (0, mark):
                 return row
         return None
@@ -163,7 +163,7 @@ class Sheet:
 
     def write_load(self, row: int, load: tuple[int, ...], due_at: float) -> None:
         """Say what is charged to a worker, and when it should next be heard of."""
-        LOAD.pack_into(self._memory, self._rows + row * ROW_BYTES, *load, due_at)
+        _store(self._memory, self._rows + row * ROW_BYTES, LOAD.pack(*load, due_at))
 
     def read_load(self, row: int) -> tuple[tuple[int, ...], float]:
         """Read that."""
@@ -176,8 +176,8 @@ class Sheet:
         flags = closed | busy << 1
         place = self._rows + row * ROW_BYTES + AT_BREAKER
         # The moment comes last: nobody may believe the old state to be as new as that.
-        BREAKER.pack_into(self._memory, place, 0.0, flags, until, failures, openings, tried_at)
-        ONE_TIME.pack_into(self._memory, place, at)
+        _store(self._memory, place, BREAKER.pack(0.0, flags, until, failures, openings, tried_at))
+        _store(self._memory, place, ONE_TIME.pack(at))
 
     def read_breaker(self, row: int) -> tuple[float, Told]:
         """Read that; the moment is 0 where nothing was ever said."""
@@ -204,14 +204,14 @@ class Sheet:
 
     @changes.setter
     def changes(self, changes: int) -> None:
-        ONE_COUNT.pack_into(self._memory, self._start + CHANGES * WORD, changes)
+        _store(self._memory, self._start + CHANGES * WORD, ONE_COUNT.pack(changes))
 
     def tell(self, row: int) -> None:
         """Say that a row has changed, once it has."""
         memory, start = self._memory, self._start
         changes = ONE_COUNT.unpack_from(memory, start + CHANGES * WORD)[0]
-        ONE_COUNT.pack_into(memory, start + (AT_RING + changes % RING) * WORD, row)
-        ONE_COUNT.pack_into(memory, start + CHANGES * WORD, changes + 1)
+        _store(memory, start + (AT_RING + changes % RING) * WORD, ONE_COUNT.pack(row))
+        _store(memory, start + CHANGES * WORD, ONE_COUNT.pack(changes + 1))
 
     def told(self, since: int) -> tuple[int, set[int] | None]:
         """Return how far changes are told, and the rows since then; None: all may have changed."""
@@ -229,7 +229,7 @@ class Sheet:
 
     def write_count(self, which: int, value: int) -> None:
         """Write a number of the head."""
-        ONE_COUNT.pack_into(self._memory, self._start + which * WORD, value)
+        _store(self._memory, self._start + which * WORD, ONE_COUNT.pack(value))
 
     def count(self, which: int) -> int:
         """Read it."""
@@ -238,7 +238,7 @@ class Sheet:
 
     def write_front(self, place: int, front: Front) -> None:
         """Say who would go first."""
-        FRONT.pack_into(self._memory, self._fronts + place * FRONT_WORDS * WORD, *front)
+        _store(self._memory, self._fronts + place * FRONT_WORDS * WORD, FRONT.pack(*front))
 
     def read_front(self, place: int) -> Front:
         """Read that."""
@@ -246,7 +246,7 @@ class Sheet:
 
     def write_tide(self, place: int, tide: Tide) -> None:
         """Say what was asked."""
-        TIDE.pack_into(self._memory, self._tides + place * TIDE_WORDS * WORD, *tide)
+        _store(self._memory, self._tides + place * TIDE_WORDS * WORD, TIDE.pack(*tide))
 
     def read_tide(self, place: int) -> Tide:
         """Read that."""
@@ -256,7 +256,7 @@ class Sheet:
         """Say what a tenant has here."""
         place = self._tenants + row * TENANT_WORDS * WORD
         running, waits, charged, lifts = taken
-        TENANT.pack_into(self._memory, place, running, waits, *charged, *lifts)
+        _store(self._memory, place, TENANT.pack(running, waits, *charged, *lifts))
 
     def read_taken(self, row: int) -> Taken:
         """Read that."""
@@ -268,11 +268,11 @@ class Sheet:
     def write_idle(self, row: int) -> None:
         """Say that a tenant has nothing here any more, and leave what it was served."""
         place = self._tenants + row * TENANT_WORDS * WORD
-        IDLE.pack_into(self._memory, place, 0, 0)
+        _store(self._memory, place, IDLE.pack(0, 0))
 
     def write_floors(self, floors: tuple[float, ...]) -> None:
         """Say where turns were when nobody was left of a class."""
-        FLOOR.pack_into(self._memory, self._start + FLOORS * WORD, *floors)
+        _store(self._memory, self._start + FLOORS * WORD, FLOOR.pack(*floors))
 
     def read_floors(self) -> tuple[float, ...]:
         """Read that."""
@@ -283,10 +283,10 @@ class Sheet:
         length, logged = len(hashes), self.count(LOGGED)
         at = logged % LOG
         if at + 1 + length > LOG:  # a record is in one piece: what is left stays empty
-            MARK.pack_into(self._memory, self._log + at * WORD, 0)
+            _store(self._memory, self._log + at * WORD, MARK.pack(0))
             logged, at = logged + LOG - at, 0
         mark = (row + 1) << LENGTH_BITS | length
-        pack_into(f"@{length + 1}Q", self._memory, self._log + at * WORD, mark, *hashes)
+        _store(self._memory, self._log + at * WORD, pack(f"@{length + 1}Q", mark, *hashes))
         self.write_count(LOGGED, logged + 1 + length)
 
     def read_log(self, since: int) -> tuple[int, list[tuple[int, tuple[int, ...]]]]:
@@ -306,6 +306,11 @@ class Sheet:
             reached += 1 + length
         # What was overwritten meanwhile was read as something else.
         return (now, found) if self.count(LOGGED) - since <= LOG else (now, [])
+
+
+def _store(memory: mmap.mmap, place: int, numbers: bytes) -> None:
+    # `pack_into` writes zeroes first, and others would see them.
+    memory[place : place + len(numbers)] = numbers
 
 
 ONE_COUNT, ONE_TIME, MARK = Struct("@q"), Struct("@d"), Struct("@Q")

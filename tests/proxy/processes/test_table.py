@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 
 import pytest
@@ -124,6 +125,26 @@ def test_another_process_sees_it(table: Table) -> None:
     subprocess.run([sys.executable, "-c", code, str(table.fd)], pass_fds=[table.fd], check=True)
     assert table.sheet(2).told(0) == (1, {7})
     assert table.sheet(2).read_load(7) == (Load(requests=42), 2.5)
+
+
+def test_who_reads_while_another_writes_sees_each_number_whole(table: Table) -> None:
+    """They differ from one moment to the next in one of them, and are never anything else."""
+    code = (
+        "import sys; from proxy.processes.table import Table, Taken;"
+        "t = Table(int(sys.argv[1]), 3); s = t.sheet(2); stop = t.sheet(1);"
+        "ones, twos = (Taken(i, 7, (1.0, 2.0, 3.0), (4.0, 5.0, 6.0)) for i in (1, 2));"
+        "exec('while not stop.count(1): s.write_taken(5, ones); s.write_taken(5, twos)')"
+    )
+    os.set_inheritable(table.fd, True)
+    read = table.sheet(2).read_taken
+    with subprocess.Popen([sys.executable, "-c", code, str(table.fd)], pass_fds=[table.fd]) as it:
+        try:
+            while not read(5).running:
+                assert it.poll() is None
+            seen = Counter(read(5) for _ in range(200_000))
+        finally:
+            table.sheet(1).write_count(1, 1)
+    assert seen.keys() <= {Taken(i, 7, (1.0, 2.0, 3.0), (4.0, 5.0, 6.0)) for i in (1, 2)}
 
 
 def test_tenants_have_rows_that_all_find(table: Table) -> None:
