@@ -246,7 +246,8 @@ class TimeoutConfig(Block):
     first_byte_s: Seconds = Field(
         600.0,
         description="until a worker begins its answer; one that is no stream has besides four "
-        "times as long as the tokens that the client asks for are predicted to take",
+        "times as long as the tokens that the client asks for are predicted to take, up to as "
+        "long again",
     )
     prefill_s: Seconds = Field(
         20.0,
@@ -310,7 +311,9 @@ class RouterConfig(Block):
     fairness: FairnessConfig = FairnessConfig()
     admission: AdmissionConfig = AdmissionConfig()
     max_collected_bytes: Count = Field(
-        512 * MIB, description="of all bodies that are still coming; beyond it 503"
+        512 * MIB,
+        description="of all bodies that are still coming, and of uploads until they are kept; "
+        "beyond it 503",
     )
     allow_anonymous: bool = Field(
         False, description="without tenants, let whoever reaches the port use the fleet"

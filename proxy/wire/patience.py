@@ -2,7 +2,7 @@
 
 A stream begins with its first token, and any other answer when all of it is made: it has the time
 that as many tokens may take, or a long one would be taken for a worker that hangs, and made again
-elsewhere.
+elsewhere. Twice the usual is the most: an engine may hang under a server that lives.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ LATE = 4.0  # times what was predicted, a prefill or an answer is
 def answer_patience_s(lease: Lease, usual_s: float) -> float:
     """Tell how long a worker may take: what is usual, and as long as the client's tokens take.
 
-    The client's limit is believed, where it states one; the model's own would be hours.
+    The client's limit is believed, where it states one; of the model's own most use little.
     """
     ask, pace = lease.ask, lease.worker.pace
     if ask.stream or not ask.output_tokens or not pace.steps:
         return usual_s
-    return usual_s + ask.output_tokens * _late_step_s(lease)
+    return min(usual_s + ask.output_tokens * _late_step_s(lease), 2 * usual_s)
 
 
 def decode_patience_s(lease: Lease, within_s: float) -> float:

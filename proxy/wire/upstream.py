@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import socket
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
@@ -22,6 +23,15 @@ PORTS = {"http": 80, "https": 443}
 # No more files, here or on the whole machine; no memory for sockets; no port left to call from.
 OURS = frozenset([errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL])
 HANDSHAKE_S = 60.0
+# A machine that lost its power or its network says nothing: idle for 15 s it is asked three times,
+# and what it is sent it has to confirm.
+SILENCE = (
+    (socket.SOL_SOCKET, "SO_KEEPALIVE", 1),
+    (socket.IPPROTO_TCP, "TCP_KEEPIDLE", 15),
+    (socket.IPPROTO_TCP, "TCP_KEEPINTVL", 5),
+    (socket.IPPROTO_TCP, "TCP_KEEPCNT", 3),
+    (socket.IPPROTO_TCP, "TCP_USER_TIMEOUT", 60_000),
+)
 
 
 class Pool:
@@ -77,14 +87,26 @@ class Pool:
         loop = asyncio.get_running_loop()
         try:
             if (tls := to_worker(self.spec.tls)) is None:
-                await loop.create_connection(lambda: connection, host, port)
+                transport, _ = await loop.create_connection(lambda: connection, host, port)
             else:
                 # The connection's own deadline comes first.
-                await loop.create_connection(
+                transport, _ = await loop.create_connection(
                     lambda: connection, host, port, ssl=tls, ssl_handshake_timeout=HANDSHAKE_S
                 )
+            notice_silence(transport)
         except (OSError, UnicodeError, TlsError) as error:  # the second: a host that can be no name
             connection.fail(self.clock(), Trouble.OURS if is_ours(error) else Trouble.CONNECT)
+
+
+def notice_silence(transport: asyncio.BaseTransport) -> None:
+    """Have the kernel end a connection whose other machine is gone, and can't say so.
+
+    It answers probes of the kernel's however busy its process is.
+    """
+    raw = transport.get_extra_info("socket")
+    for level, name, value in SILENCE:
+        if raw is not None and hasattr(socket, name):  # not everywhere
+            raw.setsockopt(level, getattr(socket, name), value)
 
 
 def is_ours(error: Exception) -> bool:

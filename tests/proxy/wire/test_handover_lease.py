@@ -119,5 +119,6 @@ def test_how_long_an_answer_may_take_is_a_matter_of_its_length() -> None:
     assert answer_patience_s(one, 600.0) == pytest.approx(600.0 + 4 * 1.0)
     assert answer_patience_s(streamed, 600.0) == 600.0
     assert answer_patience_s(endless, 600.0) == 600.0
+    assert answer_patience_s(one, 3.0) == 6.0  # a hang is noticed all the same
     pace.steps = 0.0
     assert answer_patience_s(one, 600.0) == 600.0

@@ -6,6 +6,7 @@ A hung worker hurts only its own requests.
 from __future__ import annotations
 
 import asyncio
+import socket
 import time
 
 import pytest
@@ -40,14 +41,14 @@ async def test_the_first_byte(start: Start) -> None:
 
 async def test_an_answer_of_many_tokens_is_not_taken_for_a_hang(start: Start) -> None:
     """It begins when all of it is made: 400 of 3 ms each, and each may take four times as long."""
-    site = await start(Fake("w0"), Fake("w1"), wire={"first_byte_s": 0.2})
+    site = await start(Fake("w0"), Fake("w1"), wire={"first_byte_s": 1.0})
     for worker in (site.worker("w0"), site.worker("w1")):
         worker.pace.steps, worker.pace.base_s, worker.pace.each_s = 1.0, 0.003, 0.0
     made = asyncio.Event()
     for fake in site.fakes.values():
         fake.always(scripts.gated(made, scripts.answer()))
     asked = asyncio.create_task(site.ask(chat(max_tokens=400)))
-    await asyncio.sleep(1.0)  # five times what another would have
+    await asyncio.sleep(1.3)
     made.set()
     assert (await asked).status == 200
     assert sum(len(fake.served) for fake in site.fakes.values()) == 1  # and nobody was asked twice
@@ -149,3 +150,14 @@ async def test_a_worker_slow_to_accept_is_waited_for(start: Start) -> None:
     await asyncio.sleep(0.1)
     await site.fake.wake()
     assert (await asking).status == 200
+
+
+async def test_a_machine_that_is_gone_is_noticed_by_the_kernel(start: Start) -> None:
+    site = await start()
+    await site.ask(chat())
+    [connection] = site.wire.pools.of(site.worker()).idle
+    assert connection._transport is not None
+    raw = connection._transport.get_extra_info("socket")
+    assert raw.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+    assert raw.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == 15
+    assert raw.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 60_000
