@@ -13,6 +13,8 @@ Where there are tenants:
   engine read them, `lane` among others; unless `router.client_fields` has `vllm_xargs`.
 - `priority`: taken out, and the tenant's class is put there if the workers heed it; unless
   `router.client_fields` has `priority`.
+- `model`, where the tenant may not use all: the one it was judged by is put into a JSON body, and a
+  form has to name one so that no two parsers differ (`forms`). Workers take their own for none.
 - `request_id` in the body: taken out. Stored responses go by it, and it could be another tenant's.
 - `cache_salt`: passes; where caches are isolated, it becomes a part of the tenant's.
 - `X-Vllm-Priority` and `X-Data-Parallel-Rank` stay behind, for they overrule the router; so does

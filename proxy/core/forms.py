@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+import re
+
 NAMES = ("model", "stream", "prompt")
 LONGEST_FIELD = 4096
 LONGEST_HEAD = 300
 MOST_MENTIONS = 1000  # of a field, most of them in files
 HEAD_END = b"\r\n\r\n"
+# As clients' libraries write them, and as no two parsers read differently.
+PLAIN_TYPE = re.compile(
+    rb"multipart/form-data; ?boundary=(\"?)([\w'()+,./:=?-]{1,70})\1", re.IGNORECASE
+)
+PLAIN_NAME = re.compile(
+    rb"\r\ncontent-disposition: form-data; name=\"([\w.\[\]-]+)\"(; filename\*?=[^\r\n]*)?\r\n",
+    re.IGNORECASE,
+)
+ANOTHER_NAME = re.compile(rb"(?<!file)name[\W\d]*=", re.IGNORECASE)
+MOST_PARTS = 100
 
 
 def form_fields(body: bytes, content_type: bytes) -> dict[str, str]:
@@ -35,3 +47,32 @@ def _field(body: bytes, name: bytes, boundary: bytes) -> str | None:
                 return None
             return body[start:end].decode("utf-8", "replace")
     return None
+
+
+def plain_model(body: bytes, content_type: bytes) -> str | None:
+    """Read the model of a form in which every parser finds that one; None of any other form.
+
+    What a client may use is judged by it. A worker takes the last of several, spellings that
+    `form_fields` doesn't know, and its own model where it finds none.
+    """
+    kind = PLAIN_TYPE.fullmatch(content_type)
+    if kind is None:
+        return None
+    before, *parts = body.split(b"--" + kind[2], MOST_PARTS)
+    if before or not parts or not parts.pop().startswith(b"--"):
+        return None
+    models: list[bytes] = []
+    for part in parts:
+        end = part.find(HEAD_END)
+        head, start = part[: end + 2], end + len(HEAD_END)
+        names = PLAIN_NAME.findall(head)
+        if end < 0 or len(names) != 1 or head.lower().count(b"content-disposition") != 1:
+            return None
+        if not (part.startswith(b"\r\n") and part.endswith(b"\r\n", start)):
+            return None  # what splits it is no line, or one whose break is the head's
+        name, rest = names[0]
+        if ANOTHER_NAME.search(rest) or (rest and name == b"model"):
+            return None
+        if name == b"model":
+            models.append(part[start:-2])
+    return models[0].decode("utf-8", "replace") if len(models) == 1 else None

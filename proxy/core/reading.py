@@ -20,7 +20,7 @@ from proxy.core.client_fields import (
     salt_in,
 )
 from proxy.core.fleet import Fleet
-from proxy.core.forms import form_fields
+from proxy.core.forms import form_fields, plain_model
 from proxy.core.routes import Route, Shape
 from proxy.core.sizing import Sizer
 from proxy.core.splitting import whole_because
@@ -47,6 +47,7 @@ LARGE = 262_144
 MOST_VALUES = 2_000_000
 COUNTED_BYTES = 65_536  # a longer body is not worth sending twice
 MOST_RESPONSES = 10_000  # remembered, of those that workers store
+UNCLEAR = "The form must name one `model`, and each of its parts plainly, once, in quotes."
 BATCH = Rank.BATCH
 # What a class is to workers that heed `priority`: less is more urgent. A body that says none is 0.
 PRIORITIES = {Rank.INTERACTIVE: b"-1", BATCH: b"1"}
@@ -104,6 +105,10 @@ class Reader:
             if named := forbidden_form(body, content_type, tenants=tenants, may=self.may):
                 return refusals.steers(named)
             fields: Any = form_fields(body, content_type)
+            if tenant is not None and tenant.spec.models is not None:
+                fields["model"] = plain_model(body, content_type)
+                if not fields["model"]:
+                    return refusals.bad_request(UNCLEAR, "model")
         else:
             if len(body) > LARGE and values_in(body) > MOST_VALUES:
                 return refusals.bad_request(f"The body has more than {MOST_VALUES:,} values.")
@@ -150,6 +155,8 @@ class Reader:
         """Note whose it is, and what of its body is for the router to say."""
         ask.tenant = tenant
         changed: dict[str, bytes | None] = {ID: None} if ID in fields else {}
+        if tenant.spec.models is not None:  # a worker takes its own where none is named
+            changed["model"] = orjson.dumps(ask.model)
         if not self.may.priority:
             if PRIORITY in fields:
                 changed[PRIORITY] = None

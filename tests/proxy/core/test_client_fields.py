@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import orjson
@@ -9,6 +10,7 @@ import pytest
 
 from proxy.core.client_fields import LONGEST_SALT, ClientFields, forbidden, forbidden_form, salt_in
 from proxy.core.router import Router, RouterSettings
+from proxy.core.splice import spliced
 from proxy.core.tenants import Rank, Tenant, TenantSpec
 from proxy.core.types import Ask
 from tests.proxy.core.making import chat, fleet_of, read, refused, route, spec
@@ -228,6 +230,51 @@ def test_a_model_that_is_not_for_it_is_403() -> None:
     unknown = refused(answer(model="x"))
     assert unknown.status == 404
     assert "serves: n." in unknown.message, "others' models are not its business"
+
+
+@pytest.mark.parametrize(
+    "said",
+    ['"n"', '""', "null", '"m", "model": null', '"m", "model": "n"', '"m", "mod\\u0065l": "n"'],
+)
+def test_a_worker_is_told_the_model_that_a_tenant_was_judged_by(said: str) -> None:
+    router = Router(RouterSettings(), fleet_of(spec("w")))
+    router.fleet.set_served("w", {"m": 4096, "n": 4096, "o": 4096}, 4096)
+    body = f'{{"model": {said}, "messages": []}}'.encode()
+
+    def read_for(who: Tenant, body: bytes) -> Ask:
+        ask = router.read(route(), body, b"application/json", "id", who)
+        assert isinstance(ask, Ask)
+        assert ask.model == "n"
+        return ask
+
+    for each in (body, b'{"messages": []}'):
+        fields = read_for(Tenant(TenantSpec("a", models=frozenset(["n"]))), each).fields
+        assert fields is not None
+        pairs = json.loads(spliced(each, fields), object_pairs_hook=list)
+        assert {value for name, value in pairs if name == "model"} == {"n"}
+    if said.endswith('"n"'):
+        assert read_for(Tenant(TenantSpec("b")), body).fields is None
+
+
+def test_a_form_of_a_tenant_names_its_model_plainly() -> None:
+    router = Router(RouterSettings(), fleet_of(spec("w")))
+    router.fleet.set_served("w", {"m": 4096, "n": 4096}, 4096)
+    some, every = Tenant(TenantSpec("a", models=frozenset(["n"]))), Tenant(TenantSpec("b"))
+    plain, other = (
+        (b'Content-Disposition: form-data; name="model"', name) for name in (b"n", b"m")
+    )
+    unquoted = (b"Content-Disposition: form-data; name=model", b"m")
+
+    def answer(who: Tenant, *parts: tuple[bytes, bytes]) -> Any:
+        path = route("/v1/audio/transcriptions")
+        return router.read(path, form(*parts), TYPE, "id", who)
+
+    assert answer(some, plain).model == "n"
+    assert refused(answer(some, other)).status == 403
+    for parts in ((), (plain, other), (plain, unquoted)):
+        refusal = refused(answer(some, *parts))
+        assert (refusal.status, refusal.param) == (400, "model")
+    assert answer(every, plain, unquoted).model == "n"
 
 
 def test_a_stored_response_is_its_tenants_own() -> None:
