@@ -32,7 +32,7 @@ class Fleet(Roster):
             return self._charge_both(ask, decision, decision.handover, now)
         worker = decision.worker
         cached = int(decision.cached_tokens * (1.0 - worker.pace.missing))
-        prefill = ask.prompt_tokens - cached or 1
+        prefill = (ask.prompt_tokens - cached or 1) if ask.computes else 0
         decode = ask.expected_output * ask.samples
         lease = Lease(ask, decision, worker, now, prefill, decode, ask.prompt_tokens + decode)
         self._charge_prefill(lease, now)
@@ -65,7 +65,7 @@ class Fleet(Roster):
         worker.decode_tokens += lease.decode_tokens
         worker.kv_tokens += lease.kv_tokens
         worker.free_at = max(worker.free_at, now) + pace.token_s * prefill
-        if idle:
+        if idle and prefill:
             worker.heard(now)
         lease.trial = worker.breaker.sent(now)
 
@@ -181,7 +181,8 @@ class Fleet(Roster):
             return
         lease.first_token_at = now
         self._unpin(lease)
-        lease.worker.heard(now)
+        if lease.ask.computes:
+            lease.worker.heard(now)
         if lease.trial:
             self.succeeded(lease.worker)
         if not lease.prefill_tokens:

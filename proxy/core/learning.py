@@ -16,7 +16,7 @@ def judge(
 ) -> None:
     """Tell the breaker. Only the trial closes one that is open: others were sent before."""
     worker = lease.worker
-    if outcome is not CLIENT_GONE and outcome is not MOOT:
+    if outcome is not CLIENT_GONE and outcome is not MOOT and lease.ask.computes:
         worker.heard(now)
     if outcome is FAILED or outcome is BUSY:
         fleet.failed(worker, now, retry_after_s, busy=outcome is BUSY)

@@ -131,6 +131,8 @@ class Placer:
         return found
 
     def _saw(self, ask: Ask, now: float) -> None:
+        if not ask.computes:
+            return
         traffic = self.traffic_of(ask.model)
         if not ask.long:
             traffic.saw_short(now)

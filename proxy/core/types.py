@@ -115,6 +115,11 @@ class Ask:
         return self.largest_prompt + (self.generates if output is None else output)
 
     @property
+    def computes(self) -> bool:
+        """Whether an engine has work with it; else its API process answers, whatever is ahead."""
+        return self.generates or self.prompt_tokens > 0
+
+    @property
     def budget(self) -> int:
         """All tokens it may come to: prompts, and what every sample may write.
 

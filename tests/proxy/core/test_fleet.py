@@ -7,7 +7,8 @@ from math import inf
 import pytest
 
 from proxy.core.fleet import Fleet
-from proxy.core.types import Ask, Decision, Handover, Lease, Reason, Role
+from proxy.core.learning import judge
+from proxy.core.types import Ask, Decision, Handover, Lease, Outcome, Reason, Role
 from tests.proxy.core.making import ask, fleet_of, idle, members, spec
 
 
@@ -46,6 +47,28 @@ def test_its_first_token_moves_it_from_prefill_to_decode(fleet: Fleet) -> None:
         assert (worker.prefill_tokens, worker.long_tokens, worker.decoding) == (0, 0, 2)
     assert lease.first_token_at == 1.0
     assert worker.pace.prefills == 1
+
+
+def test_what_no_engine_computes_says_nothing_of_its_worker(fleet: Fleet) -> None:
+    """A /tokenize is answered at once, however long the prefill beside it, or hung."""
+    worker = members(fleet)[0]
+    charge(fleet, ask(20_000))
+    known = (worker.pace.token_s, worker.pace.fixed_s, worker.free_at, worker.due_at)
+    for n in range(1, 4):
+        lease = charge(fleet, ask(0, None, generates=False), 0.1 * n)
+        assert (worker.requests, worker.prefill_tokens) == (2, 20_000)
+        fleet.first_token(lease, 0.1 * n + 0.003)
+        judge(fleet, lease, 0.1 * n + 0.004, Outcome.DONE, None)
+        fleet.release(lease)
+    assert (worker.pace.token_s, worker.pace.fixed_s, worker.free_at, worker.due_at) == known
+    assert worker.pace.prefills == 0
+    assert (worker.requests, worker.prefill_tokens) == (1, 20_000)
+
+
+@pytest.mark.parametrize("one", [ask(1000, None, generates=False), ask(0, 50)])
+def test_what_an_engine_prefills_teaches_its_pace(fleet: Fleet, one: Ask) -> None:
+    fleet.first_token(charge(fleet, one), 1.0)
+    assert members(fleet)[0].pace.prefills == 1
 
 
 def test_tokens_are_paid_off_but_not_twice(fleet: Fleet) -> None:

@@ -323,6 +323,17 @@ def test_one_that_reports_no_cache_is_known_by_its_times(keeps: bool, missing: f
     assert worker_of(router, "a").pace.missing == pytest.approx(missing, abs=0.2)
 
 
+@pytest.mark.parametrize(
+    ("path", "shorts"), [("/tokenize", 0), ("/v1/embeddings", 1), ("/v1/completions", 1)]
+)
+def test_only_what_an_engine_computes_is_of_the_tide(path: str, shorts: int) -> None:
+    router = router_of(spec("a"))
+    one = sized(router, {"prompt": "hello world " * 20, "input": "hello world " * 20}, path)
+    lease = placed(router.submit(one, 0.0))
+    assert router.traffic_of(MODEL).shorts_ever == shorts
+    assert (lease.prefill_tokens > 0) == (shorts > 0)
+
+
 # Telling
 
 
