@@ -20,7 +20,7 @@ from proxy.batches.types import INPUT, File, InUseError, Json, StoreFullError, T
 from proxy.core import accounts, refusals
 from proxy.core.routes import Route, Shape
 from proxy.core.types import Reason, Refusal
-from proxy.wire.http import status_line
+from proxy.wire.http import RefusedError, status_line
 from proxy.wire.own_answers import answer, refuse
 
 if TYPE_CHECKING:
@@ -103,13 +103,17 @@ class Visit:
         self._flows.set()
         self._task: asyncio.Task[None] | None = None
         self._began = 0.0
+        self._held = 0  # bytes of the body, which lie in memory until the store has them
 
     def start(self, now: float) -> None:
         """Begin."""
         self._began = now
+        if self._request.head.method != "POST":
+            self._request.body = b""  # nobody reads it
         refusal = self._enter(now)
         self._desk.wire.visits.add(self)
         self._task = asyncio.get_running_loop().create_task(self._run(refusal))
+        self._task.add_done_callback(self._give)
 
     def _enter(self, now: float) -> Refusal | None:
         """Count it, unless there are too many; what changes something as any request."""
@@ -124,7 +128,17 @@ class Visit:
             return refusal
         self._entered = True
         visits[self._tenant] += 1
+        size = len(self._request.body)
+        try:
+            self._desk.wire.collecting.take(size)
+        except RefusedError as error:
+            return error.refusal
+        self._held = size
         return None
+
+    def _give(self, _: object) -> None:
+        self._task = None  # one that was cancelled has all it held in its traceback
+        self._desk.wire.collecting.give(self._held)
 
     def _over(self) -> None:
         wire = self._desk.wire

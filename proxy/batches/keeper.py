@@ -56,4 +56,12 @@ class Keeper:
         if store is None:
             raise ProxyError("the store of batches is closed")
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._thread, lambda: what(store, *args, **named))
+        todo = [lambda: what(store, *args, **named)]
+
+        def do() -> Got:
+            return todo.pop()()
+
+        try:
+            return await loop.run_in_executor(self._thread, do)
+        finally:
+            todo.clear()  # what is given up lies in the thread's line until its turn, emptied

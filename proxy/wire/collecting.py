@@ -1,7 +1,7 @@
 """How much of bodies that are still coming is kept, over all connections.
 
 A client may take its time over a large body, and a thousand may at once. What came of them lies in
-memory until they are whole: together no more than so much of it.
+memory until they are whole, and an upload until the store has it: together no more than so much.
 """
 
 from __future__ import annotations

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from openai import AsyncOpenAI
 from openai.types import Batch
 
+from proxy.batches.keeper import Keeper
 from proxy.batches.service import Batches
 from proxy.config.batches import BatchesConfig
 from tests.proxy.wire.fake_worker import Call
@@ -106,3 +109,14 @@ def lines(count: int, prefix: str = "r") -> list[dict[str, Any]]:
 def texts(calls: Sequence[Call]) -> list[str]:
     """Return what each of these calls asked."""
     return [call.json()["messages"][0]["content"] for call in calls]
+
+
+@contextmanager
+def busy(keeper: Keeper) -> Iterator[None]:
+    """Keep the store's thread from doing anything meanwhile."""
+    over = threading.Event()
+    keeper._thread.submit(over.wait, 60)
+    try:
+        yield
+    finally:
+        over.set()

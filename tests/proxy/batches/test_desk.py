@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import AsyncIterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.proxy.batches.office import CHAT, Office, lines
+from tests.proxy.batches.office import CHAT, Office, busy, lines
 from tests.proxy.wire.client import get, request
 from tests.proxy.wire.conftest import Start
 from tests.proxy.wire.site import eventually
@@ -164,3 +165,45 @@ async def test_a_stop_ends_what_is_read(office: Office) -> None:
             while data := await client.reader.read(1 << 20):
                 size += len(data)
     assert size < 24 << 20
+
+
+@pytest.fixture
+async def small(start: Start, tmp_path: Path) -> AsyncIterator[Office]:
+    """Start one that holds a body of at most 100 kB, and two of them not at once."""
+    most = {"max_collected_bytes": 100_000, "max_body_bytes": 100_000}
+    office = Office(await start(wire=most), tmp_path)
+    await office.open()
+    yield office
+    await office.close()
+
+
+async def test_uploads_that_wait_for_the_store_are_of_the_pot_of_bodies(small: Office) -> None:
+    site, pot = small.site, small.site.wire.collecting
+    upload = form(content=b"x" * 60_000)
+    with busy(small.batches.keeper):
+        first = asyncio.create_task(site.ask(upload, within=30))
+        await eventually(lambda: pot.held > 60_000)
+        for _ in range(3):
+            second = await site.ask(upload)
+            assert (second.status, second.error()["code"]) == (503, "too_many_bodies")
+        assert 60_000 < pot.held < 61_000
+        data = request(b"x" * 30_000, path="/v1/files", method="GET")
+        plain = asyncio.create_task(site.ask(data, within=30))
+        await eventually(lambda: len(site.wire.visits) == 2)
+        assert pot.held < 61_000, "what nobody reads is not held"
+    assert [(await first).status, (await plain).status] == [200, 200]
+    assert pot.held == 0
+    assert (await site.ask(upload)).status == 200
+    assert pot.held == 0
+
+
+async def test_who_leaves_takes_along_what_the_store_has_not_begun(small: Office) -> None:
+    site, pot = small.site, small.site.wire.collecting
+    with busy(small.batches.keeper):
+        for _ in range(3):
+            client = await site.client()
+            await client.send(form(content=b"x" * 60_000))
+            await eventually(lambda: pot.held > 60_000)
+            client.close()
+            await eventually(lambda: pot.held == 0)
+    assert [each.id async for each in small.client.files.list()] == []
