@@ -126,6 +126,16 @@ def test_the_users_own_configuration(text: str | None, read: dict[str, Any] | No
     assert transfer.own_config(args) == read
 
 
+def test_one_key_of_it_is_all_of_it() -> None:
+    args = [
+        "--kv_transfer_config.kv_buffer_device=cpu",
+        "--kv-transfer-config.kv_connector_extra_config.kv_lease_duration", "90",
+    ]  # fmt: skip
+    own = {"kv_buffer_device": "cpu", "kv_connector_extra_config": {"kv_lease_duration": 90}}
+    assert transfer.own_config(args) == own
+    assert transfer.own_config(["--kv-transfer-config", '{"a": 1}', *args]) == {"a": 1, **own}
+
+
 @pytest.mark.parametrize(("told", "given"), [(None, 60), (30.0, 60), (6, 12), (45.5, 91)])
 def test_workers_keep_blocks_for_longer_than_the_router_is_told(
     told: float | None, given: int

@@ -17,7 +17,7 @@ from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from vllm_sched.workers import launch
-from vllm_sched.workers.flags import last
+from vllm_sched.workers.flags import last, parse
 
 Part = Literal["prefill", "decode"]
 
@@ -51,6 +51,8 @@ CPU_BLOCK = "128"
 # that ends too early is worse than a late one, as vLLM reads the blocks then all the same. So it is
 # longer than the router is told.
 LEASE_S, SPARE = 60, 2.0
+
+OWN = "--kv-transfer-config"
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +118,7 @@ def wiring(
     if connector == "shared-storage":
         flags.append(WHOLE)
     if own_config(args) is None:
-        flags += ["--kv-transfer-config", json.dumps(config)]
+        flags += [OWN, json.dumps(config)]
     else:
         said = ["--kv-transfer-config as given"]
     return Wiring(tuple(flags), more, ", ".join(said))
@@ -153,15 +155,32 @@ def _factory() -> str:
 
 
 def own_config(args: Sequence[str]) -> dict[str, Any] | None:
-    """Return the user's own --kv-transfer-config; empty if it is no JSON object."""
-    text = last(args, "--kv-transfer-config")
-    if text is None:
+    """Return the user's own --kv-transfer-config, whole or by keys; empty if it is no JSON object.
+
+    One key is all of it to vLLM: what was written before it counts no more.
+    """
+    text = last(args, OWN)
+    keys = [flag for flag in parse(args) if flag.name.startswith(f"{OWN}.")]
+    if text is None and not keys:
         return None
+    read = _json(text or "{}")
+    found: dict[str, Any] = read if isinstance(read, dict) else {}
+    for flag in keys:
+        *path, name = flag.name.removeprefix(f"{OWN}.").replace("-", "_").split(".")
+        inner = found
+        for each in path:
+            if not isinstance(inner.get(each), dict):
+                inner[each] = {}
+            inner = inner[each]
+        inner[name] = _json(flag.value or "", flag.value)
+    return found
+
+
+def _json(text: str, otherwise: Any = None) -> Any:
     try:
-        read = json.loads(text)
+        return json.loads(text)
     except ValueError:
-        read = None
-    return read if isinstance(read, dict) else {}
+        return otherwise
 
 
 # What both ends must have in common: the flag, and what it is called in an error.
