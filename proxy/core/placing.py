@@ -112,13 +112,13 @@ def hopeless(fleet: Fleet, ask: Ask, now: float, tried: frozenset[str]) -> Refus
     """Say why waiting would not help; None if it would."""
     if not ask.pinned and any(_will_do(w, ask, tried) for w in fleet.pool(ask.model).all):
         return None
-    workers = [w for w in fleet.of(ask.model) if w.role.serves_whole and not w.draining]
+    workers = [w for w in fleet.of(ask.model) if w.role.serves_whole]
     if ask.pinned:
         workers = [w for w in (fleet.get(ask.pinned),) if w is not None]
     holders = [w for w in workers if w.may_hold(ask)]
-    if workers and not holders:
+    if workers and not holders:  # not even one that is down or drains, and comes back
         return refusals.too_long(ask, max(w.limit for w in workers))
-    live = [w for w in holders if w.up]
+    live = [w for w in holders if w.up and (ask.pinned or not w.draining)]
     left = [w for w in live if w.name not in tried]
     if live and not left:
         return refusals.nobody_left("no other worker can take it")

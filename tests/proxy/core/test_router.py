@@ -43,6 +43,22 @@ def test_it_is_not_400_because_the_one_that_could_is_down() -> None:
     assert refused(router.submit(ask(16_000, 100), 0.0)).status == 503
 
 
+def test_nor_because_it_drains_not_even_for_those_that_wait() -> None:
+    router = router_of(spec("s", SHORT, 8192), spec("l", LONG, 16_384, most=1))
+    placed(router.submit(ask(16_000, 100, long=True), 0.0))
+    ticket = waits(router.submit(ask(16_000, 100, long=True), 0.0))
+    router.fleet.drain("l")
+    ((ended, queued),) = router.due(0.1)
+    assert ended is ticket
+    for answer in (queued, router.submit(ask(16_000, 100), 0.1)):
+        refusal = refused(answer)
+        assert (refusal.status, refusal.reason) == (503, Reason.NO_WORKER)
+        assert refusal.retry_after_s
+    assert "length is 16384" in refused(router.submit(ask(17_000, 100), 0.1)).message
+    router.fleet.drain("l", draining=False)
+    waits(router.submit(ask(16_000, 100), 0.2))
+
+
 def test_an_estimate_that_may_be_right_is_for_the_worker_to_judge() -> None:
     router = router_of(spec("s", SHORT, 8192), spec("l", LONG, 16_384))
     assert placed(router.submit(ask(17_000, 100, error=2000), 0.0)).worker.name == "l"
