@@ -7,12 +7,13 @@ times to first token and their tail, gaps, and how long all of it takes.
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
 import pytest
 
-from tests.sim.making import run, worker
+from tests.sim.making import ends, firsts, run, worker
 from vllm_sched.bench.stats import percentile
 from vllm_sched.cost.step_time import StepTime
 from vllm_sched.sim.exact import ExactEngine
@@ -59,6 +60,7 @@ def figures(engine: Engine, jobs: list[tuple[float, Job]]) -> dict[str, float]:
         "ttft p95": percentile(ttfts, 95) or 0.0,
         "gap mean": sum(gaps) / len(gaps),
         "gap p99": percentile(gaps, 99) or 0.0,
+        "gap longest": max(gaps),
         "end": max(events[-1].at for events in told.values()),
     }
 
@@ -75,3 +77,38 @@ def test_a_plain_worker_is_near_a_real_scheduler(
     exact = figures(ExactEngine(model), jobs)
     plain = figures(Fluid(model, each_token=True), jobs)
     assert plain == pytest.approx(exact, rel=near)
+
+
+# What is read again and what is attended to makes each step of a long prompt longer than the last.
+GROWING = replace(TIME, prefill_s=2e-5, pair_s=2e-8, context_s=2e-7, read_s=1e-6)
+
+
+@pytest.mark.parametrize("budget", [512, 2048])
+@pytest.mark.parametrize("itl_ms", [40, 60])
+def test_gaps_stay_within_their_target_where_steps_are_not_told_one_by_one(
+    budget: int, itl_ms: int
+) -> None:
+    policies = {"chunk_budget": {"itl_ms": itl_ms}}
+    model = worker(
+        GROWING, max_num_seqs=24, max_num_batched_tokens=budget, max_model_len=16_384,
+        kv_tokens=400_000, policies=policies,
+    )  # fmt: skip
+    jobs = [
+        (2 * at, replace(each, prompt_tokens=2 * each.prompt_tokens))
+        if each.prompt_tokens >= 4000
+        else (2 * at, each)
+        for at, each in crowd(100)
+    ]
+    exact = figures(ExactEngine(model), jobs)
+    longest: list[float] = []
+    plain = Fluid(model, ended=lambda _job, gap: longest.append(gap))
+    told = run(plain, jobs)
+    arrived = {each.id: at for at, each in jobs}
+    first = firsts(told)
+    # What a plan counts as late: a gap above what was asked for.
+    assert max(longest) <= itl_ms / 1000
+    assert max(longest) == pytest.approx(exact["gap longest"], rel=0.1)
+    assert plain.gaps.quantile(0.99) == pytest.approx(exact["gap p99"], rel=0.1)
+    ttft = sum(first[name] - arrived[name] for name in first) / len(first)
+    assert ttft == pytest.approx(exact["ttft mean"], rel=0.1)
+    assert max(ends(told).values()) == pytest.approx(exact["end"], rel=0.05)

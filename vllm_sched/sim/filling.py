@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 FOREVER: Final = 1 << 40  # steps: until somebody comes or goes
 # As in `long_prompt`.
 SHORTEST_STEP_S, QUIET_S, QUIET_STRETCH, STAND_BACK = 0.010, 0.4, 3.0, 4
-LOOK_AGAIN: Final = 16  # steps after which a chunk that is sized by time is sized anew
+LOOK_AGAIN: Final = 16  # steps after which it may have become quiet
+SLACK: Final = 0.02  # a chunk that is sized by time is sized anew once its step is longer by that
 
 Parts = list[tuple["Task", int]]
 DECODE = Leg.DECODE
@@ -169,11 +170,14 @@ class Filling:
         pausing = way.pauses and self.decoding > 0
         pausing = pausing and (since is None or now - since < way.pause_s)
         left = model.max_num_batched_tokens - (0 if pausing else self.decoding)
-        if self.decoding and not pausing:
+        beside = self.decoding > 0 and not pausing
+        if beside:
             left = self._within_gap(left)
         parts, most = (
             self._by_size(left, now, step) if way.long_above else self._in_turn(left, now, step)
         )
+        if beside and way.itl_s and parts and most > 1:
+            most = min(most, self._steps_as_sized(parts))
         if way.batch and self.decoding and not parts:
             self._forming = False
         pausing = pausing and bool(parts)
@@ -196,6 +200,12 @@ class Filling:
         half = first - growth / 2
         divisor = half + math.sqrt(half * half + 2 * growth * seconds)
         return max(math.ceil(2 * seconds / divisor), 1) if divisor > 0 else FOREVER
+
+    def _steps_as_sized(self, parts: Parts) -> int:
+        """Count the steps that are about as long as the first, for which the size was sought."""
+        time, shape = self.model.time, shape_of(parts, self.decoding, self.context)
+        growth = growth_of(time, shape.prefill_tokens) + time.context_s * self.decoding
+        return 1 + int(SLACK * time.seconds(shape) / growth) if growth else FOREVER
 
     def _within_gap(self, left: int) -> int:
         way = self.way
@@ -225,10 +235,7 @@ class Filling:
         if part < all_of_it:
             return parts, 1
         self._hog = True
-        most = task.left // part
-        time = self.model.time
-        sized = self.way.itl_s and (time.pair_s or time.read_s)
-        return parts, min(most, LOOK_AGAIN) if sized else most
+        return parts, task.left // part
 
     def _next(self, now: float, step: int) -> Task | None:
         if self._holding and (task := self._admit(self._holding, step)) is not None:
@@ -318,7 +325,8 @@ class Filling:
                 parts.append((task, part))
                 left -= part
         if len(parts) == 1 and parts[0][0] in longs:
-            return parts, min(max(parts[0][0].left // parts[0][1], 1), LOOK_AGAIN)
+            most = min(max(parts[0][0].left // parts[0][1], 1), LOOK_AGAIN)
+            return parts, most if alone or way.share else min(most, self._steps_as_sized(parts))
         return parts, 1
 
     def _long_may_enter(self, now: float) -> bool:
