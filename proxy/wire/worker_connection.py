@@ -129,7 +129,9 @@ class WorkerConnection(asyncio.Protocol):
         """Take more again."""
         if self._transport is not None and self._paused:
             self._paused = False
-            self.deadline = now + self._pool.settings.idle_s
+            # Before its answer begins, the client can only have been slow with another.
+            waits = None if self._begun else self.caller
+            self.deadline = now + (waits.patience_s if waits else self._pool.settings.idle_s)
             self._transport.resume_reading()
 
     def expire(self, now: float) -> None:

@@ -267,6 +267,16 @@ def test_silence_of_a_worker_that_is_not_listened_to_does_not_count(pool: Quick)
     assert not wire.paused  # or the next answer would never be read
 
 
+def test_nor_does_it_cost_the_patience_with_an_answer_that_has_not_begun(pool: Quick) -> None:
+    """Of requests in turn: the client was slow to read the answer before."""
+    listener, connection, _ = pool.asked()
+    connection.pause()
+    connection.resume(110.0)
+    assert connection.deadline == 110 + listener.patience_s
+    connection.data_received(HEAD + b"a")
+    assert connection.deadline == pool.now + SETTINGS.idle_s
+
+
 def test_pools_follow_the_fleet() -> None:
     fleet, pools = Fleet(), Pools(SETTINGS, lambda: 0.0, AtOnce())
     old = pools.of(fleet.add(SPEC))
