@@ -72,6 +72,8 @@ def settle(
         prompt, output = ask.prompt_tokens, lease.seen_tokens or ask.prepaid
     elif outcome is CLIENT_GONE or lease.seen_tokens:
         prompt, output = ask.prompt_tokens, lease.seen_tokens
+        if outcome is CLIENT_GONE and not output:
+            output = _unseen(lease, now)
     charge_output(settings, ask, output - ask.prepaid)
     ask.prepaid = 0
     if not prompt:
@@ -79,3 +81,25 @@ def settle(
     tenant.totals.prompt_tokens += prompt
     tenant.totals.output_tokens += output
     leave(ask, now, prompt + output)
+
+
+def _unseen(lease: Lease, now: float) -> int:
+    """Reckon what was written of an answer that comes whole, by how long it was decoded.
+
+    Were it free to leave before its end, the fleet would be theirs who always do.
+    """
+    ask, worker = lease.ask, lease.worker
+    if ask.stream or not ask.generates or not lease.sent:
+        return 0
+    halves, cached = lease.decision.handover, lease.decision.cached_tokens
+    if halves is None:
+        tokens = lease.ahead_tokens + ask.prompt_tokens - cached
+        first_s = worker.pace.first_token_s(tokens, lease.behind_long, cached)
+    else:
+        first_s = halves.transfer_s
+    decoded_s = now - lease.charged_at - first_s
+    steps = max(int(decoded_s / worker.pace.step_s(worker.decoding + ask.samples)), 0)
+    most = ask.output_tokens
+    if most is None:
+        most = max(worker.limit - ask.largest_prompt, 0)
+    return min(steps, most) * ask.samples

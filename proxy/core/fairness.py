@@ -9,6 +9,7 @@ size. Each class has standings of its own: one's batches change nothing for one'
 
 A request is charged when it is placed, with its prompt, less what is cached, and the output that it
 is likely to write; tokens beyond that as they pass, and what was too much is given back at its end.
+Who leaves an answer that is not streamed pays for what was likely written by then.
 So between two tenants that always have something waiting, services differ by at most what one
 request may cost, and what the estimates of those in flight are off by, however long that goes on.
 

@@ -121,6 +121,91 @@ def test_one_pays_for_what_one_got(
     assert tokens_left(who) == 1000 - used, "once"
 
 
+@pytest.mark.parametrize(
+    ("after_s", "output", "samples", "written"),
+    [
+        (0.0, 50, 1, 0),
+        (-0.01, 50, 1, 0),  # before its first token
+        (0.51, 50, 1, 25),
+        (0.51, 50, 3, 75),
+        (60.0, 50, 1, 50),
+        (60.0, 50, 3, 150),
+        (0.51, None, 1, 25),
+        (60.0, None, 1, 900),  # what its worker has left
+    ],
+)
+def test_who_leaves_before_an_answer_that_comes_whole_pays_for_what_was_written(
+    after_s: float, output: int | None, samples: int, written: int
+) -> None:
+    router, who = router_of(spec("w", limit=1000)), tenant(tokens_per_minute=10_000)
+    pace = worker_of(router, "w").pace
+    pace.base_s, pace.each_s = 0.02, 0.0
+    asked = of(who, 100, output, samples=samples, stream=False)
+    lease = placed(router.submit(asked, 0.0))
+    router.finish(lease, pace.first_token_s(100) + after_s, Outcome.CLIENT_GONE)
+    assert who.totals.output_tokens == written
+    assert who.virtual == pytest.approx(100 + 2 * written)
+    assert idle([worker_of(router, "w")])
+
+
+@pytest.mark.parametrize("stays", [{"stream": True}, {"stream": False, "generates": False}])
+def test_who_leaves_pays_for_no_answer_that_would_have_been_seen(stays: dict[str, bool]) -> None:
+    router, who = router_of(spec("w")), tenant()
+    lease = placed(router.submit(of(who, 100, 0, **stays), 0.0))
+    router.finish(lease, 60.0, Outcome.CLIENT_GONE)
+    assert (who.totals.output_tokens, who.virtual) == (0, 100)
+
+
+def test_who_leaves_a_hand_over_pays_for_its_decode_alone() -> None:
+    router = router_of(*SIDES, transfer=True, disaggregate_above=1)
+    written = []
+    for prefilled in (False, True):
+        who = tenant()
+        lease = placed(router.submit(of(who, 5000, 500, stream=False), 0.0))
+        assert lease.decision.handover is not None
+        if prefilled:
+            router.prefilled(lease, 60.0, None)
+        decode_s = 100.5 * lease.worker.pace.step_s(1)
+        now = 60.0 + lease.decision.handover.transfer_s + decode_s
+        router.finish(lease, now, Outcome.CLIENT_GONE)
+        written.append(who.totals.output_tokens)
+    assert written == [0, 100]
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+def test_to_leave_before_the_end_of_every_answer_wins_no_places(leaves: bool) -> None:
+    router = router_of(spec("w", most=8))
+    held: dict[str, float] = {}
+    ends: list[tuple[float, Lease, bool]] = []
+    tenants = [tenant("stays"), tenant("other")]
+
+    def took(lease: Lease, now: float) -> None:
+        assert lease.ask.tenant is not None
+        name = lease.ask.tenant.name
+        gone = leaves and name == "other"
+        seconds = 0.95 if gone else 1.0
+        ends.append((now + seconds, lease, gone))
+        held[name] = held.get(name, 0.0) + seconds
+
+    for tick in range(1200):
+        now = tick / 20
+        for end in [each for each in ends if each[0] <= now]:
+            ends.remove(end)
+            if end[2]:
+                router.finish(end[1], now, Outcome.CLIENT_GONE)
+            else:
+                router.finish(end[1], now, Outcome.DONE, Usage(20, 500))
+        for _, answer in router.due(now):
+            assert isinstance(answer, Lease)
+            took(answer, now)
+        for who in tenants:
+            while who.waiting < 10:
+                entered = router.submit(of(who, 20, 500, stream=False), now)
+                if isinstance(entered, Lease):
+                    took(entered, now)
+    assert held["other"] == pytest.approx(held["stays"], rel=0.15)
+
+
 def test_tokens_beyond_what_was_likely_are_charged_as_they_pass() -> None:
     router, who = router_of(spec("w")), tenant()
     lease = placed(router.submit(of(who, 100, 10), 0.0))
