@@ -19,6 +19,7 @@ PLAIN_NAME = re.compile(
 )
 ANOTHER_NAME = re.compile(rb"(?<!file)name[\W\d]*=", re.IGNORECASE)
 MOST_PARTS = 100
+LONGEST_PLAIN = 4096  # of a part's head
 
 
 def form_fields(body: bytes, content_type: bytes) -> dict[str, str]:
@@ -63,7 +64,7 @@ def plain_model(body: bytes, content_type: bytes) -> str | None:
         return None
     models: list[bytes] = []
     for part in parts:
-        end = part.find(HEAD_END)
+        end = part.find(HEAD_END, 0, LONGEST_PLAIN)
         head, start = part[: end + 2], end + len(HEAD_END)
         names = PLAIN_NAME.findall(head)
         if end < 0 or len(names) != 1 or head.lower().count(b"content-disposition") != 1:
