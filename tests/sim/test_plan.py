@@ -269,19 +269,28 @@ def test_the_file_says_what_it_is_for(tmp_path: Path) -> None:
     assert read(path).model == "ours"
 
 
-def test_a_trace_is_planned_for_as_far_as_it_goes(tmp_path: Path) -> None:
+@pytest.mark.parametrize("lines", [2, 40])
+def test_a_short_trace_is_planned_for_as_if_it_went_on(tmp_path: Path, lines: int) -> None:
     path = tmp_path / "trace.jsonl"
-    lines = [
-        json.dumps({"timestamp": 100 * i, "input_length": 1500, "output_length": 30})
-        for i in range(120)
-    ]
-    path.write_text("\n".join(lines))
-    asked = question(str(path), "ttft:600 tpot:60")
-    search = Search(asked)
-    search.check()
-    served = search.rate_of(Shape(general=1), 1.0)
-    assert served is not None
-    assert served.run.all.arrived == 96  # the first fifth fills the fleet
+    entry = {"timestamp": 0, "input_length": 1500, "output_length": 30, "hash_ids": [1, 2]}
+    path.write_text("\n".join([json.dumps(entry)] * lines))
+    targets = "ttft:2000 tpot:60"
+
+    def rate_of(workload: str) -> float:
+        search = Search(question(workload, targets, prefix_hit=0.0))
+        search.check()
+        served = search.rate_of(Shape(general=2), 20.0)
+        assert served is not None
+        return served.rate
+
+    assert rate_of(str(path)) == pytest.approx(rate_of("1500x30"), rel=0.13)
+
+
+def test_a_run_lasts_longer_than_its_target_however_large_the_fleet() -> None:
+    search = Search(question("1500x30", "ttft:5000", effort=1.0))
+    for rate in (1.0, 100.0, 1e6):
+        for fine in (False, True):
+            assert search.count(rate, fine=fine) >= 20 * rate
 
 
 def test_a_measured_machine_is_planned_with(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Final
 
 from vllm_sched.bench.knee import SHARE
 from vllm_sched.bench.traffic.schedule import Schedule
+from vllm_sched.bench.traffic.traces import Repeated
 from vllm_sched.errors import UsageError
 from vllm_sched.sim import capacity
 from vllm_sched.sim.flow import Flow, Run
@@ -41,8 +42,10 @@ COARSE, FINE = 1.12, 1.03  # how near the two sides of a rate come
 COARSE_REQUESTS, FINE_REQUESTS = 500, 2000
 COARSE_LASTS, FINE_LASTS = 10.0, 25.0
 LEAST_TTFT_S: Final = 3.0
-# But no more than so many: a large fleet is steadier, and plans are waited for.
+# But no more than so many, a large fleet is steadier and plans are waited for, unless it would last
+# so few times that target: what is served within it whenever it comes would be served at any rate.
 COARSE_MOST, FINE_MOST = 5_000, 15_000
+LEAST_LASTS: Final = 4.0
 WARM: Final = 0.2  # of a run, in which it fills up: not counted
 FINALISTS: Final = 3  # of each family
 SAMPLE: Final = 4000  # requests that the traffic is known by
@@ -72,9 +75,10 @@ class Question:
     effort: float = 1.0  # requests in each run, against the usual
 
     def schedule(self, rate: float, count: int, seed: int = 0) -> Schedule:
-        """Make requests at a rate."""
+        """Make requests at a rate; a trace that has fewer is repeated."""
+        source = self.source
         return Schedule(
-            source=self.source,
+            source=source if source.count is None else Repeated(source),
             rate=rate,
             burstiness=self.burstiness,
             count=count,
@@ -98,7 +102,8 @@ class Traffic:
     @classmethod
     def of(cls, question: Question) -> Traffic:
         """Look at some of them."""
-        sample: list[Request] = list(islice(question.schedule(1.0, SAMPLE), SAMPLE))
+        some = min(SAMPLE, question.source.count or SAMPLE)
+        sample: list[Request] = list(islice(question.schedule(1.0, some), some))
         if not sample:
             raise UsageError(f"{question.source.name}: there is no request in it to plan for")
         totals = sorted(each.prompt_tokens + each.output_tokens for each in sample)
@@ -154,12 +159,11 @@ class Search:
     def count(self, rate: float, *, fine: bool) -> int:
         """How many requests a run has."""
         question = self.question
-        lasts = (FINE_LASTS if fine else COARSE_LASTS) * max(
-            question.targets.ttft or 0.0, LEAST_TTFT_S
-        )
+        target = max(question.targets.ttft or 0.0, LEAST_TTFT_S)
+        lasts = (FINE_LASTS if fine else COARSE_LASTS) * target
         least, most = (FINE_REQUESTS, FINE_MOST) if fine else (COARSE_REQUESTS, COARSE_MOST)
-        count = max(round(min(max(rate * lasts, least), most) * question.effort), 50)
-        return min(count, question.source.count or count)
+        most = max(most, math.ceil(rate * LEAST_LASTS * target))
+        return max(round(min(max(rate * lasts, least), most) * question.effort), 50)
 
     def play(self, shape: Shape, rate: float, *, fine: bool, seed: int = 0) -> Run:
         """Play a fleet at a rate; a run that has failed is not played to its end."""

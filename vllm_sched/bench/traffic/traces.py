@@ -8,6 +8,7 @@ one as long as is left), the same name where the text up to its end is the same.
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -100,6 +101,26 @@ class Trace(Source):
         return tuple(
             (name, min(self._block, prompt - i * self._block)) for i, name in enumerate(names)
         )
+
+
+class Repeated(Source):
+    """A source of so many requests without end, from its beginning again whenever it is through.
+
+    Its times mean nothing then, and each round's texts are new: nothing of the last is in a cache.
+    """
+
+    def __init__(self, source: Source) -> None:
+        """Take what has an end."""
+        self.name, self.rate, self.burstiness = source.name, source.rate, source.burstiness
+        self._source = source
+
+    def requests(self, rng: random.Random) -> Iterator[Request]:
+        """Repeat; the first round is as it was."""
+        yield from self._source.requests(rng)
+        for number in itertools.count(2):
+            for request in self._source.requests(rng):
+                pieces = tuple((f"{number}/{name}", tokens) for name, tokens in request.shared)
+                yield replace(request, shared=pieces)
 
 
 class _BadLineError(Exception):
