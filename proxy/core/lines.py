@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 from sys import maxsize
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from proxy.core.room import APART
 from proxy.core.tenants import Rank, Tenant
@@ -14,6 +15,17 @@ SHORT, LONG = "short", "long"
 Place = tuple[str, str]  # model and size
 Key = tuple[Place, Rank, Tenant | None]
 Turn = tuple[Rank, float, float]  # class, the tenant's counter, since when
+# Of a model's classes: that it does not go before one above for its age, that it did so last.
+Order = tuple[bool, bool]
+IN_ORDER: Order = (True, False)
+
+
+class Last(NamedTuple):
+    """The last turn of a model."""
+
+    at: float = 0.0
+    passed: bool = False  # it went before a class above, for its age
+    passer: int = -1  # the class that did so last
 
 
 class Line:
@@ -47,8 +59,19 @@ class Elsewhere(Protocol):
     def before(self, place: Place, rank: int) -> bool:
         """Whether any of a class above this number waits there."""
 
-    def goes_first(self, place: Place, turn: Turn, now: float) -> bool:
-        """Whether somebody there is to have what is free now, before one whose turn is this."""
+    def oldest(self, model: str) -> Mapping[Rank, float]:
+        """Since when the oldest of each class waits there."""
+
+    def last(self, model: str) -> Last:
+        """Return the last turn there."""
+
+    def goes_first(
+        self, place: Place, order: Order, turn: Turn, now: float, orders: Mapping[Rank, Order]
+    ) -> bool:
+        """Whether somebody there is to have what is free now, before one whose turn is this.
+
+        `orders` are those of the classes of its model.
+        """
 
 
 def place_of(ask: Ask) -> Place:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from itertools import islice
 from sys import maxsize
 
-from proxy.core.lines import Elsewhere, Key, Line, Place
+from proxy.core.lines import Elsewhere, Key, Last, Line, Order, Place
 from proxy.core.room import APART
 from proxy.core.tenants import Rank
 from proxy.core.types import Lease, Refusal, Ticket
@@ -14,25 +14,28 @@ from proxy.core.types import Lease, Refusal, Ticket
 LOOK = 16  # tickets looked at in a line, and tried at a place, before it is given up
 BATCH = Rank.BATCH
 End = Lease | Refusal
+NO_TURN = Last()
 
 
 class Overtaking:
     """Which classes have gone before those above them, for their age; outlives the rounds."""
 
-    __slots__ = ("last", "now")
+    __slots__ = ("last",)
 
     def __init__(self) -> None:
-        self.now: set[str] = set()  # models where the last turn was such a one
-        self.last: dict[str, Rank] = {}  # whose the last such turn of a model was
+        self.last: dict[str, Last] = {}  # of each model, in any process
 
-    def had(self, line: Line, *, passed: bool) -> None:
+    def known(self, model: str, others: Elsewhere | None) -> Last:
+        """Return the last turn of a model, here or elsewhere."""
+        here = self.last.get(model, NO_TURN)
+        if others is not None and (there := others.last(model)).at > here.at:
+            here = self.last[model] = there
+        return here
+
+    def had(self, model: str, rank: Rank, now: float, *, passed: bool) -> None:
         """Note a turn; `passed`: it went before a class above."""
-        model = line.place[0]
-        if passed:
-            self.now.add(model)
-            self.last[model] = line.rank
-        else:
-            self.now.discard(model)
+        before = self.last.get(model, NO_TURN)
+        self.last[model] = Last(now, passed, rank if passed else before.passer)
 
 
 class Round:
@@ -65,40 +68,55 @@ class Round:
     def next(self) -> tuple[Ticket, End] | None:
         """Find who goes next; None if nobody can."""
         now, others = self._now, self._elsewhere
-        first: dict[str, Rank] = {}  # the highest class that waits, of each model
-        aged_ones: set[tuple[str, Rank]] = set()  # classes that go before those above them
+        oldest: dict[str, dict[Rank, float]] = {}  # since when, of each model's classes
         for line in self._lines.values():
-            model = line.place[0]
-            first[model] = min(first.get(model, BATCH), line.rank)
-            if self._is_aged(line):
-                aged_ones.add((model, line.rank))
+            known = oldest.setdefault(line.place[0], {})
+            since = line.tickets[0].since
+            known[line.rank] = min(known.get(line.rank, since), since)
+        first = {model: min(known) for model, known in oldest.items()}  # that waits here
+        if others is not None and others.length:
+            for model, known in oldest.items():
+                for rank, since in others.oldest(model).items():
+                    known[rank] = min(known.get(rank, since), since)
+        aged = {model: self._aged_of(model, known) for model, known in oldest.items()}
+        orders = {
+            model: {rank: self._order(model, rank, known, aged[model]) for rank in known}
+            for model, known in oldest.items()
+        }
         turns: list[tuple[bool, bool, Rank, float, float, int]] = []
         lines = list(self._lines.values())
         for at, line in enumerate(lines):
             model, rank = line.place[0], line.rank
-            aged = (model, rank) in aged_ones
-            if rank is BATCH and first[model] is not BATCH and not aged:
+            if rank is BATCH and first[model] is not BATCH and rank not in aged[model]:
                 continue
-            if others is not None and not aged and others.goes_first(line.place, line.turn, now):
+            order, turn = orders[model][rank], line.turn
+            if others is not None and others.goes_first(
+                line.place, order, turn, now, orders[model]
+            ):
                 continue
-            passes = aged and rank > first[model]
-            # Where two classes are of age, neither has all the turns of the aged.
-            again = passes and self._aged.last.get(model) is rank
-            turns.append((not passes, again, *line.turn, at))
+            turns.append((*order, *turn, at))
         turns.sort()
         for late, *_, at in turns:
             line = lines[at]
-            ended = self._first_of(line, aged=(line.place[0], line.rank) in aged_ones)
+            model, rank = line.place[0], line.rank
+            ended = self._first_of(line, aged=rank in aged[model])
             if ended is not None:
-                self._aged.had(line, passed=not late)
+                self._aged.had(model, rank, now, passed=not late)
                 return ended
         return None
 
-    def _is_aged(self, line: Line) -> bool:
-        """Whether one of a line has its class go before higher ones, this time."""
-        if line.place[0] in self._aged.now:
-            return False
-        return self._now - line.tickets[0].since >= self._ages[line.rank]
+    def _aged_of(self, model: str, oldest: Mapping[Rank, float]) -> set[Rank]:
+        """Name the classes that go before those above them, this time."""
+        if self._aged.known(model, self._elsewhere).passed:
+            return set()
+        return {rank for rank, since in oldest.items() if self._now - since >= self._ages[rank]}
+
+    def _order(
+        self, model: str, rank: Rank, oldest: Mapping[Rank, float], aged: Collection[Rank]
+    ) -> Order:
+        passes = rank in aged and rank > min(oldest)
+        # Where two classes are of age, neither has all the turns of the aged.
+        return not passes, passes and self._aged.last.get(model, NO_TURN).passer == rank
 
     def _first_of(self, line: Line, *, aged: bool) -> tuple[Ticket, End] | None:
         """Find who may go: the head, or else one that could do with less than all before it."""

@@ -60,7 +60,7 @@ class Queue:
         self._room = Room()
         self._lines: dict[Key, Line] = {}
         self._counts: dict[Place, list[int]] = {}  # of each class
-        self._aged = Overtaking()
+        self.aged = Overtaking()
         self._deadlines: list[tuple[float, int, Ticket]] = []
         self._numbers = count()
         self._freed = 0  # places, since ever
@@ -125,13 +125,13 @@ class Queue:
     def _others_wait(self, model: str) -> bool:
         return any(any(c[:BATCH]) for place, c in self._counts.items() if place[0] == model)
 
-    def fronts(self) -> dict[Place, Turn]:
-        """Name who would go first, of each model and size."""
-        found: dict[Place, Turn] = {}
+    def fronts(self) -> dict[tuple[Place, Rank], tuple[Turn, float]]:
+        """Name who would go first of each model, size and class, and since when any waits."""
+        found: dict[tuple[Place, Rank], tuple[Turn, float]] = {}
         for line in self._lines.values():
-            turn = line.turn
-            if line.place not in found or turn < found[line.place]:
-                found[line.place] = turn
+            at, turn = (line.place, line.rank), line.turn
+            first, oldest = found.get(at, (turn, turn[2]))
+            found[at] = min(first, turn), min(oldest, turn[2])
         return found
 
     def ahead_of(self, ask: Ask) -> int:
@@ -224,7 +224,7 @@ class Queue:
     ) -> Iterator[tuple[Ticket, End]]:
         """Let those go for whom there is an end, in their turns."""
         ages, elsewhere = self.fairness.ages, self.elsewhere
-        turn = Round(self._lines, end, now, ages, self._aged, elsewhere)
+        turn = Round(self._lines, end, now, ages, self.aged, elsewhere)
         while (found := turn.next()) is not None:
             self.remove(found[0])
             yield found

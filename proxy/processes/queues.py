@@ -12,11 +12,15 @@ import asyncio
 from typing import TYPE_CHECKING
 from zlib import crc32
 
+from proxy.core.lines import IN_ORDER
+from proxy.core.passing import NO_TURN
 from proxy.core.tenants import Rank
 from proxy.processes.table import BYTES, PLACES, TOKENS, WAITING, Front
 
 if TYPE_CHECKING:
-    from proxy.core.lines import Place, Turn
+    from collections.abc import Iterator, Mapping
+
+    from proxy.core.lines import Last, Order, Place, Turn
     from proxy.core.queue import Queue
     from proxy.processes.sharing import Sharing
 
@@ -37,7 +41,8 @@ class Queues:
         self._queue = queue
         self._sharing = sharing
         self._sheets = [peer.sheet for peer in sharing.peers]
-        self._fronts: dict[int, Front] = {}  # as they were told, of ours
+        self._fronts: dict[tuple[int, Rank], Front] = {}  # as they were told, of ours
+        self._lasts: dict[str, Last] = {}
         self._passed: dict[Place, float] = {}  # when one last went before others, or began to wait
         self._moved = False
 
@@ -55,16 +60,35 @@ class Queues:
             return False
         if rank > BATCH and self._higher(place[0]):
             return True  # batch waits for all of its model
-        return self._first(place, rank) is not None
+        at, above = place_of(place), list(Rank)[:rank]
+        return any(sheet.read_front(at, each).waits for sheet in self._sheets for each in above)
 
-    def goes_first(self, place: Place, turn: Turn, now: float) -> bool:
+    def oldest(self, model: str) -> dict[Rank, float]:
+        """Since when the oldest of each class waits there."""
+        found: dict[Rank, float] = {}
+        for size in SIZES:
+            for rank, front in self._fronts_at((model, size)):
+                found[rank] = min(found.get(rank, front.oldest), front.oldest)
+        return found
+
+    def last(self, model: str) -> Last:
+        """Return the last turn there."""
+        at = place_of((model, ""))
+        return max((sheet.read_last(at) for sheet in self._sheets), default=NO_TURN)
+
+    def goes_first(
+        self, place: Place, order: Order, turn: Turn, now: float, orders: Mapping[Rank, Order]
+    ) -> bool:
         """Whether somebody there is to have what is free now."""
         if not self.length:
             return False
-        if turn[0] is BATCH and self._higher(place[0]):
+        if turn[0] is BATCH and order == IN_ORDER and self._higher(place[0]):
             return self._hold()
-        first = self._first(place, turn[0] + 1)
-        if first is None or (first.rank - 1, first.virtual, first.since) >= turn:
+        theirs = (
+            (orders.get(rank, IN_ORDER), (rank, front.virtual, front.since))
+            for rank, front in self._fronts_at(place)
+        )
+        if min(theirs, default=(order, turn)) >= (order, turn):
             self._passed.pop(place, None)
             return False
         waited_s = now - self._passed.setdefault(place, now)
@@ -77,13 +101,14 @@ class Queues:
         return True
 
     def _higher(self, model: str) -> bool:
-        return any(self._first((model, size), BATCH) for size in SIZES)
+        return any(self.before((model, size), BATCH) for size in SIZES)
 
-    def _first(self, place: Place, rank: int) -> Front | None:
-        """Return who is first there of the classes above a number."""
+    def _fronts_at(self, place: Place) -> Iterator[tuple[Rank, Front]]:
         at = place_of(place)
-        fronts = [front for sheet in self._sheets if (front := sheet.read_front(at)).rank]
-        return min((front for front in fronts if front.rank - 1 < rank), default=None)
+        for sheet in self._sheets:
+            for rank in Rank:
+                if (front := sheet.read_front(at, rank)).waits:
+                    yield rank, front
 
     # As the others do
 
@@ -95,13 +120,20 @@ class Queues:
         sheet, queue = self._sharing.sheet, self._queue
         sheet.write_count(BYTES, queue.bytes)
         sheet.write_count(TOKENS, queue.tokens)
-        fronts: dict[int, Front] = {}
-        for place, (rank, virtual, since) in queue.fronts().items():
-            at, front = place_of(place), Front(rank + 1, virtual, since)
-            fronts[at] = min(fronts.get(at, front), front)
+        fronts: dict[tuple[int, Rank], Front] = {}
+        for (place, rank), ((_, virtual, since), oldest) in queue.fronts().items():
+            at = place_of(place), rank
+            front, other = Front(1, virtual, since, oldest), fronts.get(at)
+            if other is not None:
+                front = min(front, other)._replace(oldest=min(oldest, other.oldest))
+            fronts[at] = front
         for at in self._fronts.keys() | fronts.keys():
-            sheet.write_front(at, fronts.get(at, NOBODY))
+            sheet.write_front(*at, fronts.get(at, NOBODY))
         self._fronts = fronts
+        for model, last in queue.aged.last.items():
+            if self._lasts.get(model) is not last:
+                self._lasts[model] = last
+                sheet.write_last(place_of((model, "")), last)
         sheet.write_count(WAITING, queue.length)
 
     def take(self, now: float) -> None:  # noqa: ARG002

@@ -21,6 +21,8 @@ from struct import Struct, pack, unpack_from
 from typing import NamedTuple
 
 from proxy.core.breaker import Told
+from proxy.core.lines import Last
+from proxy.core.tenants import Rank
 
 WORD = 8
 MOST_WORKERS = 1024  # rows, one for each worker
@@ -29,12 +31,14 @@ PLACES = 64  # into which models, and sizes, fall by a hash of theirs
 RING = 1024  # numbers of rows that have changed
 LOG = 8192  # words of prompts' beginnings that were sent somewhere
 
-HEAD_WORDS, ROW_WORDS, FRONT_WORDS, TIDE_WORDS, TENANT_WORDS = 16, 16, 4, 4, 8
+HEAD_WORDS, ROW_WORDS, FRONT_WORDS, LAST_WORDS, TIDE_WORDS, TENANT_WORDS = 16, 16, 4, 4, 4, 8
+CLASSES = len(Rank)
 ROW_BYTES = ROW_WORDS * WORD
 AT_RING = HEAD_WORDS
 AT_ROWS = AT_RING + RING
 AT_FRONTS = AT_ROWS + MOST_WORKERS * ROW_WORDS
-AT_TIDES = AT_FRONTS + PLACES * FRONT_WORDS
+AT_LASTS = AT_FRONTS + PLACES * CLASSES * FRONT_WORDS
+AT_TIDES = AT_LASTS + PLACES * LAST_WORDS
 AT_TENANTS = AT_TIDES + PLACES * TIDE_WORDS
 AT_LOG = AT_TENANTS + MOST_TENANTS * TENANT_WORDS
 SHEET_WORDS = AT_LOG + LOG
@@ -48,16 +52,18 @@ COMMON_WORDS = MOST_TENANTS * (1 + CELL_WORDS)
 LOAD = Struct("@9qd")
 BREAKER = Struct("@dqdqqd")
 AT_BREAKER = LOAD.size
-FRONT, TIDE, TENANT, FLOOR = Struct("@qdd"), Struct("@qqd"), Struct("@qq6d"), Struct("@3d")
+FRONT, LAST, TIDE = Struct("@qddd"), Struct("@dqq"), Struct("@qqd")
+TENANT, FLOOR = Struct("@qq6d"), Struct("@3d")
 IDLE = Struct("@qq")  # how a tenant's begins
 
 
 class Front(NamedTuple):
-    """Who would go first of those who wait for a model, shorts or longs."""
+    """Who would go first of a class that waits for a model, shorts or longs."""
 
-    rank: int = 0  # the class, counted from 1; 0: nobody waits
+    waits: int = 0  # 0: nobody
     virtual: float = 0.0
     since: float = 0.0
+    oldest: float = 0.0  # since when any of the class waits there
 
 
 class Tide(NamedTuple):
@@ -155,6 +161,7 @@ class Sheet:
         self._start = process * SHEET_WORDS * WORD
         self._rows = self._start + AT_ROWS * WORD
         self._fronts = self._start + AT_FRONTS * WORD
+        self._lasts = self._start + AT_LASTS * WORD
         self._tides = self._start + AT_TIDES * WORD
         self._tenants = self._start + AT_TENANTS * WORD
         self._log = self._start + AT_LOG * WORD
@@ -236,13 +243,24 @@ class Sheet:
         value: int = ONE_COUNT.unpack_from(self._memory, self._start + which * WORD)[0]
         return value
 
-    def write_front(self, place: int, front: Front) -> None:
+    def write_front(self, place: int, rank: int, front: Front) -> None:
         """Say who would go first."""
-        _store(self._memory, self._fronts + place * FRONT_WORDS * WORD, FRONT.pack(*front))
+        at = place * CLASSES + rank
+        _store(self._memory, self._fronts + at * FRONT_WORDS * WORD, FRONT.pack(*front))
 
-    def read_front(self, place: int) -> Front:
+    def read_front(self, place: int, rank: int) -> Front:
         """Read that."""
-        return Front(*FRONT.unpack_from(self._memory, self._fronts + place * FRONT_WORDS * WORD))
+        at = place * CLASSES + rank
+        return Front(*FRONT.unpack_from(self._memory, self._fronts + at * FRONT_WORDS * WORD))
+
+    def write_last(self, place: int, last: Last) -> None:
+        """Say what the last turn was."""
+        _store(self._memory, self._lasts + place * LAST_WORDS * WORD, LAST.pack(*last))
+
+    def read_last(self, place: int) -> Last:
+        """Read that."""
+        at, passed, passer = LAST.unpack_from(self._memory, self._lasts + place * LAST_WORDS * WORD)
+        return Last(at, bool(passed), passer)
 
     def write_tide(self, place: int, tide: Tide) -> None:
         """Say what was asked."""

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 from proxy.core.elsewhere import Load
+from proxy.core.lines import Last
 from proxy.processes.table import (
     BYTES,
     CHANGES,
@@ -44,7 +45,8 @@ def test_each_writes_beside_the_others(table: Table) -> None:
             sheet.write_load(row, LOAD._replace(requests=number), number + row / 2)
             sheet.write_breaker(row, 7.0 + number, TOLD)
         for place in (0, PLACES - 1):
-            sheet.write_front(place, Front(1, 2.5, number))
+            sheet.write_front(place, 2, Front(1, 2.5, number, 0.5))
+            sheet.write_last(place, Last(number, passed=True, passer=2))
             sheet.write_tide(place, Tide(1, number, 2.5))
         for tenant in (0, MOST_TENANTS - 1):
             sheet.write_taken(tenant, Taken(number, 5, (0.5, 0.0, number), (1.0, 2.0, 3.0)))
@@ -56,12 +58,13 @@ def test_each_writes_beside_the_others(table: Table) -> None:
             assert sheet.read_breaker(row) == (7.0 + number, TOLD)
         assert sheet.read_load(1) == (Load(), 0.0)
         assert sheet.read_breaker(1)[0] == 0.0
-        assert sheet.read_front(PLACES - 1) == Front(1, 2.5, number)
+        assert sheet.read_front(PLACES - 1, 2) == Front(1, 2.5, number, 0.5)
+        assert sheet.read_last(PLACES - 1) == Last(number, passed=True, passer=2)
         assert sheet.read_tide(PLACES - 1) == Tide(1, number, 2.5)
         assert sheet.read_taken(MOST_TENANTS - 1) == Taken(
             number, 5, (0.5, 0.0, number), (1.0, 2.0, 3.0)
         )
-        assert sheet.read_front(1) == Front()
+        assert sheet.read_front(PLACES - 1, 1) == Front()
         assert (sheet.count(WAITING), sheet.count(BYTES)) == (number, 2**40 + number)
         assert sheet.count(CHANGES) == 0
 
