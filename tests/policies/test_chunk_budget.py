@@ -12,6 +12,7 @@ import pytest
 
 from tests.engine.schedulers import answer
 from tests.policies.making import Bench
+from vllm_sched.cost.profiles import find
 from vllm_sched.cost.step_time import StepShape, StepTime
 
 # A decode step of four takes 5 ms, a prefill token 50 us at first and 90 us after 10k tokens.
@@ -65,6 +66,12 @@ class Run:
         self.bench.now += seconds
         scheduler.update_from_output(output, result)
         return tokens
+
+    def stall(self, factor: float) -> None:
+        """Make one step take so many times as long."""
+        usual, self.noise = self.noise, lambda: factor
+        self.step()
+        self.noise = usual
 
     def decodes(self, count: int = 4, output: int = 10_000) -> None:
         """Let some begin to decode."""
@@ -166,6 +173,29 @@ def test_one_stall_does_not_make_chunks_small_for_long() -> None:
         run.step()
     # As a chunk further on is a little smaller by itself.
     assert run.prefills[-1] > 0.6 * run.prefills[0]
+
+
+def test_one_stall_does_not_make_chunks_small_where_decodes_take_half_of_the_target() -> None:
+    """What is left for prefill is then nothing, or so little that no chunk is a large one."""
+    run = Run(
+        {"itl_ms": 30.0}, machine=find("h200-70b-tp4").time, noise=jitter(1, 0.02),
+        max_model_len=60_000, num_blocks=60_000, budget=8192, max_num_seqs=64,
+    )  # fmt: skip
+    run.decodes(16)
+    for number in range(4):
+        run.bench.add(f"warm{number}", 12_000, output=2)
+        run.until_decoding(f"warm{number}")
+    took = []
+    for name, stall in (("quiet", 1.0), ("stalled", 1.6), ("next", 1.0)):
+        start = run.bench.now
+        run.bench.add(name, 20_000, output=2)
+        for _ in range(10):
+            run.step()
+        run.stall(stall)
+        run.until_decoding(name)
+        took.append(run.bench.now - start)
+    assert max(took) < 1.25 * took[0]
+    assert sum(gap > 0.030 for gap in run.gaps) <= 0.01 * len(run.gaps)
 
 
 def test_the_margin_grows_with_noise() -> None:

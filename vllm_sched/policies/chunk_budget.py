@@ -200,7 +200,11 @@ class ChunkBudget(Policy):
     def _compare(self, tokens: int, shape: StepShape, seconds: float) -> None:
         if (model := self.fit.model) is not None:
             self._predicted_s = model.seconds(shape)
-            if tokens >= SHRINK * self._bound and self._predicted_s > 0:
+            # Full in tokens, or in time as it was meant: a correction that leaves room for small
+            # chunks alone would never be unlearnt otherwise.
+            meant = self._predicted_s * self.margin * self.drift
+            full = tokens >= SHRINK * self._bound or meant >= SHRINK * self._allowed_s
+            if full and self._predicted_s > 0:
                 self._learn_error(seconds / self._predicted_s)
         self._long_steps += seconds > self._allowed_s
         # In proportion, as if nothing of a step were fixed: that errs to the short side.
