@@ -161,6 +161,33 @@ async def test_it_needs_no_mouse(place: Place, page: Page) -> None:
     assert page.complaints == []
 
 
+async def test_what_is_paused_stays(place: Place, page: Page) -> None:
+    await page.goto(place.app.admin_url)
+    await page.until("statusPage.state === 'up'")
+    assert await asyncio.gather(*(place.ask() for _ in range(5))) == [200] * 5
+    await page.until("statusPage.rows === 5 && statusPage.drawn === 5")
+    await page.run("document.querySelector('#pause').click()")
+    seen = f"[statusPage.drawn, document.querySelector('#lanes canvas').toDataURL(), {TABLE}]"
+    before = await page.run(seen)
+    await page.until("[...rows.values()].every((row) => field(row, 'ended') !== null)")
+    await place.app.stop()  # what it is told now is ours
+    await page.until("statusPage.state === 'down'")
+    fields = "Object.keys(index).reverse()"
+    for event in (  # a minute goes by; then a router that was started anew has nothing to tell
+        "take('news', {now: clock() + WINDOW + 5000, rows: [], ticks: []})",
+        f"take('all', {{now: 5, run: 'b', fields: {fields}, rows: [], ticks: []}})",
+    ):
+        await page.run(event)
+        assert await page.run("statusPage.rows") == 0
+        frames = await page.run("statusPage.frames")
+        await page.until(f"statusPage.frames > {frames} + 2")
+        assert await page.run(seen) == before
+    await page.run("document.querySelector('#pause').click()")
+    await page.until("statusPage.drawn === 0")
+    assert await page.run("document.querySelectorAll('#requests tbody tr').length") == 0
+    assert [each for each in page.complaints if "ERR_" not in each] == []
+
+
 async def test_it_survives_a_restart(place: Place, page: Page) -> None:
     await page.goto(place.app.admin_url)
     await page.until("statusPage.state === 'up'")
