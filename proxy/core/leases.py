@@ -126,6 +126,13 @@ class Leases(Placer):
         self.sizer.outgrew(ask, lease.worker.limit)
         ask.long = ask.budget > self.settings.short_limit
 
+    def has_other_prefill(self, lease: Lease, now: float) -> bool:
+        """Whether somebody but a lease's prefill worker could do its prefill."""
+        ask, first = lease.ask, lease.prefill
+        prefills = self.fleet.pool(ask.model).prefills
+        tried = frozenset(() if first is None else (first.worker.name,))
+        return handover.choose_prefill(prefills, ask, now, [], tried, self.links) is not None
+
     def has_another(self, lease: Lease) -> bool:
         """Whether somebody but a lease's worker could do all of it."""
         others = (w for w in self.fleet.pool(lease.ask.model).all if w is not lease.worker)

@@ -5,8 +5,9 @@ Somebody makes the connections (`control/warmup`) and says so here; for a while 
 has come up they are given no hand-over between them until that is done.
 
 A link whose transfers fail or come late, and a prefill worker whose answers name nothing to fetch,
-make each prompt be prefilled twice. After a few in a row they are left alone for a while; then the
-next one tells whether that goes on.
+make each prompt be prefilled twice; one that refuses what others then serve is idle, so it is given
+the next too. After a few in a row they are left alone for a while; then the next one tells whether
+that goes on.
 """
 
 from __future__ import annotations
@@ -103,7 +104,7 @@ class Links:
     def note(self, worker: Worker, now: float) -> str:
         """Say of a prefill worker that it is left alone; empty if it is not."""
         if self.is_barred(worker, None, now):
-            return "prefills nothing for now: its answers name nothing to fetch"
+            return "prefills nothing for now: it refuses, or its answers name nothing to fetch"
         decodes = [d.name for p, d in self.barred(now) if p is worker and d is not None]
         if not decodes:
             return ""

@@ -38,6 +38,8 @@ logger = logging.getLogger(__name__)
 FAILED_TRANSFER, REFUSED_PREFILL = "failed_transfer", "refused_prefill"
 LATE_TRANSFER = "late_transfer"
 SOON_S = 0.25
+# What may be said for the worker's own key, adapters or routes: the next one may have others.
+ITS_OWN = frozenset([401, 403, 404, 405])
 
 
 class HandOver:
@@ -52,6 +54,7 @@ class HandOver:
         "_lease",
         "_leg",
         "_pair",
+        "_refused",
         "_request",
         "_taken",
         "_wire",
@@ -71,7 +74,8 @@ class HandOver:
         self._early = b""  # of a decode leg's stream, what says nothing yet
         self._is_sent = False  # the decode leg
         self._late_at = inf  # when the blocks may be another's
-        self.is_suspect = False  # whether its transfer may have failed
+        self._refused = 0  # the status that the prefill worker refused with
+        self.is_suspect = False  # whether its transfer or its prefill worker may have failed
 
     # The legs
 
@@ -169,6 +173,16 @@ class HandOver:
 
     # What does not go to its end
 
+    def refused(self, now: float, status: int, *, again: bool) -> None:
+        """Hear that the prefill worker won't: a decode worker is asked for all of it.
+
+        Or another prefill worker first, unless that was tried before.
+        """
+        self._refused = status
+        router, lease = self._wire.router, self._lease
+        if status not in ITS_OWN or again or not router.has_other_prefill(lease, now):
+            lease.ask.whole = REFUSED_PREFILL
+
     def failed(self, now: float, outcome: Outcome, trouble: Trouble) -> tuple[str, Outcome]:
         """Give up; tell who need not be asked again, and what the leg under way says of it."""
         lease, first, was_sent = self._lease, self._first, self._is_sent
@@ -181,6 +195,7 @@ class HandOver:
         else:
             self._wire.metrics.handover_failed(lease)
         if self._taken is None:
+            self.is_suspect = bool(self._refused)
             return lease.under_way.worker.name, outcome
         stale = trouble is Trouble.STALE
         well = stale or trouble is Trouble.STATUS if was_sent else is_well(lease)
@@ -201,9 +216,10 @@ class HandOver:
     def blame(self, now: float) -> None:
         """Hold its failure against the link, now that the request could be served without it.
 
-        Until then it may be a request that every worker answers so.
+        Or a refusal against the prefill worker. Until then it may be a request that every worker
+        answers so.
         """
-        self._strike(now, self._lease.worker)
+        self._strike(now, None if self._refused else self._lease.worker)
 
     def _strike(self, now: float, second: Worker | None) -> None:
         """Count a failure of the link to a decode worker, or of the prefill worker itself."""
@@ -211,7 +227,15 @@ class HandOver:
         if not wire.router.links.failed(first, second, now):
             return
         wire.metrics.handovers.barred(first.name, second.name if second is not None else ANY)
-        if second is None:
+        if self._refused:
+            logger.warning(
+                "%s refuses prefills of what others then serve, the last with status %d; it is "
+                "given none for %g s; are its key, adapters and flags those of the others?",
+                first.name,
+                self._refused,
+                BARRED_S,
+            )
+        elif second is None:
             logger.warning(
                 "%s answers prefills with nothing to fetch by, so that all is prefilled twice; it "
                 "is given none for %g s; is it started with the %s connector?",

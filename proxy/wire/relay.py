@@ -23,7 +23,7 @@ from proxy.core.splice import spliced
 from proxy.core.types import Lease, Outcome, Reason, Refusal, Ticket
 from proxy.wire.answering import Answering, response_id_in, usage_of
 from proxy.wire.counting import TokenCount
-from proxy.wire.handing import REFUSED_PREFILL, HandOver
+from proxy.wire.handing import HandOver
 from proxy.wire.opening import says_failed
 from proxy.wire.own_answers import refuse
 from proxy.wire.passage import Passage
@@ -208,10 +208,8 @@ class Exchange:
                 return
             self._last_refusal = refusal
         elif handing is not None and handing.prefills and status >= BAD_REQUEST:
-            # The prefill's limits are not the client's words. A decode worker is asked for all of
-            # it, and has the last word.
-            if self._ask is not None:
-                self._ask.whole = REFUSED_PREFILL
+            # The prefill's limits are not the client's words. A decode worker has the last one.
+            handing.refused(now, status, again=bool(self._tried))
             refusal = self._try_another(now, Outcome.REFUSED, Trouble.STATUS)
             if refusal is None:
                 return

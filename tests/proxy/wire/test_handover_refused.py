@@ -1,0 +1,117 @@
+"""Prefill workers that refuse what others then serve."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from proxy.core.links import BARRED_S, STRIKES
+from proxy.core.types import Role
+from tests.proxy.wire import scripts
+from tests.proxy.wire.conftest import Start
+from tests.proxy.wire.kv import Faults
+from tests.proxy.wire.pairs import Pairs, ask, chat_body, expected, pairs, words
+
+NO = "no"
+ITS_OWN = [401, 403, 404, 405]
+ANY_TIMES = 20
+
+
+def refuses(here: Pairs, name: str, status: int, times: int = ANY_TIMES) -> None:
+    """Have a worker refuse."""
+    here.kv.wrong(name, *[Faults(before=scripts.error(status, NO))] * times)
+
+
+def kinds(here: Pairs) -> list[str]:
+    """List the legs, without the decode workers' names."""
+    legs = [leg.split() for leg in here.legs()]
+    return [f"{kind} {name}" if kind == "prefill" else kind for kind, name in legs]
+
+
+async def well(here: Pairs, *, stream: bool = False) -> None:
+    body = chat_body(stream=stream)
+    assert words(await ask(here, body)) == expected(body)
+    await here.settled()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_one_that_refuses_what_others_serve_is_left_alone(
+    start: Start, caplog: pytest.LogCaptureFixture, stream: bool
+) -> None:
+    here = await pairs(start, prefills=1)
+    refuses(here, "p0", 400)
+    for _ in range(STRIKES + 2):
+        await well(here, stream=stream)
+    assert kinds(here) == [*["prefill p0", "whole"] * STRIKES, "whole", "whole"]
+    assert here.site.metrics.handovers.bars == {("p0", "any"): 1}
+    [said] = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+    assert said.startswith(
+        "p0 refuses prefills of what others then serve, the last with status 400"
+    )
+    scores = {score.worker: score.note for score in here.would_serve(chat_body()).scores}
+    assert scores["p0"].startswith("prefills nothing for now: it refuses")
+    here.kv.wrongs.clear()
+    here.site.skip(BARRED_S)  # one more tells that it is well again
+    await well(here, stream=stream)
+    assert kinds(here)[-2:] == ["prefill p0", "decode"]
+    assert not here.site.router.links.bars
+
+
+async def test_one_that_is_idle_for_refusing_does_not_keep_others_from_prefilling(
+    start: Start,
+) -> None:
+    here = await pairs(start)
+    here.site.worker("p1").pace.token_s *= 2  # so that the other is better liked
+    refuses(here, "p0", 400)
+    for _ in range(STRIKES + 5):
+        await well(here)
+    assert kinds(here)[: 2 * STRIKES] == ["prefill p0", "whole"] * STRIKES
+    assert kinds(here)[2 * STRIKES :] == ["prefill p1", "decode"] * 5
+
+
+@pytest.mark.parametrize("status", ITS_OWN)
+async def test_what_may_be_its_own_lack_is_asked_of_another_first(
+    start: Start, status: int
+) -> None:
+    here = await pairs(start, retry_budget=0.0)
+    here.site.worker("p1").pace.token_s *= 2
+    refuses(here, "p0", status)
+    for _ in range(STRIKES + 1):
+        await well(here)
+    assert kinds(here) == [
+        *["prefill p0", "prefill p1", "decode"] * STRIKES,
+        *["prefill p1", "decode"],
+    ]
+
+
+@pytest.mark.parametrize("prefills", [1, 3])
+async def test_that_is_done_once_and_only_where_there_is_another(
+    start: Start, prefills: int
+) -> None:
+    here = await pairs(start, prefills=prefills, max_attempts=5)
+    here.kv.wrong("prefill", *[Faults(before=scripts.error(401, NO))] * prefills)
+    await well(here)
+    asked = [leg.split()[0] for leg in here.legs()]
+    assert asked == ["prefill"] * min(prefills, 2) + ["whole"]
+    assert here.site.router.handovers["tiny", "refused_prefill"] == 1
+
+
+async def test_what_everybody_refuses_is_held_against_nobody(start: Start) -> None:
+    here = await pairs(start, prefills=1)
+    for role in (Role.PREFILL, Role.DECODE):
+        here.kv.wrong(role.value, *[Faults(before=scripts.error(400, NO))] * (STRIKES + 1))
+    for _ in range(STRIKES + 1):
+        assert (await ask(here, chat_body())).status == 400
+    assert kinds(here) == ["prefill p0", "whole"] * (STRIKES + 1)
+    assert not here.site.router.links.bars
+
+
+async def test_refusals_now_and_then_bar_nobody(start: Start) -> None:
+    here = await pairs(start, prefills=1)
+    for _ in range(STRIKES + 1):
+        refuses(here, "p0", 400, 1)
+        await well(here)
+        await well(here)
+    assert kinds(here) == ["prefill p0", "whole", "prefill p0", "decode"] * (STRIKES + 1)
+    assert here.site.metrics.handovers.bars == {}
