@@ -77,6 +77,7 @@ class Lane:
         self._lock: int | None = None
         self._running: dict[str, Running] = {}
         self._unsaved: list[Result] = []
+        self._full: set[str] = set()  # the tenants that have no room for results
         self._turns: dict[str, int] = {}  # when each tenant had one last
         self._numbers = count(1)
         self._told = asyncio.Event()
@@ -159,6 +160,7 @@ class Lane:
                 self._next_look = clock() + LOOK_S
                 await self._look()
             await self._fetch()
+            self._full = await self._keep(Store.full)
             if self.paused:
                 logger.info("batches: go on")
                 self.paused = ""
@@ -201,8 +203,10 @@ class Lane:
             self._running[batch.id] = Running(batch)
 
     async def _check(self, batch: Batch) -> None:
-        """Read a batch's input, and take it on or refuse it."""
+        """Read a batch's input, and take it on or refuse it; later, where it would be too much."""
         keep = self._keep
+        if batch.tenant in await keep(Store.full):
+            return
         content = await keep(Store.input, batch)
         if content is None:
             gone = Complaint("file_not_found", f"The input file {batch.input} is gone.")
@@ -271,12 +275,13 @@ class Lane:
 
     def _next_of(self, now: float, running: Running, tenant: Tenant | None) -> Job | None:
         """Name the line that a batch may send now: the first for whose model there is a gap."""
-        if tenant is None and not self._wire.router.tenants.open:
-            if not running.held:
-                running.held = True
-                logger.warning("batch %s: held: whose it is has no key now", running.batch.id)
+        held = self._held(running.batch.tenant, tenant)
+        if held != running.held:
+            running.held = held
+            if held:
+                logger.warning("batch %s: held: %s", running.batch.id, held)
+        if held:
             return None
-        running.held = False
         if now < running.rest_until or (tenant is not None and not within_limits(tenant, now)):
             return None
         asked: dict[str, bool] = {}
@@ -286,6 +291,17 @@ class Lane:
                 if asked[job.model]:
                     return job
         return None
+
+    def _held(self, name: str, tenant: Tenant | None) -> str:
+        """Say why nothing of a tenant's is begun now; nothing where it may be."""
+        if tenant is None and not self._wire.router.tenants.open:
+            return "whose it is has no key now"
+        if name in self._full:
+            return (
+                "no room for results: its tenant has router.batches.max_bytes_per_tenant, or all "
+                "have max_bytes; raise that, or have files deleted"
+            )
+        return ""
 
     def _send_one(self, now: float, running: Running, job: Job, tenant: Tenant | None) -> None:
         def over(errand: Errand) -> None:

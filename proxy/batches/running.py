@@ -27,7 +27,7 @@ class Running:
         self.turn = 0  # when it had one last
         self.rest_until = -inf
         self.unsaved = 0
-        self.held = False  # whose it is is not there now
+        self.held = ""  # why none of it is begun now, whatever gaps there are
         self._rest_s = REST_S
 
     def rest(self, now: float, asked_s: float) -> None:

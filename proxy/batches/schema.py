@@ -32,6 +32,16 @@ CREATE TABLE results (
     batch TEXT NOT NULL, number INTEGER NOT NULL, ok INTEGER NOT NULL, content BLOB NOT NULL,
     PRIMARY KEY (batch, number));
 """
+ROW_BYTES = 300  # of any row and its part of the indexes, beside what is the client's to choose
+# That, in each table; and whose a row is.
+CHOSEN = {
+    "files": "length({row}.name) + {row}.bytes * ({row}.batch IS NULL)",
+    "batches": "length({row}.complaints) + coalesce(length({row}.metadata), 0)",
+    "lines": "2 * length({row}.custom_id) + length({row}.model)",
+    "results": "length({row}.content)",
+}
+OWN, OF_BATCH = "{row}.tenant", "(SELECT tenant FROM batches WHERE id = {row}.batch)"
+WHOSE = {"files": OWN, "batches": OWN, "lines": OF_BATCH, "results": OF_BATCH}
 
 
 def connect(path: Path) -> sqlite3.Connection:
@@ -56,6 +66,10 @@ def connect(path: Path) -> sqlite3.Connection:
                 for statement in TABLES.split(";"):
                     connection.execute(statement)
                 connection.execute(f"PRAGMA user_version = {VERSION}")
+            known = "SELECT 1 FROM sqlite_master WHERE name = 'used'"
+            if version in (0, VERSION) and connection.execute(known).fetchone() is None:
+                for statement in counting():
+                    connection.execute(statement)
     except (OSError, sqlite3.Error) as error:
         raise ProxyError(
             f"router.batches.path: {path}: {error}; give a folder that can be written to"
@@ -67,6 +81,46 @@ def connect(path: Path) -> sqlite3.Connection:
             f"{VERSION}); give another folder"
         )
     return connection
+
+
+def counting() -> Iterator[str]:
+    """Have the database itself count what each tenant has.
+
+    Beside the tables of the same version: a folder that was written without gets it, and a release
+    that knows nothing of it counts all the same.
+    """
+    yield "CREATE TABLE used (tenant TEXT PRIMARY KEY, bytes INTEGER NOT NULL) WITHOUT ROWID"
+    yield "CREATE INDEX files_by_tenant ON files (tenant)"
+    yield "CREATE INDEX batches_by_tenant ON batches (tenant)"
+    had = " UNION ALL ".join(
+        f"SELECT {_whose(table, table)} AS tenant, {_size(table, table)} AS size FROM {table}"  # noqa: S608
+        for table in CHOSEN
+    )
+    yield (
+        f"INSERT INTO used SELECT tenant, sum(size) FROM ({had}) "  # noqa: S608
+        "WHERE tenant IS NOT NULL GROUP BY tenant"
+    )
+    for table in CHOSEN:
+        yield _trigger(table, "INSERT", "NEW", _size(table, "NEW"))
+        yield _trigger(table, "DELETE", "OLD", f"-({_size(table, 'OLD')})")
+    changed = f"{_size('batches', 'NEW')} - ({_size('batches', 'OLD')})"
+    yield _trigger("batches", "UPDATE", "NEW", changed)
+
+
+def _whose(table: str, row: str) -> str:
+    return WHOSE[table].format(row=row)
+
+
+def _size(table: str, row: str) -> str:
+    return f"{ROW_BYTES} + {CHOSEN[table].format(row=row)}"
+
+
+def _trigger(table: str, event: str, row: str, more: str) -> str:
+    whose = _whose(table, row)
+    count = f"UPDATE used SET bytes = bytes + {more} WHERE tenant = {whose};"  # noqa: S608
+    if WHOSE[table] is OWN:  # what comes first of a tenant is a file or a batch
+        count = f"INSERT OR IGNORE INTO used VALUES ({whose}, 0); {count}"  # noqa: S608
+    return f"CREATE TRIGGER {table}_{event.lower()} AFTER {event} ON {table} BEGIN {count} END"
 
 
 @contextmanager

@@ -23,7 +23,7 @@ from proxy.batches.rows import (
     row_of,
     written,
 )
-from proxy.batches.schema import connect, full_disk_told, transaction
+from proxy.batches.schema import ROW_BYTES, connect, full_disk_told, transaction
 from proxy.batches.types import (
     ACTIVE,
     INPUT,
@@ -81,27 +81,36 @@ class Store:
         size = len(content)
         file = File(new_id("file-"), tenant, name, purpose, now, now + self.keep_s, size)
         with full_disk_told(), transaction(self.connection):
-            self._check_bytes(tenant, size)
+            self._check_bytes(tenant, ROW_BYTES + len(name) + size)
             self._insert_file(file, content)
         return file
 
     def _check_bytes(self, tenant: str, more: int) -> None:
         """Refuse what is too much, for a tenant or for all."""
         most_all, most, _ = self.bounds
-        run = self.connection.execute
-        (own,) = run("SELECT total(bytes) FROM files WHERE tenant = ?", (tenant,)).fetchone()
-        if own + more > most:
+        used = self._used()
+        if (own := used.get(tenant, 0)) + more > most:
             raise TooMuchError(
-                f"Your files and results have {own:.0f} bytes, and may have {most}. "
+                f"Your files and results have {own} bytes, and may have {most}. "
                 "Delete some that you don't need any more.",
                 later=False,
             )
-        (every,) = run("SELECT total(bytes) FROM files").fetchone()
-        if every + more > most_all:
+        if (every := sum(used.values())) + more > most_all:
             raise StoreFullError(
-                f"files and results have {every:.0f} bytes, and router.batches.max_bytes is "
+                f"files and results have {every} bytes, and router.batches.max_bytes is "
                 f"{most_all}; raise it, or set keep_days lower"
             )
+
+    def _used(self) -> dict[str, int]:
+        """Say how much each tenant has: files, results, lines, and what a row of each takes."""
+        return dict(self.connection.execute("SELECT tenant, bytes FROM used").fetchall())
+
+    def full(self) -> set[str]:
+        """Name the tenants that have as much as they may: of all, where all together have."""
+        most_all, most, _ = self.bounds
+        used = self._used()
+        over = sum(used.values()) >= most_all
+        return {tenant for tenant, size in used.items() if over or size >= most}
 
     def _insert_file(self, file: File, content: bytes | None) -> None:
         row = (*asdict(file).values(), content)

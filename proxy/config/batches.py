@@ -17,10 +17,12 @@ class BatchesConfig(Block):
     )
     max_file_bytes: Count = Field(48 * MIB, description="of one uploaded file")
     max_bytes: Count = Field(
-        16 * 1024 * MIB, description="of all files and results together; more is refused with 507"
+        16 * 1024 * MIB,
+        description="of all files and results together; more is refused with 507, and batches held",
     )
     max_bytes_per_tenant: Count = Field(
-        4 * 1024 * MIB, description="of one tenant's files and results; more is refused with 413"
+        4 * 1024 * MIB,
+        description="of one tenant's files and results; more is refused with 413, its batches held",
     )
     max_active_per_tenant: Count = Field(
         100, description="batches of one tenant that are not over; more are refused with 429"

@@ -13,8 +13,18 @@ import pytest
 
 from proxy.batches import store as module
 from proxy.batches.rows import Page
-from proxy.batches.store import PIECE_BYTES, Store
-from proxy.batches.types import Batch, File, InUseError, Line, Result, Status, StoreFullError
+from proxy.batches.schema import ROW_BYTES
+from proxy.batches.store import PIECE_BYTES, Bounds, Store
+from proxy.batches.types import (
+    Batch,
+    File,
+    InUseError,
+    Line,
+    Result,
+    Status,
+    StoreFullError,
+    TooMuchError,
+)
 from proxy.errors import ProxyError
 from tests.proxy.batches.office import CHAT
 
@@ -239,3 +249,74 @@ def test_its_tables_keep_lines_apart(store: Store) -> None:
         with pytest.raises(sqlite3.IntegrityError):
             store.add_lines(batch, [line])
     store.add_lines(replace(batch, id="another"), [Line(1, "c1", "", 0, 1)])
+
+
+def test_what_a_tenant_has_is_counted_as_it_comes_and_goes(store: Store) -> None:
+    batch, body = batch_of(store, 3), orjson.dumps("x" * 5000)
+    begun = store._used()["t"]
+    assert begun == 5 * ROW_BYTES + len("in") + 9 + len("[]") + 3 * (2 * len("c1") + len("tiny"))
+    store.save([result(batch, 1, body=body), result(batch, 2, 500, body)])
+    saved = store._used()["t"]
+    assert 0 < saved - begun - 2 * (ROW_BYTES + len(body)) < 500
+    store.save([result(batch, 1, body=body)])  # once more: the first stays
+    assert store._used()["t"] == saved
+    batch_of(store, 1, "other")
+    store.end(batch.id, Status.CANCELLED, NOW)
+    over = store.batch("t", batch.id)
+    assert over is not None
+    assert saved < store._used()["t"] < saved + 1500
+    assert store.delete_file("t", over.output or "")
+    assert store._used()["t"] < saved - len(body)
+    assert store._used()["other"] == 3 * ROW_BYTES + 3 + len("in[]") + 2 * len("c1") + len("tiny")
+    store.purge(NOW + 3 * KEEP_S)
+    assert store._used()["t"] == 0
+    assert [each.tenant for each in store.active()] == ["other"]
+
+
+def test_results_of_what_runs_are_of_its_tenants_room(store: Store) -> None:
+    store.bounds = Bounds(bytes=60_000, bytes_each=20_000)
+    batch, other = batch_of(store, 9), batch_of(store, 1, "other")
+    assert store.full() == set()
+    body = orjson.dumps("x" * 10_000)
+    store.save([result(batch, 1, body=body), result(batch, 2, body=body)])
+    assert store.full() == {"t"}
+    with pytest.raises(TooMuchError, match="may have 20000"):
+        store.add_file("t", "in", "batch", b"x", NOW)
+    store.add_file("other", "in", "batch", b"x", NOW)
+    store.save([result(batch, number, body=body) for number in range(3, 7)])
+    assert store.full() == {"t", "other"}, "all together have too much"
+    with pytest.raises(StoreFullError, match=r"router\.batches\.max_bytes"):
+        store.add_file("other", "in", "batch", b"x", NOW)
+    assert len(store.jobs(other, 0, 9)) == 1
+
+
+def test_a_row_takes_room_however_little_is_in_it(store: Store) -> None:
+    store.bounds = Bounds(bytes_each=10 * (ROW_BYTES + 2))
+    for _ in range(10):
+        store.add_file("t", "a", "batch", b"x", NOW)
+    with pytest.raises(TooMuchError):
+        store.add_file("t", "a", "batch", b"x", NOW)
+
+
+def test_a_folder_that_was_written_without_a_count_gets_one(store: Store, tmp_path: Path) -> None:
+    batch = batch_of(store, 3)
+    store.save([result(batch, 1, body=orjson.dumps("x" * 5000))])
+    store.add_file("other", "in", "batch", b"x", NOW)
+    counted, run = store._used(), store.connection.execute
+    ours = run("SELECT type, name FROM sqlite_master WHERE type = 'trigger' OR name LIKE '%tenant'")
+    for kind, name in ours.fetchall():
+        run(f"DROP {kind} {name}")
+    run("DROP TABLE used")
+    store.close()
+    again = Store(tmp_path, KEEP_S)
+    assert again._used() == counted
+    again.add_file("other", "in", "batch", b"x", NOW)
+    assert again._used()["other"] == 2 * counted["other"]
+    again.close()
+
+
+def test_what_is_a_tenants_is_found_by_its_name(store: Store) -> None:
+    for table in ("files", "batches"):
+        asked = f"EXPLAIN QUERY PLAN SELECT * FROM {table} WHERE tenant = 't' ORDER BY rowid"  # noqa: S608
+        [step] = store.connection.execute(asked).fetchall()
+        assert f"{table}_by_tenant" in step["detail"]

@@ -10,13 +10,17 @@ from pathlib import Path
 from typing import Any
 
 import openai
+import orjson
 import pytest
 from openai import AsyncOpenAI
 
 from proxy.batches import desk
+from proxy.batches.schema import ROW_BYTES
+from proxy.batches.store import Store
+from proxy.batches.types import Batch, Status
 from proxy.core.limits import Limits
 from proxy.core.tenants import Rank, TenantSpec
-from tests.proxy.batches.office import Office, line, lines
+from tests.proxy.batches.office import CHAT, Office, line, lines
 from tests.proxy.wire import scripts
 from tests.proxy.wire.client import chat
 from tests.proxy.wire.conftest import Start
@@ -175,23 +179,83 @@ async def test_what_changes_something_is_one_of_a_minutes_requests(office: Offic
 
 
 async def test_a_tenants_files_have_a_bound_of_their_own(start: Start, tmp_path: Path) -> None:
-    office = Office(
-        await start(), tmp_path, max_bytes_per_tenant=1000, max_bytes=1500, max_file_bytes=1000
-    )
+    row = ROW_BYTES + len("in.jsonl")  # each file takes that as well
+    bounds = {"max_bytes_per_tenant": 1000 + row, "max_bytes": 1500 + 2 * row}
+    office = Office(await start(), tmp_path, max_file_bytes=1000, **bounds)
     take(office, TenantSpec("ann"), TenantSpec("bob"))
     await office.open()
     office.client.api_key = KEYS["ann"]
     first = await office.upload(["x" * 900])
-    with pytest.raises(openai.APIStatusError, match="may have 1000") as caught:
+    with pytest.raises(openai.APIStatusError, match=f"may have {1000 + row}") as caught:
         await office.upload(["x" * 200])
     assert caught.value.status_code == 413
     bob = client_of(office, "bob")
     with pytest.raises(openai.InternalServerError) as full:
-        await bob.files.create(file=("in", b"x" * 700), purpose="batch")
+        await bob.files.create(file=("in.jsonl", b"x" * 700), purpose="batch")
     assert full.value.status_code == 507
-    await bob.files.create(file=("in", b"x" * 500), purpose="batch")
+    await bob.files.create(file=("in.jsonl", b"x" * 500), purpose="batch")
     await office.client.files.delete(first)
     await office.upload(["x" * 200])
+    await office.close()
+
+
+async def test_results_beyond_a_tenants_bound_hold_its_batches_and_nobody_elses(
+    start: Start, tmp_path: Path
+) -> None:
+    most = 30_000
+    office = Office(await start(), tmp_path, max_bytes_per_tenant=most, concurrency=1)
+    take(office, TenantSpec("ann"), TenantSpec("bob"))
+    office.site.fake.always(scripts.answer(body=orjson.dumps("x" * 8000)))
+    await office.open()
+    lane, keep = office.batches.lane, office.batches.keeper
+    office.client.api_key = KEYS["ann"]
+    spare = await office.upload(["x" * 2000])
+    batch = await office.begin(lines(8))
+    await eventually(lambda: any(each.held for each in lane._running.values()))
+    for _ in range(3):
+        await lane.turn()
+    used = await keep(Store._used)
+    assert most <= used["ann"] < most + 9000, "no more than what was in flight"
+    assert not lane.paused
+    with pytest.raises(openai.APIStatusError, match="files and results have") as caught:
+        await office.upload(["x"])
+    assert caught.value.status_code == 413
+    office.client.api_key = KEYS["bob"]
+    done = await office.until(await office.begin(lines(2)))
+    assert done.status == "completed"
+    office.client.api_key = KEYS["ann"]
+    assert (await office.client.batches.retrieve(batch.id)).status == "in_progress"
+    await office.client.files.delete(spare)
+    office.batches.reconfigure(
+        office.settings.model_copy(update={"max_bytes_per_tenant": 10 * most})
+    )
+    done = await office.until(batch)
+    assert done.request_counts is not None
+    assert (done.request_counts.completed, done.request_counts.failed) == (8, 0)
+    await office.close()
+
+
+async def test_what_has_no_room_is_not_taken_on(start: Start, tmp_path: Path) -> None:
+    office = Office(await start(), tmp_path, max_bytes_per_tenant=5000)
+    take(office, TenantSpec("ann"), TenantSpec("bob"))
+    office.site.fake.always(scripts.stall)
+    await office.open()
+    office.client.api_key = KEYS["ann"]
+    file = await office.upload(lines(10))
+    now = office.wall()
+    both = [
+        Batch(name, "ann", CHAT, file, "24h", Status.VALIDATING, now, now + 86_400)
+        for name in ("batch_1", "batch_2")
+    ]
+    await office.batches.keeper(lambda store: [store.add_batch(each) for each in both])
+    for _ in range(3):
+        office.batches.lane.tell()
+        await office.batches.lane.turn()
+    # The first one's lines, which are kept beside its file, left no room for the second's.
+    seen = [await office.client.batches.retrieve(each.id) for each in both]
+    assert [each.status for each in seen] == ["in_progress", "validating"]
+    await office.client.batches.cancel("batch_2")
+    assert (await office.until(seen[1])).status == "cancelled"
     await office.close()
 
 
