@@ -6,7 +6,7 @@ ProxyError
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -32,15 +32,3 @@ class ConfigError(ProxyError, ValueError):
         self.source = source
         self.problems = tuple(problems)
         super().__init__("\n".join(f"{source}: {problem}" for problem in self.problems))
-
-
-def all_at_once(source: str, *looks: Callable[[], object]) -> None:
-    """Look at several things of a fleet file, and name what is wrong with any of them."""
-    problems: list[Problem] = []
-    for look in looks:
-        try:
-            look()
-        except ConfigError as error:
-            problems += error.problems
-    if problems:
-        raise ConfigError(source, problems)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from proxy.config.admin import is_loopback
 from proxy.config.models import (
+    FleetConfig,
     PoolConfig,
     RouterConfig,
     RoutingConfig,
@@ -59,6 +60,21 @@ class Draft:
     pools: Mapping[int, PoolConfig] = field(default_factory=dict)  # those that are discovered
     tenants: Mapping[int, TenantConfig] = field(default_factory=dict)
     has_tenants: bool = False  # whether the file names any
+
+    @classmethod
+    def of(cls, config: FleetConfig) -> Draft:
+        """Take all of a file that is right."""
+        return cls(
+            workers=dict(enumerate(config.workers)),
+            router=config.router,
+            routing=config.routing,
+            transfer=config.transfer,
+            worker_tls=config.worker_tls,
+            moves=config.transfer is not None,
+            pools=dict(enumerate(config.discovery.pools if config.discovery else ())),
+            tenants=dict(enumerate(config.tenants)),
+            has_tenants=bool(config.tenants),
+        )
 
     @property
     def everyone(self) -> list[WorkerConfig]:

@@ -11,10 +11,10 @@ import binascii
 import hmac
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from hashlib import sha256
 
-from proxy.config import AdminConfig
+from proxy.config import AdminConfig, Draft
 from proxy.errors import ConfigError, Problem
 
 KEY = re.compile(r"[!-~]{16,512}")  # shorter ones could be guessed
@@ -63,6 +63,14 @@ def key_of(admin: AdminConfig, source: str, environ: Mapping[str, str] = os.envi
     if isinstance(found, Problem):
         raise ConfigError(source, [found])
     return found
+
+
+def key_problems(draft: Draft) -> Iterator[Problem]:
+    """Say what is wrong with the key."""
+    if draft.router is not None:
+        found = _read(draft.router.admin, os.environ)
+        if isinstance(found, Problem):
+            yield found
 
 
 def _read(admin: AdminConfig, environ: Mapping[str, str]) -> str | Problem | None:

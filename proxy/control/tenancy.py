@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from hashlib import sha256
 
-from proxy.config import FleetConfig, TenantConfig
+from proxy.config import Draft, FleetConfig, TenantConfig, tenant_checks
 from proxy.config.tenant_checks import is_loopback
 from proxy.core.admission import AdmissionSettings
 from proxy.core.fairness import FairnessSettings
@@ -33,9 +33,26 @@ def read_keys(
     config: FleetConfig, source: str, environ: Mapping[str, str] = os.environ
 ) -> dict[bytes, str]:
     """Read the hashes of all keys, and whose each is."""
-    keys: dict[bytes, str] = {}
     problems: list[Problem] = []
-    for index, tenant in enumerate(config.tenants):
+    keys = _keys(enumerate(config.tenants), environ, problems)
+    if problems:
+        raise ConfigError(source, problems)
+    return keys
+
+
+def key_problems(draft: Draft) -> list[Problem]:
+    """Say what is wrong with keys, once all that the file itself says of them is right."""
+    problems: list[Problem] = []
+    if not any(tenant_checks.tenants(draft)):
+        _keys(draft.tenants.items(), os.environ, problems)
+    return problems
+
+
+def _keys(
+    tenants: Iterable[tuple[int, TenantConfig]], environ: Mapping[str, str], problems: list[Problem]
+) -> dict[bytes, str]:
+    keys: dict[bytes, str] = {}
+    for index, tenant in tenants:
         path = f"tenants[{index}]"
         own, before = 0, len(problems)
         for name, word in _words(tenant, path, environ, problems):
@@ -52,8 +69,6 @@ def read_keys(
                 problems.append(Problem(f"{path}.{name}", why))
         if not own and len(problems) == before:
             problems.append(Problem(path, "has no key in its file or variable; put one there"))
-    if problems:
-        raise ConfigError(source, problems)
     return keys
 
 

@@ -11,7 +11,7 @@ import ssl
 from collections.abc import Iterator
 from pathlib import Path
 
-from proxy.config import FleetConfig, TlsConfig, WorkerTlsConfig
+from proxy.config import Draft, FleetConfig, TlsConfig, WorkerTlsConfig
 from proxy.errors import ConfigError, Problem, ProxyError
 
 logger = logging.getLogger(__name__)
@@ -170,25 +170,21 @@ def _date(path: Path) -> int:
 # All of a fleet file's
 
 
-def tls_problems(config: FleetConfig) -> Iterator[Problem]:
+def tls_problems(draft: Draft) -> Iterator[Problem]:
     """Say what is wrong with the files of all blocks about TLS."""
-    for path, port in (
-        ("router.tls", config.router.tls),
-        ("router.admin.tls", config.router.admin.tls),
-    ):
-        if port is not None:
-            yield from _problem(path, port)
-    if config.worker_tls is not None:
-        yield from _problem("worker_tls", config.worker_tls)
-    for index, worker in enumerate(config.workers):
-        if worker.tls is not None:
-            yield from _problem(f"workers[{index}].tls", worker.tls)
-    for index, pool in enumerate(config.discovery.pools if config.discovery else ()):
-        if pool.tls is not None:
-            yield from _problem(f"discovery.pools[{index}].tls", pool.tls)
+    if router := draft.router:
+        yield from _problem("router.tls", router.tls)
+        yield from _problem("router.admin.tls", router.admin.tls)
+    yield from _problem("worker_tls", draft.worker_tls)
+    for index, worker in draft.workers.items():
+        yield from _problem(f"workers[{index}].tls", worker.tls)
+    for index, pool in draft.pools.items():
+        yield from _problem(f"discovery.pools[{index}].tls", pool.tls)
 
 
-def _problem(path: str, block: TlsConfig | WorkerTlsConfig) -> Iterator[Problem]:
+def _problem(path: str, block: TlsConfig | WorkerTlsConfig | None) -> Iterator[Problem]:
+    if block is None:
+        return
     try:
         if isinstance(block, TlsConfig):
             server_context(block)
@@ -200,7 +196,7 @@ def _problem(path: str, block: TlsConfig | WorkerTlsConfig) -> Iterator[Problem]
 
 def check_tls(config: FleetConfig, source: str) -> None:
     """Raise `ConfigError` where any of the files can't be used."""
-    if problems := list(tls_problems(config)):
+    if problems := list(tls_problems(Draft.of(config))):
         raise ConfigError(source, problems)
     for worker in config.workers:
         to_worker(config.tls_of(worker))  # so that no request waits for files to be read

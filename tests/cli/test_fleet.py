@@ -233,6 +233,28 @@ def test_check_names_every_file_that_can_not_be_read(
         assert where in told
 
 
+def test_check_names_them_beside_all_else_and_nothing_twice(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    none = str(tmp_path / "none")
+    tls = {"tls": {"ca_file": none}}
+    workers = [{"name": "s0"}, {"name": "w", "role": "any", "url": "https://h:1", **tls}]
+    workers.append({"name": "l0", "role": "long", "url": "https://h:2", **tls})
+    router = {"idle": 1, "tls": {"cert_file": none, "key_file": none}}
+    fleet = {"model": "m", "workers": workers, "router": router, "tenants": [{"name": "t"}]}
+    path = written(tmp_path, fleet)
+    assert main(["check", path]) == 2
+    told = [line.split(": ")[2] for line in capsys.readouterr().err.splitlines()]
+    assert sorted(told) == [
+        "router.idle",
+        "router.tls.cert_file",
+        "tenants[0]",
+        "workers[0].url",
+        "workers[1].role",
+        "workers[2].tls.ca_file",
+    ]
+
+
 DISCOVERED = {"pools": [{"name": "g", "selector": "a=b"}]}
 
 

@@ -9,8 +9,8 @@ from typing import TypeAlias
 
 import yaml
 
-from proxy.config import Draft, FleetConfig, PoolConfig, WorkerConfig, load, shown
-from proxy.errors import ConfigError, Problem, all_at_once
+from proxy.config import Check, Draft, FleetConfig, PoolConfig, WorkerConfig, load, shown
+from proxy.errors import ConfigError, Problem
 from vllm_sched.cli import demo, explain, up
 from vllm_sched.cli.text import columns
 from vllm_sched.cli.wiring import agreement
@@ -56,24 +56,19 @@ def _command(commands: Commands, name: str, what: str) -> argparse.ArgumentParse
     return command
 
 
-def read(path: Path) -> FleetConfig:
+def read(path: Path, *more: Check) -> FleetConfig:
     """Read a fleet file; what workers are launched with is checked too, which no router knows."""
-    return load(path, also=[policies, agreement])
+    return load(path, also=[policies, agreement, *more])
 
 
-def readable(config: FleetConfig, path: Path) -> None:
+def files(draft: Draft) -> Iterator[Problem]:
     """Check what a fleet file only points to: files and variables with keys."""
-    from proxy.control.admin_key import key_of
-    from proxy.control.tenancy import read_keys
-    from proxy.control.tls import check_tls
+    from proxy.control import admin_key, tenancy
+    from proxy.control.tls import tls_problems
 
-    source = str(path)
-    all_at_once(
-        source,
-        lambda: check_tls(config, source),
-        lambda: read_keys(config, source),
-        lambda: key_of(config.router.admin, source),
-    )
+    yield from tls_problems(draft)
+    yield from tenancy.key_problems(draft)
+    yield from admin_key.key_problems(draft)
 
 
 def policies(draft: Draft) -> Iterator[Problem]:
@@ -105,8 +100,7 @@ def _router(path: Path) -> int:
 def _check(path: Path, print_config: bool) -> int:
     from proxy.assembly import url_of
 
-    config = read(path)
-    readable(config, path)
+    config = read(path, files)
     if print_config:
         print(yaml.safe_dump(shown(config), sort_keys=False), end="")
         return 0
