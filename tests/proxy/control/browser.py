@@ -31,7 +31,10 @@ OPTIONS = (
     "--remote-debugging-port=0",
     "--window-size=1280,1500",
 )
-KEYS = {"Tab": 9, "Enter": 13, "Escape": 27, "ArrowLeft": 37, "ArrowRight": 39, " ": 32}
+KEYS = {
+    "Tab": 9, "Enter": 13, "Escape": 27, " ": 32, "End": 35, "Home": 36, "ArrowLeft": 37,
+    "ArrowRight": 39,
+}  # fmt: skip
 
 
 @functools.cache

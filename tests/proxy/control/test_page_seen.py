@@ -27,6 +27,13 @@ MINUTE = 5000  # requests
 TABLE = "document.querySelector('#requests').innerText"
 PRESSED = "document.activeElement.getAttribute('aria-pressed')"
 OUTLINE = "getComputedStyle(document.activeElement).outlineStyle"
+SIGHT = """
+(() => {
+  const box = document.querySelector('#lanes'), { top, lane } = geometry();
+  const y = top + Math.min(rows.get(chosen).lane, 1199) * lane;
+  return [box.scrollTop, y, box.scrollTop + box.clientHeight - lane];
+})()
+"""
 INKED = """
 (() => {
   const canvas = document.querySelector('#lanes canvas');
@@ -186,6 +193,36 @@ async def test_what_is_paused_stays(place: Place, page: Page) -> None:
     await page.until("statusPage.drawn === 0")
     assert await page.run("document.querySelectorAll('#requests tbody tr').length") == 0
     assert [each for each in page.complaints if "ERR_" not in each] == []
+
+
+async def test_what_is_chosen_is_in_sight(place: Place, page: Page) -> None:
+    await page.goto(place.app.admin_url)
+    await page.until("statusPage.state === 'up'")
+    worker, began = next(iter(place.app.fleet)), place.app.wire.clock() - 10.0
+    for at in range(1250):  # all at once, so each has a lane of its own
+        record, now = Record(), began + at / 1000
+        record.started, record.ask = now, ask(prompt=200)
+        record.place(now + 0.01, Decision(worker, Reason.LEAST_LOADED))
+        record.close(now + 5.0, place.app.metrics, "completions", 200, None)
+        if at % 500 == 499:
+            await eventually(lambda: not place.app.live.notes._ended, within=DEADLINE_S)
+    await page.until("statusPage.rows === 1250 && statusPage.drawn === 1200")
+    assert await page.run("document.querySelector('#undrawn').innerText") == (
+        "50 more lanes are not drawn."
+    )
+    await page.run("document.querySelector('#lanes').focus()")
+    for key, lane in (("End", 1249), ("ArrowLeft", 1248), ("Home", 0), ("ArrowRight", 1)):
+        await page.press(key)
+        assert await page.run("rows.get(chosen).lane") == lane
+        chosen = await page.run("document.querySelector('#chosen').innerText")
+        assert ("not drawn" in chosen) == (lane >= 1200)
+        above, y, below = await page.run(SIGHT)
+        assert above <= y <= below
+    await page.run("document.querySelector('#lanes').scrollTop = 600")
+    await page.press("ArrowRight")
+    above, y, below = await page.run(SIGHT)
+    assert above <= y <= below
+    assert page.complaints == []
 
 
 async def test_it_survives_a_restart(place: Place, page: Page) -> None:
