@@ -163,21 +163,24 @@ def _valid(kind: type[Some], raw: object) -> Some | None:
     try:
         return kind.model_validate(raw)
     except ValidationError as error:
-        wrong = [each["loc"] for each in error.errors(include_url=False)]
-    if any(_tells(str(part)) for location in wrong for part in location):
+        said = error.errors(include_url=False)
+    if any(_tells(each) for each in said):
         return None
     left = raw
-    for location in wrong:
-        left = _without(left, location)
+    for each in said:
+        left = _without(left, each["loc"])
     try:
         return kind.model_validate(left)
     except ValidationError:
         return None
 
 
-def _tells(field: str) -> bool:
-    """Whether it is such a field, or may be meant for one."""
-    return field in TELLING or bool(difflib.get_close_matches(field, TELLING, n=1))
+def _tells(error: ErrorDetails) -> bool:
+    """Whether it is about such a field, or an unknown one that may be meant for one."""
+    parts = [str(part) for part in error["loc"]]
+    if error["type"] == "extra_forbidden" and difflib.get_close_matches(parts[-1], TELLING, n=1):
+        return True
+    return not TELLING.isdisjoint(parts)
 
 
 def _without(raw: object, location: Sequence[int | str]) -> object:

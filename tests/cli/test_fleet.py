@@ -240,13 +240,13 @@ def test_check_names_them_beside_all_else_and_nothing_twice(
     tls = {"tls": {"ca_file": none}}
     workers = [{"name": "s0"}, {"name": "w", "role": "any", "url": "https://h:1", **tls}]
     workers.append({"name": "l0", "role": "long", "url": "https://h:2", **tls})
-    router = {"idle": 1, "tls": {"cert_file": none, "key_file": none}}
+    router = {"drain_s": -1, "tls": {"cert_file": none, "key_file": none}}
     fleet = {"model": "m", "workers": workers, "router": router, "tenants": [{"name": "t"}]}
     path = written(tmp_path, fleet)
     assert main(["check", path]) == 2
     told = [line.split(": ")[2] for line in capsys.readouterr().err.splitlines()]
     assert sorted(told) == [
-        "router.idle",
+        "router.drain_s",
         "router.tls.cert_file",
         "tenants[0]",
         "workers[0].url",
