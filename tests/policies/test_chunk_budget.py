@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -32,10 +32,11 @@ class Run:
         machine: StepTime = MACHINE,
         noise: Callable[[], float] = lambda: 1.0,
         between: float = 0.0,  # from one step's result until the next one is scheduled
+        beside: Mapping[str, Mapping[str, object]] | None = None,  # other policies
         **engine: Any,
     ) -> None:
         options = {"budget": 2048, "max_model_len": 20_000, "num_blocks": 20_000} | engine
-        self.bench = Bench({"chunk_budget": settings}, **options)
+        self.bench = Bench({**(beside or {}), "chunk_budget": settings}, **options)
         self.machine, self.noise, self.between = machine, noise, between
         self.gaps: list[float] = []  # of steps in which somebody decoded beside prefill
         self.prefills: list[int] = []  # tokens in those steps
@@ -58,6 +59,8 @@ class Run:
             sum(t * (before.get(n, 0) + t / 2) for n, t in prefill.items()),
             len(tokens) - len(prefill),
             sum(before[n] for n in tokens if n in decoding),
+            len(prefill),
+            sum(before.get(n, 0) for n in prefill),
         )
         seconds = self.machine.seconds(shape) * self.noise()
         if shape.mixed:
@@ -196,6 +199,26 @@ def test_one_stall_does_not_make_chunks_small_where_decodes_take_half_of_the_tar
         took.append(run.bench.now - start)
     assert max(took) < 1.25 * took[0]
     assert sum(gap > 0.030 for gap in run.gaps) <= 0.01 * len(run.gaps)
+
+
+def test_a_prompt_that_lanes_give_little_and_that_is_read_again_is_not_slower_and_slower() -> None:
+    """Its chunks are small beside those of chats, and reading it takes half of what is left."""
+    machine = replace(MACHINE, pair_s=1e-9, mixed_s=0.0, read_s=1.2e-6)
+    run = Run(
+        {"itl_ms": 60.0}, machine=machine, noise=jitter(1, 0.02), beside={"lanes": {}},
+        max_model_len=40_000, num_blocks=40_000, max_num_seqs=32,
+    )  # fmt: skip
+    run.decodes()
+    for number in range(4):
+        run.bench.add(f"warm{number}", 14_000, output=2, lane="batch")
+        run.until_decoding(f"warm{number}")
+    run.bench.add("far", 30_000, output=2, lane="batch")
+    for number in range(80):
+        if number % 16 == 0:
+            for chat in "abc":
+                run.bench.add(f"{chat}{number}", 400, output=2, lane="urgent")
+        run.step()
+    run.until_decoding("far", 120)
 
 
 def test_the_margin_grows_with_noise() -> None:
