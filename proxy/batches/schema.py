@@ -33,11 +33,13 @@ CREATE TABLE results (
     PRIMARY KEY (batch, number));
 """
 ROW_BYTES = 300  # of any row and its part of the indexes, beside what is the client's to choose
-# That, in each table; and whose a row is.
+# In bytes: the length of a text ends at its first NUL.
+TEXT = "coalesce(length(CAST({{row}}.{} AS BLOB)), 0)"
+# What is the client's, in each table; and whose a row is.
 CHOSEN = {
-    "files": "length({row}.name) + {row}.bytes * ({row}.batch IS NULL)",
-    "batches": "length({row}.complaints) + coalesce(length({row}.metadata), 0)",
-    "lines": "2 * length({row}.custom_id) + length({row}.model)",
+    "files": "{row}.bytes * ({row}.batch IS NULL) + " + TEXT.format("name"),
+    "batches": " + ".join(map(TEXT.format, ("complaints", "metadata"))),
+    "lines": " + ".join(map(TEXT.format, ("custom_id", "custom_id", "model"))),  # one for the index
     "results": "length({row}.content)",
 }
 OWN, OF_BATCH = "{row}.tenant", "(SELECT tenant FROM batches WHERE id = {row}.batch)"

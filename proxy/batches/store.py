@@ -81,7 +81,7 @@ class Store:
         size = len(content)
         file = File(new_id("file-"), tenant, name, purpose, now, now + self.keep_s, size)
         with full_disk_told(), transaction(self.connection):
-            self._check_bytes(tenant, ROW_BYTES + len(name) + size)
+            self._check_bytes(tenant, ROW_BYTES + len(name.encode()) + size)
             self._insert_file(file, content)
         return file
 

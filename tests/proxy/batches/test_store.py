@@ -294,8 +294,18 @@ def test_a_row_takes_room_however_little_is_in_it(store: Store) -> None:
     store.bounds = Bounds(bytes_each=10 * (ROW_BYTES + 2))
     for _ in range(10):
         store.add_file("t", "a", "batch", b"x", NOW)
+    assert store._used()["t"] == store.bounds.bytes_each
     with pytest.raises(TooMuchError):
         store.add_file("t", "a", "batch", b"x", NOW)
+
+
+def test_no_text_is_taken_for_shorter_than_it_is(store: Store) -> None:
+    batch = batch_of(store, 1)
+    before = store._used()["t"]
+    store.add_lines(batch, [Line(9, "\0" + "x" * 99, "\0" + "ä" * 1000, 0, 1)])
+    assert store._used()["t"] - before == ROW_BYTES + 2 * 100 + 2001
+    store.add_file("u", "\0ä", "batch", b"x", NOW)
+    assert store._used()["u"] == ROW_BYTES + 3 + 1
 
 
 def test_a_folder_that_was_written_without_a_count_gets_one(store: Store, tmp_path: Path) -> None:
