@@ -76,6 +76,7 @@ def test_the_cache_has_the_memory_that_a_worker_is_given() -> None:
         ("--gpu-memory-utilization=most", "at most 1"),
         ("--gpu-memory-utilization=0.1", "KV cache holds 0 tokens"),
         ("--tensor-parallel-size=4", "h100-8b is a worker of 1"),
+        ("-tp=4", "h100-8b is a worker of 1"),
     ],
 )
 def test_a_worker_that_could_not_be_is_refused(flag: str, why: str) -> None:
@@ -84,8 +85,21 @@ def test_a_worker_that_could_not_be_is_refused(flag: str, why: str) -> None:
 
 
 def test_flags_that_no_model_knows_are_named() -> None:
-    args = ["--kv_cache_dtype=fp8", "--max-num-seqs=8"]
-    assert read({"launch": {"args": args}})["w0"].unread == ("--kv-cache-dtype",)
+    def unread(*args: str) -> tuple[str, ...]:
+        found: WorkerModel = read({"launch": {"args": list(args)}})["w0"]
+        return found.unread
+
+    assert unread("--kv_cache_dtype=fp8", "--max-num-seqs=8") == ("--kv-cache-dtype",)
+    assert unread("--long-prefill-token-threshold=512", "--no-enable-chunked-prefill") == (
+        "--long-prefill-token-threshold",
+        "--no-enable-chunked-prefill",
+    )
+    assert unread("--dtype=float32", "-pp", "2", "--of-tomorrow.key", "1", "--of-tomorrow.b=2") == (
+        "--dtype",
+        "--pipeline-parallel-size",
+        "--of-tomorrow",
+    )
+    assert unread("--port", "8001", "-dp=1", "--dtype", "bfloat16", "--no-async-scheduling") == ()
     assert read({})["w0"].unread == ()
 
 

@@ -25,6 +25,16 @@ def test_the_last_of_several_counts() -> None:
     assert number(["--max-model-len", "16k"], "--max-model-len") is None
 
 
+def test_short_names_are_known() -> None:
+    words = ["--enforce-eager", "-tp", "4", "-pp=2", "--seed", "-1"]
+    flags = list(parse(words))
+    assert [word for flag in flags for word in flag.words] == words
+    assert [(flag.name, flag.value) for flag in flags] == [
+        ("--enforce-eager", None), ("--tensor-parallel-size", "4"),
+        ("--pipeline-parallel-size", "2"), ("--seed", "-1"),
+    ]  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("words", "method"),
     [

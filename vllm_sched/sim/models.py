@@ -41,11 +41,41 @@ SIZES: Final[Mapping[str, int]] = {
 # is taken to have one of them for each of its GPUs.
 BANDWIDTH: Final = 87e9
 GPU_BANDWIDTH: Final = BANDWIDTH / 4
-# Flags that change what a worker is, and that no model here knows.
-UNREAD: Final = (
-    "--kv-cache-dtype", "--quantization", "--speculative-config", "--cpu-offload-gb",
-    "--scheduling-policy", "--pipeline-parallel-size", "--data-parallel-size",
-)  # fmt: skip
+# Flags that a model here is made from.
+READ: Final = frozenset((
+    "--max-model-len", "--max-num-batched-tokens", "--max-num-seqs", "--block-size",
+    "--num-gpu-blocks-override", "--gpu-memory-utilization", "--tensor-parallel-size",
+    "--enable-prefix-caching", "--no-enable-prefix-caching", "--async-scheduling",
+    "--no-async-scheduling",
+))  # fmt: skip
+# Flags that change nothing of what is simulated, some of them with that value only. All others are
+# named as not simulated: what vLLM may yet come to know, too.
+HARMLESS: Final = frozenset((
+    "--additional-config", "--aggregate-engine-logging", "--allowed-local-media-path",
+    "--allowed-media-domains", "--api-key", "--api-server-count", "--chat-template",
+    "--chat-template-content-format", "--code-revision", "--collect-detailed-traces",
+    "--config-format", "--data-parallel-size=1", "--default-chat-template-kwargs",
+    "--disable-log-stats", "--disable-uvicorn-access-log", "--distributed-executor-backend",
+    "--download-dir", "--dtype=auto", "--dtype=bfloat16", "--enable-auto-tool-choice",
+    "--enable-chunked-prefill", "--enable-force-include-usage", "--enable-log-outputs",
+    "--enable-log-requests", "--enable-prompt-tokens-details", "--enable-request-id-headers",
+    "--enable-server-load-tracking", "--enable-sleep-mode", "--enable-tokenizer-info-endpoint",
+    "--generation-config", "--headless", "--hf-config-path", "--hf-token", "--host",
+    "--ignore-patterns", "--kv-cache-dtype=auto", "--kv-events-config", "--kv-transfer-config",
+    "--load-format", "--log-config-file", "--log-level", "--logprobs-mode",
+    "--long-prefill-token-threshold=0", "--master-addr", "--master-port", "--max-log-len",
+    "--max-logprobs", "--middleware", "--model", "--model-impl", "--nnodes",
+    "--no-enable-log-requests", "--no-enforce-eager", "--no-trust-remote-code", "--node-rank",
+    "--otlp-traces-endpoint", "--override-generation-config", "--pipeline-parallel-size=1",
+    "--port", "--prefix-caching-hash-algo", "--profiler-config", "--reasoning-parser",
+    "--response-role", "--return-tokens-as-token-ids", "--revision", "--root-path",
+    "--safetensors-load-strategy", "--scheduler-cls", "--scheduling-policy=fcfs", "--seed",
+    "--served-model-name", "--show-hidden-metrics-for-version", "--shutdown-timeout",
+    "--ssl-ca-certs", "--ssl-cert-reqs", "--ssl-certfile", "--ssl-keyfile",
+    "--structured-outputs-config", "--tokenizer", "--tokenizer-mode", "--tokenizer-revision",
+    "--tool-call-parser", "--tool-parser-plugin", "--trust-remote-code", "--uds",
+    "--uvicorn-log-level",
+))  # fmt: skip
 TRANSFER_SETUP_S: Final = 0.002
 PIECE_S: Final = (0.174 - 313e6 / BANDWIDTH) / 40_000
 
@@ -225,7 +255,7 @@ def model_of(
         transfers=config.transfer is not None and worker.role in ROLES_OF_A_TRANSFER,
         front_s=machine.front_s if assumed.front_s is None else assumed.front_s,
         policies=worker.launch.policies if worker.launch else {},
-        unread=tuple(name for name in UNREAD if name in flags),
+        unread=_unread(flags),
     )
     model = assuming(model, assumed.bandwidth, assumed.mixed_s)
     if model.kv_tokens < model.max_model_len:
@@ -274,6 +304,16 @@ def _check_gpus(flags: Mapping[str, str], machine: WorkerModel) -> None:
             f"--tensor-parallel-size {gpus}: {machine.profile} is a worker of {machine.gpus}; "
             "name a profile that was measured with as many"
         )
+
+
+def _unread(flags: Mapping[str, str]) -> tuple[str, ...]:
+    """Name what is neither read nor known to be harmless."""
+    named: dict[str, None] = {}
+    for flag, value in flags.items():
+        name = flag.partition(".")[0]  # of an object, a key
+        if name and name not in READ and not {name, f"{name}={value}"} & HARMLESS:
+            named[name] = None
+    return tuple(named)
 
 
 def _whole(flags: Mapping[str, str], name: str) -> int | None:

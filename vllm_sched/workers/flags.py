@@ -1,14 +1,22 @@
 """vLLM's command line, as far as we must understand it: flags in any of its spellings.
 
-vLLM takes underscores for hyphens, `--flag value` and `--flag=value`, the last of several, and
-`--flag.key value` for a key inside a flag that is an object.
+vLLM takes underscores for hyphens, `--flag value` and `--flag=value`, the last of several,
+`--flag.key value` for a key inside a flag that is an object, and some short names.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final, NamedTuple
+
+SHORT: Final[Mapping[str, str]] = {
+    "-tp": "--tensor-parallel-size", "-pp": "--pipeline-parallel-size",
+    "-dp": "--data-parallel-size", "-dpl": "--data-parallel-size-local",
+    "-ep": "--enable-expert-parallel", "-dcp": "--decode-context-parallel-size",
+    "-pcp": "--prefill-context-parallel-size", "-q": "--quantization",
+    "-sc": "--speculative-config", "-cc": "--compilation-config", "-ac": "--attention-config",
+}  # fmt: skip
 
 
 class Flag(NamedTuple):
@@ -25,17 +33,21 @@ def parse(words: Sequence[str]) -> Iterator[Flag]:
     while position < len(words):
         word = words[position]
         position += 1
-        if not word.startswith("--"):
+        if not _is_name(word):
             yield Flag("", word, [word])
             continue
         name, equals, value = word.partition("=")
         taken = [word]
         found: str | None = value if equals else None
-        if not equals and position < len(words) and not words[position].startswith("--"):
+        if not equals and position < len(words) and not _is_name(words[position]):
             found = words[position]
             taken.append(found)
             position += 1
-        yield Flag(name.replace("_", "-"), found, taken)
+        yield Flag(SHORT.get(name) or name.replace("_", "-"), found, taken)
+
+
+def _is_name(word: str) -> bool:
+    return word.startswith("--") or word.partition("=")[0] in SHORT
 
 
 def names(words: Sequence[str]) -> set[str]:
