@@ -6,9 +6,10 @@ eight bytes in their place, so a store is whole or not there, and nobody ever wa
 is read of several numbers may be of two moments: none is believed for longer than until the next
 look.
 
-Of the workers' rows those that have changed are told in a ring of row numbers, so that to look is
-worth what has happened and not what there is. Who has missed a round of it reads all rows, and
-everybody does now and then: where stores may overtake each other, a change can be missed.
+Of the workers' rows and the tenants' those that have changed are told in rings of row numbers, so
+that to look is worth what has happened and not what there is. Who has missed a round of one reads
+all rows, and everybody does now and then: where stores may overtake each other, a change can be
+missed.
 
 The memory has no name: it is a file that was never linked, and goes with the last process.
 """
@@ -35,7 +36,8 @@ HEAD_WORDS, ROW_WORDS, FRONT_WORDS, LAST_WORDS, TIDE_WORDS, TENANT_WORDS = 16, 1
 CLASSES = len(Rank)
 ROW_BYTES = ROW_WORDS * WORD
 AT_RING = HEAD_WORDS
-AT_ROWS = AT_RING + RING
+AT_TENANT_RING = AT_RING + RING
+AT_ROWS = AT_TENANT_RING + RING
 AT_FRONTS = AT_ROWS + MOST_WORKERS * ROW_WORDS
 AT_LASTS = AT_FRONTS + PLACES * CLASSES * FRONT_WORDS
 AT_TIDES = AT_LASTS + PLACES * LAST_WORDS
@@ -44,6 +46,7 @@ AT_LOG = AT_TENANTS + MOST_TENANTS * TENANT_WORDS
 SHEET_WORDS = AT_LOG + LOG
 # In the head.
 CHANGES, WAITING, BYTES, TOKENS, LIFE, TENANT_CHANGES, BREAKS, LOGGED, ALIVE = range(9)
+RINGS = {CHANGES: AT_RING, TENANT_CHANGES: AT_TENANT_RING}  # by what counts their changes
 FLOORS = 9  # and the next two words: where a class's turns were when nobody was left
 # Behind all sheets, everybody's: who has which row among the tenants, and what each has taken.
 CELL_WORDS = 2
@@ -112,7 +115,7 @@ class Table:
         on from the same numbers. It is not touched at all, for others may look at any moment.
         """
         sheet = self.sheet(process)
-        changes, tenant_changes = sheet.changes, sheet.count(TENANT_CHANGES)
+        changes = {ring: sheet.count(ring) for ring in RINGS}
         start = process * SHEET_WORDS
         for first, end in ((0, AT_TENANTS), (AT_LOG, SHEET_WORDS)):
             size = (end - first) * WORD
@@ -120,8 +123,8 @@ class Table:
             self.memory[place : place + size] = bytes(size)
         for row in range(MOST_TENANTS):
             sheet.write_idle(row)
-        sheet.write_count(TENANT_CHANGES, tenant_changes + 1)
-        sheet.changes = changes + RING + 1  # everybody has missed a round
+        for ring, before in changes.items():
+            sheet.write_count(ring, before + RING + 1)  # everybody has missed a round
 
     def tenant_row(self, mark: int) -> int | None:
         """Find or make the row of a tenant, by a number that is its own and not 0; None: all taken.
@@ -209,28 +212,25 @@ class Sheet:
         """How many rows were told to have changed, since ever."""
         return self.count(CHANGES)
 
-    @changes.setter
-    def changes(self, changes: int) -> None:
-        _store(self._memory, self._start + CHANGES * WORD, ONE_COUNT.pack(changes))
-
-    def tell(self, row: int) -> None:
-        """Say that a row has changed, once it has."""
+    def tell(self, row: int, ring: int = CHANGES) -> None:
+        """Say that a row has changed, once it has; `ring`: what counts the changes of its kind."""
         memory, start = self._memory, self._start
-        changes = ONE_COUNT.unpack_from(memory, start + CHANGES * WORD)[0]
-        _store(memory, start + (AT_RING + changes % RING) * WORD, ONE_COUNT.pack(row))
-        _store(memory, start + CHANGES * WORD, ONE_COUNT.pack(changes + 1))
+        changes = ONE_COUNT.unpack_from(memory, start + ring * WORD)[0]
+        _store(memory, start + (RINGS[ring] + changes % RING) * WORD, ONE_COUNT.pack(row))
+        _store(memory, start + ring * WORD, ONE_COUNT.pack(changes + 1))
 
-    def told(self, since: int) -> tuple[int, set[int] | None]:
+    def told(self, since: int, ring: int = CHANGES) -> tuple[int, set[int] | None]:
         """Return how far changes are told, and the rows since then; None: all may have changed."""
-        now = self.changes
+        now = self.count(ring)
         if now - since > RING:
             return now, None
+        start = self._start + RINGS[ring] * WORD
         rows = {
-            ONE_COUNT.unpack_from(self._memory, self._start + (AT_RING + each % RING) * WORD)[0]
+            ONE_COUNT.unpack_from(self._memory, start + each % RING * WORD)[0]
             for each in range(since, now)
         }
         # What was overwritten meanwhile was read as something else.
-        return (now, rows) if self.changes - since <= RING else (now, None)
+        return (now, rows) if self.count(ring) - since <= RING else (now, None)
 
     # Of all else
 

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 TAKE_S = 0.002
+SURE_S = 2.0  # after which all rows are read, whatever was told
+AT_FLOORS = MOST_TENANTS  # told as a row's change is
 Sums = tuple[float, ...]
 NONE: Sums = (0.0,) * len(Rank)
 
@@ -39,14 +41,14 @@ class Peer:
         self.sheet = sheet
         self.life = self.changes = 0
 
-    def changed(self) -> bool:
-        """Whether there is anything to read."""
+    def changed(self) -> set[int] | None:
+        """Return the rows to read; None: all."""
         sheet = self.sheet
+        self.changes, rows = sheet.told(self.changes, TENANT_CHANGES)
         if (life := sheet.count(LIFE)) != self.life:
             self.life = life
-            self.changes = -1
-        before, self.changes = self.changes, sheet.count(TENANT_CHANGES)
-        return self.changes != before
+            return None
+        return rows
 
 
 class Tenancy:
@@ -63,30 +65,27 @@ class Tenancy:
         self._told: dict[Tenant, Taken] = {}
         self._theirs: dict[Tenant, Sums] = {}  # charged by all others, as it was read last
         self._floors: tuple[float, ...] = ()
-        self._next = 0.0
+        self._tenant_of: dict[int, Tenant] = {}  # by row
+        self._next = self._next_sure = 0.0
 
     def tell(self) -> None:
         """Say what has changed here."""
         if self._edition != self._tenants.edition:
             self._arrange()
-        changed = False
         for tenant, row in self._rows.items():
             taken = _taken(tenant)
             if self._told[tenant] != taken:
-                self._told[tenant] = taken
-                self._sheet.write_taken(row, taken)
-                changed = True
+                self._say(tenant, row, taken)
         floors = tuple(self._turns.floors.values())
         if floors != self._floors:
             self._floors = floors
             self._sheet.write_floors(floors)
-            changed = True
-        if changed:
-            self._say()
+            self._sheet.tell(AT_FLOORS, TENANT_CHANGES)
 
-    def _say(self) -> None:
-        changes = self._sheet.count(TENANT_CHANGES)
-        self._sheet.write_count(TENANT_CHANGES, changes + 1)
+    def _say(self, tenant: Tenant, row: int, taken: Taken) -> None:
+        self._told[tenant] = taken
+        self._sheet.write_taken(row, taken)
+        self._sheet.tell(row, TENANT_CHANGES)
 
     def take(self, now: float) -> None:
         """Take what the others have said."""
@@ -95,10 +94,20 @@ class Tenancy:
         if now < self._next:
             return
         self._next = now + TAKE_S
-        changed = [peer.changed() for peer in self._peers]
-        if any(changed):
-            for tenant, row in self._rows.items():
+        rows: set[int] = set()
+        everything = now >= self._next_sure
+        for peer in self._peers:
+            if (changed := peer.changed()) is None:
+                everything = True
+            else:
+                rows |= changed
+        if everything:
+            self._next_sure = now + SURE_S
+            rows = {*self._tenant_of, AT_FLOORS}
+        for row in rows:
+            if (tenant := self._tenant_of.get(row)) is not None:
                 self._take(tenant, row)
+        if AT_FLOORS in rows:
             floors = self._turns.floors
             for peer in self._peers:
                 for rank, floor in zip(Rank, peer.sheet.read_floors(), strict=True):
@@ -146,6 +155,7 @@ class Tenancy:
             for there in self._turns.elsewhere.values():
                 there.discard(tenant)
         self._rows = rows
+        self._tenant_of = {row: tenant for tenant, row in rows.items()}
 
     def _begin(self, tenant: Tenant, row: int) -> None:
         """Take up the books of a tenant, where it or a process was gone for a while."""
@@ -156,10 +166,8 @@ class Tenancy:
             tenant.charged[rank] += share
             tenant.charged_elsewhere(share, rank)
             tenant.lifted_to(rank, before.lifts[rank])
-        self._told[tenant] = taken = _taken(tenant)
         self._theirs[tenant] = NONE
-        self._sheet.write_taken(row, taken)
-        self._say()
+        self._say(tenant, row, _taken(tenant))
         self._take(tenant, row)
 
 

@@ -19,6 +19,7 @@ from proxy.processes.table import (
     MOST_WORKERS,
     PLACES,
     RING,
+    RINGS,
     WAITING,
     Front,
     Table,
@@ -69,17 +70,20 @@ def test_each_writes_beside_the_others(table: Table) -> None:
         assert sheet.count(CHANGES) == 0
 
 
-def test_changes_are_told_until_a_round_is_missed(table: Table) -> None:
+@pytest.mark.parametrize("ring", RINGS)
+def test_changes_are_told_until_a_round_is_missed(table: Table, ring: int) -> None:
     sheet = table.sheet(1)
-    assert sheet.told(0) == (0, set())
+    for other in RINGS.keys() - {ring}:
+        sheet.tell(3, other)
+    assert sheet.told(0, ring) == (0, set())
     for row in (5, 9, 5):
-        sheet.tell(row)
-    assert sheet.told(0) == (3, {5, 9})
-    assert sheet.told(2) == (3, {5})
+        sheet.tell(row, ring)
+    assert sheet.told(0, ring) == (3, {5, 9})
+    assert sheet.told(2, ring) == (3, {5})
     for row in range(RING):
-        sheet.tell(row)
-    assert sheet.told(3) == (RING + 3, set(range(RING)))
-    assert sheet.told(2) == (RING + 3, None)
+        sheet.tell(row, ring)
+    assert sheet.told(3, ring) == (RING + 3, set(range(RING)))
+    assert sheet.told(2, ring) == (RING + 3, None)
 
 
 def test_of_a_process_that_is_gone_nothing_stays_and_everybody_hears_of_it(table: Table) -> None:

@@ -13,8 +13,8 @@ from proxy.core.limits import Limits
 from proxy.core.tenants import Rank, Tenant, TenantSpec
 from proxy.core.types import Lease, Outcome, Refusal, Ticket
 from proxy.processes import tenancy
-from proxy.processes.table import Sheet
-from proxy.processes.tenancy import TAKE_S
+from proxy.processes.table import Sheet, Taken
+from proxy.processes.tenancy import SURE_S, TAKE_S
 from tests.proxy.core.making import ask, placed, refused, spec, waits
 from tests.proxy.processes.making import Crew
 
@@ -311,6 +311,32 @@ def test_a_tenant_that_is_put_back_goes_on_from_its_books(crews: Crews) -> None:
     crew.look()
     stands = [tenant(crew, index).standings[Rank.STANDARD] for index in (0, 1)]
     assert stands == pytest.approx([1e6 + 10, 1e6 + 10])
+
+
+def test_of_many_tenants_only_those_are_read_of_whom_something_was_told(
+    crews: Crews, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    crew = opened(crews, *(TenantSpec(f"t{n}") for n in range(200)))
+    placed(submit(crew, 0, "t7"))
+    crew.look()
+    rows: list[int] = []
+    read = Sheet.read_taken
+
+    def counted(sheet: Sheet, row: int) -> Taken:
+        rows.append(row)
+        return read(sheet, row)
+
+    monkeypatch.setattr(Sheet, "read_taken", counted)
+    crew.look()
+    assert rows == []
+    for name in ("t7", "t9", "t7"):
+        placed(submit(crew, 0, name))
+    crew.sharings[1].look(crew.now)
+    assert len(rows) == 2 == len(set(rows))
+    assert [tenant(crew, 1, name).ledger.elsewhere for name in ("t7", "t9")] == [3, 1]
+    crew.now += SURE_S
+    crew.sharings[1].look(crew.now)
+    assert len(rows) == 202, "a change that was missed is not missed for long"
 
 
 def test_who_is_named_later_starts_with_nothing_held_against_it(crews: Crews) -> None:
