@@ -7,7 +7,8 @@ lose by it, and those who come meanwhile) against the prefill worker's wait and 
 transfer. Or, where the operator
 set a threshold, of tokens: those that the decode worker would have to prefill. So the decode worker
 is chosen first, by what the request costs there in the better way; the prefill worker is the one
-that will be done soonest. Nothing is sent to it before the decode worker has room.
+that will be done soonest. Nothing is sent to it before the decode worker has room; where shorts
+leave none for too long, the decode worker is given all of it, and its engine has it wait.
 
 Cost: some ten multiplications per prefill worker and per decode worker. How it fails: the prefill
 worker that is done soonest may have the slowest link to the decode worker; with a threshold, a busy
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from proxy.core.routing.view import View
 
 DECODE, HANDOVER = Role.DECODE, Reason.HANDOVER  # looked up once: see reading.py
+PATIENCE = 0.5  # of the time that one may wait at all, for room to be handed over
 GAIN, GAIN_S = 0.03, 0.002  # a hand-over that gains less, as a share and in seconds, is none
 
 
@@ -44,6 +46,7 @@ class Why:
     NOT_WORTH_IT = "not_worth_it"  # whole on a decode worker: little to prefill
     CACHED = "cached"  # the same, because most of it should be cached there
     NO_PREFILL = "no_prefill_worker"  # none is live
+    NO_ROOM = "no_room"  # no decode worker had any for so long that one was given all of it
     PREFILL_BUSY = "prefill_busy"  # none that is live takes more, or is connected yet
     # Or else why it can't be split: see `splitting`.
 
@@ -135,6 +138,11 @@ def has_room(worker: Worker, ask: Ask) -> bool:
         return True
     need = ask.prompt_tokens + ask.expected_output * ask.samples
     return worker.kv_tokens + need <= KV_FULL * capacity
+
+
+def may_queue(worker: Worker, ask: Ask) -> bool:
+    """Whether a request may wait in a worker's engine: one of its size at a time."""
+    return worker.role is not DECODE or worker.prefill_tokens < ask.prompt_tokens
 
 
 def choose_prefill(

@@ -56,13 +56,17 @@ class Placer:
         explain: bool,
         aged: bool = False,
         free: bool = False,
+        late: bool = False,
         admission: AdmissionSettings | None = None,
     ) -> Lease | Refusal | None:
         view = self._look(ask, now, tried, explain=explain)
         fair, in_the_gaps = self.settings.fairness, ask.rank is BATCH and not aged
         if in_the_gaps:
             placing.keep_to_the_gaps(view, fair)
+        candidates = view.candidates
         decision = self._choose(view)
+        if decision is None and late and not in_the_gaps and view.handing is not None:
+            decision = self._choose_whole(view, candidates)
         if in_the_gaps and decision is not None and placing.is_in_the_way(decision, view, fair):
             placing.keep_out_of_the_way(view, fair)
             decision = self._choose(view)
@@ -101,6 +105,16 @@ class Placer:
             full = decision.worker  # another decode worker may have room
             view.candidates = [worker for worker in view.candidates if worker is not full]
         return None
+
+    def _choose_whole(self, view: View, candidates: list[Worker]) -> Decision | None:
+        """Choose for one that has waited for long for a decode worker to have room."""
+        ask = view.ask
+        view.handing = None
+        view.candidates = [w for w in candidates if handover.may_queue(w, ask)]
+        decision = self._choose(view)
+        if decision is not None:
+            ask.whole = handover.Why.NO_ROOM
+        return decision
 
     def _look(self, ask: Ask, now: float, tried: frozenset[str], *, explain: bool) -> View:
         queue = self.queue

@@ -21,6 +21,7 @@ from proxy.core import accounts, placing, refusals
 from proxy.core.admission import queued_too_late
 from proxy.core.client_fields import ClientFields
 from proxy.core.fleet import Fleet
+from proxy.core.handover import PATIENCE
 from proxy.core.leases import Leases
 from proxy.core.placer import NOBODY
 from proxy.core.reading import Reader
@@ -187,7 +188,8 @@ class Router(Leases):
         def end(ticket: Ticket) -> Lease | Refusal | None:
             ask = ticket.ask
             explain, aged = ticket.explain, ticket.aged
-            answer = self._place(ask, now, ticket.tried, explain=explain, aged=aged)
+            late = now - ticket.since >= PATIENCE * (ticket.deadline - ticket.since)
+            answer = self._place(ask, now, ticket.tried, explain=explain, aged=aged, late=late)
             if answer is not None:
                 return answer
             refusal = placing.hopeless(self.fleet, ask, now, ticket.tried)

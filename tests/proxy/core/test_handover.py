@@ -482,3 +482,58 @@ def test_where_one_decode_worker_is_full_another_takes_it(rule: str) -> None:
     for _ in range(3):
         lease = placed(here.submit(ask(5000), 2.0))
         assert lease.decision.route == "p>d1"
+
+
+# Room that does not come
+
+
+CACHE = 140_000
+
+
+def crowded(here: Router, count: int = 20) -> list[Lease]:
+    """Give a decode worker a cache of which shorts hold so much that a large prompt has no room."""
+    for worker in here.fleet:
+        worker.kv_capacity = CACHE
+    leases = [placed(here.submit(ask(1000, 1000), 0.0)) for _ in range(count)]
+    for lease in leases:
+        here.first_token(lease, 0.0)
+    return leases
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_one_that_waits_for_room_for_long_is_served_whole(rule: str) -> None:
+    here = router(disaggregate_above=1500, queue_wait_s=30.0, policy=rule)
+    crowded(here)
+    ticket = waits(here.submit(ask(110_000, 500), 1.0))
+    assert here.due(15.0) == []
+    [(ended, lease)] = here.due(16.0)
+    assert ended is ticket
+    assert placed(lease).prefill is None
+    assert placed(lease).worker.name == "d0"
+    assert why(here)[Why.NO_ROOM] == 1
+
+
+def test_room_that_comes_late_is_still_for_a_hand_over() -> None:
+    here = router(disaggregate_above=1500, queue_wait_s=30.0)
+    leases = crowded(here)
+    waits(here.submit(ask(110_000, 500), 1.0))
+    for lease in leases:
+        here.finish(lease, 2.0, Outcome.DONE)
+    [(_, lease)] = here.due(29.0)
+    assert placed(lease).prefill is not None
+    assert Why.NO_ROOM not in why(here)
+
+
+def test_of_those_that_wait_for_room_one_at_a_time_is_served_whole() -> None:
+    here = router(disaggregate_above=1500, queue_wait_s=30.0)
+    crowded(here)
+    tickets = [waits(here.submit(ask(110_000, 500), 1.0)) for _ in range(3)]
+    [(first, lease)] = here.due(20.0)
+    assert first is tickets[0]
+    assert here.due(21.0) == []
+    here.first_token(placed(lease), 22.0)
+    [(second, _)] = here.due(22.0)
+    assert second is tickets[1]
+    [(third, refusal)] = here.due(31.0)
+    assert third is tickets[2]
+    assert refused(refusal).status == 429
