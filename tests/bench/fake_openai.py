@@ -29,6 +29,7 @@ class FakeOpenAI:
     key: str = ""
     workers: tuple[str, ...] = ()  # named in X-Route where X-Explain asks
     failing: tuple[int, ...] = ()  # completions that are refused, by their number
+    retry_after: str = ""  # said with them
     hangs: bool = False
     slots: int = 1000  # requests it works on at once; the others wait
     url: str = ""
@@ -79,7 +80,9 @@ class FakeOpenAI:
         if not self.knows_ignore_eos and "ignore_eos" in body:
             return web.json_response({"error": "Unrecognized: ignore_eos"}, status=400)
         if _length(body) > 1 and len(self.played) in self.failing:
-            return web.json_response({"error": {"message": "no\nroom"}}, status=503)
+            headers = {"Retry-After": self.retry_after} if self.retry_after else None
+            content = {"error": {"message": "no\nroom"}}
+            return web.json_response(content, status=503, headers=headers)
         self.under_way += 1
         self.most_under_way = max(self.most_under_way, self.under_way)
         try:

@@ -24,7 +24,7 @@ from proxy.core import types as core
 from proxy.core.fleet import Fleet
 from proxy.core.router import Router
 from vllm_sched.bench.outcome import Outcome
-from vllm_sched.bench.traffic.schedule import Schedule
+from vllm_sched.bench.traffic.schedule import AGAIN_S, Schedule
 from vllm_sched.bench.traffic.types import Request
 from vllm_sched.errors import UsageError
 from vllm_sched.sim.asking import apart, ask_of, priority_of
@@ -32,7 +32,6 @@ from vllm_sched.sim.clock import Agenda
 from vllm_sched.sim.types import Engine, Event, Job, Leg, MakeEngine, WorkerModel
 
 TIMEOUT_S: Final = 600.0
-AGAIN_S: Final = 0.1
 # Of one moment: what comes is heard before anybody steps.
 COMES, STEPS = 0, 1
 

@@ -88,6 +88,28 @@ async def test_a_closed_loop_ends_by_time() -> None:
     assert all(each.at < 0.3 and each.good for each in result.outcomes)
 
 
+@pytest.mark.parametrize(("said", "least"), [("", 0.1), ("1", 1.0), ("tomorrow", 0.1)])
+async def test_a_closed_loop_waits_after_a_refusal(said: str, least: float) -> None:
+    fake = FakeOpenAI(failing=(1,), retry_after=said)
+    result = await played(fake, schedule(concurrency=1, count=2))
+    first, second = result.outcomes
+    assert first.error
+    assert second.good
+    assert second.at - first.at >= least
+
+
+async def test_a_closed_loop_does_not_storm_who_refuses() -> None:
+    fake = FakeOpenAI(failing=tuple(range(100_000)))
+    result = await played(fake, schedule(concurrency=2, duration_s=0.45))
+    assert 2 <= len(result.outcomes) <= 10
+
+
+async def test_a_pause_does_not_go_beyond_the_end() -> None:
+    fake = FakeOpenAI(failing=tuple(range(100_000)), retry_after="3600")
+    result = await asyncio.wait_for(played(fake, schedule(concurrency=2, duration_s=5)), 60)
+    assert len(result.outcomes) == 2
+
+
 async def test_a_failure_is_one_requests_own() -> None:
     tally = Tally()
     fake = FakeOpenAI(failing=(2, 5))

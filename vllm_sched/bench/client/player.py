@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import resource
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
@@ -16,6 +15,7 @@ from vllm_sched.bench.client.wire import WireError
 from vllm_sched.bench.outcome import Outcome
 from vllm_sched.bench.runner import ahead_of_others
 from vllm_sched.bench.stats import percentile
+from vllm_sched.bench.traffic.schedule import AGAIN_S
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -189,21 +189,26 @@ class _Player:
                 await asyncio.sleep(0)
 
     async def _closed(self, wire: Wire, jobs: Iterator[tuple[Request, bytes]]) -> None:
-        """Keep so many under way; the next begins when one ends."""
+        """Keep so many under way; the next begins when one ends, or a pause after it failed."""
         end = self._schedule.ends_after_s
 
         async def lane() -> None:
-            while end is None or self._now() < end:
+            pause_s = 0.0
+            while end is None or self._now() + pause_s < end:
                 job = next(jobs, None)
                 if job is None:
                     return
-                await self._one(wire, job[0], self._now(), job[1])
+                if pause_s:
+                    await asyncio.sleep(pause_s)
+                retry_after_s = await self._one(wire, job[0], self._now(), job[1])
+                pause_s = 0.0 if retry_after_s is None else max(retry_after_s, AGAIN_S)
 
         async with asyncio.TaskGroup() as group:
             for _ in range(self._schedule.concurrency or 1):
                 group.create_task(lane())
 
-    async def _one(self, wire: Wire, request: Request, at: float, body: bytes) -> None:
+    async def _one(self, wire: Wire, request: Request, at: float, body: bytes) -> float | None:
+        """Play one; if it failed, return the seconds that the answer asked to wait (or 0)."""
         outcome = Outcome(
             at, request.klass, request.prompt_tokens, request.output_tokens, request.tenant
         )
@@ -211,11 +216,12 @@ class _Player:
         outcome.sent = self._now()
         self._tally.sent += 1
         stream = EventStream(outcome)
+        headers = _Headers(outcome)
         try:
             await wire.stream(
                 self._endpoint.path,
                 body,
-                _route_into(outcome),
+                headers.take,
                 lambda piece: stream.feed(piece, self._now()),
                 self._timeout_s,
             )
@@ -229,9 +235,10 @@ class _Player:
         outcome.completed = outcome.completed or len(outcome.ticks)
         if outcome.error:
             self._tally.failed += 1
-        else:
-            self._tally.done += 1
-            self._tally.tokens += outcome.completed
+            return headers.retry_after_s
+        self._tally.done += 1
+        self._tally.tokens += outcome.completed
+        return None
 
     def _numbered(self) -> Iterator[tuple[Request, bytes]]:
         limit = self._endpoint.max_model_len
@@ -262,12 +269,18 @@ def _slack(limit: int) -> int:
     return limit // 50 + 4
 
 
-def _route_into(outcome: Outcome) -> Callable[[bytes, bytes], None]:
-    def on_header(name: bytes, value: bytes) -> None:
-        if name == b"x-route":
-            outcome.worker = value.partition(b";")[0].decode("latin-1").strip()
+class _Headers:
+    """What of an answer's headers is of use."""
 
-    return on_header
+    def __init__(self, outcome: Outcome) -> None:
+        self._outcome = outcome
+        self.retry_after_s = 0.0
+
+    def take(self, name: bytes, value: bytes) -> None:
+        if name == b"x-route":
+            self._outcome.worker = value.partition(b";")[0].decode("latin-1").strip()
+        elif name == b"retry-after" and value.isdigit():  # else it is a date, and seldom
+            self.retry_after_s = float(value)
 
 
 def _chained(

@@ -6,7 +6,7 @@ import math
 import random
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from vllm_sched.bench.traffic.arrivals import gamma_times
 from vllm_sched.bench.traffic.mixture import among_tenants
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from vllm_sched.bench.traffic.types import Request, Source
 
 DEFAULT_DURATION_S = 60.0
+# After a refusal a closed loop asks again when it was told to, and not before so many seconds.
+AGAIN_S: Final = 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
