@@ -66,11 +66,11 @@ class Elsewhere(Protocol):
         """Return the last turn there."""
 
     def goes_first(
-        self, place: Place, order: Order, turn: Turn, now: float, orders: Mapping[Rank, Order]
+        self, place: Place, order: Order, turn: Turn, now: float, aged: Mapping[Rank, Order]
     ) -> bool:
         """Whether somebody there is to have what is free now, before one whose turn is this.
 
-        `orders` are those of the classes of its model.
+        `aged` are the classes of its model that are of age, and when they go.
         """
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from itertools import islice
 from sys import maxsize
 
-from proxy.core.lines import Elsewhere, Key, Last, Line, Order, Place
+from proxy.core.lines import IN_ORDER, Elsewhere, Key, Last, Line, Order, Place
 from proxy.core.room import APART
 from proxy.core.tenants import Rank
 from proxy.core.types import Lease, Refusal, Ticket
@@ -44,7 +44,16 @@ class Round:
     `end` places a request or refuses it, if it can.
     """
 
-    __slots__ = ("_aged", "_ages", "_elsewhere", "_end", "_least", "_lines", "_misses", "_now")
+    __slots__ = (
+        "_ages",
+        "_elsewhere",
+        "_end",
+        "_least",
+        "_lines",
+        "_misses",
+        "_now",
+        "_overtaking",
+    )
 
     def __init__(
         self,
@@ -52,14 +61,14 @@ class Round:
         end: Callable[[Ticket], End | None],
         now: float,
         ages: Mapping[Rank, float],
-        aged: Overtaking,
+        overtaking: Overtaking,
         elsewhere: Elsewhere | None,
     ) -> None:
         self._lines = lines
         self._end = end
         self._now = now
         self._ages = ages
-        self._aged = aged
+        self._overtaking = overtaking
         self._elsewhere = elsewhere
         # What one could not do with, none at its place can do with who needs as much.
         self._least: dict[Place, int] = {}
@@ -78,21 +87,15 @@ class Round:
             for model, known in oldest.items():
                 for rank, since in others.oldest(model).items():
                     known[rank] = min(known.get(rank, since), since)
-        aged = {model: self._aged_of(model, known) for model, known in oldest.items()}
-        orders = {
-            model: {rank: self._order(model, rank, known, aged[model]) for rank in known}
-            for model, known in oldest.items()
-        }
+        aged = {model: self._aged(model, known) for model, known in oldest.items()}
         turns: list[tuple[bool, bool, Rank, float, float, int]] = []
         lines = list(self._lines.values())
         for at, line in enumerate(lines):
             model, rank = line.place[0], line.rank
             if rank is BATCH and first[model] is not BATCH and rank not in aged[model]:
                 continue
-            order, turn = orders[model][rank], line.turn
-            if others is not None and others.goes_first(
-                line.place, order, turn, now, orders[model]
-            ):
+            order, turn = aged[model].get(rank, IN_ORDER), line.turn
+            if others is not None and others.goes_first(line.place, order, turn, now, aged[model]):
                 continue
             turns.append((*order, *turn, at))
         turns.sort()
@@ -101,22 +104,21 @@ class Round:
             model, rank = line.place[0], line.rank
             ended = self._first_of(line, aged=rank in aged[model])
             if ended is not None:
-                self._aged.had(model, rank, now, passed=not late)
+                self._overtaking.had(model, rank, now, passed=not late)
                 return ended
         return None
 
-    def _aged_of(self, model: str, oldest: Mapping[Rank, float]) -> set[Rank]:
+    def _aged(self, model: str, oldest: Mapping[Rank, float]) -> dict[Rank, Order]:
         """Name the classes that go before those above them, this time."""
-        if self._aged.known(model, self._elsewhere).passed:
-            return set()
-        return {rank for rank, since in oldest.items() if self._now - since >= self._ages[rank]}
-
-    def _order(
-        self, model: str, rank: Rank, oldest: Mapping[Rank, float], aged: Collection[Rank]
-    ) -> Order:
-        passes = rank in aged and rank > min(oldest)
+        last, highest = self._overtaking.known(model, self._elsewhere), min(oldest)
+        if last.passed:
+            return {}
         # Where two classes are of age, neither has all the turns of the aged.
-        return not passes, passes and self._aged.last.get(model, NO_TURN).passer == rank
+        return {
+            rank: (False, last.passer == rank) if rank > highest else IN_ORDER
+            for rank, since in oldest.items()
+            if self._now - since >= self._ages[rank]
+        }
 
     def _first_of(self, line: Line, *, aged: bool) -> tuple[Ticket, End] | None:
         """Find who may go: the head, or else one that could do with less than all before it."""

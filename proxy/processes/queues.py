@@ -77,7 +77,7 @@ class Queues:
         return max((sheet.read_last(at) for sheet in self._sheets), default=NO_TURN)
 
     def goes_first(
-        self, place: Place, order: Order, turn: Turn, now: float, orders: Mapping[Rank, Order]
+        self, place: Place, order: Order, turn: Turn, now: float, aged: Mapping[Rank, Order]
     ) -> bool:
         """Whether somebody there is to have what is free now."""
         if not self.length:
@@ -85,7 +85,7 @@ class Queues:
         if turn[0] is BATCH and order == IN_ORDER and self._higher(place[0]):
             return self._hold()
         theirs = (
-            (orders.get(rank, IN_ORDER), (rank, front.virtual, front.since))
+            (aged.get(rank, IN_ORDER), (rank, front.virtual, front.since))
             for rank, front in self._fronts_at(place)
         )
         if min(theirs, default=(order, turn)) >= (order, turn):
