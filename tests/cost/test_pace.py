@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 
+from vllm_sched.cost import pace as pace_module
+from vllm_sched.cost.least_squares import non_negative
 from vllm_sched.cost.pace import Chunk, StepPace
 
 BASE, PER_TOKEN, PER_PAIR, PER_READ = 0.004, 2e-5, 2e-8, 1.2e-6
@@ -86,6 +89,29 @@ def test_a_prompt_so_far_on_that_reading_it_takes_all_the_time_moves_on() -> Non
     assert tokens is not None
     work = seconds([Chunk(tokens, context)]) - BASE
     assert work == pytest.approx(min(PER_READ * context, 0.05), rel=0.05)
+
+
+def test_it_is_solved_once_when_asked_and_not_in_each_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    solved: list[int] = []
+
+    def counted(*given: Any) -> list[float]:
+        solved.append(1)
+        return non_negative(*given)
+
+    monkeypatch.setattr(pace_module, "non_negative", counted)
+    pace = trained()
+    assert not solved
+    before = pace.chunk_within(0.05, 3_000)
+    once = len(solved)
+    assert once
+    assert pace.chunk_within(0.05, 3_000) == before
+    assert pace.per_token == pytest.approx(PER_TOKEN, rel=0.05)
+    assert len(solved) == once
+    pace.observe(1.0, [Chunk(512, 0)])
+    assert pace.per_token is not None
+    assert pace.per_token > 1.05 * PER_TOKEN
 
 
 def test_hiccups_leave_it_usable() -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from vllm_sched.cost.fit import Sums
@@ -44,15 +43,36 @@ class Chunk(NamedTuple):
         return self.tokens * (self.context + self.tokens / 2)
 
 
-@dataclass(slots=True)
 class StepPace:
-    """The fitted model, and the sums of the fit."""
+    """The fitted model, and the sums of the fit: it is solved when asked, not in each step."""
 
-    base: float | None = None
-    per_token: float | None = None
-    per_pair: float = 0.0
-    per_read: float = 0.0
-    _sums: Sums = field(default_factory=lambda: Sums(3))
+    def __init__(
+        self,
+        base: float | None = None,
+        per_token: float | None = None,
+        per_pair: float = 0.0,
+        per_read: float = 0.0,
+    ) -> None:
+        """Know nothing, or what is given."""
+        self.base = base
+        self._solved = (per_token, per_pair, per_read)
+        self._stale = False
+        self._sums = Sums(3)
+
+    @property
+    def per_token(self) -> float | None:
+        """Seconds for a token; None while unknown."""
+        return self._coefficients()[0]
+
+    @property
+    def per_pair(self) -> float:
+        """Seconds for a token and a token that it attends to."""
+        return self._coefficients()[1]
+
+    @property
+    def per_read(self) -> float:
+        """Seconds for a token that was computed before."""
+        return self._coefficients()[2]
 
     def observe(self, seconds: float, chunks: Sequence[Chunk]) -> None:
         """Take in one finished step."""
@@ -69,7 +89,7 @@ class StepPace:
             added = max(seconds - self.base, 0.05 * seconds)
             row = (float(tokens), pairs, float(read))
             self._sums.add(row, added, 1 / max(seconds, SHORT_S) ** 2, MEMORY)
-            self._solve()
+            self._stale = True
 
     def chunk_within(self, seconds: float, context: int) -> int | None:
         """Size the chunk after so much context that makes a step so long; None while unknown.
@@ -77,16 +97,25 @@ class StepPace:
         It is worth at least what it takes to read that context again: else a prompt far on would
         have its time spent on that.
         """
-        if self.base is None or self.per_token is None:
+        if self.base is None:
             return None
-        read = self.per_read * context
+        per_token, per_pair, per_read = self._coefficients()
+        if per_token is None:
+            return None
+        read = per_read * context
         time_left = max(seconds - self.base - read, min(read, seconds), 0.0)
         # The positive root of: per_pair/2 x² + (per_token + per_pair context) x = time_left
-        linear = self.per_token + self.per_pair * context
-        root = math.sqrt(linear * linear + 2 * self.per_pair * time_left)
+        linear = per_token + per_pair * context
+        root = math.sqrt(linear * linear + 2 * per_pair * time_left)
         return int(2 * time_left / (linear + root)) if linear + root else None
 
-    def _solve(self) -> None:
+    def _coefficients(self) -> tuple[float | None, float, float]:
+        if self._stale:
+            self._solved = self._solve()
+            self._stale = False
+        return self._solved
+
+    def _solve(self) -> tuple[float, float, float]:
         tt, tp, tr, pp, pr, rr = self._sums.products
         matrix = ((tt, tp, tr), (tp, pp, pr), (tr, pr, rr))
         ty, py, ry = self._sums.times
@@ -95,4 +124,4 @@ class StepPace:
             read = MOST_READ * token
             rest = (ty - read * tr, py - read * pr)
             token, pair = non_negative(((tt, tp), (tp, pp)), rest, RIDGE)
-        self.per_token, self.per_pair, self.per_read = token, pair, read
+        return token, pair, read
