@@ -112,3 +112,21 @@ def test_gaps_stay_within_their_target_where_steps_are_not_told_one_by_one(
     ttft = sum(first[name] - arrived[name] for name in first) / len(first)
     assert ttft == pytest.approx(exact["ttft mean"], rel=0.1)
     assert max(ends(told).values()) == pytest.approx(exact["end"], rel=0.05)
+
+
+def test_a_prompt_with_much_in_cache_is_given_no_more_than_fits() -> None:
+    policies = {"chunk_budget": {"itl_ms": 40}}
+    model = worker(
+        GROWING, max_num_seqs=24, max_num_batched_tokens=2048, max_model_len=16_384,
+        kv_tokens=400_000, policies=policies,
+    )  # fmt: skip
+    jobs = [
+        (0.0, Job("first", 10_000, 2, 1, shared=(("a", 10_000),))),
+        (10.0, Job("decodes", 50, 400, 2)),
+        (10.5, Job("again", 14_000, 2, 3, shared=(("a", 10_000),))),
+    ]
+    gaps: dict[str, float] = {}
+    plain = Fluid(model, ended=lambda job, gap: gaps.update({job.id: gap}))
+    told = run(plain, jobs)
+    assert any(event.cached_tokens >= 10_000 for event in told if event.job_id == "again")
+    assert 0.03 < gaps["decodes"] <= 0.04

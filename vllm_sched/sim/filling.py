@@ -67,6 +67,7 @@ class Filling:
         self._stood_back = 0
         self._refused = False
         self._hog = False  # whether a prompt takes all there is
+        self._left_s = math.inf  # of the step's time, for prompts
         self._soon = FOREVER  # steps until one who waits may enter
 
     @property
@@ -161,7 +162,7 @@ class Filling:
     def fill(self, now: float, step: int) -> tuple[Parts, bool, int]:
         """See the module's text."""
         way, model = self.way, self.model
-        self._soon, self._refused, self._hog = FOREVER, False, False
+        self._soon, self._refused, self._hog, self._left_s = FOREVER, False, False, math.inf
         if way.batch and not self.decoding and not self._prefills:
             self._forming, self._members = True, 0
         if way.departures != 1:
@@ -213,21 +214,24 @@ class Filling:
             return min(left, way.chunk)
         if not way.itl_s:
             return left
+        self._left_s = way.itl_s
         done = self._prefills[0].done if self._prefills else 0
         fitting = self.model.time.prefill_within(way.itl_s, self.decoding, self.context, done)
         return min(left, max(fitting, way.least_chunk))
 
     def _in_turn(self, left: int, now: float, step: int) -> tuple[Parts, int]:
         """First come, first served."""
-        prefills, parts = self._prefills, []
+        prefills, parts = self._prefills, Parts()
         all_of_it, index = left, 0
         while left > 0:
             if index == len(prefills) and self._next(now, step) is None:
                 break
             task = prefills[index]
-            part = min(task.left, left)
-            parts.append((task, part))
-            left -= part
+            wanted = min(task.left, left)
+            part = wanted if self._left_s == math.inf else self._in_time(task, wanted, not parts)
+            if part:
+                parts.append((task, part))
+            left = left - part if part == wanted else 0
             index += 1
         if not parts:
             return parts, FOREVER
@@ -236,6 +240,15 @@ class Filling:
             return parts, 1
         self._hog = True
         return parts, task.left // part
+
+    def _in_time(self, task: Task, wanted: int, first: bool) -> int:
+        """Cut to the time that is left, as `chunk_budget` does: one may come with much in cache."""
+        time = self.model.time
+        fitting = time.prefill_within(self._left_s, self.decoding, self.context, task.done)
+        part = min(wanted, max(fitting, self.way.least_chunk if first else 0))
+        work = time.prefill_s * part + time.pair_s * part * (task.done + part / 2)
+        self._left_s -= work + time.prompt_fixed_s + time.read_s * task.done
+        return part
 
     def _next(self, now: float, step: int) -> Task | None:
         if self._holding and (task := self._admit(self._holding, step)) is not None:
