@@ -344,6 +344,36 @@ def test_what_it_learnt_is_shown() -> None:
     assert run.policy.counters()["long_steps"] <= 2
 
 
+def test_the_rest_of_a_prompt_teaches_no_error_where_decodes_take_half_of_the_target() -> None:
+    run = Run({"itl_ms": 30.0}, machine=find("h200-70b-tp4").time, max_num_seqs=64)
+    run.decodes(16)
+    for number in range(3):
+        run.bench.add(f"warm{number}", 12_000, output=2)
+        run.until_decoding(f"warm{number}")
+    before = list(run.policy._errors)
+    assert len(before) >= 64
+    for number in range(5):
+        run.bench.add(f"s{number}", 20, output=2)
+        run.step()
+    assert list(run.policy._errors) == before
+
+
+def test_a_prompt_that_is_given_nothing_takes_none_of_the_time() -> None:
+    run = Run({"itl_ms": 40.0})
+    policy = run.policy
+    policy.fit._model = replace(MACHINE, read_s=1.2e-6)
+    run.decodes()
+    run.bench.add("far", 16_000)
+    run.step()
+    (far,) = (r for r in run.bench.scheduler.running if r.request_id == "far")
+    policy._seconds, policy._moves = 0.030, 0
+    alone = policy.chunk(far, 200, 2000)
+    assert alone > 0
+    policy._seconds = 0.030
+    assert policy.chunk(far, 20_000, 0) == 0
+    assert policy.chunk(far, 200, 2000) == alone
+
+
 def test_the_short_rest_of_a_prompt_does_not_shrink_the_chunk() -> None:
     run = Run({"itl_ms": 40.0})
     run.decodes()

@@ -47,6 +47,8 @@ from vllm_sched.policies.types import (
 # The first chunk beside decodes, and by how much one may exceed those that fitted.
 FIRST_CHUNK: Final = 256
 GROWTH, SHRINK = 1.5, 0.5
+# A step was meant to be full from this share of what was allowed: the rest of a prompt is not.
+MEANT_FULL: Final = 0.75
 # Below so many tokens a step's time says nothing about its chunk.
 ENOUGH_TOKENS: Final = 16
 # How quickly the correction follows steps that took longer than it says, and shorter; and by how
@@ -148,6 +150,8 @@ class ChunkBudget(Policy):
             return tokens
         fitting = model.prefill_within(self._seconds, self._decodes, self._context_tokens, computed)
         granted = min(tokens, max(fitting, self._moves, 0))
+        if granted <= 0:
+            return 0  # nothing of it is read either
         self._moves -= granted
         work = model.prefill_s * granted + model.pair_s * Chunk(granted, computed).attention
         self._seconds -= work + model.prompt_fixed_s + model.read_s * computed
@@ -203,7 +207,7 @@ class ChunkBudget(Policy):
             # Full in tokens, or in time as it was meant: a correction that leaves room for small
             # chunks alone would never be unlearnt otherwise.
             meant = self._predicted_s * self.margin * self.drift
-            full = tokens >= SHRINK * self._bound or meant >= SHRINK * self._allowed_s
+            full = tokens >= SHRINK * self._bound or meant >= MEANT_FULL * self._allowed_s
             if full and self._predicted_s > 0:
                 self._learn_error(seconds / self._predicted_s)
         self._long_steps += seconds > self._allowed_s
