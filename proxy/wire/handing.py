@@ -257,7 +257,7 @@ class HandOver:
             self._abandon(now, self._leg)
             self._leg = None
         if connection is not None:
-            sent, well = connection.has_sent(now), connection.is_open
+            sent, well = connection.has_sent, connection.is_open
             connection.drop()
             if not sent:
                 self.give_back(now, well=well)

@@ -33,6 +33,10 @@ class Outbox:
         self._loop.call_soon(self._end_turn)
         transport.writelines(pieces)
 
+    def holds(self, transport: asyncio.Transport) -> bool:
+        """Whether anything for a connection still waits here."""
+        return any(waiting is transport for waiting, _ in self._waiting)
+
     def flush(self) -> None:
         """Write what waits, before a connection is closed for writing."""
         waiting, self._waiting = self._waiting, []

@@ -24,7 +24,6 @@ logger = logging.getLogger(__name__)
 MAX_IDLE_S = 4.0
 # A request unanswered for longer was read: what killed the connection then was no old age.
 STALE_S = 1.0
-TURN_S = 0.005  # longer than a turn of the event loop
 
 
 class Trouble(StrEnum):
@@ -105,9 +104,13 @@ class WorkerConnection(asyncio.Protocol):
         """Whether the worker has taken the connection."""
         return self._transport is not None
 
-    def has_sent(self, now: float) -> bool:
-        """Whether its request is surely out; what waits for the end of a turn is not."""
-        return self._transport is not None and now - self._sent_at > TURN_S
+    @property
+    def has_sent(self) -> bool:
+        """Whether all of its request has left this process, so that a worker may act on it."""
+        transport = self._transport
+        if transport is None or self._pool.outbox.holds(transport):
+            return False
+        return not transport.get_write_buffer_size()
 
     def drop(self) -> None:
         """Walk away: whatever the worker does for the caller, it may stop doing."""
