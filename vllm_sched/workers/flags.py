@@ -72,11 +72,33 @@ def number(words: Sequence[str], name: str) -> int | None:
 
 def key(words: Sequence[str], name: str, inner: str) -> Any:
     """Return a key of a flag that is an object, given as JSON or by itself; None without it."""
-    dotted = last(words, f"{name}.{inner}")
-    if dotted is not None:
-        return dotted
-    try:
-        given = json.loads(last(words, name) or "{}")
-    except json.JSONDecodeError:  # vLLM will say so
+    return (fields(words, name) or {}).get(inner)
+
+
+def fields(words: Sequence[str], name: str) -> dict[str, Any] | None:
+    """Return a flag that is an object, with the keys that are given by themselves; None without it.
+
+    What is no JSON object counts as empty: vLLM will say so.
+    """
+    text = last(words, name)
+    keys = [flag for flag in parse(words) if flag.name.startswith(f"{name}.")]
+    if text is None and not keys:
         return None
-    return given.get(inner) if isinstance(given, dict) else None
+    read = _json(text or "{}")
+    found: dict[str, Any] = read if isinstance(read, dict) else {}
+    for flag in keys:
+        *path, last_name = flag.name.removeprefix(f"{name}.").replace("-", "_").split(".")
+        inner = found
+        for each in path:
+            if not isinstance(inner.get(each), dict):
+                inner[each] = {}
+            inner = inner[each]
+        inner[last_name] = _json(flag.value or "", flag.value)
+    return found
+
+
+def _json(text: str, otherwise: Any = None) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return otherwise

@@ -17,7 +17,7 @@ from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from vllm_sched.workers import launch
-from vllm_sched.workers.flags import last, parse
+from vllm_sched.workers.flags import fields, last
 
 Part = Literal["prefill", "decode"]
 
@@ -159,28 +159,7 @@ def own_config(args: Sequence[str]) -> dict[str, Any] | None:
 
     One key is all of it to vLLM: what was written before it counts no more.
     """
-    text = last(args, OWN)
-    keys = [flag for flag in parse(args) if flag.name.startswith(f"{OWN}.")]
-    if text is None and not keys:
-        return None
-    read = _json(text or "{}")
-    found: dict[str, Any] = read if isinstance(read, dict) else {}
-    for flag in keys:
-        *path, name = flag.name.removeprefix(f"{OWN}.").replace("-", "_").split(".")
-        inner = found
-        for each in path:
-            if not isinstance(inner.get(each), dict):
-                inner[each] = {}
-            inner = inner[each]
-        inner[name] = _json(flag.value or "", flag.value)
-    return found
-
-
-def _json(text: str, otherwise: Any = None) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError:
-        return otherwise
+    return fields(args, OWN)
 
 
 # What both ends must have in common: the flag, and what it is called in an error.
