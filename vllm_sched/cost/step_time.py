@@ -15,11 +15,14 @@ memory-bound turns into compute-bound, which one floor only roughly follows.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from vllm_sched.errors import UsageError
+
+if TYPE_CHECKING:
+    from vllm_sched.cost.pace import Chunk
 
 # More than any step's budget: what fits where a token costs nothing.
 UNBOUNDED = 1 << 30
@@ -35,6 +38,18 @@ class StepShape:
     context_tokens: int = 0  # of those that decode, together
     prompts: int = 0  # that the prefill tokens are of; 0 = what one costs is not told apart
     read_tokens: int = 0  # of those prompts, computed in steps before
+
+    @classmethod
+    def of(cls, chunks: Sequence[Chunk], decodes: int, context_tokens: int) -> Self:
+        """Add up the chunks of a step."""
+        return cls(
+            sum([chunk.tokens for chunk in chunks]),
+            sum([chunk.attention for chunk in chunks]),
+            decodes,
+            context_tokens,
+            len(chunks),
+            sum([chunk.context for chunk in chunks]),
+        )
 
     @property
     def mixed(self) -> bool:

@@ -357,15 +357,10 @@ def _shape(
     output: SchedulerOutput, contexts: Mapping[str, int], requests: Mapping[str, Request]
 ) -> StepShape:
     tokens = output.num_scheduled_tokens
-    prefill, pairs = 0, 0.0
-    for request_id, context in contexts.items():
-        chunk = Chunk(tokens[request_id], context)
-        prefill += chunk.tokens
-        pairs += chunk.attention
+    chunks = [Chunk(tokens[request_id], context) for request_id, context in contexts.items()]
     decodes = [request_id for request_id in tokens if request_id not in contexts]
     context_tokens = sum([requests[request_id].num_computed_tokens for request_id in decodes])
-    read_tokens = sum(contexts.values())
-    return StepShape(prefill, pairs, len(decodes), context_tokens, len(contexts), read_tokens)
+    return StepShape.of(chunks, len(decodes), context_tokens)
 
 
 def _answer(output: SchedulerOutput, requests: Mapping[str, Request]) -> ModelRunnerOutput:

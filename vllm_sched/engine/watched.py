@@ -22,7 +22,6 @@ from vllm.v1.request import Request
 
 import vllm_sched
 from vllm_sched.cost.fit import OnlineFit
-from vllm_sched.cost.pace import Chunk
 from vllm_sched.cost.step_time import StepShape
 from vllm_sched.engine import metrics, trace
 from vllm_sched.engine.queue import LaneKey, LaneQueue
@@ -370,15 +369,7 @@ class Watched(Upstream):
         if not self._in_flight or self._in_flight[-1].output is not output:
             return None
         note = self._in_flight[-1]
-        chunks: Sequence[Chunk] = note.chunks
-        return StepShape(
-            sum([chunk.tokens for chunk in chunks]),
-            sum([chunk.attention for chunk in chunks]),
-            note.decodes,
-            note.context_tokens,
-            len(chunks),
-            sum([chunk.context for chunk in chunks]),
-        )
+        return StepShape.of(note.chunks, note.decodes, note.context_tokens)
 
 
 def _model_name(config: Any) -> str:

@@ -120,14 +120,7 @@ class StepResult:
     @property
     def shape(self) -> StepShape:
         """What it computed, as the model of a step's time has it."""
-        return StepShape(
-            sum([chunk.tokens for chunk in self.chunks]),
-            sum([chunk.attention for chunk in self.chunks]),
-            self.decodes,
-            self.context_tokens,
-            len(self.chunks),
-            sum([chunk.context for chunk in self.chunks]),
-        )
+        return StepShape.of(self.chunks, self.decodes, self.context_tokens)
 
 
 class Settings(BaseModel):
