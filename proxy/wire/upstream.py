@@ -103,9 +103,11 @@ def notice_silence(transport: asyncio.BaseTransport) -> None:
 
     It answers probes of the kernel's however busy its process is.
     """
+    if transport.is_closing():  # nobody waits for it any more
+        return
     raw = transport.get_extra_info("socket")
     for level, name, value in SILENCE:
-        if raw is not None and hasattr(socket, name):  # not everywhere
+        if hasattr(socket, name):  # not everywhere
             raw.setsockopt(level, getattr(socket, name), value)
 
 
