@@ -35,6 +35,19 @@ def take(office: Office, *specs: TenantSpec) -> None:
     office.site.router.tenants.replace(specs, keys)
 
 
+async def opened(
+    start: Start, tmp_path: Path, script: scripts.Script | None = None, **bounds: int
+) -> Office:
+    """Start a router with two tenants and bounds, whose client is the first."""
+    office = Office(await start(), tmp_path, **bounds)
+    take(office, TenantSpec("ann"), TenantSpec("bob"))
+    if script is not None:
+        office.site.fake.always(script)
+    await office.open()
+    office.client.api_key = KEYS["ann"]
+    return office
+
+
 @pytest.fixture
 async def office(start: Start, tmp_path: Path) -> AsyncIterator[Office]:
     """Start a router with two tenants, whose client is the first."""
@@ -181,10 +194,7 @@ async def test_what_changes_something_is_one_of_a_minutes_requests(office: Offic
 async def test_a_tenants_files_have_a_bound_of_their_own(start: Start, tmp_path: Path) -> None:
     row = ROW_BYTES + len("in.jsonl")  # each file takes that as well
     bounds = {"max_bytes_per_tenant": 1000 + row, "max_bytes": 1500 + 2 * row}
-    office = Office(await start(), tmp_path, max_file_bytes=1000, **bounds)
-    take(office, TenantSpec("ann"), TenantSpec("bob"))
-    await office.open()
-    office.client.api_key = KEYS["ann"]
+    office = await opened(start, tmp_path, max_file_bytes=1000, **bounds)
     first = await office.upload(["x" * 900])
     with pytest.raises(openai.APIStatusError, match=f"may have {1000 + row}") as caught:
         await office.upload(["x" * 200])
@@ -203,12 +213,9 @@ async def test_results_beyond_a_tenants_bound_hold_its_batches_and_nobody_elses(
     start: Start, tmp_path: Path
 ) -> None:
     most = 30_000
-    office = Office(await start(), tmp_path, max_bytes_per_tenant=most, concurrency=1)
-    take(office, TenantSpec("ann"), TenantSpec("bob"))
-    office.site.fake.always(scripts.answer(body=orjson.dumps("x" * 8000)))
-    await office.open()
+    script = scripts.answer(body=orjson.dumps("x" * 8000))
+    office = await opened(start, tmp_path, script, max_bytes_per_tenant=most, concurrency=1)
     lane, keep = office.batches.lane, office.batches.keeper
-    office.client.api_key = KEYS["ann"]
     spare = await office.upload(["x" * 2000])
     batch = await office.begin(lines(8))
     await eventually(lambda: any(each.held for each in lane._running.values()))
@@ -236,11 +243,7 @@ async def test_results_beyond_a_tenants_bound_hold_its_batches_and_nobody_elses(
 
 
 async def test_what_has_no_room_is_not_taken_on(start: Start, tmp_path: Path) -> None:
-    office = Office(await start(), tmp_path, max_bytes_per_tenant=5000)
-    take(office, TenantSpec("ann"), TenantSpec("bob"))
-    office.site.fake.always(scripts.stall)
-    await office.open()
-    office.client.api_key = KEYS["ann"]
+    office = await opened(start, tmp_path, scripts.stall, max_bytes_per_tenant=5000)
     file = await office.upload(lines(10))
     now = office.wall()
     both = [
@@ -260,11 +263,7 @@ async def test_what_has_no_room_is_not_taken_on(start: Start, tmp_path: Path) ->
 
 
 async def test_a_tenant_has_so_many_batches_at_a_time(start: Start, tmp_path: Path) -> None:
-    office = Office(await start(), tmp_path, max_active_per_tenant=2)
-    take(office, TenantSpec("ann"), TenantSpec("bob"))
-    office.site.fake.always(scripts.stall)
-    await office.open()
-    office.client.api_key = KEYS["ann"]
+    office = await opened(start, tmp_path, scripts.stall, max_active_per_tenant=2)
     batches = [await office.begin(lines(1)) for _ in range(2)]
     with pytest.raises(openai.RateLimitError, match="2 batches that are not over"):
         await office.begin(lines(1))
