@@ -12,7 +12,8 @@ from prometheus_client import CollectorRegistry, Metric, generate_latest
 from prometheus_client.parser import text_string_to_metric_families as read_text
 
 from vllm_sched.engine import metrics
-from vllm_sched.engine.metrics import COUNTERS, FACTS, FOLDER, GAUGES, OTHER, Bounded, Metrics, Now
+from vllm_sched.engine.metrics import COUNTERS, FACTS, GAUGES, OTHER, Bounded, Metrics, Now
+from vllm_sched.metrics_folder import VARIABLE
 from vllm_sched.policies.registry import POLICIES
 
 OWN = {"model_name": "m", "engine": "0"}
@@ -162,13 +163,13 @@ def test_two_engines_in_one_process_do_not_collide() -> None:
 def test_without_a_folder_nothing_is_counted_and_the_log_says_how(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.delenv(FOLDER, raising=False)
+    monkeypatch.delenv(VARIABLE, raising=False)
     with caplog.at_level("INFO", "vllm.vllm_sched"):
         assert not metrics.reaches_the_server()
     (line,) = caplog.messages
     assert "`vllm-sched serve`" in line
-    assert FOLDER in line
-    monkeypatch.setenv(FOLDER, "somewhere")
+    assert VARIABLE in line
+    monkeypatch.setenv(VARIABLE, "somewhere")
     assert metrics.reaches_the_server()
 
 
@@ -176,7 +177,7 @@ SERVER = """
 import os, sys, prometheus_client
 from vllm_sched.engine import metrics
 metrics.open_folder()
-folder = os.environ[metrics.FOLDER]
+folder = os.environ["PROMETHEUS_MULTIPROC_DIR"]
 if (child := os.fork()) == 0:
     told = metrics.Metrics("m", sys.argv[1])
     told.stepped("decode", 0, 5, 0.1)
@@ -210,7 +211,7 @@ def run_server(**variables: str) -> tuple[Path, str]:
 
 
 def test_what_the_engine_counts_is_on_the_servers_page(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(FOLDER, raising=False)
+    monkeypatch.delenv(VARIABLE, raising=False)
     folder, page = run_server()
     found = {s.name: s for family in read_text(page) for s in family.samples}
     tokens = found["vllm_sched_step_tokens_total"]
@@ -223,7 +224,7 @@ def test_what_the_engine_counts_is_on_the_servers_page(monkeypatch: pytest.Monke
 
 
 def test_a_folder_that_somebody_else_made_is_his(tmp_path: Path) -> None:
-    folder, _ = run_server(**{FOLDER: str(tmp_path)})
+    folder, _ = run_server(**{VARIABLE: str(tmp_path)})
     assert folder == tmp_path
     assert list(tmp_path.glob("counter_*.db"))
 

@@ -26,6 +26,7 @@ from vllm.v1.request import RequestStatus
 from tests.engine.schedulers import answer, make_request, make_scheduler
 from vllm_sched import PolicyScheduler, SyncPolicyScheduler
 from vllm_sched.policies import registry
+from vllm_sched.policies.types import Policy
 
 BUDGET, CONTEXT = 64, 2000
 LONG = 80  # 4 % of the context
@@ -256,6 +257,16 @@ class Machine(RuleBasedStateMachine):
         late = sum(r.num_tokens for r in scheduler.waiting) - sum(lane.tokens for lane in lanes)
         preempted = sum(r.num_preemptions > 0 for r in scheduler.waiting)
         assert 0 <= late <= (self.depth - 1) * preempted
+
+    @invariant()
+    def who_is_held_is_held_for_a_reason_declared(self) -> None:
+        """Metrics show each reason from the start: one that none declared would come as news."""
+        if not hasattr(self, "scheduler"):
+            return
+        counts = self.scheduler.waiting.counts
+        for policy, lanes in zip(self.scheduler._policies, counts, strict=True):
+            if type(policy).held_reason is not Policy.held_reason:
+                assert {policy.held_reason(lane) for lane in lanes} <= {*policy.held_reasons}
 
     def teardown(self) -> None:
         """Everybody gets done, and no step is empty while somebody could run."""

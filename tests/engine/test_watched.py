@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry
 from tests.engine.schedulers import answer, drain, make_request, make_scheduler, step
 from tests.engine.test_metrics import values
 from tests.engine.test_trace import ENGINE, REQUESTS, check, slices
-from vllm_sched import PolicyScheduler, SyncPolicyScheduler
+from vllm_sched import PolicyScheduler, SyncPolicyScheduler, metrics_folder
 from vllm_sched.engine import metrics, watched
 from vllm_sched.engine.trace import VARIABLE
 
@@ -51,7 +51,7 @@ def read(file: Path) -> list[dict[str, Any]]:
 
 
 def test_off_nothing_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
-    for variable in (VARIABLE, metrics.FOLDER):
+    for variable in (VARIABLE, metrics_folder.VARIABLE):
         monkeypatch.delenv(variable, raising=False)
     scheduler = make_scheduler(LONG)
     assert scheduler._seen is None
@@ -71,7 +71,8 @@ def test_who_waits_runs_and_is_held(registry: CollectorRegistry) -> None:
     short, long = ("long_prompt", "short"), ("long_prompt", "long")
     assert values(registry, "requests_waiting") == {short: 0, long: 2}
     assert values(registry, "requests_running") == {short: 1, long: 1}
-    assert values(registry, "requests_held") == {("long_prompt", "long_limit"): 2}
+    none = {("long_prompt", "shorts_first"): 0}
+    assert values(registry, "requests_held") == {("long_prompt", "long_limit"): 2} | none
     assert values(registry, "prefill_backlog_tokens") == {("short",): 0, ("long",): 1200 - 32}
     assert values(registry, "prefills_running") == {("long",): 1}
     assert values(registry, "step_budget_tokens") == {(): 64}
@@ -101,7 +102,19 @@ def test_each_is_held_by_one(registry: CollectorRegistry) -> None:
     step(scheduler)
     assert len(scheduler.waiting) == 5
     held = values(registry, "requests_held")
-    assert held == {("long_prompt", "long_limit"): 3, ("lanes", "others_wait"): 2}
+    assert held == {
+        ("long_prompt", "long_limit"): 3, ("long_prompt", "shorts_first"): 0,
+        ("lanes", "others_wait"): 2, ("lanes", "reserve"): 0,
+    }  # fmt: skip
+
+
+def test_nobody_held_is_seen_from_the_first_step_on(registry: CollectorRegistry) -> None:
+    scheduler = make_scheduler({"rotation": {}, "long_prompt": LONG["long_prompt"]})
+    scheduler.add_request(make_request(10))
+    step(scheduler)
+    reasons = {("rotation", "kv_of_prefills")}
+    reasons |= {("long_prompt", "long_limit"), ("long_prompt", "shorts_first")}
+    assert values(registry, "requests_held") == dict.fromkeys(reasons, 0)
 
 
 def test_nobody_is_held_where_all_slots_are_taken(registry: CollectorRegistry) -> None:

@@ -14,7 +14,7 @@ from tests.engine.arrivals import ARRIVALS
 from tests.fleet.conftest import FLAGS
 from tests.fleet.test_seen import families, number
 from tests.fleet.test_worker import Workers, client_of, complete, prompt, settled
-from vllm_sched.engine.metrics import FOLDER
+from vllm_sched.metrics_folder import VARIABLE
 from vllm_sched.policies import registry
 from vllm_sched.policies.types import EngineFacts
 from vllm_sched.workers.launch import Side, Worker, worker
@@ -34,7 +34,7 @@ SETS: dict[str, dict[str, dict[str, Any]]] = {
 @pytest.fixture(scope="module")
 def sets() -> Iterator[Workers]:
     """Start a worker for each set."""
-    environment = {name: value for name, value in os.environ.items() if name != FOLDER}
+    environment = {name: value for name, value in os.environ.items() if name != VARIABLE}
     with ExitStack() as stack:
         started = {
             name: worker(

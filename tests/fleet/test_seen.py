@@ -19,7 +19,8 @@ from proxy.control.worker_metrics import parse
 from tests.engine.test_trace import ENGINE, REQUESTS, check, slices
 from tests.fleet.conftest import FLAGS, SETTINGS
 from tests.fleet.test_worker import DEADLINE_S, client_of, complete, prompt, settled
-from vllm_sched.engine.metrics import COUNTERS, FACTS, FOLDER, GAUGES
+from vllm_sched.engine.metrics import COUNTERS, FACTS, GAUGES
+from vllm_sched.metrics_folder import VARIABLE
 from vllm_sched.workers.launch import Side, Worker, trace_flags, tracing, worker
 from vllm_sched.workers.tiny_model import tiny_model
 
@@ -39,7 +40,7 @@ def seen(file: Path) -> Iterator[Worker]:
         Side("long_prompt", SETTINGS),
         model=str(tiny_model()),
         flags=(*FLAGS, "--served-model-name", "tiny", *trace_flags(())),
-        env={name: value for name, value in os.environ.items() if name != FOLDER} | tracing(file),
+        env={name: value for name, value in os.environ.items() if name != VARIABLE} | tracing(file),
         name="seen",
         deadline_s=400,  # beside the others' workers
     ) as started:

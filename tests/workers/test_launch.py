@@ -16,8 +16,11 @@ import pytest
 
 from tests.workers.servers import alive, assert_gone, eventually, family, members, script
 from vllm_sched.errors import UsageError
+from vllm_sched.metrics_folder import VARIABLE
 from vllm_sched.workers import launch
 from vllm_sched.workers.launch import Side, Worker, WorkerError, free_port, worker
+
+ROOT = Path(__file__).parents[2]
 
 
 def fake(code: str, *arguments: str, deadline_s: float = 60.0, grace_s: float = 5.0) -> Worker:
@@ -302,19 +305,55 @@ def test_sides_from_policies() -> None:
     assert side == Side.parse("long_prompt", sets=["long_prompt.max_wait_s=5"])
 
 
-def test_folders_of_its_own_go_with_it() -> None:
-    code = "import os, sys, time; print(os.environ['HERE'], os.environ['THERE']); time.sleep(600)"
-    command = [sys.executable, "-uc", code]
-    each = Worker(
-        command, port=1, env={**os.environ, "THERE": "stays"}, folder_variables=["HERE", "THERE"]
-    )
+COUNTING = "import os, sys, time; print(os.environ[sys.argv[1]]); time.sleep(600)"
+
+
+def counting(**variables: str) -> Worker:
+    command = [sys.executable, "-uc", COUNTING, VARIABLE]
+    without = {name: value for name, value in os.environ.items() if name != VARIABLE}
+    return Worker(command, port=1, env=without | variables, counts=True)
+
+
+def said(worker: Worker) -> Path:
+    """Wait for the folder that it was told to count in."""
+    while not (line := worker.log.read_text().strip()):
+        worker.check()
+    return Path(line)
+
+
+def test_the_folder_it_counts_in_goes_with_it() -> None:
+    each = counting()
     each.start()
     try:
-        while not (words := each.log.read_text().split()):
-            each.check()
-        here, there = words
-        assert there == "stays"
-        assert [*Path(here).iterdir()] == []
+        folder = said(each)
+        assert [*folder.iterdir()] == []
     finally:
         each.stop()
-    assert not Path(here).exists()
+    assert not folder.exists()
+
+
+def test_the_folder_it_counts_in_goes_when_we_die() -> None:
+    code = """
+        import time
+        from tests.workers.test_launch import counting, said
+        each = counting()
+        each.start()
+        print(said(each), flush=True)
+        time.sleep(600)
+    """
+    with subprocess.Popen(script(code), stdout=subprocess.PIPE, cwd=ROOT) as parent:
+        assert parent.stdout is not None
+        folder = Path(parent.stdout.readline().decode().strip())
+        assert folder.is_dir()
+        parent.kill()
+    eventually(lambda: not folder.exists())
+
+
+def test_a_folder_to_count_in_that_is_named_is_its_owners(tmp_path: Path) -> None:
+    each = counting(**{VARIABLE: str(tmp_path)})
+    each.start()
+    try:
+        assert said(each) == tmp_path
+    finally:
+        each.stop()
+    assert tmp_path.is_dir()

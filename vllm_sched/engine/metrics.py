@@ -17,7 +17,6 @@ import logging
 import os
 import re
 import shutil
-import tempfile
 from collections import defaultdict
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
@@ -25,9 +24,10 @@ from typing import Any, Final, TypeAlias
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, values
 
+from vllm_sched import metrics_folder
+
 logger = logging.getLogger("vllm.vllm_sched")
 
-FOLDER: Final = "PROMETHEUS_MULTIPROC_DIR"
 PREFIX: Final = "vllm_sched_"
 # As vLLM labels its own.
 ENGINE_LABELS: Final = ("model_name", "engine")
@@ -262,12 +262,12 @@ class Metrics:
 
 def reaches_the_server() -> bool:
     """Tell whether what is counted here will be on /metrics; log how to have it if not."""
-    if os.environ.get(FOLDER):
+    if os.environ.get(metrics_folder.VARIABLE):
         return True
     logger.info(
         "vllm_sched_* metrics are off: start with `vllm-sched serve`, or set %s to an empty "
         "folder before `vllm serve`, to have them on /metrics",
-        FOLDER,
+        metrics_folder.VARIABLE,
     )
     return False
 
@@ -277,10 +277,10 @@ def open_folder() -> None:
 
     A folder that is named already is its owner's to empty.
     """
-    if os.environ.get(FOLDER):
+    if os.environ.get(metrics_folder.VARIABLE):
         return
-    folder = tempfile.mkdtemp(prefix="vllm-sched-metrics-")
-    os.environ[FOLDER] = folder
+    folder = metrics_folder.make()
+    os.environ[metrics_folder.VARIABLE] = str(folder)
     # Decided when prometheus_client was first imported, which importing vLLM did.
     values.ValueClass = values.get_value_class()  # type: ignore[no-untyped-call]
     owner = os.getpid()

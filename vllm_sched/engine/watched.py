@@ -258,7 +258,10 @@ class Seen:
         for lanes in self._lanes.values():
             for policy, lane in zip(self.policies, lanes or self._no_lanes, strict=True):
                 came_from[policy.name, lane or ALL] += 1
-        held = gauges["requests_held"] = defaultdict(float)
+        none: dict[tuple[str, ...], float] = {
+            (p.name, reason): 0.0 for p in self.policies for reason in p.held_reasons
+        }
+        held = gauges["requests_held"] = defaultdict(float, none)
         for lanes, hold in self._holds.items():
             # Where all slots are taken it is no policy that they wait for.
             if hold.closed and not full and (waiting_here := queue.here[lanes]):

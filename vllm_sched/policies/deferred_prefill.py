@@ -122,6 +122,7 @@ class DeferredPrefill(Policy):
 
     name: ClassVar[str] = "deferred_prefill"
     settings_type: ClassVar[type[Settings]] = DeferredPrefillSettings
+    held_reasons = ("departures", "probe")
     settings: DeferredPrefillSettings
 
     def __init__(self, facts: EngineFacts, settings: DeferredPrefillSettings) -> None:

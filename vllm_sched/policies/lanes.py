@@ -76,6 +76,7 @@ class Lanes(Policy):
 
     name: ClassVar[str] = "lanes"
     settings_type: ClassVar[type[Settings]] = LanesSettings
+    held_reasons = ("others_wait", "reserve")
     settings: LanesSettings
     arranges = True
     classes = True

@@ -107,6 +107,7 @@ class LongPrompt(Policy):
 
     name: ClassVar[str] = "long_prompt"
     settings_type: ClassVar[type[Settings]] = LongPromptSettings
+    held_reasons = ("long_limit", "shorts_first")
     settings: LongPromptSettings
 
     def __init__(self, facts: EngineFacts, settings: LongPromptSettings) -> None:

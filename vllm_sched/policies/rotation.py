@@ -57,6 +57,7 @@ class Rotation(Policy):
 
     name: ClassVar[str] = "rotation"
     settings_type: ClassVar[type[Settings]] = RotationSettings
+    held_reasons = ("kv_of_prefills",)
     settings: RotationSettings
     arranges = True
 

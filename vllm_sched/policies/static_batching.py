@@ -44,6 +44,7 @@ class StaticBatching(Policy):
 
     name: ClassVar[str] = "static_batching"
     settings_type: ClassVar[type[Settings]] = StaticBatchingSettings
+    held_reasons = ("batch_full", "batch_running")
     settings: StaticBatchingSettings
 
     def __init__(self, facts: EngineFacts, settings: StaticBatchingSettings) -> None:

@@ -144,6 +144,8 @@ class Policy:
 
     name: ClassVar[str]
     settings_type: ClassVar[type[Settings]] = Settings
+    # Why its gates may be closed: the metrics show each as 0 from the first step on.
+    held_reasons: ClassVar[tuple[str, ...]] = ()
     # Whether running requests are arranged before each step: decodes first, then by `rank`.
     arranges: bool = False
     # Whether prefills stand before decodes, so that they get all they can use of the budget.
@@ -213,5 +215,5 @@ class Policy:
         return {}
 
     def held_reason(self, lane: str) -> str:
-        """Say in a word or two, out of few, why this lane's gate is closed."""
+        """Say why this lane's gate is closed, in one of `held_reasons`."""
         return "held"

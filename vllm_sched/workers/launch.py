@@ -32,6 +32,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Self
 
+from vllm_sched import metrics_folder
 from vllm_sched.errors import UsageError, VllmSchedError
 from vllm_sched.policies.registry import parse_settings
 from vllm_sched.workers.flags import key, names
@@ -64,8 +65,6 @@ CPU_ENV = {
 }
 # Methods of speculative decoding that vLLM turns asynchronous scheduling off for.
 SYNCHRONOUS_DRAFTS = ("ngram", "medusa", "mlp_speculator", "suffix", "custom_class")
-# Where engine and server share what they count; theirs to make where nobody names one.
-METRICS_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
 # What the engine is asked for a trace by, and the seconds that it gets to end in: vLLM gives none.
 TRACE_VARIABLE = "VLLM_SCHED_TRACE"
 SHUTDOWN = "--shutdown-timeout"
@@ -77,7 +76,7 @@ QUIET_ENV = {
 }
 
 # Reads until its end of the pipe closes, which the kernel does for us however we die.
-GUARD = 'read -r _; kill -s TERM -- "-$0"; sleep 3; kill -s KILL -- "-$0"; rm -rf -- "$1"'
+GUARD = 'read -r _; kill -s TERM -- "-$0"; sleep 3; kill -s KILL -- "-$0"; rm -rf -- "$@"'
 
 
 class WorkerError(VllmSchedError):
@@ -145,7 +144,7 @@ class Worker:
         cpus: Sequence[int] = (),
         log: Path | None = None,
         health: str = "/health",
-        folder_variables: Sequence[str] = (),
+        counts: bool = False,
         deadline_s: float = READY_S,
         grace_s: float = GRACE_S,
     ) -> None:
@@ -158,10 +157,11 @@ class Worker:
         self.deadline_s = deadline_s
         self.grace_s = grace_s
         self._env = dict(os.environ if env is None else env)
-        # Each is set to an empty folder that goes when the family does, unless it is set already.
-        self._folder_variables = [name for name in folder_variables if not self._env.get(name)]
+        # Of its own, and gone when the family is, unless one is named already.
+        self._wants_metrics_folder = counts and not self._env.get(metrics_folder.VARIABLE)
         self._log = log
         self._folder: Path | None = None
+        self._metrics_folder: Path | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._guard: subprocess.Popen[bytes] | None = None
         self._stopping = False
@@ -185,14 +185,15 @@ class Worker:
         # Also the working directory: `python -m` would import from wherever it is started.
         self._folder = Path(tempfile.mkdtemp(prefix="vllm-sched-worker-"))
         self._stopping = False
-        own = {name: self._folder / name.lower() for name in self._folder_variables}
-        for folder in own.values():
-            folder.mkdir()
+        own = {}
+        if self._wants_metrics_folder:
+            self._metrics_folder = metrics_folder.make()
+            own[metrics_folder.VARIABLE] = str(self._metrics_folder)
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
                 self.command,
                 cwd=self._folder,
-                env=self._env | {name: str(folder) for name, folder in own.items()},
+                env=self._env | own,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -201,7 +202,7 @@ class Worker:
         if self.cpus:  # before it has children or threads, which inherit it
             os.sched_setaffinity(self._process.pid, self.cpus)
         self._guard = subprocess.Popen(
-            ["sh", "-c", GUARD, str(self._process.pid), str(self._folder)],
+            ["sh", "-c", GUARD, str(self._process.pid), *map(str, self._folders)],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -254,9 +255,13 @@ class Worker:
             # Only now: the guard stays on duty until there is nothing left to guard.
             guard.kill()
             guard.communicate()
-        folder, self._folder = self._folder, None
-        if folder is not None:
+        for folder in self._folders:
             shutil.rmtree(folder, ignore_errors=True)
+        self._folder = self._metrics_folder = None
+
+    @property
+    def _folders(self) -> list[Path]:
+        return [folder for folder in (self._folder, self._metrics_folder) if folder is not None]
 
     def _error(self, what: str) -> WorkerError:
         return WorkerError("\n".join([f"{what}; the end of its log:", *_tail(self.log)]))
@@ -329,7 +334,7 @@ def worker(
         env={**QUIET_ENV, **(CPU_ENV if on_a_cpu else {}), **os.environ, **(env or {})},
         cpus=cpus,
         log=log,
-        folder_variables=[METRICS_VARIABLE],
+        counts=True,
         deadline_s=deadline_s,
     )
 
