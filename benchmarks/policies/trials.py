@@ -110,8 +110,7 @@ async def lanes(model: str, rounds: int, seed: int, narrator: Narrator) -> Verdi
             for each in order:
                 narrator.step(f"round {number} of {rounds}, {each.role}")
                 plan = plans[each.role]
-                load = plan.workload if number else plan.workload.shrunk()
-                found = await play_round(each, plan, load, number, narrator)
+                found = await play_round(each, plan, plan.workload, number, narrator)
                 if number:
                     each.rounds.append(found)
     contest = Contest(plans["both"], list(played.values()))

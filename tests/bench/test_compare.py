@@ -88,6 +88,11 @@ async def test_an_interruption_stops_them_all() -> None:
 
 async def test_rounds_alternate_after_a_warm_up_of_each(monkeypatch: pytest.MonkeyPatch) -> None:
     played: list[tuple[str, int]] = []
+    rests: list[float] = []
+
+    async def rest(seconds: float) -> None:
+        rests.append(seconds)
+        assert len(rests) == len(played) + 1  # before each: the other side spins for a while
 
     async def play(url: str, _: str, workload: Workload, number: int, **__: object) -> Round:
         played.append((url, number))
@@ -95,6 +100,7 @@ async def test_rounds_alternate_after_a_warm_up_of_each(monkeypatch: pytest.Monk
         return Round(number, ())
 
     monkeypatch.setattr(compare, "play", play)
+    monkeypatch.setattr(compare.asyncio, "sleep", rest)
     a, b = fakes("a", "b")
     a.url, b.url = "a", "b"
     sides = [Contender(w.name, "", w) for w in (a, b)]
@@ -102,6 +108,7 @@ async def test_rounds_alternate_after_a_warm_up_of_each(monkeypatch: pytest.Monk
     warm_ups = [("a", 0), ("b", 0)]
     rounds = [("a", 1), ("b", 1), ("b", 2), ("a", 2), ("a", 3), ("b", 3)]
     assert played == warm_ups + rounds
+    assert rests == [compare.REST_S] * 8
     assert [[r.number for r in side.rounds] for side in sides] == [[1, 2, 3]] * 2
 
 
@@ -112,6 +119,7 @@ async def test_a_dead_worker_is_one_error(monkeypatch: pytest.MonkeyPatch) -> No
         raise WorkerError("a died")
 
     monkeypatch.setattr(dead, "check", check)
+    monkeypatch.setattr(compare, "REST_S", 0.0)
     with pytest.raises(WorkerError, match="a died"):
         await compare.measure([Contender("a", "", dead)], Plan("m", long_blocks_short()), quiet())
 

@@ -65,15 +65,6 @@ def test_prompts_have_their_length_and_ordinary_tokens() -> None:
     assert all(token in TOKEN_IDS for prompt in prompts for token in prompt)
 
 
-def test_the_shrunk_workload_has_the_same_shape_and_other_prompts() -> None:
-    workload = long_blocks_short()
-    small = workload.shrunk()
-    assert [a.klass for a in small.arrivals] == [a.klass for a in workload.arrivals]
-    assert sum(a.prompt_tokens for a in small.arrivals) < 5_000
-    assert min(a.output_tokens for a in small.arrivals) >= 8
-    assert small.prompts(1)[0][:8] != workload.prompts(1)[0][:8]
-
-
 def test_build_by_name() -> None:
     assert build("long-blocks-short", longs=1, seed=3) == long_blocks_short(longs=1, seed=3)
 

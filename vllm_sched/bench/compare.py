@@ -1,7 +1,8 @@
 """Play one workload against two schedulers, on this machine, in turns.
 
 Both workers are alive all the time and one of them works at a time: A B, B A, A B. What the
-machine does to one side of a round (a neighbour, a clock that throttles) it does to the other.
+machine does to one side of a round (a neighbour, a clock that throttles) it does to the other; what
+one side does to the machine is over before the other begins.
 """
 
 from __future__ import annotations
@@ -30,6 +31,9 @@ if TYPE_CHECKING:
     from vllm_sched.bench.workloads import Workload
 
 LONE_SAMPLES = 20
+# Processes of vLLM wait for a step by spinning, until a second after the last: where cores are few
+# the side that played before would play against the next one.
+REST_S = 1.5
 # A client held up for longer than this has seen pauses that no worker made.
 STALL_LIMIT_S = 0.1
 
@@ -274,6 +278,7 @@ async def play_round(
     each: Contender, plan: Plan, workload: Workload, number: int, narrator: Narrator
 ) -> Round:
     """Play a round against one of them; round 0 warms up."""
+    await asyncio.sleep(REST_S)
     each.worker.check()  # a dead worker is one clear error, not one for every request
     done = 0
 

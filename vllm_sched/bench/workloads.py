@@ -63,22 +63,6 @@ class Workload:
         rng = random.Random(f"{self.name}/{self.seed}/{round_number}/lone")
         return [rng.choices(TOKEN_IDS, k=self.lone_prompt_tokens) for _ in range(count)]
 
-    def shrunk(self, factor: int = 6) -> Workload:
-        """Return the same shape at a fraction of the size: a round to throw away."""
-        return replace(
-            self,
-            seed=self.seed + 1,
-            arrivals=tuple(
-                replace(
-                    arrival,
-                    at=arrival.at / factor,
-                    prompt_tokens=max(8, arrival.prompt_tokens // factor),
-                    output_tokens=max(8, arrival.output_tokens // factor),
-                )
-                for arrival in self.arrivals
-            ),
-        )
-
 
 def long_blocks_short(
     *,
