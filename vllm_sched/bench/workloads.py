@@ -7,7 +7,7 @@ a seed fixes them for another machine and another day.
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from vllm_sched.errors import UsageError
