@@ -41,5 +41,11 @@ def test_a_feature_never_seen_costs_nothing() -> None:
     assert solve([(1.0, 0.0), (2.0, 0.0)], [1.0, 2.0]) == pytest.approx([1.0, 0.0])
 
 
+def test_a_feature_long_forgotten_costs_nothing() -> None:
+    tiny = 5e-324
+    found = non_negative([[1.0, tiny], [tiny, tiny]], [1.0, tiny], [0.0, 0.0])
+    assert found == pytest.approx([1.0, 0.0])
+
+
 def test_features_that_are_the_same_share() -> None:
     assert sum(solve([(1.0, 1.0), (2.0, 2.0)], [1.0, 2.0])) == pytest.approx(1.0)

@@ -52,7 +52,7 @@ def test_prefill_before_a_base_is_known_teaches_nothing() -> None:
     assert pace.per_token is None
 
 
-@pytest.mark.parametrize("context", [0, 3_000, 12_000, 50_000])
+@pytest.mark.parametrize("context", [0, 3_000, 12_000, 40_000])
 def test_finds_the_model_it_was_fed(context: int) -> None:
     chunk = trained().chunk_within(0.05, context)
     assert chunk is not None
@@ -84,11 +84,18 @@ def test_a_prompt_far_on_is_sized_for_reading_it_again_too(seed: int) -> None:
 
 def test_a_prompt_so_far_on_that_reading_it_takes_all_the_time_moves_on() -> None:
     pace = StepPace(base=BASE, per_token=PER_TOKEN, per_pair=PER_PAIR, per_read=PER_READ)
-    context = 100_000
+    context = 40_000
     tokens = pace.chunk_within(0.05, context)
     assert tokens is not None
     work = seconds([Chunk(tokens, context)]) - BASE
     assert work == pytest.approx(min(PER_READ * context, 0.05), rel=0.05)
+
+
+@pytest.mark.parametrize(("context", "least"), [(0, 1), (1_280, 10), (6_144, 48), (100_000, 48)])
+def test_a_chunk_far_on_is_never_a_trifle(context: int, least: int) -> None:
+    """The fit may take reading for attention, which a smaller chunk would have less of."""
+    mistaken = StepPace(base=BASE, per_token=PER_TOKEN, per_pair=10 * PER_PAIR)
+    assert mistaken.chunk_within(BASE + 1.5 * PER_TOKEN, context) == least
 
 
 def test_it_is_solved_once_when_asked_and_not_in_each_step(

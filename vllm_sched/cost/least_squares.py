@@ -5,6 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+# What is forgotten by a factor each time never reaches nothing: it ends as the smallest of numbers,
+# whose ratios mean nothing.
+FORGOTTEN = 1e-200
+
 
 def non_negative(
     matrix: Sequence[Sequence[float]],
@@ -20,7 +24,7 @@ def non_negative(
     out, one of `rather` is.
     """
     found = [0.0] * len(right)
-    used = [index for index in range(len(right)) if matrix[index][index] > 0]
+    used = [index for index in range(len(right)) if matrix[index][index] > FORGOTTEN]
     # Scaled to a diagonal of ones: pairs of tokens are in the millions.
     scale = {index: 1 / math.sqrt(matrix[index][index]) for index in used}
     while used:

@@ -27,6 +27,9 @@ SHORT_S = 0.030
 # latter. To read a token again takes less than so much of what it takes to compute one.
 RIDGE = (1e-5, 1e-5, 0.1)
 MOST_READ = 0.05
+# Far on in a prompt a chunk has so many tokens, however long they take: with less, reading what is
+# before it again would be most of the work. Once chunks are small the fit can't tell.
+LEAST_FAR_ON, LEAST_PER_CONTEXT = 48, 1 / 128
 # Below this many prefill tokens a step's time is mostly fixed cost and noise.
 ENOUGH_TOKENS = 16
 
@@ -107,7 +110,10 @@ class StepPace:
         # The positive root of: per_pair/2 x² + (per_token + per_pair context) x = time_left
         linear = per_token + per_pair * context
         root = math.sqrt(linear * linear + 2 * per_pair * time_left)
-        return int(2 * time_left / (linear + root)) if linear + root else None
+        if not linear + root:
+            return None
+        least = min(LEAST_FAR_ON, int(context * LEAST_PER_CONTEXT))
+        return max(int(2 * time_left / (linear + root)), least)
 
     def _coefficients(self) -> tuple[float | None, float, float]:
         if self._stale:
