@@ -5,8 +5,9 @@
 
 It serves nobody itself. A process that dies is begun again, after pauses that grow while it dies
 young, and what it had charged is released at once; if it led, another one leads. One whose loop
-stands still for long is killed: its share of the connections would wait for ever. When the
-supervisor goes, in whatever way, its processes hear the line go dead, and drain.
+stands still for long is killed: its share of the connections would wait for ever. So is one that
+has begun and does not come to serve. When the supervisor goes, in whatever way, its processes hear
+the line go dead, and drain.
 """
 
 from __future__ import annotations
@@ -56,6 +57,7 @@ GROWN_S = 60.0  # one that dies later than that is begun again as the first time
 ANSWER_S = 2.0  # that a question may take
 GRACE_S = 5.0  # for what was told to end
 STILL_S, LOOK_S = 30.0, 1.0  # a loop that stands still so long; between two looks
+BORN_S = 120.0  # that one may take from its beginning until it serves, on whatever machine
 MOST_LATE = 5  # looks that one may come late, before it was the machine that stood still
 MUCH = 8 << 20  # bytes that a process may leave unread before it is told no more of workers
 
@@ -88,7 +90,7 @@ class Child:
         self.joined = False
         self.serving = False
         self.missed = False  # something of what the leader said
-        self.began = asyncio.get_running_loop().time()
+        self.began = time.monotonic()
 
     def __repr__(self) -> str:
         """Name it, as logs do."""
@@ -158,6 +160,7 @@ class Supervisor:
         self._table = Table.make(self.processes)
         self._keepers = [asyncio.create_task(self._keep(i)) for i in range(self.processes)]
         watching = asyncio.create_task(self._watch())
+        watching.add_done_callback(_complain)
         self._tasks.add(watching)
         served = asyncio.create_task(self._all_serve.wait())
         await asyncio.wait([served, *self._keepers], return_when=asyncio.FIRST_COMPLETED)
@@ -267,10 +270,9 @@ class Supervisor:
             self._gone(child)
             if self._ending:
                 return
-            if not self._all_serve.is_set():
+            if not (child.serving or self._all_serve.is_set()):
                 return  # it never will: see `start`
-            lived_s = asyncio.get_running_loop().time() - child.began
-            if lived_s > GROWN_S:
+            if child.serving and time.monotonic() - child.began > GROWN_S:
                 pause_s = FIRST_PAUSE_S
             logger.error("%s ended (%s); another begins in %g s", child, _how(status), pause_s)
             self.restarts += 1
@@ -308,7 +310,7 @@ class Supervisor:
         return child
 
     async def _watch(self) -> None:
-        """Kill those whose loop stands still, unless all did, this one too."""
+        """Kill those whose loop stands still, or never began, unless all did, this one too."""
         looked = since = time.monotonic()
         while True:
             await asyncio.sleep(LOOK_S)
@@ -318,7 +320,12 @@ class Supervisor:
             looked = now
             for child in self._children.values():
                 alive_at = self._table.sheet(child.index).count(ALIVE)
-                if child.serving and alive_at and max(alive_at, since) < now - STILL_S:
+                if not child.serving:
+                    if max(child.began, since) < now - BORN_S:
+                        born_s = now - child.began
+                        logger.error("%s does not serve after %d s; it is killed", child, born_s)
+                        child.process.kill()
+                elif alive_at and max(alive_at, since) < now - STILL_S:
                     logger.error("%s stood still for %d s; it is killed", child, now - alive_at)
                     child.process.kill()
 
@@ -450,6 +457,11 @@ class Supervisor:
         ):
             total[name] = pages.Family(family.kind, family.help, {name: value})
         return pages.write(total, openmetrics=openmetrics)
+
+
+def _complain(watching: asyncio.Task[None]) -> None:
+    if not watching.cancelled() and (error := watching.exception()) is not None:
+        logger.error("nobody watches the processes any more: %s", error, exc_info=error)
 
 
 def _how(status: int) -> str:

@@ -99,6 +99,7 @@ async def test_one_process_of_two_is_killed_under_load_of_tenants(tmp_path: Path
     crowd, over = Crowd(port, 7, keys=tuple(KEYS.values())), asyncio.Event()
     try:
         await serves(port)
+        await until(lambda: "admin http" in log.read_text())  # said once both serve
         asked = [asyncio.create_task(crowd.play(n, over.is_set)) for n in range(CLIENTS)]
         await until(lambda: crowd.outcomes[WHOLE] > 50 and names.SEEN in log.read_text())
         no_names.unlink()

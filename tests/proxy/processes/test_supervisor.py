@@ -79,6 +79,60 @@ async def test_one_that_stands_still_is_killed_and_another_begins(
     assert kept.pids == []
 
 
+async def test_one_that_is_killed_while_others_have_yet_to_begin_is_followed_by_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    begin, may_begin = asyncio.create_subprocess_exec, asyncio.Event()
+
+    async def one_late(*args: str, **named: Any) -> asyncio.subprocess.Process:
+        if args[3] == "1":
+            await may_begin.wait()
+        return await begin(*args, **named)
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", one_late)
+    kept = Supervisor(config(), None)
+    starting = asyncio.create_task(kept.start())
+    try:
+        children = kept._children
+        await eventually(lambda: children and children[0].serving, within=DEADLINE_S)
+        os.kill(kept.pids[0], signal.SIGKILL)
+        await eventually(lambda: kept.restarts == 1, within=DEADLINE_S)
+        may_begin.set()
+        await starting
+        assert len(kept.pids) == 2
+    finally:
+        await kept.stop()
+
+
+async def test_one_that_begins_and_never_serves_is_killed_and_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    script = tmp_path / "python"
+    script.write_text("#!/bin/sh\nexec sleep 1000\n")
+    script.chmod(0o755)
+    for name, seconds in (("LOOK_S", 0.05), ("FIRST_PAUSE_S", 0.05)):
+        monkeypatch.setattr(module, name, seconds)
+    kept = Supervisor(config(), None)
+    await kept.start()
+    try:
+        with monkeypatch.context() as stuck, caplog.at_level(logging.ERROR):
+            stuck.setattr(module, "BORN_S", 0.2)
+            stuck.setattr(module.sys, "executable", str(script))
+            os.kill(kept.pids[0], signal.SIGKILL)
+            await eventually(lambda: kept.restarts == 3, within=DEADLINE_S)
+        assert caplog.text.count("does not serve after 0 s; it is killed") >= 2
+        for pause_s in (0.05, 0.1, 0.2):
+            assert f"another begins in {pause_s} s" in caplog.text
+        monkeypatch.setattr(module, "BORN_S", DEADLINE_S / 3)  # one more may have begun so
+        serve = kept._children.values
+        await eventually(
+            lambda: [each.serving for each in serve()] == [True] * 2, within=DEADLINE_S
+        )
+    finally:
+        await kept.stop()
+    assert kept.pids == []
+
+
 async def test_one_that_can_not_begin_again_is_tried_until_it_can(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
