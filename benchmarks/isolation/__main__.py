@@ -4,15 +4,18 @@
     python -m benchmarks.isolation --rounds 0 --identical 100
 
 Two general workers under least_loaded, and one prefill and one decode worker, on the same two
-processors, in turns: four streams run while 12,000-token prompts and short ones arrive. Then the
-same prompts by every route, token by token: one worker, two, a short and a long one, and all handed
-over, which is counted. 11 GB of memory; nothing else should run.
+processors, in turns: four streams run while 12,000-token prompts and short ones arrive. Each line
+of what was promised is judged: gaps, times to first token, and what the router itself tells of its
+transfers and of what it predicted. Then the same prompts by every route, token by token: one
+worker, two, a short and a long one, and all handed over, which is counted. 11 GB of memory; nothing
+else should run.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import os
 import sys
 import tempfile
@@ -21,7 +24,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from benchmarks.isolation import identical, stage, verdict
+from benchmarks.isolation import identical, moved, stage, verdict
+from benchmarks.policies import promise
 from vllm_sched.bench import report
 from vllm_sched.bench.compare import Comparison, Narrator, Plan, measure, running
 from vllm_sched.errors import VllmSchedError
@@ -31,7 +35,7 @@ BUSY = 1.0  # load average above which the figures are worth little
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure and print; 1 when a request failed, an answer was another, or came another way."""
+    """Measure, judge and print; 1 when a request failed, was answered otherwise or another way."""
     args = _arguments(argv)
     console = Console(width=None if sys.stdout.isatty() else 150)
     busy = os.getloadavg()[0]
@@ -40,23 +44,27 @@ def main(argv: Sequence[str] | None = None) -> int:
             tempfile.TemporaryDirectory(prefix="isolation-") as folder,
             Narrator(console) as narrator,
         ):
-            result, found = asyncio.run(_run(args, Path(folder), narrator))
+            measured, found = asyncio.run(_run(args, Path(folder), narrator))
     except VllmSchedError as error:
         console.print(f"isolation: {error}", style="red", markup=False, highlight=False)
         return 1
     failed = False
-    if result is not None:
+    if measured is not None:
+        result, transfers = measured
         labels = [each.label for each in result.sides]
         console.print(
             report.table(result.figures, labels, [len(each.failed) for each in result.sides])
         )
         console.print(verdict.table(result))
+        told = transfers.promises
+        console.print(promise.table("of its transfers the router says", told))
         for warning in (result.warning(), f"load average {busy:.1f} at the start" * (busy > BUSY)):
             if warning:
                 console.print(warning, style="yellow", highlight=False)
         if args.save:
-            result.save(args.save)
-        failed = result.failed
+            verdicts = [*verdict.to_json(verdict.verdicts(result)), *promise.to_json(told)]
+            args.save.write_text(json.dumps({**result.to_json(), "verdicts": verdicts}, indent=1))
+        failed = result.failed or transfers.missing
     for each in found:
         console.print(each.said, style="red" if each.wrong else None, highlight=False)
     return int(failed or any(each.wrong for each in found))
@@ -64,26 +72,31 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 async def _run(
     args: argparse.Namespace, folder: Path, narrator: Narrator
-) -> tuple[Comparison | None, list[identical.Found]]:
+) -> tuple[tuple[Comparison, moved.Moved] | None, list[identical.Found]]:
     config = stage.fleet()
-    sides = stage.sides(config, folder)
-    plan = Plan(config.model, stage.workload(seed=args.seed), args.rounds, LONE_SAMPLES)
-    result: Comparison | None = None
+    sides = stage.sides(config, folder, args.above)
+    workload = stage.workload(longs=args.longs, every_s=args.every, seed=args.seed)
+    plan = Plan(config.model, workload, args.rounds, LONE_SAMPLES)
+    measured: tuple[Comparison, moved.Moved] | None = None
     found: list[identical.Found] = []
     async with (
         running(stage.started(config, folder), narrator),
         running([side.worker for side in sides], narrator),
     ):
         if args.rounds:
+            router = sides[1].worker
+            before = await moved.connected(router.url)
             await measure(sides, plan, narrator)
-            result = Comparison(plan, *sides)
+            admin = stage.admin_url(router)
+            transfers = await moved.told(router.url, admin, before, plan, stage.token_bytes())
+            measured = Comparison(plan, *sides), transfers
         if args.identical:
             sized, handed = stage.routers(config, folder)
             async with running([sized, handed], narrator):
                 routes = stage.routes(config, sides[0].worker, sized, handed)
                 asked = identical.prompts(args.identical, args.seed)
                 found = await identical.differing(routes, asked, config.model, narrator.step)
-    return result, found
+    return measured, found
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -92,6 +105,15 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--rounds", type=int, default=3, help="that count; 0: no timing")
     parser.add_argument("--identical", type=int, default=0, metavar="N", help="prompts compared")
+    parser.add_argument("--longs", type=int, default=4, help="12,000-token prompts a round")
+    parser.add_argument("--every", type=float, default=4.0, metavar="S", help="one in so many s")
+    parser.add_argument(
+        "--above",
+        type=lambda text: text if text == "auto" else int(text),
+        default=stage.ABOVE,
+        metavar="N",
+        help="routing.disaggregate_above: a number, or auto",
+    )
     parser.add_argument("--seed", type=int, default=0, help="fixes the prompts")
     parser.add_argument("--save", type=Path, metavar="FILE", help="write every sample as JSON")
     args = parser.parse_args(argv)
@@ -99,6 +121,8 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error("--rounds and --identical: less than 0 is nothing to do")
     if not args.rounds and not args.identical:
         parser.error("--rounds 0 without --identical: nothing to do")
+    if args.longs < 1 or args.every <= 0:
+        parser.error("--longs and --every: nobody would be disturbed")
     if args.save and not args.save.parent.is_dir():
         parser.error(f"--save {args.save}: there is no folder {args.save.parent}; make it first")
     return args

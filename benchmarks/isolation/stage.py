@@ -5,18 +5,29 @@ The general ones are a short and a long one too, where routes are compared.
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
 
 from benchmarks.isolation.identical import Pass, Route
-from proxy.config import FleetConfig, LaunchConfig, RoutingConfig, TransferConfig, WorkerConfig
+from proxy.config import (
+    FleetConfig,
+    LaunchConfig,
+    RoutingConfig,
+    TransferConfig,
+    WorkerConfig,
+    parse,
+)
 from vllm_sched.bench.compare import Contender
 from vllm_sched.bench.workloads import BACKGROUND, LONG, SHORT, STEP_TOKENS, Arrival, Workload
 from vllm_sched.cli.demo import router_of
 from vllm_sched.cli.up import described, placed
+from vllm_sched.cost.kv_size import kv_bytes_per_token
 from vllm_sched.errors import UsageError
 from vllm_sched.workers.launch import Worker
+from vllm_sched.workers.tiny_model import tiny_model
 
 LENGTH = 16384
 FLAGS = (f"--max-model-len={LENGTH}", f"--max-num-batched-tokens={STEP_TOKENS}")
@@ -60,8 +71,16 @@ def started(config: FleetConfig, folder: Path) -> list[Worker]:
     return [described(config, worker, folder, folder) for worker in config.workers]
 
 
-def sides(config: FleetConfig, folder: Path) -> tuple[Contender, Contender]:
-    """Put a router before each pair."""
+def token_bytes() -> int:
+    """Count the bytes that a token's KV cache takes on these workers."""
+    config = json.loads((tiny_model() / "config.json").read_text())
+    return kv_bytes_per_token(config, "float32")
+
+
+def sides(
+    config: FleetConfig, folder: Path, above: int | Literal["auto"] = ABOVE
+) -> tuple[Contender, Contender]:
+    """Put a router before each pair; `above` is the second one's `disaggregate_above`."""
     general, halves = config.workers[:2], config.workers[2:]
     whole = config.model_copy(
         update={
@@ -71,12 +90,18 @@ def sides(config: FleetConfig, folder: Path) -> tuple[Contender, Contender]:
         }
     )
     handed = config.model_copy(
-        update={"workers": halves, "routing": RoutingConfig(disaggregate_above=ABOVE)}
+        update={"workers": halves, "routing": RoutingConfig(disaggregate_above=above)}
     )
     return (
         Contender("baseline", "2 general, least_loaded", router_of(whole, folder, "general")),
         Contender("candidate", "1 prefill + 1 decode", router_of(handed, folder, "halves")),
     )
+
+
+def admin_url(router: Worker) -> str:
+    """Where a router of these tells what it has decided."""
+    admin = parse(Path(router.command[-1]).read_text(), router.command[-1]).router.admin
+    return f"http://{admin.host}:{admin.port}"
 
 
 def routers(config: FleetConfig, folder: Path) -> tuple[Worker, Worker]:
@@ -131,9 +156,9 @@ def workload(
     shorts_per_long: int = 4,
     seed: int = 0,
 ) -> Workload:
-    """Four streams run; a long prompt comes when the one before is done, and shorts all along.
+    """Four streams run; a long prompt comes every few seconds, and shorts all along.
 
-    The longs don't wait for each other, so that what one takes is its own prefill.
+    On a machine that takes longer for one, longs wait for each other: see `verdict`.
     """
     arrivals: Sequence[Arrival] = [
         *(Arrival(0.0, BACKGROUND, 24, decoded) for _ in range(decodes)),

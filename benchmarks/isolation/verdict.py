@@ -1,22 +1,32 @@
-"""What was promised of a hand-over, and what this run shows."""
+"""What was promised of a hand-over, and what this run shows.
+
+How long a prompt's prefill takes is told by those that find a worker without another long one:
+from their arrival to their first token, the transfer included. One that comes while another is
+prefilled waits for that too; how long all of them take, waits included, stands beside it.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from rich import box
 from rich.table import Table
 
 from vllm_sched.bench import report
 from vllm_sched.bench.compare import Comparison
+from vllm_sched.bench.runner import Record, Round
 from vllm_sched.bench.workloads import BACKGROUND, LONG, SHORT
 
 EACH_LONG = 1.15  # times what one takes on a general worker
+# Workers that prefill, on either side.
+GENERAL, PREFILL = 2, 1
 # (what, group, measure, at most)
 PROMISED = (
     ("p99 between two tokens of a running decode", BACKGROUND, "ITL p99", 0.15),
     ("longest gap of a running decode", BACKGROUND, "ITL max", 1.0),
-    ("a 12,000-token prompt, to its first token, p50", LONG, "TTFT p50", EACH_LONG),
+    ("a long prompt, its wait for others included, p50", LONG, "TTFT p50", EACH_LONG),
     ("a short prompt, to its first token, p50", SHORT, "TTFT p50", 1.0),
     ("a short prompt, to its first token, p99", SHORT, "TTFT p99", 1.0),
 )
@@ -45,17 +55,49 @@ def verdicts(result: Comparison) -> list[Verdict]:
         line = report.figure(result.figures, group, measure)
         found.append(Verdict(what, line.baseline, line.candidate, line.ratio, at_most))
         if group == LONG:
-            found.append(slowest(result))
+            found += prefills(result)
     return found
 
 
-def slowest(result: Comparison) -> Verdict:
-    """Judge each of the long prompts: the slowest of them by the median on general workers."""
-    theirs, ours = (report.ttfts(side.rounds, LONG) for side in result.sides)
-    median, most = report.percentile(theirs, 50), max(ours, default=None)
-    ratio = most / median if most is not None and median else None
-    what = "the slowest of them, beside the general workers' median"
-    return Verdict(what, median, most, ratio, EACH_LONG)
+def prefills(result: Comparison) -> list[Verdict]:
+    """Judge the long prompts that waited for no other: half of them, and each."""
+    theirs, ours = (
+        unhindered(side.rounds, workers)
+        for side, workers in zip(result.sides, (GENERAL, PREFILL), strict=True)
+    )
+    who = f"those that wait for no other ({len(theirs)}; {len(ours)})"
+    median, half = report.percentile(theirs, 50), report.percentile(ours, 50)
+    slowest = max(ours, default=None)
+    return [
+        Verdict(f"{who}, p50", median, half, report.ratio_of(half, median), EACH_LONG),
+        Verdict(
+            "each of them: the slowest, beside the general workers' p50",
+            median, slowest, report.ratio_of(slowest, median), EACH_LONG,
+        ),
+    ]  # fmt: skip
+
+
+def unhindered(rounds: Sequence[Round], workers: int) -> list[float]:
+    """List times to first token of long prompts that found a worker without another one."""
+    found = []
+    for played in rounds:
+        longs = sorted(
+            (each for each in played.records if each.klass == LONG), key=lambda each: each.sent
+        )
+        for index, each in enumerate(longs):
+            ahead = sum(_is_prefilled_at(each.sent, other) for other in longs[:index])
+            if ahead < workers and each.ttft is not None and not each.error:
+                found.append(each.ttft)
+    return found
+
+
+def _is_prefilled_at(now: float, record: Record) -> bool:
+    return record.first_token is None or record.first_token > now
+
+
+def to_json(found: Sequence[Verdict]) -> list[dict[str, Any]]:
+    """Write verdicts down."""
+    return [{**asdict(each), "kept": each.kept} for each in found]
 
 
 def table(result: Comparison) -> Table:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from rich import box
 from rich.table import Table
@@ -32,6 +33,11 @@ class Promise:
         """The bound in words."""
         limits = (("at most", self.at_most), ("at least", self.at_least))
         return ", ".join(f"{words} {limit:.3g}" for words, limit in limits if limit is not None)
+
+
+def to_json(promises: Sequence[Promise]) -> list[dict[str, Any]]:
+    """Write promises down."""
+    return [{**asdict(each), "kept": each.kept} for each in promises]
 
 
 def table(title: str, promises: Sequence[Promise]) -> Table:

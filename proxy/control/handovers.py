@@ -71,7 +71,8 @@ class Handovers:
         if handover is None:
             return
         step_s = lease.worker.pace.step_s(lease.worker.decoding)
-        self._of(self.transfers, lease).observe(max(now - lease.charged_at - step_s, 0.0))
+        seconds = handover.transferred_s = max(now - lease.charged_at - step_s, 0.0)
+        self._of(self.transfers, lease).observe(seconds)
         self._of(self.predicted, lease).observe(handover.transfer_s)
 
     def arrived(self, lease: Lease) -> Handover | None:

@@ -37,6 +37,7 @@ class Entry:
     prefill_worker: str | None = None  # of a hand-over; `worker` is the one that decodes
     prefill_s: float | None = None  # predicted, as is the next
     transfer_s: float | None = None
+    transferred_s: float | None = None  # as it was seen, where the answer is a stream
     long: bool = False
     tenant: str | None = None
 
@@ -44,12 +45,12 @@ class Entry:
 # Its values in their order: to make an `Entry` costs more, and hardly one is ever read.
 Row = tuple[
     str, float, str, str, str | None, Reason, int, int, int, bool, int | None,
-    float | None, float | None, float, float, str | None, float | None, float | None, bool,
-    str | None,
+    float | None, float | None, float, float, str | None, float | None, float | None, float | None,
+    bool, str | None,
 ]  # fmt: skip
 
-Halves = tuple[str | None, float | None, float | None]
-NO_HALVES: Halves = (None, None, None)
+Halves = tuple[str | None, float | None, float | None, float | None]
+NO_HALVES: Halves = (None, None, None, None)
 
 
 class Recent:
@@ -79,7 +80,10 @@ class Recent:
         if decision is not None:
             worker, predicted_s = decision.worker.name, decision.predicted_ttft_s
             if (handover := decision.handover) is not None:
-                halves = handover.prefill.name, handover.prefill_s, handover.transfer_s
+                halves = (
+                    handover.prefill.name, handover.prefill_s, handover.transfer_s,
+                    handover.transferred_s,
+                )  # fmt: skip
         self._rows.append(
             (
                 ask.id[:MAX_TEXT], self._clock(), ask.model[:MAX_TEXT], ask.route, worker, reason,

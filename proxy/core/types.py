@@ -173,6 +173,7 @@ class Handover:
     tokens: int  # to transfer: those that the decode worker should not have; 0 if nothing can be
     prefill_s: float  # until the prefill worker has answered, predicted
     transfer_s: float
+    transferred_s: float | None = None  # the same as it was seen, where the answer is a stream
 
 
 @dataclass(slots=True)
@@ -267,3 +268,8 @@ class Gauges:
     generation_tokens_total: float = 0.0
     preemptions_total: float = 0.0
     extra: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def computed(self) -> float:
+        """Tokens that it has prefilled and written since it was started."""
+        return self.prompt_tokens_total + self.generation_tokens_total

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -13,11 +14,14 @@ import yaml
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from benchmarks.isolation import identical, stage, verdict
+from benchmarks.isolation import identical, moved, stage, verdict
 from benchmarks.isolation.__main__ import main
 from benchmarks.isolation.identical import Pass, Route
+from benchmarks.policies import promise
 from proxy.config import parse
-from tests.bench.canned import canned_comparison
+from tests.bench.canned import canned_comparison, record
+from vllm_sched.bench.compare import Plan
+from vllm_sched.bench.runner import Round
 from vllm_sched.errors import UsageError
 from vllm_sched.workers import launch
 
@@ -83,15 +87,165 @@ def test_each_long_prompt_is_judged_by_the_slowest() -> None:
         for record in played.records
         if record.klass == "long"
     ]
-    found = verdict.slowest(compared)
-    assert (found.ratio, found.kept) == (pytest.approx(1.0), True)
+    half, slowest = verdict.prefills(compared)
+    assert (slowest.ratio, slowest.kept) == (pytest.approx(1.0), True)
     one = longs[-1]
-    one.ticks = [one.sent + 1.2 * (found.baseline or 0.0), *one.ticks[1:]]
-    found = verdict.slowest(compared)
-    assert (found.ratio, found.kept) == (pytest.approx(1.2), False)
-    by_what = {each.what: each.ratio for each in verdict.verdicts(compared)}
-    assert by_what["a 12,000-token prompt, to its first token, p50"] == pytest.approx(1.0)
-    assert by_what[found.what] == pytest.approx(1.2)
+    one.ticks = [one.sent + 1.2 * (slowest.baseline or 0.0), *one.ticks[1:]]
+    half, slowest = verdict.prefills(compared)
+    assert (half.ratio, half.kept) == (pytest.approx(1.0), True)
+    assert (slowest.ratio, slowest.kept) == (pytest.approx(1.2), False)
+    by_what = {each.what: each for each in verdict.verdicts(compared)}
+    assert by_what[slowest.what] == slowest
+    assert half.what.startswith("those that wait for no other (3; 3)")
+
+
+def sent_at(*times: float, took: float = 5.0, error: str = "") -> Round:
+    """Have long prompts come, and the first token of each some seconds after."""
+    records = [record("long", at, [at + took + index]) for index, at in enumerate(times)]
+    for each in records:
+        each.error = error
+    return Round(1, tuple(records))
+
+
+@pytest.mark.parametrize(
+    ("times", "workers", "found"),
+    [
+        ((0.0, 4.0, 8.0), 1, [5.0]),  # the second is ready at 10
+        ((0.0, 4.0, 8.0), 2, [5.0, 6.0, 7.0]),
+        ((0.0, 1.0, 2.0), 2, [5.0, 6.0]),
+        ((0.0, 5.0, 11.0), 1, [5.0, 6.0, 7.0]),
+        ((), 1, []),
+    ],
+)
+def test_what_waits_for_another_prefill_does_not_tell_how_long_one_takes(
+    times: tuple[float, ...], workers: int, found: list[float]
+) -> None:
+    assert verdict.unhindered([sent_at(*times)], workers) == pytest.approx(found)
+
+
+def test_what_failed_does_not_tell_either() -> None:
+    failed = sent_at(0.0, error="no answer")
+    assert verdict.unhindered([failed], 1) == []
+    no_longs = canned_comparison()
+    no_longs.candidate.rounds[:] = [failed]
+    assert [each.kept for each in verdict.prefills(no_longs)] == [False, False]
+
+
+# What the router says
+
+PAGE = """\
+# HELP proxy_handovers_total Hand-overs.
+proxy_handovers_total{{outcome="prefilled"}} 9
+proxy_handovers_total{{outcome="transferred"}} {0}
+proxy_handover_warmups_total{{outcome="done"}} {1}
+proxy_handover_warmups_total{{outcome="failed"}} 3
+proxy_transfer_seconds_sum{{model="tiny"}} 1.5
+proxy_transfer_seconds_count{{model="tiny"}} {0}
+proxy_predicted_transfer_seconds_count{{model="tiny"}} 7
+proxy_transfer_tokens_total{{model="tiny"}} {2}
+proxy_transfer_bytes_total{{worker="decode-0",role="decode"}} {3}
+proxy_transfer_bytes_total{{worker="prefill-0",role="prefill"}} 1000
+"""
+LONGS = 4  # a round, and one round that warms up
+
+
+def decision(predicted_s: float, seen_s: float | None, tokens: int = 12_000) -> dict[str, Any]:
+    times = {"transfer_s": predicted_s, "transferred_s": seen_s}
+    return {"prefill_worker": "prefill-0", "prompt_tokens": tokens, **times}
+
+
+def moved_by(**changed: Any) -> moved.Moved:
+    """Describe a run of which all is well but what is changed."""
+    counts = {"transferred": 8, "timed": 8, "tokens": 96_000, "bytes": 9.6e6} | changed
+    usual = [*[decision(0.01, 0.05)] * LONGS, *[decision(0.045, 0.04)] * LONGS]
+    decisions = counts.pop("decisions", usual)
+    before = moved.Counts(connections=counts.pop("connections", 1))
+    return moved.Moved(before, moved.Counts(1, **counts), 8, LONGS, decisions, 100)
+
+
+def test_what_the_router_tells_is_judged_line_by_line() -> None:
+    found = moved_by().promises
+    assert [each.kept for each in found] == [True] * 6
+    handed, timed, predicted, moved_bytes, made, first = (each.measured for each in found)
+    assert (handed, timed, made) == (8, 8, 1)
+    assert predicted == pytest.approx(0.045 / 0.04)  # of the rounds that count
+    assert moved_bytes == pytest.approx(1.0)
+    assert first == pytest.approx(0.05 / 0.04)
+    assert "as predicted (45 ms), beside that seen (40 ms)" in found[2].what
+    assert "(1.2 MB each)" in found[3].what
+    assert not moved_by().missing
+
+
+SLOW_FIRST = [decision(0.01, 2.0), *[decision(0.04, 0.04)] * 7]
+
+
+@pytest.mark.parametrize(
+    ("changed", "missed"),
+    [
+        ({"decisions": [decision(0.04, 0.04)] * 7}, {0}),
+        ({"transferred": 7}, {1}),
+        ({"timed": 7}, {1}),
+        ({"decisions": [decision(0.04 * 1.31, 0.04)] * 8}, {2}),
+        ({"decisions": [decision(0.04 * 0.69, 0.04)] * 8}, {2}),
+        ({"decisions": [decision(0.04, None)] * 8}, {2, 5}),
+        ({"bytes": 0.0}, {3}),
+        ({"bytes": 2e7}, {3}),
+        ({"tokens": 0, "bytes": 0}, {3}),
+        ({"connections": 0}, {4}),
+        ({"decisions": SLOW_FIRST}, {5}),
+    ],
+)
+def test_what_the_router_does_not_tell_or_tells_otherwise_is_missed(
+    changed: dict[str, Any], missed: set[int]
+) -> None:
+    run = moved_by(**changed)
+    kept = [each.kept for each in run.promises]
+    assert {index for index, each in enumerate(kept) if not each} == missed
+    assert run.missing == (0 in missed)
+
+
+async def test_a_router_is_asked_for_counts_and_decisions(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(moved, "PAUSE_S", 0.0)
+    monkeypatch.setattr(moved, "SETTLED_S", 0.0)
+    numbers = iter([(0, 0, 0, 0), (0, 1, 0, 0), (0, 1, 0, 0), (8, 1, 96_000, 2e8)])
+    wanted: list[dict[str, str]] = []
+
+    async def metrics(_: web.Request) -> web.Response:
+        return web.Response(text=PAGE.format(*next(numbers)))
+
+    async def decisions(request: web.Request) -> web.Response:
+        wanted.append(dict(request.query))
+        return web.json_response([decision(2.0, 2.0, 100), decision(1.0, 3.0), decision(4.0, 5.0)])
+
+    app = web.Application()
+    app.router.add_get("/metrics", metrics)
+    app.router.add_get("/admin/decisions", decisions)
+    async with TestServer(app) as server:
+        url = str(server.make_url("")).rstrip("/")
+        before = await moved.connected(url)
+        plan = Plan("tiny", stage.workload(longs=LONGS), 1)
+        found = await moved.told(url, url, before, plan, 2048)
+    assert before == moved.Counts(connections=1, bytes=1000)
+    assert found.after == moved.Counts(1, 8, 8, 96_000, 2e8 + 1000)
+    assert [each["transfer_s"] for each in found.handed_over] == [4.0, 1.0]  # oldest first
+    assert (found.sent, found.warming, found.token_bytes) == (8, 4, 2048)
+    assert wanted == [{"reason": "handover", "limit": "1000"}]
+
+
+def test_where_a_router_tells_its_decisions_is_read_off_its_file(tmp_path: Path) -> None:
+    _, halves = stage.sides(stage.fleet(), tmp_path, "auto")
+    config = parse(Path(halves.worker.command[-1]).read_text(), "halves")
+    assert stage.admin_url(halves.worker) == f"http://127.0.0.1:{config.router.admin.port}"
+    assert config.routing.disaggregate_above == "auto"
+
+
+def test_what_was_judged_can_be_written_down() -> None:
+    verdicts = verdict.to_json(verdict.verdicts(canned_comparison()))
+    promises = promise.to_json(moved_by().promises)
+    assert {each["kept"] for each in promises} == {True}
+    assert json.loads(json.dumps(verdicts))[0]["at_most"] == 0.15
 
 
 def test_prompts_are_of_all_sizes_and_always_the_same() -> None:
@@ -216,7 +370,15 @@ def test_routes_end_with_everything_handed_over(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--rounds=-1"], ["--rounds=0"], ["--save", "no/such/folder/f.json"]]
+    "arguments",
+    [
+        ["--rounds=-1"],
+        ["--rounds=0"],
+        ["--save", "no/such/folder/f.json"],
+        ["--longs=0"],
+        ["--every=0"],
+        ["--above", "high"],
+    ],
 )
 def test_what_makes_no_sense_is_refused(arguments: list[str]) -> None:
     with pytest.raises(SystemExit) as left:

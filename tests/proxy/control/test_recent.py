@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import count
 
 from proxy.control.recent import MAX_TEXT, Recent
-from proxy.core.types import Ask, Decision, Reason, Role
+from proxy.core.types import Ask, Decision, Handover, Reason, Role
 from proxy.core.worker import Worker, WorkerSpec
 
 WORKERS = {
@@ -75,3 +75,17 @@ def test_clients_can_t_fill_the_memory() -> None:
     add(recent, "x" * 50_000, model="m" * 50_000)
     (entry,) = recent.newest(1)
     assert len(entry.id) == len(entry.model) == MAX_TEXT
+
+
+def test_of_a_hand_over_it_tells_both_workers_and_what_the_transfer_took() -> None:
+    recent = ring()
+    handover = Handover(WORKERS["s1"], 0, 700, prefill_s=0.4, transfer_s=0.2)
+    decision = Decision(WORKERS["s0"], Reason.HANDOVER, 0.7, handover=handover)
+    ask = Ask("r1", "completions", "tiny", 400, 700, 10, 100, 20, long=True)
+    for transferred_s in (None, 0.25):
+        handover.transferred_s = transferred_s
+        recent.add(ask, decision, Reason.HANDOVER, 200, 0.8, 1.5, 0.1)
+        (entry,) = recent.newest(1)
+        assert (entry.prefill_worker, entry.worker, entry.long) == ("s1", "s0", True)
+        told = entry.prefill_s, entry.transfer_s, entry.transferred_s
+        assert told == (0.4, 0.2, transferred_s)
