@@ -27,6 +27,7 @@ def enter(ask: Ask, now: float, *, again: bool) -> Refusal | None:
         if breach is not None:
             _count(tenant, breach)
             return refusals.limited(ask, breach)
+    tenant.change()
     ask.entered = tokens
     return None
 
@@ -35,6 +36,7 @@ def visit(tenant: Tenant, now: float) -> Refusal | None:
     """Let in what no worker is asked for, or say which limit keeps it out; `left` when it ends."""
     breach = tenant.ledger.enter(now, 0, 0)
     if breach is None:
+        tenant.change()
         return None
     _count(tenant, breach)
     return refusals.limited_for_now(breach, breach.retry_after_s or 0.0)
@@ -43,6 +45,7 @@ def visit(tenant: Tenant, now: float) -> Refusal | None:
 def left(tenant: Tenant, now: float) -> None:
     """Let out what was let in by `visit`."""
     tenant.ledger.leave(now, 0, 0)
+    tenant.change()
 
 
 def _count(tenant: Tenant, breach: Breach) -> None:
@@ -54,6 +57,7 @@ def leave(ask: Ask, now: float, used: int = 0) -> None:
     """Let a request out, with the tokens it used."""
     if ask.tenant is not None and ask.entered >= 0:
         ask.tenant.ledger.leave(now, ask.entered, used)
+        ask.tenant.change()
         ask.entered = -1
 
 

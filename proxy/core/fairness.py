@@ -22,13 +22,16 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from heapq import heapify, heappop, heappush
+from itertools import count
 from math import inf
 from types import MappingProxyType
 
-from proxy.core.tenants import Rank, Tenant
+from proxy.core.tenants import Rank, Tenant, Watch
 from proxy.core.types import Ask
 
 INTERACTIVE, STANDARD, BATCH = Rank
+SPARE = 64  # old entries of a heap, before it is swept
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,13 +73,55 @@ def give_back(tenant: Tenant, ask: Ask) -> None:
     ask.paid = 0.0
 
 
+class Lows:
+    """Who of a class stands lowest: a heap in which old entries stay until they come to its top."""
+
+    def __init__(self) -> None:
+        self._standings: dict[Tenant, float] = {}
+        self._heap: list[tuple[float, int, Tenant]] = []
+        self._numbers = count()
+
+    def put(self, tenant: Tenant, standing: float) -> None:
+        """Count one in, or say that it stands elsewhere."""
+        standings, heap = self._standings, self._heap
+        if standings.get(tenant) == standing:
+            return
+        standings[tenant] = standing
+        heappush(heap, (standing, next(self._numbers), tenant))
+        if len(heap) > 2 * len(standings) + SPARE:
+            self._heap = [(at, next(self._numbers), each) for each, at in standings.items()]
+            heapify(self._heap)
+
+    def drop(self, tenant: Tenant) -> None:
+        """Count one out."""
+        self._standings.pop(tenant, None)
+        if not self._standings:
+            self._heap.clear()
+
+    def __contains__(self, tenant: Tenant) -> bool:
+        """Whether one is counted."""
+        return tenant in self._standings
+
+    def least(self, default: float) -> float:
+        """Return the lowest standing, or else this."""
+        heap, standings = self._heap, self._standings
+        while heap:
+            standing, _, tenant = heap[0]
+            if standings.get(tenant) == standing:
+                return standing
+            heappop(heap)
+        return default
+
+
 class Turns:
     """Whose counter starts where, among those who wait."""
 
     def __init__(self) -> None:
         self._waiting: dict[Rank, set[Tenant]] = {rank: set() for rank in Rank}
-        # Who has something in the queues of other processes.
-        self.elsewhere: dict[Rank, set[Tenant]] = {rank: set() for rank in Rank}
+        # Who has something in the queues of other processes: a bit for each class.
+        self._elsewhere: dict[Tenant, int] = {}
+        self._lows = {rank: Lows() for rank in Rank}  # of all who wait, here or there
+        self._watch = Watch()
         # Of the one who went last, here or there, should nobody be left.
         self.floors = dict.fromkeys(Rank, 0.0)
 
@@ -87,14 +132,13 @@ class Turns:
     def came(self, tenant: Tenant, rank: Rank) -> None:
         """Count one more that waits; lift who comes back."""
         tenant.waiting += 1
-        waiting, elsewhere = self._waiting[rank], self.elsewhere[rank]
-        if tenant not in waiting:
-            if tenant not in elsewhere:
-                there = waiting | elsewhere if elsewhere else waiting
-                standings = (each.standings[rank] for each in there)
-                tenant.lift(rank, min(standings, default=self.floors[rank]))
-            waiting.add(tenant)
+        if tenant not in self._waiting[rank]:
+            if not self._elsewhere.get(tenant, 0) >> rank & 1:
+                tenant.lift(rank, self._lowest(rank))
+            self._waiting[rank].add(tenant)
             tenant.waits |= 1 << rank
+            self._count(tenant, rank)
+            tenant.change()
 
     def went(self, tenant: Tenant, rank: Rank, *, last: bool) -> None:
         """Count one that waits no more; `last`: it was the tenant's last of that rank."""
@@ -103,3 +147,33 @@ class Turns:
             self._waiting[rank].discard(tenant)
             tenant.waits &= ~(1 << rank)
             self.floors[rank] = max(self.floors[rank], tenant.standings[rank])
+            self._count(tenant, rank)
+            tenant.change()
+
+    def waits_elsewhere(self, tenant: Tenant, ranks: int) -> None:
+        """Take in which classes one waits in other processes, a bit for each."""
+        if ranks == self._elsewhere.get(tenant, 0):
+            return
+        self._elsewhere[tenant] = ranks
+        for rank in Rank:
+            self._count(tenant, rank)
+        if not ranks:
+            del self._elsewhere[tenant]
+
+    def _lowest(self, rank: Rank) -> float:
+        for tenant in self._watch.take():
+            for each, lows in self._lows.items():
+                if tenant in lows:
+                    lows.put(tenant, tenant.standings[each])
+        return self._lows[rank].least(self.floors[rank])
+
+    def _count(self, tenant: Tenant, rank: Rank) -> None:
+        waits = tenant.waits | self._elsewhere.get(tenant, 0)
+        if waits >> rank & 1:
+            self._lows[rank].put(tenant, tenant.standings[rank])
+        else:
+            self._lows[rank].drop(tenant)
+        if waits:
+            tenant.watches.add(self._watch)
+        else:
+            tenant.watches.discard(self._watch)

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Mapping
+from collections import OrderedDict, deque
+from collections.abc import Iterator, Mapping
+from itertools import count, islice
 from sys import maxsize
 from typing import NamedTuple, Protocol
 
+from proxy.core.order import Entry, Order
 from proxy.core.room import APART
-from proxy.core.tenants import Rank, Tenant
+from proxy.core.tenants import Rank, Tenant, Watch
 from proxy.core.types import Ask, Ticket
 
 SHORT, LONG = "short", "long"
+LOOK = 16  # tickets looked at in a line, and tried at a place, before it is given up
 Place = tuple[str, str]  # model and size
 Key = tuple[Place, Rank, Tenant | None]
 Turn = tuple[Rank, float, float]  # class, the tenant's counter, since when
 # Of a model's classes: that it does not go before one above for its age, that it did so last.
-Order = tuple[bool, bool]
-IN_ORDER: Order = (True, False)
+Late = tuple[bool, bool]
+IN_ORDER: Late = (True, False)
 
 
 class Last(NamedTuple):
@@ -31,19 +34,128 @@ class Last(NamedTuple):
 class Line:
     """Those of one tenant, class, model and size, who came first in front."""
 
-    __slots__ = ("key", "least", "place", "rank", "tenant", "tickets")
+    __slots__ = ("entry", "key", "least", "number", "place", "rank", "tenant", "tickets")
 
-    def __init__(self, key: Key) -> None:
+    def __init__(self, key: Key, number: int) -> None:
         self.key = key
         self.place, self.rank, self.tenant = key
+        self.number = number
         self.tickets: deque[Ticket] = deque()
-        self.least = maxsize  # context that any of them needs, or any that was here
+        self.least = maxsize  # context that any of those needs that are looked at
+        self.entry: Entry | None = None  # as it is in order
 
     @property
     def turn(self) -> Turn:
         """Say when it goes: the least comes first."""
         standing = self.tenant.standings[self.rank] if self.tenant is not None else 0.0
         return self.rank, standing, self.tickets[0].since
+
+
+class Crowd:
+    """All of one class that wait at one place."""
+
+    __slots__ = ("order", "tickets")
+
+    def __init__(self) -> None:
+        self.order = Order()
+        self.tickets: OrderedDict[Ticket, None] = OrderedDict()  # as they came
+
+    @property
+    def oldest(self) -> float:
+        """Since when any waits."""
+        return next(iter(self.tickets)).since
+
+
+class Lines:
+    """All lines, and in which order they go.
+
+    A tenant's standing changes at any time. Those that did are noted, and find their places anew
+    when somebody wants to know: nothing is done for each of all that wait.
+    """
+
+    def __init__(self) -> None:
+        self.by_key: dict[Key, Line] = {}
+        self._crowds: dict[tuple[Place, Rank], Crowd] = {}
+        self._of: dict[Tenant, list[Line]] = {}
+        self._watch = Watch()
+        self._numbers = count()
+
+    def crowds(self) -> Mapping[tuple[Place, Rank], Crowd]:
+        """Return all crowds, in order."""
+        for tenant in self._watch.take():
+            for line in self._of.get(tenant, ()):
+                self._sort(line)
+        return self._crowds
+
+    def count(self, place: Place, rank: Rank) -> int:
+        """How many wait."""
+        crowd = self._crowds.get((place, rank))
+        return len(crowd.tickets) if crowd is not None else 0
+
+    def of(self, place: Place, rank: Rank) -> Iterator[Line]:
+        """Return the lines of a class of a place."""
+        crowd = self._crowds.get((place, rank))
+        return crowd.order.lines() if crowd is not None else iter(())
+
+    def places(self, model: str) -> Iterator[tuple[Place, Rank]]:
+        """Name where anybody of a model waits."""
+        return (at for at in self._crowds if at[0][0] == model)
+
+    def of_class(self, tenant: Tenant, rank: Rank) -> bool:
+        """Whether a tenant has any in a class."""
+        return any(line.rank is rank for line in self._of.get(tenant, ()))
+
+    def push(self, ticket: Ticket) -> None:
+        """Let one in, as the last of its line."""
+        key = key_of(ticket)
+        line = self.by_key.get(key)
+        if line is None:
+            line = self.by_key[key] = Line(key, next(self._numbers))
+            if line.tenant is not None:
+                self._of.setdefault(line.tenant, []).append(line)
+                line.tenant.watches.add(self._watch)
+        line.tickets.append(ticket)
+        crowd = self._crowds.get(key[:2])
+        if crowd is None:
+            crowd = self._crowds[key[:2]] = Crowd()
+        crowd.tickets[ticket] = None
+        if len(line.tickets) <= LOOK:
+            self._sort(line)
+
+    def remove(self, ticket: Ticket) -> None:
+        """Let one out."""
+        line = self.by_key[key_of(ticket)]
+        line.tickets.remove(ticket)
+        crowd = self._crowds[line.place, line.rank]
+        del crowd.tickets[ticket]
+        self._sort(line)
+        if not crowd.tickets:
+            del self._crowds[line.place, line.rank]
+        if line.tickets:
+            return
+        del self.by_key[line.key]
+        if (tenant := line.tenant) is not None:
+            own = self._of[tenant]
+            own.remove(line)
+            if not own:
+                del self._of[tenant]
+                tenant.watches.discard(self._watch)
+
+    def _sort(self, line: Line) -> None:
+        """Have a line stand where it belongs now."""
+        order, before = self._crowds[line.place, line.rank].order, line.entry
+        entry: Entry | None = None
+        if line.tickets:
+            line.least = min(ticket.ask.needs for ticket in islice(line.tickets, LOOK))
+            _, standing, since = line.turn
+            entry = standing, since, line.number, line.least, line
+        if entry == before:
+            return
+        if before is not None:
+            order.take(before)
+        if entry is not None:
+            order.put(entry)
+        line.entry = entry
 
 
 class Elsewhere(Protocol):
@@ -66,7 +178,7 @@ class Elsewhere(Protocol):
         """Return the last turn there."""
 
     def goes_first(
-        self, place: Place, order: Order, turn: Turn, now: float, aged: Mapping[Rank, Order]
+        self, place: Place, order: Late, turn: Turn, now: float, aged: Mapping[Rank, Late]
     ) -> bool:
         """Whether somebody there is to have what is free now, before one whose turn is this.
 

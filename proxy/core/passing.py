@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from heapq import merge
 from itertools import islice
 from sys import maxsize
 
-from proxy.core.lines import IN_ORDER, Elsewhere, Key, Last, Line, Order, Place
+from proxy.core.lines import IN_ORDER, LOOK, Elsewhere, Last, Late, Line, Lines, Place
+from proxy.core.order import Entry
 from proxy.core.room import APART
 from proxy.core.tenants import Rank
 from proxy.core.types import Lease, Refusal, Ticket
 
-LOOK = 16  # tickets looked at in a line, and tried at a place, before it is given up
 BATCH = Rank.BATCH
 End = Lease | Refusal
 NO_TURN = Last()
@@ -48,6 +50,7 @@ class Round:
         "_ages",
         "_elsewhere",
         "_end",
+        "_held",
         "_least",
         "_lines",
         "_misses",
@@ -57,7 +60,7 @@ class Round:
 
     def __init__(
         self,
-        lines: Mapping[Key, Line],
+        lines: Lines,
         end: Callable[[Ticket], End | None],
         now: float,
         ages: Mapping[Rank, float],
@@ -73,42 +76,58 @@ class Round:
         # What one could not do with, none at its place can do with who needs as much.
         self._least: dict[Place, int] = {}
         self._misses: dict[Place, int] = {}
+        self._held: set[Place] = set()  # whose turn it is in another process
 
     def next(self) -> tuple[Ticket, End] | None:
         """Find who goes next; None if nobody can."""
-        now, others = self._now, self._elsewhere
+        crowds, others = self._lines.crowds(), self._elsewhere
         oldest: dict[str, dict[Rank, float]] = {}  # since when, of each model's classes
-        for line in self._lines.values():
-            known = oldest.setdefault(line.place[0], {})
-            since = line.tickets[0].since
-            known[line.rank] = min(known.get(line.rank, since), since)
+        for ((model, _), rank), crowd in crowds.items():
+            known = oldest.setdefault(model, {})
+            known[rank] = min(known.get(rank, crowd.oldest), crowd.oldest)
         first = {model: min(known) for model, known in oldest.items()}  # that waits here
         if others is not None and others.length:
             for model, known in oldest.items():
                 for rank, since in others.oldest(model).items():
                     known[rank] = min(known.get(rank, since), since)
         aged = {model: self._aged(model, known) for model, known in oldest.items()}
-        turns: list[tuple[bool, bool, Rank, float, float, int]] = []
-        lines = list(self._lines.values())
-        for at, line in enumerate(lines):
-            model, rank = line.place[0], line.rank
+        turns: dict[tuple[Late, Rank], list[Iterator[Entry]]] = {}
+        for (place, rank), crowd in crowds.items():
+            model = place[0]
             if rank is BATCH and first[model] is not BATCH and rank not in aged[model]:
                 continue
-            order, turn = aged[model].get(rank, IN_ORDER), line.turn
-            if others is not None and others.goes_first(line.place, order, turn, now, aged[model]):
-                continue
-            turns.append((*order, *turn, at))
-        turns.sort()
-        for late, *_, at in turns:
-            line = lines[at]
-            model, rank = line.place[0], line.rank
-            ended = self._first_of(line, aged=rank in aged[model])
-            if ended is not None:
-                self._overtaking.had(model, rank, now, passed=not late)
-                return ended
+            at = aged[model].get(rank, IN_ORDER), rank
+            turns.setdefault(at, []).append(crowd.order.below(partial(self._most, place)))
+        self._held.clear()
+        for order, rank in sorted(turns):
+            for *_, line in merge(*turns[order, rank]):
+                ended = self._turn_of(line, order, aged[line.place[0]])
+                if ended is not None:
+                    return ended
         return None
 
-    def _aged(self, model: str, oldest: Mapping[Rank, float]) -> dict[Rank, Order]:
+    def _turn_of(
+        self, line: Line, order: Late, aged: Mapping[Rank, Late]
+    ) -> tuple[Ticket, End] | None:
+        """Have one of a line go, if it is the turn of none elsewhere."""
+        (place, rank), others, now = (line.place, line.rank), self._elsewhere, self._now
+        if line.least >= self._most(place):
+            return None
+        if others is not None and others.goes_first(place, order, line.turn, now, aged):
+            self._held.add(place)
+            return None
+        ended = self._first_of(line, aged=rank in aged)
+        if ended is not None:
+            self._overtaking.had(place[0], rank, now, passed=not order[0])
+        return ended
+
+    def _most(self, place: Place) -> int:
+        """Below what one must need that is to be tried at a place."""
+        if place in self._held or self._misses.get(place, 0) >= LOOK:
+            return 0
+        return maxsize if place[1] == APART else self._least.get(place, maxsize)
+
+    def _aged(self, model: str, oldest: Mapping[Rank, float]) -> dict[Rank, Late]:
         """Name the classes that go before those above them, this time."""
         last, highest = self._overtaking.known(model, self._elsewhere), min(oldest)
         if last.passed:
@@ -123,15 +142,10 @@ class Round:
     def _first_of(self, line: Line, *, aged: bool) -> tuple[Ticket, End] | None:
         """Find who may go: the head, or else one that could do with less than all before it."""
         place, least, misses = line.place, self._least, self._misses
-        apart = place[1] == APART
-        if not apart and line.least >= least.get(place, maxsize):
-            return None
         for ticket in islice(line.tickets, LOOK):
             needs = ticket.ask.needs
-            if not apart and needs >= least.get(place, maxsize):
+            if needs >= self._most(place):
                 continue
-            if misses.get(place, 0) >= LOOK:
-                break
             ticket.aged = aged
             if (ended := self._end(ticket)) is not None:
                 return ticket, ended

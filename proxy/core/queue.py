@@ -24,7 +24,7 @@ from itertools import count
 from math import ceil, inf
 
 from proxy.core.fairness import FairnessSettings, Turns
-from proxy.core.lines import LONG, SHORT, Elsewhere, Key, Line, Place, Turn, key_of, place_of
+from proxy.core.lines import LONG, SHORT, Elsewhere, Lines, Place, Turn, place_of
 from proxy.core.passing import End, Overtaking, Round
 from proxy.core.room import Amounts, Room
 from proxy.core.tenants import Rank
@@ -33,7 +33,9 @@ from proxy.core.types import Ask, Ticket
 SPAN_S = 5.0  # over which places that became free are counted
 LONGEST_RETRY_S = 120
 SPARE = 64  # tickets that have left and are still known by their deadlines, before they are swept
+RANKS = tuple(Rank)
 BATCH = Rank.BATCH
+ABOVE_BATCH = RANKS[:BATCH]
 
 
 class Queue:
@@ -58,8 +60,7 @@ class Queue:
         self.elsewhere: Elsewhere | None = None  # the queues of other processes
         self.turns = Turns()
         self._room = Room()
-        self._lines: dict[Key, Line] = {}
-        self._counts: dict[Place, list[int]] = {}  # of each class
+        self._lines = Lines()
         self.aged = Overtaking()
         self._deadlines: list[tuple[float, int, Ticket]] = []
         self._numbers = count()
@@ -93,18 +94,17 @@ class Queue:
     def make_room(self, ask: Ask) -> list[Ticket]:
         """Name those who should give way to a newcomer; none if it must go itself."""
         most = self.most or inf, self.most_bytes, self.most_tokens or inf
-        return self._room.yielding(ask, self._lines.values(), self._over(ask), most)
+        return self._room.yielding(ask, self._lines.by_key.values(), self._over(ask), most)
 
     def waiting(self, model: str, *, long: bool) -> int:
         """How many of a model and size wait, batch left out; of other queues, whether any do."""
         place = model, LONG if long else SHORT
-        counts = self._counts.get(place)
-        found = sum(counts[:BATCH]) if counts else 0
+        found = sum(self._lines.count(place, rank) for rank in ABOVE_BATCH)
         return found + (self.elsewhere is not None and self.elsewhere.before(place, BATCH))
 
     def has(self, model: str) -> bool:
         """Whether anybody of a model waits."""
-        if any(place[0] == model for place in self._counts):
+        if any(self._lines.places(model)):
             return True
         there = self.elsewhere
         sizes = SHORT, LONG
@@ -117,36 +117,26 @@ class Queue:
         place = place_of(ask)
         if self.elsewhere is not None and self.elsewhere.before(place, ask.rank + 1):
             return True
-        counts = self._counts.get(place)
-        if counts and any(counts[: ask.rank + 1]):
+        if any(self._lines.count(place, rank) for rank in RANKS[: ask.rank + 1]):
             return True
-        return ask.rank is BATCH and self._others_wait(ask.model)
-
-    def _others_wait(self, model: str) -> bool:
-        return any(any(c[:BATCH]) for place, c in self._counts.items() if place[0] == model)
+        others = self._lines.places(ask.model) if ask.rank is BATCH else ()
+        return any(rank is not BATCH for _, rank in others)
 
     def fronts(self) -> dict[tuple[Place, Rank], tuple[Turn, float]]:
         """Name who would go first of each model, size and class, and since when any waits."""
-        found: dict[tuple[Place, Rank], tuple[Turn, float]] = {}
-        for line in self._lines.values():
-            at, turn = (line.place, line.rank), line.turn
-            first, oldest = found.get(at, (turn, turn[2]))
-            found[at] = min(first, turn), min(oldest, turn[2])
-        return found
+        crowds = self._lines.crowds()
+        return {at: (crowd.order.first().turn, crowd.oldest) for at, crowd in crowds.items()}
 
     def ahead_of(self, ask: Ask) -> int:
         """Reckon how many that wait will go before a request that comes now."""
         place = place_of(ask)
-        own = self._lines.get((place, ask.rank, ask.tenant))
+        lines = self._lines
+        ahead = sum(lines.count(place, rank) for rank in RANKS[: ask.rank])
+        own = lines.by_key.get((place, ask.rank, ask.tenant))
         turns = len(own.tickets) + 1 if own else 1
-        ahead = 0
-        for line in self._lines.values():
-            if line.place != place or line.rank > ask.rank:
-                continue
-            # Of its own class, each tenant has one turn for each of its own.
-            alike = line.rank == ask.rank and line is not own
-            ahead += min(len(line.tickets), turns) if alike else len(line.tickets)
-        return ahead
+        # Of its own class, each tenant has one turn for each of its own.
+        alike = (len(line.tickets) for line in lines.of(place, ask.rank) if line is not own)
+        return ahead + turns - 1 + sum(min(length, turns) for length in alike)
 
     def push(
         self, ask: Ask, now: float, tried: frozenset[str] = frozenset(), *, explain: bool = False
@@ -154,15 +144,9 @@ class Queue:
         """Let one wait."""
         wait_s = self.fairness.batch_wait_s if ask.rank is BATCH else self.max_wait_s
         ticket = Ticket(ask, now, now + wait_s, tried, explain)
-        key = key_of(ticket)
-        line = self._lines.get(key)
-        if line is None:
-            line = self._lines[key] = Line(key)
-        line.tickets.append(ticket)
-        line.least = min(line.least, ask.needs)
-        self._counts.setdefault(line.place, [0] * len(Rank))[ask.rank] += 1
         if ask.tenant is not None:
             self.turns.came(ask.tenant, ask.rank)
+        self._lines.push(ticket)
         heappush(self._deadlines, (ticket.deadline, next(self._numbers), ticket))
         if self.elsewhere is not None:
             self.elsewhere.moved()
@@ -181,19 +165,9 @@ class Queue:
             return False
         ticket.left = True
         ask = ticket.ask
-        line = self._lines[key_of(ticket)]
-        line.tickets.remove(ticket)
-        if not line.tickets:
-            del self._lines[line.key]
-        counts = self._counts[line.place]
-        counts[ask.rank] -= 1
-        if not any(counts):
-            del self._counts[line.place]
+        self._lines.remove(ticket)
         if ask.tenant is not None:
-            last = not line.tickets and not any(
-                other.tenant is ask.tenant and other.rank == ask.rank
-                for other in self._lines.values()
-            )
+            last = not self._lines.of_class(ask.tenant, ask.rank)
             self.turns.went(ask.tenant, ask.rank, last=last)
         if self.elsewhere is not None:
             self.elsewhere.moved()

@@ -51,6 +51,20 @@ class Totals:
     limited: dict[str, int] = field(default_factory=dict)  # requests that met a limit, by which
 
 
+class Watch:
+    """Who has changed since somebody looked: so nobody need look at all there are."""
+
+    __slots__ = ("changed",)
+
+    def __init__(self) -> None:
+        self.changed: set[Tenant] = set()
+
+    def take(self) -> set[Tenant]:
+        """Return them, and begin anew."""
+        changed, self.changed = self.changed, set()
+        return changed
+
+
 class Tenant:
     """A tenant: its share, and what it has of it."""
 
@@ -64,6 +78,7 @@ class Tenant:
         "virtual",
         "waiting",
         "waits",
+        "watches",
     )
 
     def __init__(self, spec: TenantSpec, totals: Totals | None = None) -> None:
@@ -78,6 +93,7 @@ class Tenant:
         self.lifts = [0.0] * len(Rank)  # what it was lifted by, anywhere
         self.waiting = 0  # in the queue
         self.waits = 0  # a bit for each class in which it waits here
+        self.watches: set[Watch] = set()  # that are told of each change
 
     def __repr__(self) -> str:
         """Name it."""
@@ -87,6 +103,11 @@ class Tenant:
     def name(self) -> str:
         """What the operator calls it."""
         return self.spec.name
+
+    def change(self) -> None:
+        """Have those know who watch it: for whoever changes it but by its methods."""
+        for watch in self.watches:
+            watch.changed.add(self)
 
     def lift(self, rank: Rank, floor: float) -> None:
         """Let it stand no lower than others of a class."""
@@ -98,6 +119,7 @@ class Tenant:
         if (grown := lift - self.lifts[rank]) > 0:
             self.lifts[rank] = lift
             self.standings[rank] += grown
+            self.change()
 
     def charge(self, tokens: float, rank: Rank | None = None, *, free: bool = False) -> None:
         """Count tokens that it is served here, in a class; `free`: nobody waits for them."""
@@ -107,11 +129,13 @@ class Tenant:
             rank = self.spec.rank if rank is None else rank
             self.standings[rank] += share
             self.charged[rank] += share
+            self.change()
 
     def charged_elsewhere(self, share: float, rank: int) -> None:
         """Count what other processes charged it."""
         self.virtual += share
         self.standings[rank] += share
+        self.change()
 
     def may_use(self, model: str) -> bool:
         """Whether a model is for it."""

@@ -20,7 +20,7 @@ from proxy.processes.table import BYTES, PLACES, TOKENS, WAITING, Front
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from proxy.core.lines import Last, Order, Place, Turn
+    from proxy.core.lines import Last, Late, Place, Turn
     from proxy.core.queue import Queue
     from proxy.processes.sharing import Sharing
 
@@ -77,7 +77,7 @@ class Queues:
         return max((sheet.read_last(at) for sheet in self._sheets), default=NO_TURN)
 
     def goes_first(
-        self, place: Place, order: Order, turn: Turn, now: float, aged: Mapping[Rank, Order]
+        self, place: Place, order: Late, turn: Turn, now: float, aged: Mapping[Rank, Late]
     ) -> bool:
         """Whether somebody there is to have what is free now."""
         if not self.length:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, cast
 
 from xxhash import xxh3_64_intdigest
 
-from proxy.core.tenants import Rank
+from proxy.core.tenants import Rank, Watch
 from proxy.processes.table import LIFE, MOST_TENANTS, TENANT_CHANGES, Sheet, Table, Taken
 
 if TYPE_CHECKING:
@@ -66,16 +66,17 @@ class Tenancy:
         self._theirs: dict[Tenant, Sums] = {}  # charged by all others, as it was read last
         self._floors: tuple[float, ...] = ()
         self._tenant_of: dict[int, Tenant] = {}  # by row
+        self._watch = Watch()
         self._next = self._next_sure = 0.0
 
     def tell(self) -> None:
         """Say what has changed here."""
         if self._edition != self._tenants.edition:
             self._arrange()
-        for tenant, row in self._rows.items():
+        for tenant in self._watch.take():
             taken = _taken(tenant)
-            if self._told[tenant] != taken:
-                self._say(tenant, row, taken)
+            if tenant in self._rows and self._told[tenant] != taken:
+                self._say(tenant, self._rows[tenant], taken)
         floors = tuple(self._turns.floors.values())
         if floors != self._floors:
             self._floors = floors
@@ -121,11 +122,7 @@ class Tenancy:
             waits |= each.waits
             for rank, lift in enumerate(each.lifts):
                 tenant.lifted_to(rank, lift)
-        for rank, there in self._turns.elsewhere.items():
-            if waits >> rank & 1:
-                there.add(tenant)
-            else:
-                there.discard(tenant)
+        self._turns.waits_elsewhere(tenant, waits)
         theirs = tuple(map(sum, zip(*(each.charged for each in said), strict=True))) or NONE
         if theirs != (known := self._theirs[tenant]):
             self._theirs[tenant] = theirs
@@ -152,8 +149,8 @@ class Tenancy:
                 self._begin(tenant, row)
         for tenant in self._rows.keys() - rows.keys():
             del self._told[tenant], self._theirs[tenant]
-            for there in self._turns.elsewhere.values():
-                there.discard(tenant)
+            tenant.watches.discard(self._watch)
+            self._turns.waits_elsewhere(tenant, 0)
         self._rows = rows
         self._tenant_of = {row: tenant for tenant, row in rows.items()}
 
@@ -167,6 +164,7 @@ class Tenancy:
             tenant.charged_elsewhere(share, rank)
             tenant.lifted_to(rank, before.lifts[rank])
         self._theirs[tenant] = NONE
+        tenant.watches.add(self._watch)
         self._say(tenant, row, _taken(tenant))
         self._take(tenant, row)
 

@@ -155,7 +155,7 @@ def test_nothing_is_saved_up_by_being_away() -> None:
 
 def test_what_was_had_while_nobody_wanted_it_is_not_held_against_anyone() -> None:
     hall, early, late = Hall(), tenant("early"), tenant("late")
-    early.standings[STANDARD] = 1e9  # placed at once, all of it
+    early.charge(1e9)  # placed at once, all of it
     hall.push(of(early))
     for _ in range(20):
         hall.push(of(late))
@@ -216,7 +216,7 @@ def test_batches_of_ones_own_change_nothing_where_one_chats() -> None:
     """Batch has had much in its gaps: who joins there with a batch is as far there, and no more."""
     hall, night, chat, other = Hall(), tenant("night", rank=BATCH), tenant("chat"), tenant("other")
     hall.push(of(night))
-    night.standings[BATCH] = 1e9
+    night.charge(1e9)
     line = of(chat)
     line.rank = BATCH
     hall.push(line)
