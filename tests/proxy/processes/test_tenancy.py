@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Callable
-from random import Random
 
 import pytest
 
@@ -16,6 +14,7 @@ from proxy.processes import tenancy
 from proxy.processes.table import Sheet, Taken
 from proxy.processes.tenancy import SURE_S, TAKE_S
 from tests.proxy.core.making import ask, placed, refused, spec, waits
+from tests.proxy.processes.crowds import Crowds
 from tests.proxy.processes.making import Crew
 
 Crews = Callable[..., Crew]
@@ -161,72 +160,29 @@ def test_who_looks_while_a_dead_process_is_cleared_away_believes_nothing_wrong(
     assert tenant(crew, 1).ledger.elsewhere == 0, "what it had in flight is gone"
 
 
-class Rivals:
-    """Two tenants, each of which always has ten waiting, in a process of its own; 8 places."""
+def rivals_of(crews: Crews) -> Crowds:
+    """Have two tenants, each of which always has ten waiting, in a process of its own; 8 places."""
+    crew = opened(crews, TenantSpec("t"), TenantSpec("u"), most=8)
+    return Crowds(crew, {(0, "t"): 10, (1, "u"): 10})
 
-    def __init__(self, crews: Crews) -> None:
-        self.crew = opened(crews, TenantSpec("t"), TenantSpec("u"), most=8)
-        self.got: Counter[str] = Counter()
-        self.running: list[tuple[float, int, Lease]] = []
-        self.rng = Random(1)
 
-    def wants(self, index: int, name: str) -> None:
-        """Have one more wait, or go at once."""
-        asked = ask(100, 50)
-        asked.tenant, asked.rank = tenant(self.crew, index, name), Rank.STANDARD
-        answer = self.crew.routers[index].submit(asked, self.crew.now)
-        if isinstance(answer, Lease):
-            self._goes(index, name, answer)
-        self._turn()
-
-    def _goes(self, index: int, name: str, lease: Lease) -> None:
-        self.got[name] += 1
-        self.running.append((self.crew.now + self.rng.uniform(0.2, 0.4), index, lease))
-
-    def _turn(self) -> None:
-        later, self.crew.later[:] = list(self.crew.later), []
-        for each in later:
-            each()
-
-    def settle(self, index: int) -> None:
-        """Let those go who may."""
-        for ticket, answer in self.crew.routers[index].due(self.crew.now):
-            assert isinstance(answer, Lease)
-            assert ticket.ask.tenant is not None
-            self._goes(index, ticket.ask.tenant.name, answer)
-        self._turn()
-
-    def play(self, seconds: float) -> float:
-        """Return how much more one had than the other, 0 for nothing."""
-        self.got.clear()
-        crew, start = self.crew, self.crew.now
-        for step in range(round(seconds * 1000)):
-            crew.now = start + step / 1000
-            for index, name in enumerate("tu"):
-                while tenant(crew, index, name).waiting < 10:
-                    self.wants(index, name)
-            for each in [each for each in self.running if each[0] <= crew.now]:
-                self.running.remove(each)
-                crew.routers[each[1]].finish(each[2], crew.now, Outcome.DONE)
-                self._turn()
-                self.settle(each[1])
-            if step % 5 in (0, 2):
-                self.settle(step % 5 // 2)
-        assert self.got.total() > 20 * seconds
-        return abs(self.got["t"] - self.got["u"]) / self.got.total()
+def difference(rivals: Crowds) -> float:
+    """Have them go on, and return how much more one had than the other; 0 for nothing."""
+    rivals.play(5.0)
+    return abs(rivals.got["t"] - rivals.got["u"]) / rivals.got.total()
 
 
 def test_shares_hold_when_each_waits_in_a_process_of_its_own(crews: Crews) -> None:
-    assert Rivals(crews).play(5.0) < 0.1
+    assert difference(rivals_of(crews)) < 0.1
 
 
 def test_a_process_begun_again_knows_what_everybody_was_served(crews: Crews) -> None:
-    rivals = Rivals(crews)
+    rivals = rivals_of(crews)
     crew = rivals.crew
     for index in (0, 1):
         for name in "tu":
             tenant(crew, index, name).charge(1e6)
-            rivals.wants(index, name)
+            rivals.comes(index, name)
     crew.look()
     crew.restart(0)
     rivals.running = [each for each in rivals.running if each[1]]
@@ -236,18 +192,18 @@ def test_a_process_begun_again_knows_what_everybody_was_served(crews: Crews) -> 
     for name in "tu":
         stands = [tenant(crew, index, name).standings[Rank.STANDARD] for index in (0, 1)]
         assert stands == pytest.approx([2e6, 2e6])
-    assert rivals.play(5.0) < 0.1
+    assert difference(rivals) < 0.1
 
 
 def test_who_comes_back_is_lifted_to_those_who_wait_in_another_process(crews: Crews) -> None:
-    rivals = Rivals(crews)
+    rivals = rivals_of(crews)
     crew = rivals.crew
     tenant(crew, 1, "u").charge(1e6)
     for _ in range(10):
-        rivals.wants(1, "u")
+        rivals.comes(1, "u")
     crew.now += 1.0
     crew.look()
-    assert rivals.play(5.0) < 0.1
+    assert difference(rivals) < 0.1
     stands = [tenant(crew, 0, name).standings[Rank.STANDARD] for name in "tu"]
     assert min(stands) >= 1e6
 
