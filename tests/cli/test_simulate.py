@@ -110,6 +110,30 @@ def test_what_is_not_played_is_said(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert any(each.name.startswith("steps-") for each in (tmp_path / "pictures").iterdir())
 
 
+def test_vllms_own_limit_on_chunks_is_played_or_said_not_to_be(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def longest_gap(engine: str, *args: str) -> tuple[float, str]:
+        path, save = tmp_path / "fleet.yaml", tmp_path / "out.json"
+        worker = {"name": "w0", "profile": "h100-8b", "launch": {"args": list(args)}}
+        path.write_text(json.dumps({"model": "m", "workers": [worker]}))
+        words = ["--workload", "300x60:0.8,20000x5:0.1", "--num-requests", "40"]
+        words += ["--request-rate", "4", "--engine", engine, "--save", str(save)]
+        assert main(["simulate", str(path), *words]) == 0
+        gaps = (gap for each in json.loads(save.read_text())["itls"] for gap in each)
+        return max(gaps), " ".join(capsys.readouterr().out.split())
+
+    limit = "--long-prefill-token-threshold=512"
+    (without, _), (within, said) = longest_gap("exact"), longest_gap("exact", limit)
+    assert within < 0.5 * without
+    assert "use exact" not in said
+    assert longest_gap("fluid", limit)[0] == longest_gap("fluid")[0]
+    assert (
+        "--engine fluid plays w0 without its --long-prefill-token-threshold 512; use exact"
+        in longest_gap("fluid", limit)[1]
+    )
+
+
 def test_a_failed_request_is_said_and_told_by_the_status(
     fleet: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 from itertools import accumulate, pairwise
+from typing import Any
 
 import pytest
 
@@ -117,6 +118,26 @@ def test_long_prompt_lets_shorts_past() -> None:
 
     default, ours = shorts({}), shorts({"long_prompt": {"long_prefill_token_threshold": 1000}})
     assert ours < 0.5 * default
+
+
+def test_vllms_own_limit_on_chunks_holds_beside_others_alone() -> None:
+    def gaps(**limit: Any) -> list[float]:
+        engine = ExactEngine(worker(**limit))
+        arrivals = [(0.0, job("decodes", 10, 20)), (0.1, job("long", 1500, 1))]
+        ticks = [each.at for each in run(engine, arrivals) if each.job_id == "decodes"]
+        return [round(later - sooner, 4) for sooner, later in pairwise(ticks)]
+
+    # A step that decodes takes 10 ms, and as much again for each hundred tokens of the prompt.
+    assert max(gaps()) == pytest.approx(0.0611)
+    limited = gaps(longest_chunk=200)
+    assert max(limited) == pytest.approx(0.03)
+    assert limited.count(max(limited)) == 7
+    # An even share of the step for each of the two is more than that.
+    shared = gaps(longest_chunk=200, longest_chunk_adapts=True)
+    assert max(shared) == pytest.approx(0.0356)
+    alone = ExactEngine(worker(longest_chunk=200))
+    run(alone, [(0.0, job("long", 1500, 1))])
+    assert alone.facts()["steps"] == 3
 
 
 def test_a_prefix_that_was_computed_is_not_computed_again() -> None:

@@ -91,7 +91,6 @@ def test_flags_that_no_model_knows_are_named() -> None:
 
     assert unread("--kv_cache_dtype=fp8", "--max-num-seqs=8") == ("--kv-cache-dtype",)
     assert unread("--long-prefill-token-threshold=512", "--no-enable-chunked-prefill") == (
-        "--long-prefill-token-threshold",
         "--no-enable-chunked-prefill",
     )
     assert unread("--dtype=float32", "-pp", "2", "--of-tomorrow.key", "1", "--of-tomorrow.b=2") == (
@@ -101,6 +100,18 @@ def test_flags_that_no_model_knows_are_named() -> None:
     )
     assert unread("--port", "8001", "-dp=1", "--dtype", "bfloat16", "--no-async-scheduling") == ()
     assert read({})["w0"].unread == ()
+
+
+def test_vllms_own_limit_on_chunks_is_read() -> None:
+    def limit(*args: str) -> tuple[int, bool]:
+        model: WorkerModel = read({"launch": {"args": list(args)}})["w0"]
+        return model.longest_chunk, model.longest_chunk_adapts
+
+    flag = "--long-prefill-token-threshold"
+    assert limit() == limit(f"{flag}=0") == (0, False)
+    assert limit("--long_prefill_token_threshold", "512") == (512, False)
+    assert limit(f"{flag}=512", f"{flag}-adaptive") == (512, True)
+    assert limit(f"{flag}-adaptive", "--no-long-prefill-token-threshold-adaptive") == (0, False)
 
 
 def test_a_small_budget_makes_for_few_slots_as_in_vllm() -> None:
@@ -151,6 +162,14 @@ def test_sizes_and_front_are_those_that_were_measured(tmp_path: Path) -> None:
         ({"launch": {"args": ["--max-num-seqs=8k"]}}, "--max-num-seqs 8k: give a plain whole"),
         ({"launch": {"args": ["--max-num-seqs=9000"]}}, "more than --max-num-batched-tokens, 8192"),
         ({"launch": {"args": ["--block-size", "0"]}}, "--block-size 0: give a plain whole"),
+        (
+            {"max_model_len": 9000, "launch": {"args": ["--long-prefill-token-threshold=9001"]}},
+            "--long-prefill-token-threshold 9001: more than max_model_len, 9000",
+        ),
+        (
+            {"launch": {"args": ["--long-prefill-token-threshold=-1"]}},
+            "--long-prefill-token-threshold -1: give a plain whole number, 0 or more",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused_in_a_line(worker: dict[str, Any], said: str) -> None:

@@ -328,6 +328,13 @@ def _warnings(
         found.append(
             f"--engine fluid knows nothing of {' and '.join(ignored)}: played without; use exact"
         )
+    if engine == FLUID:
+        found += [
+            f"--engine fluid plays {model.name} without its --long-prefill-token-threshold "
+            f"{model.longest_chunk}; use exact"
+            for model in models.values()
+            if model.longest_chunk
+        ]
     found += [
         f"{model.name} is simulated as if without {', '.join(model.unread)}"
         for model in models.values()

@@ -68,6 +68,8 @@ class EngineSettings:
     max_num_batched_tokens: int = 8192
     prefix_caching: bool = True
     async_scheduling: bool = True
+    longest_chunk: int = 0  # --long-prefill-token-threshold
+    longest_chunk_adapts: bool = False  # --long-prefill-token-threshold-adaptive
     transfers: bool = False  # whether KV may come from, or be fetched by, other workers
     policies: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
@@ -161,6 +163,8 @@ def _config(settings: EngineSettings) -> VllmConfig:
         enable_chunked_prefill=True,
         async_scheduling=settings.async_scheduling,
         is_encoder_decoder=False,
+        long_prefill_token_threshold=settings.longest_chunk,
+        long_prefill_token_threshold_adaptive=settings.longest_chunk_adapts,
     )
     if settings.transfers:
         config.kv_transfer_config = KVTransferConfig(

@@ -49,6 +49,8 @@ def make_scheduler(model: WorkerModel, *, traced: bool = False) -> SimulatedEngi
             max_num_batched_tokens=model.max_num_batched_tokens,
             prefix_caching=model.prefix_caching,
             async_scheduling=model.async_scheduling,
+            longest_chunk=model.longest_chunk,
+            longest_chunk_adapts=model.longest_chunk_adapts,
             transfers=model.transfers,
             policies=model.policies,
         )

@@ -41,12 +41,14 @@ SIZES: Final[Mapping[str, int]] = {
 # is taken to have one of them for each of its GPUs.
 BANDWIDTH: Final = 87e9
 GPU_BANDWIDTH: Final = BANDWIDTH / 4
+CHUNK_LIMIT: Final = "--long-prefill-token-threshold"
 # Flags that a model here is made from.
 READ: Final = frozenset((
     "--max-model-len", "--max-num-batched-tokens", "--max-num-seqs", "--block-size",
     "--num-gpu-blocks-override", "--gpu-memory-utilization", "--tensor-parallel-size",
     "--enable-prefix-caching", "--no-enable-prefix-caching", "--async-scheduling",
-    "--no-async-scheduling",
+    "--no-async-scheduling", CHUNK_LIMIT, f"{CHUNK_LIMIT}-adaptive",
+    "--no-long-prefill-token-threshold-adaptive",
 ))  # fmt: skip
 # Flags that change nothing of what is simulated, some of them with that value only. All others are
 # named as not simulated: what vLLM may yet come to know, too.
@@ -63,7 +65,7 @@ HARMLESS: Final = frozenset((
     "--generation-config", "--headless", "--hf-config-path", "--hf-token", "--host",
     "--ignore-patterns", "--kv-cache-dtype=auto", "--kv-events-config", "--kv-transfer-config",
     "--load-format", "--log-config-file", "--log-level", "--logprobs-mode",
-    "--long-prefill-token-threshold=0", "--master-addr", "--master-port", "--max-log-len",
+    "--master-addr", "--master-port", "--max-log-len",
     "--max-logprobs", "--middleware", "--model", "--model-impl", "--nnodes",
     "--no-enable-log-requests", "--no-enforce-eager", "--no-trust-remote-code", "--node-rank",
     "--otlp-traces-endpoint", "--override-generation-config", "--pipeline-parallel-size=1",
@@ -252,6 +254,10 @@ def model_of(
         max_num_batched_tokens=budget,
         prefix_caching=_on(flags, "enable-prefix-caching", machine.prefix_caching),
         async_scheduling=_on(flags, "async-scheduling", machine.async_scheduling),
+        longest_chunk=_longest_chunk(flags, longest),
+        longest_chunk_adapts=_on(
+            flags, f"{CHUNK_LIMIT[2:]}-adaptive", machine.longest_chunk_adapts
+        ),
         transfers=config.transfer is not None and worker.role in ROLES_OF_A_TRANSFER,
         front_s=machine.front_s if assumed.front_s is None else assumed.front_s,
         policies=worker.launch.policies if worker.launch else {},
@@ -297,6 +303,16 @@ def _kv_tokens(flags: Mapping[str, str], machine: WorkerModel) -> int:
     return known.kv_tokens(share)
 
 
+def _longest_chunk(flags: Mapping[str, str], max_model_len: int) -> int:
+    tokens = _whole(flags, CHUNK_LIMIT, least=0) or 0
+    if tokens > max_model_len:
+        raise UsageError(
+            f"{CHUNK_LIMIT} {tokens}: more than max_model_len, {max_model_len}, with which vLLM "
+            "would not start; give less"
+        )
+    return tokens
+
+
 def _check_gpus(flags: Mapping[str, str], machine: WorkerModel) -> None:
     gpus = _whole(flags, "--tensor-parallel-size")
     if gpus and gpus != machine.gpus and "gpus" not in machine.assumed:
@@ -316,12 +332,13 @@ def _unread(flags: Mapping[str, str]) -> tuple[str, ...]:
     return tuple(named)
 
 
-def _whole(flags: Mapping[str, str], name: str) -> int | None:
+def _whole(flags: Mapping[str, str], name: str, *, least: int = 1) -> int | None:
     value = flags.get(name)
     if value is None:
         return None
-    if not (value.isascii() and value.isdigit() and int(value)):
-        raise UsageError(f"{name} {value}: give a plain whole number, 1 or more, to simulate it")
+    if not (value.isascii() and value.isdigit() and int(value) >= least):
+        why = f"give a plain whole number, {least} or more, to simulate it"
+        raise UsageError(f"{name} {value}: {why}")
     return int(value)
 
 

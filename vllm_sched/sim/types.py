@@ -96,6 +96,10 @@ class WorkerModel:
     max_num_batched_tokens: int = 8192
     prefix_caching: bool = True
     async_scheduling: bool = True  # the next step is scheduled while one runs, as on a GPU
+    # vLLM's own limit on a prompt's chunk beside other requests, 0 for none; and whether it is at
+    # least an even share of a step. To exact engines alone.
+    longest_chunk: int = 0
+    longest_chunk_adapts: bool = False
     transfers: bool = False  # whether it prefills or decodes for others
     front_s: float = 0.0  # between client and engine, there and back again: HTTP, tokenizer
     policies: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
