@@ -11,6 +11,7 @@ import yaml
 
 from proxy.core.types import Role
 from vllm_sched.bench.goodput import parse
+from vllm_sched.bench.outcome import Outcome
 from vllm_sched.bench.traffic.catalogue import find
 from vllm_sched.cli.fleet import read
 from vllm_sched.cost.transfer import TransferTime
@@ -18,7 +19,16 @@ from vllm_sched.errors import UsageError
 from vllm_sched.sim import plan as planning
 from vllm_sched.sim.flow import Figures, Run
 from vllm_sched.sim.plan import Plan, machine_of, plan, workers_of, write
-from vllm_sched.sim.search import Question, Search, Served, Traffic, ordered
+from vllm_sched.sim.search import (
+    LONG,
+    REST,
+    Question,
+    Search,
+    Served,
+    Traffic,
+    longest_kept,
+    ordered,
+)
 from vllm_sched.sim.shapes import (
     BOTH,
     CHUNKS,
@@ -163,9 +173,9 @@ def test_exact_without_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_real_schedulers_have_the_last_word(monkeypatch: pytest.MonkeyPatch) -> None:
-    def slower(asked: Question, shape: Shape, rate: float) -> Run:
+    def slower(search: Search, shape: Shape, rate: float) -> Run:
         """Play one pool truly, and have all others fail."""
-        run = truly(asked, shape, rate)
+        run = truly(search, shape, rate)
         return run if shape.family == ONE_POOL else replace(run, all=Figures(arrived=1))
 
     truly = planning.play_exactly
@@ -180,10 +190,51 @@ def test_real_schedulers_have_the_last_word(monkeypatch: pytest.MonkeyPatch) -> 
     assert found.best.rate <= one_pool.rate
     assert found.best.run.all.arrived >= 300
     assert found.best.run.all.share >= asked.share
-    assert {share for _, share in found.exact.values()} > {0.0}
+    assert {proof.share for proof in found.exact.values()} > {0.0}
     # And what one more would serve is measured with the same rule.
     assert found.more is not None
     assert found.more.rate > found.best.rate
+
+
+def test_real_schedulers_are_asked_of_the_longest_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    def starving(shape: Shape) -> Run:
+        """Let all be in time, but the longest where there are two pools."""
+        longs = Figures(arrived=1, done=1, kept=int(shape.family == ONE_POOL))
+        return Run(Figures(arrived=9, done=9, met=9), {LONG: longs}, 0, 1.0, 1.0, Sketch())
+
+    asked = question(LONGS, "ttft:250", transfer=SLOW_LINK, effort=0.1)
+    monkeypatch.setattr(planning, "play_exactly", lambda _search, shape, _rate: starving(shape))
+    found = plan(asked, 2, 1, exact=True)
+    assert families(found) == [ONE_POOL]
+    told = {(proof.share, proof.longest) for proof in found.exact.values()}
+    assert told == {(1.0, 0.0), (1.0, 1.0)}
+    only = replace(asked, families=(SHORT_LONG,))
+    assert "and as many of the longest tenth, at" in refusal(only, exact=True)
+
+
+def test_what_was_kept_is_counted_as_in_the_search() -> None:
+    search = Search(question(LONGS, "ttft:250 tpot:100", effort=0.1))
+    alone_s = search.borne_s(40_000)
+    assert alone_s > 0.25
+
+    def answered(prompt: int, ttft: float, gap: float = 0.05, *, error: str = "") -> Outcome:
+        ticks = [10 + ttft, 10 + ttft + gap]
+        return Outcome(10.0, "", prompt, 2, ticks=ticks, completed=2, error=error)
+
+    run = planning.counted(
+        search,
+        [
+            answered(300, 0.2), answered(300, 0.3), answered(300, 0.2, error="gone"),
+            answered(40_000, 0.2), answered(40_000, 0.99 * alone_s),
+            answered(40_000, 1.01 * alone_s), answered(40_000, 0.99 * alone_s, 0.2),
+        ],
+        12.0,
+    )  # fmt: skip
+    assert (run.all.arrived, run.all.done, run.refused) == (7, 6, 1)
+    assert (run.classes[LONG].met, run.classes[LONG].kept) == (1, 2)
+    assert (run.classes[REST].arrived, run.classes[REST].kept) == (3, 1)
+    assert longest_kept(run) == 0.5
+    assert not search.enough(run)
 
 
 def test_where_real_schedulers_serve_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

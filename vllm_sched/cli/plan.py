@@ -265,9 +265,15 @@ def _otherwise(found: Plan, rate: float | None) -> Iterator[str]:
         yield f"a single GPU more or fewer changes nothing: a worker takes {each}"
     if rate is not None:
         yield f"--request-rate {rate:g}: {rate / best.rate:.0%} of what it serves"
-    for shape, (at, share) in found.exact.items():
-        short = "" if share >= found.question.share else " (too few)"
-        yield f"with vLLM's own schedulers {share:.0%} in time at {at:.3g} req./s{short}: {shape}"
+    for shape, proof in found.exact.items():
+        least = found.question.share
+        short = " (too few)" if proof.share < least else ""
+        if proof.longest < least:
+            short += f" ({proof.longest:.0%} of the longest tenth: they starve)"
+        yield (
+            f"with vLLM's own schedulers {proof.share:.0%} in time at {proof.rate:.3g} "
+            f"req./s{short}: {shape}"
+        )
 
 
 def _capacity(found: Plan) -> Table:

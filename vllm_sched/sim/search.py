@@ -148,7 +148,7 @@ class Search:
             alone = capacity.prefill_seconds(machine.time, prompt, machine.max_num_batched_tokens)
             return BORNE * alone
 
-        self._borne_s = borne_s
+        self.borne_s = borne_s
 
     def _by_hand(self) -> float:
         machine, traffic = self.question.machine, self.traffic
@@ -171,7 +171,7 @@ class Search:
         total = self.count(rate, fine=fine)
         schedule = question.schedule(rate, total, seed)
         flow = Flow(
-            shape.placed(question.machine), shape.settings(), question.targets, self._borne_s
+            shape.placed(question.machine), shape.settings(), question.targets, self.borne_s
         )
         self.runs += 1
         warm = int(WARM * total)
@@ -180,18 +180,21 @@ class Search:
 
     def _sorted(self, schedule: Schedule) -> Iterator[Request]:
         """Tell the longest from the rest."""
-        above = self._longest
         for request in schedule:
-            yield replace(request, klass=LONG if request.prompt_tokens > above else REST)
+            yield replace(request, klass=self.class_of(request.prompt_tokens))
+
+    def class_of(self, prompt: int) -> str:
+        """Say whether a prompt is among the longest."""
+        return LONG if prompt > self._longest else REST
+
+    def enough(self, run: Run) -> bool:
+        """Whether enough were in time, and of the longest not too late."""
+        return min(run.all.share, longest_kept(run)) >= self.question.share
 
     def serves(self, shape: Shape, rate: float, *, fine: bool) -> Run | None:
         """Play it; None if too few were in time."""
         run = self.play(shape, rate, fine=fine)
-        enough = self.question.share
-        if run.all.share < enough:
-            return None
-        longs = run.classes.get(LONG)
-        return run if longs is None or longs.kept_share >= enough else None
+        return run if self.enough(run) else None
 
     def rate_of(
         self, shape: Shape, start: float, *, fine: bool = False, least: float = 0.0
@@ -349,6 +352,12 @@ class Search:
             if one is not None:
                 found.append(one)
         return max(found, key=lambda one: one.rate, default=None)
+
+
+def longest_kept(run: Run) -> float:
+    """Return the share of the longest that were in time, or as late as may be borne."""
+    longs = run.classes.get(LONG)
+    return 1.0 if longs is None else longs.kept_share
 
 
 def ordered(found: list[Served]) -> list[Served]:
