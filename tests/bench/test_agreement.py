@@ -2,68 +2,25 @@
 
 from __future__ import annotations
 
-import asyncio
-import json
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.bench.fake_openai import FakeOpenAI, serving
-from vllm_sched.workers.tiny_model import tiny_model
+from tests.bench.tools import Load, ours, theirs
 
 pytest.importorskip("vllm")
 
 REQUESTS, RATE = 60, 20.0
 PROMPT, OUTPUT = 50, 16
 TTFT_S, ITL_S = 0.08, 0.02
-# `vllm bench serve`, under whichever name vLLM is installed.
-THEIRS = """
-from vllm.benchmarks.serve import add_cli_args, main
-from vllm.utils.argparse_utils import FlexibleArgumentParser
-parser = FlexibleArgumentParser()
-add_cli_args(parser)
-main(parser.parse_args())
-"""
-
-
-async def run(*command: str) -> None:
-    process = await asyncio.create_subprocess_exec(
-        *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT
-    )
-    out, _ = await process.communicate()
-    assert process.returncode == 0, out.decode()[-3000:]
-
-
-async def theirs(url: str, folder: Path) -> dict[str, Any]:
-    await run(
-        sys.executable, "-c", THEIRS,
-        "--base-url", url, "--backend", "openai", "--endpoint", "/v1/completions",
-        "--model", "fake", "--tokenizer", str(tiny_model()), "--dataset-name", "random",
-        "--random-input-len", str(PROMPT), "--random-output-len", str(OUTPUT),
-        "--num-prompts", str(REQUESTS), "--request-rate", str(RATE), "--ignore-eos",
-        "--percentile-metrics", "ttft,tpot,itl,e2el", "--goodput", "ttft:5000", "e2el:5000",
-        "--save-result", "--save-detailed", "--result-dir", str(folder),
-        "--result-filename", "theirs.json", "--disable-tqdm",
-    )  # fmt: skip
-    return dict(json.loads((folder / "theirs.json").read_text()))
-
-
-async def ours(url: str, folder: Path) -> dict[str, Any]:
-    await run(
-        sys.executable, "-m", "vllm_sched.cli.main", "bench", "--url", url, "--model", "fake",
-        "--workload", f"{PROMPT}x{OUTPUT}", "--num-requests", str(REQUESTS),
-        "--request-rate", str(RATE), "--goodput", "ttft:5000", "e2el:5000",
-        "--save", str(folder / "ours.json"),
-    )  # fmt: skip
-    return dict(json.loads((folder / "ours.json").read_text()))
 
 
 async def test_both_tools_agree(tmp_path: Path) -> None:
     async with serving(FakeOpenAI(ttft_s=TTFT_S, itl_s=ITL_S)) as fake:
-        other = await theirs(fake.url, tmp_path)
-        own = await ours(fake.url, tmp_path)
+        load = Load(fake.url, "fake", REQUESTS, RATE, PROMPT, OUTPUT)
+        other = await theirs(load, tmp_path)
+        own = await ours(load, tmp_path)
 
     # What was generated is not kept: it is nobody's business, and most of the memory.
     assert set(other) - set(own) <= {"generated_texts"}
