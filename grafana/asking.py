@@ -22,6 +22,11 @@ def ratio(above: str, below: str) -> str:
     return f"{above} / ({below} > 0)"
 
 
+def part(some: str, whole: str) -> str:
+    """Divide a part by the whole: nought, rather than nothing, where there never was any of it."""
+    return ratio(f"({some} or 0 * {whole})", whole)
+
+
 def mean(histogram: str, where: str, by: str = "") -> str:
     """Average what a histogram has seen."""
     return ratio(rate(f"{histogram}_sum", where, by), rate(f"{histogram}_count", where, by))

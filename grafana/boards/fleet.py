@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from grafana.asking import OF_MODEL, ROUTER, mean, quantile, quantiles, rate, ratio, within
+from grafana.asking import OF_MODEL, ROUTER, mean, part, quantile, quantiles, rate, ratio, within
 from grafana.panels import Board, Panel, Query, Row, Variable
 
 # Engines are other targets than routers: chosen by model alone.
@@ -23,8 +23,7 @@ FAILED = 'status=~"5..",status!~"501|505"'
 
 def failed() -> str:
     """Ask for the share that failed: nought where none did, nothing where nothing was asked."""
-    bad = rate(REQUESTS, f"{OF_MODEL},{FAILED}")
-    return ratio(f"({bad} or vector(0))", rate(REQUESTS, OF_MODEL))
+    return part(rate(REQUESTS, f"{OF_MODEL},{FAILED}"), rate(REQUESTS, OF_MODEL))
 
 
 def spilled() -> str:
@@ -116,7 +115,7 @@ PLACED = (
         "Failed, by class", "Share of a class's requests that ended with a 5xx.", "percentunit",
         (
             Query(
-                ratio(
+                part(
                     rate(REQUESTS, f"{OF_MODEL},{FAILED}", "class"),
                     rate(REQUESTS, OF_MODEL, "class"),
                 ),
