@@ -36,7 +36,6 @@ from proxy.control.tenancy import (
 )
 from proxy.control.tls import Shown, check_tls, to_worker
 from proxy.control.tracing import Tracing
-from proxy.control.warmup import Warmup
 from proxy.core.fleet import Fleet
 from proxy.core.router import Router, RouterSettings
 from proxy.core.types import Reason, Role
@@ -48,6 +47,7 @@ from proxy.wire.settings import WireSettings
 
 if TYPE_CHECKING:
     from proxy.batches.service import Batches
+    from proxy.control.warmup import Warmup
 
 logger = logging.getLogger(__name__)
 
@@ -93,6 +93,8 @@ class App:
         self.balance = Balance(self.router)
         self.warmup: Warmup | None = None
         if moves is not None and config.transfer is not None and config.transfer.warmup:
+            from proxy.control.warmup import Warmup  # it reads in a client library of 10 MB
+
             self.warmup = Warmup(self.router, moves, self.metrics.handovers)
         self.discovery = Discovery(self.fleet, config, _spec)
         self.metrics.discovered = self.discovery.counts

@@ -16,8 +16,7 @@ from pydantic import ValidationError
 from proxy.config import DiscoveryConfig, FleetConfig, PoolConfig, WorkerConfig
 from proxy.control.discovered import Pool, key_of
 from proxy.control.dns import Dns
-from proxy.control.endpoints import Endpoints
-from proxy.control.kubernetes import Kubernetes, Listener
+from proxy.control.endpoints import Endpoints, Listener
 
 if TYPE_CHECKING:
     from proxy.core.fleet import Fleet
@@ -233,4 +232,6 @@ def source(discovery: DiscoveryConfig, pool: PoolConfig) -> Source:
     """Find who knows of a pool."""
     if pool.dns is not None:
         return Dns(discovery.dns_every_s, pool)
+    from proxy.control.kubernetes import Kubernetes  # the client library is 10 MB
+
     return Kubernetes(discovery.kubernetes, pool)

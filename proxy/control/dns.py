@@ -9,8 +9,14 @@ from collections import Counter
 from dataclasses import replace
 
 from proxy.config import PoolConfig
-from proxy.control.endpoints import DEFAULT_PORT, Endpoint, Endpoints, by_address, name_of
-from proxy.control.kubernetes import Listener
+from proxy.control.endpoints import (
+    DEFAULT_PORT,
+    Endpoint,
+    Endpoints,
+    Listener,
+    by_address,
+    name_of,
+)
 
 # A resolver may leave some out of one answer, and a worker that is busy may fail one check: it gets
 # nothing new from the first answer without it, and is gone after so many.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from proxy.config import PoolConfig
 
@@ -33,6 +33,16 @@ class Endpoint:
 
 
 Endpoints = Mapping[str, Endpoint]  # by name
+
+
+class Listener(Protocol):
+    """Who is told."""
+
+    def told(self, endpoints: Endpoints) -> None:
+        """Take all of a pool's endpoints, as they are now."""
+
+    def trouble(self, why: str) -> None:
+        """Hear that nothing new can be told at the moment."""
 
 
 def read_slices(slices: Iterable[Mapping[str, Any]], pool: PoolConfig) -> Endpoints:

@@ -19,13 +19,13 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from http import HTTPStatus
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import aiohttp
 import orjson
 
 from proxy.config import KubernetesConfig, PoolConfig
-from proxy.control.endpoints import Endpoints, read_slices
+from proxy.control.endpoints import Listener, read_slices
 from proxy.errors import ProxyError
 
 NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
@@ -37,16 +37,6 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
 LONGEST_TEXT = 200
 
 Slices = dict[str, Mapping[str, Any]]  # by name
-
-
-class Listener(Protocol):
-    """Who is told."""
-
-    def told(self, endpoints: Endpoints) -> None:
-        """Take all of a pool's endpoints, as they are now."""
-
-    def trouble(self, why: str) -> None:
-        """Hear that nothing new can be told at the moment."""
 
 
 class ApiError(ProxyError):

@@ -13,15 +13,14 @@ import math
 import random
 import time
 from collections.abc import Callable
+from contextlib import closing
 from typing import TYPE_CHECKING
 
-import aiohttp
-
 from proxy.config import ProbeConfig
-from proxy.control.questions import Models, ProbeError, Questions, SilentError, open_session
+from proxy.control.questions import Models, ProbeError, Questions, SilentError
 from proxy.control.worker_metrics import parse
 from proxy.core.types import Gauges
-from proxy.core.worker import Worker
+from proxy.core.worker import Worker, WorkerSpec
 
 if TYPE_CHECKING:
     from proxy.core.router import Router
@@ -48,37 +47,37 @@ class Prober:
     async def run(self) -> None:
         """Probe until cancelled."""
         watches: dict[Worker, asyncio.Task[None]] = {}
-        async with open_session() as session:
-            try:
-                while True:
-                    watches = {w: task for w, task in watches.items() if not task.done()}
-                    for worker in self.fleet:
-                        if worker not in watches:
-                            watches[worker] = asyncio.create_task(self._watch(worker, session))
-                    await asyncio.sleep(LOOK_AROUND_S)
-            finally:
-                for task in watches.values():
-                    task.cancel()
-                await asyncio.gather(*watches.values(), return_exceptions=True)
+        try:
+            while True:
+                watches = {w: task for w, task in watches.items() if not task.done()}
+                for worker in self.fleet:
+                    if worker not in watches:
+                        watches[worker] = asyncio.create_task(self._watch(worker))
+                await asyncio.sleep(LOOK_AROUND_S)
+        finally:
+            for task in watches.values():
+                task.cancel()
+            await asyncio.gather(*watches.values(), return_exceptions=True)
 
-    async def _watch(self, worker: Worker, session: aiohttp.ClientSession) -> None:
-        watch = Watch(self, worker, session)
-        while watch.of_interest:
-            started = self.clock()
-            await watch.once()
-            # Not in step with each other: a page is parsed on the loop that relays the streams.
-            pause = self.settings.interval_s * random.uniform(0.9, 1.1)
-            await asyncio.sleep(max(pause - (self.clock() - started), 0))
+    async def _watch(self, worker: Worker) -> None:
+        with closing(Watch(self, worker)) as watch:
+            while watch.of_interest:
+                started = self.clock()
+                await watch.once()
+                # Not in step with each other: a page is parsed on the loop that relays the streams.
+                pause = self.settings.interval_s * random.uniform(0.9, 1.1)
+                await asyncio.sleep(max(pause - (self.clock() - started), 0))
 
 
 class Watch:
     """One worker under observation."""
 
-    def __init__(self, prober: Prober, worker: Worker, session: aiohttp.ClientSession) -> None:
+    def __init__(self, prober: Prober, worker: Worker) -> None:
         self._prober = prober
         self._fleet = prober.fleet
         self._worker = worker
-        self._session = session
+        self._spec: WorkerSpec | None = None  # whom the questions are for
+        self._questions: Questions | None = None
         self._models_known_at = -math.inf
         self._models: Models | None = None  # as they were told last
         self._gauges: Gauges | None = None
@@ -117,11 +116,24 @@ class Watch:
         before, self._written = self._written, self._worker.written
         return self._written != before
 
+    def close(self) -> None:
+        """Leave nothing open."""
+        if self._questions is not None:
+            self._questions.close()
+
+    def _to_ask(self) -> Questions:
+        """Return the questions for the worker as it is stated now."""
+        spec, timeout_s = self._worker.spec, self._prober.settings.timeout_s
+        if self._questions is None or spec is not self._spec:
+            self.close()
+            self._spec = spec
+            self._questions = Questions(spec.url, spec.api_key, timeout_s, spec.tls)
+        self._questions.timeout_s = timeout_s
+        return self._questions
+
     async def _ask(self) -> tuple[Models | None, Gauges | None]:
         """Ask what has to be asked; models are None when they are known already."""
-        spec = self._worker.spec
-        timeout_s = self._prober.settings.timeout_s
-        questions = Questions(self._session, spec.url, spec.api_key, timeout_s, spec.tls)
+        questions = self._to_ask()
         await questions.health()
         gauges = await self._read_gauges(questions)
         if restarted(self._gauges, gauges):

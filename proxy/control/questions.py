@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 from http import HTTPStatus
 from typing import Any
 
-import aiohttp
 import orjson
 
 from proxy.config import WorkerTlsConfig
-from proxy.control.tls import TlsError, to_worker
+from proxy.control.asking import AnswerError, Asker
+from proxy.control.tls import TlsError
 from proxy.errors import ProxyError
 
 MAX_PAGE_BYTES = 8 << 20
@@ -30,33 +31,18 @@ class SilentError(ProbeError):
 Models = dict[str, int | None]  # by name, with the longest context where that is told
 
 
-def open_session() -> aiohttp.ClientSession:
-    """Open a client for all workers: no limit on connections, or a few hung ones block the rest."""
-    return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0),
-        cookie_jar=aiohttp.DummyCookieJar(),
-        # Nor would we want to unpack a bomb.
-        headers={"Accept-Encoding": "identity"},
-        auto_decompress=False,
-    )
-
-
 class Questions:
-    """Those for one worker."""
+    """Those for one worker, over a connection that is kept until `close`."""
 
     def __init__(
-        self,
-        session: aiohttp.ClientSession,
-        url: str,
-        api_key: str | None,
-        timeout_s: float,
-        tls: WorkerTlsConfig | None = None,
+        self, url: str, api_key: str | None, timeout_s: float, tls: WorkerTlsConfig | None = None
     ) -> None:
-        self._session = session
-        self._url = url
-        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        self._tls = tls
-        self._timeout = aiohttp.ClientTimeout(total=timeout_s)
+        self.timeout_s = timeout_s  # for each
+        self._asker = Asker(url, api_key, tls)
+
+    def close(self) -> None:
+        """Leave nothing open."""
+        self._asker.close()
 
     async def health(self) -> None:
         """Raise unless /health is 200."""
@@ -82,22 +68,11 @@ class Questions:
 
     async def _get(self, path: str) -> tuple[int, bytes]:
         try:
-            async with self._session.get(
-                self._url + path,
-                headers=self._headers,
-                timeout=self._timeout,
-                allow_redirects=False,
-                ssl=to_worker(self._tls) or True,
-            ) as answer:
-                body = bytearray()
-                async for chunk in answer.content.iter_any():
-                    body += chunk
-                    if len(body) > MAX_PAGE_BYTES:
-                        raise ProbeError(f"GET {path}: more than {MAX_PAGE_BYTES} bytes")
-                return answer.status, bytes(body)
+            async with asyncio.timeout(self.timeout_s):
+                return await self._asker.get(path, MAX_PAGE_BYTES)
         except TimeoutError:
             raise SilentError(f"GET {path}: no answer in time") from None
-        except (aiohttp.ClientError, OSError, ValueError, TlsError) as error:
+        except (AnswerError, TlsError, OSError, ValueError) as error:
             raise ProbeError(f"GET {path}: {error or type(error).__name__}") from None
 
 

@@ -16,6 +16,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -23,7 +24,7 @@ from urllib.parse import urlsplit
 import aiohttp
 import orjson
 
-from proxy.control.questions import ProbeError, Questions, open_session
+from proxy.control.questions import ProbeError, Questions
 from proxy.control.tls import TlsError, to_worker
 from proxy.control.worker_metrics import values
 from proxy.core.types import Ask, Role
@@ -85,7 +86,7 @@ class Warmup:
         if not self._connector.connects:
             return
         tasks: dict[tuple[Worker, Worker], asyncio.Task[None]] = {}
-        async with open_session() as session:
+        async with _session() as session:
             try:
                 while True:
                     tasks = {pair: task for pair, task in tasks.items() if not task.done()}
@@ -171,14 +172,14 @@ class Warmup:
             return BARE
         if doubt := connector.doubt(pair, taken):
             logger.warning("%s %s", prefill.name, doubt)
-        before = await _fetched(session, decode)
+        before = await _fetched(decode)
         try:
             await _post(session, decode, decode_body(connector, pair, taken, body), request_id)
         except HARMLESS:
             await self._release(session, decode, taken)
             raise
         for _ in range(LOOKS if before is not None else 0):
-            if await _fetched(session, decode) not in (before, None):
+            if await _fetched(decode) not in (before, None):
                 return DONE
             await asyncio.sleep(LOOK_S)
         if before is None:
@@ -196,13 +197,25 @@ class Warmup:
             return  # it is meant to be refused; and if it was not, the blocks expire
 
 
-async def _fetched(session: aiohttp.ClientSession, worker: Worker) -> float | None:
+def _session() -> aiohttp.ClientSession:
+    """Open a client for all workers: no limit on connections, or a few hung ones block the rest."""
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0),
+        cookie_jar=aiohttp.DummyCookieJar(),
+        # Nor would we want to unpack a bomb.
+        headers={"Accept-Encoding": "identity"},
+        auto_decompress=False,
+    )
+
+
+async def _fetched(worker: Worker) -> float | None:
     """Read how many tokens a decode worker has fetched so far; None where it doesn't tell."""
-    questions = Questions(session, worker.url, worker.spec.api_key, LEG_S, worker.spec.tls)
-    try:
-        told = [*values(await questions.metrics(), FETCHED)]
-    except ProbeError:
-        return None
+    spec = worker.spec
+    with closing(Questions(spec.url, spec.api_key, LEG_S, spec.tls)) as questions:
+        try:
+            told = [*values(await questions.metrics(), FETCHED)]
+        except ProbeError:
+            return None
     return sum(told) if told else None
 
 

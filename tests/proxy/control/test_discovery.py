@@ -16,7 +16,8 @@ from proxy.config import DiscoveryConfig, FleetConfig, PoolConfig, load, parse
 from proxy.control import discovery as module
 from proxy.control.discovery import Discovery, source
 from proxy.control.dns import Dns
-from proxy.control.kubernetes import Kubernetes, Listener
+from proxy.control.endpoints import Listener
+from proxy.control.kubernetes import Kubernetes
 from proxy.core.fleet import Fleet
 from proxy.errors import ProxyError
 from tests.proxy.control.api_server import api_server, endpoint, endpoint_slice

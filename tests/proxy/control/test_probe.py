@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator
-from contextlib import suppress
+from contextlib import closing, suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +15,6 @@ import pytest
 from proxy.config import ProbeConfig
 from proxy.control import questions
 from proxy.control.probe import MODELS_EVERY_S, Prober, Watch
-from proxy.control.questions import open_session
 from proxy.core.fleet import Fleet
 from proxy.core.types import Role
 from proxy.core.worker import Worker, WorkerSpec
@@ -59,14 +58,21 @@ def spec(url: str, name: str = "s0", **more: Any) -> WorkerSpec:
     return WorkerSpec(name, url, Role.SHORT, "tiny", **more)
 
 
+async def once(fleet: Fleet, worker: Worker) -> None:
+    """Probe a worker once."""
+    with closing(Watch(prober_of(fleet), worker)) as watch:
+        await watch.once()
+
+
 @pytest.fixture
 async def bench() -> AsyncIterator[Bench]:
     """Stand one up."""
     fleet = Fleet(down_after=3, up_after=2)
-    async with worker_double() as double, open_session() as session:
+    async with worker_double() as double:
         worker = fleet.add(spec(double.url))
         prober = prober_of(fleet)
-        yield Bench(double, Watch(prober, worker, session), prober, worker)
+        with closing(Watch(prober, worker)) as watch:
+            yield Bench(double, watch, prober, worker)
 
 
 async def test_a_first_good_probe_tells_all(bench: Bench) -> None:
@@ -155,9 +161,9 @@ async def test_another_model_after_a_restart_gets_no_requests_for_the_old(
 
 async def test_a_length_that_was_stated_stands() -> None:
     fleet = Fleet()
-    async with worker_double() as double, open_session() as session:
+    async with worker_double() as double:
         worker = fleet.add(spec(double.url, max_model_len=1000))
-        await Watch(prober_of(fleet), worker, session).once()
+        await once(fleet, worker)
     assert worker.max_model_len == 1000
 
 
@@ -170,12 +176,25 @@ async def test_the_length_is_that_of_its_own_model(bench: Bench) -> None:
 
 async def test_the_api_key_is_sent() -> None:
     fleet = Fleet()
-    async with worker_double() as double, open_session() as session:
+    async with worker_double() as double:
         worker = fleet.add(spec(double.url, api_key="k1"))
-        await Watch(prober_of(fleet), worker, session).once()
+        await once(fleet, worker)
     assert set(double.seen) == {
         (path, "Bearer k1") for path in ("/health", "/metrics", "/v1/models")
     }
+
+
+async def test_another_key_is_used_from_the_next_probe_on(bench: Bench) -> None:
+    await bench.ups(1)
+    bench.fleet.respecify(bench.worker, spec(bench.double.url, api_key="k2"))
+    bench.double.seen.clear()
+    assert await bench.ups(1) == [True]
+    assert set(bench.double.seen) == {("/health", "Bearer k2"), ("/metrics", "Bearer k2")}
+
+
+async def test_one_connection_is_enough(bench: Bench) -> None:
+    await bench.ups(3)
+    assert len(bench.double.peers) == 1
 
 
 @pytest.mark.parametrize("status", [401, 403, 404])
@@ -232,9 +251,8 @@ async def test_nobody_listens(caplog: pytest.LogCaptureFixture) -> None:
     async with worker_double() as double:
         gone = double.url
     caplog.set_level(logging.INFO)
-    async with open_session() as session:
-        worker = fleet.add(spec(gone))
-        watch = Watch(prober_of(fleet), worker, session)
+    worker = fleet.add(spec(gone))
+    with closing(Watch(prober_of(fleet), worker)) as watch:
         for _ in range(3):
             await watch.once()
     assert not worker.up

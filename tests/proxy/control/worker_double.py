@@ -23,6 +23,7 @@ class WorkerDouble:
         self.hangs = False
         self.endless = False  # a page without an end
         self.seen: list[tuple[str, str | None]] = []  # path and Authorization
+        self.peers: set[object] = set()  # whose connections they were
         self._probed = asyncio.Condition()
         self._let_go = asyncio.Event()
 
@@ -43,6 +44,8 @@ class WorkerDouble:
     async def answer(self, request: web.Request) -> web.StreamResponse:
         """Answer any request."""
         self.seen.append((request.path, request.headers.get("Authorization")))
+        if request.transport is not None:
+            self.peers.add(request.transport.get_extra_info("peername"))
         async with self._probed:
             self._probed.notify_all()
         if self.hangs:
