@@ -41,11 +41,6 @@ class Route:
     truncates: bool = False  # whether it cuts long prompts off unasked
     response_id: str = ""  # of a stored response, from the path
 
-    @property
-    def sized(self) -> bool:
-        """Whether its body costs an engine tokens."""
-        return self.shape not in (Shape.OPAQUE, Shape.EMPTY)
-
 
 def _named(path: str) -> str:
     return path.removeprefix("/v1/").removeprefix("/")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from proxy.core.routes import ROUTES, Route, find
+from proxy.core.routes import ROUTES, Route, Shape, find
 from proxy.core.types import Reason
 from tests.proxy.core.making import refused, route
 
@@ -83,7 +83,7 @@ def test_stored_responses() -> None:
     cancel = route("/v1/responses/resp_1/cancel")
     assert (get.response_id, get.name) == ("resp_1", "responses/id")
     assert (cancel.response_id, cancel.name) == ("resp_1", "responses/cancel")
-    assert not get.sized
+    assert get.shape is Shape.EMPTY
 
 
 def test_rendering_a_response_is_not_a_stored_one() -> None:
@@ -104,4 +104,3 @@ def test_only_some_generate() -> None:
     assert isinstance(find("POST", "/v1/completions"), Route)
     assert route("/v1/completions").generates
     assert not route("/v1/embeddings").generates
-    assert not route("/tokenize").sized
