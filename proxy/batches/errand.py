@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 
 # The batch's own codes for lines that got no answer.
 BROKEN, TOO_LARGE = "worker_failed", "answer_too_large"
+# The router's own, of an answer that takes longer than a worker that is well may.
+UNFINISHED = b'"code":"unfinished"'
+GATEWAY_TIMEOUT = 504
 
 
 class Errand:
@@ -93,6 +96,11 @@ class Errand:
         """The answer's; 0 where there is none."""
         head = self._reader.head
         return 0 if head is None or self.broken else head.status
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether it took too long, as it would the next time."""
+        return self.status == GATEWAY_TIMEOUT and UNFINISHED in b"".join(self._reader.pieces)
 
     @property
     def retry_after_s(self) -> float:

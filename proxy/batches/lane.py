@@ -318,7 +318,9 @@ class Lane:
         self.counts.in_flight = self.in_flight
         self._told.set()
         status, job = errand.status, errand.job
-        failed = errand.broken or (status >= SERVER_ERROR and status not in NOBODY_COULD)
+        failed = errand.broken or (
+            status >= SERVER_ERROR and status not in NOBODY_COULD and not errand.unfinished
+        )
         if status in NOBODY_COULD or (failed and running.failed(job.number) < MOST_TRIES):
             running.ready.appendleft(job)
             self.counts.lines[SENT_AGAIN] += 1

@@ -246,8 +246,9 @@ class TimeoutConfig(Block):
     first_byte_s: Seconds = Field(
         600.0,
         description="until a worker begins its answer; one that is no stream has besides four "
-        "times as long as the tokens that the client asks for are predicted to take, up to as "
-        "long again",
+        "times as long as the tokens that the client asks for are predicted to take, and more "
+        "while its worker is seen to compute, up to as long again: then 504, and no other worker "
+        "is asked",
     )
     prefill_s: Seconds = Field(
         20.0,

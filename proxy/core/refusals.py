@@ -58,6 +58,15 @@ def nobody_left(why: str) -> Refusal:
     return Refusal(502, Reason.NO_WORKER, f"The request failed on its worker, and {why}.")
 
 
+def unfinished(seconds: float) -> Refusal:
+    """504: its worker is well, and slower than an answer may be that is not streamed."""
+    message = (
+        f"The answer was not finished within {seconds:g} s. Please stream it, or ask for fewer "
+        "tokens."
+    )
+    return Refusal(504, Reason.NO_WORKER, message, "unfinished")
+
+
 def queue_full(retry_after_s: float) -> Refusal:
     """429: as many wait as may."""
     message = "Every worker is busy and the queue is full. Retry after the time given."

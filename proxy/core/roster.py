@@ -253,7 +253,9 @@ class Roster:
         worker = self._workers.get(name)
         if worker is None:
             return
-        worker.gauges = gauges
+        before, worker.gauges = worker.gauges, gauges
+        if before is not None and gauges.computed > before.computed:
+            worker.worked_at = gauges.at
         worker.kv_capacity = gauges.kv_capacity_tokens or 0
         # The page is a moment old: only what two of them show is nobody's request of ours.
         strangers = max(gauges.running + gauges.waiting - worker.sequences, 0)

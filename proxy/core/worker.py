@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass, field
+from math import inf
 from typing import TYPE_CHECKING
 
 from proxy.core.breaker import Breaker
@@ -21,6 +22,7 @@ LEAST_WAIT_SHARE = 0.2
 STALL = 0.3  # of a prefill's time that those who decode beside it lose
 NO_LIMIT = sys.maxsize
 OVERBOOKED = 2
+WORKS_S = 30.0  # of no progress on its own page: longer than a step, and than most prefills
 KV_FULL = 0.95  # of its KV cache: beyond it a request would wait for room
 # How badly a role suits a short and a long, where costs are equal.
 MISFIT = {Role.SHORT: (0, 2), Role.LONG: (2, 0)}
@@ -92,6 +94,7 @@ class Worker:
         "told_max_model_len",
         "up",
         "up_since",
+        "worked_at",
         "written",
     )
 
@@ -126,6 +129,7 @@ class Worker:
         self.pinned = 0  # hand-overs whose blocks here nobody has fetched yet, as far as is known
         self.decoding = 0  # sequences past their first token
         self.written = 0  # tokens it has streamed, since ever
+        self.worked_at = -inf  # when its own page showed last that it had computed something
         self.free_at = 0.0  # when its prefills should be done
         self.due_at = 0.0  # when one of them should have shown, since anything was heard
         self.elsewhere: Load = NO_LOAD  # of all this, what other processes have charged
@@ -163,6 +167,13 @@ class Worker:
     def max_requests(self) -> int | None:
         """How many requests it may have in flight."""
         return self.spec.max_requests
+
+    def works(self, now: float) -> bool:
+        """Whether it is known to compute: one that does not answer yet is slow then, and no more.
+
+        To be up says less: an engine may hang under a server that answers probes.
+        """
+        return self.up and now - self.worked_at <= WORKS_S
 
     @property
     def live(self) -> bool:

@@ -61,6 +61,10 @@ class TokenCount:
         elif len(self._answer) > MAX_ANSWER:
             self.expire(now)
 
+    def late(self, now: float) -> float:  # noqa: ARG002
+        """Wait no longer."""
+        return 0.0
+
     def lost(self, now: float, trouble: Trouble) -> None:  # noqa: ARG002
         """Do without."""
         self.connection = None

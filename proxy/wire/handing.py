@@ -50,7 +50,6 @@ class HandOver:
         "_early",
         "_first",
         "_is_sent",
-        "_late_at",
         "_lease",
         "_leg",
         "_pair",
@@ -59,6 +58,7 @@ class HandOver:
         "_taken",
         "_wire",
         "is_suspect",
+        "late_at",
     )
 
     def __init__(self, wire: Wire, request: Request, lease: Lease, first: Worker) -> None:
@@ -73,7 +73,7 @@ class HandOver:
         self._taken: Taken | None = None  # by the prefill, and not yet by the decode worker
         self._early = b""  # of a decode leg's stream, what says nothing yet
         self._is_sent = False  # the decode leg
-        self._late_at = inf  # when the blocks may be another's
+        self.late_at = inf  # when the blocks may be another's
         self._refused = 0  # the status that the prefill worker refused with
         self.is_suspect = False  # whether its transfer or its prefill worker may have failed
 
@@ -113,7 +113,7 @@ class HandOver:
         self._pair = self._pair._replace(decode=pool.side)
         late_s = decode_patience_s(lease, connector.within_s if holds else inf)
         exchange.patience_s = min(late_s, answer_patience_s(lease, wire.settings.first_byte_s))
-        self._late_at = now + late_s
+        self.late_at = now + late_s
         self._is_sent = True
         body = decode_body(connector, self._pair, taken, request.body)
         pool.send(now, exchange, to_worker(request, pool, body, self._id))
@@ -160,7 +160,7 @@ class HandOver:
         early = self._early = self._early + body
         if not ended and len(early) <= opening.MOST and opening.after(early) < 0:
             if connection is not None:
-                connection.deadline = min(connection.deadline, self._late_at)
+                connection.deadline = min(connection.deadline, self.late_at)
             return None
         self._early = b""
         return early
@@ -189,7 +189,7 @@ class HandOver:
         if self.is_answering:  # blocks are held, and where was in the part that is missing
             self._wire.metrics.handover_ended(LEFT)
         self._leg = None
-        late = trouble is Trouble.TIMEOUT and now >= self._late_at
+        late = trouble is Trouble.TIMEOUT and now >= self.late_at
         if late:
             self._wire.metrics.handover_ended("late_failed")
         else:

@@ -2,7 +2,9 @@
 
 A stream begins with its first token, and any other answer when all of it is made: it has the time
 that as many tokens may take, or a long one would be taken for a worker that hangs, and made again
-elsewhere. Twice the usual is the most: an engine may hang under a server that lives.
+elsewhere. Where nobody said how many, or more time is needed than that, it has more while the
+worker is known to compute: to begin anew elsewhere would take as long again. Twice the usual is the
+most: an engine may hang under a server that lives.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ if TYPE_CHECKING:
 
 SLOW_STEP_S = 0.5  # of a worker of whose steps nothing is known
 LATE = 4.0  # times what was predicted, a prefill or an answer is
+MOST = 2.0  # times the usual, that an answer may take
 
 
 def answer_patience_s(lease: Lease, usual_s: float) -> float:
@@ -25,7 +28,20 @@ def answer_patience_s(lease: Lease, usual_s: float) -> float:
     ask, pace = lease.ask, lease.worker.pace
     if ask.stream or not ask.output_tokens or not pace.steps:
         return usual_s
-    return min(usual_s + ask.output_tokens * _late_step_s(lease), 2 * usual_s)
+    return min(usual_s + ask.output_tokens * _late_step_s(lease), MOST * usual_s)
+
+
+def more_patience_s(lease: Lease, now: float, usual_s: float, late_at: float = inf) -> float:
+    """Tell how much longer a worker has whose time is up; no longer than until `late_at`."""
+    if not is_only_slow(lease, now):
+        return 0.0
+    return max(min(lease.charged_at + MOST * usual_s, late_at) - now, 0.0)
+
+
+def is_only_slow(lease: Lease, now: float) -> bool:
+    """Whether a worker that does not answer must be taken to be making the answer."""
+    ask = lease.ask
+    return ask.computes and not ask.stream and lease.worker.works(now)
 
 
 def decode_patience_s(lease: Lease, within_s: float) -> float:

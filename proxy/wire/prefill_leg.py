@@ -88,6 +88,10 @@ class PrefillLeg:
             self.connection.drop()
             self.lost(now, Trouble.BROKEN)
 
+    def late(self, now: float) -> float:  # noqa: ARG002
+        """Wait no longer."""
+        return 0.0
+
     def lost(self, now: float, trouble: Trouble) -> None:
         """Pass it on."""
         self.connection = None

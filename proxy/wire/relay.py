@@ -27,7 +27,7 @@ from proxy.wire.handing import HandOver
 from proxy.wire.opening import says_failed
 from proxy.wire.own_answers import refuse
 from proxy.wire.passage import Passage
-from proxy.wire.patience import answer_patience_s
+from proxy.wire.patience import MOST, answer_patience_s, is_only_slow, more_patience_s
 from proxy.wire.record import Record
 from proxy.wire.response import OK
 from proxy.wire.sending import to_worker
@@ -344,14 +344,27 @@ class Exchange:
         self._answering, self._last_refusal = refused, refusal
         return said
 
+    def late(self, now: float) -> float:
+        """Wait on for a worker that is only slow."""
+        lease, handing = self._lease, self._handing
+        if lease is None:
+            return 0.0
+        late_at = inf if handing is None else handing.late_at
+        return more_patience_s(lease, now, self._wire.settings.first_byte_s, late_at)
+
     def lost(self, now: float, trouble: Trouble) -> None:
         """Try another worker; where the client has part of an answer already, show that it ends."""
-        self.connection = None
+        connection, self.connection = self.connection, None
         if trouble is Trouble.OURS:
             # No worker has failed, and for no other would there be room.
             self._wire.short_of_room(now)
             self._stop(now, Outcome.MOOT)
             self._refuse(now, refusals.router_full())
+            self._wire.settle(now)
+            return
+        if trouble is Trouble.TIMEOUT and self._is_only_slow(now, connection):
+            self._stop(now, Outcome.MOOT)
+            self._refuse(now, refusals.unfinished(MOST * self._wire.settings.first_byte_s))
             self._wire.settle(now)
             return
         answering = self._answering
@@ -368,6 +381,13 @@ class Exchange:
             self._wire.router.finish(self._lease, now, Outcome.FAILED)
         what = "The worker failed while it answered."
         self._break_off(now, answering.last_words(what, f"worker_{trouble}"))
+
+    def _is_only_slow(self, now: float, connection: WorkerConnection | None) -> bool:
+        """Whether its answer has not begun because it takes long: so it would on another worker."""
+        lease = self._lease
+        if lease is None or self._handing is not None or self._head or self._answering:
+            return False
+        return connection is not None and connection.is_open and is_only_slow(lease, now)
 
     def _try_another(
         self,

@@ -73,6 +73,10 @@ class Release:
         else:
             self.elsewhere(now, self._tried[-1])
 
+    def late(self, now: float) -> float:  # noqa: ARG002
+        """Wait no longer."""
+        return 0.0
+
     def lost(self, now: float, trouble: Trouble) -> None:  # noqa: ARG002
         """Ask another."""
         self.connection = None

@@ -52,6 +52,9 @@ class Caller(Protocol):
     def received(self, now: float, body: bytes, ended: bool) -> None:
         """Take a piece of the body, perhaps empty, perhaps the last."""
 
+    def late(self, now: float) -> float:
+        """Hear that its patience is over; return how much more of it there is."""
+
     def lost(self, now: float, trouble: Trouble) -> None:
         """Hear that there will be no (more of the) answer."""
 
@@ -139,7 +142,11 @@ class WorkerConnection(asyncio.Protocol):
 
     def expire(self, now: float) -> None:
         """Act on a deadline that has passed."""
-        self.fail(now, Trouble.TIMEOUT)
+        waits = None if self._begun or self._transport is None else self.caller
+        if waits is not None and (more_s := waits.late(now)) > 0:
+            self.deadline = now + more_s
+        else:
+            self.fail(now, Trouble.TIMEOUT)
 
     def fail(self, now: float, trouble: Trouble) -> None:
         """Close, and tell the caller if there is one."""

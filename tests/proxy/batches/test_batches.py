@@ -15,6 +15,7 @@ from proxy.batches import lane as lane_module
 from proxy.batches.lane import Lane
 from proxy.batches.store import Store
 from proxy.batches.types import StoreFullError
+from proxy.core.types import Gauges
 from tests.proxy.batches.office import CHAT, Office, line, lines, texts
 from tests.proxy.wire import scripts
 from tests.proxy.wire.client import chat
@@ -282,6 +283,20 @@ async def test_a_line_that_always_fails_comes_to_an_end(start: Start, tmp_path: 
     [failed] = await office.lines_of(done.error_file_id)
     assert failed["response"]["status_code"] == 500
     await office.close()
+
+
+async def test_a_line_that_takes_too_long_is_not_begun_anew(office: Office) -> None:
+    site = office.site
+    site.fake.always(scripts.stall)
+    batch = await office.begin(lines(1))
+    await site.fake.got()
+    site.fleet.set_gauges("w0", Gauges(at=site.clock()))
+    office.skip(2 * site.wire.settings.first_byte_s)
+    site.fleet.set_gauges("w0", Gauges(at=site.clock(), generation_tokens_total=1.0))
+    done = await office.until(batch)
+    [failed] = await office.lines_of(done.error_file_id)
+    assert failed["response"]["body"]["error"]["code"] == "unfinished"
+    assert len(site.served()) == 1
 
 
 async def test_nobody_there_is_no_verdict_on_a_line(office: Office) -> None:

@@ -8,6 +8,7 @@ from proxy.core.fleet import Fleet
 from proxy.core.prefix import BLOCKS
 from proxy.core.roster import STALE_S
 from proxy.core.types import Decision, Gauges, Reason
+from proxy.core.worker import WORKS_S
 from tests.proxy.core.making import LONG, MODEL, SHORT, ask, fleet_of, members, spec
 
 
@@ -118,6 +119,25 @@ def test_a_length_no_longer_stated_is_the_workers_own() -> None:
     fleet.set_served("a", [MODEL], 4096)
     fleet.replace([spec("a")])
     assert members(fleet)[0].max_model_len == 4096
+
+
+def test_a_worker_computes_while_its_pages_say_more_each_time() -> None:
+    fleet = fleet_of(spec("a"))
+    worker = members(fleet)[0]
+    fleet.set_gauges("a", Gauges(at=1.0, prompt_tokens_total=100.0))
+    assert not worker.works(1.0)  # it may have been long ago
+    fleet.set_gauges("a", Gauges(at=2.0, prompt_tokens_total=100.0))
+    assert not worker.works(2.0)
+    fleet.set_gauges("a", Gauges(at=3.0, prompt_tokens_total=100.0, generation_tokens_total=1.0))
+    assert worker.works(3.0 + WORKS_S)
+    assert not worker.works(3.1 + WORKS_S)
+    fleet.set_gauges("a", Gauges(at=40.0, prompt_tokens_total=101.0, generation_tokens_total=1.0))
+    assert worker.works(40.0)
+    fleet.set_gauges("a", Gauges(at=80.0, prompt_tokens_total=50.0))  # started anew
+    assert not worker.works(80.0)
+    worker.worked_at = 80.0
+    worker.up = False
+    assert not worker.works(80.0)
 
 
 def test_strangers_are_what_two_pages_show_beyond_our_own() -> None:

@@ -12,7 +12,12 @@ import pytest
 
 from proxy.core.links import STRIKES
 from proxy.core.types import Role
-from proxy.wire.patience import SLOW_STEP_S, answer_patience_s, decode_patience_s
+from proxy.wire.patience import (
+    SLOW_STEP_S,
+    answer_patience_s,
+    decode_patience_s,
+    more_patience_s,
+)
 from tests.proxy.core.making import ask as ask_of
 from tests.proxy.core.making import placed, router_of, spec, worker_of
 from tests.proxy.wire import scripts
@@ -122,3 +127,16 @@ def test_how_long_an_answer_may_take_is_a_matter_of_its_length() -> None:
     assert answer_patience_s(one, 3.0) == 6.0  # a hang is noticed all the same
     pace.steps = 0.0
     assert answer_patience_s(one, 600.0) == 600.0
+
+
+def test_once_its_time_is_up_one_that_computes_has_more() -> None:
+    here = router_of(spec("d0"))
+    endless, streamed = (
+        placed(here.submit(ask_of(5000, None, stream=stream), 10.0)) for stream in (False, True)
+    )
+    assert more_patience_s(endless, 610.0, 600.0) == 0.0
+    worker_of(here, "d0").worked_at = 609.0
+    assert more_patience_s(endless, 610.0, 600.0) == 600.0
+    assert more_patience_s(endless, 610.0, 600.0, late_at=700.0) == 90.0
+    assert more_patience_s(endless, 611.0, 300.0) == 0.0
+    assert more_patience_s(streamed, 610.0, 600.0) == 0.0

@@ -11,10 +11,12 @@ import time
 
 import pytest
 
+from proxy.core.types import Gauges
+from proxy.core.worker import WORKS_S
 from tests.proxy.wire import scripts
-from tests.proxy.wire.client import BrokenError, chat
+from tests.proxy.wire.client import BrokenError, chat, request
 from tests.proxy.wire.conftest import Start
-from tests.proxy.wire.site import Fake, eventually
+from tests.proxy.wire.site import Fake, Site, eventually
 
 
 async def test_connecting(start: Start) -> None:
@@ -52,6 +54,79 @@ async def test_an_answer_of_many_tokens_is_not_taken_for_a_hang(start: Start) ->
     made.set()
     assert (await asked).status == 200
     assert sum(len(fake.served) for fake in site.fakes.values()) == 1  # and nobody was asked twice
+
+
+class Slow:
+    """One of two workers has an answer to make, and its time is up; both are gated."""
+
+    def __init__(self, site: Site) -> None:
+        self.site = site
+        self.gates = {name: asyncio.Event() for name in site.fakes}
+        for name, fake in site.fakes.items():
+            fake.always(scripts.gated(self.gates[name], scripts.obey(name)))
+
+    async def begin(self, data: bytes) -> None:
+        """Ask, and let the usual time pass."""
+        self.asked = asyncio.create_task(self.site.ask(data))
+        await eventually(self.site.served)
+        [self.busy] = [name for name, fake in self.site.fakes.items() if fake.served]
+        [self.other] = self.site.fakes.keys() - {self.busy}
+        self.shows(1.0)
+        self.skip()
+
+    def shows(self, tokens: float) -> None:
+        """Have the busy worker's page say that it has computed so much."""
+        gauges = Gauges(at=self.site.clock(), generation_tokens_total=tokens)
+        self.site.fleet.set_gauges(self.busy, gauges)
+
+    def skip(self) -> None:
+        """Let the usual time pass."""
+        self.site.skip(self.site.wire.settings.first_byte_s)
+
+
+@pytest.fixture
+async def slow(start: Start) -> Slow:
+    """Start two workers."""
+    return Slow(await start(Fake("w0"), Fake("w1")))
+
+
+async def test_an_answer_of_any_length_may_be_slow_from_a_worker_that_computes(slow: Slow) -> None:
+    await slow.begin(chat(max_tokens=None))
+    slow.shows(2.0)
+    [connection] = slow.site.wire.pools.of(slow.site.worker(slow.busy)).open
+    await eventually(lambda: connection.deadline > slow.site.clock())
+    slow.gates[slow.busy].set()
+    assert (await slow.asked).status == 200
+    assert len(slow.site.served()) == 1  # and nobody was asked twice
+
+
+async def test_one_that_takes_twice_the_usual_is_not_begun_anew(slow: Slow) -> None:
+    """It would take as long on the next worker, and on the one after that."""
+    await slow.begin(chat(max_tokens=None))
+    slow.skip()
+    slow.shows(2.0)
+    answer = await slow.asked
+    assert (answer.status, answer.error()["code"]) == (504, "unfinished")
+    [call] = slow.site.served()
+    async with asyncio.timeout(1):
+        await call.lost.wait()
+    assert slow.site.worker(slow.busy).breaker.spotless
+
+
+@pytest.mark.parametrize("how", ["down", "hung", "long ago", "a stream", "nothing to compute"])
+async def test_elsewhere_it_is_begun_anew(slow: Slow, how: str) -> None:
+    nothing = request(b'{"model": "tiny", "tokens": [1]}', path="/detokenize")
+    asked = chat(stream=how == "a stream", max_tokens=None)
+    await slow.begin(nothing if how == "nothing to compute" else asked)
+    slow.shows(1.0 if how == "hung" else 2.0)
+    if how == "down":
+        slow.site.down(slow.busy)
+    elif how == "long ago":
+        slow.site.skip(WORKS_S + 1)
+    slow.gates[slow.other].set()
+    assert (await slow.asked).status == 200
+    assert len(slow.site.served()) == 2
+    assert not slow.site.worker(slow.busy).breaker.spotless
 
 
 async def test_the_first_byte_of_a_head_that_drips(start: Start) -> None:

@@ -58,6 +58,7 @@ class Listener:
     patience_s: float = 60.0
     connection: WorkerConnection | None = None
     heard: list[object] = field(default_factory=list)
+    more_s: list[float] = field(default_factory=list)
 
     def begun(self, now: float, head: Head) -> None:
         del now
@@ -68,6 +69,10 @@ class Listener:
     def received(self, now: float, body: bytes, ended: bool) -> None:
         del now
         self.heard.append((body, ended))
+
+    def late(self, now: float) -> float:
+        del now
+        return self.more_s.pop(0) if self.more_s else 0.0
 
     def lost(self, now: float, trouble: Trouble) -> None:
         del now
@@ -239,6 +244,25 @@ def test_patience(pool: Quick) -> None:
     assert connection.deadline == pool.now + 20
     pool.sweep(pool.now + 19)
     assert Trouble.TIMEOUT not in listener.heard
+    pool.sweep(pool.now + 21)
+    assert listener.heard[-1] is Trouble.TIMEOUT
+
+
+def test_a_caller_may_have_more_patience_once_it_is_over(pool: Quick) -> None:
+    listener, connection, _ = pool.asked()
+    listener.more_s = [30.0, 5.0]
+    pool.sweep(161.0)
+    assert connection.deadline == 191.0
+    pool.sweep(192.0)
+    assert (connection.deadline, listener.heard) == (197.0, [])
+    pool.sweep(198.0)
+    assert listener.heard == [Trouble.TIMEOUT]
+
+
+def test_but_not_between_two_pieces(pool: Quick) -> None:
+    listener, connection, _ = pool.asked()
+    listener.more_s = [30.0]
+    connection.data_received(HEAD + b"a")
     pool.sweep(pool.now + 21)
     assert listener.heard[-1] is Trouble.TIMEOUT
 
