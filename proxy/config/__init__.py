@@ -2,7 +2,7 @@
 
 from proxy.config.admin import AdminConfig
 from proxy.config.batches import BatchesConfig
-from proxy.config.checks import Check, Draft
+from proxy.config.draft import Check, Draft
 from proxy.config.models import (
     DiscoveryConfig,
     FleetConfig,

@@ -6,20 +6,11 @@ A check sees the parts of a file that could be read, so that one mistake does no
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator
 
 from proxy.config.admin import is_loopback
-from proxy.config.models import (
-    FleetConfig,
-    PoolConfig,
-    RouterConfig,
-    RoutingConfig,
-    TransferConfig,
-    WorkerConfig,
-)
-from proxy.config.tenants import TenantConfig
-from proxy.config.tls import WorkerTlsConfig
+from proxy.config.draft import Check, Draft
+from proxy.config.models import PoolConfig, TransferConfig, WorkerConfig
 from proxy.errors import Problem
 
 # What `up` says itself, and from where in the file it takes it.
@@ -47,59 +38,24 @@ FORM_BYTES = 64 * 1024  # of a form that holds a file, beside the file
 HERE = frozenset({"127.0.0.1", "localhost", "::1", "0.0.0.0", "::"})  # noqa: S104 - only compared
 
 
-@dataclass(frozen=True, slots=True)
-class Draft:
-    """The parts of a fleet file that are right by themselves; workers by their place in it."""
-
-    workers: Mapping[int, WorkerConfig] = field(default_factory=dict)
-    router: RouterConfig | None = None
-    routing: RoutingConfig | None = None
-    transfer: TransferConfig | None = None
-    worker_tls: WorkerTlsConfig | None = None
-    moves: bool = False  # whether the file says anything of a transfer
-    pools: Mapping[int, PoolConfig] = field(default_factory=dict)  # those that are discovered
-    tenants: Mapping[int, TenantConfig] = field(default_factory=dict)
-    has_tenants: bool = False  # whether the file names any
-
-    @classmethod
-    def of(cls, config: FleetConfig) -> Draft:
-        """Take all of a file that is right."""
-        return cls(
-            workers=dict(enumerate(config.workers)),
-            router=config.router,
-            routing=config.routing,
-            transfer=config.transfer,
-            worker_tls=config.worker_tls,
-            moves=config.transfer is not None,
-            pools=dict(enumerate(config.discovery.pools if config.discovery else ())),
-            tenants=dict(enumerate(config.tenants)),
-            has_tenants=bool(config.tenants),
-        )
-
-    @property
-    def everyone(self) -> list[WorkerConfig]:
-        """Those that it names, and one for each pool of those that are discovered."""
-        found = (pool.worker(pool.name, None) for pool in self.pools.values())
-        return [*self.workers.values(), *found]
-
-
-Check = Callable[[Draft], Iterable[Problem]]
-
-
 def addresses(draft: Draft) -> Iterator[Problem]:
     """Check that every worker has an address, and no two things share one."""
     taken: dict[tuple[str, int], str] = {}
     if router := draft.router:
-        for path, host, port in (
-            ("router.port", router.host, router.port),
-            ("router.admin.port", router.admin.host, router.admin.port),
+        for block, host, port in (
+            (("router",), router.host, router.port),
+            (("router", "admin"), router.admin.host, router.admin.port),
         ):
-            if port and (other := taken.setdefault(_place(host, port), path)) != path:
+            path = f"{'.'.join(block)}.port"
+            if not port or not draft.sure(block, "host", "port"):
+                continue
+            if (other := taken.setdefault(_place(host, port), path)) != path:
                 yield Problem(path, f"{port}: {other} is the same; give one of them another")
-    for index, worker in draft.workers.items():
-        path = f"workers[{index}].url"
+    for index, worker in draft.legible_workers.items():
+        path, place = f"workers[{index}].url", ("workers", index)
         if worker.address is None:
-            if worker.launch is None and worker.profile is None:
+            nobody = worker.launch is None and worker.profile is None
+            if nobody and draft.sure(place, "url", "launch", "profile"):
                 yield Problem(
                     path,
                     "is missing; give it as http://host:port, or say under launch how "
@@ -122,7 +78,8 @@ def admin(draft: Draft) -> Iterator[Problem]:
     admin, path = router.admin, "router.admin"
     if admin.key_file is not None and admin.key_env is not None:
         yield Problem(f"{path}.key_env", "key_file is given too; drop one of them")
-    if not admin.has_key and not is_loopback(admin.host):
+    told = draft.sure(("router", "admin"), "host", "key_file", "key_env")
+    if told and not admin.has_key and not is_loopback(admin.host):
         yield Problem(
             f"{path}.host",
             f"{admin.host!r}: whoever reaches it rules the fleet; name the file with its key in "
@@ -133,7 +90,7 @@ def admin(draft: Draft) -> Iterator[Problem]:
 def encryption(draft: Draft) -> Iterator[Problem]:
     """Check that what is said of TLS to workers is whole, and of use."""
     blocks = {"worker_tls": draft.worker_tls}
-    for index, worker in draft.workers.items():
+    for index, worker in draft.legible_workers.items():
         path = f"workers[{index}]"
         blocks[f"{path}.tls"] = worker.tls
         encrypted = worker.url is not None and worker.url.startswith("https://")
@@ -143,7 +100,8 @@ def encryption(draft: Draft) -> Iterator[Problem]:
         if worker.launch is not None and (encrypted or worker.tls is not None):
             why = "`vllm-sched up` starts workers that speak http://; drop launch, or TLS"
             yield Problem(f"{path}.launch", why)
-    blocks |= {f"discovery.pools[{index}].tls": pool.tls for index, pool in draft.pools.items()}
+    pools = draft.pools.items()
+    blocks |= {f"discovery.pools[{index}].tls": pool.tls for index, pool in pools}
     for path, block in blocks.items():
         if block is not None and (block.cert_file is None) != (block.key_file is None):
             missing = "cert_file" if block.cert_file is None else "key_file"
@@ -153,7 +111,9 @@ def encryption(draft: Draft) -> Iterator[Problem]:
 def names(draft: Draft) -> Iterator[Problem]:
     """Check that no two workers have one name."""
     first: dict[str, int] = {}
-    for index, worker in draft.workers.items():
+    for index, worker in draft.legible_workers.items():
+        if not draft.sure(("workers", index), "name"):
+            continue
         if (other := first.setdefault(worker.name, index)) != index:
             yield Problem(
                 f"workers[{index}].name",
@@ -163,7 +123,7 @@ def names(draft: Draft) -> Iterator[Problem]:
 
 def launches(draft: Draft) -> Iterator[Problem]:
     """Check that no flag contradicts what the rest of the file says."""
-    for index, worker in draft.workers.items():
+    for index, worker in draft.legible_workers.items():
         if worker.launch is None:
             continue
         path = f"workers[{index}].launch.args"
@@ -180,12 +140,12 @@ def launches(draft: Draft) -> Iterator[Problem]:
 
 def limits(draft: Draft) -> Iterator[Problem]:
     """Check that what is called short and long fits the workers for it."""
-    if draft.routing is None:
+    if draft.routing is None or not draft.sure_of_all("role", "model"):
         return
     limit = draft.routing.short_limit
     everyone = draft.everyone
-    for model in dict.fromkeys(worker.model for worker in everyone):
-        same = [worker for worker in everyone if worker.model == model]
+    for model in dict.fromkeys(map(draft.model_of, everyone)):
+        same = [worker for worker in everyone if draft.model_of(worker) == model]
         if len({worker.role for worker in same}) == 1:
             continue  # there is no other pool to tell apart
         if (short := _largest(same, "short")) and short[0] < limit:
@@ -206,11 +166,13 @@ def discovered(draft: Draft) -> Iterator[Problem]:
     """Check that each pool is looked for in one way, and can be told from the others."""
     first: dict[str, int] = {}
     for index, pool in draft.pools.items():
-        path = f"discovery.pools[{index}]"
-        if (other := first.setdefault(pool.name, index)) != index:
+        path, place = f"discovery.pools[{index}]", ("discovery", "pools", index)
+        named = draft.sure(place, "name")
+        if named and (other := first.setdefault(pool.name, index)) != index:
             why = f"{pool.name!r}: pools[{other}] is called that too; rename one of them"
             yield Problem(f"{path}.name", why)
-        if (pool.selector is None) == (pool.dns is None):
+        sure = draft.sure(place, "selector", "dns")
+        if sure and (pool.selector is None) == (pool.dns is None):
             which = "neither" if pool.dns is None else "both"
             yield Problem(path, f"has {which} of selector and dns; give one of them")
         if pool.dns is not None and isinstance(pool.port, str):
@@ -230,6 +192,8 @@ def sizes(draft: Draft) -> Iterator[Problem]:
     """Check that a body that is accepted can also be queued."""
     if (router := draft.router) is None:
         return
+    if not draft.sure(("router",), "max_body_bytes"):
+        return
     if router.queue.max_bytes < router.max_body_bytes:
         yield Problem(
             "router.queue.max_bytes",
@@ -248,16 +212,18 @@ def sizes(draft: Draft) -> Iterator[Problem]:
 
 def roles(draft: Draft) -> Iterator[Problem]:
     """Check that prefill and decode workers have each other, and something between them."""
-    have = {(worker.model, worker.role) for worker in draft.everyone}
+    if not draft.sure_of_all("role", "model"):
+        return
+    have = {(draft.model_of(worker), worker.role) for worker in draft.everyone}
     each: list[tuple[str, WorkerConfig | PoolConfig]] = [
-        *((f"workers[{index}].role", worker) for index, worker in draft.workers.items()),
+        *((f"workers[{index}].role", worker) for index, worker in draft.legible_workers.items()),
         *((f"discovery.pools[{index}].role", pool) for index, pool in draft.pools.items()),
     ]
     for path, worker in each:
         if worker.role not in SIDES:
             continue
         other = SIDES[worker.role]
-        if (worker.model, other) not in have:
+        if (draft.model_of(worker), other) not in have:
             why = "could not hand a prompt on" if other == "decode" else "would get none"
             yield Problem(
                 path,
@@ -284,8 +250,9 @@ def transfers(draft: Draft) -> Iterator[Problem]:
                 "decode workers; name its connector, as in transfer: nixl, or leave this out",
             )
         return
-    connector, workers = transfer.connector, list(draft.workers.values())
-    if not any(worker.role in SIDES for worker in draft.everyone):
+    connector, workers = transfer.connector, list(draft.legible_workers.values())
+    is_known = draft.sure_of_all("name", "role") and draft.sure(("transfer",), "addresses")
+    if is_known and not any(worker.role in SIDES for worker in draft.everyone):
         why = "no worker has the role prefill or decode; give the roles, or leave this out"
         yield Problem("transfer", f"{connector!r}: {why}")
     if transfer.mode != "pull" and connector != "nixl":
@@ -295,12 +262,12 @@ def transfers(draft: Draft) -> Iterator[Problem]:
             "transfer.path", f"only shared-storage has one, not {connector}; leave it out"
         )
     unknown = transfer.addresses.keys() - {worker.name for worker in workers}
-    for name in () if draft.pools else unknown:  # their names are known later
+    for name in unknown if is_known and not draft.pools else ():  # pools' are known later
         yield Problem(f"transfer.addresses.{name}", "no worker has that name; correct or drop it")
     if transfer.addresses and connector not in ADDRESS:
         yield Problem("transfer.addresses", f"{connector} takes none; leave them out")
     elif connector in ADDRESS:
-        yield from _places(transfer, workers)
+        yield from _places(transfer, workers if is_known else ())
 
 
 def _places(transfer: TransferConfig, workers: Iterable[WorkerConfig]) -> Iterator[Problem]:

@@ -14,7 +14,8 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from proxy.config.checks import CHECKS, Check, Draft
+from proxy.config.checks import CHECKS
+from proxy.config.draft import Check, Doubts, Draft, Place
 from proxy.config.models import (
     FleetConfig,
     PoolConfig,
@@ -37,6 +38,7 @@ MOST_VALUES = 100_000  # once aliases and merges are written out
 DEEPEST = 64
 MOST_BITS = 256  # of a whole number
 MOST_PROBLEMS = 100
+ROUNDS = 4  # of leaving out what is wrong: then a block is wrong that is nothing without it
 TAG = "tag:yaml.org,2002:"
 MERGE = f"{TAG}merge"
 USER_AND_PASSWORD = re.compile(r"//[^/]*@")
@@ -90,15 +92,18 @@ def parse(text: str, source: str, *, also: Sequence[Check] = ()) -> FleetConfig:
     if not isinstance(data, dict):
         what = "is empty" if data is None else f"is {_value(data)}, not keys and values"
         raise ConfigError(source, [Problem("", f"{what}; begin with model: and workers:")])
-    problems: list[Problem] = []
+    said: list[ErrorDetails] = []
     config = None
     try:
         config = FleetConfig.model_validate(data)
     except ValidationError as error:
-        problems += map(_problem, error.errors(include_url=False))
-    draft = _draft(data)
+        said = error.errors(include_url=False)
+    problems = [*map(_problem, said)]
+    doubted = [*map(_doubted, said)]
+    told = {problem.path for problem in problems} | {*map(_path, doubted)}
+    draft = _draft(data, Doubts(doubted))
     for check in (*CHECKS, *TENANT_CHECKS, *also):
-        problems += check(draft)
+        problems += (problem for problem in check(draft) if problem.path not in told)
     if problems or config is None:
         if (more := len(problems) - MOST_PROBLEMS) > 0:
             problems[MOST_PROBLEMS:] = [Problem("", f"and {more} more like these")]
@@ -129,50 +134,69 @@ def _size(data: object, known: dict[int, float]) -> float:
     return size
 
 
-def _draft(data: Mapping[str, Any]) -> Draft:
+def _draft(data: Mapping[str, Any], doubts: Doubts) -> Draft:
     """Keep what is right by itself, so that it can be checked beside the rest."""
     discovery = data.get("discovery")
+    workers, legible_workers = _legible_ones(WorkerConfig, data.get("workers"))
+    pools = discovery.get("pools") if isinstance(discovery, dict) else None
     return Draft(
-        workers=_valid_ones(WorkerConfig, data.get("workers")),
-        router=_valid(RouterConfig, data.get("router", {})),
-        routing=_valid(RoutingConfig, data.get("routing", {})),
-        pools=_valid_ones(
-            PoolConfig, discovery.get("pools") if isinstance(discovery, dict) else None
-        ),
+        workers=workers,
+        legible_workers=legible_workers,
+        router=_legible(RouterConfig, data.get("router", {})),
+        routing=_legible(RoutingConfig, data.get("routing", {})),
+        pools=_legible_ones(PoolConfig, pools)[1],
         transfer=_transfer(data.get("transfer")),
-        worker_tls=_valid(WorkerTlsConfig, data.get("worker_tls")),
+        worker_tls=_legible(WorkerTlsConfig, data.get("worker_tls")),
         moves=data.get("transfer") is not None,
-        tenants=_valid_ones(TenantConfig, data.get("tenants")),
+        tenants=_legible_ones(TenantConfig, data.get("tenants"))[1],
         has_tenants=bool(data.get("tenants")),
+        model=model if isinstance(model := data.get("model"), str) else None,
+        doubts=doubts,
     )
 
 
 def _transfer(raw: object) -> TransferConfig | None:
-    return _valid(TransferConfig, {"connector": raw} if isinstance(raw, str) else raw)
+    return _legible(TransferConfig, {"connector": raw} if isinstance(raw, str) else raw)
 
 
-def _valid_ones(kind: type[Some], given: object) -> dict[int, Some]:
-    """Keep those of a list that are right, by their place in it."""
-    each = enumerate(given) if isinstance(given, list) else ()
-    read = {index: _valid(kind, raw) for index, raw in each}
-    return {index: block for index, block in read.items() if block is not None}
+def _legible_ones(kind: type[Some], given: object) -> tuple[dict[int, Some], dict[int, Some]]:
+    """Read a list; by their place in it those by which others may be judged, and all."""
+    sure, all_of_them = {}, {}
+    for index, raw in enumerate(given) if isinstance(given, list) else ():
+        said: list[ErrorDetails] = []
+        block = _legible(kind, raw, f"nameless-{index}", said)
+        if block is not None:
+            all_of_them[index] = block
+            if not any(map(_tells, said)):
+                sure[index] = block
+    return sure, all_of_them
 
 
-def _valid(kind: type[Some], raw: object) -> Some | None:
-    """Read a block; where fields are wrong by which no other block is judged, without them."""
-    try:
-        return kind.model_validate(raw)
-    except ValidationError as error:
-        said = error.errors(include_url=False)
-    if any(_tells(each) for each in said):
-        return None
-    left = raw
-    for each in said:
-        left = _without(left, each["loc"])
-    try:
-        return kind.model_validate(left)
-    except ValidationError:
-        return None
+def _legible(
+    kind: type[Some], raw: object, name: str = "", said: list[ErrorDetails] | None = None
+) -> Some | None:
+    """Read a block without what is wrong in it, which is added to `said`; None if that is all."""
+    for _ in range(ROUNDS):
+        try:
+            return kind.model_validate(raw)
+        except ValidationError as error:
+            wrong = error.errors(include_url=False)
+        if said is not None:
+            said += wrong
+        for each in wrong:
+            raw = _without(raw, each["loc"])
+        if name and isinstance(raw, dict):
+            raw = {"name": name} | raw
+    return None
+
+
+def _doubted(error: ErrorDetails) -> Place:
+    """Name the field that is wrong; an unknown one may be meant for another."""
+    location = error["loc"]
+    if error["type"] != "extra_forbidden":
+        return location
+    meant = difflib.get_close_matches(str(location[-1]), _known(_place(location)[0]), n=1)
+    return (*location[:-1], *(meant or location[-1:]))
 
 
 def _tells(error: ErrorDetails) -> bool:
@@ -301,8 +325,12 @@ def _blocks(annotation: object) -> Iterator[type[BaseModel]]:
         yield from _blocks(argument)
 
 
+def _known(block: type[BaseModel] | None) -> list[str]:
+    return [f.alias or name for name, f in block.model_fields.items()] if block else []
+
+
 def _nearest(name: str, block: type[BaseModel] | None) -> str:
-    known = [f.alias or name for name, f in block.model_fields.items()] if block else []
+    known = _known(block)
     if close := difflib.get_close_matches(name, known, n=1):
         return f"did you mean {close[0]}?"
     return f"leave it out; valid: {', '.join(known)}"

@@ -5,7 +5,8 @@ from __future__ import annotations
 import ipaddress
 from collections.abc import Iterator
 
-from proxy.config.checks import Check, Draft
+from proxy.config.draft import Check, Draft
+from proxy.config.tenants import TenantConfig
 from proxy.errors import Problem
 
 
@@ -14,11 +15,11 @@ def tenants(draft: Draft) -> Iterator[Problem]:
     names: dict[str, int] = {}
     hashes: dict[str, str] = {}
     for index, tenant in draft.tenants.items():
-        path = f"tenants[{index}]"
-        if (other := names.setdefault(tenant.name, index)) != index:
+        path, block = f"tenants[{index}]", ("tenants", index)
+        if draft.sure(block, "name") and (other := names.setdefault(tenant.name, index)) != index:
             why = f"{tenant.name!r}: tenants[{other}] is called that too; rename one of them"
             yield Problem(f"{path}.name", why)
-        if not tenant.key_hashes and tenant.keys_file is None and tenant.keys_env is None:
+        if not has_keys(tenant) and draft.sure(block, "key_hashes", "keys_file", "keys_env"):
             why = "has no key; give key_hashes, keys_file or keys_env (`vllm-sched key` makes one)"
             yield Problem(path, why)
         for place, each in enumerate(tenant.key_hashes):
@@ -27,6 +28,11 @@ def tenants(draft: Draft) -> Iterator[Problem]:
                 yield Problem(where, f"is {other_place} too; a key has one owner, drop one of them")
         if tenant.models is not None and not tenant.models:
             yield Problem(f"{path}.models", "is empty; name some, or leave it out for all")
+
+
+def has_keys(tenant: TenantConfig) -> bool:
+    """Whether it is said where its keys are."""
+    return bool(tenant.key_hashes or tenant.keys_file or tenant.keys_env)
 
 
 def strangers(draft: Draft) -> Iterator[Problem]:
@@ -39,7 +45,13 @@ def strangers(draft: Draft) -> Iterator[Problem]:
             why = "true: there are tenants, so everybody is asked for a key; drop one of the two"
             yield Problem("router.allow_anonymous", why)
         return
-    if not is_loopback(router.host) and not router.allow_anonymous:
+    if not draft.sure((), "tenants"):
+        return
+    if (
+        draft.sure(("router",), "host", "allow_anonymous")
+        and not is_loopback(router.host)
+        and not router.allow_anonymous
+    ):
         yield Problem(
             "router.host",
             f"{router.host!r}: whoever reaches it could use the fleet, for there are no tenants; "
@@ -59,19 +71,22 @@ def waits(draft: Draft) -> Iterator[Problem]:
     if router is None:
         return
     fairness, queue = router.fairness, router.queue
-    if draft.has_tenants and fairness.standard_age_s >= queue.max_wait_s:
+    comes = draft.has_tenants and draft.sure(("router", "queue"), "max_wait_s")
+    if comes and fairness.standard_age_s >= queue.max_wait_s:
         yield Problem(
             "router.fairness.standard_age_s",
             f"{fairness.standard_age_s:g}: router.queue.max_wait_s, {queue.max_wait_s:g}, comes "
             "first, so it never would; give less",
         )
-    if fairness.batch_age_s >= fairness.batch_wait_s:
+    sure = draft.sure(("router", "fairness"), "batch_wait_s")
+    if sure and fairness.batch_age_s >= fairness.batch_wait_s:
         yield Problem(
             "router.fairness.batch_age_s",
             f"{fairness.batch_age_s:g}: batch_wait_s, {fairness.batch_wait_s:g}, comes first, so "
             "it never would; give less",
         )
-    if router.max_collected_bytes < router.max_body_bytes:
+    sure = draft.sure(("router",), "max_body_bytes")
+    if sure and router.max_collected_bytes < router.max_body_bytes:
         yield Problem(
             "router.max_collected_bytes",
             f"{router.max_collected_bytes}: one body may have router.max_body_bytes, "

@@ -11,8 +11,8 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from hashlib import sha256
 
-from proxy.config import Draft, FleetConfig, TenantConfig, tenant_checks
-from proxy.config.tenant_checks import is_loopback
+from proxy.config import Draft, FleetConfig, TenantConfig
+from proxy.config.tenant_checks import has_keys, is_loopback
 from proxy.core.admission import AdmissionSettings
 from proxy.core.fairness import FairnessSettings
 from proxy.core.limits import Limits
@@ -41,10 +41,10 @@ def read_keys(
 
 
 def key_problems(draft: Draft) -> list[Problem]:
-    """Say what is wrong with keys, once all that the file itself says of them is right."""
+    """Say what is wrong with keys, of those tenants of whom the file says where they are."""
     problems: list[Problem] = []
-    if not any(tenant_checks.tenants(draft)):
-        _keys(draft.tenants.items(), os.environ, problems)
+    known = ((index, each) for index, each in draft.tenants.items() if has_keys(each))
+    _keys(known, os.environ, problems)
     return problems
 
 

@@ -176,7 +176,7 @@ def tls_problems(draft: Draft) -> Iterator[Problem]:
         yield from _problem("router.tls", router.tls)
         yield from _problem("router.admin.tls", router.admin.tls)
     yield from _problem("worker_tls", draft.worker_tls)
-    for index, worker in draft.workers.items():
+    for index, worker in draft.legible_workers.items():
         yield from _problem(f"workers[{index}].tls", worker.tls)
     for index, pool in draft.pools.items():
         yield from _problem(f"discovery.pools[{index}].tls", pool.tls)

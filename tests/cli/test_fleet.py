@@ -251,7 +251,86 @@ def test_check_names_them_beside_all_else_and_nothing_twice(
         "tenants[0]",
         "workers[0].url",
         "workers[1].role",
+        "workers[1].tls.ca_file",
         "workers[2].tls.ca_file",
+    ]
+
+
+def test_check_names_every_mistake_of_every_block_in_one_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each of them stands beside one that might hide it."""
+    none = str(tmp_path / "none")
+    tls = {"cert_file": none, "key_file": none}
+    launch = {"args": ["--port=3"], "policies": {"nosuch": {}}}
+    fleet = {
+        "model": "m",
+        "modle": "m",
+        "workers": [
+            {"name": "a b", "url": "https://h:1", "tls": {"ca_file": none}},
+            {"name": "b", "url": "x", "launch": launch},
+            {"name": "b", "url": "http://h:3", "max_requests": 0},
+            {"name": "d", "url": "http://h:3", "role": "shrt", "tls": {"cert_file": none}},
+            {"name": "e", "url": "http://127.0.0.1:8001"},
+        ],
+        "discovery": {"pools": [{"name": "c d", "dns": "x", "port": "http"}], "dns_every_s": 0},
+        "tenants": [
+            {"name": "t u", "keys_file": none},
+            {"name": "v", "keys_env": "NO_SUCH_KEYS", "weight": 0},
+            {"name": "v", "models": []},
+        ],
+        "worker_tls": {"ca_file": none},
+        "router": {
+            "port": 70000,
+            "tls": tls,
+            "admin": {"port": 8001, "key_file": none, "tls": tls},
+            "queue": {"max_bytes": 1000, "max_wait": 5},
+            "fairness": {"batch_age_s": 9999},
+            "batches": {"path": 5},
+            "allow_anonymous": True,
+        },
+        "routing": {"policy": "fastest"},
+        "transfer": {"connector": "nixl", "mode": "pusch", "path": "/kv"},
+    }
+    assert main(["check", written(tmp_path, fleet)]) == 2
+    told = [line.split(": ")[2] for line in capsys.readouterr().err.splitlines()]
+    assert sorted(told) == [
+        "discovery.dns_every_s",
+        "discovery.pools[0].name",
+        "discovery.pools[0].port",
+        "modle",
+        "router.admin.key_file",
+        "router.admin.tls.cert_file",
+        "router.allow_anonymous",
+        "router.batches.path",
+        "router.fairness.batch_age_s",
+        "router.port",
+        "router.queue.max_bytes",
+        "router.queue.max_wait",
+        "router.tls.cert_file",
+        "routing.policy",
+        "tenants[0].keys_file",
+        "tenants[0].name",
+        "tenants[1].keys_env",
+        "tenants[1].weight",
+        "tenants[2]",
+        "tenants[2].models",
+        "tenants[2].name",
+        "transfer.mode",
+        "transfer.path",
+        "worker_tls.ca_file",
+        "workers[0].name",
+        "workers[0].tls.ca_file",
+        "workers[1].launch.args[0]",
+        "workers[1].launch.policies",
+        "workers[1].url",
+        "workers[2].max_requests",
+        "workers[2].name",
+        "workers[3].role",
+        "workers[3].tls",
+        "workers[3].tls.key_file",
+        "workers[3].url",
+        "workers[4].url",
     ]
 
 

@@ -73,7 +73,7 @@ def files(draft: Draft) -> Iterator[Problem]:
 
 def policies(draft: Draft) -> Iterator[Problem]:
     """Check the policies that workers are launched with."""
-    for index, worker in draft.workers.items():
+    for index, worker in draft.legible_workers.items():
         for name, given in (worker.launch.policies if worker.launch else {}).items():
             try:
                 registry.settings_of(name, given)

@@ -34,7 +34,7 @@ def test_a_file_with_pools_needs_no_workers() -> None:
 
 
 def test_nor_are_those_missed_where_the_pools_have_a_mistake() -> None:
-    assert list(problems({"name": "a b"})) == ["discovery.pools[0].name"]
+    assert list(problems({"name": "a b", "dns": "x"})) == ["discovery.pools[0].name"]
 
 
 def test_somebody_is_needed() -> None:

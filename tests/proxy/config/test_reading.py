@@ -246,10 +246,40 @@ def test_a_block_that_might_be_any_is_judged_by_nothing_else(wrong: str) -> None
         )
         if not wrong.startswith(key)
     )  # fmt: skip
-    other = "{name: g, url: 'http://h:9'}"
+    other = "{name: p0, role: prefill, url: 'http://h:9'}"
     found = problems(f"model: m\nworkers: [{other}, {{{wrong}, {rest}}}]\ntransfer: nixl")
     field = wrong.partition(":")[0]
-    assert {path for path in found if path.startswith("workers")} == {f"workers[1].{field}"}
+    assert found.keys() == {f"workers[1].{field}"}
+
+
+@pytest.mark.parametrize(
+    ("blocks", "field"),
+    [
+        ({"router": {"prot": 8001}}, "router.prot"),
+        ({"router": {"admin": {"host": "10.0.0.1", "keyfile": "k"}}}, "router.admin.keyfile"),
+        ({"router": {"admin": {"host": 5, "port": 8000}}}, "router.admin.host"),
+        ({"router": {"host": "10.0.0.1", "allow_anonymous": "yes"}}, "router.allow_anonymous"),
+        ({"router": {"host": "10.0.0.1"}, "tenats": [{"name": "t"}]}, "tenats"),
+        ({"router": {"isolate_caches": True}, "tenats": [{"name": "t"}]}, "tenats"),
+        ({"router": {"max_body_bites": 9, "queue": {"max_bytes": 9}}}, "router.max_body_bites"),
+        (
+            {"router": {"max_body_bytes": 1 << 29, "queue": {"max_byts": 1 << 29}}},
+            "router.queue.max_byts",
+        ),
+        ({"routing": {"short_limits": 100}}, "routing.short_limits"),
+        ({"worker_tls": {"cert_file": "c", "keyfile": "k"}}, "worker_tls.keyfile"),
+    ],
+)
+def test_what_may_be_meant_for_a_field_is_not_also_told_that_it_is_missing(
+    blocks: dict[str, Any], field: str
+) -> None:
+    workers = [
+        {"name": "s", "url": "http://h:1", "role": "short", "max_model_len": 4096},
+        {"name": "l", "url": "http://h:2", "role": "long", "max_model_len": 8192},
+    ]
+    blocks = {"routing": {"short_limit": 4096}, **blocks}
+    found = problems(yaml.safe_dump({"model": "m", "workers": workers, **blocks}))
+    assert found.keys() == {field}
 
 
 def test_a_caller_may_add_checks_that_see_what_is_right() -> None:
