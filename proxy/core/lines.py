@@ -9,7 +9,7 @@ from sys import maxsize
 from typing import NamedTuple, Protocol
 
 from proxy.core.order import Entry, Order
-from proxy.core.room import APART
+from proxy.core.room import APART, Amounts
 from proxy.core.tenants import Rank, Tenant, Watch
 from proxy.core.types import Ask, Ticket
 
@@ -161,9 +161,13 @@ class Lines:
 class Elsewhere(Protocol):
     """The queues of other processes, as far as they have told."""
 
+    processes: int  # how many others there are
     length: int
     bytes: int
     tokens: int
+
+    def longest(self) -> Amounts:
+        """Return the most that waits in any of them."""
 
     def moved(self) -> None:
         """Tell them of this one."""

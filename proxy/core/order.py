@@ -50,11 +50,14 @@ class Order:
 
         Nothing may be put or taken meanwhile.
         """
+        bound = most()
         for stretch in self._stretches:
-            if stretch.least < most():
-                for entry in stretch.entries:
-                    if entry[3] < most():
-                        yield entry
+            if stretch.least >= bound:
+                continue
+            for entry in stretch.entries:
+                if entry[3] < bound:
+                    yield entry
+                    bound = most()
 
     def put(self, entry: Entry) -> None:
         """Let one in, where it belongs."""

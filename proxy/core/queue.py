@@ -12,8 +12,9 @@ and where two are of age they take turns at that: so none waits for ever, and a 
 can't shut the others out. Batch goes when nobody else of its model waits.
 
 Bounded by count, by tokens, by bytes of bodies and by time; where it is full, whoever has most of
-it gives way (see `room`). How fast places became free lately says how long one who is turned away
-should stay away.
+it gives way (see `room`). Of several processes each has a part of its own: what comes within that
+waits at once, and who has most where most wait gives way. How fast places became free lately says
+how long one who is turned away should stay away.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from math import ceil, inf
 from proxy.core.fairness import FairnessSettings, Turns
 from proxy.core.lines import LONG, SHORT, Elsewhere, Lines, Place, Turn, place_of
 from proxy.core.passing import End, Overtaking, Round
-from proxy.core.room import Amounts, Room
+from proxy.core.room import NOTHING, Amounts, Room, amounts
 from proxy.core.tenants import Rank
 from proxy.core.types import Ask, Ticket
 
@@ -79,22 +80,59 @@ class Queue:
         return max(self._over(ask)) <= 0
 
     def _over(self, ask: Ask) -> Amounts:
-        """By how much one more would be too much."""
-        length, size, tokens = self.length, self.bytes, self.tokens
+        """By how much one more would be too much; by nothing within this process's own part."""
+        (length, size, tokens), most = self._all(), self._most()
+        one, own = amounts(ask), (self.length, self.bytes, self.tokens)
         if (others := self.elsewhere) is not None:
-            length, size = length + others.length, size + others.bytes
-            tokens += others.tokens
-        most_tokens = inf if self.most_tokens is None or not length else self.most_tokens
+            parts = others.processes + 1
+            if all((a + b) * parts <= c for a, b, c in zip(own, one, most, strict=True)):
+                return NOTHING
+        most_tokens = most[2] if length else inf
         return (
-            length + 1 - self.most,
-            size + ask.body_bytes - self.most_bytes,
-            tokens + ask.prompt_tokens - most_tokens,
+            length + one[0] - most[0],
+            size + one[1] - most[1],
+            tokens + one[2] - most_tokens,
         )
+
+    def _all(self) -> Amounts:
+        """How much waits in all processes."""
+        if (others := self.elsewhere) is None:
+            return self.length, self.bytes, self.tokens
+        length, size = self.length + others.length, self.bytes + others.bytes
+        return length, size, self.tokens + others.tokens
+
+    def _most(self) -> Amounts:
+        return self.most, self.most_bytes, inf if self.most_tokens is None else self.most_tokens
 
     def make_room(self, ask: Ask) -> list[Ticket]:
         """Name those who should give way to a newcomer; none if it must go itself."""
-        most = self.most or inf, self.most_bytes, self.most_tokens or inf
-        return self._room.yielding(ask, self._lines.by_key.values(), self._over(ask), most)
+        return self._room.yielding(
+            ask, self._lines.by_key.values(), self._over(ask), self._shares()
+        )
+
+    def _shares(self) -> Amounts:
+        return self.most or inf, self.most_bytes, self.most_tokens or inf
+
+    def too_much(self) -> list[Ticket]:
+        """Name those who should give way to who came to other processes within their parts.
+
+        The process with the most of what is scarce finds them.
+        """
+        others = self.elsewhere
+        if others is None or not others.length or not self.length:
+            return []
+        own, longest = (self.length, self.bytes, self.tokens), others.longest()
+        over = [
+            there - most if mine >= theirs else 0
+            for there, most, mine, theirs in zip(
+                self._all(), self._most(), own, longest, strict=True
+            )
+        ]
+        if max(over) <= 0:
+            return []
+        length, size, tokens = over
+        lines = self._lines.by_key.values()
+        return self._room.surplus(lines, (length, size, tokens), self._shares())
 
     def waiting(self, model: str, *, long: bool) -> int:
         """How many of a model and size wait, batch left out; of other queues, whether any do."""

@@ -12,7 +12,7 @@ gets a place by it at all those who wait.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 from proxy.core.tenants import Rank, Tenant
@@ -25,6 +25,7 @@ BATCH = Rank.BATCH
 APART = "apart"
 MOST_EVICTED = 64  # for one newcomer: more small ones than that are not worth one large
 Amounts = tuple[float, float, float]  # requests, bytes, tokens
+NOTHING: Amounts = (0, 0, 0)
 
 
 def amounts(ask: Ask) -> Amounts:
@@ -40,7 +41,7 @@ class Room:
 
     def take(self, ask: Ask) -> None:
         """Count one in."""
-        self._used[ask.tenant] = _plus(self._used.get(ask.tenant, (0, 0, 0)), amounts(ask))
+        self._used[ask.tenant] = _plus(self._used.get(ask.tenant, NOTHING), amounts(ask))
 
     def give(self, ask: Ask) -> None:
         """Count one out."""
@@ -58,25 +59,48 @@ class Room:
         `over` is by how much it would be too much.
         """
         used = dict(self._used)
-        own = _share(_plus(used.get(ask.tenant, (0, 0, 0)), amounts(ask)), most, ask.tenant)
+        own = _share(_plus(used.get(ask.tenant, NOTHING), amounts(ask)), most, ask.tenant)
         may = [line for line in lines if line.place[1] != APART and _may_yield(line, ask)]
         if not any(_is_more(line, ask, used, own, most) for line in may):
             return []
-        left = {line.key: len(line.tickets) for line in may}
-        gone: list[Ticket] = []
-        while max(over) > 0 and len(gone) < MOST_EVICTED:
-            there = [
-                line for line in may if left[line.key] and _is_more(line, ask, used, own, most)
-            ]
-            if not there:
-                return []
-            line = max(there, key=lambda each: _order(each, used, most, left[each.key]))
-            left[line.key] -= 1
-            ticket = line.tickets[left[line.key]]
-            gone.append(ticket)
-            used[line.tenant] = _plus(used[line.tenant], amounts(ticket.ask), -1)
-            over = _plus(over, amounts(ticket.ask), -1)
-        return gone if max(over) <= 0 else []
+        return _last_of(may, used, over, most, lambda line: _is_more(line, ask, used, own, most))
+
+    def surplus(self, lines: Iterable[Line], over: Amounts, most: Amounts) -> list[Ticket]:
+        """Name those who give way because there are too many, as far as that makes it better.
+
+        One that is more than all may be was let in when nobody waited, and stays.
+        """
+        may = [
+            line
+            for line in lines
+            if line.place[1] != APART and line.tickets[-1].ask.prompt_tokens <= most[2]
+        ]
+        return _last_of(may, dict(self._used), over, most, lambda _: True, partly=True)
+
+
+def _last_of(
+    may: list[Line],
+    used: dict[Tenant | None, Amounts],
+    over: Amounts,
+    most: Amounts,
+    yields: Callable[[Line], bool],
+    *,
+    partly: bool = False,
+) -> list[Ticket]:
+    """Take the last comers of whoever has most at that moment, until it is not too much."""
+    left = {line.key: len(line.tickets) for line in may}
+    gone: list[Ticket] = []
+    while max(over) > 0 and len(gone) < MOST_EVICTED:
+        there = [line for line in may if left[line.key] and yields(line)]
+        if not there:
+            break
+        line = max(there, key=lambda each: _order(each, used, most, left[each.key]))
+        left[line.key] -= 1
+        ticket = line.tickets[left[line.key]]
+        gone.append(ticket)
+        used[line.tenant] = _plus(used[line.tenant], amounts(ticket.ask), -1)
+        over = _plus(over, amounts(ticket.ask), -1)
+    return gone if partly or max(over) <= 0 else []
 
 
 def _may_yield(line: Line, ask: Ask) -> bool:

@@ -157,13 +157,16 @@ class Router(Leases):
             refusal = queued_too_late(strict, ask, queue, likely, now)
         if refusal is not None:
             return self._refused(ask.model, refusal)
-        for ticket in give_way:
-            queue.remove(ticket)
-            accounts.leave(ticket.ask, now)
-            full = refusals.queue_full(queue.retry_after_s(now))
-            self._evicted[ticket] = self._refused(ticket.ask.model, full)
+        self._evict(give_way, now)
         self._count(ask.model, Reason.FLEET_FULL)
         return queue.push(ask, now, tried, explain=explain)
+
+    def _evict(self, tickets: Iterable[Ticket], now: float) -> None:
+        for ticket in tickets:
+            self.queue.remove(ticket)
+            accounts.leave(ticket.ask, now)
+            full = refusals.queue_full(self.queue.retry_after_s(now))
+            self._evicted[ticket] = self._refused(ticket.ask.model, full)
 
     def withdraw(self, ticket: Ticket, now: float) -> None:
         """Take a request out of the queue, because its client left."""
@@ -178,6 +181,7 @@ class Router(Leases):
         if not queue.length and not self._evicted:
             return []
         self.fleet.settle(now)
+        self._evict(queue.too_much(), now)
         gone: list[tuple[Ticket, Lease | Refusal]] = [*self._evicted.items()]
         self._evicted.clear()
         for ticket in queue.expired(now):

@@ -1,5 +1,7 @@
 """The queues of all processes as one: their limits, and whose turn it is.
 
+Each has a part of the limits that no other can fill: see `queue`.
+
 A place that becomes free belongs to whoever is first in any of the queues. Whoever sees it and is
 not first holds back for a beat, in which the one who is looks too, and takes it; if nobody has,
 because that one waits for something else, one at a time goes. So nobody waits for ever, and a place
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
 
     from proxy.core.lines import Last, Late, Place, Turn
     from proxy.core.queue import Queue
+    from proxy.core.room import Amounts
     from proxy.processes.sharing import Sharing
 
 BEAT_S = 0.01
@@ -36,6 +39,7 @@ class Queues:
 
     def __init__(self, queue: Queue, sharing: Sharing) -> None:
         self.length = self.bytes = self.tokens = 0
+        self.processes = len(sharing.peers)
         self.held = False  # whether somebody here holds back
         self.came = asyncio.Event()  # somebody waits here now
         self._queue = queue
@@ -62,6 +66,13 @@ class Queues:
             return True  # batch waits for all of its model
         at, above = place_of(place), list(Rank)[:rank]
         return any(sheet.read_front(at, each).waits for sheet in self._sheets for each in above)
+
+    def longest(self) -> Amounts:
+        """Return the most that waits in any."""
+        length, size, tokens = (
+            max(sheet.count(which) for sheet in self._sheets) for which in (WAITING, BYTES, TOKENS)
+        )
+        return length, size, tokens
 
     def oldest(self, model: str) -> dict[Rank, float]:
         """Since when the oldest of each class waits there."""

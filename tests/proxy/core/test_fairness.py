@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -405,6 +407,62 @@ def test_who_stands_before() -> None:
     assert not hall.queue.stands_before(of(urgent))
 
 
+@pytest.mark.parametrize("alike", [True, False])
+def test_to_let_one_go_costs_the_same_whoever_waits(alike: bool) -> None:
+    """Counted in calls: of what is done for one that comes, goes and is paid for."""
+
+    def calls(tenants: int) -> int:
+        hall = Hall()
+        everybody = [tenant(f"t{n}") for n in range(tenants)]
+        for n, who in enumerate(everybody):
+            who.charge(n % 7 * 50.0)
+            hall.push(of(who, 100 if alike else 100 + n * 37 % 900))
+        count = 0
+
+        def note(_frame: object, event: str, _argument: object) -> None:
+            nonlocal count
+            count += event in ("call", "c_call")
+
+        before = sys.getprofile()
+        for n in range(20):
+            sys.setprofile(note)
+            try:
+                hall.push(of(everybody[n % tenants]))
+                [gone] = hall.place()
+                assert gone.ask.tenant is not None
+                gone.ask.tenant.charge(10.0)
+                hall.place(0)
+                hall.queue.fronts()
+            finally:
+                sys.setprofile(before)
+        return count
+
+    assert calls(2000) < 2.5 * calls(20)
+
+
+def test_what_one_is_given_back_or_charged_while_it_waits_changes_its_turn() -> None:
+    hall, a, b, c = Hall(), tenant("a"), tenant("b"), tenant("c")
+    for who in (a, b, c):
+        hall.push(of(who))
+    a.charge(500.0)
+    b.charge(300.0)
+    c.charge(400.0)
+    a.charge(-450.0)
+    hall.place(3)
+    assert hall.names() == ["a", "b", "c"]
+
+
+def test_who_comes_back_stands_where_the_least_of_those_who_wait_does_now() -> None:
+    hall, a, b, late = Hall(), tenant("a"), tenant("b"), tenant("late")
+    for who in (a, b):
+        hall.push(of(who))
+    a.charge(900.0)
+    b.charge(700.0)
+    b.charge(-100.0)
+    hall.push(of(late))
+    assert late.standings[STANDARD] == 600.0
+
+
 class QueueMachine(RuleBasedStateMachine):
     """Tenants of all classes come, go and leave at random."""
 
@@ -430,6 +488,10 @@ class QueueMachine(RuleBasedStateMachine):
         ticket = data.draw(st.sampled_from(self.waiting))
         self.waiting.remove(ticket)
         assert self.hall.queue.remove(ticket)
+
+    @rule(who=st.integers(0, 5), tokens=st.integers(-3000, 3000))
+    def is_charged(self, who: int, tokens: int) -> None:
+        self.tenants[who].charge(tokens)
 
     @rule(seconds=st.sampled_from([0.1, 3.0, 11.0, 301.0]))
     def time_passes(self, seconds: float) -> None:
@@ -465,6 +527,10 @@ class QueueMachine(RuleBasedStateMachine):
             own = [t for t in self.waiting if t.ask.tenant is who]
             assert who.waiting == len(own)
             assert (who in queue.turns.waiting(who.spec.rank)) == bool(own)
+        for (place, rank), (front, oldest) in queue.fronts().items():
+            there = [line for line in queue._lines.by_key.values() if line.key[:2] == (place, rank)]
+            assert front == min(line.turn for line in there)
+            assert oldest == min(ticket.since for line in there for ticket in line.tickets)
 
 
 TestQueue = QueueMachine.TestCase

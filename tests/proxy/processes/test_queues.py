@@ -7,8 +7,8 @@ from collections.abc import Callable
 import pytest
 
 from proxy.batches.gaps import gap
-from proxy.core.tenants import Rank
-from proxy.core.types import Outcome, Ticket
+from proxy.core.tenants import Rank, TenantSpec
+from proxy.core.types import Lease, Outcome, Refusal, Ticket
 from proxy.processes.queues import BEAT_S
 from tests.proxy.core.making import MODEL, ask, placed, refused, spec, waits
 from tests.proxy.processes.making import Crew
@@ -55,6 +55,59 @@ def test_bytes_and_tokens_count_together(crews: Crews) -> None:
     waits(crew.routers[1].submit(ask(300, size=100), crew.now))
     crew.tell()
     assert refused(crew.routers[0].submit(ask(300, size=100), crew.now)).status == 429
+
+
+def submit(crew: Crew, index: int, name: str, **fields: int) -> Lease | Ticket | Refusal:
+    """Have a tenant ask one process; all look."""
+    asked = ask(**fields)
+    asked.tenant = crew.routers[index].tenants.get(name)
+    answer = crew.routers[index].submit(asked, crew.now)
+    crew.tell()
+    return answer
+
+
+def open_to_two(crew: Crew) -> None:
+    for router in crew.routers:
+        router.tenants.replace([TenantSpec("crowd"), TenantSpec("single")], {})
+    crew.submit(0)
+
+
+def test_a_crowd_in_one_process_leaves_others_the_part_that_is_theirs(crews: Crews) -> None:
+    """In another process it finds nobody who would give way; where most wait the last do."""
+    crew = crews(2, spec("a", most=1), queue_requests=6)
+    open_to_two(crew)
+    crowd = [waits(submit(crew, 1, "crowd")) for _ in range(6)]
+    assert refused(submit(crew, 1, "crowd")).status == 429
+    single = waits(submit(crew, 0, "single"))
+    assert due(crew, 0) == [], "it has no more than its part"
+    [(ticket, refusal)] = crew.routers[1].due(crew.now)
+    crew.tell()
+    assert (ticket, refused(refusal).status) == (crowd[-1], 429)
+    assert crew.routers[1].due(crew.now) == []
+    assert len(crew.routers[0].queue) + len(crew.routers[1].queue) == 6
+    for _ in range(2):
+        waits(submit(crew, 0, "single"))
+    assert refused(submit(crew, 0, "single")).status == 429
+    assert [ticket for ticket, _ in crew.routers[1].due(crew.now)] == crowd[4:2:-1]
+    assert not single.left
+
+
+def test_a_few_large_bodies_in_one_process_leave_others_their_part(crews: Crews) -> None:
+    crew = crews(2, spec("a", most=1), queue_bytes=1000)
+    open_to_two(crew)
+    large = [waits(submit(crew, 1, "crowd", size=200)) for _ in range(5)]
+    waits(submit(crew, 0, "single", size=10))
+    assert [ticket for ticket, _ in crew.routers[1].due(crew.now)] == large[-1:]
+    crew.tell()
+    assert refused(submit(crew, 0, "single", size=600)).status == 429
+
+
+def test_one_that_is_more_than_all_may_be_has_its_place_where_nobody_waited(crews: Crews) -> None:
+    crew = crews(2, spec("a", most=1), queue_tokens=200)
+    open_to_two(crew)
+    waits(submit(crew, 1, "crowd", prompt=500))
+    waits(submit(crew, 0, "single", prompt=50))
+    assert crew.routers[1].due(crew.now) == []
 
 
 def test_who_came_first_goes_first_wherever_it_waits(crews: Crews) -> None:

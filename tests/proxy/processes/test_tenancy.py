@@ -269,6 +269,26 @@ def test_a_tenant_that_is_put_back_goes_on_from_its_books(crews: Crews) -> None:
     assert stands == pytest.approx([1e6 + 10, 1e6 + 10])
 
 
+def test_of_many_tenants_only_those_are_told_that_changed(
+    crews: Crews, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    crew = opened(crews, *(TenantSpec(f"t{n}") for n in range(200)))
+    crew.tell()
+    looked: list[str] = []
+    taken = tenancy._taken
+
+    def counted(one: Tenant) -> Taken:
+        looked.append(one.name)
+        return taken(one)
+
+    monkeypatch.setattr(tenancy, "_taken", counted)
+    tenant(crew, 0, "t7").charge(70.0)
+    crew.finish(0, placed(submit(crew, 0, "t7")))
+    assert set(looked) == {"t7"}
+    crew.look()
+    assert tenant(crew, 1, "t7").standings == [0.0, 70.0, 0.0]
+
+
 def test_of_many_tenants_only_those_are_read_of_whom_something_was_told(
     crews: Crews, monkeypatch: pytest.MonkeyPatch
 ) -> None:
