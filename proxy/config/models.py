@@ -313,8 +313,8 @@ class RouterConfig(Block):
     admission: AdmissionConfig = AdmissionConfig()
     max_collected_bytes: Count = Field(
         512 * MIB,
-        description="of all bodies that are still coming, and of uploads until they are kept; "
-        "beyond it 503",
+        description="of all bodies that one process holds: until they are whole and their worker "
+        "answers, uploads until they are kept; beyond it 503",
     )
     allow_anonymous: bool = Field(
         False, description="without tenants, let whoever reaches the port use the fleet"

@@ -1,7 +1,8 @@
-"""How much of bodies that are still coming is kept, over all connections.
+"""How much of bodies is kept, over all connections.
 
-A client may take its time over a large body, and a thousand may at once. What came of them lies in
-memory until they are whole, and an upload until the store has it: together no more than so much.
+A client may take its time over a large body, and a thousand may at once; and a worker over the
+first byte of its answer. What came of a body lies in memory until it is whole, and then until that
+byte, for another worker may be asked; an upload until the store has it. Together no more than this.
 """
 
 from __future__ import annotations
@@ -28,5 +29,5 @@ class Collecting:
         self.held += size
 
     def give(self, size: int) -> None:
-        """Count pieces out that are whole now, or dropped."""
+        """Count out what is passed on, or dropped."""
         self.held -= size

@@ -24,6 +24,7 @@ from proxy.core.types import Lease, Outcome, Reason, Refusal, Ticket
 from proxy.wire.answering import Answering, response_id_in, usage_of
 from proxy.wire.counting import TokenCount
 from proxy.wire.handing import HandOver
+from proxy.wire.http import RefusedError
 from proxy.wire.opening import says_failed
 from proxy.wire.own_answers import refuse
 from proxy.wire.passage import Passage
@@ -68,6 +69,7 @@ class Exchange:
         "_count",
         "_handing",
         "_head",
+        "_held",
         "_last_refusal",
         "_lease",
         "_passage",
@@ -104,6 +106,7 @@ class Exchange:
         self._last_refusal: Refusal | None = None  # of another try, while an error passes on
         self._said: bytes | None = None  # of a 400, while a larger worker may be asked instead
         self._tried: frozenset[str] = frozenset()
+        self._held = 0  # bytes of the body, which lies in memory while another may be asked
         self.record = Record()
 
     # To a worker
@@ -113,6 +116,12 @@ class Exchange:
         self.record.begin(now, self._request, self._wire.metrics)
         self._wire.exchanges.add(self)
         request, router = self._request, self._wire.router
+        try:
+            self._wire.collecting.take(size := len(request.body))
+        except RefusedError as error:
+            self._refuse(now, error.refusal)
+            return
+        self._held = size
         content_type = request.head.special.get(b"content-type", b"")
         request_id = request.id.decode("latin-1")
         head = request.head
@@ -287,7 +296,7 @@ class Exchange:
         ):
             return False
         self.connection = None
-        request.body = b""
+        self._forget_body()
         data = b"%bX-Request-Id: %b\r\nContent-Length: %b\r\n\r\n%b" % (
             head.top, request.id, length, body,
         )  # fmt: skip
@@ -430,7 +439,7 @@ class Exchange:
 
     def _first_bytes(self, now: float, data: bytes) -> None:
         """No other worker will be asked from here on."""
-        self._request.body = b""
+        self._forget_body()
         if self._handing is not None:  # a head alone says nothing: a stream's comes too early
             self._handing.fetched()
         lease, answering = self._lease, self._answering
@@ -442,6 +451,11 @@ class Exchange:
             self._wire.router.first_token(lease, now)
         if self._route.name == STORING and (response_id := response_id_in(data)):
             self._wire.router.remember(response_id, lease.worker.name, lease.ask.tenant)
+
+    def _forget_body(self) -> None:
+        self._request.body = b""
+        self._wire.collecting.give(self._held)
+        self._held = 0
 
     def _saw_tokens(self, now: float, tokens: int) -> None:
         record, lease, router = self.record, self._lease, self._wire.router
@@ -533,6 +547,7 @@ class Exchange:
 
     def _books(self, now: float, status: int, reason: Reason | None = None) -> None:
         """Count the request, whichever way it ended."""
+        self._forget_body()
         self._wire.exchange_over(self)
         self.record.close(now, self._wire.metrics, self._route.name, status, reason)
 

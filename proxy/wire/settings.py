@@ -11,7 +11,7 @@ class WireSettings:
 
     max_body_bytes: int = 64 << 20
     max_header_bytes: int = 64 << 10
-    max_collected_bytes: int = 512 << 20  # of all bodies that are still coming
+    max_collected_bytes: int = 512 << 20  # of all bodies that are held
     connect_s: float = 3.0  # until a worker takes the connection
     first_byte_s: float = 600.0  # until its answer begins
     prefill_s: float = 20.0  # until a prefill leg's has, beyond what it may take

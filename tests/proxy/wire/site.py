@@ -151,6 +151,7 @@ class Site:
             "charges": self.charges(),
             "queued": len(self.router.queue),
             "queued bytes": self.router.queue.bytes,
+            "bodies": self.wire.collecting.held,
             "releases": len(self.wire.releases),
             "connections at work": [each for each in counts if each[1] == "busy" and each[2] > 0],
         }
