@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import kubernetes_validate
+import pydantic
 import pytest
 import yaml
 
@@ -16,6 +18,7 @@ from proxy.control import scrape
 from proxy.control.exposition import Family
 from proxy.core.types import Role
 from proxy.wire import local
+from tests.deploy import custom
 from tests.deploy.rendered import (
     COMPONENTS,
     KUBERNETES,
@@ -38,7 +41,6 @@ from vllm_sched.cli.serve import vllm_command
 
 # The oldest that is still looked after by anybody, and the newest that there are schemas for.
 VERSIONS = ("1.30.0", kubernetes_validate.latest_version())
-CUSTOM = {"LeaderWorkerSet", "ScaledObject", "PodMonitor"}
 PINNED = re.compile(r"[\w./-]+:\d+\.\d+\.\d+[\w.-]*")
 
 each_overlay = pytest.mark.parametrize("name", OVERLAYS)
@@ -103,27 +105,87 @@ def sleeps(container: Json) -> int:
     return int(seconds)
 
 
+def taken(each: Json, *versions: str) -> None:
+    """See that the API would take an object, of Kubernetes' own or not."""
+    own = custom.within(each) if each["kind"] in custom.KINDS else (each,)
+    for one in own:
+        for version in versions:
+            kubernetes_validate.validate(one, version, strict=True)
+
+
 @each_overlay
-@pytest.mark.parametrize("version", VERSIONS)
-def test_the_api_would_take_them(name: str, version: str) -> None:
+def test_the_api_would_take_them(name: str) -> None:
     for each in overlay(name):
-        if each["kind"] not in CUSTOM:
-            kubernetes_validate.validate(each, version, strict=True)
-    for what, template in templates(overlay(name)):
-        pod = {
-            "apiVersion": "v1",
-            "kind": "Pod",
-            "metadata": {"name": "a"},
-            "spec": template["spec"],
-        }
-        assert what
-        kubernetes_validate.validate(pod, version, strict=True)
+        taken(each, *VERSIONS)
+
+
+@pytest.mark.parametrize("name", COMPONENTS)
+def test_the_api_would_take_what_components_add_and_change(name: str, tmp_path: Path) -> None:
+    for each in with_component(tmp_path, name):
+        taken(each, *VERSIONS)
 
 
 def test_the_schemas_do_refuse() -> None:
     pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "a"}, "spec": {"container": []}}
     with pytest.raises(kubernetes_validate.ValidationError):
         kubernetes_validate.validate(pod, VERSIONS[0], strict=True)
+
+
+# Maps of names that are anybody's to choose.
+FREE = {"labels", "annotations", "matchLabels"}
+REFUSED = (pydantic.ValidationError, kubernetes_validate.ValidationError)
+
+
+def maps(value: object, name: str = "") -> Iterator[Json]:
+    """Go through all maps of fields in an object, but for those within pods."""
+    if isinstance(value, list):
+        for each in value:
+            yield from maps(each)
+    elif isinstance(value, dict) and name not in FREE and "containers" not in value:
+        yield value
+        for key, each in value.items():
+            yield from maps(each, key)
+
+
+@pytest.mark.parametrize("kind", custom.KINDS)
+def test_a_field_of_a_custom_resource_that_there_is_not_is_refused(
+    kind: str, tmp_path: Path
+) -> None:
+    name = {"ScaledObject": "keda-short-long", "LeaderWorkerSet": ""}.get(kind, "pod-monitor")
+    objects = with_component(tmp_path, name) if name else overlay("multi-node")
+    each = copy.deepcopy(kinds(objects, kind)[0])
+    taken(each, VERSIONS[-1])
+    for one in list(maps(each)):
+        one["surplus"] = 1
+        with pytest.raises(REFUSED, match="surplus"):
+            taken(each, VERSIONS[-1])
+        del one["surplus"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "given", "wrong"),
+    [
+        ("ScaledObject", "pollingInterval: 15", "pollingInterval: often"),
+        ("ScaledObject", "threshold: '100000'", "threshold: 100000"),
+        ("ScaledObject", "behavior: currentReplicasIfHigher", "behavior: asBefore"),
+        ("ScaledObject", "ignoreNullValues: 'false'", "ignoreNullValues: false"),
+        ("ScaledObject", "periodSeconds: 60", "periodSeconds: 60s"),
+        ("PodMonitor", "interval: 10s", "interval: '10'"),
+        ("PrometheusRule", "alert: PoolDown", "alert: PoolDown\n      record: 'a:b:c'"),
+        ("PrometheusRule", "for: 2m", "for: two minutes"),
+        ("LeaderWorkerSet", "restartPolicy: RecreateGroupOnPodRestart", "restartPolicy: Always"),
+        ("LeaderWorkerSet", "containerPort: 8000", "containerPort: http"),
+    ],
+)
+def test_a_value_that_a_custom_resource_may_not_have_is_refused(
+    kind: str, given: str, wrong: str, tmp_path: Path
+) -> None:
+    name = {"ScaledObject": "keda-short-long", "LeaderWorkerSet": ""}.get(kind, "pod-monitor")
+    objects = with_component(tmp_path, name) if name else overlay("multi-node")
+    text = yaml.safe_dump(kinds(objects, kind)[0])
+    assert given in text
+    with pytest.raises(REFUSED):
+        taken(yaml.safe_load(text.replace(given, wrong, 1)), VERSIONS[-1])
 
 
 @each_overlay
