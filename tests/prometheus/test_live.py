@@ -18,6 +18,7 @@ import aiohttp
 import pytest
 
 from proxy.core import routes
+from tests.prometheus.mute import Mutes
 from tests.prometheus.pages import EnginePage
 from tests.prometheus.server import Prometheus, exhausted, plain, process, questions, reached
 from tests.prometheus.tools import program
@@ -43,6 +44,7 @@ workers:
   - {{name: bad, role: short, url: "{bad}"}}
   - {{name: l0, role: long, url: "{l0}", max_requests: 2}}
   - {{name: idle, role: long, url: "{idle}"}}
+{mutes}
 discovery:
   pools:
     - {{name: found, role: short, dns: localhost, port: {found}, max_requests: 1}}
@@ -62,7 +64,7 @@ workers:
 transfer: {{connector: nixl}}
 tenants:
   - {{name: chat, class: interactive, keys_file: {keys}}}
-  - {{name: jobs, keys_env: JOBS_KEY, limits: {{requests_per_minute: 20}}}}
+  - {{name: jobs, keys_env: JOBS_KEY, limits: {{requests_per_minute: 1}}}}
 routing: {{disaggregate_above: 1}}
 router:
   port: {port}
@@ -98,7 +100,7 @@ class Scene:
     def __init__(self, folder: Path, session: aiohttp.ClientSession) -> None:
         self.folder, self.session = folder, session
         self.fakes: dict[str, FakeWorker] = {}
-        self.kv = Kv()
+        self.kv, self.mutes = Kv(), Mutes()
         self.split, self.pairs = free_port(), free_port()
         self.prometheus = Prometheus(folder, session)
         self.admin = free_port()
@@ -121,6 +123,7 @@ class Scene:
         found = self.fakes["found"].port
         urls["keys"] = self.folder / "keys"
         urls["batches"] = self.folder / "batches"
+        urls["mutes"] = await self.mutes.listen(stack)
         (self.folder / "keys").write_text(CHAT)
         for name, text, port, admin in (
             ("split", SPLIT, self.split, self.admin),
@@ -138,6 +141,7 @@ class Scene:
             f"http://127.0.0.1:{self.admin}/admin/workers/idle/drain"
         ) as answer:
             assert answer.status == 200
+        await self.mutes.occupy(stack, self.session, self.split, self.admin)
         targets = {
             "router": [self.split, self.pairs],
             "worker": [fake.port for fake in self.fakes.values()],
@@ -175,7 +179,7 @@ class Scene:
             self.kv.wrong("prefill", Faults(before=scripts.error(500)))
             self.kv.wrong("decode", *[Faults(before=lost_transfer)] * 5)
         whole = chat_body(stream=True, max_tokens=8)
-        for key in (*[CHAT] * 5, JOBS):
+        for key in (*[CHAT] * 5, *[JOBS] * 2):  # one too many for a minute, however slow this is
             some.append(self.send(self.pairs, request(whole, bearer(key))))
         leaves = request(chat_body(stream=True), bearer(CHAT))
         some.append(self.send(self.pairs, leaves, leave_after_s=0.002))
