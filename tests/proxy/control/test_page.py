@@ -21,7 +21,7 @@ from proxy.control.live import MOST_VIEWERS
 from proxy.control.page import page_file
 from proxy.wire.record import Record
 from tests.proxy.wire import scripts
-from tests.proxy.wire.client import Client, chat, get
+from tests.proxy.wire.client import Answer, Client, chat, get
 from tests.proxy.wire.fake_worker import FakeWorker
 from tests.proxy.wire.site import eventually
 
@@ -141,6 +141,14 @@ async def test_one_too_many_is_refused(app: App, web: aiohttp.ClientSession) -> 
     await eventually(lambda: not app.live.watched, within=DEADLINE_S)
 
 
+def happened(app: App, requests: int) -> None:
+    """Let requests end that nobody sent."""
+    for _ in range(requests):
+        record = Record()
+        record.started = app.wire.clock()
+        record.close(record.started, app.metrics, "completions", 200, None)
+
+
 async def test_who_reads_nothing_is_let_go(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("proxy.control.live.PATIENCE_S", 0.3)
     monkeypatch.setattr("proxy.control.page.PATIENCE_S", 0.3)
@@ -152,13 +160,88 @@ async def test_who_reads_nothing_is_let_go(app: App, monkeypatch: pytest.MonkeyP
     give_up = app.wire.clock() + DEADLINE_S
     while app.live.watched:  # until no buffer on the way takes any more
         assert app.wire.clock() < give_up
-        for _ in range(1000):
-            record = Record()
-            record.started = app.wire.clock()
-            record.close(record.started, app.metrics, "completions", 200, None)
+        happened(app, 1000)
         await asyncio.sleep(0.05)
     await eventually(lambda: app.metrics.live is None, within=DEADLINE_S)
     client.close()
+
+
+async def follow(answer: aiohttp.ClientResponse, ended: set[str], dropped: list[int]) -> None:
+    """Note what a page is told: whose requests are over, and how many it was not told of."""
+    fields: list[str] = []
+    text = b""
+    async for piece in answer.content.iter_any():
+        *told, text = (text + piece).split(b"\n\n")
+        for each in told:
+            data = json.loads(each.partition(b"data: ")[2])
+            fields = data.get("fields", fields)
+            dropped.append(data.get("dropped", 0))
+            rows = (dict(zip(fields, row, strict=True)) for row in data["rows"])
+            ended |= {row["id"] for row in rows if row["ended"] is not None}
+
+
+async def stream(app: App, name: str, at_once: asyncio.Semaphore) -> Answer:
+    """Ask for a stream, under a name."""
+    async with at_once:
+        client = await Client.connect(app.wire.port)
+        try:
+            asked = chat("hi", b"X-Request-Id: " + name.encode(), stream=True)
+            return await client.ask(asked, within=2 * DEADLINE_S)
+        finally:
+            client.close()
+
+
+async def test_pages_that_take_nothing_hold_nobody_up_and_grow_by_nothing(
+    app: App, web: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in ("live", "page"):  # they are not let go here, however long this takes
+        monkeypatch.setattr(f"proxy.control.{module}.PATIENCE_S", 600.0)
+    admin = int(app.admin_url.rsplit(":", 1)[1])
+    deaf = [
+        await Client.connect(admin, limit=1 << 12, rcvbuf=1 << 12) for _ in range(MOST_VIEWERS - 1)
+    ]
+    for each in deaf:
+        await each.send(get("/admin/live").replace(b"Host: router", b"Host: localhost"))
+    viewers = app.live._viewers
+    await eventually(lambda: len(viewers) == len(deaf), within=DEADLINE_S)
+    stuck = set(viewers)
+    no_end = aiohttp.ClientTimeout(total=None)
+    async with web.get(app.admin_url + "/admin/live", timeout=no_end) as answer:
+        ended: set[str] = set()
+        dropped: list[int] = []
+        reader = asyncio.create_task(follow(answer, ended, dropped))
+        await eventually(lambda: dropped, within=DEADLINE_S)
+        give_up = app.wire.clock() + 2 * DEADLINE_S
+        while not all(viewer.busy and viewer.behind for viewer in stuck):
+            assert app.wire.clock() < give_up  # by then no buffer on the way takes any more
+            happened(app, 1000)
+            await app.live.beat()
+            await asyncio.sleep(0.01)
+
+        before, beats = {id(viewer): viewer._slot for viewer in stuck}, app.live._beats
+        at_once, names = asyncio.Semaphore(40), [f"stream-{n}" for n in range(120)]
+        answers = await asyncio.gather(*(stream(app, name, at_once) for name in names))
+        assert {(each.status, each.body.endswith(b"data: [DONE]\n\n")) for each in answers} == {
+            (200, True)
+        }
+        await eventually(lambda: ended.issuperset(names), within=DEADLINE_S)
+        await eventually(lambda: app.live._beats > beats + 8, within=DEADLINE_S)
+        assert not any(dropped)
+        # Of all that came meanwhile nothing was put before those: one message each, and that the
+        # same.
+        assert viewers >= stuck
+        assert all(viewer._slot is before[id(viewer)] for viewer in stuck)
+        assert not app.live.notes._ended
+        reader.cancel()
+        await asyncio.gather(reader, return_exceptions=True)
+    # Once one reads again it is told all of it.
+    text = b""
+    async with asyncio.timeout(DEADLINE_S):
+        while names[-1].encode() not in text.rpartition(b"event: all")[2]:
+            text += await deaf[0].reader.read(1 << 20)
+    assert text.count(b"event: all") > 1
+    for each in deaf:
+        each.close()
 
 
 async def test_a_stop_ends_the_events(app: App, web: aiohttp.ClientSession) -> None:
