@@ -74,7 +74,7 @@ def test_who_waits_runs_and_is_held(registry: CollectorRegistry) -> None:
     none = {("long_prompt", "shorts_first"): 0}
     assert values(registry, "requests_held") == {("long_prompt", "long_limit"): 2} | none
     assert values(registry, "prefill_backlog_tokens") == {("short",): 0, ("long",): 1200 - 32}
-    assert values(registry, "prefills_running") == {("long",): 1}
+    assert values(registry, "prefills_running") == {("short",): 0, ("long",): 1}
     assert values(registry, "step_budget_tokens") == {(): 64}
     assert values(registry, "requests_admitted_total") == {short: 1, long: 1}
     assert values(registry, "oldest_wait_seconds")[long] > 0
@@ -115,6 +115,7 @@ def test_nobody_held_is_seen_from_the_first_step_on(registry: CollectorRegistry)
     reasons = {("rotation", "kv_of_prefills")}
     reasons |= {("long_prompt", "long_limit"), ("long_prompt", "shorts_first")}
     assert values(registry, "requests_held") == dict.fromkeys(reasons, 0)
+    assert values(registry, "prefills_running") == {("short",): 0}
 
 
 def test_nobody_is_held_where_all_slots_are_taken(registry: CollectorRegistry) -> None:

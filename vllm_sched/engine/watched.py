@@ -279,6 +279,7 @@ class Seen:
 
     def _running_prefills(self, gauges: metrics.Gauges, running: Sequence[Request]) -> None:
         backlog, count = gauges["prefill_backlog_tokens"], gauges["prefills_running"]
+        count.update(dict.fromkeys(backlog, 0))  # of each class that there is
         for request in running:
             if not request.is_prefill_chunk:
                 continue
