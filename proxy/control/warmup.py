@@ -2,11 +2,13 @@
 
 The first transfer between two takes a handshake, seconds perhaps. As soon as both are up they are
 given a tiny request in two legs, past the router's own port, so that it is in nobody's metrics;
-until that is done, or has failed a few times, the core leaves the pair alone (see `core/links`).
+until that is done the core leaves the pair alone (see `core/links`).
 
 A decode worker that can fetch nothing may compute the prompt itself, and its answer is as good as
 any. So its metrics are asked whether it has fetched anything. A link over which nothing came is no
-link: it is left alone, and tried again each minute.
+link. One that does not come about in a few tries stays cold, and is tried again: after a minute,
+then after twice as long each time, up to ten; at once where either worker was started anew. Only
+where workers want a key that the router hasn't got the first connection is left to users, who may.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from dataclasses import dataclass
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -44,9 +47,11 @@ AT_ONCE = 8
 TRIES, PAUSE_S, LEG_S = 3, 1.0, 20.0
 ROUTE = "completions"
 MAX_ANSWER = 8 << 20
+WANTS_KEY = frozenset([HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN])
 DONE, FAILED, BARE = "done", "failed", "bare"
+NO_KEY = "no_key"
 RECOMPUTED = "recomputed"  # the decode worker did it all itself
-AGAIN_S = 60.0
+AGAIN_S, LONGEST_S = 60.0, 600.0
 FETCHED = b"vllm:external_prefix_cache_hits_total{"  # tokens, over all of a decode worker's links
 LOOKS, LOOK_S = 5, 0.1  # for the count to be shown
 
@@ -56,6 +61,19 @@ Link = tuple["Worker", "Worker"]
 
 class LegError(ProxyError):
     """A leg of a warm-up that came to nothing."""
+
+
+class NoKeyError(LegError):
+    """A worker wants a key, and the router was given none for it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Again:
+    """When a link that did not come about is tried again, unless a worker comes up before."""
+
+    lives: tuple[float, float]  # since when each of two is up
+    at: float
+    pause_s: float
 
 
 HARMLESS = (LegError, TlsError, aiohttp.ClientError, TimeoutError, OSError, ValueError)
@@ -78,7 +96,7 @@ class Warmup:
         self._room = asyncio.Semaphore(AT_ONCE)
         self._version = -1  # of the fleet, when last looked at
         self._left: dict[str, tuple[object, list[Link]]] = {}  # by model; since when, and which
-        self._again: dict[Link, float] = {}  # from when on those that did not come about
+        self._again: dict[Link, Again] = {}  # of those that did not come about
         router.links.are_made = connector.connects
 
     async def run(self) -> None:
@@ -106,7 +124,7 @@ class Warmup:
             self._version = fleet.version
             here = {*fleet}
             links.keep(here)
-            self._again = {k: at for k, at in self._again.items() if here.issuperset(k)}
+            self._again = {k: v for k, v in self._again.items() if here.issuperset(k)}
         for model in fleet.models():
             pool = fleet.pool(model)
             if not pool.prefills or not pool.decodes:
@@ -118,47 +136,72 @@ class Warmup:
                 left = [(prefill, decode) for prefill in pool.prefills for decode in decodes]
             left = [pair for pair in left if not links.knows(*pair)]
             self._left[model] = since, left
-            yield from (pair for pair in left if self._again.get(pair, 0.0) <= now)
+            yield from (pair for pair in left if self._is_due(pair, now))
+
+    def _is_due(self, pair: Link, now: float) -> bool:
+        again = self._again.get(pair)
+        return again is None or again.at <= now or again.lives != _lives(*pair)
 
     async def _warm(self, prefill: Worker, decode: Worker, session: aiohttp.ClientSession) -> None:
-        """Connect two; give up after a few tries."""
-        started = self.clock()
-        for attempt in range(TRIES):
+        """Connect two; give up for a while after a few tries, later on after one."""
+        started, lives = self.clock(), _lives(prefill, decode)
+        before = self._again.get((prefill, decode))
+        if before is not None and before.lives != lives:
+            before = None
+        for attempt in range(TRIES if before is None else 1):
             if attempt:
                 await asyncio.sleep(PAUSE_S * attempt)
+            why = ""
             async with self._room:  # one try at a time: a worker that hangs holds up few others
                 try:
                     how = await self._once(prefill, decode, session)
+                except NoKeyError as error:
+                    how, why = NO_KEY, str(error)
                 except HARMLESS as error:
-                    how = FAILED
-                    why = error
+                    how, why = FAILED, str(error) or type(error).__name__
             self._counts.warmed(how)
             if how not in (FAILED, RECOMPUTED):
                 break
+        if _lives(prefill, decode) != lives:
+            return  # it was another that was tried
+        links = self._router.links
+        if how in (DONE, NO_KEY):
+            self._again.pop((prefill, decode), None)
+            links.worked(prefill, decode)
+            links.warm(prefill, decode)
+        else:
+            pause_s = AGAIN_S if before is None else min(2 * before.pause_s, LONGEST_S)
+            self._again[prefill, decode] = Again(lives, self.clock() + pause_s, pause_s)
+            links.unmade(prefill, decode)
+            self._counts.barred(prefill.name, decode.name)
+        self._say(prefill, decode, how, why, self.clock() - started)
+
+    def _say(self, prefill: Worker, decode: Worker, how: str, why: str, seconds: float) -> None:
         link = f"{prefill.name} to {decode.name}"
         if how == DONE:
-            logger.info("transfers from %s: ready in %.2f s", link, self.clock() - started)
-        elif how == BARE:
-            logger.warning(
-                "%s tells nothing to fetch by: is it started with the %s connector?",
-                prefill.name,
-                self._connector.name,
-            )
-        elif how == RECOMPUTED:
-            logger.warning(
-                "transfers from %s: nothing came, and the prompt was computed again; none are made "
-                "for %g s. Are both of one model and one vLLM, and do they reach each other's side "
-                "channels? Their logs know",
-                link,
-                AGAIN_S,
-            )
-            again = self._again[prefill, decode] = self.clock() + AGAIN_S
-            self._router.links.bar(prefill, decode, again + LEG_S)
+            logger.info("transfers from %s: ready in %.2f s", link, seconds)
             return
-        else:
-            logger.warning("transfers from %s: no first one in %d tries: %s", link, TRIES, why)
-        self._router.links.worked(prefill, decode)
-        self._router.links.warm(prefill, decode)
+        if how == NO_KEY:
+            logger.warning(
+                "transfers from %s: no first one, for %s, and the router has none; the first user "
+                "waits for their connection; give the worker its api_key in the fleet file",
+                link,
+                why,
+            )
+            return
+        what = {
+            BARE: f"{prefill.name} tells nothing to fetch by: is it started with the "
+            f"{self._connector.name} connector?",
+            RECOMPUTED: "nothing came, and the prompt was computed again: are both of one model "
+            "and one vLLM, and do they reach each other's side channels? Their logs know",
+        }.get(how, f"no first one: {why}")
+        logger.warning(
+            "transfers from %s: %s; prompts are not handed over there until one succeeds, the "
+            "next try is in %g s",
+            link,
+            what,
+            self._again[prefill, decode].pause_s,
+        )
 
     async def _once(self, prefill: Worker, decode: Worker, session: aiohttp.ClientSession) -> str:
         connector = self._connector
@@ -167,7 +210,7 @@ class Warmup:
         request_id = connector.request_id(pair) or pair.id.encode()
         body = orjson.dumps({"model": prefill.model, "prompt": f"warm up {mark}", "max_tokens": 1})
         first = prefill_body(connector, pair, _ask(prefill.model), body)
-        taken = connector.take(pair, await _post(session, prefill, first, request_id))
+        taken = connector.taken(pair, await _post(session, prefill, first, request_id))
         if taken.params is None and connector.needs_params:
             return BARE
         if doubt := connector.doubt(pair, taken):
@@ -238,12 +281,18 @@ async def _post(
             text += chunk
             if len(text) > MAX_ANSWER:
                 raise LegError(f"{worker.name}: more than {MAX_ANSWER} bytes")
+        if answer.status in WANTS_KEY and not worker.spec.api_key:
+            raise NoKeyError(f"{worker.name} wants a key (status {answer.status})")
         if answer.status != HTTPStatus.OK:
             raise LegError(f"{worker.name}: status {answer.status}")
     found = orjson.loads(text)
     if type(found) is not dict:
         raise LegError(f"{worker.name}: its answer is no JSON object")
     return found
+
+
+def _lives(prefill: Worker, decode: Worker) -> tuple[float, float]:
+    return prefill.up_since, decode.up_since
 
 
 def _side(worker: Worker) -> Side:

@@ -47,7 +47,7 @@ class Why:
     CACHED = "cached"  # the same, because most of it should be cached there
     NO_PREFILL = "no_prefill_worker"  # none is live
     NO_ROOM = "no_room"  # no decode worker had any for so long that one was given all of it
-    PREFILL_BUSY = "prefill_busy"  # none that is live takes more, or is connected yet
+    PREFILL_BUSY = "prefill_busy"  # none that is live takes more, or is connected to who decodes
     # Or else why it can't be split: see `splitting`.
 
 
@@ -96,6 +96,10 @@ class Handing:
         transfer_s = self.transfer_s(worker, view)
         if not self.may(worker, view, transfer_s):
             return None
+        return self.worth(worker, view, whole_s, transfer_s)
+
+    def worth(self, worker: Worker, view: View, whole_s: float, transfer_s: float) -> float | None:
+        """Reckon the same, whether or not there is a link to that decode worker."""
         cost_s = self.cost_s(worker, view, transfer_s)
         if self.above is not None:
             return cost_s if self.tokens(worker, view) > self.above else None
@@ -104,10 +108,8 @@ class Handing:
 
     def may(self, worker: Worker, view: View, transfer_s: float) -> bool:
         """Whether a transfer to a decode worker has reason to succeed, and in time."""
-        now, links = view.now, self.links
-        if links.are_made and links.are_cold(self.prefill, worker, now):
-            return False
-        if links.bars and links.is_barred(self.prefill, worker, now):
+        now = view.now
+        if self.links.is_shut(self.prefill, worker, now):
             return False
         if worker.prefill_tokens or worker.strange_tokens:
             transfer_s += worker.wait_s(now, for_long=view.ask.long)
@@ -152,8 +154,12 @@ def choose_prefill(
     held: Held,
     tried: frozenset[str],
     links: Links,
+    decodes: Iterable[Worker],
 ) -> tuple[Worker, float, int] | None:
-    """Name the prefill worker that would be done soonest, when, and what it has cached."""
+    """Name the prefill worker that would be done soonest, when, and what it has cached.
+
+    One that can hand nothing over to any of `decodes` is idle, and would be chosen each time.
+    """
     best: tuple[Worker, float, int] | None = None
     for worker in workers:
         if not worker.takes(now) or worker.name in tried or not _may_prefill(worker, ask):
@@ -162,7 +168,9 @@ def choose_prefill(
             continue
         cached = worker.cached(held)
         seconds = worker.ttft_s(ask, now, cached)
-        if best is None or (seconds, worker.served) < (best[1], best[0].served):
+        if best is not None and (seconds, worker.served) >= (best[1], best[0].served):
+            continue
+        if links.reaches(worker, decodes, now):
             best = worker, seconds, cached
     return best
 
@@ -197,8 +205,7 @@ def instead(
         and worker.takes(now)
         and worker.may_hold(ask)
         and has_room(worker, ask)
-        and not links.are_cold(first.worker, worker, now)
-        and not links.is_barred(first.worker, worker, now)
+        and not links.is_shut(first.worker, worker, now)
         and (wait_s := worker.wait_s(now, for_long=ask.long)) + halves.transfer_s <= within_s
     ]
     return min(found)[-1] if found else None
@@ -236,4 +243,9 @@ def why(decision: Decision, view: View) -> str:
         return Why.PREFILL_BUSY
     if worker.role is not DECODE:
         return Why.ELSEWHERE
+    handing, links = view.handing, view.handing.links
+    if links.is_shut(handing.prefill, worker, view.now):
+        transfer_s = handing.transfer_s(worker, view)
+        if handing.worth(worker, view, whole_s(worker, view), transfer_s) is not None:
+            return Why.PREFILL_BUSY
     return Why.CACHED if 2 * worker.cached(view.held) > ask.prompt_tokens else Why.NOT_WORTH_IT

@@ -129,9 +129,10 @@ class Leases(Placer):
     def has_other_prefill(self, lease: Lease, now: float) -> bool:
         """Whether somebody but a lease's prefill worker could do its prefill."""
         ask, first = lease.ask, lease.prefill
-        prefills = self.fleet.pool(ask.model).prefills
+        pool = self.fleet.pool(ask.model)
         tried = frozenset(() if first is None else (first.worker.name,))
-        return handover.choose_prefill(prefills, ask, now, [], tried, self.links) is not None
+        best = handover.choose_prefill(pool.prefills, ask, now, [], tried, self.links, pool.all)
+        return best is not None
 
     def has_another(self, lease: Lease) -> bool:
         """Whether somebody but a lease's worker could do all of it."""

@@ -1,8 +1,9 @@
 """Which prefill workers are connected to which decode workers, and which of them had better not be.
 
 The first transfer between two workers takes a handshake, seconds perhaps, that no user should pay.
-Somebody makes the connections (`control/warmup`) and says so here; for a while after either of two
-has come up they are given no hand-over between them until that is done.
+Somebody makes the connections (`control/warmup`) and says so here; from when either of two has come
+up they are given no hand-over between them until that is done. Where it does not come about, that
+is tried again now and then, and until it does prompts are served as if there were no such link.
 
 A link whose transfers fail or come late, and a prefill worker whose answers name nothing to fetch,
 make each prompt be prefilled twice; one that refuses what others then serve is idle, so it is given
@@ -12,12 +13,13 @@ that goes on.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
+from proxy.core.types import Role
 from proxy.core.worker import Worker
 
-PATIENCE_S = 10.0
+DECODE = Role.DECODE
 STRIKES = 3  # in a row
 BARRED_S = 60.0
 Lives = tuple[float, float]  # since when each of two is up
@@ -40,26 +42,43 @@ class Links:
         self.are_made = False  # whether somebody makes them
         self.version = 0  # changes with every connection made
         self._warm: dict[Link, Lives] = {}
+        self._unmade: dict[tuple[Worker, Worker], Lives] = {}  # tried, and nothing came of it
         self._strikes: dict[Link, Strikes] = {}
 
-    def are_cold(self, prefill: Worker, decode: Worker, now: float) -> bool:
+    def are_cold(self, prefill: Worker, decode: Worker) -> bool:
         """Whether two are to be left alone until their connection is made."""
-        if not self.are_made or self.knows(prefill, decode):
-            return False
-        return now < max(prefill.up_since, decode.up_since) + PATIENCE_S
+        return self.are_made and not self.knows(prefill, decode)
+
+    def is_shut(self, prefill: Worker, decode: Worker, now: float) -> bool:
+        """Whether nothing may be handed over between two for now."""
+        if self.are_cold(prefill, decode):
+            return True
+        return self.bars and self.is_barred(prefill, decode, now)
+
+    def reaches(self, prefill: Worker, workers: Iterable[Worker], now: float) -> bool:
+        """Whether there is a decode worker among these that something may be handed over to."""
+        if not (self.are_made or self.bars):
+            return True
+        return any(w.role is DECODE and not self.is_shut(prefill, w, now) for w in workers)
 
     def knows(self, prefill: Worker, decode: Worker) -> bool:
         """Whether nothing is left to be done for two."""
         return self._warm.get((prefill, decode)) == (prefill.up_since, decode.up_since)
 
     def warm(self, prefill: Worker, decode: Worker) -> None:
-        """Note that a connection is made, or was tried often enough."""
+        """Note that a connection is made, or that only users can make it."""
         self._warm[prefill, decode] = prefill.up_since, decode.up_since
+        self._unmade.pop((prefill, decode), None)
         self.version += 1
+
+    def unmade(self, prefill: Worker, decode: Worker) -> None:
+        """Note that a connection did not come about."""
+        self._unmade[prefill, decode] = prefill.up_since, decode.up_since
 
     def keep(self, workers: Collection[Worker]) -> None:
         """Forget all but these."""
         self._warm = {k: v for k, v in self._warm.items() if _are_of(k, workers)}
+        self._unmade = {k: v for k, v in self._unmade.items() if _are_of(k, workers)}
         self._strikes = {k: v for k, v in self._strikes.items() if _are_of(k, workers)}
 
     # Those that fail
@@ -75,10 +94,6 @@ class Links:
             return False
         strikes.until = now + BARRED_S
         return True
-
-    def bar(self, prefill: Worker, decode: Worker, until: float) -> None:
-        """Leave a link alone for longer: it is known not to work."""
-        self._strikes[prefill, decode] = Strikes(_lives(prefill, decode), STRIKES, until)
 
     def worked(self, prefill: Worker, decode: Worker | None) -> None:
         """Note that a link, or a prefill worker, does what it is there for."""
@@ -105,10 +120,15 @@ class Links:
         """Say of a prefill worker that it is left alone; empty if it is not."""
         if self.is_barred(worker, None, now):
             return "prefills nothing for now: it refuses, or its answers name nothing to fetch"
+        if unmade := [d.name for p, d in self._unmade if p is worker and self._is_unmade(p, d)]:
+            return f"prefills nothing for {', '.join(unmade)} yet: no first transfer came about"
         decodes = [d.name for p, d in self.barred(now) if p is worker and d is not None]
         if not decodes:
             return ""
         return f"prefills nothing for {', '.join(decodes)} for now: transfers to there fail"
+
+    def _is_unmade(self, prefill: Worker, decode: Worker) -> bool:
+        return self._unmade.get((prefill, decode)) == (prefill.up_since, decode.up_since)
 
 
 def _lives(prefill: Worker, decode: Worker | None) -> Lives:

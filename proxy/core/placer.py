@@ -130,7 +130,9 @@ class Placer:
         # The last try is for one worker alone: its chance of success is the best.
         if not tried or len(tried) < self.settings.max_attempts - 1:
             links, within_s = self.links, self.settings.transfer_within_s
-            best = handover.choose_prefill(pool.prefills, ask, now, view.held, tried, links)
+            best = handover.choose_prefill(
+                pool.prefills, ask, now, view.held, tried, links, pool.all
+            )
             if best is not None:
                 time, above = self.transfer_times(ask.model), self.settings.disaggregate_above
                 shorts = view.traffic.shorts_per_s(now) / pool.decodes if above is None else 0.0

@@ -71,7 +71,12 @@ class Nixl(Connector):
         """Doubt an address at which the decode worker would find itself: vLLM's default."""
         host = orjson.loads(taken.params or b"{}").get("remote_host")
         first, second = pair.prefill, pair.decode
-        if host not in HERE or first.host in HERE or first.host == second.host:
+        if (
+            type(host) is not str
+            or host not in HERE
+            or first.host in HERE
+            or first.host == second.host
+        ):
             return ""
         return (
             f"says that its blocks are at {host}, where {second.name} finds only itself; start it "

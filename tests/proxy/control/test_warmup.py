@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from itertools import count
 from typing import Any
 
@@ -14,13 +15,13 @@ import pytest
 from proxy.config import TransferConfig
 from proxy.control import warmup as module
 from proxy.control.handovers import Handovers
-from proxy.control.warmup import AGAIN_S, Warmup
+from proxy.control.warmup import AGAIN_S, LONGEST_S, Warmup
 from proxy.core.router import Router
-from proxy.core.types import Role
+from proxy.core.types import Outcome, Role
 from proxy.core.worker import Worker, WorkerSpec
 from proxy.transfer.nixl import Nixl
 from proxy.transfer.registry import connector
-from tests.proxy.core.making import fleet_of, router_of
+from tests.proxy.core.making import ask, fleet_of, placed, router_of
 from tests.proxy.wire import scripts
 from tests.proxy.wire.fake_worker import Call, FakeWorker
 from tests.proxy.wire.kv import Faults, Kv
@@ -44,6 +45,20 @@ class Stage:
     def are_warm(self, *pairs: tuple[str, str]) -> bool:
         links = self.router.links
         return all(links.knows(self.worker(p), self.worker(d)) for p, d in pairs)
+
+    def is_cold(self, prefill: str, decode: str) -> bool:
+        """Whether the core leaves them alone, and a prompt is served whole."""
+        first, second = self.worker(prefill), self.worker(decode)
+        one = replace(ask(5000), model=first.model)
+        lease = placed(self.router.submit(one, 0.0))
+        self.router.finish(lease, 0.0, Outcome.MOOT)
+        assert (lease.prefill is None) == self.router.links.are_cold(first, second)
+        return lease.prefill is None
+
+    def later(self, seconds: float) -> None:
+        """Have time pass."""
+        now = self.warmup.clock() + seconds
+        self.warmup.clock = lambda: now
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -72,7 +87,7 @@ async def stage(
         fake.always(kv.worker(fake, role.value))
         specs.append(WorkerSpec(who, fake.url, role, "tiny", api_key=api_key))
     try:
-        yield Stage(kv, fakes, router_of(*specs, transfer=True), name)
+        yield Stage(kv, fakes, router_of(*specs, transfer=True, disaggregate_above=1), name)
     finally:
         for fake in fakes.values():
             await fake.stop()
@@ -83,7 +98,7 @@ async def stage(
 async def test_each_pair_is_connected_once() -> None:
     async with stage(2, 2) as here:
         pairs = [(p, d) for p in ("p0", "p1") for d in ("d0", "d1")]
-        assert here.router.links.are_cold(here.worker("p0"), here.worker("d0"), 0.0)
+        assert here.router.links.are_cold(here.worker("p0"), here.worker("d0"))
         async with here.running():
             await eventually(lambda: here.are_warm(*pairs))
             await asyncio.sleep(0.3)
@@ -111,15 +126,85 @@ async def test_a_worker_that_comes_back_is_connected_again() -> None:
         assert here.counts.warmups == {"done": 2}
 
 
-async def test_after_a_few_tries_it_gives_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def failing(kv: Kv, times: int) -> None:
+    """Have so many decode legs fail, and the blocks be given back each time."""
+    leg, release = Faults(before=scripts.error(500)), Faults()
+    kv.wrong("decode", *[leg, release] * times)
+
+
+async def test_a_link_that_does_not_come_about_stays_cold_and_is_tried_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Prompts are served whole meanwhile: nobody pays for a link that does not work."""
     monkeypatch.setattr(module, "PAUSE_S", 0.01)
     async with stage() as here:
-        leg, release = Faults(before=scripts.error(500)), Faults()
-        here.kv.wrong("decode", *[leg, release] * 3)
+        failing(here.kv, 5)
+        prefill = here.worker("p0")
+        note = "prefills nothing for d0 yet: no first transfer came about"
+        async with here.running():
+            assert here.is_cold("p0", "d0")
+            for number, pause_s in enumerate((AGAIN_S, 2 * AGAIN_S, 4 * AGAIN_S), 1):
+                await eventually(lambda n=number: here.counts.bars == {("p0", "d0"): n})  # type: ignore[misc]
+                # Three tries at first, then one at a time.
+                assert here.counts.warmups == {"failed": 2 + number}
+                assert here.is_cold("p0", "d0")
+                assert here.router.links.note(prefill, 0.0) == note
+                assert "no first one: d0: status 500" in caplog.text
+                assert f"the next try is in {pause_s:g} s" in caplog.text
+                here.later(pause_s)
+            await eventually(lambda: here.are_warm(("p0", "d0")))
+        assert here.counts.warmups == {"failed": 5, "done": 1}
+        assert not here.is_cold("p0", "d0")
+        assert here.router.links.note(prefill, 0.0) == ""
+        assert here.kv.ends() == ["released"] * 5 + ["read"]
+
+
+async def test_it_is_tried_every_ten_minutes_at_least(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "PAUSE_S", 0.01)
+    monkeypatch.setattr(module, "AGAIN_S", 0.9 * LONGEST_S)
+    async with stage() as here:
+        failing(here.kv, 5)
+        async with here.running():
+            for tries in (3, 4, 5):
+                await eventually(lambda n=tries: here.counts.bars == {("p0", "d0"): n - 2})  # type: ignore[misc]
+                assert here.counts.warmups == {"failed": tries}
+                here.later(LONGEST_S)
+            await eventually(lambda: here.are_warm(("p0", "d0")))
+
+
+async def test_a_worker_that_was_started_anew_is_tried_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "PAUSE_S", 0.01)
+    async with stage() as here:
+        failing(here.kv, 3)
+        async with here.running():
+            await eventually(lambda: here.counts.bars)
+            here.worker("d0").up_since = 99.0
+            await eventually(lambda: here.are_warm(("p0", "d0")))
+        assert here.counts.warmups == {"failed": 3, "done": 1}
+
+
+async def test_who_has_no_key_for_a_worker_leaves_the_first_connection_to_users(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with stage() as here:
+        here.fakes["p0"].always(scripts.error(401))
         async with here.running():
             await eventually(lambda: here.are_warm(("p0", "d0")))
+        assert here.counts.warmups == {"no_key": 1}
+        assert not here.counts.bars
+        assert "p0 wants a key (status 401), and the router has none" in caplog.text
+
+
+async def test_a_key_that_is_refused_makes_no_link(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "PAUSE_S", 0.01)
+    async with stage(api_key="wrong") as here:
+        here.fakes["p0"].always(scripts.error(401))
+        async with here.running():
+            await eventually(lambda: here.counts.bars)
         assert here.counts.warmups == {"failed": 3}
-        assert here.kv.ends() == ["released"] * 3
+        assert here.is_cold("p0", "d0")
 
 
 async def test_a_worker_without_the_connector_is_named(caplog: pytest.LogCaptureFixture) -> None:
@@ -130,7 +215,8 @@ async def test_a_worker_without_the_connector_is_named(caplog: pytest.LogCapture
     async with stage() as here:
         here.fakes["p0"].always(plain)
         async with here.running():
-            await eventually(lambda: here.are_warm(("p0", "d0")))
+            await eventually(lambda: here.counts.bars)
+        assert here.is_cold("p0", "d0")
         assert here.counts.warmups == {"bare": 1}
         assert "p0 tells nothing to fetch by" in caplog.text
 
@@ -180,18 +266,18 @@ async def test_one_that_fetches_nothing_is_no_link(
         links, now = here.router.links, here.warmup.clock
         first, dead, well = (here.worker(name) for name in ("p0", "d0", "d1"))
         async with here.running():
-            await eventually(lambda: links.is_barred(first, dead, now()), within=30.0)
+            await eventually(lambda: here.counts.bars == {("p0", "d0"): 1}, within=30.0)
             await eventually(lambda: here.are_warm(("p0", "d1")), within=30.0)
+            assert links.is_shut(first, dead, now())
             assert not here.are_warm(("p0", "d0"))
             assert "transfers from p0 to d0: nothing came" in caplog.text
             assert here.counts.warmups == {"recomputed": 3, "done": 1}
-            assert not links.is_barred(first, well, now())
+            assert not links.is_shut(first, well, now())
             # A minute later, and mended.
             counting(here.fakes["d0"], fetches=True)
-            passed = here.warmup.clock() + AGAIN_S
-            here.warmup.clock = lambda: passed
+            here.later(AGAIN_S)
             await eventually(lambda: here.are_warm(("p0", "d0")), within=30.0)
-        assert not links.is_barred(first, dead, passed)
+        assert not links.is_shut(first, dead, now())
 
 
 async def test_a_count_that_is_not_told_for_a_moment_shows_nothing(
@@ -265,7 +351,7 @@ async def test_pairs_that_are_connected_are_not_looked_at_again_and_again() -> N
 
 async def test_connectors_that_need_no_handshake_make_nobody_wait() -> None:
     async with stage(name="shared-storage") as here:
-        assert not here.router.links.are_cold(here.worker("p0"), here.worker("d0"), 0.0)
+        assert not here.is_cold("p0", "d0")
         await here.warmup.run()  # it has nothing to do
         assert here.counts.warmups == {}
 

@@ -206,8 +206,34 @@ def test_workers_that_are_not_connected_yet() -> None:
     here = router(disaggregate_above=1)
     here.links.are_made = True
     assert placed(here.submit(ask(LONG), 1.0)).prefill is None
+    assert placed(here.submit(ask(LONG), 1e6)).prefill is None  # however long that takes
+    assert why(here) == {Why.PREFILL_BUSY: 2}
     here.links.warm(worker_of(here, "p0"), worker_of(here, "d0"))
     assert placed(here.submit(ask(LONG), 1.0)).prefill is not None
+
+
+def test_one_that_is_connected_to_nobody_does_not_keep_others_from_prefilling() -> None:
+    """It is idle, so it would be done first each time."""
+    here = router_of(
+        spec("p0", P), spec("p1", P), spec("d0", D), transfer=True, disaggregate_above=1
+    )
+    here.links.are_made = True
+    here.links.warm(worker_of(here, "p1"), worker_of(here, "d0"))
+    for _ in range(3):
+        lease = placed(here.submit(ask(LONG), 1.0))
+        assert lease.prefill is not None
+        assert lease.prefill.worker.name == "p1"
+
+
+def test_a_link_that_fails_is_counted_where_it_was_wanted() -> None:
+    specs = spec("p0", P), spec("d0", D), spec("d1", D)
+    here = router_of(*specs, transfer=True, disaggregate_above=LONG - 1)
+    for _ in range(3):
+        here.links.failed(worker_of(here, "p0"), worker_of(here, "d0"), 1.0)
+    for size in (10, LONG):
+        lease = placed(here.submit(ask(size), 1.0, tried=frozenset(["d1"])))
+        assert (lease.prefill, lease.worker.name) == (None, "d0")
+    assert why(here) == {Why.NOT_WORTH_IT: 1, Why.PREFILL_BUSY: 1}
 
 
 # What can't be handed over, and when nobody can

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from proxy.core.fleet import Fleet
-from proxy.core.links import BARRED_S, PATIENCE_S, Links
+from proxy.core.links import BARRED_S, Links
 from proxy.core.types import Role
 from proxy.core.worker import Worker
 from tests.proxy.core.making import fleet_of, members, spec
@@ -16,18 +16,50 @@ def two() -> tuple[Fleet, Worker, Worker]:
 
 def test_where_nobody_makes_them_none_is_waited_for() -> None:
     _, prefill, decode = two()
-    assert not Links().are_cold(prefill, decode, 0.0)
+    assert not Links().are_cold(prefill, decode)
+    assert Links().reaches(prefill, [], 0.0)
 
 
-def test_one_is_cold_until_it_is_made_or_long_overdue() -> None:
+def test_one_is_cold_until_it_is_made() -> None:
     _, prefill, decode = two()
     links = Links()
     links.are_made = True
-    assert links.are_cold(prefill, decode, 1.0)
-    assert not links.are_cold(prefill, decode, PATIENCE_S)
+    assert links.are_cold(prefill, decode)
+    assert links.is_shut(prefill, decode, 1e6)
+    links.unmade(prefill, decode)
+    assert links.are_cold(prefill, decode)
+    assert "nothing for d0 yet" in links.note(prefill, 1.0)
     links.warm(prefill, decode)
-    assert not links.are_cold(prefill, decode, 1.0)
+    assert not links.are_cold(prefill, decode)
+    assert not links.is_shut(prefill, decode, 1.0)
     assert links.knows(prefill, decode)
+    assert links.note(prefill, 1.0) == ""
+
+
+def test_a_prefill_worker_reaches_whom_it_may_hand_over_to() -> None:
+    fleet = fleet_of(
+        spec("p0", Role.PREFILL), spec("d0", Role.DECODE), spec("d1", Role.DECODE), spec("g0")
+    )
+    prefill, first, second, general = members(fleet)
+    links = Links()
+    links.are_made = True
+    assert not links.reaches(prefill, [first, second, general], 1.0)
+    links.warm(prefill, general)  # it takes no hand-overs
+    assert not links.reaches(prefill, [first, second, general], 1.0)
+    links.warm(prefill, second)
+    assert links.reaches(prefill, [first, second, general], 1.0)
+    for _ in range(3):
+        links.failed(prefill, second, 1.0)
+    assert not links.reaches(prefill, [first, second], 1.0)
+    assert links.reaches(prefill, [first, second], 1.0 + BARRED_S)
+
+
+def test_what_was_tried_with_a_worker_before_it_was_started_anew_says_nothing() -> None:
+    _, prefill, decode = two()
+    links = Links()
+    links.unmade(prefill, decode)
+    decode.up_since = 9.0
+    assert links.note(prefill, 10.0) == ""
 
 
 def test_a_worker_that_went_down_has_to_be_connected_anew() -> None:
@@ -39,10 +71,10 @@ def test_a_worker_that_went_down_has_to_be_connected_anew() -> None:
         fleet.probe_failed("d0", 20.0)
     for _ in range(2):
         fleet.probe_ok("d0", 30.0)
-    assert links.are_cold(prefill, decode, 31.0)
+    assert links.are_cold(prefill, decode)
     assert not links.knows(prefill, decode)
     links.warm(prefill, decode)
-    assert not links.are_cold(prefill, decode, 31.0)
+    assert not links.are_cold(prefill, decode)
 
 
 # Those that fail

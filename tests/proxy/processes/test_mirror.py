@@ -177,10 +177,10 @@ def test_what_is_connected_is_known_to_all(pair: tuple[Process, Process]) -> Non
         leader.fleet.probe_ok(name, 1.0)
     pass_on(leader, other)
     p, d = other.worker("p"), other.worker("d")
-    assert other.router.links.are_cold(p, d, 1.5)
+    assert other.router.links.are_cold(p, d)
     leader.router.links.warm(leader.worker("p"), leader.worker("d"))
     pass_on(leader, other)
-    assert not other.router.links.are_cold(p, d, 1.5)
+    assert not other.router.links.are_cold(p, d)
     with pytest.MonkeyPatch.context() as patch:  # nothing has changed: no pair is looked at
         patch.setattr(Links, "knows", lambda *_: pytest.fail("looked"))
         assert not pass_on(leader, other)
