@@ -110,9 +110,9 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--above",
         type=lambda text: text if text == "auto" else int(text),
-        default=stage.ABOVE,
+        default="auto",
         metavar="N",
-        help="routing.disaggregate_above: a number, or auto",
+        help="routing.disaggregate_above: tokens, or auto as by default",
     )
     parser.add_argument("--seed", type=int, default=0, help="fixes the prompts")
     parser.add_argument("--save", type=Path, metavar="FILE", help="write every sample as JSON")

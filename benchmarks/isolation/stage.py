@@ -34,8 +34,6 @@ FLAGS = (f"--max-model-len={LENGTH}", f"--max-num-batched-tokens={STEP_TOKENS}")
 # As many tokens of KV cache each: a block is 32 tokens on a CPU, with NIXL 128.
 BLOCKS = {"general": "2048", "prefill": "512", "decode": "512"}
 ROLES = ("general", "general", "prefill", "decode")
-# Prompts above it are handed over; the shorts of the workload are not.
-ABOVE = 1000
 SHORT_LIMIT = 500
 # Workers forget what they have cached when they are told to.
 ENV = {"VLLM_SERVER_DEV_MODE": "1"}
@@ -78,7 +76,7 @@ def token_bytes() -> int:
 
 
 def sides(
-    config: FleetConfig, folder: Path, above: int | Literal["auto"] = ABOVE
+    config: FleetConfig, folder: Path, above: int | Literal["auto"] = "auto"
 ) -> tuple[Contender, Contender]:
     """Put a router before each pair; `above` is the second one's `disaggregate_above`."""
     general, halves = config.workers[:2], config.workers[2:]

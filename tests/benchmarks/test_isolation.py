@@ -48,7 +48,7 @@ def test_each_pair_has_a_router_of_its_own(tmp_path: Path) -> None:
     assert [worker.role for worker in whole.workers] == ["general", "general"]
     assert (whole.routing.policy, whole.transfer) == ("least_loaded", None)
     assert [worker.role for worker in halves.workers] == ["prefill", "decode"]
-    assert halves.routing.disaggregate_above == stage.ABOVE
+    assert halves.routing.disaggregate_above == "auto"
     urls = [worker.url for config in (whole, halves) for worker in config.workers]
     assert len({*urls}) == 4
     assert yaml.safe_load(files[0].read_text())["model"] == "tiny"
@@ -60,12 +60,11 @@ def test_one_processor_is_not_enough(monkeypatch: pytest.MonkeyPatch) -> None:
         stage.fleet()
 
 
-def test_only_longs_are_handed_over_and_none_waits_for_another() -> None:
+def test_only_longs_are_worth_a_hand_over() -> None:
     arrivals = stage.workload().arrivals
     longs = [each.at for each in arrivals if each.klass == "long"]
     assert longs == [0.0, 4.0, 8.0, 12.0]
-    above = {each.klass for each in arrivals if each.prompt_tokens > stage.ABOVE}
-    assert above == {"long"}
+    assert {each.klass for each in arrivals if each.prompt_tokens > 1000} == {"long"}
 
 
 def test_promises_are_judged_by_their_ratio() -> None:
@@ -235,10 +234,10 @@ async def test_a_router_is_asked_for_counts_and_decisions(
 
 
 def test_where_a_router_tells_its_decisions_is_read_off_its_file(tmp_path: Path) -> None:
-    _, halves = stage.sides(stage.fleet(), tmp_path, "auto")
+    _, halves = stage.sides(stage.fleet(), tmp_path, 700)
     config = parse(Path(halves.worker.command[-1]).read_text(), "halves")
     assert stage.admin_url(halves.worker) == f"http://127.0.0.1:{config.router.admin.port}"
-    assert config.routing.disaggregate_above == "auto"
+    assert config.routing.disaggregate_above == 700
 
 
 def test_what_was_judged_can_be_written_down() -> None:
