@@ -2,19 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from zlib import crc32
 
 from proxy.config import FleetConfig
+from vllm_sched.bench.traffic.types import Request, Source
 from vllm_sched.cost.step_time import StepTime
 from vllm_sched.sim.models import of_profile, worker_models
 from vllm_sched.sim.types import Engine, Event, Job, WorkerModel
 
 # 10 ms a step and a hundred tokens of prefill in another 10.
 EVEN = StepTime(decode_fixed_s=0.010, prefill_fixed_s=0.010, prefill_s=1e-4)
+
+
+class Listed(Source):
+    """These requests at these times."""
+
+    name, timed, rate = "listed", True, 1.0
+
+    def __init__(self, *requests: Request) -> None:
+        self._requests = requests
+        self.count = len(requests)
+
+    def requests(self, rng: Any) -> Iterator[Request]:  # noqa: ARG002
+        """Give them."""
+        yield from self._requests
 
 
 def worker(time: StepTime = EVEN, **changes: Any) -> WorkerModel:

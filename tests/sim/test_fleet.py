@@ -2,34 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from tests.sim.making import fleet_of
+from tests.sim.making import Listed, fleet_of
 from vllm_sched.bench.outcome import Outcome
 from vllm_sched.bench.traffic.catalogue import find
 from vllm_sched.bench.traffic.schedule import Schedule
-from vllm_sched.bench.traffic.types import Request, Source
+from vllm_sched.bench.traffic.types import Request
 from vllm_sched.sim.exact import ExactEngine
 from vllm_sched.sim.fleet import Played, SimulatedFleet
 
 LONG, SHORT = 20_000, 100
-
-
-class Listed(Source):
-    """These requests at these times."""
-
-    name, timed, rate = "listed", True, 1.0
-
-    def __init__(self, *requests: Request) -> None:
-        self._requests = requests
-        self.count = len(requests)
-
-    def requests(self, rng: Any) -> Iterator[Request]:  # noqa: ARG002
-        yield from self._requests
 
 
 def play(fleet: SimulatedFleet, *requests: Request, told: Any = None, **settings: Any) -> Played:
