@@ -11,7 +11,7 @@ scheduling, for the one queued behind it. Their length is the long prompt's chun
 are about, a chunk may stretch a step to `long_step_stretch` times a step without prefill, as
 measured; alone it gets the whole budget. A step that serves shorts goes without a long chunk, four
 times in a row at most: such steps are brief, so under a steady stream of shorts the long prompt
-still has about half of the time. Once no short has come for 0.4 s, they may be three
+still has about half of the time. Once no short has come for 0.25 s, they may be three
 times longer.
 
 Beside a policy with classes of service the limit is for each: nobody waits for a long prompt of a
@@ -49,7 +49,7 @@ SHORTEST_STEP_S = 0.010
 # After so many slow steps, and so long, one is made without prefill, to measure what it takes.
 PROBE_EVERY, PROBE_S = 4, 0.5
 # With no short arriving for so long, a step may be stretched so many times further.
-QUIET_S, QUIET_STRETCH = 0.4, 3.0
+QUIET_S, QUIET_STRETCH = 0.25, 3.0
 # In so many steps in a row at most a long prompt has nothing because shorts are served.
 STAND_BACK = 4
 V0_THRESHOLD_SHARE = 0.04
@@ -76,7 +76,7 @@ class LongPromptSettings(Settings):
         " auto = sized by measured step times",
     )
     long_step_stretch: float = Field(
-        12.0,
+        14.0,
         ge=2.0,
         le=1000.0,
         description="with share auto: time of a step with a long chunk over one without prefill",

@@ -11,6 +11,7 @@ from collections import deque
 from typing import TYPE_CHECKING, Final
 
 from vllm_sched.cost.step_time import StepShape
+from vllm_sched.policies.long_prompt import QUIET_S, QUIET_STRETCH, SHORTEST_STEP_S, STAND_BACK
 from vllm_sched.sim.holding import Hold
 from vllm_sched.sim.types import Leg
 
@@ -21,8 +22,6 @@ if TYPE_CHECKING:
     from vllm_sched.sim.ways import Way
 
 FOREVER: Final = 1 << 40  # steps: until somebody comes or goes
-# As in `long_prompt`.
-SHORTEST_STEP_S, QUIET_S, QUIET_STRETCH, STAND_BACK = 0.010, 0.4, 3.0, 4
 LOOK_AGAIN: Final = 16  # steps after which it may have become quiet
 SLACK: Final = 0.02  # a chunk that is sized by time is sized anew once its step is longer by that
 

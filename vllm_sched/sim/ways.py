@@ -34,7 +34,7 @@ class Way:
     longs: int = 1  # that may be in prefill at once
     prompts: int = 4  # that share a step
     share: float = 0.0  # of a step's budget for longs beside others; 0 = by time
-    stretch: float = 12.0  # of a step by a long's chunk
+    stretch: float = LongPromptSettings().long_step_stretch  # of a step by a long's chunk
     wait_s: float = 60.0  # a long that waited so long enters beyond the limit
     itl_s: float = 0.0  # that a step with decodes may take; 0 = no limit
     chunk: int = 0  # prefill tokens beside decodes; 0 = no limit
