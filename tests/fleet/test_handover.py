@@ -126,21 +126,41 @@ async def test_many_at_once_are_not_mixed_up(router: Router, ends: Ends) -> None
     await freed(ends[PREFILL])
 
 
-async def test_a_stream_has_each_token_once_and_the_right_usage(router: Router, ends: Ends) -> None:
-    some = prompt(42_000, 1600)
+@pytest.mark.parametrize("cached", [0, 1536])  # by the prefill worker alone, whole blocks
+async def test_a_stream_has_each_token_once_and_the_right_usage(
+    router: Router, ends: Ends, cached: int
+) -> None:
+    some = prompt(42_000 + cached, 1600)
+    async with direct(ends[PREFILL]) as client:
+        if cached:
+            await complete(client, some, 1)
     async with router.client() as client:
-        for cached in (0, 1536):  # whole blocks, the second time
-            stream = await complete(
-                client, some, 9, stream=True, stream_options={"include_usage": True}
-            )
-            events = [event async for event in stream]
-            assert handed_over(router) == [cached == 0] or cached
-            ids = [one for event in events for choice in event.choices for one in choice.token_ids]
-            usage = events[-1].usage
-            assert (usage.prompt_tokens, usage.completion_tokens) == (1600, 9)
-            assert usage.prompt_tokens_details.cached_tokens == cached
+        ids, usage = await streamed(client, some, 9)
+    assert handed_over(router) == [True]
+    assert (usage.prompt_tokens, usage.completion_tokens) == (1600, 9)
+    assert usage.prompt_tokens_details.cached_tokens == cached
     async with direct(ends[PREFILL]) as client:
         assert ids == (await tokens(client, some, 9)).ids
+
+
+async def test_what_the_decode_worker_has_is_not_transferred_again(router: Router) -> None:
+    some = prompt(42_001, 1600)
+    async with router.client() as client:
+        first, _ = await streamed(client, some, 9)
+        assert handed_over(router) == [True]
+        again, usage = await streamed(client, some, 9)
+    assert handed_over(router) == [False]
+    assert usage.prompt_tokens_details.cached_tokens == 1536
+    assert first == again
+
+
+async def streamed(client: AsyncOpenAI, some: list[int], output: int) -> tuple[list[int], Any]:
+    """Have a prompt continued in a stream; return its tokens and what it says of them."""
+    told = {"include_usage": True}
+    stream = await complete(client, some, output, stream=True, stream_options=told)
+    events = [event async for event in stream]
+    ids = [one for event in events for choice in event.choices for one in choice.token_ids]
+    return ids, events[-1].usage
 
 
 async def test_chat_in_two_legs(router: Router, ends: Ends) -> None:
