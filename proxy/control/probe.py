@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from proxy.config import ProbeConfig
 from proxy.control.questions import Models, ProbeError, Questions, SilentError
 from proxy.control.worker_metrics import parse
-from proxy.core.types import Gauges
+from proxy.core.types import Gauges, Role
 from proxy.core.worker import Worker, WorkerSpec
 
 if TYPE_CHECKING:
@@ -29,6 +29,7 @@ logger = logging.getLogger(__name__)
 
 LOOK_AROUND_S = 0.2  # for workers that were added
 MODELS_EVERY_S = 10.0  # adapters come and go while a worker runs
+MOVING = frozenset([Role.PREFILL, Role.DECODE])
 
 
 class Prober:
@@ -146,7 +147,8 @@ class Watch:
 
     async def _read_gauges(self, questions: Questions) -> Gauges | None:
         try:
-            return parse(await questions.metrics(), self._prober.clock())
+            page = await questions.metrics()
+            return parse(page, self._prober.clock(), moves=self._worker.role in MOVING)
         except ProbeError as error:
             logger.debug("worker %s: %s", self._worker.name, error)
             return None

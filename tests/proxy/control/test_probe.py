@@ -281,7 +281,7 @@ async def test_one_that_streams_is_only_busy(bench: Bench) -> None:
 async def test_a_fault_of_the_probe_itself_is_a_failed_probe(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def broken(*_: object) -> None:
+    def broken(*_: object, **__: object) -> None:
         raise RuntimeError("a bug")
 
     await bench.ups(1)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import timeit
+from collections import defaultdict
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from prometheus_client.parser import text_string_to_metric_families
 
 from proxy.control.worker_metrics import parse
+from proxy.core.types import Gauges
 from tests.proxy.control.vllm_page import STARTED, Engine, vllm_page
 
 BUSY = Engine(
@@ -74,6 +77,31 @@ def test_they_tell_when_they_started_where_the_server_does_not() -> None:
     assert gauges.extra["started"] == 1.5e9
 
 
+MOVED = b'vllm:nixl_bytes_transferred_sum{engine="0"} 4096.0\n'
+
+
+def test_bytes_moved_are_looked_for_where_there_may_be_some() -> None:
+    page = vllm_page(BUSY) + MOVED
+    moving, plain = (parse(page, at=0, moves=moves) for moves in (True, False))
+    assert moving is not None
+    assert plain is not None
+    assert (moving.extra["kv_bytes"], "kv_bytes" in plain.extra) == (4096, False)
+
+
+@pytest.mark.parametrize("after", [b"", b"# TYPE http_requests_total counter\n" + b"x 1\n" * 50])
+def test_what_a_cache_holds_wherever_it_is_told(after: bytes) -> None:
+    page = vllm_page(BUSY, BUSY, BUSY) + after
+    gauges = parse(page, at=0)
+    assert gauges is not None
+    assert gauges.kv_capacity_tokens == 48_000
+    bare = parse(ONE + b"3\n" + CONFIG * 2, at=0)
+    assert bare is not None
+    assert bare.kv_capacity_tokens == 64
+
+
+CONFIG = b'vllm:cache_config_info{block_size="16",num_gpu_blocks="2"} 1.0\n'
+
+
 @pytest.mark.parametrize("model", ['a "} 9', "b\\", "c\nvllm:num_requests_running{} 9", "d}{e f"])
 def test_a_model_name_that_looks_like_the_format(model: str) -> None:
     gauges = parse(vllm_page(BUSY, model=model), at=0)
@@ -123,6 +151,39 @@ def test_what_is_no_vllm_page(page: bytes) -> None:
 def test_any_damage_is_survived(junk: bytes, at: int, gone: int) -> None:
     start = PAGE.index(b"# HELP vllm:num_requests_running") + at
     parse(PAGE[:start] + junk + PAGE[start + gone :], at=0)
+
+
+ENGINES = st.builds(
+    Engine,
+    running=st.integers(0, 2000),
+    waiting=st.integers(0, 10**6),
+    usage=st.floats(0, 1),
+    prompt_tokens=st.integers(0, 10**15),
+    generation_tokens=st.integers(0, 10**15),
+    preemptions=st.integers(0, 1000),
+)
+
+
+@settings(deadline=None, max_examples=25)
+@given(st.lists(ENGINES, min_size=1, max_size=3), st.text(max_size=20))
+def test_it_reads_what_the_library_reads(engines: list[Engine], model: str) -> None:
+    page = vllm_page(*engines, model=model)
+    told: dict[str, float] = defaultdict(float)
+    for family in text_string_to_metric_families(page.decode()):
+        for sample in family.samples:
+            told[sample.name] += sample.value
+    gauges = parse(page, at=0)
+    assert gauges is not None
+    assert gauges == Gauges(
+        running=int(told["vllm:num_requests_running"]),
+        waiting=int(told["vllm:num_requests_waiting"]),
+        kv_usage=told["vllm:kv_cache_usage_perc"] / len(engines),
+        kv_capacity_tokens=16_000 * len(engines),
+        prompt_tokens_total=told["vllm:prompt_tokens_total"],
+        generation_tokens_total=told["vllm:generation_tokens_total"],
+        preemptions_total=told["vllm:num_preemptions_total"],
+        extra={"started": STARTED},
+    )
 
 
 def test_a_page_of_real_size_costs_little() -> None:
