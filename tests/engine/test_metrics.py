@@ -8,11 +8,20 @@ import sys
 from pathlib import Path
 
 import pytest
-from prometheus_client import CollectorRegistry, Metric, generate_latest
+from prometheus_client import CollectorRegistry, Histogram, Metric, generate_latest
 from prometheus_client.parser import text_string_to_metric_families as read_text
 
 from vllm_sched.engine import metrics
-from vllm_sched.engine.metrics import COUNTERS, FACTS, GAUGES, OTHER, Bounded, Metrics, Now
+from vllm_sched.engine.metrics import (
+    COUNTERS,
+    FACTS,
+    GAUGES,
+    OTHER,
+    STEP_BUCKETS,
+    Bounded,
+    Metrics,
+    Now,
+)
 from vllm_sched.metrics_folder import VARIABLE
 from vllm_sched.policies.registry import POLICIES
 
@@ -52,7 +61,8 @@ def test_every_name_has_its_kind_its_help_and_its_labels(
     state = Now()
     for name, (_, labels) in GAUGES.items():
         state.gauges[name][tuple("x" * len(labels))] = 1.0
-    told.stepped("mixed", 3, 2, 0.5, 0.4)
+    told.stepped("mixed", 3, 2, 0.5)
+    told.predicted("mixed", 0.4, 0.5)
     told.admitted("p", "x")
     told.held("p", 1.0)
     told.write(state, 0.0)
@@ -85,10 +95,27 @@ def test_steps_and_tokens_by_kind(told: Metrics, registry: CollectorRegistry) ->
     assert values(registry, "step_seconds_sum")["mixed",] == pytest.approx(0.3)
 
 
+def test_times_are_in_the_buckets_that_they_would_be_observed_in(
+    told: Metrics, registry: CollectorRegistry
+) -> None:
+    times = (0.0005, 0.001, 0.0011, 0.2, 0.2, 9.9, 10.0, 10.1, 3600.0)
+    plain = Histogram("vllm_sched_plain", "x", buckets=STEP_BUCKETS, registry=registry)
+    for number, seconds in enumerate(times):
+        told.stepped("mixed", 1, 1, seconds)
+        plain.observe(seconds)
+        if number % 4 == 3:
+            told.write(Now(), 0.0)
+    told.write(Now(), 1.0)
+    for part in ("bucket", "count", "sum"):
+        ours = values(registry, f"step_seconds_{part}")
+        theirs = values(registry, f"plain_{part}")
+        assert {labels[1:]: value for labels, value in ours.items()} == pytest.approx(theirs)
+
+
 def test_predicted_time_and_the_time_it_took(told: Metrics, registry: CollectorRegistry) -> None:
     told.stepped("decode", 0, 1, 0.3)  # nothing was predicted
-    told.stepped("decode", 0, 1, 0.3, 0.2)
-    told.stepped("decode", 0, 1, 0.1, 0.2)
+    told.predicted("decode", 0.2, 0.3)
+    told.predicted("decode", 0.2, 0.1)
     told.write(Now(), 0.0)
     found = {
         name: values(registry, f"{name}_total")["decode",]

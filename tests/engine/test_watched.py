@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,13 @@ from tests.engine.schedulers import answer, drain, make_request, make_scheduler,
 from tests.engine.test_metrics import values
 from tests.engine.test_trace import ENGINE, REQUESTS, check, slices
 from vllm_sched import PolicyScheduler, SyncPolicyScheduler, metrics_folder
+from vllm_sched.cost.fit import OnlineFit
+from vllm_sched.cost.step_time import StepShape, StepTime
 from vllm_sched.engine import metrics, watched
 from vllm_sched.engine.trace import VARIABLE
 
 LONG = {"long_prompt": {"long_prefill_token_threshold": 80}}
+BETWEEN = 0.004  # two steps, of an engine that has one at a time
 
 
 @pytest.fixture
@@ -233,6 +237,61 @@ def test_predictions_come_with_what_they_are_made_of(
     coefficients = values(registry, "step_time_coefficient_seconds")
     assert ("decode_fixed",) in coefficients
     assert ("prefill",) in coefficients
+
+
+@pytest.mark.parametrize("policies", [LONG, {"chunk_budget": {}}], ids=str)
+@pytest.mark.parametrize("kind", [PolicyScheduler, SyncPolicyScheduler])
+def test_a_model_that_is_right_is_off_by_nothing(
+    registry: CollectorRegistry,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: type,
+    policies: Mapping[str, Mapping[str, object]],
+) -> None:
+    """On either scheduler, whoever the fit is of, and whatever the engine does between steps."""
+    right = StepTime(
+        decode_fixed_s=9e-3, decode_s=1e-4, context_s=1e-6, prefill_fixed_s=5e-3, prefill_s=5e-5,
+        pair_s=1e-8, mixed_s=1e-3,
+    )  # fmt: skip
+    monkeypatch.setattr(OnlineFit, "model", right)
+    at_once = 2 if kind is PolicyScheduler else 1
+    scheduler = make_scheduler(policies, scheduler_cls=kind, async_scheduling=at_once == 2)
+    now = [1000.0]
+    scheduler.clock = scheduler.waiting._clock = lambda: now[0]
+    waiting = [make_request(tokens, output=6) for tokens in (300, 40, 90, 200, 7)]
+    under_way: deque[tuple[Any, Any, float]] = deque()
+    steps = 0
+    while waiting or under_way or scheduler.has_requests():
+        if waiting and steps % 3 == 0:
+            scheduler.add_request(waiting.pop(0))
+        if len(under_way) < at_once and scheduler.has_requests():
+            output = scheduler.schedule()
+            answered = answer(scheduler, output)
+            seconds = 0.0
+            if output.total_num_scheduled_tokens:
+                steps += 1
+                note = scheduler._in_flight[-1]
+                shape = StepShape.of(note.chunks, note.decodes, note.context_tokens)
+                seconds = right.seconds(shape)
+                # With one step at a time, who decodes waits for the time between two steps too.
+                seconds -= BETWEEN if at_once == 1 and shape.decodes else 0.0
+            under_way.append((output, answered, seconds))
+            if len(under_way) < at_once:
+                continue
+        output, answered, seconds = under_way.popleft()
+        now[0] += seconds
+        scheduler.update_from_output(output, answered)
+        now[0] += BETWEEN if at_once == 1 else 0.0
+    predicted, took, off, count = (
+        values(registry, f"{name}_total")
+        for name in (
+            "step_predicted_seconds", "step_observed_seconds", "step_error_seconds",
+            "steps_predicted",
+        )
+    )  # fmt: skip
+    assert set(count) == {("prefill",), ("mixed",), ("decode",)}
+    assert sum(count.values()) == steps > 15
+    assert predicted == pytest.approx(took)
+    assert off == pytest.approx(dict.fromkeys(count, 0.0), abs=1e-9)
 
 
 @pytest.mark.parametrize("policies", [None, LONG, {"long_prompt": {"max_num_partial_prefills": 1}}])

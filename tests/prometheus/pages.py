@@ -65,7 +65,8 @@ class EnginePage:
         module, state = self._module, self._module.Now()
         self._times += 1
         for kind in KINDS:
-            self._told.stepped(kind, 500, 8, 0.02, 0.025)
+            self._told.stepped(kind, 500, 8, 0.02)
+            self._told.predicted(kind, 0.025, 0.02)
         self._told.admitted("long_prompt", "short")
         self._told.held("long_prompt", 0.5)
         for name, (_, labels) in module.GAUGES.items():

@@ -5,9 +5,9 @@ prometheus_client's folder of mapped files, PROMETHEUS_MULTIPROC_DIR, which must
 either process starts: `vllm_sched.engine.server` does that. Where it is not set nothing is counted,
 and one line in the log says how to have it.
 
-Cost: a histogram's three writes per step, a few microseconds; all else is collected in plain
-numbers and written five times a second at most, and only what has changed. Labels are few: lanes
-and reasons have the names that policies give them; beyond `MOST_LABELS` of a kind all are `other`.
+Cost: everything is collected in plain numbers, a microsecond or two a step, and written five times
+a second at most, and only what has changed. Labels are few: lanes and reasons have the names that
+policies give them; beyond `MOST_LABELS` of a kind all are `other`.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ import logging
 import os
 import re
 import shutil
+from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeAlias
 
@@ -75,7 +76,10 @@ COUNTERS: Final[dict[str, tuple[str, tuple[str, ...]]]] = {
     "step_tokens": ("Tokens computed, by what they were.", ("kind",)),
     "steps_predicted": ("Steps whose time was predicted.", ("kind",)),
     "step_predicted_seconds": ("Time that those steps were predicted to take.", ("kind",)),
-    "step_observed_seconds": ("Time that those steps took.", ("kind",)),
+    "step_observed_seconds": (
+        "Time that those steps took; where somebody decoded, since the result before.",
+        ("kind",),
+    ),
     "step_error_seconds": (
         "How far those predictions were off, either way, summed up.",
         ("kind",),
@@ -102,6 +106,43 @@ class Now:
     # By policy and name, as policies tell them.
     policy_gauges: Mapping[tuple[str, str], float] = field(default_factory=dict)
     policy_counters: Mapping[tuple[str, str], float] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Tally:
+    """Steps of a kind, since they were written last."""
+
+    steps: int = 0
+    buckets: list[int] = field(default_factory=lambda: [0] * (len(STEP_BUCKETS) + 1))
+    seconds: float = 0.0
+    predicted: int = 0  # of them
+    predicted_s: float = 0.0
+    observed_s: float = 0.0  # of those that were predicted
+    error_s: float = 0.0
+
+    def sums(self) -> dict[str, float]:
+        """Give the counters that this adds to."""
+        return {
+            "steps": self.steps,
+            "steps_predicted": self.predicted,
+            "step_predicted_seconds": self.predicted_s,
+            "step_observed_seconds": self.observed_s,
+            "step_error_seconds": self.error_s,
+        }
+
+
+class Tallied(Histogram):
+    """A histogram that takes in at once what was counted elsewhere.
+
+    To observe each step takes as long as all else that is done for it here.
+    """
+
+    def add(self, buckets: Sequence[int], seconds: float) -> None:
+        """Take in so many observations in each bucket, and their sum."""
+        for bucket, count in zip(self._buckets, buckets, strict=True):
+            if count:
+                bucket.inc(count)
+        self._sum.inc(seconds)
 
 
 class Bounded:
@@ -148,6 +189,8 @@ class Metrics:
         self._bounds: dict[str, Bounded] = defaultdict(Bounded)
         self._children: dict[tuple[str, tuple[str, ...]], Any] = {}
         self._shown: dict[tuple[str, tuple[str, ...]], float] = {}
+        self._tallies: dict[str, Tally] = defaultdict(Tally)
+        self._prefill_tokens = self._decode_tokens = 0
         self._sums: dict[tuple[str, tuple[str, ...]], float] = defaultdict(float)
         self._told: dict[tuple[str, str], float] = {}
         self._written_at = float("-inf")
@@ -165,23 +208,23 @@ class Metrics:
         prefill_tokens: int,
         decode_tokens: int,
         seconds: float | None = None,
-        predicted: float | None = None,
     ) -> None:
         """Count a step; without a time if it had none to speak of."""
-        sums = self._sums
-        sums["steps", (kind,)] += 1
-        if prefill_tokens:
-            sums["step_tokens", ("prefill",)] += prefill_tokens
-        if decode_tokens:
-            sums["step_tokens", ("decode",)] += decode_tokens
-        if seconds is None:
-            return
-        self._child("step_seconds", self._step_seconds, (kind,)).observe(seconds)
-        if predicted is not None:
-            sums["steps_predicted", (kind,)] += 1
-            sums["step_predicted_seconds", (kind,)] += predicted
-            sums["step_observed_seconds", (kind,)] += seconds
-            sums["step_error_seconds", (kind,)] += abs(predicted - seconds)
+        tally = self._tallies[kind]
+        tally.steps += 1
+        self._prefill_tokens += prefill_tokens
+        self._decode_tokens += decode_tokens
+        if seconds is not None:
+            tally.buckets[bisect_left(STEP_BUCKETS, seconds)] += 1
+            tally.seconds += seconds
+
+    def predicted(self, kind: str, seconds: float, observed: float) -> None:
+        """Count a step whose time was predicted, and what it took."""
+        tally = self._tallies[kind]
+        tally.predicted += 1
+        tally.predicted_s += seconds
+        tally.observed_s += observed
+        tally.error_s += abs(seconds - observed)
 
     def admitted(self, policy: str, lane: str) -> None:
         """Count a request that began to run."""
@@ -216,11 +259,26 @@ class Metrics:
             self._policys_own(told[1], counts=True)
             self._sums[told[1], (told[0],)] += max(value - self._told.get(told, 0.0), 0.0)
             self._told[told] = value
+        self._add_up_steps()
         for key, value in self._sums.items():
             self._child(key[0], self._counters[key[0]], key[1]).inc(value)
         self._sums.clear()
 
     # Inside
+
+    def _add_up_steps(self) -> None:
+        for kind, tally in self._tallies.items():
+            if any(tally.buckets):
+                child = self._child("step_seconds", self._step_seconds, (kind,))
+                child.add(tally.buckets, tally.seconds)
+            for name, value in tally.sums().items():
+                if value:
+                    self._sums[name, (kind,)] += value
+        self._tallies.clear()
+        for kind, tokens in (("prefill", self._prefill_tokens), ("decode", self._decode_tokens)):
+            if tokens:
+                self._sums["step_tokens", (kind,)] += tokens
+        self._prefill_tokens = self._decode_tokens = 0
 
     def _child(self, name: str, metric: Any, labels: tuple[str, ...]) -> Any:
         child = self._children.get((name, labels))
@@ -250,8 +308,8 @@ class Metrics:
     def _counter(self, name: str, text: str, labels: tuple[str, ...]) -> Counter:
         return Counter(PREFIX + name, text, [*ENGINE_LABELS, *labels], registry=self._registry)
 
-    def _histogram(self, name: str, text: str, label: str, buckets: tuple[float, ...]) -> Histogram:
-        return Histogram(
+    def _histogram(self, name: str, text: str, label: str, buckets: tuple[float, ...]) -> Tallied:
+        return Tallied(
             PREFIX + name,
             text,
             [*ENGINE_LABELS, label],

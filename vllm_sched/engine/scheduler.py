@@ -159,8 +159,12 @@ class PolicySteps(Upstream):
         self, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any
     ) -> Any:
         """Tell the policies how long the step took."""
-        if self._policies and self._in_flight:
-            self._note_result(scheduler_output)
+        if (
+            self._policies
+            and self._in_flight
+            and (result := self._result_of(scheduler_output)) is not None
+        ):
+            self._learn(result)
         return super().update_from_output(scheduler_output, *args, **kwargs)
 
     def add_request(self, request: Request) -> None:
@@ -413,11 +417,12 @@ class PolicySteps(Upstream):
         context = step.context_tokens * decodes // max(len(step.decoding), 1)
         self._in_flight.append(InFlight(output, step.now, chunks, decodes, context))
 
-    def _note_result(self, output: SchedulerOutput) -> None:
+    def _result_of(self, output: SchedulerOutput) -> StepResult | None:
+        """Say what a step did and how long it took: what everybody learns and is measured by."""
         # Results come back in the order of their steps. An empty step left no note, and one whose
         # result never came is forgotten here.
         if all(step.output is not output for step in self._in_flight):
-            return
+            return None
         while (step := self._in_flight.popleft()).output is not output:
             pass
         now = self.clock()
@@ -431,7 +436,9 @@ class PolicySteps(Upstream):
         self._last_result_at = now
         prefill_tokens = sum(chunk.tokens for chunk in step.chunks)
         decode_tokens = output.total_num_scheduled_tokens - prefill_tokens
-        result = StepResult(seconds, step.chunks, decode_tokens, step.decodes, step.context_tokens)
+        return StepResult(seconds, step.chunks, decode_tokens, step.decodes, step.context_tokens)
+
+    def _learn(self, result: StepResult) -> None:
         for tell in self._tell_result:
             tell(result)
 

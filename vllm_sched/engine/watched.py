@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import signal
 import time
-from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import inf
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
@@ -22,10 +21,9 @@ from vllm.v1.request import Request
 
 import vllm_sched
 from vllm_sched.cost.fit import OnlineFit
-from vllm_sched.cost.step_time import StepShape
 from vllm_sched.engine import metrics, trace
 from vllm_sched.engine.queue import LaneKey, LaneQueue
-from vllm_sched.policies.types import Policy, Step
+from vllm_sched.policies.types import Policy, Step, StepResult
 
 if TYPE_CHECKING:
 
@@ -33,12 +31,13 @@ if TYPE_CHECKING:
         """Either of vLLM's classes, with the policies around it, to the type checker."""
 
         _policies: Sequence[Policy]
-        _in_flight: deque[Any]
 
         def clock(self) -> float:
             """Tell the time that steps are measured by."""
 
         def _constrain(self, step: Step) -> None: ...
+
+        def _learn(self, result: StepResult) -> None: ...
 else:
     Upstream = object
 
@@ -72,7 +71,6 @@ class UnderWay:
     contexts: dict[str, int]  # of those in prefill: tokens computed before
     running: int
     waiting: int
-    shape: StepShape | None
 
 
 class Seen:
@@ -99,6 +97,7 @@ class Seen:
         ]
         self._fit = fits[0] if fits else OnlineFit()
         self._fits = not fits
+        self._results = 0
         classing = [n for n, policy in enumerate(policies) if policy.name == CLASSES_BY]
         self._classing = classing[0] if classing else None
 
@@ -120,7 +119,6 @@ class Seen:
         prefills: Iterable[Request],
         running: int,
         queue: Any,
-        shape: StepShape | None,
     ) -> None:
         """Note a step that begins."""
         # For the metrics alone, which forget those that left as they are written.
@@ -133,9 +131,7 @@ class Seen:
             for r in prefills
             if (new := tokens.get(r.request_id, 0))
         }
-        step = UnderWay(
-            output, number, self._now, self.budget, contexts, running, len(queue), shape
-        )
+        step = UnderWay(output, number, self._now, self.budget, contexts, running, len(queue))
         if tokens:
             self._under_way.append(step)
             return
@@ -163,7 +159,7 @@ class Seen:
     # When its result is back
 
     def finished(self, output: SchedulerOutput, now: float) -> None:
-        """Note how long a step took."""
+        """Note how long the engine was at a step."""
         # In the order in which they were scheduled; an empty one left nothing here.
         if all(step.output is not output for step in self._under_way):
             return
@@ -177,19 +173,24 @@ class Seen:
             return
         tokens = output.num_scheduled_tokens
         prefill = sum([tokens[request_id] for request_id in step.contexts])
-        predicted = None
-        if (shape := step.shape) is not None:
-            if (model := self._fit.model) is not None:
-                predicted = model.seconds(shape)
-            if self._fits and (predicted is None or step.number % FIT_EVERY == 0):
-                self._fit.observe(shape, now - start)
         self.metrics.stepped(
             trace.kind(len(step.contexts), len(tokens) - len(step.contexts)),
             prefill,
             output.total_num_scheduled_tokens - prefill,
             now - start,
-            predicted,
         )
+
+    def learnt(self, result: StepResult) -> None:
+        """Hold a step against its prediction, by the very time that the fit is about to learn."""
+        if self.metrics is None:
+            return
+        self._results += 1
+        model = self._fit.model
+        if model is not None:
+            kind = trace.kind(len(result.chunks), result.decodes)
+            self.metrics.predicted(kind, model.seconds(result.shape), result.seconds)
+        if self._fits and (model is None or self._results % FIT_EVERY == 0):
+            self._fit.observe(result.shape, result.seconds)
 
     def _keep(self, step: UnderWay, start: float, end: float) -> None:
         if self.file is None:
@@ -212,15 +213,13 @@ class Seen:
 
     # Now and then
 
-    def show(
-        self, running: Sequence[Request], queue: Any, now: float, *, full: bool = False
-    ) -> None:
+    def show(self, running: Sequence[Request], queue: Any, now: float, *, slots: int) -> None:
         """Write the gauges when it is time to, and once more when all are gone."""
         if self.metrics is None:
             return
         idle = not running and not len(queue)
         if self.metrics.due(now) or (idle and not self._idle):
-            self.metrics.write(self._state(running, queue, full=full), now)
+            self.metrics.write(self._state(running, queue, full=len(running) >= slots), now)
             self._idle = idle
 
     def _state(self, running: Sequence[Request], queue: Any, *, full: bool) -> metrics.Now:
@@ -255,9 +254,9 @@ class Seen:
                 waiting[policy.name, lane or ALL] = count.requests
                 oldest[policy.name, lane or ALL] = count.waited if count.requests else 0.0
         came_from = gauges["requests_running"] = defaultdict(float)
-        for lanes in self._lanes.values():
+        for lanes, requests in Counter(self._lanes.values()).items():
             for policy, lane in zip(self.policies, lanes or self._no_lanes, strict=True):
-                came_from[policy.name, lane or ALL] += 1
+                came_from[policy.name, lane or ALL] += requests
         none: dict[tuple[str, ...], float] = {
             (p.name, reason): 0.0 for p in self.policies for reason in p.held_reasons
         }
@@ -315,16 +314,17 @@ class Watched(Upstream):
         """Look at what comes out."""
         if (seen := self._seen) is None:
             return super().schedule(*args, **kwargs)
-        running = self.running
-        before = len(running)
-        # Kept by upstream for its own needs: empty means that nobody runs in prefill.
-        prefills = [r for r in running if r.is_prefill_chunk] if self._inflight_prefills else []
+        before = len(self.running)
+        # Kept by upstream for its own needs: all who run in prefill, and some who wait for theirs.
+        prefills = [r for r in self._inflight_prefills if r.is_prefill_chunk]
         seen.begin(self.clock(), self.max_num_scheduled_tokens)
         output: SchedulerOutput = super().schedule(*args, **kwargs)
-        with self._unharmed():
-            prefills += self.running[before:]
-            count, shape = len(self.running), self._shape(output)
-            seen.scheduled(output, self.current_step, prefills, count, self.waiting, shape)
+        try:
+            running = self.running
+            prefills += running[before:]
+            seen.scheduled(output, self.current_step, prefills, len(running), self.waiting)
+        except Exception:
+            self._look_no_more()
         return output
 
     def update_from_output(
@@ -334,18 +334,29 @@ class Watched(Upstream):
         if (seen := self._seen) is None:
             return super().update_from_output(scheduler_output, *args, **kwargs)
         now = self.clock()
-        with self._unharmed():
+        try:
             seen.finished(scheduler_output, now)
+        except Exception:
+            self._look_no_more()
         outputs = super().update_from_output(scheduler_output, *args, **kwargs)
-        with self._unharmed():
-            full = len(self.running) >= self.max_num_active_reqs
-            seen.show(self.running, self.waiting, now, full=full)
+        try:
+            seen.show(self.running, self.waiting, now, slots=self.max_num_active_reqs)
+        except Exception:
+            self._look_no_more()
         return outputs
 
     def _constrain(self, step: Step) -> None:
         super()._constrain(step)
         if self._seen is not None:
             self._seen.budget = self.max_num_scheduled_tokens
+
+    def _learn(self, result: StepResult) -> None:
+        if self._seen is not None:
+            try:
+                self._seen.learnt(result)
+            except Exception:
+                self._look_no_more()
+        super()._learn(result)
 
     def add_request(self, request: Request) -> None:
         """Look at who comes."""
@@ -360,20 +371,9 @@ class Watched(Upstream):
             file.write(self.clock())
         super().shutdown()
 
-    @contextmanager
-    def _unharmed(self) -> Iterator[None]:
-        try:
-            yield
-        except Exception:
-            trace.logger.exception("vllm_sched_* metrics and the trace end here; please report it")
-            self._seen = None
-
-    def _shape(self, output: SchedulerOutput) -> StepShape | None:
-        """Return what the step computes, as the policies' notes have it."""
-        if not self._in_flight or self._in_flight[-1].output is not output:
-            return None
-        note = self._in_flight[-1]
-        return StepShape.of(note.chunks, note.decodes, note.context_tokens)
+    def _look_no_more(self) -> None:
+        trace.logger.exception("vllm_sched_* metrics and the trace end here; please report it")
+        self._seen = None
 
 
 def _model_name(config: Any) -> str:

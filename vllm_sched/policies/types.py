@@ -23,6 +23,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import cached_property
 from typing import ClassVar, Protocol
 
 from pydantic import BaseModel, ConfigDict
@@ -107,17 +108,19 @@ class Step:
     class_of: Callable[[RequestView], float] = one_class
 
 
-@dataclass(slots=True, frozen=True)
+@dataclass(frozen=True)
 class StepResult:
-    """What a finished step did, and how long the engine was busy with it."""
+    """What a finished step did, and how long it took."""
 
+    # Those who decoded had to wait for so long, whatever the engine did between two steps; of a
+    # step without them the engine's own time.
     seconds: float
     chunks: Sequence[Chunk]  # of prompts; empty in a step that only decoded
     decode_tokens: int
     decodes: int = 0  # how many decoded
     context_tokens: int = 0  # tokens before the new one, of all that decoded
 
-    @property
+    @cached_property
     def shape(self) -> StepShape:
         """What it computed, as the model of a step's time has it."""
         return StepShape.of(self.chunks, self.decodes, self.context_tokens)
