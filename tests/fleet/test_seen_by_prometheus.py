@@ -20,6 +20,7 @@ import pytest
 from grafana.boards import engine
 from proxy.config import FleetConfig
 from proxy.core import routes
+from tests.prometheus.mute import Mutes
 from tests.prometheus.server import (
     PUT,
     Prometheus,
@@ -41,11 +42,17 @@ model: tiny
 workers:
   - {{name: s0, role: short, url: "{short}", max_requests: 2, max_model_len: 2048}}
   - {{name: l0, role: long, url: "{long}", max_requests: 4}}
-  - {{name: bad, role: short, url: "{bad}"}}
+  - {{name: bad, role: short, url: "{bad}", max_model_len: 2048}}
   - {{name: idle, role: long, url: "{idle}"}}
+{mutes}
 discovery:
   pools:
-    - {{name: found, role: short, dns: localhost, port: {found}, max_requests: 1}}
+    - name: found
+      role: short
+      dns: localhost
+      port: {found}
+      max_requests: 1
+      max_model_len: 2048
 routing: {{short_limit: 1500}}
 router:
   port: {port}
@@ -61,7 +68,7 @@ workers:
 transfer: nixl
 tenants:
   - {{name: chat, class: interactive, keys_file: {keys}}}
-  - {{name: jobs, class: batch, keys_file: {night}, limits: {{requests_per_minute: 5}}}}
+  - {{name: jobs, class: batch, keys_file: {night}, limits: {{requests_per_minute: 1}}}}
 routing: {{disaggregate_above: 256}}
 router:
   port: {port}
@@ -71,8 +78,6 @@ router:
 """
 # What there is to see only once something went wrong, by parts of the questions.
 FAULTS = {
-    "proxy_handover_failed": "hand-overs of which a leg failed",
-    "proxy_handover_fallback": "hand-overs for which no prefill worker was there, or had room",
     "sum by (outcome) (rate(proxy_handovers_total{$,outcome!~": "blocks that nobody fetched",
     "min by (name) (proxy_discovery_up{$}) == 0": "pools of which nothing is told",
     "sum by (prefill, decode) (rate(proxy_handover_bars_total{$}[20s]))": "links that failed",
@@ -99,6 +104,7 @@ class Scene:
     def __init__(self, folder: Path, session: aiohttp.ClientSession) -> None:
         self.folder, self.session = folder, session
         self.prometheus = Prometheus(folder, session)
+        self.mutes = Mutes()
         self.split, self.pair = free_port(), free_port()
         self.enough = False
 
@@ -113,6 +119,7 @@ class Scene:
             (self.folder / name).write_text(key)
         given = urls | {name: fake.url for name, fake in fakes.items()}
         given |= {name: str(self.folder / name) for name in ("keys", "night", "batches")}
+        given["mutes"] = await self.mutes.listen(stack)
         admin = free_port()
         for name, text, port, own in (
             ("split", SPLIT, self.split, admin),
@@ -130,6 +137,7 @@ class Scene:
         drain = f"http://127.0.0.1:{admin}/admin/workers/idle/drain"
         async with self.session.post(drain) as answer:
             assert answer.status == 200
+        await self.mutes.occupy(stack, self.session, self.split, admin)
 
     async def send(self, port: int, data: bytes) -> None:
         """Ask a router once."""
@@ -144,14 +152,16 @@ class Scene:
         some = [
             self.send(self.split, chat("hello there", stream=True, max_tokens=12)) for _ in range(5)
         ]
-        for again in range(3):  # more than the policy of that worker lets prefill at once
-            long = f"{number} {again} " + "long " * 1200
+        # More than the policy of the worker for longs lets prefill at once, and for all of them
+        # there is no other: each takes several steps, so that the next is there before it is done.
+        for again in range(4):
+            long = f"{number} {again} " + "long " * 3000
             some.append(self.send(self.split, chat(long, stream=True, max_tokens=6)))
         some.append(self.send(self.split, chat(model="nobody's")))
         for path in routes.ROUTES:
             body = {"model": "tiny", "prompt": "hi", "input": "hi", "max_tokens": 2}
             some.append(self.send(self.split, request(json.dumps(body).encode(), path=path)))
-        for key, times in ((KEY, 3), (NIGHT, 1)):
+        for key, times in ((KEY, 3), (NIGHT, 2)):  # by night one too many, however slow this is
             bearer = f"Authorization: Bearer {key}".encode()
             for again in range(times):
                 text = f"{number} {again} " + "to be handed over " * 60
@@ -193,7 +203,7 @@ async def test_every_panel_rule_and_alert_is_answered_by_real_workers(scene: Sce
     left = {expr: who for expr, who in questions().items() if plain(expr) not in excuses}
     assert len(left) > 150
     alerts = {who.split()[1].strip(",") for who in left.values() if who.endswith("its limits")}
-    assert {*ALERTS} - alerts == {"NoRouter", "HandoverFallback", "HandoversFail"}
+    assert {*ALERTS} - alerts == {"NoRouter"}
     missing = await exhausted(partial(scene.prometheus.unanswered, left))
     assert len(excuses) < 40
     assert not missing, "\n".join(f"{who}: {expr}" for expr, who in missing.items())

@@ -132,10 +132,11 @@ async def test_shorts_overtake_a_long_that_came_first(workers: Workers) -> None:
         await complete(client, prompt(seed, tokens), 2)
         finished.append(name)
 
-    async with client_of(workers["long_prompt"]) as client, asyncio.TaskGroup() as group:
-        group.create_task(run(client, "long 1", 2001, 12_000))
-        group.create_task(run(client, "long 2", 2002, 12_000))
-        await asyncio.sleep(0.3)
+    worker = workers["long_prompt"]
+    async with client_of(worker) as client, asyncio.TaskGroup() as group:
+        group.create_task(run(client, "long 1", 2001, 15_000))
+        group.create_task(run(client, "long 2", 2002, 15_000))
+        await settled(worker, running=1, waiting=1)
         for i in range(8):
             group.create_task(run(client, f"short {i}", 2100 + i, 100))
     assert sorted(finished[:8]) == [f"short {i}" for i in range(8)]
