@@ -1,10 +1,29 @@
-"""Who comes to the one engine and its simulation: some while others decode, too many at once."""
+"""What the one engine and its simulation are given: who comes, and under which policies."""
 
 from __future__ import annotations
 
+from typing import Any
+
+# Some come while others decode, too many at once.
 # In which step it arrives, prompt, output, lane.
 ARRIVALS = [
     (0, 40, 30, None), (0, 300, 12, "batch"), (3, 1500, 6, None), (5, 700, 12, "urgent"),
     (5, 7, 24, "batch"), (8, 1200, 6, "batch"), (12, 64, 24, "urgent"), (14, 900, 12, None),
     (20, 128, 8, None), (24, 500, 8, "batch"), (30, 33, 16, "urgent"), (31, 1000, 4, None),
 ]  # fmt: skip
+SETS: dict[str, dict[str, Any] | None] = {
+    "default": None,
+    "static_batching": {"static_batching": {"size": 3}},
+    "prefill_first": {"prefill_first": {}},
+    "prefill_first, decodes go on": {"prefill_first": {"pause_decodes": False}},
+    "lanes": {"lanes": {"reserve_slots": 0.5}},
+    "long_prompt": {"long_prompt": {}},
+    "deferred_prefill": {"deferred_prefill": {"departures": 2, "exclusive": True}},
+    "rotation": {"rotation": {"chunk": 64}},
+    "chunk_budget": {"chunk_budget": {"chunk": 32}},
+    "chunk_budget, itl": {"chunk_budget": {"itl_ms": 3.0, "ttft_ms": 200.0}},
+    "every": {
+        "lanes": {}, "long_prompt": {}, "deferred_prefill": {"departures": 2}, "rotation": {},
+        "chunk_budget": {"itl_ms": 5.0},
+    },
+}  # fmt: skip

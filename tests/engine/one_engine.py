@@ -2,7 +2,11 @@
 
 Starting an engine takes most of a minute, a scheduler nothing: so the model and its runner are kept
 and the scheduler is exchanged while nobody is served. Prints, as JSON, for each set of policies the
-tokens of every request, and in how many tokens each step was divided.
+tokens of every request and when it got them, and of each step in how many tokens it was divided and
+how long it took.
+
+Time is what steps take of the processor, not of the clock: whoever else has the machine to do, a
+scheduler sees what it would see alone.
 """
 
 from __future__ import annotations
@@ -11,6 +15,7 @@ import json
 import os
 import random
 import sys
+import time
 from typing import Any
 
 os.environ |= {
@@ -51,13 +56,43 @@ def make_engine() -> LLMEngine:
     )
 
 
+class Clock:
+    """Moves while a step is computed."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.seconds: list[float] = []  # that each step took
+        self._began = 0.0
+
+    def begin(self) -> None:
+        """Note that a step is scheduled."""
+        self._began = time.process_time()
+
+    def end(self) -> None:
+        """Note that its result is here."""
+        self.seconds.append(time.process_time() - self._began)
+        self.now += self.seconds[-1]
+
+
+class Clocked(SyncPolicyScheduler):
+    """Ours, by such a clock."""
+
+    run = Clock()  # which one, is said before anybody comes
+
+    def clock(self) -> float:
+        """Tell it."""
+        return self.run.now
+
+    wall_clock = clock
+
+
 def exchange_scheduler(engine: LLMEngine, policies: dict[str, Any] | None) -> Any:
     """Put a new scheduler into an idle engine; without policies it is upstream's."""
     core = engine.engine_core.engine_core
     old = core.scheduler
     config = engine.vllm_config
     config.additional_config = {} if policies is None else {"vllm_sched": policies}
-    core.scheduler = (Scheduler if policies is None else SyncPolicyScheduler)(
+    core.scheduler = (Scheduler if policies is None else Clocked)(
         vllm_config=config,
         kv_cache_config=old.kv_cache_config,
         structured_output_manager=core.structured_output_manager,
@@ -71,19 +106,28 @@ def exchange_scheduler(engine: LLMEngine, policies: dict[str, Any] | None) -> An
 def run(engine: LLMEngine, policies: dict[str, Any] | None) -> dict[str, Any]:
     """Serve everybody and tell what came of it."""
     scheduler = exchange_scheduler(engine, policies)
+    clock = scheduler.run = Clock()
     steps: list[list[int]] = []
-    schedule = scheduler.schedule
+    schedule, update = scheduler.schedule, scheduler.update_from_output
 
     def noted(*args: Any, **kwargs: Any) -> Any:
         output = schedule(*args, **kwargs)
         steps.append(sorted(output.num_scheduled_tokens.values()))
+        clock.begin()
         return output
 
-    scheduler.schedule = noted
+    def timed(output: Any, *args: Any, **kwargs: Any) -> Any:
+        if output.total_num_scheduled_tokens:
+            clock.end()
+        return update(output, *args, **kwargs)
+
+    scheduler.schedule, scheduler.update_from_output = noted, timed
     rng = random.Random(1)
     prompts = [[rng.randrange(10, 400) for _ in range(size)] for _, size, _, _ in ARRIVALS]
     waiting = list(enumerate(ARRIVALS))
     outputs: dict[str, list[int]] = {}
+    arrived: list[float] = []
+    told: list[list[float]] = [[] for _ in ARRIVALS]  # when each token came
     for number in range(3000):
         while waiting and waiting[0][1][0] <= number:
             index, (_, _, length, lane) = waiting.pop(0)
@@ -91,15 +135,21 @@ def run(engine: LLMEngine, policies: dict[str, Any] | None) -> dict[str, Any]:
                 temperature=0.0, max_tokens=length, ignore_eos=True,
                 extra_args=None if lane is None else {"lane": lane},
             )  # fmt: skip
-            engine.add_request(str(index), {"prompt_token_ids": prompts[index]}, params)
+            arrived.append(clock.now)
+            prompt = {"prompt_token_ids": prompts[index]}
+            engine.add_request(str(index), prompt, params, arrival_time=clock.now)
         for done in engine.step():
+            told[int(done.request_id)].append(clock.now)
             if done.finished:
                 outputs[done.request_id] = list(done.outputs[0].token_ids)
         if not waiting and not engine.has_unfinished_requests():
             break
     return {
         "outputs": [outputs.get(str(index)) for index in range(len(ARRIVALS))],
+        "arrived": arrived,
+        "told": told,
         "steps": steps,
+        "seconds": clock.seconds,
         "usage": scheduler.kv_cache_manager.usage,
         "counters": {p.name: dict(p.counters()) for p in getattr(scheduler, "_policies", ())},
     }
@@ -108,6 +158,7 @@ def run(engine: LLMEngine, policies: dict[str, Any] | None) -> dict[str, Any]:
 def main() -> None:
     """Run the sets given as JSON."""
     engine = make_engine()
+    run(engine, None)  # the first steps are slow
     done = [run(engine, policies) for policies in json.loads(sys.argv[1])]
     sys.stdout.write(f"{json.dumps(done)}\n")
 

@@ -2,49 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.engine.arrivals import ARRIVALS
+from tests.engine.arrivals import ARRIVALS, SETS
 from vllm_sched.policies import registry
 
-SETS: dict[str, dict[str, Any] | None] = {
-    "default": None,
-    "static_batching": {"static_batching": {"size": 3}},
-    "prefill_first": {"prefill_first": {}},
-    "prefill_first, decodes go on": {"prefill_first": {"pause_decodes": False}},
-    "lanes": {"lanes": {"reserve_slots": 0.5}},
-    "long_prompt": {"long_prompt": {}},
-    "deferred_prefill": {"deferred_prefill": {"departures": 2, "exclusive": True}},
-    "rotation": {"rotation": {"chunk": 64}},
-    "chunk_budget": {"chunk_budget": {"chunk": 32}},
-    "chunk_budget, itl": {"chunk_budget": {"itl_ms": 3.0, "ttft_ms": 200.0}},
-    "every": {
-        "lanes": {}, "long_prompt": {}, "deferred_prefill": {"departures": 2}, "rotation": {},
-        "chunk_budget": {"itl_ms": 5.0},
-    },
-}  # fmt: skip
 Run = dict[str, Any]
-
-
-@pytest.fixture(scope="module")
-def runs() -> dict[str, Run]:
-    """Run one engine under each set, in a process of its own: its settings are the process's."""
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.engine.one_engine", json.dumps(list(SETS.values()))],
-        capture_output=True,
-        text=True,
-        timeout=900,
-        cwd=Path(__file__).parents[2],
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return dict(zip(SETS, json.loads(done.stdout.splitlines()[-1]), strict=True))
 
 
 def test_every_policy_is_here() -> None:
