@@ -38,6 +38,7 @@ from tests.proxy.wire.test_framing import (
 from vllm_sched.workers.launch import Worker, free_port
 
 READY_S, SOON_S, PATIENCE_S, ASKED = 60.0, 2.0, 8.0, 20
+SLOW, SLOW_MIB = 14, 60  # bodies that never end, and what comes of each
 NAME_WIDTH, WIDTH = 58, 22
 MODEL = "tiny"
 PROMPT = b'{"model": "tiny", "prompt": "xy"}'
@@ -49,6 +50,7 @@ class Scene:
 
     port: int
     fakes: list[FakeWorker]
+    pid: int  # of the router's group of processes
 
     def always(self, script: Script) -> None:
         """Let both answer so."""
@@ -59,12 +61,23 @@ class Scene:
         """List what clients asked of either."""
         return [call for fake in self.fakes for call in fake.served if call.method == b"POST"]
 
-    async def ask(self, data: bytes) -> str:
+    def memory(self) -> int:
+        """Return what is resident of the router, in MiB."""
+        kib = 0
+        for path in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError):
+                fields = (path / "stat").read_text().rpartition(")")[2].split()
+                if int(fields[2]) == self.pid:
+                    status = (path / "status").read_text()
+                    kib += int(status.partition("VmRSS:")[2].split()[0])
+        return kib >> 10
+
+    async def ask(self, data: bytes, within: float = PATIENCE_S) -> str:
         """Ask once, and say in a word what a client would make of the answer."""
         client = await Client.connect(self.port)
         try:
             client.writer.write(data)
-            answer = await client.answer(within=PATIENCE_S)
+            answer = await client.answer(within=within)
         except (BrokenError, ConnectionError):
             return "torn"
         except TimeoutError:
@@ -145,7 +158,7 @@ def one_fails(script: Script | None) -> Scenario:
             await scene.fakes[0].die()
         else:
             scene.fakes[0].always(script)
-        heard = [await scene.ask(chat()) for _ in range(ASKED)]
+        heard = [await scene.ask(chat(), SOON_S) for _ in range(ASKED)]
         return f"{heard.count('200')} of {ASKED}"
 
     return run
@@ -176,6 +189,26 @@ def leaves(stream: bool) -> Scenario:
     return run
 
 
+async def slow_bodies(scene: Scene) -> str:
+    """Send many large bodies but for their ends; tell what that takes, and whether it serves."""
+    before = scene.memory()
+    clients = [await Client.connect(scene.port) for _ in range(SLOW)]
+    head = POST + HOST + b"Content-Length: %d\r\n\r\n"
+    for client in clients:
+        with suppress(ConnectionError, TimeoutError):
+            await client.send(wanted(head % (SLOW_MIB + 1 << 20)))
+            for _ in range(SLOW_MIB):
+                await client.send(b" " * (1 << 20))
+    grown, seen = scene.memory() - before, -1
+    while grown != seen:
+        await asyncio.sleep(SOON_S / 2)
+        grown, seen = scene.memory() - before, grown
+    heard = await scene.ask(chat())
+    for client in clients:
+        client.close()
+    return f"{grown} MiB, then {heard}"
+
+
 async def garbage(scene: Scene) -> str:
     """Count the nonsense that a client is told of as an error, or as broken."""
     told = 0
@@ -198,6 +231,8 @@ TABLE: dict[str, Scenario] = {
     "one of two says 500: answered": one_fails(scripts.error(500)),
     "one of two says 503: answered": one_fails(scripts.error(503)),
     "one of two says 429: answered": one_fails(scripts.error(429)),
+    "one of two hangs: answered within two seconds": one_fails(scripts.stall),
+    f"{SLOW} bodies of {SLOW_MIB} MiB that never end take": slow_bodies,
     "a client leaves its stream: the worker hears of it": leaves(True),
     "a client leaves before an answer: the worker hears of it": leaves(False),
 }
@@ -212,7 +247,7 @@ async def play(name: str, make: Callable[[list[str]], Worker], scenario: Scenari
     router.start()
     try:
         await asyncio.to_thread(router.wait_ready)
-        scene = Scene(router.port, fakes)
+        scene = Scene(router.port, fakes, router.pid or 0)
         give_up = time.monotonic() + READY_S
         while {await scene.ask(chat()) for _ in range(4)} != {"200"}:
             if time.monotonic() > give_up:
@@ -242,6 +277,8 @@ async def main(given: argparse.Namespace) -> dict[str, object]:
         print(" " * NAME_WIDTH + "".join(f"{name:>{WIDTH}}" for name in makers), flush=True)
         found: dict[str, list[str]] = {}
         for line, scenario in TABLE.items():
+            if given.only not in line:
+                continue
             found[line] = [await play(name, make, scenario) for name, make in makers.items()]
             print(f"{line:<{NAME_WIDTH}}" + "".join(f"{each:>{WIDTH}}" for each in found[line]),
                   flush=True)  # fmt: skip
@@ -267,6 +304,7 @@ if __name__ == "__main__":
     options = argparse.ArgumentParser(prog="python -m benchmarks.reliability", description=__doc__)
     options.add_argument("--folder", default="out/bench-router", help="with the peers' environment")
     options.add_argument("--without-peers", action="store_true")
+    options.add_argument("--only", default="", help="lines that have this in them")
     options.add_argument("--save", help="a JSON file")
     arguments = options.parse_args()
     figures = asyncio.run(main(arguments))
