@@ -158,6 +158,12 @@ def test_workers_of_another_model_may_differ(tmp_path: Path) -> None:
     fleet.read(written(tmp_path, end("prefill"), end("decode"), *others))
 
 
+def test_those_of_one_model_may_not_though_only_one_names_it(tmp_path: Path) -> None:
+    named = {**end("decode", "--block-size=64"), "model": "m"}
+    (line,) = problems(tmp_path, end("prefill", "--block-size=32"), named)
+    assert "workers[1].launch.args: --block-size 64" in line
+
+
 def test_a_connector_that_vllm_has_not_is_told_before_anything_starts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

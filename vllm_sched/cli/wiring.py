@@ -75,7 +75,8 @@ def agreement(draft: Draft) -> Iterator[Problem]:
                     f"workers[{index}].launch.env.{transfer.SIDE_PORT}",
                     f"{port}: workers[{other}] has the same; leave it out and it gets a free one",
                 )
-        there, other_worker, others = first.setdefault(worker.model, (index, worker, told))
+        model = draft.model_of(worker)
+        there, other_worker, others = first.setdefault(model, (index, worker, told))
         if there == index:
             continue
         named = f"workers[{there}] ({other_worker.name})"
