@@ -33,6 +33,15 @@ LOAD_S = 62.0
 RATE = 2.4  # requests a second
 LONGS = 0.18
 TOKENS_PER_S = 6000  # of prefill
+LEAST, MOST = 20, 90  # tokens of an answer; a client allows the most
+CACHE = 100_000  # tokens
+PAGE = """# TYPE vllm:num_requests_running gauge
+vllm:num_requests_running{{engine="0",model_name="llama"}} {running}
+# TYPE vllm:num_requests_waiting gauge
+vllm:num_requests_waiting{{engine="0",model_name="llama"}} {waiting}
+# TYPE vllm:kv_cache_usage_perc gauge
+vllm:kv_cache_usage_perc{{engine="0",model_name="llama"}} {usage:.4f}
+"""
 BLOCKS = {
     "do_remote_prefill": True, "do_remote_decode": False, "remote_engine_id": "p", "tp_size": 1,
     "remote_block_ids": [1], "remote_request_id": "r", "remote_host": "127.0.0.1", "remote_port": 1,
@@ -53,16 +62,40 @@ class Engine:
     def __init__(self, fake: FakeWorker, dice: random.Random) -> None:
         self._dice = dice
         self._prefills = asyncio.Lock()
+        self._running = self._waiting = 0
+        self._held = 0.0  # tokens
         fake.always(self.serve)
+        fake.always(self.page, "/metrics")
+
+    async def page(self, call: Call) -> None:
+        """Tell how it is."""
+        text = PAGE.format(
+            running=self._running - self._waiting,
+            waiting=self._waiting,
+            usage=min(self._held / CACHE, 1.0),
+        )
+        await scripts.answer(body=text.encode(), content_type=b"text/plain")(call)
 
     async def serve(self, call: Call) -> None:
-        """Answer one request."""
-        asked, seconds = json.loads(call.body), len(call.body) / 4 / TOKENS_PER_S
+        """Answer one request, which holds its prompt meanwhile."""
+        tokens = len(call.body) / 4
+        self._running += 1
+        self._held += tokens
+        try:
+            await self._answer(call, tokens / TOKENS_PER_S)
+        finally:
+            self._running -= 1
+            self._held -= tokens
+
+    async def _answer(self, call: Call, seconds: float) -> None:
+        asked = json.loads(call.body)
         moves = asked.get("kv_transfer_params") or {}
         if moves.get("do_remote_prefill"):
             await asyncio.sleep(seconds / 5)  # the transfer
         else:
+            self._waiting += 1
             async with self._prefills:
+                self._waiting -= 1
                 await asyncio.sleep(seconds)
         if moves.get("do_remote_decode"):
             told = {"choices": [], "usage": scripts.usage(9, 1), "kv_transfer_params": BLOCKS}
@@ -71,7 +104,7 @@ class Engine:
         if not asked.get("stream"):
             await scripts.obey("fake")(call)
             return
-        count, gap_s = self._dice.randint(20, 90), self._dice.uniform(0.04, 0.12)
+        count, gap_s = self._dice.randint(LEAST, MOST), self._dice.uniform(0.04, 0.12)
         await scripts.stream(count, gap_s=gap_s, with_usage=True)(call)
 
 
@@ -81,9 +114,8 @@ async def ask(app: App, dice: random.Random) -> None:
     model = "lama" if dice.random() < 0.02 else "llama"
     client = await Client.connect(app.wire.port)
     try:
-        await client.ask(
-            chat(f"{dice.random():.8f}" * (2 * tokens // 5), stream=True, model=model), within=90.0
-        )
+        text = f"{dice.random():.8f}" * (2 * tokens // 5)
+        await client.ask(chat(text, stream=True, model=model, max_tokens=MOST), within=90.0)
     finally:
         client.close()
 
