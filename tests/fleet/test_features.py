@@ -75,27 +75,26 @@ async def test_the_urgent_go_first_among_the_long(featured: Worker) -> None:
 
     async with client_of(featured) as client, asyncio.TaskGroup() as group:
 
-        async def run(name: str, seed: int, priority: int) -> None:
-            await complete(client, prompt(seed, 6000), 2, priority=priority)
+        async def run(name: str, seed: int, tokens: int, priority: int) -> None:
+            await complete(client, prompt(seed, tokens), 2, priority=priority)
             finished.append(name)
 
-        group.create_task(run("first", 7201, 0))
+        group.create_task(run("first", 7201, 10_000, 0))
         await settled(featured, running=1, waiting=0)
-        group.create_task(run("patient", 7202, 5))
-        await settled(featured, running=1, waiting=1)
-        group.create_task(run("urgent", 7203, 1))
+        group.create_task(run("patient", 7202, 4000, 5))
+        group.create_task(run("urgent", 7203, 4000, 1))
     assert finished == ["first", "urgent", "patient"]
 
 
 async def test_a_pause_keeps_what_is_held(featured: Worker) -> None:
     async with client_of(featured) as client:
-        first = asyncio.create_task(complete(client, prompt(7301, 9000), 2))
-        second = asyncio.create_task(complete(client, prompt(7302, 9000), 2))
+        first = asyncio.create_task(complete(client, prompt(7301, 10_000), 40))
+        second = asyncio.create_task(complete(client, prompt(7302, 10_000), 40))
         await settled(featured, running=1, waiting=1)
         await asyncio.to_thread(post, featured, "/pause?mode=keep")
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(asyncio.shield(first), 3)
         await asyncio.to_thread(post, featured, "/resume")
         done = await asyncio.gather(first, second)
-    assert [d.usage.completion_tokens for d in done] == [2, 2]
+    assert [d.usage.completion_tokens for d in done] == [40, 40]
     await settled(featured, running=0, waiting=0)
