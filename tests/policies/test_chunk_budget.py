@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import random
 import time
 from collections.abc import Callable, Mapping
@@ -97,9 +99,15 @@ class Run:
 
 
 def jitter(seed: int, spread: float) -> Callable[[], float]:
-    """Return factors around one, now and then a large one."""
+    """Return factors around one."""
     rng = random.Random(seed)
     return lambda: rng.lognormvariate(0.0, spread)
+
+
+def stalling(seed: int, spread: float, every: float) -> Callable[[], float]:
+    """Return such factors, and now and then that of a stall."""
+    usual, steps = jitter(seed, spread), itertools.count(1)
+    return lambda: usual() * (1.0 if next(steps) % every else 1.6)
 
 
 @pytest.mark.parametrize("itl_ms", [15.0, 40.0, 100.0])
@@ -199,6 +207,26 @@ def test_one_stall_does_not_make_chunks_small_where_decodes_take_half_of_the_tar
         took.append(run.bench.now - start)
     assert max(took) < 1.25 * took[0]
     assert sum(gap > 0.030 for gap in run.gaps) <= 0.01 * len(run.gaps)
+
+
+def test_a_stall_now_and_then_costs_longs_little_where_decodes_take_half_of_the_target() -> None:
+    """A margin that has room for it would leave hardly any for prompts."""
+    took = []
+    for every in (math.inf, 150):
+        run = Run(
+            {"itl_ms": 30.0}, machine=find("h200-70b-tp4").time, max_model_len=60_000,
+            num_blocks=60_000, budget=8192, max_num_seqs=64,
+        )  # fmt: skip
+        run.noise = stalling(1, 0.02, every)
+        run.decodes(16)
+        for number in range(10):
+            if number == 2:
+                start, _ = run.bench.now, run.gaps.clear()
+            run.bench.add(f"long{number}", 12_000, output=2)
+            run.until_decoding(f"long{number}")
+        took.append(run.bench.now - start)
+        assert sum(gap > 0.030 for gap in run.gaps) <= 0.01 * len(run.gaps)
+    assert took[1] < 1.1 * took[0]
 
 
 def test_a_prompt_that_lanes_give_little_and_that_is_read_again_is_not_slower_and_slower() -> None:
@@ -384,3 +412,53 @@ def test_the_short_rest_of_a_prompt_does_not_shrink_the_chunk() -> None:
         run.bench.add(f"s{number}", 20, output=2)
         run.step()
     assert run.policy._bound == before
+
+
+def far_on(lane: str, read_s: float, beside: Mapping[str, Mapping[str, object]]) -> Run:
+    """Have a prompt of that lane in prefill, 20,000 tokens on, beside some who decode."""
+    machine = replace(MACHINE, pair_s=1e-9, mixed_s=0.0, read_s=read_s)
+    run = Run(
+        {"itl_ms": 40.0}, machine=machine, beside=beside, max_model_len=40_000, num_blocks=40_000
+    )
+    run.decodes()
+    for number, tokens in enumerate((9000, 300, 300, 9000, 150, 300, 9000, 150)):
+        run.bench.add(f"warm{number}", tokens, output=2)
+        run.until_decoding(f"warm{number}")
+    run.bench.add("far", 36_000, output=2, lane=lane)
+    while run.bench.scheduler.requests["far"].num_computed_tokens < 20_000:
+        run.step()
+    run.gaps.clear()
+    return run
+
+
+@pytest.mark.parametrize("beside", [{"lanes": {}}, {"lanes": {}, "long_prompt": {}}], ids="+".join)
+def test_a_step_that_is_not_for_the_prompt_in_prefill_is_not_sized_for_it(
+    beside: Mapping[str, Mapping[str, object]],
+) -> None:
+    """All who come fit into a few steps; of the one that is far on, 140 tokens do into each."""
+    run = far_on("batch", 1.2e-6, beside)
+    chats = [run.bench.add(f"chat{number}", 200, output=4, lane="urgent") for number in range(4)]
+    for _ in range(3):
+        assert "far" not in run.step()
+    assert all(chat.num_output_tokens for chat in chats)
+    assert max(run.gaps) <= 0.040
+
+
+def test_who_is_of_a_better_class_and_enters_finds_time_in_the_step() -> None:
+    """Though those in prefill are served before those who enter."""
+    run = far_on("normal", 0.0, {"lanes": {}})
+    run.bench.add("chat", 300, output=4, lane="urgent")
+    tokens = run.step()
+    assert tokens["chat"] == 300
+    assert tokens["far"] > 32
+    assert max(run.gaps) <= 0.040
+
+
+def test_a_turn_that_no_time_was_left_for_is_not_lost() -> None:
+    """To read the prompt that is far on takes more than the others leave of a step."""
+    run = far_on("normal", 1.2e-6, {"rotation": {"chunk": 64}})
+    for name in ("near1", "near2"):
+        run.bench.add(name, 15_000, output=2)
+    steps = [run.step() for _ in range(40)]
+    for name in ("far", "near1", "near2"):
+        assert sum(name in tokens for tokens in steps) >= 12, name

@@ -102,6 +102,11 @@ class StepTime:
         divisor = linear + math.sqrt(linear * linear + 2 * self.pair_s * left)
         return min(int(2 * left / divisor), UNBOUNDED) if divisor > 0 else UNBOUNDED
 
+    def chunk_seconds(self, chunk: Chunk) -> float:
+        """How much longer a step takes for one more part of a prompt."""
+        work = self.prefill_s * chunk.tokens + self.pair_s * chunk.attention
+        return work + self._once(chunk.context)
+
     def to_json(self) -> dict[str, float]:
         """Give the coefficients by name."""
         return asdict(self)

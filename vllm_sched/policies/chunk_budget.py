@@ -7,18 +7,22 @@ the size by hand instead.
 
 The prediction is a model of step times fitted while running. It is corrected by how far off it was
 of late, and by a guess where no prompt has been yet, since it may have seen short ones alone; and a
-step is meant to take less than the target by a margin, the largest error of the last `KEPT` steps,
-so that fewer than one in a hundred are longer. Until the model knows enough, and beside it
-always, a chunk is at most half as long again as one that was seen to fit.
+step is meant to take less than the target by a margin, the largest error of the last `KEPT` steps
+but for a stall or two, so that fewer than one in a hundred are longer. Until the model knows
+enough, and beside it always, a chunk is at most half as long again as one that was seen to fit.
 
 With `ttft_ms` a prompt that would miss it may spend what decodes are ahead of their deadlines
 (arrival + ttft_ms + j·itl_ms for the j-th token), up to `MOST_GAP` gaps in one step. Those that
 wait count too. Without `ttft_ms` no prompt can be late, so nothing is spent.
 
+The size is for whom the step serves: those in prefill at their places, or one of a better class who
+enters (beside `lanes`), whose part of the step they leave alone.
+
 Cost per step: O(running prefills), and O(decodes) in steps that spend. How it fails: where decodes
 alone take longer than `itl_ms` prefill goes on at `min_chunk` tokens a step and the target is
-missed; a target below what a small chunk costs makes prompts wait long; a step that stalls for
-other reasons counts like one with too much prefill, until the next ones were shorter.
+missed; a target below what a small chunk costs makes prompts wait long; stalls for other reasons in
+more than one step of a hundred make all steps shorter, and where decodes take half of the target by
+far.
 """
 
 from __future__ import annotations
@@ -26,14 +30,15 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from itertools import pairwise
 from typing import ClassVar, Final
 
 from pydantic import Field
 
 from vllm_sched.cost.fit import OnlineFit
 from vllm_sched.cost.pace import Chunk
-from vllm_sched.cost.step_time import StepShape
+from vllm_sched.cost.step_time import StepShape, StepTime
 from vllm_sched.policies.types import (
     EngineFacts,
     LaneCount,
@@ -42,6 +47,7 @@ from vllm_sched.policies.types import (
     Settings,
     Step,
     StepResult,
+    one_class,
 )
 
 # The first chunk beside decodes, and by how much one may exceed those that fitted.
@@ -51,15 +57,16 @@ GROWTH, SHRINK = 1.5, 0.5
 MEANT_FULL: Final = 0.75
 # Below so many tokens a step's time says nothing about its chunk.
 ENOUGH_TOKENS: Final = 16
-# How quickly the correction follows steps that took longer than it says, and shorter; and by how
-# much at once, since a stall says nothing about the next step.
+# How quickly the correction follows steps that took longer than it says, two in a row, and shorter;
+# and by how much at once.
 DRIFT_UP, DRIFT_DOWN, MOST_DRIFT = 1.0, 0.1, 1.5
 # So many times longer than predicted may be, at most, what goes further into a prompt than any yet.
 NEW_GROUND: Final = 2.0
 # The margin is the largest error of so many steps, once enough were seen.
 KEPT, ENOUGH_ERRORS = 256, 64
-# One error that is so many times the next largest was a stall, and may be the only one for long.
-STALL: Final = 1.2
+# So few of them that are so many times the next largest were stalls: a margin for these would make
+# all other steps short, and without it they are still fewer than one in a hundred.
+STALLS, STALL = 2, 1.2
 LEAST_MARGIN, FIRST_MARGIN, MOST_MARGIN = 1.03, 1.15, 2.0
 # The longest gap that saved time may buy, in gaps.
 MOST_GAP: Final = 4.0
@@ -96,6 +103,7 @@ class ChunkBudget(Policy):
         self.fit = OnlineFit()
         self.learns = settings.chunk is None
         self.drift = 1.0  # what steps took of late over what was predicted
+        self._ratio = 1.0  # what the last one took
         self._furthest = 1.0  # tokens into a prompt, of the middles of all chunks so far
         self._errors: deque[float] = deque()  # that is left of it, by age
         self._sorted: list[float] = []  # and by size
@@ -113,10 +121,14 @@ class ChunkBudget(Policy):
         self._moves = 0  # tokens still owed to `min_chunk`
         self._decodes = self._context_tokens = 0
         self._waiting = False  # whether anybody does
+        self._kept_s = 0.0  # of those, for one who enters and is of a better class than others
+        self._kept_for: RequestView | None = None
+        self._class_of: Callable[[RequestView], float] = one_class
 
     def begin_step(self, step: Step, lanes: Mapping[str, LaneCount]) -> None:
         """Start without a limit: `budget` is not asked where nobody could prefill."""
         self._seconds = None
+        self._kept_for = None
         self._waiting = any(lane.requests for lane in lanes.values())
 
     def budget(self, step: Step) -> int:
@@ -135,10 +147,7 @@ class ChunkBudget(Policy):
             self._seconds = allowed / (self.margin * self.drift * new_ground)
             self._decodes, self._context_tokens = len(step.decoding), step.context_tokens
             self._moves = settings.min_chunk
-            context = step.prefills[0].num_computed_tokens if step.prefills else 0
-            fitting = model.prefill_within(
-                self._seconds, self._decodes, self._context_tokens, context
-            )
+            fitting = self._fitting_tokens(step, model, self._seconds)
             tokens = min(int(GROWTH * self._bound * allowed / self._itl_s), fitting)
         self._tokens = max(tokens, settings.min_chunk)
         return step.decodes + self._tokens
@@ -148,14 +157,51 @@ class ChunkBudget(Policy):
         model = self.fit.model
         if self._seconds is None or model is None:
             return tokens
-        fitting = model.prefill_within(self._seconds, self._decodes, self._context_tokens, computed)
+        left = self._seconds
+        if (head := self._kept_for) is request:
+            self._kept_for = None
+        elif head is not None and self._class_of(request) > self._class_of(head):
+            left -= self._kept_s
+        fitting = model.prefill_within(left, self._decodes, self._context_tokens, computed)
         granted = min(tokens, max(fitting, self._moves, 0))
         if granted <= 0:
             return 0  # nothing of it is read either
         self._moves -= granted
-        work = model.prefill_s * granted + model.pair_s * Chunk(granted, computed).attention
-        self._seconds -= work + model.prompt_fixed_s + model.read_s * computed
+        self._seconds -= model.chunk_seconds(Chunk(granted, computed))
         return granted
+
+    def _fitting_tokens(self, step: Step, model: StepTime, seconds: float) -> int:
+        """Count the tokens that fit, each prompt's at its place, in the order they are served."""
+        decodes, context_tokens = self._decodes, self._context_tokens
+        head = self._overtaking(step)
+        tokens = 0
+        for request in step.prefills:
+            if head is not None and step.class_of(request) > step.class_of(head):
+                break
+            computed = request.num_computed_tokens
+            rest = request.num_tokens - computed
+            fitting = model.prefill_within(seconds, decodes, context_tokens, computed)
+            if fitting < rest:
+                return tokens + fitting
+            tokens += rest
+            seconds -= model.chunk_seconds(Chunk(rest, computed))
+        fitting = model.prefill_within(seconds, decodes, context_tokens, 0)
+        if head is not None and fitting:
+            self._kept_s = model.chunk_seconds(Chunk(min(fitting, head.num_tokens), 0))
+            self._kept_for, self._class_of = head, step.class_of
+        return tokens + fitting
+
+    def _overtaking(self, step: Step) -> RequestView | None:
+        """Return who enters and is of a better class than some in prefill; None if nobody does."""
+        if step.class_of is one_class or not (step.prefills and self._waiting):
+            return None
+        # One that found no room may do so again.
+        if step.free_slots <= 0 or step.refused is not None:
+            return None
+        head = step.may_enter()
+        if head is None or step.class_of(head) >= step.class_of(step.prefills[-1]):
+            return None
+        return head
 
     def _new_ground(self, step: Step) -> float:
         """Return what a chunk may take over the prediction, should all of it be attention."""
@@ -227,9 +273,9 @@ class ChunkBudget(Policy):
         """By how much less than what is allowed a step is meant to take."""
         if len(self._sorted) < ENOUGH_ERRORS:
             return FIRST_MARGIN
-        second, largest = self._sorted[-2:]
-        error = second if largest > STALL * second else largest
-        return min(max(error, LEAST_MARGIN), MOST_MARGIN)
+        largest = self._sorted[-STALLS - 1 :]
+        usual = (less for less, more in pairwise(largest) if more > STALL * less)
+        return min(max(next(usual, largest[-1]), LEAST_MARGIN), MOST_MARGIN)
 
     def _learn_error(self, ratio: float) -> None:
         """Take in what a step took over what the model said."""
@@ -238,6 +284,8 @@ class ChunkBudget(Policy):
         error = ratio / self.drift
         self._errors.append(error)
         insort(self._sorted, error)
+        # A stall says nothing of the next step: one that is longer than ever is heeded if that is.
+        ratio, self._ratio = min(ratio, max(self._ratio, self.drift)), ratio
         ratio = min(ratio, MOST_DRIFT * self.drift, MOST_MARGIN)
         gain = DRIFT_UP if ratio > self.drift else DRIFT_DOWN
         self.drift = max(self.drift + gain * (ratio - self.drift), 1.0)

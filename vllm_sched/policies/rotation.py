@@ -63,7 +63,8 @@ class Rotation(Policy):
 
     def __init__(self, facts: EngineFacts, settings: RotationSettings) -> None:
         super().__init__(facts, settings)
-        self._last: dict[str, float] = {}  # when the last chunk ended, of those in prefill
+        self._computed: dict[str, int] = {}  # tokens of those in prefill, when the step began
+        self._last: dict[str, float] = {}  # when the last chunk of each ended
         self._order: dict[str, float] = {}  # the step it was in, and its place in that
         self._releases = 0
         self._let_in = ""  # the one that was held for too long
@@ -79,14 +80,15 @@ class Rotation(Policy):
         self._kept = 0
 
     def begin_step(self, step: Step, lanes: Mapping[str, LaneCount]) -> None:
-        """Forget those who are no longer in prefill."""
-        here = [request.request_id for request in step.prefills]
-        self._order = {name: self._order.get(name, 0.0) for name in here}
+        """Note who had a turn, and forget those who are no longer in prefill."""
+        self._order = {r.request_id: self._last_turn(r) for r in step.prefills}
+        served = {name for name, turn in self._order.items() if turn >= self._step.index}
+        self._releases += sum(self._is_overdue(name) for name in served)
+        # Who had one in the step before has been waiting since now.
         self._last = {
-            # Who had one in the step before has been waiting since now.
-            name: step.now if order >= self._step.index else self._last.get(name, step.now)
-            for name, order in self._order.items()
+            name: step.now if name in served else self._last[name] for name in self._order
         }
+        self._computed = {r.request_id: r.num_computed_tokens for r in step.prefills}
         self._step = step
         self._head_since = step.now - max((lane.waited for lane in lanes.values()), default=0.0)
         self._needed = sum([r.num_tokens - r.num_computed_tokens for r in step.prefills])
@@ -135,7 +137,7 @@ class Rotation(Policy):
         """Order by the last turn, or by what is left."""
         name = request.request_id
         if not self._shortest:
-            return self._order.get(name, 0)
+            return self._last_turn(request)
         if self._is_overdue(name):
             return self._order[name] - BEFORE
         return request.num_tokens - request.num_computed_tokens
@@ -143,21 +145,28 @@ class Rotation(Policy):
     def _is_overdue(self, name: str) -> bool:
         return self._step.now - self._last.get(name, self._step.now) >= self.settings.max_wait_s
 
+    def _last_turn(self, request: RequestView) -> float:
+        """Say in which step it had a turn last, once the step at hand is over.
+
+        By what was computed: of a turn that is given here a later policy may leave nothing.
+        """
+        before = self._computed.get(request.request_id)
+        if before is None:
+            return self._step.index  # newcomers are admitted last, but theirs was the first turn
+        if request.num_computed_tokens > before:
+            return self._step.index + NOT_NEW
+        return self._order[request.request_id]
+
     def chunk(self, request: RequestView, computed: int, tokens: int) -> int:
         """Give a turn to running prefills while there are any left, and to each newcomer."""
         if self._left is None:
             self._left = self._plan()
         name = request.request_id
         granted = min(tokens, self._slot)
-        running = name in self._last
-        if running:
+        if name in self._last:
             self._kept -= self._kept_for.pop(name, 0)
             granted = min(granted, max(self._left - self._kept, 0))
             self._left -= granted
-        if granted > 0:
-            self._releases += self._is_overdue(name)
-            # Newcomers are admitted last, but theirs was the first turn.
-            self._order[name] = self._step.index + NOT_NEW * running
         return granted
 
     def _plan(self) -> int:
