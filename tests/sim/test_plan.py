@@ -126,6 +126,20 @@ def test_nobody_is_starved_for_the_others_sake() -> None:
     assert beyond.classes["rest"].share > 0.9 > beyond.classes["long"].kept_share
 
 
+def test_few_of_the_longest_say_little() -> None:
+    search = Search(question(LONGS, "ttft:250"))
+
+    def run(kept: int, of: int) -> Run:
+        longs = Figures(arrived=of, kept=kept)
+        return Run(Figures(arrived=9, met=9), {LONG: longs}, 0, 1.0, 1.0, Sketch())
+
+    # Of nine in ten, 44 are 4.5 % more or less by chance.
+    assert search.enough(run(38, 44), fine=False)
+    assert not search.enough(run(38, 44))
+    assert not search.enough(run(37, 44), fine=False)
+    assert search.enough(run(40, 44))
+
+
 # What cannot be had
 
 

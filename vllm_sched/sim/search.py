@@ -187,14 +187,20 @@ class Search:
         """Say whether a prompt is among the longest."""
         return LONG if prompt > self._longest else REST
 
-    def enough(self, run: Run) -> bool:
-        """Whether enough were in time, and of the longest not too late."""
-        return min(run.all.share, longest_kept(run)) >= self.question.share
+    def enough(self, run: Run, *, fine: bool = True) -> bool:
+        """Whether enough were in time, and of the longest not too late.
+
+        In a coarse run there are few of the longest: what may be chance is left to a fine one.
+        """
+        share = self.question.share
+        longs = run.classes.get(LONG)
+        chance = 0.0 if fine or not longs else math.sqrt(share * (1 - share) / longs.arrived)
+        return run.all.share >= share and longest_kept(run) >= share - chance
 
     def serves(self, shape: Shape, rate: float, *, fine: bool) -> Run | None:
         """Play it; None if too few were in time."""
         run = self.play(shape, rate, fine=fine)
-        return run if self.enough(run) else None
+        return run if self.enough(run, fine=fine) else None
 
     def rate_of(
         self, shape: Shape, start: float, *, fine: bool = False, least: float = 0.0
