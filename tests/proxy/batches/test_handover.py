@@ -14,6 +14,8 @@ from tests.proxy.wire.pairs import Pairs, chat_body, pairs
 from tests.proxy.wire.site import eventually
 
 LONG = "word " * 12_000
+# Room for it where each character is a token: so the fakes count, and that is learnt on the way.
+CONTEXT = 100_000
 
 
 async def office_of(here: Pairs, folder: Path) -> Office:
@@ -23,7 +25,7 @@ async def office_of(here: Pairs, folder: Path) -> Office:
 
 
 async def test_a_line_is_handed_over(start: Start, tmp_path: Path) -> None:
-    here = await pairs(start, prefills=1, decodes=1, disaggregate_above=1000)
+    here = await pairs(start, prefills=1, decodes=1, max_model_len=CONTEXT, disaggregate_above=1000)
     office = await office_of(here, tmp_path)
     done = await office.until(await office.begin([line("long", LONG), line("short")]))
     [long, short] = sorted(await office.lines_of(done.output_file_id), key=lambda x: x["custom_id"])
@@ -36,7 +38,7 @@ async def test_a_line_is_handed_over(start: Start, tmp_path: Path) -> None:
 async def test_short_lines_do_not_wait_for_a_prefill_worker_and_long_ones_do(
     start: Start, tmp_path: Path
 ) -> None:
-    here = await pairs(start, prefills=1, decodes=1, disaggregate_above=1000)
+    here = await pairs(start, prefills=1, decodes=1, max_model_len=CONTEXT, disaggregate_above=1000)
     office = await office_of(here, tmp_path)
     busy = asyncio.Event()
     usual = here.site.fakes["p0"].script_for

@@ -76,12 +76,13 @@ async def pairs(
     *more: Fake,
     prefills: int = 2,
     decodes: int = 2,
+    max_model_len: int = 16384,
     wire: dict[str, Any] | None = None,
     **router: Any,
 ) -> Pairs:
     """Start them."""
-    fakes = [Fake(f"p{n}", Role.PREFILL) for n in range(prefills)]
-    fakes += [Fake(f"d{n}", Role.DECODE) for n in range(decodes)]
+    fakes = [Fake(f"p{n}", Role.PREFILL, max_model_len=max_model_len) for n in range(prefills)]
+    fakes += [Fake(f"d{n}", Role.DECODE, max_model_len=max_model_len) for n in range(decodes)]
     site = await start(*fakes, *more, router=ROUTER | router, wire=wire or {})
     kv = Kv()
     for each in (*fakes, *more):
