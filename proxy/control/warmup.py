@@ -160,7 +160,7 @@ class Warmup:
                 except HARMLESS as error:
                     how, why = FAILED, str(error) or type(error).__name__
             self._counts.warmed(how)
-            if how not in (FAILED, RECOMPUTED):
+            if how in (DONE, NO_KEY):
                 break
         if _lives(prefill, decode) != lives:
             return  # it was another that was tried
@@ -208,7 +208,9 @@ class Warmup:
         mark = os.urandom(16).hex()  # so that nothing of it is cached
         pair = Pair(_side(prefill), _side(decode), f"warmup-{mark}")
         request_id = connector.request_id(pair) or pair.id.encode()
-        body = orjson.dumps({"model": prefill.model, "prompt": f"warm up {mark}", "max_tokens": 1})
+        asked = {"model": prefill.model, "prompt": f"warm up {mark}", "max_tokens": 1}
+        # A prompt whose first token is the end leaves nothing to fetch.
+        body = orjson.dumps({**asked, "ignore_eos": True})
         first = prefill_body(connector, pair, _ask(prefill.model), body)
         taken = connector.taken(pair, await _post(session, prefill, first, request_id))
         if taken.params is None and connector.needs_params:

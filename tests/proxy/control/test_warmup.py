@@ -207,9 +207,14 @@ async def test_a_key_that_is_refused_makes_no_link(monkeypatch: pytest.MonkeyPat
         assert here.is_cold("p0", "d0")
 
 
-async def test_a_worker_without_the_connector_is_named(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_worker_without_the_connector_is_named(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "PAUSE_S", 0.01)
+
     async def plain(call: Any) -> None:
-        assert json.loads(call.body)["max_tokens"] == 1
+        asked = json.loads(call.body)
+        assert (asked["max_tokens"], asked["ignore_eos"]) == (1, True)
         await scripts.answer(200, b'{"choices": []}')(call)
 
     async with stage() as here:
@@ -217,7 +222,7 @@ async def test_a_worker_without_the_connector_is_named(caplog: pytest.LogCapture
         async with here.running():
             await eventually(lambda: here.counts.bars)
         assert here.is_cold("p0", "d0")
-        assert here.counts.warmups == {"bare": 1}
+        assert here.counts.warmups == {"bare": 3}
         assert "p0 tells nothing to fetch by" in caplog.text
 
 
