@@ -1,4 +1,4 @@
-"""`vllm-sched calibrate`: on a server of known steps, with faults, and on a real worker."""
+"""`vllm-sched calibrate`: on a server of known steps, and on one with faults."""
 
 from __future__ import annotations
 
