@@ -226,6 +226,7 @@ def test_predictions_come_with_what_they_are_made_of(
 ) -> None:
     times = iter(range(10_000_000))
     monkeypatch.setattr(watched, "FIT_EVERY", 1)
+    monkeypatch.setattr(watched, "PREDICT_EVERY", 1)
     monkeypatch.setattr(PolicyScheduler, "clock", lambda _: next(times) * 1e-3)
     scheduler = make_scheduler(policies)
     for i in range(40):
@@ -253,6 +254,7 @@ def test_a_model_that_is_right_is_off_by_nothing(
         pair_s=1e-8, mixed_s=1e-3,
     )  # fmt: skip
     monkeypatch.setattr(OnlineFit, "model", right)
+    monkeypatch.setattr(watched, "PREDICT_EVERY", 1)
     at_once = 2 if kind is PolicyScheduler else 1
     scheduler = make_scheduler(policies, scheduler_cls=kind, async_scheduling=at_once == 2)
     now = [1000.0]

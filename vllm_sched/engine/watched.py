@@ -43,9 +43,10 @@ else:
 
 # vLLM has two steps under way, and one per stage with pipeline parallelism.
 MOST_UNDER_WAY: Final = 64
-# Of so many steps one teaches our own fit, where no policy has one and once it can predict: a
-# prime, to meet all kinds.
+# Of so many steps one teaches our own fit, where no policy has one and once it can predict, and of
+# so many one is held against its prediction: primes, to meet all kinds.
 FIT_EVERY: Final = 7
+PREDICT_EVERY: Final = 3
 # By its lanes prompts are classed where it is on: what is long is its business.
 CLASSES_BY: Final = "long_prompt"
 ALL: Final = "all"
@@ -161,9 +162,12 @@ class Seen:
     def finished(self, output: SchedulerOutput, now: float) -> None:
         """Note how long the engine was at a step."""
         # In the order in which they were scheduled; an empty one left nothing here.
-        if all(step.output is not output for step in self._under_way):
+        under_way = self._under_way
+        if not under_way:
             return
-        while (step := self._under_way.popleft()).output is not output:
+        if under_way[0].output is not output and all(s.output is not output for s in under_way):
+            return
+        while (step := under_way.popleft()).output is not output:
             pass
         # The engine began it when it was scheduled, or when it was done with the one before.
         start = max(step.scheduled_at, self._last_result_at)
@@ -181,12 +185,12 @@ class Seen:
         )
 
     def learnt(self, result: StepResult) -> None:
-        """Hold a step against its prediction, by the very time that the fit is about to learn."""
+        """Hold steps against their prediction, by the very time that the fit is about to learn."""
         if self.metrics is None:
             return
         self._results += 1
         model = self._fit.model
-        if model is not None:
+        if model is not None and self._results % PREDICT_EVERY == 0:
             kind = trace.kind(len(result.chunks), result.decodes)
             self.metrics.predicted(kind, model.seconds(result.shape), result.seconds)
         if self._fits and (model is None or self._results % FIT_EVERY == 0):
