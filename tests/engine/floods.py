@@ -1,0 +1,131 @@
+"""One real engine in which shorts never stop, and one that a policy holds: `python -m ...`.
+
+Prints, as JSON, for each policy when that one began, with a bound that is soon over, and with none
+that is met within as many steps and some more. By its clock each step takes as long: what is shown
+then depends on no machine.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from typing import Any
+
+from vllm import SamplingParams
+from vllm.v1.engine.llm_engine import LLMEngine
+
+from tests.engine.flood_scenes import AHEAD, BOUND_S, MOST_STEPS, SCENES, STEP_S, Request
+from tests.engine.one_engine import Clock, exchange_scheduler, make_engine
+
+
+class Steps(Clock):
+    """Each takes as long."""
+
+    def end(self) -> None:
+        """Note that one is over."""
+        self.now += STEP_S
+
+
+class Flood:
+    """Shorts wait at all times until the one that is held has begun, or for so many steps."""
+
+    def __init__(self, engine: LLMEngine, name: str, bound: str) -> None:
+        self.engine = engine
+        self.name = name
+        self.scene = SCENES[name]
+        policies = {name: self.scene["policy"] | self.scene[bound]}
+        self.scheduler = exchange_scheduler(engine, policies)
+        self.clock = self.scheduler.run = Steps()
+        self.rng = random.Random(2)
+        self.begun: dict[str, float] = {}
+        self.told: set[str] = set()  # who has a first token
+        self.finished: set[str] = set()
+        self.added: set[str] = set()
+        schedule, update = self.scheduler.schedule, self.scheduler.update_from_output
+
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            output = schedule(*args, **kwargs)
+            for request_id in output.num_scheduled_tokens:
+                name = request_id.partition("-")[0]  # the engine adds to it
+                self.begun.setdefault(name, self.clock.now)
+            self.clock.begin()
+            return output
+
+        def timed(output: Any, *args: Any, **kwargs: Any) -> Any:
+            if output.total_num_scheduled_tokens:
+                self.clock.end()
+            return update(output, *args, **kwargs)
+
+        self.scheduler.schedule, self.scheduler.update_from_output = noted, timed
+
+    def add(self, request_id: str, request: Request) -> None:
+        """Let one come."""
+        self.added.add(request_id)
+        size, length, lane = request
+        params = SamplingParams(
+            temperature=0.0, max_tokens=length, ignore_eos=True,
+            extra_args=None if lane is None else {"lane": lane},
+        )  # fmt: skip
+        prompt = {"prompt_token_ids": [self.rng.randrange(10, 400) for _ in range(size)]}
+        self.engine.add_request(request_id, prompt, params, arrival_time=self.clock.now)
+
+    def step(self) -> None:
+        """Compute one."""
+        for done in self.engine.step():
+            self.told.add(done.request_id)
+            if done.finished:
+                self.finished.add(done.request_id)
+
+    def play(self, most: int = MOST_STEPS) -> dict[str, Any]:
+        """Tell when it began, and what others had by then."""
+        came, late_steps, number = 0.0, 0, 0
+        for index, request in enumerate(self.scene["before"]):
+            self.add(f"before {index}", request)
+        for number in range(most):
+            if number == self.scene["held_at"]:
+                self.add("held", self.scene["held"])
+                came = self.clock.now
+            while count(self.added - self.finished, "short") < AHEAD:
+                self.add(f"short {len(self.added)}", self.scene["shorts"])
+            late_steps += number > self.scene["held_at"] and self.clock.now - came > BOUND_S
+            self.step()
+            if "held" in self.begun:
+                break
+        passed = [name for name, at in self.begun.items() if at > came and name != "held"]
+        found = {
+            "waited": self.begun["held"] - came if "held" in self.begun else None,
+            "steps": number,
+            "late_steps": late_steps,
+            "shorts_passed": count(passed, "short"),
+            "shorts_wait": count(self.added - self.begun.keys(), "short"),
+            "before_told": count(self.told, "before"),
+            "before_done": count(self.finished, "before"),
+            "counters": {p.name: dict(p.counters()) for p in self.scheduler._policies}[self.name],
+        }
+        self.engine.abort_request([*self.added - self.finished])
+        for _ in range(100):  # so that the next has an idle engine
+            if not self.engine.has_unfinished_requests():
+                break
+            self.step()
+        return found
+
+
+def count(names: Any, kind: str) -> int:
+    """Count those of a kind."""
+    return sum(name.startswith(kind) for name in names)
+
+
+def main() -> None:
+    """Play all."""
+    engine = make_engine()
+    done: dict[str, dict[str, Any]] = {}
+    for name in SCENES:
+        bounded = Flood(engine, name, "bounded").play()
+        unbounded = Flood(engine, name, "unbounded").play(bounded["steps"] + 15)
+        done[name] = {"bounded": bounded, "unbounded": unbounded}
+    sys.stdout.write(f"{json.dumps(done)}\n")
+
+
+if __name__ == "__main__":
+    main()

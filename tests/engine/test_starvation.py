@@ -1,0 +1,61 @@
+"""In a real engine shorts never stop: whoever a policy holds begins once its bound is over."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engine.flood_scenes import BOUND_S, SCENES
+
+Sides = dict[str, dict[str, Any]]
+FEW_STEPS = 10  # until a place is free
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, Sides]:
+    """Play all in one engine, in a process of its own: its settings are the process's."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.engine.floods"],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        cwd=Path(__file__).parents[2],
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    played: dict[str, Sides] = json.loads(done.stdout.splitlines()[-1])
+    return played
+
+
+@pytest.mark.parametrize("name", SCENES)
+def test_who_is_held_begins_soon_after_its_bound(found: dict[str, Sides], name: str) -> None:
+    bounded = found[name]["bounded"]
+    assert bounded["waited"] is not None
+    if name == "deferred_prefill":  # whose number falls in the second half of it
+        assert bounded["waited"] > BOUND_S / 2
+    else:
+        assert bounded["waited"] >= BOUND_S - 1e-9
+        assert bounded["counters"]["starvation_releases"] == 1
+    assert bounded["late_steps"] <= FEW_STEPS
+    assert bounded["shorts_wait"] > 0, "they never stopped"
+
+
+@pytest.mark.parametrize("name", SCENES)
+def test_without_it_others_go_first_for_as_long_as_anybody_looked(
+    found: dict[str, Sides], name: str
+) -> None:
+    unbounded = found[name]["unbounded"]
+    assert unbounded["waited"] is None
+    assert unbounded["steps"] > found[name]["bounded"]["steps"] + 10
+    assert unbounded["counters"]["starvation_releases"] == 0
+
+
+def test_whom_it_goes_before_is_not_done(found: dict[str, Sides]) -> None:
+    long, lanes, deferred = (found[name]["bounded"] for name in SCENES)
+    assert long["before_told"] == 0, "the long one before it is still being read"
+    assert min(long["shorts_passed"], lanes["shorts_passed"]) > 5
+    assert deferred["before_done"] == 1, "of six that should have departed"
