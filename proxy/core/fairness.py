@@ -13,8 +13,9 @@ Who leaves an answer that is not streamed pays for what was likely written by th
 So between two tenants that always have something waiting, services differ by at most what one
 request may cost, and what the estimates of those in flight are off by, however long that goes on.
 
-Cost: nothing where nobody waits but an addition per request. How it fails: it rules the router's
-queue alone. Workers that take all they are given must be told how much that may be
+Cost: nothing where nobody waits but an addition per request; else whoever's counter has changed is
+put where it belongs in a sorted list (`order`), however many wait. How it fails: it rules the
+router's queue alone. Workers that take all they are given must be told how much that may be
 (`max_requests`), or the queue is theirs.
 """
 
