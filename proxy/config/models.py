@@ -379,7 +379,9 @@ class TransferConfig(Block):
         "host:init_port:alloc_port of a decode worker, if prefill workers push to it",
     )
     warmup: bool = Field(
-        True, description="connect each prefill to each decode worker before users need it"
+        True,
+        description="connect each prefill to each decode worker before users need it; until that "
+        "is done, nothing is handed over between the two",
     )
 
 
