@@ -63,7 +63,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 console.print(warning, style="yellow", highlight=False)
         if args.save:
             verdicts = [*verdict.to_json(verdict.verdicts(result)), *promise.to_json(told)]
-            args.save.write_text(json.dumps({**result.to_json(), "verdicts": verdicts}, indent=1))
+            whole = {**result.to_json(), "verdicts": verdicts}
+            args.save.write_text(json.dumps(whole, indent=1) + "\n")
         failed = result.failed or transfers.missing
     for each in found:
         console.print(each.said, style="red" if each.wrong else None, highlight=False)
