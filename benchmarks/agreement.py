@@ -79,29 +79,35 @@ def run(engine: Engine, arrivals: Iterable[tuple[float, Job]]) -> list[Event]:
     return events
 
 
-def figures(engine: Engine, jobs: list[tuple[float, Job]]) -> dict[str, float]:
-    """Play, and sum up."""
-    told: dict[str, list[Event]] = {}
-    for event in run(engine, jobs):
-        told.setdefault(event.job_id, []).append(event)
+def by_job(events: Iterable[Event]) -> dict[str, list[float]]:
+    """Say when each token came."""
+    told: dict[str, list[float]] = {}
+    for event in events:
+        told.setdefault(event.job_id, []).append(event.at)
+    return told
+
+
+def figures(events: Iterable[Event], jobs: list[tuple[float, Job]]) -> dict[str, float]:
+    """Sum up what an engine told of all tokens."""
+    told = by_job(events)
     arrived = {job.id: at for at, job in jobs}
-    ttfts = [events[0].at - arrived[name] for name, events in told.items()]
-    gaps = [b.at - a.at for events in told.values() for a, b in pairwise(events)]
+    ttfts = [ticks[0] - arrived[name] for name, ticks in told.items()]
+    gaps = [later - sooner for ticks in told.values() for sooner, later in pairwise(ticks)]
     return {
         "TTFT mean": sum(ttfts) / len(ttfts),
         "TTFT p95": percentile(ttfts, 95) or 0.0,
         "ITL mean": sum(gaps) / len(gaps),
         "ITL p99": percentile(gaps, 99) or 0.0,
         "ITL max": max(gaps),
-        "last token": max(events[-1].at for events in told.values()),
+        "last token": max(ticks[-1] for ticks in told.values()),
     }
 
 
 def both(way: Way) -> tuple[dict[str, float], dict[str, float]]:
     """Play it to a real scheduler and to a plain worker."""
     jobs = crowd(REQUESTS)
-    exact = figures(ExactEngine(way.model), jobs)
-    return exact, figures(Fluid(way.model, each_token=True), jobs)
+    exact = figures(run(ExactEngine(way.model), jobs), jobs)
+    return exact, figures(run(Fluid(way.model, each_token=True), jobs), jobs)
 
 
 def main() -> None:
