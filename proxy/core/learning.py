@@ -66,6 +66,29 @@ def learn(lease: Lease, now: float, usage: Usage, decoding: int) -> None:
         saw_cached(worker, cached, usage)
 
 
+def learn_of_leaving(fleet: Fleet, lease: Lease, now: float) -> None:
+    """Learn from a client that did not wait for a first token: it would have taken longer still.
+
+    A worker that hangs would look idle and as quick as ever to whoever comes next, time and again.
+    """
+    ask, worker = lease.ask, lease.worker
+    if lease.first_token_at is not None or not lease.sent or not ask.computes:
+        return
+    if lease.prefill is not None:  # which of the two kept it waiting is not known
+        return
+    pace, cached, decode_s = worker.pace, lease.decision.cached_tokens, 0.0
+    if ask.generates and not ask.stream:  # it waited for the whole answer
+        if ask.output_tokens is None:
+            return
+        decode_s = ask.output_tokens * pace.step_s(worker.decoding + ask.samples)
+    tokens = lease.ahead_tokens + ask.prompt_tokens - cached
+    seconds = now - lease.charged_at - decode_s
+    if seconds > pace.first_token_s(tokens, lease.behind_long, cached):
+        pace.saw_first_token(tokens, lease.behind_long, cached, seconds, now)
+        worker.reprice()
+        fleet.moved(worker)
+
+
 def saw_cached(worker: Worker, cached: int, usage: Usage) -> None:
     """Learn whether a worker has cached what it should have, where it says so."""
     if usage.cached_tokens:

@@ -9,7 +9,7 @@ from proxy.core.settings import RouterSettings
 from proxy.core.sizing import Sizer
 from proxy.core.types import Lease, Outcome, Usage
 
-DONE = Outcome.DONE  # looked up once: see reading.py
+DONE, CLIENT_GONE = Outcome.DONE, Outcome.CLIENT_GONE  # looked up once: see reading.py
 
 
 class Leases(Placer):
@@ -109,6 +109,8 @@ class Leases(Placer):
             learning.judge(self.fleet, lease, now, Outcome.MOOT, None)
             return
         learning.judge(self.fleet, lease, now, outcome, retry_after_s)
+        if outcome is CLIENT_GONE:
+            learning.learn_of_leaving(self.fleet, lease, now)
         if outcome is DONE and lease.ask.erred_on:
             learning.blame(self.fleet, lease.ask, now)
         if outcome is DONE and usage is not None and self.may_learn(lease, now):

@@ -263,6 +263,39 @@ def test_a_clients_own_fault_is_no_failure_of_the_worker() -> None:
     assert worker_of(router, "a").breaker.spotless
 
 
+@pytest.mark.parametrize("stream", [True, False])
+def test_clients_that_do_not_wait_any_longer_teach_that_a_worker_is_slow(stream: bool) -> None:
+    """It is well by its probes and hangs; requests come one by one, so that it always looks idle."""
+    router, now, hung = router_of(spec("a"), spec("b")), 0.0, 0
+    for _ in range(30):
+        lease = placed(router.submit(ask(output=10, stream=stream), now))
+        bad = lease.worker.name == "a"
+        hung += bad
+        if bad:
+            router.finish(lease, now + 10.0, Outcome.CLIENT_GONE)
+        else:
+            if stream:
+                router.first_token(lease, now + 0.1)
+            router.finish(lease, now + 0.2, Outcome.DONE, Usage(100, 10))
+        now += 11.0
+    assert 0 < hung < 6
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_leaves_early_teaches_nothing(stream: bool) -> None:
+    router = router_of(spec("a"))
+    pace = worker_of(router, "a").pace
+    before = pace.first_token_s(1000)
+    for at in (0.0, 1.0):
+        lease = placed(router.submit(ask(output=100, stream=stream), at))
+        router.finish(lease, at + before / 20, Outcome.CLIENT_GONE)
+    lease = placed(router.submit(ask(stream=True), 2.0))
+    router.first_token(lease, 2.0 + before / 20)
+    at_first = pace.first_token_s(1000)
+    router.finish(lease, 60.0, Outcome.CLIENT_GONE)  # who reads for long was not kept waiting
+    assert pace.first_token_s(1000) == at_first <= before
+
+
 def test_an_old_request_that_ends_well_does_not_close_a_breaker() -> None:
     router = router_of(spec("a"))
     worker = worker_of(router, "a")
