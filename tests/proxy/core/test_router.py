@@ -265,7 +265,7 @@ def test_a_clients_own_fault_is_no_failure_of_the_worker() -> None:
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_clients_that_do_not_wait_any_longer_teach_that_a_worker_is_slow(stream: bool) -> None:
-    """It is well by its probes and hangs; requests come one by one, so that it always looks idle."""
+    """It is well by its probes, and hangs; requests come one by one, so it always looks idle."""
     router, now, hung = router_of(spec("a"), spec("b")), 0.0, 0
     for _ in range(30):
         lease = placed(router.submit(ask(output=10, stream=stream), now))
