@@ -411,13 +411,16 @@ def test_a_fixed_share_is_divided_among_the_longs() -> None:
         assert (got["0"], got["1"]) == (64, 64)
 
 
-def test_a_fixed_share_does_not_shut_out_the_overdue(clock: list[float]) -> None:
-    options = {"long_prefill_share": 0.25, "max_wait_s": 5}
+@pytest.mark.parametrize(("share", "each"), [(0.25, 8), (0.01, 1)])
+def test_a_fixed_share_does_not_shut_out_the_overdue(
+    clock: list[float], share: float, each: int
+) -> None:
+    options = {"long_prefill_share": share, "max_wait_s": 5}
     scheduler = loaded(1900, 1900, 8, options=options, budget=64)
     assert set(step(scheduler)) == {"0", "2"}
     clock[0] += 6
     got = step(scheduler)
-    assert (got["0"], got["1"]) == (8, 8)
+    assert (got["0"], got["1"]) == (each, each)
 
 
 def test_a_step_without_the_chunk_is_made_to_measure_one(clock: list[float]) -> None:

@@ -236,7 +236,8 @@ class LongPrompt(Policy):
         if num_shorts + num_longs <= 1 and not step.decodes:
             self._long_left = step.budget  # nobody else is about
         elif settings.long_prefill_share != "auto":
-            self._long_left = max(int(step.budget * settings.long_prefill_share), 1)
+            share = int(step.budget * settings.long_prefill_share)
+            self._long_left = max(share, num_longs, 1)  # a token each, the overdue one too
         else:
             self._long_left = self._size_by_time(step, num_shorts, sharing)
         if num_shorts:
