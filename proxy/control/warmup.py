@@ -159,6 +159,9 @@ class Warmup:
                     how, why = NO_KEY, str(error)
                 except HARMLESS as error:
                     how, why = FAILED, str(error) or type(error).__name__
+                except Exception as error:  # a connector's fault: tried again as seldom as others
+                    logger.exception("a connection could not be made")
+                    how, why = FAILED, type(error).__name__
             self._counts.warmed(how)
             if how in (DONE, NO_KEY):
                 break

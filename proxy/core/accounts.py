@@ -8,7 +8,8 @@ from proxy.core.limits import Breach
 from proxy.core.tenants import Tenant
 from proxy.core.types import Ask, Lease, Outcome, Refusal, Usage
 
-DONE, CLIENT_GONE = Outcome.DONE, Outcome.CLIENT_GONE  # looked up once: see reading.py
+DONE = Outcome.DONE  # looked up once: see reading.py
+UNREAD = (Outcome.CLIENT_GONE, Outcome.UNFINISHED)  # what was computed by then was computed
 
 
 def enter(ask: Ask, now: float, *, again: bool) -> Refusal | None:
@@ -74,9 +75,9 @@ def settle(
         prompt, output = usage.prompt_tokens, usage.completion_tokens
     elif outcome is DONE:
         prompt, output = ask.prompt_tokens, lease.seen_tokens or ask.prepaid
-    elif outcome is CLIENT_GONE or lease.seen_tokens:
+    elif outcome in UNREAD or lease.seen_tokens:
         prompt, output = ask.prompt_tokens, lease.seen_tokens
-        if outcome is CLIENT_GONE and not output:
+        if outcome in UNREAD and not output:
             output = _unseen(lease, now)
     charge_output(settings, ask, output - ask.prepaid)
     ask.prepaid = 0

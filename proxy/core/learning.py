@@ -8,7 +8,9 @@ from proxy.core.worker import Worker
 
 ENOUGH_STEPS = 4  # fewer say little of a step's time
 FAILED, BUSY = Outcome.FAILED, Outcome.BUSY
-CLIENT_GONE, ERRED, MOOT = Outcome.CLIENT_GONE, Outcome.ERRED, Outcome.MOOT
+ERRED = Outcome.ERRED
+# By these a worker has said nothing.
+SILENT = (Outcome.CLIENT_GONE, Outcome.UNFINISHED, Outcome.MOOT)
 
 
 def judge(
@@ -16,11 +18,11 @@ def judge(
 ) -> None:
     """Tell the breaker. Only the trial closes one that is open: others were sent before."""
     worker = lease.worker
-    if outcome is not CLIENT_GONE and outcome is not MOOT and lease.ask.computes:
+    if outcome not in SILENT and lease.ask.computes:
         worker.heard(now)
     if outcome is FAILED or outcome is BUSY:
         fleet.failed(worker, now, retry_after_s, busy=outcome is BUSY)
-    elif outcome is CLIENT_GONE or outcome is ERRED or outcome is MOOT:
+    elif outcome is ERRED or outcome in SILENT:
         if outcome is ERRED:
             lease.ask.erred_on += (worker,)
         if lease.trial:
@@ -67,26 +69,34 @@ def learn(lease: Lease, now: float, usage: Usage, decoding: int) -> None:
 
 
 def learn_of_leaving(fleet: Fleet, lease: Lease, now: float) -> None:
-    """Learn from a client that did not wait for a first token: it would have taken longer still.
+    """Learn from a client that did not wait for its answer: it would have taken longer still.
 
     A worker that hangs would look idle and as quick as ever to whoever comes next, time and again.
     """
     ask, worker = lease.ask, lease.worker
+    pace, cached = worker.pace, lease.decision.cached_tokens
     if lease.first_token_at is not None or not lease.sent or not ask.computes:
         return
-    if lease.prefill is not None:  # which of the two kept it waiting is not known
+    if lease.prefill is not None:  # a transfer's time is learnt from those that come about
         return
-    pace, cached, decode_s = worker.pace, lease.decision.cached_tokens, 0.0
-    if ask.generates and not ask.stream:  # it waited for the whole answer
-        if ask.output_tokens is None:
-            return
-        decode_s = ask.output_tokens * pace.step_s(worker.decoding + ask.samples)
+    if now < pace.first_due:  # many leave at once, and say the same
+        return
+    seconds = now - lease.charged_at
     tokens = lease.ahead_tokens + ask.prompt_tokens - cached
-    seconds = now - lease.charged_at - decode_s
-    if seconds > pace.first_token_s(tokens, lease.behind_long, cached):
+    first_s = pace.first_token_s(tokens, lease.behind_long, cached)
+    if ask.stream or not ask.generates:
+        if seconds <= first_s:
+            return
         pace.saw_first_token(tokens, lease.behind_long, cached, seconds, now)
-        worker.reprice()
-        fleet.moved(worker)
+    else:
+        if ask.output_tokens is None or ask.samples > 1:
+            return  # how long all of it should have taken is not known
+        beside, steps = worker.decoding + 1, max(ask.output_tokens - 1, 0)
+        if seconds <= first_s + steps * pace.step_s(beside):
+            return
+        pace.saw_whole(tokens, lease.behind_long, cached, beside, steps, seconds, now)
+    worker.reprice()
+    fleet.moved(worker)
 
 
 def saw_cached(worker: Worker, cached: int, usage: Usage) -> None:

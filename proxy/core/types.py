@@ -138,6 +138,7 @@ class Outcome(StrEnum):
     ERRED = "erred"  # a 500: its fault, or the request's; another worker's answer will tell
     FAILED = "failed"  # no connection, another 5xx, a reset, a timeout
     BUSY = "busy"  # 429 or 503 of the worker
+    UNFINISHED = "unfinished"  # its answer is longer than a client may wait; the worker is well
     MOOT = "moot"  # it tells nothing of the worker
 
 

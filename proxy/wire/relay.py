@@ -372,7 +372,7 @@ class Exchange:
             self._wire.settle(now)
             return
         if trouble is Trouble.TIMEOUT and self._is_only_slow(now, connection):
-            self._stop(now, Outcome.MOOT)
+            self._stop(now, Outcome.UNFINISHED)
             self._refuse(now, refusals.unfinished(MOST * self._wire.settings.first_byte_s))
             self._wire.settle(now)
             return

@@ -316,3 +316,4 @@ class Wire:
             for each in [each for each in self.releases if each.deadline < now]:
                 each.expire(now)
             self.pools.sweep(now)
+            self.router.fleet.settle(now)

@@ -159,6 +159,20 @@ async def test_a_link_that_does_not_come_about_stays_cold_and_is_tried_again(
         assert here.kv.ends() == ["released"] * 5 + ["read"]
 
 
+async def test_a_connector_at_fault_is_tried_as_seldom_as_any(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def wrong(*_: object) -> bytes:
+        raise KeyError("unforeseen")
+
+    monkeypatch.setattr(module, "PAUSE_S", 0.01)
+    monkeypatch.setattr(Nixl, "request_id", wrong)
+    async with stage() as here, here.running():
+        await eventually(lambda: here.counts.bars == {("p0", "d0"): 1})
+        assert here.is_cold("p0", "d0")
+    assert caplog.text.count("KeyError: 'unforeseen'") == here.counts.warmups["failed"] == 3
+
+
 async def test_it_is_tried_every_ten_minutes_at_least(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "PAUSE_S", 0.01)
     monkeypatch.setattr(module, "AGAIN_S", 0.9 * LONGEST_S)

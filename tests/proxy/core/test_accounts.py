@@ -134,15 +134,16 @@ def test_one_pays_for_what_one_got(
         (60.0, None, 1, 900),  # what its worker has left
     ],
 )
-def test_who_leaves_before_an_answer_that_comes_whole_pays_for_what_was_written(
-    after_s: float, output: int | None, samples: int, written: int
+@pytest.mark.parametrize("outcome", [Outcome.CLIENT_GONE, Outcome.UNFINISHED])
+def test_who_has_no_end_of_an_answer_that_comes_whole_pays_for_what_was_written(
+    after_s: float, output: int | None, samples: int, written: int, outcome: Outcome
 ) -> None:
     router, who = router_of(spec("w", limit=1000)), tenant(tokens_per_minute=10_000)
     pace = worker_of(router, "w").pace
     pace.base_s, pace.each_s = 0.02, 0.0
     asked = of(who, 100, output, samples=samples, stream=False)
     lease = placed(router.submit(asked, 0.0))
-    router.finish(lease, pace.first_token_s(100) + after_s, Outcome.CLIENT_GONE)
+    router.finish(lease, pace.first_token_s(100) + after_s, outcome)
     assert who.totals.output_tokens == written
     assert who.virtual == pytest.approx(100 + 2 * written)
     assert idle([worker_of(router, "w")])

@@ -296,6 +296,41 @@ def test_a_client_that_leaves_early_teaches_nothing(stream: bool) -> None:
     assert pace.first_token_s(1000) == at_first <= before
 
 
+def test_many_that_leave_at_once_say_it_once() -> None:
+    paces = []
+    for leaving in (1, 100):
+        router = router_of(spec("a"))
+        pace = worker_of(router, "a").pace
+        for i in range(60):
+            lease = placed(router.submit(ask(), float(i)))
+            router.first_token(lease, i + 0.1)
+            router.finish(lease, i + 0.2, Outcome.DONE)
+        leases = [placed(router.submit(ask(), 100.0)) for _ in range(leaving)]
+        for lease in leases:
+            router.finish(lease, 130.0, Outcome.CLIENT_GONE)
+        paces.append(pace.first_token_s(100))
+    assert paces[0] >= paces[1] > 0.1
+
+
+def test_an_unstreamed_answer_left_too_late_is_blamed_on_its_steps_too() -> None:
+    router = router_of(spec("a"))
+    pace = worker_of(router, "a").pace
+    before = pace.first_token_s(100), pace.step_s(1)
+    lease = placed(router.submit(ask(output=1000, stream=False), 0.0))
+    router.finish(lease, 2 * (before[0] + 1000 * before[1]), Outcome.CLIENT_GONE)
+    first, step = pace.first_token_s(100) / before[0], pace.step_s(1) / before[1]
+    assert 1.0 < first < 1.1 < step <= 2.0
+
+
+def test_how_long_several_answers_should_have_taken_is_not_known() -> None:
+    router = router_of(spec("a"))
+    pace = worker_of(router, "a").pace
+    before = pace.first_token_s(100)
+    lease = placed(router.submit(ask(output=10, samples=64, stream=False), 0.0))
+    router.finish(lease, 60.0, Outcome.CLIENT_GONE)
+    assert pace.first_token_s(100) == before
+
+
 def test_an_old_request_that_ends_well_does_not_close_a_breaker() -> None:
     router = router_of(spec("a"))
     worker = worker_of(router, "a")
