@@ -14,8 +14,9 @@ from typing import Final
 # As prometheus_client names it; read when it is first imported.
 VARIABLE: Final = "PROMETHEUS_MULTIPROC_DIR"
 MEMORY: Final = Path("/dev/shm")  # noqa: S108 - mkdtemp makes ours
-# The files take a few MiB; where a mapped page has none to go to, its process dies.
-ROOM: Final = 64 << 20
+# The files take a few MiB, but where a mapped page has none to go to its process dies, and others
+# want memory there after us: a plain container's 64 MiB are not enough.
+ROOM: Final = 256 << 20
 
 
 def make(memory: Path = MEMORY) -> Path:

@@ -153,6 +153,7 @@ class Wire:
             client.abort()
         await self._until(lambda: not self.clients, self.clock() + CLOSE_S)
         self.pools.close()
+        self.router.fleet.settle(self.clock())  # the last of it: no tick comes after
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

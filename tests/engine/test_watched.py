@@ -112,6 +112,20 @@ def test_each_is_held_by_one(registry: CollectorRegistry) -> None:
     }  # fmt: skip
 
 
+def test_what_was_done_just_before_all_are_gone_is_shown(
+    registry: CollectorRegistry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody may come for hours after."""
+    monkeypatch.setattr(metrics, "WRITE_EVERY_S", 1e9)
+    scheduler = make_scheduler(LONG)
+    for number in (1, 2, 3):
+        scheduler.add_request(make_request(10, output=5))
+        drain(scheduler)
+        admitted = values(registry, "requests_admitted_total")
+        assert admitted == {("long_prompt", "short"): number}
+        assert values(registry, "step_seconds_count")["decode",] == 4 * number
+
+
 def test_nobody_held_is_seen_from_the_first_step_on(registry: CollectorRegistry) -> None:
     scheduler = make_scheduler({"rotation": {}, "long_prompt": LONG["long_prompt"]})
     scheduler.add_request(make_request(10))

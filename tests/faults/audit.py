@@ -35,6 +35,7 @@ def unfinished(app: App, ever: Iterable[Worker] = ()) -> str:
         "releases": len(wire.releases),
         "visits": len(wire.visits),
         "bytes of bodies": wire.collecting.held,
+        "answers expected": len(app.fleet._silent),
         "clients": len(wire.clients),
         "tenants": {t.name: t.ledger.running for t in router.tenants if t.ledger.running},
         "tenants that wait": {t.name: t.waiting for t in router.tenants if t.waiting},

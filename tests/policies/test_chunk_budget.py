@@ -437,7 +437,7 @@ def test_a_step_that_is_not_for_the_prompt_in_prefill_is_not_sized_for_it(
 ) -> None:
     """All who come fit into a few steps; of the one that is far on, 140 tokens do into each."""
     run = far_on("batch", 1.2e-6, beside)
-    chats = [run.bench.add(f"chat{number}", 200, output=4, lane="urgent") for number in range(4)]
+    chats = [run.bench.add(f"chat{number}", 190, output=4, lane="urgent") for number in range(4)]
     for _ in range(3):
         assert "far" not in run.step()
     assert all(chat.num_output_tokens for chat in chats)

@@ -311,14 +311,13 @@ COUNTING = "import os, sys, time; print(os.environ[sys.argv[1]]); time.sleep(600
 def counting(**variables: str) -> Worker:
     command = [sys.executable, "-uc", COUNTING, VARIABLE]
     without = {name: value for name, value in os.environ.items() if name != VARIABLE}
-    return Worker(command, port=1, env=without | variables, counts=True)
+    return Worker(command, port=1, env=without | variables, shows_metrics=True)
 
 
 def said(worker: Worker) -> Path:
     """Wait for the folder that it was told to count in."""
-    while not (line := worker.log.read_text().strip()):
-        worker.check()
-    return Path(line)
+    eventually(lambda: worker.log.read_text().strip())
+    return Path(worker.log.read_text().strip())
 
 
 def test_the_folder_it_counts_in_goes_with_it() -> None:

@@ -34,6 +34,11 @@ LEAST_FAR_ON, LEAST_PER_CONTEXT = 48, 1 / 128
 ENOUGH_TOKENS = 16
 
 
+def least_far_on(context: int) -> int:
+    """Return the tokens that a chunk after so much context has at least."""
+    return min(LEAST_FAR_ON, int(context * LEAST_PER_CONTEXT))
+
+
 class Chunk(NamedTuple):
     """A part of a prompt computed in one step."""
 
@@ -112,8 +117,7 @@ class StepPace:
         root = math.sqrt(linear * linear + 2 * per_pair * time_left)
         if not linear + root:
             return None
-        least = min(LEAST_FAR_ON, int(context * LEAST_PER_CONTEXT))
-        return max(int(2 * time_left / (linear + root)), least)
+        return max(int(2 * time_left / (linear + root)), least_far_on(context))
 
     def _coefficients(self) -> tuple[float | None, float, float]:
         if self._stale:

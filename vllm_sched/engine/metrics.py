@@ -5,9 +5,9 @@ prometheus_client's folder of mapped files, PROMETHEUS_MULTIPROC_DIR, which must
 either process starts: `vllm_sched.engine.server` does that. Where it is not set nothing is counted,
 and one line in the log says how to have it.
 
-Cost: everything is collected in plain numbers, a microsecond or two a step, and written five times
-a second at most, and only what has changed. Labels are few: lanes and reasons have the names that
-policies give them; beyond `MOST_LABELS` of a kind all are `other`.
+Cost: what each step does is collected in plain numbers, a microsecond or two, and written five
+times a second and when all are gone, and only what has changed. Labels are few: lanes and reasons
+have the names that policies give them; beyond `MOST_LABELS` of a kind all are `other`.
 """
 
 from __future__ import annotations

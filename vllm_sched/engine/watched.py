@@ -224,7 +224,7 @@ class Seen:
         idle = not running and not len(queue)
         if self.metrics.due(now) or (idle and not self._idle):
             self.metrics.write(self._state(running, queue, full=len(running) >= slots), now)
-            self._idle = idle
+        self._idle = idle
 
     def _state(self, running: Sequence[Request], queue: Any, *, full: bool) -> metrics.Now:
         """Take everything countable down; in plain numbers, for the length of this call."""

@@ -273,7 +273,8 @@ class ChunkBudget(Policy):
         """By how much less than what is allowed a step is meant to take."""
         if len(self._sorted) < ENOUGH_ERRORS:
             return FIRST_MARGIN
-        largest = self._sorted[-STALLS - 1 :]
+        stalls = STALLS * len(self._sorted) // KEPT
+        largest = self._sorted[-stalls - 1 :]
         usual = (less for less, more in pairwise(largest) if more > STALL * less)
         return min(max(next(usual, largest[-1]), LEAST_MARGIN), MOST_MARGIN)
 
@@ -284,8 +285,11 @@ class ChunkBudget(Policy):
         error = ratio / self.drift
         self._errors.append(error)
         insort(self._sorted, error)
-        # A stall says nothing of the next step: one that is longer than ever is heeded if that is.
-        ratio, self._ratio = min(ratio, max(self._ratio, self.drift)), ratio
+        before, self._ratio = self._ratio, ratio
+        # A stall says nothing of the next step: one that is longer than ever is heeded if that is,
+        # once there is a margin from errors besides.
+        if len(self._errors) >= ENOUGH_ERRORS:
+            ratio = min(ratio, max(before, self.drift))
         ratio = min(ratio, MOST_DRIFT * self.drift, MOST_MARGIN)
         gain = DRIFT_UP if ratio > self.drift else DRIFT_DOWN
         self.drift = max(self.drift + gain * (ratio - self.drift), 1.0)

@@ -78,12 +78,16 @@ class Rotation(Policy):
         self._left: int | None = None  # tokens for running prefills; None until it is asked for
         self._kept_for: dict[str, int] = {}  # those of overdue prefills
         self._kept = 0
+        self._released: set[str] = set()  # who is given a turn for a long wait
 
     def begin_step(self, step: Step, lanes: Mapping[str, LaneCount]) -> None:
         """Note who had a turn, and forget those who are no longer in prefill."""
         self._order = {r.request_id: self._last_turn(r) for r in step.prefills}
         served = {name for name, turn in self._order.items() if turn >= self._step.index}
-        self._releases += sum(self._is_overdue(name) for name in served)
+        # Its last turn takes one out of prefill; of another a later policy may have left nothing.
+        done = self._released - self._order.keys()
+        self._releases += len(done) + len(self._released & served)
+        self._released.clear()
         # Who had one in the step before has been waiting since now.
         self._last = {
             name: step.now if name in served else self._last[name] for name in self._order
@@ -167,6 +171,8 @@ class Rotation(Policy):
             self._kept -= self._kept_for.pop(name, 0)
             granted = min(granted, max(self._left - self._kept, 0))
             self._left -= granted
+            if granted and self._is_overdue(name):
+                self._released.add(name)
         return granted
 
     def _plan(self) -> int:

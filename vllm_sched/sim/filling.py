@@ -10,6 +10,7 @@ import math
 from collections import deque
 from typing import TYPE_CHECKING, Final
 
+from vllm_sched.cost.pace import least_far_on
 from vllm_sched.cost.step_time import StepShape
 from vllm_sched.policies.long_prompt import QUIET_S, QUIET_STRETCH, SHORTEST_STEP_S, STAND_BACK
 from vllm_sched.sim.holding import Hold
@@ -331,7 +332,10 @@ class Filling:
             # Worth at least what reading it again takes, as in `StepPace`.
             least_s = base + 2 * time.read_s * task.done
             fitting = time.prefill_within(max(fit_s, least_s), n, self.context, task.done)
-            part = int(before * way.share) if way.share else max(fitting, 1)
+            if way.share:
+                part = max(int(before * way.share), 1)
+            else:
+                part = max(fitting, least_far_on(task.done), 1)
             part = min(task.left, left, left if alone else min(slot, part))
             if part > 0:
                 parts.append((task, part))

@@ -144,7 +144,7 @@ class Worker:
         cpus: Sequence[int] = (),
         log: Path | None = None,
         health: str = "/health",
-        counts: bool = False,
+        shows_metrics: bool = False,
         deadline_s: float = READY_S,
         grace_s: float = GRACE_S,
     ) -> None:
@@ -158,7 +158,7 @@ class Worker:
         self.grace_s = grace_s
         self._env = dict(os.environ if env is None else env)
         # Of its own, and gone when the family is, unless one is named already.
-        self._wants_metrics_folder = counts and not self._env.get(metrics_folder.VARIABLE)
+        self._wants_metrics_folder = shows_metrics and not self._env.get(metrics_folder.VARIABLE)
         self._log = log
         self._folder: Path | None = None
         self._metrics_folder: Path | None = None
@@ -334,7 +334,7 @@ def worker(
         env={**QUIET_ENV, **(CPU_ENV if on_a_cpu else {}), **os.environ, **(env or {})},
         cpus=cpus,
         log=log,
-        counts=True,
+        shows_metrics=True,
         deadline_s=deadline_s,
     )
 

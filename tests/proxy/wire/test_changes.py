@@ -134,7 +134,7 @@ async def test_a_health_check_does_not_reset_the_load(start: Start) -> None:
     site.always(scripts.stall)
     clients = [await site.client() for _ in range(6)]
     for client in clients:
-        await client.send(chat("word " * 1000))
+        await client.send(chat("word " * 1000, stream=True))
     await eventually(lambda: len(site.served()) == 6)
     charges = site.charges()
     async with probing(site):
