@@ -166,8 +166,8 @@ class Elsewhere(Protocol):
     bytes: int
     tokens: int
 
-    def longest(self) -> Amounts:
-        """Return the most that waits in any of them."""
+    def has_more(self, own: Amounts) -> tuple[bool, bool, bool]:
+        """Of what any of them has more than this one; of as much, the first of them has more."""
 
     def moved(self) -> None:
         """Tell them of this one."""

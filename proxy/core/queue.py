@@ -121,12 +121,10 @@ class Queue:
         others = self.elsewhere
         if others is None or not others.length or not self.length:
             return []
-        own, longest = (self.length, self.bytes, self.tokens), others.longest()
+        elsewhere = others.has_more((self.length, self.bytes, self.tokens))
         over = [
-            there - most if mine >= theirs else 0
-            for there, most, mine, theirs in zip(
-                self._all(), self._most(), own, longest, strict=True
-            )
+            0 if theirs else there - most
+            for there, most, theirs in zip(self._all(), self._most(), elsewhere, strict=True)
         ]
         if max(over) <= 0:
             return []

@@ -67,10 +67,12 @@ class Queues:
         at, above = place_of(place), list(Rank)[:rank]
         return any(sheet.read_front(at, each).waits for sheet in self._sheets for each in above)
 
-    def longest(self) -> Amounts:
-        """Return the most that waits in any."""
+    def has_more(self, own: Amounts) -> tuple[bool, bool, bool]:
+        """Of what any of them has more than this one; of as much, the first of them has more."""
+        before = self._sharing.process
         length, size, tokens = (
-            max(sheet.count(which) for sheet in self._sheets) for which in (WAITING, BYTES, TOKENS)
+            any(sheet.count(which) + (at < before) > mine for at, sheet in enumerate(self._sheets))
+            for which, mine in zip((WAITING, BYTES, TOKENS), own, strict=True)
         )
         return length, size, tokens
 

@@ -55,6 +55,7 @@ class Sharing:
         clock: Callable[[], float],
         soon: Callable[[Callable[[], None]], object],
     ) -> None:
+        self.process = process
         self.sheet = table.sheet(process)
         self.parts: list[Part] = []
         self.changes = 0  # that were taken in: whoever waits may have better luck after one

@@ -9,7 +9,7 @@ import pytest
 
 from vllm_sched.cost import pace as pace_module
 from vllm_sched.cost.least_squares import non_negative
-from vllm_sched.cost.pace import Chunk, StepPace
+from vllm_sched.cost.pace import Chunk, StepPace, whole_tiles
 
 BASE, PER_TOKEN, PER_PAIR, PER_READ = 0.004, 2e-5, 2e-8, 1.2e-6
 
@@ -150,3 +150,13 @@ def test_never_negative_nor_divided_by_zero(seed: int) -> None:
         pace.observe(rng.choice([0.0, 1e-9, 0.001, 0.1, 5.0]), chunks)
         chunk = pace.chunk_within(rng.choice([0.0, 0.01, 1.0]), rng.randrange(0, 20_000))
         assert chunk is None or chunk >= 0
+
+
+@pytest.mark.parametrize(
+    ("tokens", "beside", "cut"),
+    [(100, 0, 96), (96, 0, 96), (100, 4, 92), (13, 3, 13), (12, 3, 12), (15, 0, 15), (0, 5, 0)],
+)
+def test_a_chunk_is_cut_to_whole_tiles_unless_nothing_is_left(
+    tokens: int, beside: int, cut: int
+) -> None:
+    assert whole_tiles(tokens, beside) == cut

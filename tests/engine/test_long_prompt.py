@@ -13,7 +13,7 @@ from vllm_sched import (
     SyncLongPromptScheduler,
     SyncPolicyScheduler,
 )
-from vllm_sched.cost.pace import Chunk
+from vllm_sched.cost.pace import TILE, Chunk
 from vllm_sched.engine.queue import LaneQueue
 from vllm_sched.engine.scheduler import PolicySteps
 
@@ -376,6 +376,28 @@ def test_a_running_long_stands_back_for_shorts_four_steps_in_five() -> None:
         assert tokens[f"s{number}"] == 50
         got.append(tokens.get("long", 0))
     assert [tokens > 0 for tokens in got] == [*[False] * 4, True, *[False] * 4, True]
+
+
+def test_while_it_stands_back_the_whole_budget_is_the_shorts() -> None:
+    scheduler = taught(loaded(8, options={}, budget=64), per_token=1e-3)
+    step(scheduler)
+    scheduler.add_request(make_request(1900, name="long"))
+    step(scheduler)
+    scheduler.add_request(make_request(60, name="short"))
+    assert step(scheduler) == {"0": 1, "short": 60}
+
+
+@pytest.mark.parametrize("decodes", [1, 3, 7])
+def test_with_the_decodes_its_chunks_are_whole_tiles(decodes: int) -> None:
+    scheduler = taught(loaded(*[8] * decodes, options={"long_step_stretch": 6}, budget=512))
+    step(scheduler)
+    request = make_request(1900, name="long")
+    scheduler.add_request(request)
+    totals = []
+    while request.num_tokens - request.num_computed_tokens > 512:
+        totals.append(sum(step(scheduler).values()))
+    assert len(totals) > 3
+    assert [total % TILE for total in totals] == [0] * len(totals)
 
 
 def test_it_does_not_stand_back_for_shorts_that_find_no_slot() -> None:

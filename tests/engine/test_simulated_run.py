@@ -36,7 +36,7 @@ FITTED = ("default", "prefill_first", "rotation", "chunk_budget")
 LONG = 500  # tokens: half of the requests are no shorter
 # How near the figures are in the middle of all sets, and in each. The same step takes up to a third
 # more or less of a processor that others use too; where a queue stands on the brink, that is much.
-NEAR, WIDE = 1.3, 3.0
+NEAR, WIDE = 1.2, 2.0
 
 
 class Retold(ExactEngine):

@@ -30,6 +30,9 @@ MOST_READ = 0.05
 # Far on in a prompt a chunk has so many tokens, however long they take: with less, reading what is
 # before it again would be most of the work. Once chunks are small the fit can't tell.
 LEAST_FAR_ON, LEAST_PER_CONTEXT = 48, 1 / 128
+# Kernels work in tiles, and some are made anew for each number of tokens: steps whose numbers are
+# multiples of this are quicker, since they are few.
+TILE = 16
 # Below this many prefill tokens a step's time is mostly fixed cost and noise.
 ENOUGH_TOKENS = 16
 
@@ -37,6 +40,12 @@ ENOUGH_TOKENS = 16
 def least_far_on(context: int) -> int:
     """Return the tokens that a chunk after so much context has at least."""
     return min(LEAST_FAR_ON, int(context * LEAST_PER_CONTEXT))
+
+
+def whole_tiles(tokens: int, beside: int) -> int:
+    """Cut a chunk so that the step's tokens, with so many of others, are whole tiles."""
+    whole = (beside + tokens) // TILE * TILE - beside
+    return whole if whole > 0 else tokens
 
 
 class Chunk(NamedTuple):

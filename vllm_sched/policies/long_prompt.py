@@ -29,7 +29,7 @@ from typing import ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from vllm_sched.cost.pace import StepPace
+from vllm_sched.cost.pace import StepPace, whole_tiles
 from vllm_sched.errors import UsageError
 from vllm_sched.policies.types import (
     EngineFacts,
@@ -76,7 +76,7 @@ class LongPromptSettings(Settings):
         " auto = sized by measured step times",
     )
     long_step_stretch: float = Field(
-        14.0,
+        12.0,
         ge=2.0,
         le=1000.0,
         description="with share auto: time of a step with a long chunk over one without prefill",
@@ -141,6 +141,7 @@ class LongPrompt(Policy):
         self._long_left = self._slot  # for all long prefills together
         self._longs_due = 1  # how many of them are still to get their part
         self._short_left = self._slot
+        self._beside = 0  # tokens of decodes, and of chunks that were sized
         self._fit_s: float | None = None  # the length of a step that one prefill may cause
         # Found long beyond what is cached; asked anew when the running prefills have changed.
         self._seen_long: set[str] = set()
@@ -215,6 +216,7 @@ class LongPrompt(Policy):
             self._seen_long.clear()
             self._prefilling = prefilling
         self._step = step
+        self._beside = step.decodes
         settings = self.settings
         longs = [r for r in step.prefills if self._in_long(r)]
         self._classes = [step.class_of(r) for r in longs]
@@ -260,6 +262,7 @@ class LongPrompt(Policy):
         self._stood_back = self._stood_back + 1 if stands_back else 0
         if stands_back:
             sharing = min(num_shorts, sharing)
+            self._slot = step.budget // sharing
         if (base := self.pace.base) is not None:
             stretch = self.settings.long_step_stretch
             if step.now - self._last_arrival > QUIET_S:
@@ -299,11 +302,14 @@ class LongPrompt(Policy):
         entered_long = name in self._seen_long or name in self._prefilling
         if entered_long and self._counts_as_long(request, computed):
             granted = min(granted, math.ceil(self._long_left / max(self._longs_due, 1)))
+            if self._fit_s is not None and granted < request.num_tokens - computed:
+                granted = whole_tiles(granted, self._beside)
             self._long_left -= granted
             self._longs_due -= 1
         else:
             granted = min(granted, self._short_left)
             self._short_left -= granted
+        self._beside += granted
         return granted
 
     def _fit(self, request: RequestView, computed: int, tokens: int) -> int:

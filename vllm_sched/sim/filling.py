@@ -10,7 +10,7 @@ import math
 from collections import deque
 from typing import TYPE_CHECKING, Final
 
-from vllm_sched.cost.pace import least_far_on
+from vllm_sched.cost.pace import least_far_on, whole_tiles
 from vllm_sched.cost.step_time import StepShape
 from vllm_sched.policies.long_prompt import QUIET_S, QUIET_STRETCH, SHORTEST_STEP_S, STAND_BACK
 from vllm_sched.sim.holding import Hold
@@ -319,13 +319,16 @@ class Filling:
         fit_s = base + (most_s - base) / sharing
         parts: Parts = []
         before = left
+        self._stood_back = self._stood_back + 1 if shorts and longs else 0
+        stands_back = 0 < self._stood_back <= STAND_BACK
+        if stands_back:
+            slot = max(left // min(len(shorts), way.prompts), 1)
         for task in shorts:
             part = min(task.left, slot, left)
             if part > 0:
                 parts.append((task, part))
                 left -= part
-        self._stood_back = self._stood_back + 1 if shorts and longs else 0
-        if shorts and longs and self._stood_back <= STAND_BACK:
+        if stands_back:
             return parts, 1
         self._stood_back = 0
         for task in longs:
@@ -337,6 +340,8 @@ class Filling:
             else:
                 part = max(fitting, least_far_on(task.done), 1)
             part = min(task.left, left, left if alone else min(slot, part))
+            if part < task.left and not (alone or way.share):
+                part = whole_tiles(part, n)
             if part > 0:
                 parts.append((task, part))
                 left -= part

@@ -92,6 +92,17 @@ def test_a_crowd_in_one_process_leaves_others_the_part_that_is_theirs(crews: Cre
     assert not single.left
 
 
+def test_where_two_have_as_much_one_gives_way(crews: Crews) -> None:
+    crew = crews(3, spec("a", most=1), queue_requests=6)
+    open_to_two(crew)
+    crowd = [waits(submit(crew, index, "crowd")) for index in (0, 0, 0, 1, 1, 1)]
+    waits(submit(crew, 2, "single"))
+    found = [router.due(crew.now) for router in crew.routers]  # before any has heard of another
+    crew.tell()
+    assert [[ticket for ticket, _ in each] for each in found] == [[crowd[2]], [], []]
+    assert [router.due(crew.now) for router in crew.routers] == [[], [], []]
+
+
 def test_a_few_large_bodies_in_one_process_leave_others_their_part(crews: Crews) -> None:
     crew = crews(2, spec("a", most=1), queue_bytes=1000)
     open_to_two(crew)
