@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -12,6 +13,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from tests.engine.schedulers import answer, drain, make_request, make_scheduler, step
 from vllm_sched import PolicyScheduler, SyncPolicyScheduler
+from vllm_sched.errors import UsageError
 from vllm_sched.policies import registry
 from vllm_sched.policies.types import LaneCount, Policy, RequestView, Settings, Step, StepResult
 
@@ -329,3 +331,32 @@ def test_one_token_short_of_a_decode_is_left_as_upstream_pads_it(policy: str, ti
     drain(scheduler)
     scheduler.add_request(make_request(prompt, name="b", output=1))
     assert step(scheduler) == {"b": 4}
+
+
+# What upstream's asynchronous scheduler can't do
+
+
+@pytest.mark.parametrize(
+    ("attribute", "value", "named"),
+    [("use_pp", True, "pipeline parallelism"), ("num_spec_tokens", 3, "speculative decoding")],
+)
+def test_where_asynchronous_scheduling_was_turned_off_the_other_class_is_named(
+    attribute: str, value: object, named: str
+) -> None:
+    scheduler = make_scheduler({})
+    setattr(scheduler, attribute, value)
+    told = rf"kind of {named} turned .* --scheduler-cls vllm_sched\.SyncPolicyScheduler$"
+    with pytest.raises(UsageError, match=told):
+        scheduler._refuse_unsupported()
+    scheduler.scheduler_config.async_scheduling = True  # upstream's can, then
+    scheduler._refuse_unsupported()
+    follows = make_scheduler({}, scheduler_cls=SyncPolicyScheduler)
+    setattr(follows, attribute, value)
+    follows._refuse_unsupported()
+
+
+def test_a_diffusion_model_is_refused() -> None:
+    scheduler = make_scheduler({})
+    scheduler.vllm_config.model_config = SimpleNamespace(is_diffusion=True)
+    with pytest.raises(UsageError, match=r"start without --scheduler-cls$"):
+        scheduler._refuse_unsupported()
