@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Prints a program that is a headless Chromium: one on the PATH, or else Debian's package with the
 # libraries that are missing here, unpacked into a cache.
-program=chromium
+program=chromium wanted=chromium
 . "$(dirname "$0")/debian.sh"
 
 for each in chromium-headless-shell chromium chromium-browser google-chrome; do

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Prints the folder that `prometheus` and `promtool` are in: those on the PATH, or else Debian's
 # package, unpacked into a cache.
-program=prometheus
+program=prometheus wanted="prometheus and promtool"
 . "$(dirname "$0")/debian.sh"
 
 if tool=$(command -v promtool) && command -v prometheus >/dev/null; then

@@ -154,9 +154,14 @@ def test_never_negative_nor_divided_by_zero(seed: int) -> None:
 
 @pytest.mark.parametrize(
     ("tokens", "beside", "cut"),
-    [(100, 0, 96), (96, 0, 96), (100, 4, 92), (13, 3, 13), (12, 3, 12), (15, 0, 15), (0, 5, 0)],
+    [(100, 0, 96), (96, 0, 96), (100, 4, 92), (127, 0, 112), (128, 31, 113), (0, 5, 0)],
 )
-def test_a_chunk_is_cut_to_whole_tiles_unless_nothing_is_left(
-    tokens: int, beside: int, cut: int
-) -> None:
+def test_a_chunk_is_cut_to_whole_tiles(tokens: int, beside: int, cut: int) -> None:
     assert whole_tiles(tokens, beside) == cut
+
+
+@pytest.mark.parametrize(
+    ("tokens", "beside"), [(16, 15), (15, 31), (48, 31), (13, 3), (1, 0), (63, 0)]
+)
+def test_a_chunk_is_not_cut_where_much_of_it_would_go(tokens: int, beside: int) -> None:
+    assert whole_tiles(tokens, beside) == tokens

@@ -13,7 +13,7 @@ from vllm_sched import (
     SyncLongPromptScheduler,
     SyncPolicyScheduler,
 )
-from vllm_sched.cost.pace import TILE, Chunk
+from vllm_sched.cost.pace import TILE, Chunk, StepPace
 from vllm_sched.engine.queue import LaneQueue
 from vllm_sched.engine.scheduler import PolicySteps
 
@@ -29,8 +29,8 @@ def loaded(*prompts: int, options: dict[str, Any] | None = None, **engine: Any) 
 
 
 def policy(scheduler: Any) -> Any:
-    """Return its one policy."""
-    return scheduler._policies[0]
+    """Return the policy."""
+    return next(each for each in scheduler._policies if each.name == "long_prompt")
 
 
 @pytest.fixture
@@ -385,6 +385,36 @@ def test_while_it_stands_back_the_whole_budget_is_the_shorts() -> None:
     step(scheduler)
     scheduler.add_request(make_request(60, name="short"))
     assert step(scheduler) == {"0": 1, "short": 60}
+
+
+def test_while_it_stands_back_so_it_is_where_another_policy_lowers_the_budget() -> None:
+    scheduler = make_scheduler({"long_prompt": {}, "chunk_budget": {"chunk": 47}}, budget=64)
+    scheduler.add_request(make_request(8, name="0"))
+    taught(scheduler, per_token=1e-3)
+    step(scheduler)
+    scheduler.add_request(make_request(1900, name="long"))
+    step(scheduler)
+    scheduler.add_request(make_request(60, name="short"))
+    assert step(scheduler) == {"0": 1, "short": 47}
+
+
+def test_with_fewer_tokens_than_prefills_each_step_has_some() -> None:
+    options = {"max_num_partial_prefills": 8, "max_long_partial_prefills": 8}
+    scheduler = loaded(*[1200] * 8, options=options, budget=5, max_num_seqs=5)
+    assert all(step(scheduler) for _ in range(20))
+
+
+@pytest.mark.usefixtures("clock")
+@pytest.mark.parametrize("decodes", [15, 31])
+def test_a_small_chunk_is_left_as_it_is(decodes: int) -> None:
+    options = {"long_step_stretch": 2}
+    scheduler = loaded(*[8] * decodes, options=options, budget=512, max_num_seqs=64)
+    while any(request.is_prefill_chunk for request in scheduler.running) or scheduler.waiting:
+        step(scheduler)
+    scheduler.add_request(make_request(1900, name="long"))
+    step(scheduler)
+    policy(scheduler).pace = StepPace(base=0.02, per_token=2e-3)
+    assert step(scheduler)["long"] == 10  # (2 - 1) x 20 ms
 
 
 @pytest.mark.parametrize("decodes", [1, 3, 7])

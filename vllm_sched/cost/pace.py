@@ -43,9 +43,12 @@ def least_far_on(context: int) -> int:
 
 
 def whole_tiles(tokens: int, beside: int) -> int:
-    """Cut a chunk so that the step's tokens, with so many of others, are whole tiles."""
+    """Cut a chunk so that the step's tokens, with so many of others, are whole tiles.
+
+    Not where that would be more than an eighth of it: the step would cost nearly as much.
+    """
     whole = (beside + tokens) // TILE * TILE - beside
-    return whole if whole > 0 else tokens
+    return whole if tokens - whole <= tokens // 8 else tokens
 
 
 class Chunk(NamedTuple):

@@ -29,7 +29,7 @@ from typing import ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from vllm_sched.cost.pace import StepPace, whole_tiles
+from vllm_sched.cost.pace import StepPace, least_far_on, whole_tiles
 from vllm_sched.errors import UsageError
 from vllm_sched.policies.types import (
     EngineFacts,
@@ -233,7 +233,7 @@ class LongPrompt(Policy):
         sharing = max(min(num_shorts + num_longs, settings.max_num_partial_prefills), 1)
         self._sharing = sharing
         self._longs_due = num_longs
-        self._slot = step.budget // sharing
+        self._slot = max(step.budget // sharing, 1)
         self._fit_s = None
         if num_shorts + num_longs <= 1 and not step.decodes:
             self._long_left = step.budget  # nobody else is about
@@ -261,8 +261,8 @@ class LongPrompt(Policy):
         stands_back = stands_back and self._stood_back < STAND_BACK
         self._stood_back = self._stood_back + 1 if stands_back else 0
         if stands_back:
-            sharing = min(num_shorts, sharing)
-            self._slot = step.budget // sharing
+            self._sharing = sharing = min(num_shorts, sharing)
+            self._slot = max(step.budget // sharing, 1)
         if (base := self.pace.base) is not None:
             stretch = self.settings.long_step_stretch
             if step.now - self._last_arrival > QUIET_S:
@@ -303,7 +303,8 @@ class LongPrompt(Policy):
         if entered_long and self._counts_as_long(request, computed):
             granted = min(granted, math.ceil(self._long_left / max(self._longs_due, 1)))
             if self._fit_s is not None and granted < request.num_tokens - computed:
-                granted = whole_tiles(granted, self._beside)
+                least = min(granted, least_far_on(computed))
+                granted = max(whole_tiles(granted, self._beside), least)
             self._long_left -= granted
             self._longs_due -= 1
         else:

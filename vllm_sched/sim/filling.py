@@ -341,7 +341,7 @@ class Filling:
                 part = max(fitting, least_far_on(task.done), 1)
             part = min(task.left, left, left if alone else min(slot, part))
             if part < task.left and not (alone or way.share):
-                part = whole_tiles(part, n)
+                part = max(whole_tiles(part, n), min(part, least_far_on(task.done)))
             if part > 0:
                 parts.append((task, part))
                 left -= part
