@@ -33,7 +33,7 @@ from vllm_sched.bench.traffic.schedule import Schedule
 from vllm_sched.cli import chart
 from vllm_sched.cost import profiles
 from vllm_sched.cost.recursion import Recursion
-from vllm_sched.cost.threshold import Regime
+from vllm_sched.cost.regime import Regime
 from vllm_sched.sim.exact import ExactEngine
 from vllm_sched.sim.fleet import SimulatedFleet
 from vllm_sched.sim.flow import Flow, Placed, Run

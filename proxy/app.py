@@ -17,7 +17,8 @@ from proxy.config import FleetConfig, load
 from proxy.control.logs import Logs
 from proxy.processes.collector import settle
 from proxy.processes.signals import serve_until_told
-from proxy.processes.supervisor import Supervisor, how_many
+from proxy.processes.size import how_many
+from proxy.processes.supervisor import Supervisor
 
 __all__ = [
     "App",

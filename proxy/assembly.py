@@ -321,6 +321,11 @@ class App:
         """How long requests have to finish, once it drains."""
         return self.config.router.drain_s
 
+    def close_admin(self) -> None:
+        """Have the admin port no more: another router may be waiting for it."""
+        if self._admin is not None:
+            self._admin.stop()
+
     async def drain(self) -> None:
         """Take nothing new, let requests in flight finish, and stop."""
         await self.wire.drain(self.drain_s)
@@ -334,8 +339,7 @@ class App:
         await self.wire.close()
         for task in self._tasks:
             task.cancel()
-        if self._admin is not None:
-            self._admin.stop()
+        self.close_admin()
         ended = self._tasks if self._admin_task is None else [*self._tasks, self._admin_task]
         await asyncio.gather(*ended, return_exceptions=True)
         if self.tracing is not None:
@@ -358,6 +362,7 @@ def _spec(worker: WorkerConfig, config: FleetConfig) -> WorkerSpec:
         worker.max_requests,
         worker.api_key,
         config.tls_of(worker),
+        worker.seats,
     )
 
 
@@ -370,6 +375,7 @@ def router_settings(config: FleetConfig) -> RouterSettings:
         short_limit=routing.short_limit,
         prefix_affinity=routing.prefix_affinity,
         tokenize=routing.tokenize,
+        cut_output=routing.cut_output,
         max_attempts=router.retries.attempts,
         retry_budget=router.retries.budget,
         queue_requests=router.queue.max_requests,

@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
 # Prints a program that is a headless Chromium: one on the PATH, or else Debian's package with the
 # libraries that are missing here, unpacked into a cache.
-program=chromium wanted=chromium
-. "$(dirname "$0")/debian.sh"
+set -euo pipefail
 
 for each in chromium-headless-shell chromium chromium-browser google-chrome; do
     command -v $each && exit 0
 done
+program=chromium wanted=chromium
+. "$(dirname "$0")/debian.sh"
 fetch() {
     apt --simulate --no-install-recommends install chromium-headless-shell fonts-dejavu-core \
         >plan && sed -n 's/^Inst \([^ ]*\).*/\1/p' plan | grep -v '^xdg-utils$' >names &&

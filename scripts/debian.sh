@@ -1,9 +1,8 @@
 # For scripts that fetch a program from Debian where it is not installed: sourced by them. They set
 # `program`, `wanted` (what they look for on the PATH), and `fetch`, which downloads packages here by
 # `apt`. Nothing is installed, and nobody need be root.
-set -euo pipefail
-
-cache=${XDG_CACHE_HOME:-${HOME:-/tmp}/.cache}/vllm-sched/$program
+cache=${XDG_CACHE_HOME:-${HOME:?is not set, so nobody knows where to keep what is fetched}/.cache}
+cache+=/vllm-sched/$program
 
 fail() {
     printf '%s: %s\n' "$program" "$1; put $wanted on the PATH" >&2

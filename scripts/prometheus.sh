@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
 # Prints the folder that `prometheus` and `promtool` are in: those on the PATH, or else Debian's
 # package, unpacked into a cache.
-program=prometheus wanted="prometheus and promtool"
-. "$(dirname "$0")/debian.sh"
+set -euo pipefail
 
 if tool=$(command -v promtool) && command -v prometheus >/dev/null; then
     dirname "$tool"
     exit 0
 fi
-bin=usr/bin
+program=prometheus wanted="prometheus and promtool" bin=usr/bin
+. "$(dirname "$0")/debian.sh"
 fetch() { apt download prometheus >>apt.log; } # needs no library
 if ! [ -x "$cache/$bin/prometheus" ] || ! [ -x "$cache/$bin/promtool" ]; then
     unpack

@@ -16,7 +16,7 @@ say() { printf 'setup: %s\n' "$*" >&2; }
 # pure Python takes half as long again there.
 find_python() {
     local candidate
-    for candidate in "${PYTHON:-}" /usr/bin/python3.11 python3.11 "$HOME"/.pyenv/versions/3.11.*/bin/python \
+    for candidate in "${PYTHON:-}" /usr/bin/python3.11 python3.11 "${HOME:-}"/.pyenv/versions/3.11.*/bin/python \
         python3.12 python3.13 python3; do
         [ -n "$candidate" ] || continue
         "$candidate" -c 'import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))' \

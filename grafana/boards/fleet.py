@@ -32,6 +32,20 @@ def spilled() -> str:
     return f"{spills} / on () group_left () ({rate('proxy_decisions_total', OF_MODEL)} > 0)"
 
 
+def left(where: str, by: str = "") -> str:
+    """Ask how many leave with nothing after more than the target, a second."""
+    soon = rate("proxy_left_seconds_bucket", f'{where},le="$ttft_slo"', by)
+    return f"{rate('proxy_left_seconds_count', where, by)} - {soon}"
+
+
+def first_in_time(by: str = "") -> str:
+    """Ask which share of streamed requests had a first token in time; who left has waited too."""
+    good = rate("proxy_ttft_seconds_bucket", f'{OF_MODEL},le="$ttft_slo"', by)
+    had = rate("proxy_ttft_seconds_count", OF_MODEL, by)
+    gone = left(f'{OF_MODEL},stream="true"', by)
+    return ratio(good, f"{had} + ({gone} or 0 * {had})")
+
+
 def charged(metric: str, by: str = "worker") -> str:
     """Sum up what all routers charged."""
     return f"sum by ({by}) (proxy_worker_{metric}{{{ROUTER}}})"
@@ -49,9 +63,10 @@ GLANCE = (
         (Query(rate(REQUESTS, OF_MODEL)),), "stat", 4, 4,
     ),
     Panel(
-        "First token in time", "Share of requests whose first token came within the target.",
-        "percentunit", (Query(within("proxy_ttft_seconds", OF_MODEL, "$ttft_slo")),),
-        "stat", 4, 4, most=1, bad_below=0.99,
+        "First token in time",
+        "Share of streamed requests whose first token came within the target. Who waited longer "
+        "and left counts, who left sooner does not.",
+        "percentunit", (Query(first_in_time()),), "stat", 4, 4, most=1, bad_below=0.99,
     ),
     Panel(
         "Tokens in time", "Share of gaps between events of streams within the target.",
@@ -137,9 +152,9 @@ FIRST = (
         quantiles("proxy_ttft_seconds", OF_MODEL, "class"),
     ),
     Panel(
-        "First token in time, by class", "Share within the target.", "percentunit",
-        (Query(within("proxy_ttft_seconds", OF_MODEL, "$ttft_slo", "class"), "{{class}}"),),
-        most=1, bad_below=0.99,
+        "First token in time, by class",
+        "Share of streamed requests within the target, with those who waited longer and left.",
+        "percentunit", (Query(first_in_time("class"), "{{class}}"),), most=1, bad_below=0.99,
     ),
     Panel(
         "Where the time to the first token goes",
@@ -168,6 +183,17 @@ FIRST = (
         "short",
         (Query('pool:proxy_ttft_real_to_predicted:ratio_rate5m{job=~"$job"}', "{{pool}}"),),
         bad_above=2,
+    ),
+    Panel(
+        "Left with nothing, by worker",
+        "Clients that waited longer than the target and left before there was any of their answer, "
+        "by the worker they waited for; `none` while they waited in the router.", "reqps",
+        (Query(left(OF_MODEL, "worker"), WORKER),), stacked=True, width=12,
+    ),
+    Panel(
+        "Answers that are not streamed, by pool",
+        "From a request's arrival to the end of its answer: nobody sees a first token of these.",
+        "s", quantiles("proxy_whole_answer_seconds", OF_MODEL, "pool"), width=12,
     ),
 )  # fmt: skip
 
@@ -281,7 +307,9 @@ WORKERS = (
         "Workers up, by role", "As the router that sees most of them has it.", "short",
         (
             Query(
-                f"max by (role) (sum by (instance, role) (proxy_worker_up{{{ROUTER}}}))", "{{role}}"
+                "max by (role, model) "
+                f"(sum by (instance, role, model) (proxy_worker_up{{{OF_MODEL}}}))",
+                "{{role}} {{model}}",
             ),
         ),
     ),

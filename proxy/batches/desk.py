@@ -17,6 +17,7 @@ from proxy.batches.asked import SaidNoError
 from proxy.batches.shapes import batch_shown, file_shown, listed
 from proxy.batches.store import Store
 from proxy.batches.types import INPUT, File, InUseError, Json, StoreFullError, TooMuchError
+from proxy.control.metrics import CLIENT_GONE
 from proxy.core import accounts, refusals
 from proxy.core.routes import Route, Shape
 from proxy.core.types import Reason, Refusal
@@ -38,7 +39,6 @@ AGAIN_S = 1.0
 FILES, BATCHES = Route("files", Shape.OPAQUE), Route("batches", Shape.OPAQUE)
 PATH = re.compile(r"/v1/(files|batches)(?:/([A-Za-z0-9_-]{1,200})(?:/(content|cancel))?)?")
 UPLOADS = "/v1/files"
-CLIENT_GONE = 499  # as in `wire.relay`; in metrics alone
 # What may be asked, by noun, whether one is named, and what of it.
 METHODS = {
     ("files", False, None): ("GET", "POST"),
@@ -104,6 +104,7 @@ class Visit:
         self._task: asyncio.Task[None] | None = None
         self._began = 0.0
         self._held = 0  # bytes of the body, which lie in memory until the store has them
+        self._part: str | None = None  # of what is held, in which they are counted
 
     def start(self, now: float) -> None:
         """Begin."""
@@ -128,9 +129,10 @@ class Visit:
             return refusal
         self._entered = True
         visits[self._tenant] += 1
-        size = len(self._request.body)
+        collecting, size = self._desk.wire.collecting, len(self._request.body)
+        self._part = collecting.account(self._request.head.tenant)
         try:
-            self._desk.wire.collecting.take(size)
+            collecting.take(size, self._part)
         except RefusedError as error:
             return error.refusal
         self._held = size
@@ -138,7 +140,7 @@ class Visit:
 
     def _give(self, _: object) -> None:
         self._task = None  # one that was cancelled has all it held in its traceback
-        self._desk.wire.collecting.give(self._held)
+        self._desk.wire.collecting.give(self._held, self._part)
 
     def _over(self) -> None:
         wire = self._desk.wire

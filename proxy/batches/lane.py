@@ -1,8 +1,8 @@
 """The batch lane: runs lines where there is a gap, and sees each batch to its end.
 
 One lane runs for a folder, however many routers and processes share it. It looks at the store every
-second, or when it is told of something; each turn keeps what has come back, sees what is new, and
-sends what there is room for, the batches in turn.
+second, or when it is told of something; each turn keeps what has come back, sees what is new, does
+a slice of what takes long (`chores`), and sends what there is room for, the batches in turn.
 
 A line that nobody could take is sent again until its batch expires; one whose worker failed, a few
 times. Lines under way when the router stops have no result, and are run by the next one.
@@ -22,14 +22,13 @@ from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from proxy.batches.chores import Chores, close, take_in
 from proxy.batches.errand import Errand
 from proxy.batches.gaps import gap, within_limits
-from proxy.batches.lines import Checking
 from proxy.batches.running import Running
 from proxy.batches.store import Store
 from proxy.batches.types import (
     Batch,
-    Complaint,
     Job,
     Result,
     Status,
@@ -76,6 +75,8 @@ class Lane:
         self._wall = wall
         self._lock: int | None = None
         self._running: dict[str, Running] = {}
+        self._chores = Chores(keeper)
+        self._goes_on = False  # whether a chore waits for the next turn
         self._unsaved: list[Result] = []
         self._full: set[str] = set()  # the tenants that have no room for results
         self._turns: dict[str, int] = {}  # when each tenant had one last
@@ -104,6 +105,9 @@ class Lane:
         try:
             while True:
                 await self.turn()
+                if self._goes_on:
+                    await asyncio.sleep(0)
+                    continue
                 pause = TURN_S if any(x.ready for x in self._running.values()) else LOOK_S
                 try:
                     async with asyncio.timeout(pause):
@@ -120,6 +124,7 @@ class Lane:
         for running in self._running.values():
             running.drop(now)
         self._running = {}
+        self._chores.clear()
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
@@ -143,6 +148,7 @@ class Lane:
 
     async def _turn(self) -> None:
         clock = self._wire.clock
+        self._goes_on = False
         if clock() < self._paused_until:
             return
         try:
@@ -159,13 +165,17 @@ class Lane:
             if clock() >= self._next_look:
                 self._next_look = clock() + LOOK_S
                 await self._look()
-            await self._fetch()
             self._full = await self._keep(Store.full)
+            if (said := await self._chores.turn(self._full)) is not None:
+                logger.info("%s", said)
+                await self._look()
+            await self._fetch()
             if self.paused:
                 logger.info("batches: go on")
                 self.paused = ""
                 self.counts.paused = False
             self._send()
+            self._goes_on = self._chores.waiting(self._full) is not None
         except StoreFullError as error:
             self._pause(str(error))
         except Exception as error:  # whatever it is, the lane must go on
@@ -197,39 +207,20 @@ class Lane:
             await self._end(batch, Status.CANCELLED)
         elif now >= batch.expires:
             await self._end(batch, Status.EXPIRED)
+        elif batch.id in self._chores:
+            pass  # it is being read, or ended as complete
         elif batch.status is Status.VALIDATING:
-            await self._check(batch)
+            most = self.settings.max_lines
+            self._chores.add(batch, lambda store: take_in(store, batch, most, self._wall))
         elif batch.id not in self._running:
             self._running[batch.id] = Running(batch)
 
-    async def _check(self, batch: Batch) -> None:
-        """Read a batch's input, and take it on or refuse it; later, where it would be too much."""
-        keep = self._keep
-        if batch.tenant in await keep(Store.full):
-            return
-        content = await keep(Store.input, batch)
-        if content is None:
-            gone = Complaint("file_not_found", f"The input file {batch.input} is gone.")
-            await keep(Store.refuse, batch, [gone], self._wall())
-            return
-        await keep(Store.restart_lines, batch)
-        checking = Checking(content, batch.endpoint, self.settings.max_lines)
-        while True:
-            await keep(take_some, batch, checking)
-            if checking.over:
-                break
-        if checking.complaints:
-            await keep(Store.refuse, batch, checking.complaints, self._wall())
-            logger.info("batch %s: %d mistakes in its input", batch.id, len(checking.complaints))
-        elif await keep(Store.begin, batch, checking.total, self._wall()):
-            logger.info("batch %s: %d lines", batch.id, checking.total)
-            self._running[batch.id] = Running(batch)
-
     async def _end(self, batch: Batch, status: Status) -> None:
+        if self._chores.ends(batch.id):
+            return
         self._let_go(batch.id)
         await self.save()
-        await self._keep(Store.end, batch.id, status, self._wall())
-        logger.info("batch %s: %s", batch.id, status)
+        self._chores.add(batch, lambda store: close(store, batch, status, self._wall), ends=True)
 
     def _let_go(self, batch_id: str) -> None:
         running = self._running.pop(batch_id, None)
@@ -344,8 +335,3 @@ class Lane:
         for result in results:
             if (running := self._running.get(result.batch)) is not None:
                 running.unsaved -= 1
-
-
-def take_some(store: Store, batch: Batch, checking: Checking) -> None:
-    """Read a slice of an input, and keep where its lines are."""
-    store.add_lines(batch, checking.some())

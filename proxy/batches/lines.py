@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from typing import Any
 
 import orjson
+from xxhash import xxh3_128_digest
 
 from proxy.batches.types import LONGEST_ID, Complaint, Line
 from proxy.core.routes import ROUTES, Shape
@@ -18,60 +18,75 @@ ENDPOINTS = tuple(
     path for path, route in ROUTES.items() if path.startswith("/v1/") and route.shape in SHAPES
 )
 MOST_COMPLAINTS = 100
-SLICE_BYTES = 256 << 10  # read in one go, some milliseconds beside the event loop
-END_OF_LINE = re.compile(rb"\n|\Z")
+# Read in one go, milliseconds beside the event loop.
+SLICE_BYTES, SLICE_LINES = 256 << 10, 1000
 
 
 class Checking:
-    """Reads a file, a slice at a time."""
+    """Reads a file of so many bytes, a slice at a time: `take` is to be given what is `wanted`."""
 
-    def __init__(self, content: bytes, endpoint: str, max_lines: int) -> None:
+    def __init__(self, size: int, endpoint: str, max_lines: int) -> None:
         self.complaints: list[Complaint] = []
         self.total = 0
-        self._content = content
+        self._size = size
         self._endpoint = endpoint
         self._max_lines = max_lines
         self._at = self._number = 0
-        self._ids: set[str] = set()
+        self._slice = SLICE_BYTES
+        self._ids: set[bytes] = set()  # hashes: of the ids themselves there may be a great deal
 
     @property
     def over(self) -> bool:
         """Whether nothing is left to read, or enough is wrong."""
-        return self._at >= len(self._content) or len(self.complaints) >= MOST_COMPLAINTS
+        return self._at >= self._size or len(self.complaints) >= MOST_COMPLAINTS
 
-    def some(self) -> list[Line]:
-        """Read on; returns the lines that are right by themselves."""
-        stop = self._at + SLICE_BYTES
+    @property
+    def wanted(self) -> tuple[int, int]:
+        """From where, and how much."""
+        return self._at, min(self._slice, self._size - self._at)
+
+    def take(self, piece: bytes) -> list[Line]:
+        """Read the lines that end in a piece; returns those that are right by themselves.
+
+        Where none does, twice as much is wanted. Of many short ones not all are read.
+        """
+        begun = self._at
+        is_last = begun + len(piece) >= self._size
+        end = len(piece) if is_last else piece.rfind(b"\n") + 1
+        self._slice = SLICE_BYTES if end else 2 * self._slice
         found: list[Line] = []
-        while self._at < stop and not self.over:
-            found += self._next()
+        at, most = 0, self._number + SLICE_LINES
+        while at < end and self._number < most and not self.over:
+            stop = piece.find(b"\n", at, end)
+            raw = piece[at : stop if stop >= 0 else end]
+            self._at = begun + at + len(raw) + 1
+            found += self._read(raw, begun + at)
+            at += len(raw) + 1
+        if is_last and at >= end:
+            self._at = self._size
         if self.over and not self.total and not self.complaints:
             self.complaints.append(Complaint("empty_file", "The input file has no lines."))
         return found
 
-    def _next(self) -> Iterator[Line]:
-        start = self._at
-        end = END_OF_LINE.search(self._content, start).start()  # type: ignore[union-attr]
-        self._at = end + 1
+    def _read(self, raw: bytes, start: int) -> Iterator[Line]:
         self._number += 1
-        raw = self._content[start:end]
         if not raw.strip():
             return
         self.total += 1
         if self.total > self._max_lines:
             message = f"The input file has more than {self._max_lines} lines."
             self.complaints.append(Complaint("too_many_lines", message))
-            self._at = len(self._content)
+            self._at = self._size
             return
         line = read_line(raw, self._number, start, self._endpoint)
-        if isinstance(line, Line) and line.custom_id in self._ids:
+        if isinstance(line, Line):
+            if (known := xxh3_128_digest(line.custom_id.encode())) not in self._ids:
+                self._ids.add(known)
+                yield line
+                return
             message = f"The custom_id {line.custom_id[:100]!r} was used by an earlier line."
             line = Complaint("duplicate_custom_id", message, self._number, "custom_id")
-        if isinstance(line, Complaint):
-            self.complaints.append(line)
-        else:
-            self._ids.add(line.custom_id)
-            yield line
+        self.complaints.append(line)
 
 
 def read_line(raw: bytes, number: int, start: int, endpoint: str) -> Line | Complaint:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sqlite3
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,7 +26,6 @@ from proxy.batches.rows import (
 from proxy.batches.schema import ROW_BYTES, connect, full_disk_told, transaction
 from proxy.batches.types import (
     ACTIVE,
-    INPUT,
     OUTPUT,
     Batch,
     Complaint,
@@ -42,6 +41,7 @@ from proxy.batches.types import (
 
 PIECE_BYTES = 1 << 20  # of a file, read at a time
 FETCH_BYTES = 1 << 20  # of lines to run
+MOST_LINES = 1000  # that are forgotten, or given up, in one go
 FILE_COLUMNS = "id, tenant, name, purpose, created, expires, bytes, batch, ok"
 # How a batch ends, and what is said of its lines that were not run.
 ENDS = {
@@ -259,17 +259,19 @@ class Store:
 
     # Their lines
 
-    def input(self, batch: Batch) -> bytes | None:
-        """Read a batch's whole input; None if it is gone."""
-        row = self.connection.execute(
-            "SELECT content FROM files WHERE id = ? AND purpose = ?", (batch.input, INPUT)
-        ).fetchone()
-        return None if row is None else row[0]
+    def input(self, batch: Batch, at: int, size: int) -> bytes:
+        """Read of a batch's input."""
+        return self._content(batch.input, at, size)
 
-    def restart_lines(self, batch: Batch) -> None:
-        """Forget lines that were read before."""
-        with transaction(self.connection):
-            self.connection.execute("DELETE FROM lines WHERE batch = ?", (batch.id,))
+    def forget_lines(self, batch: Batch) -> bool:
+        """Forget some of a batch's lines, the first; whether there are more."""
+        with full_disk_told(), transaction(self.connection):
+            gone = self.connection.execute(
+                "DELETE FROM lines WHERE batch = ? AND number IN "
+                "(SELECT number FROM lines WHERE batch = ? ORDER BY number LIMIT ?)",
+                (batch.id, batch.id, MOST_LINES),
+            )
+        return gone.rowcount >= MOST_LINES
 
     def add_lines(self, batch: Batch, lines: Iterable[Line]) -> None:
         """Keep where lines are."""
@@ -338,6 +340,20 @@ class Store:
                 (result.batch,),
             )
 
+    def give_up(self, batch: Batch, status: Status, after: int) -> int | None:
+        """Say of some lines left why they were not run, those behind the line of that number.
+
+        Returns the number of the last; None where there are no more.
+        """
+        code, message = ENDS[status]
+        if not code:
+            return None
+        with full_disk_told(), transaction(self.connection):
+            left = self._left(batch, after, MOST_LINES)
+            for job in left:
+                self._save(replaced(job, code, message))
+        return left[-1].number if len(left) == MOST_LINES else None
+
     def end(self, batch_id: str, status: Status, now: float) -> None:
         """End a batch: say of each line left why it was not run, and offer the results as files."""
         code, message = ENDS[status]
@@ -353,14 +369,15 @@ class Store:
             self._move(batch, status, now)
             self.connection.execute("DELETE FROM lines WHERE batch = ?", (batch_id,))
 
-    def _left(self, batch: Batch) -> Iterator[Job]:
+    def _left(self, batch: Batch, after: int = 0, most: int = -1) -> list[Job]:
         rows = self.connection.execute(
-            "SELECT number, custom_id, model FROM lines AS l WHERE batch = ? AND NOT EXISTS "
-            "(SELECT 1 FROM results AS r WHERE r.batch = l.batch AND r.number = l.number)",
-            (batch.id,),
+            "SELECT number, custom_id, model FROM lines AS l "
+            "WHERE batch = ? AND number > ? AND NOT EXISTS "
+            "(SELECT 1 FROM results AS r WHERE r.batch = l.batch AND r.number = l.number) "
+            "ORDER BY number LIMIT ?",
+            (batch.id, after, most),
         )
-        for number, custom_id, model in rows.fetchall():
-            yield Job(batch.id, number, custom_id, model, b"")
+        return [Job(batch.id, number, custom_id, model, b"") for number, custom_id, model in rows]
 
     def _offer(self, batch: Batch, now: float, *, ok: bool) -> str | None:
         """Make a file of a batch's results; none of nothing."""

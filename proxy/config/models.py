@@ -149,11 +149,22 @@ class WorkerConfig(Block):
     @property
     def flag_max_model_len(self) -> int | None:
         """The context length that it is launched with, where that is a plain number."""
+        return self._number_of("--max-model-len")
+
+    @property
+    def seats(self) -> int | None:
+        """How many sequences its engines run at once, where it is launched with a plain number."""
+        seats = self._number_of("--max-num-seqs")
+        engines = self._number_of("--data-parallel-size", "-dp")
+        return seats * (engines or 1) if seats else None
+
+    def _number_of(self, *names: str) -> int | None:
+        """Return the flag that it is launched with, where that is a plain number."""
         flags = " ".join(self.launch.args if self.launch else ()).replace("=", " ").split()
         values = [
             value
             for flag, value in itertools.pairwise(flags)
-            if flag.replace("_", "-") == "--max-model-len" and value.isascii() and value.isdigit()
+            if flag.replace("_", "-") in names and value.isascii() and value.isdigit()
         ]
         return int(values[-1]) if values else None
 
@@ -248,7 +259,7 @@ class TimeoutConfig(Block):
         description="until a worker begins its answer; one that is no stream has besides four "
         "times as long as the tokens that the client asks for are predicted to take, and more "
         "while its worker is seen to compute, up to as long again: then 504, and no other worker "
-        "is asked",
+        "is asked. Once probes have called its worker down it has 10 s, where another takes it",
     )
     prefill_s: Seconds = Field(
         20.0,
@@ -267,7 +278,10 @@ class RetryConfig(Block):
         3, description="per request, the first one included"
     )
     budget: Annotated[float, Field(ge=0, le=1)] = Field(
-        0.2, description="retries per request over a window: a failing fleet is not hit harder"
+        0.2,
+        description="retries per request of the last 10 s, and 10 at least: a failing fleet is not "
+        "hit harder. Those a worker had when it began to fail need none of it, once each, until "
+        "half of the fleet has failed so; 0: nothing is tried again",
     )
 
 
@@ -314,7 +328,8 @@ class RouterConfig(Block):
     max_collected_bytes: Count = Field(
         512 * MIB,
         description="of all bodies that one process holds: until they are whole and their worker "
-        "answers, uploads until they are kept; beyond it 503",
+        "answers, uploads until they are kept; beyond it 503, for a tenant 429 beyond what is "
+        "left free beside its own",
     )
     allow_anonymous: bool = Field(
         False, description="without tenants, let whoever reaches the port use the fleet"
@@ -349,6 +364,11 @@ class RoutingConfig(Block):
     prefix_affinity: bool = Field(True, description="prefer whoever has the prompt's start cached")
     tokenize: bool = Field(
         True, description="near a limit, have a worker count the tokens of a short body"
+    )
+    cut_output: bool = Field(
+        False,
+        description="have the worker with the largest context cut an output limit for which no "
+        "context has room beside the prompt, as vLLM alone does; else that is 400",
     )
     disaggregate_above: Count | Literal["auto"] = Field(
         "auto",

@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 import httptools
 
 from proxy.config import WorkerTlsConfig
+from proxy.control.names import connect
 from proxy.control.tls import to_worker
 from proxy.errors import ProxyError
 
@@ -68,8 +69,7 @@ class Asker:
                 return answer
         self.close()
         host, port = self._where
-        loop = asyncio.get_running_loop()
-        _, self._line = await loop.create_connection(lambda: Line(tls), host, port, ssl=tls)
+        _, self._line = await connect(lambda: Line(tls), host, port, tls)
         answer = await self._line.ask(request, most)
         if answer is None:
             raise AnswerError("it closed the connection instead of answering")

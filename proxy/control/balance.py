@@ -6,8 +6,11 @@ second, with a memory of half a minute.
 A prefill worker is busy while it has prefill work; what lies ahead of it has to be done as well, so
 the seconds of it, per half minute, are work for more workers. A decode worker is as busy as the
 most of these says: how full its KV cache is; how many of its places are taken; whether it prefills,
-which those who decode there wait for; and how much longer its steps are for those it decodes, of
-what they may be: a tenth of a second, or twice as long as for none.
+which those who decode there wait for; whether others wait for a place in its own queue; and how
+much longer its steps are for those it decodes, of what they may be: a tenth of a second, or twice
+as long as for none. Those who wait there, in shares of those who run, are work for more workers.
+
+A side of which nobody is up is short, whoever is busy.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from typing import TYPE_CHECKING
 
 from pydantic import BaseModel, Field
 
+from proxy.core.seats import HEEDED_S
 from proxy.core.types import Role
 
 if TYPE_CHECKING:
@@ -62,6 +66,7 @@ class Seen:
     prefill_ahead_s: float = 0.0
     decode_ahead_s: float = 0.0
     step_s: float = 0.0
+    decode_queue: float = 0.0  # requests in a decode worker's own queue, for each that runs there
 
     def draw(self, name: str, step: float, values: list[float]) -> None:
         """Move a mean towards the mean of what is seen now."""
@@ -83,13 +88,14 @@ class Balance:
             step = 1.0 - exp((seen.at - now) / MEMORY_S)
             seen.at = now
             seen.draw("prefill", step, [float(_prefills(w)) for w in prefills])
-            seen.draw("decode", step, [_filled(w) for w in decodes])
+            seen.draw("decode", step, [_filled(w, now) for w in decodes])
             seen.draw("prefill_ahead_s", step, [_ahead_s(w) for w in prefills])
             seen.draw("decode_ahead_s", step, [_ahead_s(w) for w in decodes])
             seen.draw("step_s", step, [w.pace.step_s(w.decoding) for w in decodes])
+            seen.draw("decode_queue", step, [_queue(w, now) for w in decodes])
 
     def shown(self) -> list[BalanceShown]:
-        """Describe every model that has both sides."""
+        """Describe every model that has both sides, or ought to."""
         return [
             balance(model, len(prefills), len(decodes), seen)
             for model, prefills, decodes in self._sides()
@@ -97,21 +103,28 @@ class Balance:
         ]
 
     def _sides(self) -> list[tuple[str, list[Worker], list[Worker]]]:
+        """List those that are up. Where a connector is named, a model with one side lacks one."""
         sides: dict[str, tuple[list[Worker], list[Worker]]] = {}
         for worker in self._router.fleet:
-            if worker.up and worker.role in (Role.PREFILL, Role.DECODE):
+            if worker.role in (Role.PREFILL, Role.DECODE):
                 pair = sides.setdefault(worker.model, ([], []))
-                pair[worker.role is Role.DECODE].append(worker)
-        return [(model, *pair) for model, pair in sides.items() if all(pair)]
+                if worker.up:
+                    pair[worker.role is Role.DECODE].append(worker)
+        moves = self._router.settings.transfer
+        return [(model, *pair) for model, pair in sides.items() if moves or all(pair)]
 
 
 def balance(model: str, prefills: int, decodes: int, seen: Seen) -> BalanceShown:
     """Say which side is short."""
     prefill_busy, decode_busy = seen.prefill, seen.decode
     prefill = _side(prefills, prefill_busy, seen.prefill_ahead_s)
-    decode = _side(decodes, decode_busy, seen.decode_ahead_s, seen.step_s)
+    decode = _side(decodes, decode_busy, seen.decode_ahead_s, seen.step_s, seen.decode_queue)
     short = "neither"
-    if prefill_busy >= MUCH and decode_busy >= MUCH:
+    if not prefills and not decodes:
+        short = "both"
+    elif not prefills or not decodes:
+        short = "decode" if prefills else "prefill"
+    elif prefill_busy >= MUCH and decode_busy >= MUCH:
         short = "both"
     elif prefill_busy >= MUCH:
         short = "prefill"
@@ -126,8 +139,10 @@ def balance(model: str, prefills: int, decodes: int, seen: Seen) -> BalanceShown
     )
 
 
-def _side(workers: int, busy: float, ahead_s: float, step_s: float | None = None) -> SideShown:
-    load = workers * (busy + ahead_s / MEMORY_S)
+def _side(
+    workers: int, busy: float, ahead_s: float, step_s: float | None = None, queue: float = 0.0
+) -> SideShown:
+    load = workers * (busy + queue + ahead_s / MEMORY_S)
     return SideShown(
         workers=workers,
         busy=round(busy, 3),
@@ -141,6 +156,12 @@ def _advice(short: str, prefill: SideShown, decode: SideShown) -> str:
     wanted = (
         f"this load would use {prefill.wanted:g} prefill and {decode.wanted:g} decode workers well"
     )
+    if not prefill.workers and not decode.workers:
+        return "no prefill and no decode worker is up"
+    if not prefill.workers:
+        return "no prefill worker is up: prompts are prefilled where they are decoded"
+    if not decode.workers:
+        return "no decode worker is up: nothing can be handed over"
     if short == "both":
         return f"both sides are short: {wanted}"
     if short == "neither":
@@ -162,10 +183,20 @@ def _ahead_s(worker: Worker) -> float:
     return worker.pace.token_s * (worker.prefill_tokens + worker.strange_tokens)
 
 
-def _filled(worker: Worker) -> float:
+def _queue(worker: Worker, now: float) -> float:
+    """Count who waits in a worker's own queue, for each that runs there."""
+    gauges = worker.gauges
+    if gauges is None or now - gauges.at > HEEDED_S:
+        return 0.0
+    return worker.queued / max(gauges.running, 1)
+
+
+def _filled(worker: Worker, now: float) -> float:
     """Say what of a decode worker is in use."""
     gauges = worker.gauges
     shares = [gauges.kv_usage if gauges is not None else 0.0, float(_prefills(worker))]
+    if _queue(worker, now):
+        return 1.0
     if worker.kv_capacity:
         shares.append(worker.kv_tokens / worker.kv_capacity)
     if worker.max_requests:
@@ -177,4 +208,4 @@ def _filled(worker: Worker) -> float:
 
 
 def _mean(values: list[float]) -> float:
-    return sum(values) / len(values)
+    return sum(values) / len(values) if values else 0.0

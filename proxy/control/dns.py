@@ -17,11 +17,11 @@ from proxy.control.endpoints import (
     by_address,
     name_of,
 )
+from proxy.control.names import NAMES, NOBODY
 
 # A resolver may leave some out of one answer, and a worker that is busy may fail one check: it gets
 # nothing new from the first answer without it, and is gone after so many.
 MISSED = 3
-NOBODY = (socket.EAI_NONAME, getattr(socket, "EAI_NODATA", socket.EAI_NONAME))
 
 
 class Dns:
@@ -44,17 +44,13 @@ class Dns:
 
     async def _look_up(self) -> set[str]:
         """Return the addresses; those of both families would be every worker twice."""
-        loop = asyncio.get_running_loop()
         try:
-            answers = await loop.getaddrinfo(self._pool.dns, None, type=socket.SOCK_STREAM)
+            found = await NAMES.look_up(self._pool.dns or "")
         except socket.gaierror as error:
             if error.errno in NOBODY:
                 return set()
             raise
-        by_family: dict[int, set[str]] = {}
-        for family, *_, address in answers:
-            by_family.setdefault(family, set()).add(str(address[0]))
-        return by_family.get(socket.AF_INET) or by_family.get(socket.AF_INET6) or set()
+        return {host for host in found if ":" not in host} or set(found)
 
     def _seen(self, hosts: set[str]) -> Endpoints:
         port = self._pool.port if isinstance(self._pool.port, int) else DEFAULT_PORT

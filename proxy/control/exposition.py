@@ -13,6 +13,8 @@ from proxy.control.histogram import Histogram
 
 TEXT = "text/plain; version=0.0.4; charset=utf-8"
 OPENMETRICS = "application/openmetrics-text; version=1.0.0; charset=utf-8"
+# Labels: of what has no series of its own; of the worker, and its pool, of a request that got none.
+OTHER, NONE = "other", "none"
 
 
 class Family(NamedTuple):

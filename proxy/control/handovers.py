@@ -26,6 +26,7 @@ class Handovers:
         self.ends: dict[str, int] = {}
         self.warmups: dict[str, int] = {}
         self.bars: dict[tuple[str, str], int] = {}  # by prefill and decode worker
+        self.legs: dict[str, int] = {}  # that are done, by prefill worker
         self.tokens: dict[str, int] = {}  # transferred, by model, as far as is known
         self.prefills: dict[str, Histogram] = {}  # by model, as those that follow
         self.transfers: dict[str, Histogram] = {}
@@ -42,7 +43,9 @@ class Handovers:
         self.bars[key] = self.bars.get(key, 0) + 1
 
     def forget(self, stay: set[str]) -> None:
-        """Drop the bars of workers that are no more; each is a name of its own in Kubernetes."""
+        """Drop those of workers that are no more; each is a name of its own in Kubernetes."""
+        if not stay.issuperset(self.legs):
+            self.legs = {worker: n for worker, n in self.legs.items() if worker in stay}
         stay = {*stay, ANY}
         if not all(stay.issuperset(pair) for pair in self.bars):
             self.bars = {p: n for p, n in self.bars.items() if stay.issuperset(p)}
@@ -64,6 +67,8 @@ class Handovers:
         if (first := lease.prefill) is not None:
             seen = self.prefills.get(lease.ask.model) or self._of(self.prefills, lease)
             seen.observe(now - first.charged_at)
+            name = first.worker.name
+            self.legs[name] = self.legs.get(name, 0) + 1
 
     def transferred(self, lease: Lease, now: float) -> None:
         """Count a decode leg whose first token has come: the transfer, less a step of decoding."""

@@ -185,6 +185,7 @@ def _worker(worker: Worker, now: float) -> dict[str, Any]:
         "role": worker.role.value,
         "model": worker.model,
         "state": state(worker),
+        "why": worker.why,
         "breaker": worker.breaker.state(now).value,
         "requests": worker.requests,
         "most": worker.max_requests,

@@ -16,7 +16,7 @@ import orjson
 
 from proxy.config.showing import HIDDEN, is_secret
 from proxy.control.log_writer import LogWriter
-from proxy.control.metrics import class_of
+from proxy.control.metrics import CLIENT_GONE, class_of
 from proxy.control.recent import MAX_TEXT
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ OURS = ("proxy", "vllm_sched")
 LEAD = "%(asctime)s %(levelname)s "
 MAX_PROMPT = 64 << 10
 LEAST_SECRET = 4  # a shorter one would be cut out of ordinary words
-CLIENT_GONE, BAD_REQUEST, SERVER_ERROR = 499, 400, 500
+BAD_REQUEST, SERVER_ERROR = 400, 500
 
 
 class Logs:

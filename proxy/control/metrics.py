@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 from proxy.control.batch_counts import BatchCounts
+from proxy.control.exposition import NONE, OTHER
 from proxy.control.handovers import Handovers
 from proxy.control.histogram import (
     DURATION_BOUNDS,
@@ -24,6 +25,7 @@ from proxy.control.histogram import (
 from proxy.control.recent import Recent
 from proxy.control.scrape import render
 from proxy.control.tenant_counts import TenantCounts
+from proxy.control.unseen import Unseen
 from proxy.core import routes
 from proxy.core.tenants import Rank
 
@@ -33,9 +35,6 @@ if TYPE_CHECKING:
     from proxy.core.router import Router
     from proxy.core.types import Ask, Lease, Reason
 
-OTHER = "other"
-# Stands for the worker, and its pool, of a request that got none.
-NONE = "none"
 MAX_MODELS = 100
 # More series of this kind than so many, and those of workers that left are dropped. Where nobody
 # has, workers that are new have one name.
@@ -54,15 +53,18 @@ PoolCount = tuple[str, bool, int]  # a pool that is discovered, whether that wor
 # The class of a request: of those that are meant to wait, neither that of shorts nor that of longs.
 SHORT, LONG, BATCH = "short", "long", "batch"
 BATCHES = Rank.BATCH
+CLIENT_GONE = 499  # as nginx calls it; in metrics alone
+FAULTY = 400
 
 
 class Series:
     """Requests that share all their labels, and the histograms that they feed."""
 
-    __slots__ = ("count", "duration", "predicted", "tpot", "ttft", "wait")
+    __slots__ = ("count", "duration", "model", "predicted", "tpot", "ttft", "wait")
 
     def __init__(
         self,
+        model: str,
         ttft: Histogram,
         predicted: Histogram,
         tpot: Histogram,
@@ -70,6 +72,7 @@ class Series:
         wait: Histogram,
     ) -> None:
         self.count = 0
+        self.model = model  # as all families show it
         self.ttft = ttft
         self.predicted = predicted
         self.tpot = tpot
@@ -126,6 +129,7 @@ class Metrics:
         self.waits: dict[tuple[str, ...], Histogram] = {}
         self.handovers = Handovers(self.model_label)
         self.tenants = TenantCounts(router.tenants)
+        self.unseen = Unseen(router.fleet)
         self._models: set[str] = set()
         self._next_look = 0.0
 
@@ -143,13 +147,16 @@ class Metrics:
         predicted_ttft_s: float | None = None,
         size: str = NONE,
         tpot_s: float | None = None,
+        stream: bool | None = None,
+        leg: tuple[str, str] | None = None,
     ) -> None:
         """Count a request that was answered.
 
         `worker` and `pool` (its role) are `none` if it was refused, `size` (its class) if it was
         never read. `ttft_s`, from its arrival, is None where no first token was seen; the
         prediction was made when it was placed, and counts only beside a real one. `tpot_s` is the
-        mean time between its tokens, None where there were not two.
+        mean time between its tokens, None where there were not two. `stream` is None where nothing
+        was to be computed; `leg` is another worker and pool than these that a client waited for.
         """
         key = route, model, worker, pool, reason, status, size
         series = self.requests.get(key) or self._series(key)
@@ -162,6 +169,12 @@ class Metrics:
                 series.predicted.observe(queue_s + predicted_ttft_s)
             if tpot_s is not None:
                 series.tpot.observe(tpot_s)
+        elif stream is not None:
+            if status == CLIENT_GONE:
+                worker, pool = leg or (worker, pool)
+                self.unseen.gone(worker, pool, series.model, size, duration_s, stream=stream)
+            elif not stream and status < FAULTY:
+                self.unseen.answered(pool, series.model, size, duration_s)
 
     def traced(self, pool: str, model: str, size: str, ttft_s: float, trace: str) -> None:
         """Name the trace of a request that was counted, beside its time to first token."""
@@ -224,6 +237,7 @@ class Metrics:
             if (series := self.requests.get(key)) is not None:
                 return series
         series = Series(
+            model,
             histogram(self.ttft, (pool, model, size), TTFT_BOUNDS),
             histogram(self.predicted, (pool, model, size), TTFT_BOUNDS),
             histogram(self.tpot, (pool, model, size), GAP_BOUNDS),
@@ -249,6 +263,7 @@ class Metrics:
         """Drop what was counted of models that nobody serves any more."""
         self._models -= gone
         self.handovers.forget_models(gone)
+        self.unseen.forget_models(gone)
         self.requests = {key: each for key, each in self.requests.items() if key[1] not in gone}
         for table in (self.ttft, self.predicted, self.tpot, self.waits):
             for key in [key for key in table if key[1] in gone]:

@@ -29,6 +29,7 @@ logger = logging.getLogger(__name__)
 
 LOOK_AROUND_S = 0.2  # for workers that were added
 MODELS_EVERY_S = 10.0  # adapters come and go while a worker runs
+MOST_SAID = 200  # characters of what is wrong, kept to be shown
 MOVING = frozenset([Role.PREFILL, Role.DECODE])
 
 
@@ -185,7 +186,7 @@ class Watch:
     def _failed(self, why: str) -> None:
         # It may come back with another model: ask again then.
         self._models_known_at = -math.inf
-        self._fleet.probe_failed(self._worker.name, self._prober.clock())
+        self._fleet.probe_failed(self._worker.name, self._prober.clock(), why[:MOST_SAID])
         if not self._worker.up and why != self._said:
             if self._been_up:
                 logger.warning("worker %s is down: %s", self._worker.name, why)

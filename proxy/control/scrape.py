@@ -132,6 +132,9 @@ WARMUPS = Family(
     "Connections between prefill and decode workers that the router had made.",
     ("outcome",),
 )
+PREFILL_LEGS = Family(
+    "proxy_prefill_legs", "counter", "Prefills of hand-overs that a worker has done.", ("worker",)
+)
 BARS = Family(
     "proxy_handover_bars",
     "counter",
@@ -176,7 +179,12 @@ KV = gauge("kv_tokens", "Tokens that the requests charged to it may hold in its 
 PINNED = gauge("held_prompts", "Prompts it has prefilled that decode workers are yet to fetch.")
 KV_USAGE = gauge("kv_usage_ratio", "How full its KV cache is, as it says itself.")
 KV_CAPACITY = gauge("kv_capacity_tokens", "Tokens that its KV cache holds, where it tells.")
-UP = Family("proxy_worker_up", "gauge", "Whether its probes succeed.", (*WORKER, "model"))
+UP = Family(
+    "proxy_worker_up",
+    "gauge",
+    "Whether its probes succeed, and the models that it lists have its own among them.",
+    (*WORKER, "model"),
+)
 BREAKER = gauge("breaker_open", "Whether requests are kept from it because others failed.")
 DRAINING = gauge("draining", "Whether it is given nothing new.")
 
@@ -221,6 +229,7 @@ def _histograms(page: Page, metrics: Metrics) -> None:
     for family, table in tables:
         page.histograms(family, table.items())
     page.histograms(LOOP_LAG, [((), metrics.loop_lag)])
+    metrics.unseen.show(page)
 
 
 def _handovers(page: Page, metrics: Metrics) -> None:
@@ -233,6 +242,7 @@ def _handovers(page: Page, metrics: Metrics) -> None:
     page.values(WARMUPS, (((how,), count) for how, count in found.warmups.items()))
     found.forget({worker.name for worker in fleet})
     page.values(BARS, found.bars.items())
+    page.values(PREFILL_LEGS, (((worker,), count) for worker, count in found.legs.items()))
     page.values(TRANSFER_TOKENS, (((model,), count) for model, count in found.tokens.items()))
     told = [
         (w, w.gauges.extra["kv_bytes"]) for w in fleet if w.gauges and "kv_bytes" in w.gauges.extra
@@ -255,7 +265,7 @@ def _workers(page: Page, workers: list[Worker]) -> None:
     page.values(PINNED, ((labels, w.pinned) for labels, w in rows))
     page.values(KV_USAGE, ((labels, w.gauges.kv_usage) for labels, w in rows if w.gauges))
     page.values(KV_CAPACITY, ((labels, w.kv_capacity) for labels, w in rows if w.kv_capacity))
-    page.values(UP, (((*labels, w.model), w.up) for labels, w in rows))
+    page.values(UP, (((*labels, w.model), w.up and not w.strays) for labels, w in rows))
     page.values(BREAKER, ((labels, not w.breaker.closed) for labels, w in rows))
     page.values(DRAINING, ((labels, w.draining) for labels, w in rows))
 

@@ -8,11 +8,12 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from proxy.core.refusals import unknown_model
 from proxy.core.router import Router
+from proxy.core.sizing import fit
 from proxy.core.types import Ask, Decision, Reason, Refusal, Role, Score
 from proxy.core.worker import Worker
 
 CHAT = "chat/completions"
-State = Literal["starting", "up", "down", "resting", "draining", "drained"]
+State = Literal["starting", "up", "down", "wrong_model", "resting", "draining", "drained"]
 
 
 class EngineShown(BaseModel):
@@ -33,7 +34,11 @@ class WorkerShown(BaseModel):
     role: Role
     model: str
     serves: tuple[str, ...]
-    state: State = Field(description="resting: it failed or was busy, and is left alone a while")
+    state: State = Field(
+        description="resting: it failed or was busy, and is left alone a while; wrong_model: it "
+        "lists models, and its own is not among them"
+    )
+    why: str = Field(description="what its last probe found where it is down; or what it serves")
     max_model_len: int | None
     max_requests: int | None
     requests: int = Field(description="in flight")
@@ -93,6 +98,7 @@ def shown_worker(worker: Worker, now: float) -> WorkerShown:
         model=worker.model,
         serves=worker.models,
         state=state(worker),
+        why=worker.why,
         max_model_len=worker.max_model_len,
         max_requests=worker.max_requests,
         requests=worker.requests,
@@ -118,6 +124,8 @@ def state(worker: Worker) -> State:
         return "draining" if worker.requests or worker.pinned else "drained"
     if not worker.up:
         return "down" if worker.probed else "starting"
+    if worker.strays:
+        return "wrong_model"
     return "up" if worker.breaker.closed else "resting"
 
 
@@ -151,7 +159,12 @@ def explanation(router: Router, question: Question, fleets_model: str, now: floa
     usual = int(router.sizer.learnt(model, CHAT).output)
     limit = router.settings.short_limit
     ask = ask_of(question, model, usual_output=usual, short_limit=limit)
-    return shown_answer(router.explain(ask, now))
+    fit(ask, router.fleet.pool(model).limit, cuts_output=router.settings.cut_output)
+    answer = shown_answer(router.explain(ask, now))
+    # Nothing is asked of these, as if they were not there; but somebody meant them to serve it.
+    strays = (w for w in router.fleet if w.model == model and w.strays)
+    scores = (*answer.scores, *(Score(w.name, 0.0, note=w.why or "down") for w in strays))
+    return answer.model_copy(update={"scores": scores})
 
 
 def ask_of(question: Question, model: str, *, usual_output: int, short_limit: int) -> Ask:

@@ -9,13 +9,12 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from proxy.control.exposition import Family, Page
+from proxy.control.exposition import OTHER, Family, Page
 from proxy.control.histogram import TTFT_BOUNDS, WAIT_BOUNDS, Histogram
 
 if TYPE_CHECKING:
     from proxy.core.tenants import Tenant, Tenants
 
-OTHER = "other"
 MOST = 100
 
 REQUESTS = Family(

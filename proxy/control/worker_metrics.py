@@ -10,11 +10,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
+from proxy.core.seats import QUEUED
 from proxy.core.types import Gauges
 
 # With what ends the name, as longer names begin with these.
 RUNNING = b"vllm:num_requests_running{"
 WAITING = b"vllm:num_requests_waiting{"
+WAITING_WHY = b"vllm:num_requests_waiting_by_reason{"
 KV_USAGE = b"vllm:kv_cache_usage_perc{"
 CACHE_CONFIG = b"vllm:cache_config_info{"
 PROMPT_TOKENS = b"vllm:prompt_tokens_total{"
@@ -27,6 +29,7 @@ STARTED = b"process_start_time_seconds "
 ENGINES_STARTED = b"vllm_sched_start_time_seconds{"
 # Told by vllm-sched's engines alone: prompt tokens still to compute, and those of long prompts.
 BACKLOG = b"vllm_sched_prefill_backlog_tokens{"
+CAPACITY = re.compile(rb'[{,]reason="capacity"')
 LONG = re.compile(rb'[{,]class="long"')
 
 ABSURD = 1e18
@@ -50,6 +53,9 @@ def parse(page: bytes, at: float, *, moves: bool = True) -> Gauges | None:
     if backlog := values(page, BACKLOG):
         extra["backlog"] = sum(backlog)
         extra["backlog_long"] = sum(values(page, BACKLOG, LONG))
+    # Else those whose KV cache is on its way count among those that wait.
+    if moves and (queued := values(page, WAITING_WHY, CAPACITY)):
+        extra[QUEUED] = sum(queued)
     if moves and (moved := values(page, KV_BYTES)):
         extra["kv_bytes"] = sum(moved)
     return Gauges(

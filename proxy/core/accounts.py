@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from math import inf
+
 from proxy.core import refusals
-from proxy.core.fairness import FairnessSettings, charge_output, give_back
+from proxy.core.fairness import FairnessSettings, charge_output, charge_prompt, give_back
 from proxy.core.limits import Breach
 from proxy.core.tenants import Tenant
 from proxy.core.types import Ask, Lease, Outcome, Refusal, Usage
+from proxy.core.worker import Worker
 
 DONE = Outcome.DONE  # looked up once: see reading.py
+# The routes whose streams begin with the first token, and not before: a chat's role waits for it.
+PROMPTLY = frozenset(["chat/completions", "completions", "inference/v1/generate"])
 UNREAD = (Outcome.CLIENT_GONE, Outcome.UNFINISHED)  # what was computed by then was computed
 
 
@@ -73,12 +78,15 @@ def settle(
     prompt = output = 0
     if outcome is DONE and usage is not None:
         prompt, output = usage.prompt_tokens, usage.completion_tokens
+        if not ask.pinned:  # else most of it was said in turns before, and is cached
+            charge_prompt(tenant, ask, prompt - ask.prompt_tokens)
     elif outcome is DONE:
-        prompt, output = ask.prompt_tokens, lease.seen_tokens or ask.prepaid
-    elif outcome in UNREAD or lease.seen_tokens:
+        prompt = ask.prompt_tokens
+        output = max(lease.seen_tokens or ask.prepaid, _written(lease, now))
+    elif outcome in UNREAD:
+        prompt, output = ask.prompt_tokens, max(lease.seen_tokens, _written(lease, now))
+    elif lease.seen_tokens:
         prompt, output = ask.prompt_tokens, lease.seen_tokens
-        if outcome in UNREAD and not output:
-            output = _unseen(lease, now)
     charge_output(settings, ask, output - ask.prepaid)
     ask.prepaid = 0
     if not prompt:
@@ -88,23 +96,57 @@ def settle(
     leave(ask, now, prompt + output)
 
 
-def _unseen(lease: Lease, now: float) -> int:
-    """Reckon what was written of an answer that comes whole, by how long it was decoded.
+def _written(lease: Lease, now: float) -> int:
+    """Reckon what was written of an answer of which no usage is known, by how long it was decoded.
 
-    Were it free to leave before its end, the fleet would be theirs who always do.
+    Were it free to leave before the end, or were events all that counts, the fleet would be theirs
+    who always leave, or who get many tokens in an event: an engine that speculates or writes in
+    intervals, a call of a tool or hidden reasoning that comes in one piece.
     """
     ask, worker = lease.ask, lease.worker
-    if ask.stream or not ask.generates or not lease.sent:
+    if not ask.generates or not lease.sent:
         return 0
-    halves, cached = lease.decision.handover, lease.decision.cached_tokens
-    if halves is None:
-        tokens = lease.ahead_tokens + ask.prompt_tokens - cached
-        first_s = worker.pace.first_token_s(tokens, lease.behind_long, cached)
-    else:
-        first_s = halves.transfer_s
-    decoded_s = now - lease.charged_at - first_s
-    steps = max(int(decoded_s / worker.pace.step_s(worker.decoding + ask.samples)), 0)
+    since = _decoded_since(lease)
+    step_s = worker.pace.step_s(worker.decoding + ask.samples)
+    decoded_s = _worked_until(worker, since, now) - since if since < now else 0.0
+    steps = max(int(decoded_s / step_s), 0)
     most = ask.output_tokens
     if most is None:
         most = max(worker.limit - ask.largest_prompt, 0)
     return min(steps, most) * ask.samples
+
+
+def shown_since(lease: Lease) -> float | None:
+    """When a stream's first token came, be it hidden, as far as the router has seen."""
+    if lease.begun_at is not None and lease.ask.route in PROMPTLY:
+        return lease.begun_at
+    return lease.first_token_at
+
+
+def _decoded_since(lease: Lease) -> float:
+    """When an answer's first token was written, or should have been.
+
+    Never, of a stream that has not begun: it was waited for in vain. Of one that has, the first
+    token that was seen may be late: some are hidden, others held back until they call a tool.
+    """
+    ask, pace = lease.ask, lease.worker.pace
+    first_at, begun_at = lease.first_token_at, lease.begun_at
+    if ask.stream and (begun_at is None or ask.route in PROMPTLY):
+        since = shown_since(lease)
+        return inf if since is None else since
+    cached, halves = lease.decision.cached_tokens, lease.decision.handover
+    if halves is None:
+        tokens = lease.ahead_tokens + ask.prompt_tokens - cached
+        since = lease.charged_at + pace.first_token_s(tokens, lease.behind_long, cached)
+    else:
+        since = lease.charged_at + halves.transfer_s
+    if ask.stream and begun_at is not None:
+        since = max(since, begun_at)  # typed streams tell of an answer before it is begun
+    return since if first_at is None else min(since, first_at)
+
+
+def _worked_until(worker: Worker, since: float, now: float) -> float:
+    """When a worker was known last to compute: nobody pays for the time in which one hangs."""
+    gauges, worked_at = worker.gauges, worker.worked_at
+    hangs = gauges is not None and worked_at > -inf and gauges.at > max(worked_at, since)
+    return min(now, worked_at) if hangs else now

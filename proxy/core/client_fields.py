@@ -15,8 +15,12 @@ Where there are tenants:
   `router.client_fields` has `priority`.
 - `model`, where the tenant may not use all: the one it was judged by is put into a JSON body, and a
   form has to name one so that no two parsers differ (`forms`). Workers take their own for none.
+- `stream_interval`: taken out. What is left early is charged by its events and its time.
+- `stream_options`: where a stream's usage isn't asked for, the router asks for it and keeps it back
+  (`wire/answering`): events are not tokens, and a tenant pays for tokens.
 - `request_id` in the body: taken out. Stored responses go by it, and it could be another tenant's.
-- `cache_salt`: passes; where caches are isolated, it becomes a part of the tenant's.
+- `cache_salt`: passes; where any tenant's caches are isolated, it becomes a part of its own
+  tenant's: or else it could be another's.
 - `X-Vllm-Priority` and `X-Data-Parallel-Rank` stay behind, for they overrule the router; so does
   `Endpoint-Load-Metrics-Format`, which asks how busy others keep a worker.
 - `Authorization`, `Api-Key`, `X-Api-Key` stay behind: they are for the router.
@@ -33,6 +37,7 @@ from proxy.core.splice import members
 from proxy.core.steering import TREE, Tree, find, steering, steering_form
 
 PRIORITY, ARGUMENTS, SALT, ID = "priority", "vllm_xargs", "cache_salt", "request_id"
+INTERVAL, OPTIONS = "stream_interval", "stream_options"
 # In an id, these are followed by the addresses that the p2p-nccl connector is to use.
 ADDRESSES = (b"___prefill_addr_", b"___decode_addr_")
 # The routes whose bodies have these members, as of vLLM 0.32. Where a body has no room for a salt,
@@ -45,6 +50,10 @@ BOTH = frozenset(
 WITH_PRIORITY = BOTH | {"cohere/v2/chat", "v2/embed"}
 WITH_SALT = BOTH | {"messages"}
 LONGEST_SALT = 128
+# Those whose streams tell usage if `stream_options` has it. Others tell it in any case, or never.
+WITH_OPTIONS = frozenset(["chat/completions", "completions", "inference/v1/generate"])
+WITH_USAGE = b'{"include_usage":true}'
+TRUE = frozenset(["true", "t", "yes", "y", "on", "1", "1.0"])
 STRICT: Tree = {**TREE, ARGUMENTS.encode(): None, b"sampling_params": {b"extra_args": None}}
 
 HEADERS = (b"x-vllm-priority", b"x-data-parallel-rank", b"endpoint-load-metrics-format")
@@ -93,3 +102,16 @@ def salt_in(fields: Mapping[str, Any]) -> str:
     """Read the salt that a client gave; what a worker would refuse is none."""
     own = fields.get(SALT)
     return own[:LONGEST_SALT] if type(own) is str else ""
+
+
+def is_true(value: object) -> bool:
+    """Whether a worker takes a value for true: its parser is not strict."""
+    return value is True or (type(value) in (str, int, float) and str(value).lower() in TRUE)
+
+
+def tells_usage(fields: Mapping[str, Any]) -> bool:
+    """Whether a client asked for a stream's usage, or so that a worker will refuse it."""
+    options = fields.get(OPTIONS)
+    if options is None:
+        return False
+    return type(options) is not dict or is_true(options.get("include_usage"))

@@ -27,6 +27,7 @@ class Load(NamedTuple):
     kv_tokens: int = 0
     decoding: int = 0
     pinned: int = 0
+    kv_coming: int = 0
     written: int = 0  # since ever, so it only grows
 
 
@@ -55,7 +56,8 @@ def own_numbers(worker: Worker) -> tuple[int, ...]:
         worker.kv_tokens - theirs[5],
         worker.decoding - theirs[6],
         worker.pinned - theirs[7],
-        worker.written - theirs[8],
+        worker.kv_coming - theirs[8],
+        worker.written - theirs[9],
     )
 
 
@@ -66,7 +68,9 @@ def own(worker: Worker) -> Load:
 
 def replace(worker: Worker, load: Load, now: float) -> None:
     """Have a worker charged by others with so much, in place of what it was."""
-    requests, sequences, prefill, long, decode, kv, decoding, pinned, written = worker.elsewhere
+    requests, sequences, prefill, long, decode, kv, decoding, pinned, coming, written = (
+        worker.elsewhere
+    )
     worker.elsewhere = load
     worker.requests += load[0] - requests
     worker.sequences += load[1] - sequences
@@ -74,7 +78,8 @@ def replace(worker: Worker, load: Load, now: float) -> None:
     worker.decode_tokens += load[4] - decode
     worker.kv_tokens += load[5] - kv
     worker.pinned += load[7] - pinned
-    worker.written += load[8] - written
+    worker.kv_coming += load[8] - coming
+    worker.written += load[9] - written
     if grown := load[2] - prefill:
         worker.prefill_tokens += grown
         token_s = worker.pace.token_s

@@ -8,8 +8,10 @@ waited for that is not held against it, be it before others came or at workers o
 size. Each class has standings of its own: one's batches change nothing for one's chats.
 
 A request is charged when it is placed, with its prompt, less what is cached, and the output that it
-is likely to write; tokens beyond that as they pass, and what was too much is given back at its end.
-Who leaves an answer that is not streamed pays for what was likely written by then.
+is likely to write; tokens beyond that as they pass. At its end it pays for what usage tells, and is
+given back what was too much.
+Who leaves early pays for what was likely written by then, or for what was seen if that is more.
+A stream's usage is asked for where its client doesn't: events are not tokens.
 So between two tenants that always have something waiting, services differ by at most what one
 request may cost, and what the estimates of those in flight are off by, however long that goes on.
 
@@ -66,6 +68,13 @@ def charge_output(settings: FairnessSettings, ask: Ask, tokens: float) -> None:
     """Charge output tokens beyond those that were, or give back where it is less than nothing."""
     if (tenant := ask.tenant) is not None:
         tenant.charge(settings.output_weight * tokens, ask.rank, free=ask.free)
+
+
+def charge_prompt(tenant: Tenant, ask: Ask, tokens: float) -> None:
+    """Charge what a prompt turned out to have beyond its estimate, or give that back."""
+    tokens = max(tokens, -ask.paid)
+    tenant.charge(tokens, ask.rank, free=ask.free)
+    ask.paid += tokens
 
 
 def give_back(tenant: Tenant, ask: Ask) -> None:

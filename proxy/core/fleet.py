@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from heapq import heappop, heappush
 
+from proxy.core import holding
 from proxy.core.roster import Roster
 from proxy.core.types import Ask, Decision, Handover, Lease
 from proxy.core.worker import Worker
@@ -63,7 +64,7 @@ class Fleet(Roster):
         if ask.long:
             worker.long_tokens += prefill
         worker.decode_tokens += lease.decode_tokens
-        worker.kv_tokens += lease.kv_tokens
+        holding.take(lease, now)
         worker.free_at = max(worker.free_at, now) + pace.token_s * prefill
         if idle and prefill:
             worker.heard(now)
@@ -86,7 +87,7 @@ class Fleet(Roster):
         worker.served = next(self._numbers)
         worker.requests += 1
         worker.decode_tokens += decode
-        worker.kv_tokens += lease.kv_tokens
+        holding.take(lease, now, together=False)
         lease.trial = worker.breaker.sent(now)
         self.moved(worker)
         return lease
@@ -132,11 +133,14 @@ class Fleet(Roster):
             each.requests += sign
             each.sequences += sign * samples
             each.decode_tokens += sign * lease.decode_tokens
-            each.kv_tokens += sign * lease.kv_tokens
+        kv_tokens = lease.kv_tokens
+        holding.give(lease)
         if not before.requests:
             self._leaving.discard(before)
         worker.served = next(self._numbers)
         lease.worker = lease.decision.worker = worker
+        lease.kv_tokens = kv_tokens
+        holding.take(lease, now, together=False)
         lease.trial = worker.breaker.sent(now)
         self.moved(before)
         self.moved(worker)
@@ -170,6 +174,8 @@ class Fleet(Roster):
         silent = self._silent
         while silent and (silent[0][0] <= now or silent[0][2].released):
             lease = heappop(silent)[2]
+            if not lease.released:
+                holding.came(lease)
             if lease.prefill_tokens:
                 self._prefilled(lease, now)
             elif lease.prefill is not None and not lease.released and not lease.decoding:
@@ -180,6 +186,7 @@ class Fleet(Roster):
         if lease.released or lease.first_token_at is not None or not lease.sent:
             return
         lease.first_token_at = now
+        holding.came(lease)
         self._unpin(lease)
         if lease.ask.computes:
             lease.worker.heard(now)
@@ -243,7 +250,7 @@ class Fleet(Roster):
         if lease.sent:
             worker.sequences -= lease.ask.samples
         worker.decode_tokens -= lease.decode_tokens
-        worker.kv_tokens -= lease.kv_tokens
+        holding.give(lease)
         if lease.prefill_tokens:
             worker.prefill_tokens -= lease.prefill_tokens
             if lease.ask.long:
@@ -253,7 +260,7 @@ class Fleet(Roster):
             worker.decoding -= lease.decoding
             lease.decoding = 0
             worker.reprice()
-        lease.prefill_tokens = lease.decode_tokens = lease.kv_tokens = 0
+        lease.prefill_tokens = lease.decode_tokens = 0
         if not worker.requests:
             self._leaving.discard(worker)
         self.moved(worker)

@@ -22,10 +22,12 @@ from dataclasses import dataclass, replace
 from math import inf
 from typing import TYPE_CHECKING
 
+from proxy.core import seats
+from proxy.core.holding import KV_FULL
 from proxy.core.links import Links
 from proxy.core.transfer_time import TransferTimes
 from proxy.core.types import Ask, Decision, Handover, Lease, Reason, Role
-from proxy.core.worker import KV_FULL, Held, Worker
+from proxy.core.worker import Held, Worker
 
 if TYPE_CHECKING:
     from proxy.core.routing.view import View
@@ -133,13 +135,15 @@ def whole_s(worker: Worker, view: View) -> float:
     return cost - worker.cached_price * worker.cached(held) if held else cost
 
 
-def has_room(worker: Worker, ask: Ask) -> bool:
-    """Whether a decode worker's cache has room for a request right now."""
+def has_room(worker: Worker, ask: Ask, now: float) -> bool:
+    """Whether a decode worker has room for a request right now, as far as anybody knows."""
+    if seats.are_taken(worker, now):
+        return False
     capacity = worker.kv_capacity
-    if not capacity or not worker.kv_tokens:
+    if not capacity or not worker.requests or not (held := worker.kv_held):
         return True
     need = ask.prompt_tokens + ask.expected_output * ask.samples
-    return worker.kv_tokens + need <= KV_FULL * capacity
+    return held + need <= KV_FULL * capacity
 
 
 def may_queue(worker: Worker, ask: Ask) -> bool:
@@ -204,7 +208,7 @@ def instead(
         and worker is not lease.worker
         and worker.takes(now)
         and worker.may_hold(ask)
-        and has_room(worker, ask)
+        and has_room(worker, ask, now)
         and not links.is_shut(first.worker, worker, now)
         and (wait_s := worker.wait_s(now, for_long=ask.long)) + halves.transfer_s <= within_s
     ]
@@ -225,7 +229,7 @@ def refine(decision: Decision, view: View) -> Decision | None:
         return decision
     if handing.offer(worker, view, whole_s(worker, view)) is None:
         return decision
-    if not has_room(worker, view.ask):
+    if not has_room(worker, view.ask, view.now):
         return None
     return replace(handing.decision(worker, view), scores=decision.scores)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from proxy.core.accounts import shown_since
 from proxy.core.fleet import Fleet
 from proxy.core.types import Ask, Lease, Outcome, Usage
 from proxy.core.worker import Worker
@@ -51,8 +52,9 @@ def learn(lease: Lease, now: float, usage: Usage, decoding: int) -> None:
         steps = usage.completion_tokens // max(ask.samples, 1) - 1
         beside = (lease.decoding_before + decoding) / 2
         if lease.first_token_at is not None:
-            if ask.stream and steps >= ENOUGH_STEPS:
-                pace.saw_steps(beside, (now - lease.first_token_at) / steps, now)
+            since = shown_since(lease)
+            if ask.stream and steps >= ENOUGH_STEPS and since is not None:
+                pace.saw_steps(beside, (now - since) / steps, now)
         elif not ask.stream and steps >= 0:
             seconds = now - lease.charged_at
             halves = lease.decision.handover

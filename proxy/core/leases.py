@@ -27,6 +27,11 @@ class Leases(Placer):
         if lease.ask.erred_on:
             learning.blame(self.fleet, lease.ask, now)
 
+    def began(self, lease: Lease, now: float) -> None:
+        """Note the first byte of a tenant's answer, whatever it says: see `accounts`."""
+        if lease.begun_at is None:
+            lease.begun_at = now
+
     def _transferred(self, lease: Lease, now: float) -> None:
         handover = lease.decision.handover
         if handover is not None and handover.tokens and lease.ask.stream and not lease.released:

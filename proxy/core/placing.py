@@ -90,7 +90,7 @@ def leaves_room(worker: Worker, ask: Ask, now: float, settings: FairnessSettings
     if worker.requests + 1 > share * worker.most:
         return False
     room, tokens = worker.kv_capacity, ask.prompt_tokens + ask.expected_output * ask.samples
-    if room and worker.kv_tokens + tokens > share * room:
+    if room and worker.kv_held + tokens > share * room:
         return False
     return worker.wait_s(now, for_long=False) <= settings.batch_gap_s
 
@@ -140,7 +140,7 @@ def note(worker: Worker, ask: Ask, now: float) -> str:
     reasons = (
         (not worker.role.serves_whole, "prefills only"),
         (worker.draining, "draining"),
-        (not worker.up, "down"),
+        (not worker.up, f"down: {worker.trouble}" if worker.trouble else "down"),
         (not breaker.lets_pass(now), "busy" if breaker.busy else "failed lately"),
         (not worker.may_hold(ask), f"too small: holds {worker.limit} tokens"),
         (not worker.surely_holds(ask), f"may be too small: holds {worker.limit} tokens"),

@@ -14,7 +14,7 @@ from bisect import bisect_left, insort
 from collections.abc import Collection, Sequence
 
 from proxy.core.types import Ask, Role
-from proxy.core.worker import Worker
+from proxy.core.worker import NO_LIMIT, Worker
 
 SMALL = 32  # groups up to this size are looked at whole
 FIRST = 8  # of larger ones, so many
@@ -63,6 +63,7 @@ class Pool:
         "for_shorts",
         "groups",
         "least",
+        "limit",
         "longs",
         "members",
         "mixed",
@@ -90,6 +91,9 @@ class Pool:
         limits = sorted({group.limit for group in self.groups})
         self.least, self.most = (limits[0], limits[-1]) if limits else (0, 0)
         self.boundaries = limits[:-1]  # where a longer request has fewer workers
+        # The largest context there is, be its workers down or about to leave.
+        whole = [worker.limit for worker in workers if worker.role.serves_whole]
+        self.limit = max(whole, default=NO_LIMIT)
         self.for_longs = [worker for worker in self.all if worker.role is not Role.SHORT]
         self.for_shorts = [worker for worker in self.all if worker.role is not Role.LONG]
         self.shorts = sum(len(g.workers) for g in self.groups if g.role is Role.SHORT)

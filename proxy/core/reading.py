@@ -10,20 +10,27 @@ import orjson
 from proxy.core import refusals
 from proxy.core.client_fields import (
     ID,
+    INTERVAL,
+    OPTIONS,
     PRIORITY,
     SALT,
+    WITH_OPTIONS,
     WITH_PRIORITY,
     WITH_SALT,
+    WITH_USAGE,
     ClientFields,
     forbidden,
     forbidden_form,
+    is_true,
     salt_in,
+    tells_usage,
 )
 from proxy.core.fleet import Fleet
 from proxy.core.forms import form_fields, plain_model
 from proxy.core.routes import Route, Shape
-from proxy.core.sizing import Sizer
+from proxy.core.sizing import Sizer, fit
 from proxy.core.splitting import whole_because
+from proxy.core.stored import Stored
 from proxy.core.tenants import Rank, Tenant
 from proxy.core.types import Ask, Refusal
 from proxy.core.worker import Worker
@@ -46,7 +53,6 @@ SHORTEST_BEFORE = 40  # in front of a prompt so near the start there is no other
 LARGE = 262_144
 MOST_VALUES = 2_000_000
 COUNTED_BYTES = 65_536  # a longer body is not worth sending twice
-MOST_RESPONSES = 10_000  # remembered, of those that workers store
 UNCLEAR = "The form must name one `model`, and each of its parts plainly, once, in quotes."
 BATCH = Rank.BATCH
 # What a class is to workers that heed `priority`: less is more urgent. A body that says none is 0.
@@ -77,10 +83,10 @@ class Reader:
         self.splits = False  # whether requests may be handed over
         self.may = ClientFields()
         self.passes_priority = False  # whether workers are told the class
+        self.cuts_output = False  # whether the largest worker may cut what nobody has room for
         self._fleet = fleet
         self._sizer = sizer
-        # The worker that stores each, and whose it is.
-        self.responses: dict[str, tuple[str, Tenant | None]] = {}
+        self.stored = Stored()
 
     def read(
         self,
@@ -144,6 +150,7 @@ class Reader:
             ask.pinned = self._holder(previous, tenant)
             if tenant is not None and not ask.pinned:
                 return refusals.no_response(str(previous))
+        self._fit(ask)
         if self.splits:
             ask.whole = ask.whole or whole_because(ask, fields)
             ask.least_output = "min_tokens" in fields
@@ -162,12 +169,20 @@ class Reader:
                 changed[PRIORITY] = None
             if self.passes_priority and ask.route in WITH_PRIORITY and ask.rank in PRIORITIES:
                 changed[PRIORITY] = PRIORITIES[ask.rank]
-        if not tenant.spec.salted:
-            ask.salt = salt_in(fields) if SALT in fields else ""
+        if INTERVAL in fields:
+            changed[INTERVAL] = None
+        if ask.generates and (ask.stream or is_true(fields.get("stream"))):
+            # Whoever searches writes nothing before the end.
+            ask.stream = not is_true(fields.get("use_beam_search"))
+            if ask.route in WITH_OPTIONS and not tells_usage(fields):
+                changed[OPTIONS] = WITH_USAGE
+        own = salt_in(fields) if SALT in fields else ""
+        if not tenant.spec.salted and not (own and tenant.beside_salted):
+            ask.salt = own
         elif ask.route in WITH_SALT:
-            ask.salt = tenant.salt(salt_in(fields))
+            ask.salt = tenant.salt(own)
             changed[SALT] = b'"%b"' % ask.salt.encode()
-        elif shape is not OPAQUE and shape is not FORM:
+        elif tenant.spec.salted and shape is not OPAQUE and shape is not FORM:
             return refusals.not_isolated(ask.route)
         if changed and shape is not FORM:
             ask.fields = changed
@@ -207,15 +222,12 @@ class Reader:
     def _holder(self, response_id: object, tenant: Tenant | None) -> str:
         if type(response_id) is not str:
             return ""
-        holder, whose = self.responses.get(response_id, ("", None))
-        return holder if whose is tenant and holder in self._fleet else ""
+        holder = self.stored.holder(response_id, tenant)
+        return holder if holder in self._fleet else ""
 
     def remember(self, response_id: str, worker: str, tenant: Tenant | None = None) -> None:
-        """Note which worker stores a response, and whose; the oldest are forgotten."""
-        responses = self.responses
-        responses[response_id] = worker, tenant
-        if len(responses) > MOST_RESPONSES:
-            del responses[next(iter(responses))]
+        """Note which worker stores a response, and whose."""
+        self.stored.remember(response_id, worker, tenant)
 
     def _hash(self, ask: Ask, shape: Shape, body: bytes) -> None:
         start = prompt_start(shape, body)
@@ -246,7 +258,13 @@ class Reader:
     def counted(self, ask: Ask, prompt_tokens: int) -> None:
         """Take a worker's count."""
         self._sizer.counted(ask, prompt_tokens)
+        self._fit(ask)
         ask.long = ask.budget > self.short_limit
+
+    def _fit(self, ask: Ask) -> None:
+        pinned = self._fleet.get(ask.pinned) if ask.pinned else None
+        most = self._fleet.pool(ask.model).limit if pinned is None else pinned.limit
+        fit(ask, most, cuts_output=self.cuts_output)
 
 
 def prompt_start(shape: Shape, body: bytes) -> int:

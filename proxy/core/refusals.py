@@ -53,9 +53,10 @@ def no_worker(model: str, retry_after_s: float | None = None) -> Refusal:
     return Refusal(503, Reason.NO_WORKER, message, "no_worker", retry_after_s=rest_s)
 
 
-def nobody_left(why: str) -> Refusal:
+def nobody_left(why: str, retry_after_s: float | None = None) -> Refusal:
     """502: workers failed, and no further one may be tried."""
-    return Refusal(502, Reason.NO_WORKER, f"The request failed on its worker, and {why}.")
+    message = f"The request failed on its worker, and {why}."
+    return Refusal(502, Reason.NO_WORKER, message, retry_after_s=retry_after_s)
 
 
 def unfinished(seconds: float) -> Refusal:

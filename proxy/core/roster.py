@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import count
 from math import inf
 
+from proxy.core import holding, seats
 from proxy.core.breaker import Told
 from proxy.core.elsewhere import NO_LOAD, Load, Others, replace
 from proxy.core.pool import NO_POOL, Pool
@@ -200,7 +201,7 @@ class Roster:
         self._live_changed()
         return True
 
-    def probe_failed(self, name: str, now: float) -> bool:  # noqa: ARG002
+    def probe_failed(self, name: str, now: float, why: str = "") -> bool:  # noqa: ARG002
         """Take a probe's failure; True if the worker has just gone down."""
         worker = self._workers.get(name)
         if worker is None:
@@ -208,6 +209,7 @@ class Roster:
         worker.good_probes = 0
         worker.failed_probes += 1
         worker.probed = True
+        worker.trouble = why
         if not worker.up or worker.failed_probes < self.down_after:
             return False
         worker.up = False
@@ -268,6 +270,8 @@ class Roster:
         worker.strange_tokens_before = strange
         longs = gauges.extra.get("backlog_long", 0.0) / backlog if backlog else 0.0
         worker.strange_long = worker.strange_tokens * longs
+        seats.learn(worker, gauges)
+        holding.learn(worker, gauges, worker.queued_before)
         if gauges.at - worker.pace.seen_at > STALE_S and not worker.requests:
             self._forgive(worker)
         worker.reprice()

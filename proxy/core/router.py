@@ -25,7 +25,7 @@ from proxy.core.handover import PATIENCE
 from proxy.core.leases import Leases
 from proxy.core.placer import NOBODY
 from proxy.core.reading import Reader
-from proxy.core.retries import RetryBudget
+from proxy.core.retries import Falls, RetryBudget
 from proxy.core.routes import Route
 from proxy.core.routing.registry import rule
 from proxy.core.settings import RouterSettings
@@ -34,6 +34,8 @@ from proxy.core.types import Ask, Lease, Reason, Refusal, Ticket
 from proxy.core.worker import Worker, WorkerSpec
 
 __all__ = ["Router", "RouterSettings"]
+
+RETRY_AFTER_S = 1.0  # the budget's least comes back with time
 
 
 class Router(Leases):
@@ -48,6 +50,7 @@ class Router(Leases):
         self._evicted: dict[Ticket, Refusal] = {}  # from the queue, and not told yet
         self._reader = Reader(fleet, self.sizer, settings.short_limit)
         self._retries = RetryBudget(settings.retry_budget)
+        self._falls = Falls()
         self._split(settings)
 
     # Reading
@@ -97,7 +100,7 @@ class Router(Leases):
 
     def remembered(self) -> Iterator[tuple[str, str, str]]:
         """List all that is remembered: responses, workers, and whose they are."""
-        for response_id, (worker, whose) in self._reader.responses.items():
+        for response_id, worker, whose in self._reader.stored:
             yield response_id, worker, "" if whose is None else whose.name
 
     # Placing
@@ -108,11 +111,13 @@ class Router(Leases):
         now: float,
         *,
         tried: frozenset[str] = NOBODY,
+        after: Lease | None = None,
         free: bool = False,
         explain: bool = False,
     ) -> Lease | Ticket | Refusal:
         """Place a request, let it wait, or refuse it. `tried` names the workers that failed it.
 
+        `after`: the leg that failed, so that those who fall with one worker need no budget each.
         `free`: a prefill is all that came to nothing. To do it elsewhere costs no retry, and is no
         attempt: the decode worker that was counted on anyhow is well, and one dead prefill worker
         may have had many requests.
@@ -121,10 +126,10 @@ class Router(Leases):
             return self._refused(ask.model, refusals.draining())
         self.fleet.settle(now)
         if tried:
-            if (refusal := self._no_retry(ask, now, tried, free=free)) is not None:
+            if (refusal := self._no_retry(ask, now, tried, after, free=free)) is not None:
                 return refusal
         else:
-            self._retries.earn()
+            self._retries.earn(now)
             self._saw(ask, now)
         if ask.tenant is None:
             return self._submit(ask, now, tried, explain=explain)
@@ -206,23 +211,52 @@ class Router(Leases):
         return gone
 
     def _no_retry(
-        self, ask: Ask, now: float, tried: frozenset[str], *, free: bool
+        self,
+        ask: Ask,
+        now: float,
+        tried: frozenset[str],
+        after: Lease | None,
+        *,
+        free: bool,
     ) -> Refusal | None:
         if free:  # few: the last of the attempts is whole
             return None
         if len(tried) >= self.settings.max_attempts:
             why = "it was tried as often as it may be"
-        elif not self._retries.spend(now):
-            why = "too many requests are being retried"
-        else:
+            return self._refused(ask.model, refusals.nobody_left(why))
+        if self._fell_with(ask, now, tried, after) or self._retries.spend(now):
             return None
-        return self._refused(ask.model, refusals.nobody_left(why))
+        why = "too many requests are being retried"
+        return self._refused(ask.model, refusals.nobody_left(why, RETRY_AFTER_S))
+
+    def may_go_over(self, lease: Lease, now: float, tried: frozenset[str]) -> bool:
+        """Whether a request would be tried elsewhere if the leg failed that is under way."""
+        ask, leg = lease.ask, lease.under_way
+        tried |= {leg.worker.name}
+        if len(tried) >= self.settings.max_attempts:
+            return False
+        others = (w for w in self.fleet.pool(ask.model).all if w.name not in tried)
+        if ask.pinned or not any(
+            w.may_hold(ask) and (w.breaker.closed or w.takes(now)) for w in others
+        ):
+            return False
+        spared = len(tried) == 1 and self._falls.would_spare(leg.worker.name, leg.charged_at, now)
+        return spared or self._retries.affords(now)
+
+    def _fell_with(self, ask: Ask, now: float, tried: frozenset[str], after: Lease | None) -> bool:
+        """Whether a request failed with its worker, for the first time."""
+        if after is None or not self._retries.share:
+            return False
+        beside = len(self.fleet.pool(ask.model).all)
+        spared = self._falls.spare(after.worker.name, after.charged_at, now, beside)
+        return spared and len(tried) == 1
 
     # Changing
 
     def _split(self, settings: RouterSettings) -> None:
         self._reader.splits = settings.transfer
         self._reader.passes_priority = settings.pass_priority
+        self._reader.cuts_output = settings.cut_output
         self._reader.may = ClientFields(
             settings.allow_client_kv_transfer, settings.client_priority, settings.client_arguments
         )

@@ -17,6 +17,7 @@ class RouterSettings:
     short_limit: int = 10_000
     prefix_affinity: bool = True
     tokenize: bool = True
+    cut_output: bool = False  # by the largest worker, where nobody has room for all of it
     max_attempts: int = 3
     retry_budget: float = 0.2
     queue_requests: int = 1024

@@ -13,6 +13,7 @@ the band is half of the estimate.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from sys import maxsize
 from typing import Any
 
 from proxy.core.body import count, measure
@@ -20,9 +21,13 @@ from proxy.core.routes import Route, Shape
 from proxy.core.types import Ask, Usage
 
 TOKENS, PROMPT = Shape.TOKENS, Shape.PROMPT  # looked up once: see reading.py
+CHAT, CHATS, RESPONSE = Shape.CHAT, Shape.CHATS, Shape.RESPONSE
 BYTES_PER_TOKEN = 4.0
 FIRST_BAND, LEAST_BAND, MOST_BAND = 0.5, 0.02, 0.6
 SPREADS = 3.0  # the band is so many mean distances wide, each way
+# No text is taken to have fewer tokens than one in so many bytes: there are words of more, but few
+# texts of such words; padding and indentation come nearest. A model may have longer words by far.
+MOST_PER_TOKEN, LONGER = 16.0, 2.0
 FORGET = 0.05
 FULL_WEIGHT_BYTES = 2000  # a template's own tokens blur what shorter texts say
 USUAL_OUTPUT = 256  # until answers tell
@@ -30,6 +35,9 @@ COMPLETION_OUTPUT = 16  # vLLM's own when /v1/completions states none
 OUTPUT_KEYS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
 MOST_SAMPLES = 4096
 COUNTABLE = ("chat/completions", "completions")
+# The routes on which vLLM 0.32 takes any output limit; on others one above its context is an error,
+# whatever the prompt.
+ANY_LIMIT = frozenset(["inference/v1/generate", "audio/transcriptions", "audio/translations"])
 # The routes on which vLLM 0.32 heeds `truncate_prompt_tokens`; on others it says nothing.
 CUT = "truncate_prompt_tokens"
 CUTTING = frozenset(
@@ -92,10 +100,11 @@ class Sizer:
         learnt = self.learnt(model, route.name)
         per_token = learnt.bytes_per_token
         prompt = largest = int(extent.text / per_token) + extent.tokens
-        error = int(extent.text / per_token * learnt.band)
+        text, tokens, shape = extent.text, extent.tokens, route.shape
         if extent.largest_text >= 0:
-            largest = int(extent.largest_text / per_token) + extent.largest_tokens
-            error = int(extent.largest_text / per_token * learnt.band)
+            text, tokens = extent.largest_text, extent.largest_tokens
+            largest = int(text / per_token) + tokens
+        error = int(text / per_token * learnt.band)
         if extent.vague:
             error += min(extent.vague // 2, largest)
         output, samples = _output(route, body) if route.generates else (None, 1)
@@ -103,6 +112,9 @@ class Sizer:
         ask = Ask(request_id, route.name, model, body_bytes, prompt, error, largest, output)
         ask.extra_tokens = extent.tokens
         ask.text_bytes = extent.text
+        ask.least_prompt = int(text / max(MOST_PER_TOKEN, LONGER * per_token))
+        if not (extent.vague or shape is CHAT or shape is RESPONSE or shape is CHATS):
+            ask.least_prompt += tokens  # those of a template and of images are guesses
         if extent.vague:
             ask.text_bytes = 0
             ask.whole = "not_text"
@@ -121,8 +133,8 @@ class Sizer:
 
     def counted(self, ask: Ask, prompt_tokens: int) -> None:
         """Take a worker's own count of the one prompt of an ask."""
-        ask.prompt_tokens = ask.largest_prompt = prompt_tokens
-        ask.prompt_error = 0
+        ask.prompt_tokens = ask.largest_prompt = ask.least_prompt = prompt_tokens
+        ask.prompt_error, ask.most = 0, maxsize
         ask.counted = True
 
     def outgrew(self, ask: Ask, limit: int) -> None:
@@ -140,6 +152,31 @@ class Sizer:
             learnt.see_prompt(ask.text_bytes, tokens)
         if ask.generates and usage.completion_tokens > 0:
             learnt.see_output(usage.completion_tokens / max(ask.samples, 1))
+
+
+def fit(ask: Ask, most: int, *, cuts_output: bool) -> None:
+    """Leave it to the worker with the largest context whether an ask fits, if it may.
+
+    An estimate of a prompt is not to be held against it: for one that it holds, it is too high.
+    `cuts_output`: vLLM 0.32 cuts a limit to what the prompt leaves, if that is a token at least.
+    """
+    if ask.needs <= most:
+        return
+    stated = ask.output_tokens
+    output = ask.generates if cuts_output or stated is None else stated
+    least = ask.least_prompt
+    if least < 0:
+        least = ask.largest_prompt - ask.prompt_error
+    if least + output > most:
+        return
+    if (stated or 0) > most and ask.route not in ANY_LIMIT:
+        return
+    ask.most = most
+    over = ask.largest_prompt + output - most
+    if over > 0:
+        ask.largest_prompt -= over
+        ask.prompt_tokens -= over
+        ask.prompt_error = max(ask.prompt_error - over, 0)  # nobody smaller should try
 
 
 def _output(route: Route, body: dict[str, Any]) -> tuple[int | None, int]:
@@ -169,7 +206,9 @@ def _cut(ask: Ask, body: dict[str, Any], prompts: int) -> None:
     ask.sure_prompt = sure if most is None else min(sure, most)
     if most is None:
         ask.prompt_error = ask.largest_prompt
+        ask.least_prompt = 0
     else:
+        ask.least_prompt = min(ask.least_prompt, most)
         ask.prompt_tokens = min(ask.prompt_tokens, most * prompts)
         ask.largest_prompt = min(ask.largest_prompt, most)
         ask.prompt_error = min(ask.prompt_error, most)

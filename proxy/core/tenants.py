@@ -69,6 +69,7 @@ class Tenant:
     """A tenant: its share, and what it has of it."""
 
     __slots__ = (
+        "beside_salted",
         "charged",
         "ledger",
         "lifts",
@@ -91,6 +92,7 @@ class Tenant:
         self.standings = [0.0] * len(Rank)
         self.charged = [0.0] * len(Rank)  # by this process, since ever, and not free
         self.lifts = [0.0] * len(Rank)  # what it was lifted by, anywhere
+        self.beside_salted = False  # whether one of all is salted: no other may name its salt
         self.waiting = 0  # in the queue
         self.waits = 0  # a bit for each class in which it waits here
         self.watches: set[Watch] = set()  # that are told of each change
@@ -145,7 +147,7 @@ class Tenant:
     def salt(self, own: str = "") -> str:
         """Return what keeps its cached prefixes apart; `own` is a salt that the client gave.
 
-        No secret is needed: clients never set it themselves.
+        No secret is needed: where anybody is salted, no client sets it itself.
         """
         return sha256(SALTED + f"{self.name}\0{own}".encode(errors="replace")).hexdigest()[:32]
 
@@ -186,6 +188,9 @@ class Tenants:
                 tenant.spec = spec
                 tenant.ledger.limit(spec.limits)
             self._tenants[spec.name] = tenant
+        beside = any(tenant.spec.salted for tenant in self)
+        for tenant in self:
+            tenant.beside_salted = beside
         self._keys = {digest: (digest, self._tenants[name]) for digest, name in keys.items()}
         self.open = not self._tenants
         self.edition += 1

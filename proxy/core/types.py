@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
+from sys import maxsize
 from typing import TYPE_CHECKING
 
 from proxy.core.tenants import Rank, Tenant
@@ -86,6 +87,8 @@ class Ask:
     samples: int = 1  # sequences an engine makes of it: prompts times `n`
     counted: bool = False
     sure_prompt: int = -1  # that a largest prompt has at least which a worker may cut; else -1
+    least_prompt: int = -1  # that its largest prompt has, be it of the longest words; -1: see error
+    most: int = maxsize  # the largest context there is, where the worker that has it should judge
     long: bool = False  # its total budget is above the fleet's `short_limit`
     prefix: tuple[int, ...] = ()  # chained hashes of the prompt's blocks, first block first
     prefix_bytes: int = 0  # bytes of body from where the prompt starts
@@ -109,10 +112,12 @@ class Ask:
     def needs(self) -> int:
         """The context that its largest prompt takes, with what one sample may write.
 
-        A worker clamps an output limit that was not stated, so one token has to do for that.
+        A worker clamps an output limit that was not stated, so one token has to do for that. One
+        that was stated it clamps too, so that where no context is large enough, the largest is.
         """
         output = self.output_tokens
-        return self.largest_prompt + (self.generates if output is None else output)
+        needs = self.largest_prompt + (self.generates if output is None else output)
+        return min(needs, self.most)
 
     @property
     def computes(self) -> bool:
@@ -209,15 +214,18 @@ class Lease:
     charged_at: float
     prefill_tokens: int  # still charged as prefill; 0 once the first token was seen
     decode_tokens: int  # still charged as output to come
-    kv_tokens: int  # prompt and output it may hold in the KV cache
+    kv_tokens: int  # prompt and output it may hold in the KV cache, less what it shares there
     ahead_tokens: float = 0.0  # to prefill before its own, by what was charged and the time since
     behind_long: float = 0.0  # of longs, if it is short itself: it may be let past them
     trial: bool = False  # the one request let through to a worker whose breaker was open
     decoding_before: int = 0  # samples that decoded there when its first token came
     seen_tokens: int = 0  # output tokens seen so far, all samples together
     first_token_at: float | None = None
+    begun_at: float | None = None  # when a tenant's answer began, be it with no token
     released: bool = False
     decoding: int = 0  # samples that count as decoding there
+    kv_coming: int = 0  # tokens that its cache was charged with, until the first one is written
+    holds: tuple[int, ...] = ()  # blocks of its prompt that are charged with those of others
     prefill: Lease | None = None  # of a hand-over, the prefill worker's
     sent: bool = True  # False on a decode worker until the prefill is done
     pins: bool = False  # whether the prefill worker still holds what it computed

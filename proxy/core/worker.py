@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from proxy.core.breaker import Breaker
 from proxy.core.elsewhere import NO_LOAD, Load
+from proxy.core.holding import Blocks
 from proxy.core.predict import Pace
 from proxy.core.types import Ask, Gauges, Role
 
@@ -21,9 +22,9 @@ if TYPE_CHECKING:
 LEAST_WAIT_SHARE = 0.2
 STALL = 0.3  # of a prefill's time that those who decode beside it lose
 NO_LIMIT = sys.maxsize
+FEW = 3  # of the models that a worker lists, to be told of
 OVERBOOKED = 2
 WORKS_S = 30.0  # of no progress on its own page: longer than a step, and than most prefills
-KV_FULL = 0.95  # of its KV cache: beyond it a request would wait for room
 # How badly a role suits a short and a long, where costs are equal.
 MISFIT = {Role.SHORT: (0, 2), Role.LONG: (2, 0)}
 # So many tokens of a prompt, and a mask of the workers that hold them; the most tokens first.
@@ -42,6 +43,7 @@ class WorkerSpec:
     max_requests: int | None = None  # in flight; None = no limit of its own
     api_key: str | None = field(default=None, repr=False)
     tls: WorkerTlsConfig | None = None  # None = plain HTTP
+    seats: int | None = None  # sequences that it runs at once; None = it is not known
 
 
 class Worker:
@@ -49,6 +51,7 @@ class Worker:
 
     __slots__ = (
         "bit",
+        "blocks",
         "breaker",
         "cached_price",
         "decode_tokens",
@@ -63,7 +66,10 @@ class Worker:
         "good_probes",
         "index",
         "key",
+        "kv_apart",
         "kv_capacity",
+        "kv_coming",
+        "kv_spare",
         "kv_tokens",
         "long_tokens",
         "max_model_len",
@@ -78,10 +84,13 @@ class Worker:
         "prefill_tokens",
         "probed",
         "prompt_price",
+        "queued",
+        "queued_before",
         "ranked_in",
         "reports_cache",
         "requests",
         "role",
+        "seats",
         "sequences",
         "served",
         "shut",
@@ -92,6 +101,7 @@ class Worker:
         "strangers",
         "strangers_before",
         "told_max_model_len",
+        "trouble",
         "up",
         "up_since",
         "worked_at",
@@ -109,6 +119,7 @@ class Worker:
         self.up = False
         self.up_since = 0.0  # when it came up last, or was seen to have been started anew
         self.probed = False  # until the first probe answers, nothing is known
+        self.trouble = ""  # what was wrong with the last probe that failed, for people
         self.draining = False
         self.good_probes = self.failed_probes = 0  # in a row
         self.breaker = Breaker()
@@ -119,13 +130,19 @@ class Worker:
         # Tokens that it has to prefill for them, where it tells; of those, the longs'.
         self.strange_tokens = self.strange_tokens_before = self.strange_long = 0.0
         self.reports_cache = False
+        self.queued = self.queued_before = 0  # requests that wait in its own queue
+        self.seats = inf  # requests that it has room for, as far as that queue tells
 
         self.requests = 0
         self.sequences = 0  # as the engine counts: one for each prompt, and each of its samples
         self.prefill_tokens = 0  # of requests that wait for their first token
         self.long_tokens = 0  # of those, the longs'
         self.decode_tokens = 0  # still to be written
-        self.kv_tokens = 0
+        self.kv_tokens = 0  # in its cache, or promised to be
+        self.kv_coming = 0  # of those, of requests without a first token
+        self.kv_spare = 0  # of them all, that it does not hold, by its own page; < 0: it holds more
+        self.blocks = Blocks()  # that prompts on it begin with, and so share
+        self.kv_apart = 0.0  # of what they should share, the part that is each one's own, learnt
         self.pinned = 0  # hand-overs whose blocks here nobody has fetched yet, as far as is known
         self.decoding = 0  # sequences past their first token
         self.written = 0  # tokens it has streamed, since ever
@@ -164,6 +181,20 @@ class Worker:
         return self.spec.model
 
     @property
+    def strays(self) -> bool:
+        """Whether it lists models, and that which it is here for is not among them."""
+        return self.spec.model not in self.models
+
+    @property
+    def why(self) -> str:
+        """Say what keeps its own model's requests from it, as probes found it; empty if nothing."""
+        if self.up and self.strays:
+            more = len(self.models) - FEW
+            listed = ", ".join(self.models[:FEW]) + (f" and {more} more" if more > 0 else "")
+            return f"serves {listed}, not {self.spec.model}"
+        return "" if self.up else self.trouble
+
+    @property
     def max_requests(self) -> int | None:
         """How many requests it may have in flight."""
         return self.spec.max_requests
@@ -200,7 +231,12 @@ class Worker:
         if self.requests >= self.most:
             return True
         room = self.kv_capacity
-        return self.most is NO_LIMIT and 0 < OVERBOOKED * room <= self.kv_tokens
+        return self.most is NO_LIMIT and 0 < OVERBOOKED * room <= self.kv_held
+
+    @property
+    def kv_held(self) -> int:
+        """How many tokens its KV cache holds or should soon, as far as anybody knows."""
+        return max(self.kv_tokens - self.kv_spare, self.kv_coming)
 
     def takes(self, now: float) -> bool:
         """Whether it has room and its breaker lets a request pass."""

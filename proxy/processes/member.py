@@ -140,6 +140,13 @@ class Member:
         """Let requests finish, and end."""
         self._soon(self._drain())
 
+    def orphaned(self) -> None:
+        """Drain, because the supervisor is gone; its next one needs the ports at once."""
+        if not self.ended.is_set():
+            logger.warning("the supervisor is gone: draining")
+            self.app.close_admin()
+            self.drain()
+
     # As the app needs it
 
     def reloaded(self, config: FleetConfig) -> None:
@@ -299,9 +306,7 @@ async def serve(index: int, table: int, line: socket.socket, admin: socket.socke
 
     def lost() -> None:
         if member is not None:
-            if not member.ended.is_set():
-                logger.warning("the supervisor is gone: draining")
-                member.drain()
+            member.orphaned()
         elif not begun.done():
             begun.set_result(None)
 

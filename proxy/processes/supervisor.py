@@ -7,12 +7,13 @@ It serves nobody itself. A process that dies is begun again, after pauses that g
 young, and what it had charged is released at once; if it led, another one leads. One whose loop
 stands still for long is killed: its share of the connections would wait for ever. So is one that
 has begun and does not come to serve. When the supervisor goes, in whatever way, its processes hear
-the line go dead, and drain.
+the line go dead, let go of the ports, and drain; the next one waits for the ports a little.
 """
 
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import os
 import socket
@@ -20,18 +21,15 @@ import sys
 import time
 from collections.abc import Callable
 from functools import partial
-from itertools import count
 from pathlib import Path
 from typing import Any
 
 from proxy.assembly import url_of
 from proxy.config import FleetConfig, load
-from proxy.control.scrape import PROCESSES, RESTARTS
 from proxy.errors import ProxyError
-from proxy.processes import pages
 from proxy.processes.channel import Channel
+from proxy.processes.child import Child
 from proxy.processes.messages import (
-    Address,
     Answer,
     Ask,
     Begin,
@@ -46,55 +44,22 @@ from proxy.processes.messages import (
     Stop,
     Workers,
 )
+from proxy.processes.ports import Ports
+from proxy.processes.questions import Questions
+from proxy.processes.size import how_many
 from proxy.processes.table import ALIVE, Table
+from proxy.processes.totals import Totals
 
 logger = logging.getLogger(__name__)
 
-MOST_BY_ITSELF = 8
-QUOTA = Path("/sys/fs/cgroup/cpu.max")  # microseconds in so many, or `max`
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.25, 30.0
 GROWN_S = 60.0  # one that dies later than that is begun again as the first time
-ANSWER_S = 2.0  # that a question may take
+LET_GO_S, TRY_S = 3.0, 0.1  # that a killed router's processes may keep its ports; between two tries
 GRACE_S = 5.0  # for what was told to end
 STILL_S, LOOK_S = 30.0, 1.0  # a loop that stands still so long; between two looks
 BORN_S = 120.0  # that one may take from its beginning until it serves, on whatever machine
 MOST_LATE = 5  # looks that one may come late, before it was the machine that stood still
 MUCH = 8 << 20  # bytes that a process may leave unread before it is told no more of workers
-
-
-def how_many(config: FleetConfig) -> int:
-    """Return how many processes a fleet file asks for, here."""
-    asked = config.router.processes
-    if isinstance(asked, int):
-        return asked
-    return min(processors(), MOST_BY_ITSELF)
-
-
-def processors() -> int:
-    """Return how many processors this process may keep busy: a container may have less than all."""
-    allowed = len(os.sched_getaffinity(0))
-    try:
-        quota, period = QUOTA.read_text().split()
-        return allowed if quota == "max" else max(min(allowed, int(quota) // int(period)), 1)
-    except (OSError, ValueError):
-        return allowed
-
-
-class Child:
-    """One process, from its beginning to its end."""
-
-    def __init__(self, index: int, process: asyncio.subprocess.Process) -> None:
-        self.index = index
-        self.process = process
-        self.channel: Channel
-        self.joined = False
-        self.serving = False
-        self.missed = False  # something of what the leader said
-        self.began = time.monotonic()
-
-    def __repr__(self) -> str:
-        """Name it, as logs do."""
-        return f"router process {self.index} ({self.process.pid})"
 
 
 class Supervisor:
@@ -110,22 +75,18 @@ class Supervisor:
         self._read = read
         self.processes = how_many(config)
         self.restarts = 0
-        self.port = self.admin_port = 0
         self._started_with = self._config = config
         self._source = source
         self._table: Table
-        self._reserved: list[socket.socket] = []
-        self._admin: socket.socket
+        self._ports = Ports()
         self._children: dict[int, Child] = {}
         self._leader: Child | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._keepers: list[asyncio.Task[None]] = []
         self._ending = False
         self._all_serve = asyncio.Event()
-        self._numbers = count(1)
-        self._asked: dict[int, tuple[dict[int, Any], set[int], asyncio.Event]] = {}
-        self._pages: dict[int, pages.Page] = {}  # as they were read last
-        self._past: pages.Page = {}  # of processes that are no more
+        self._questions = Questions()
+        self._totals = Totals()
 
     @property
     def pids(self) -> list[int]:
@@ -133,15 +94,19 @@ class Supervisor:
         return [child.process.pid for child in self._children.values()]
 
     @property
+    def _serving(self) -> int:
+        return sum(child.serving for child in self._children.values())
+
+    @property
     def url(self) -> str:
         """Where clients find it."""
-        return url_of(self._config.router.host, self.port, self._config.router.tls)
+        return url_of(self._config.router.host, self._ports.port, self._config.router.tls)
 
     @property
     def admin_url(self) -> str:
         """Where operators find it."""
         admin = self._config.router.admin
-        return url_of(admin.host, self.admin_port, admin.tls)
+        return url_of(admin.host, self._ports.admin_port, admin.tls)
 
     @property
     def drain_s(self) -> float:
@@ -150,13 +115,7 @@ class Supervisor:
 
     async def start(self) -> None:
         """Begin all, and wait until they serve; raise if one does not."""
-        try:
-            await self._reserve()
-        except OSError as error:
-            self._let_go()
-            raise ProxyError(
-                f"the router can't listen: {error}; choose another host or port under `router`"
-            ) from None
+        await self._take_ports()
         self._table = Table.make(self.processes)
         self._keepers = [asyncio.create_task(self._keep(i)) for i in range(self.processes)]
         watching = asyncio.create_task(self._watch())
@@ -174,6 +133,26 @@ class Supervisor:
                     "or give fewer router.processes"
                 )
             raise ProxyError("a process of the router ended before it served; it has said why")
+
+    async def _take_ports(self) -> None:
+        """Have the ports; of a router that was killed, its processes may yet have to let go."""
+        router = self._config.router
+        give_up = time.monotonic() + LET_GO_S + router.drain_notice_s
+        said = False
+        while True:
+            try:
+                return await self._ports.take(router)
+            except OSError as error:
+                self._ports.let_go()
+                if error.errno != errno.EADDRINUSE or time.monotonic() >= give_up:
+                    raise ProxyError(
+                        f"the router can't listen: {error}; choose another host or port under "
+                        "`router`"
+                    ) from None
+                if not said:
+                    said = True
+                    logger.warning("%s; tried again, for an earlier router may still drain", error)
+            await asyncio.sleep(TRY_S)
 
     async def drain(self) -> None:
         """Let requests finish, and end."""
@@ -197,7 +176,7 @@ class Supervisor:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._let_go()
+        self._ports.let_go()
 
     def reload(self) -> None:
         """Have the fleet file read again, if there is nothing wrong with it that we can tell."""
@@ -207,48 +186,6 @@ class Supervisor:
             self._leader.channel.say(Reload())
         else:
             logger.error("nothing was read again: no process leads at this moment; try again")
-
-    # The port
-
-    async def _reserve(self) -> None:
-        """Take the ports: the processes' by name only, which others then can't have."""
-        router, loop = self._config.router, asyncio.get_running_loop()
-        port = router.port
-        found = await loop.getaddrinfo(router.host, port, type=socket.SOCK_STREAM)
-        for family, _, _, _, address in dict.fromkeys(found):
-            at = (address[0], port, *address[2:])
-            for shared in (False, True):  # with SO_REUSEPORT alone, a second router would join us
-                reserved = socket.socket(family, socket.SOCK_STREAM)
-                self._reserved.append(reserved)
-                reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                if shared:
-                    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-                if family == socket.AF_INET6:
-                    reserved.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-                try:
-                    reserved.bind(at)
-                except OSError as error:
-                    raise OSError(error.errno, f"{error.strerror}: {at[0]} port {port}") from None
-                if not shared:
-                    port = reserved.getsockname()[1]
-                    at = (address[0], port, *address[2:])
-                    self._reserved.pop().close()
-        self.port = port
-        admin = router.admin
-        family = socket.AF_INET6 if ":" in admin.host else socket.AF_INET
-        self._admin = socket.create_server((admin.host, admin.port), family=family)
-        self._reserved.append(self._admin)
-        self.admin_port = self._admin.getsockname()[1]
-
-    def _addresses(self) -> tuple[Address, ...]:
-        return tuple(
-            (each.family, each.getsockname()) for each in self._reserved if each is not self._admin
-        )
-
-    def _let_go(self) -> None:
-        for each in self._reserved:
-            each.close()
-        self._reserved.clear()
 
     # The processes
 
@@ -281,7 +218,7 @@ class Supervisor:
 
     async def _begin(self, index: int) -> Child:
         ours, theirs = socket.socketpair()
-        given = [self._table.fd, theirs.fileno(), self._admin.fileno()]
+        given = [self._table.fd, theirs.fileno(), self._ports.admin.fileno()]
         command = [sys.executable, "-m", "proxy.processes", str(index), *map(str, given)]
         # As this process finds its modules, and from nowhere else.
         path = os.pathsep.join(each or str(Path.cwd()) for each in sys.path)
@@ -302,7 +239,7 @@ class Supervisor:
             self._config,
             self._source,
             self._read,
-            self._addresses(),
+            self._ports.addresses,
         )
         child.channel.say(begin)
         if self._ending:
@@ -333,13 +270,8 @@ class Supervisor:
         child.channel.close()
         del self._children[child.index]
         self._table.clear(child.index)
-        last = self._pages.pop(child.index, None)
-        if last is not None:
-            self._past = pages.add_up([self._past, pages.lasting(last)])
-        for _, missing, complete in self._asked.values():
-            missing.discard(child.index)
-            if not missing:
-                complete.set()
+        self._totals.gone(child.index)
+        self._questions.gone(child.index)
         if self._leader is child:
             self._leader = None
             self._elect()
@@ -365,7 +297,7 @@ class Supervisor:
                     self._to_leader(message)
             case Serving():
                 child.serving = True
-                if sum(each.serving for each in self._children.values()) == self.processes:
+                if self._serving == self.processes:
                     self._all_serve.set()
             case Workers():
                 for other in self._children.values():
@@ -381,7 +313,7 @@ class Supervisor:
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)
             case Answer(number, found):
-                self._answered(child, number, found)
+                self._questions.answered(child.index, number, found)
 
     def _pass_on(self, child: Child, message: Workers) -> None:
         """Tell a process of workers, unless it has not read what it was told before."""
@@ -406,57 +338,23 @@ class Supervisor:
 
     async def _ask(self, child: Child, question: Ask) -> None:
         """Put a question to all, and give whoever asked the answers, the leader's first."""
-        openmetrics = question.what == "page" and bool(question.given)
         found = await self.gather(question)
         answer: object = [*found.values()]
         if question.what == "page":
-            answer = self._sum(found, openmetrics=openmetrics)
+            answer = self._totals.page(
+                found,
+                self._children,
+                serving=self._serving,
+                restarts=self.restarts,
+                openmetrics=bool(question.given),
+            )
         child.channel.say(Answer(question.number, answer))
 
     async def gather(self, question: Ask) -> dict[int, Any]:
-        """Ask all that serve; those that do not answer in time are left out."""
+        """Ask all that serve, the leader first; who does not answer in time is left out."""
         children = [child for child in self._children.values() if child.serving]
         children.sort(key=lambda child: (child is not self._leader, child.index))
-        number, complete = next(self._numbers), asyncio.Event()
-        answers: dict[int, Any] = {}
-        missing = {child.index for child in children}
-        self._asked[number] = answers, missing, complete
-        for child in children:
-            child.channel.say(Ask(number, question.what, question.given))
-        try:
-            async with asyncio.timeout(ANSWER_S):
-                if missing:
-                    await complete.wait()
-        except TimeoutError:
-            logger.warning("no answer from process %s", ", ".join(map(str, sorted(missing))))
-        finally:
-            del self._asked[number]
-        return {child.index: answers[child.index] for child in children if child.index in answers}
-
-    def _answered(self, child: Child, number: int, found: object) -> None:
-        if number not in self._asked:
-            return
-        answers, missing, complete = self._asked[number]
-        answers[child.index] = found
-        missing.discard(child.index)
-        if not missing:
-            complete.set()
-
-    def _sum(self, found: dict[int, str], *, openmetrics: bool) -> tuple[bytes, str]:
-        told = {index: pages.read(text) for index, text in found.items()}
-        for index, page in told.items():
-            if index in self._children:
-                self._pages[index] = page
-        # Of one that did not answer now, what it said last.
-        late = [page for index, page in self._pages.items() if index not in told]
-        total = pages.add_up([*told.values(), *late, self._past])
-        serving = sum(child.serving for child in self._children.values())
-        for family, name, value in (
-            (PROCESSES, PROCESSES.name, serving),
-            (RESTARTS, f"{RESTARTS.name}_total", self.restarts),
-        ):
-            total[name] = pages.Family(family.kind, family.help, {name: value})
-        return pages.write(total, openmetrics=openmetrics)
+        return await self._questions.put(question, children)
 
 
 def _complain(watching: asyncio.Task[None]) -> None:

@@ -32,7 +32,7 @@ PLACES = 64  # into which models, and sizes, fall by a hash of theirs
 RING = 1024  # numbers of rows that have changed
 LOG = 8192  # words of prompts' beginnings that were sent somewhere
 
-HEAD_WORDS, ROW_WORDS, FRONT_WORDS, LAST_WORDS, TIDE_WORDS, TENANT_WORDS = 16, 16, 4, 4, 4, 8
+HEAD_WORDS, ROW_WORDS, FRONT_WORDS, LAST_WORDS, TIDE_WORDS, TENANT_WORDS = 16, 17, 4, 4, 4, 8
 CLASSES = len(Rank)
 ROW_BYTES = ROW_WORDS * WORD
 AT_RING = HEAD_WORDS
@@ -52,7 +52,7 @@ FLOORS = 9  # and the next two words: where a class's turns were when nobody was
 CELL_WORDS = 2
 COMMON_WORDS = MOST_TENANTS * (1 + CELL_WORDS)
 
-LOAD = Struct("@9qd")
+LOAD = Struct("@10qd")
 BREAKER = Struct("@dqdqqd")
 AT_BREAKER = LOAD.size
 FRONT, LAST, TIDE = Struct("@qddd"), Struct("@dqq"), Struct("@qqd")

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from proxy.core.splice import spliced
+import orjson
+
+from proxy.core.splice import members, spliced
 from proxy.core.types import Ask
 from proxy.transfer.types import Connector, Fields, Pair, Taken
 
 ONE, FALSE = b"1", b"false"
 ESCAPE = b"\\u00"  # with which a name may be spelt otherwise
+THINKING = b"thinking"
 # Where each route has its output limit. One token is the least a worker computes; the decode worker
 # computes the same one again, from the last token of the prompt.
 LIMITS = {
@@ -31,7 +34,25 @@ def prefill_body(connector: Connector, pair: Pair, ask: Ask, body: bytes) -> byt
     fields = {**PREFILL[ask.route], **connector.prefill(pair)}
     if ask.least_output:
         fields["min_tokens"] = ONE
+    if ask.route == "messages" and not connector.is_marked and _may_think_long(body):
+        fields[THINKING.decode()] = None
     return spliced(body, fields)
+
+
+def _may_think_long(body: bytes) -> bool:
+    """Whether a message says for how many tokens it may be thought about: for more than one.
+
+    vLLM refuses that beside a limit of one token. It is a matter of the answer alone; to think not
+    at all, or as the model likes, is one of the prompt.
+    """
+    if THINKING not in body and ESCAPE not in body:
+        return False
+    said = [body[each.value : each.end] for each in members(body) if each.name == THINKING]
+    try:
+        thinking = orjson.loads(said[-1]) if said else None
+    except orjson.JSONDecodeError:
+        return False
+    return isinstance(thinking, dict) and thinking.get("type") == "enabled"
 
 
 def decode_body(connector: Connector, pair: Pair, taken: Taken, body: bytes) -> bytes:

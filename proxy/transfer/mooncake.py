@@ -21,6 +21,7 @@ class Mooncake(Connector):
     """See the module's text."""
 
     name = "mooncake"
+    is_marked = True
 
     def prefill(self, pair: Pair) -> Fields:
         """Have the blocks kept under an id."""

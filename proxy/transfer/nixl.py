@@ -53,6 +53,7 @@ class Nixl(Connector):
     """See the module's text."""
 
     name = "nixl"
+    is_marked = True
     usual_lease_s = 30.0
 
     def prefill(self, pair: Pair) -> Fields:  # noqa: ARG002

@@ -53,6 +53,8 @@ class Connector:
     name: ClassVar[str]
     needs_params: ClassVar[bool] = True  # whether without parameters there is nothing to fetch
     connects: ClassVar[bool] = True  # whether two workers shake hands before their first transfer
+    # Whether by its parameters vLLM knows that a prefill leg is one, and what it then lets pass.
+    is_marked: ClassVar[bool] = False
     names_decode: ClassVar[bool] = False  # whether a prefill is told which decode worker comes
     usual_lease_s: ClassVar[float] = inf  # for which a prefill worker keeps what nobody fetches
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from proxy.wire.http import EVENT_STREAM, JSON, LAST_CHUNK
 from proxy.wire.own_answers import decision_header
 from proxy.wire.response import NO_CONTENT, NOT_MODIFIED, OK
-from proxy.wire.sse import TAIL, EventStream, recounted, usage_in
+from proxy.wire.sse import TAIL, USAGE, EventStream, recounted, usage_in, without_usage
 
 if TYPE_CHECKING:
     from proxy.core.types import Decision, Usage
@@ -32,6 +32,7 @@ class Answering:
         "_chunked",
         "_head",
         "_held",
+        "_hides",
         "_stream",
         "_tail",
         "has_begun",
@@ -48,6 +49,7 @@ class Answering:
         *,
         keep_alive: bool,
         cached_tokens: int | None = None,
+        hides_usage: bool = False,
     ) -> None:
         self.status = head.status
         self.keep_alive = keep_alive
@@ -57,6 +59,7 @@ class Answering:
         self._tail: bytes | None = None  # of a JSON body, where usage will be
         self._chunked = False
         self._cached = cached_tokens  # to be told in place of what the worker says
+        self._hides = hides_usage  # whether a stream's usage was not asked for by the client
         self._held = b""
         self._head = self._compose(request, head, decision)
         kind = head.special.get(b"content-type", b"")
@@ -76,6 +79,8 @@ class Answering:
                 body += stream.rest()
             if self._cached is not None:
                 body = recounted(body, self._cached, same_length=not self._chunked)
+            if self._hides and USAGE in body:
+                body = without_usage(body)
         elif self._cached is not None and self._tail is not None:
             body = self._whole(body, self._cached, ended)
         elif self._tail is not None:
@@ -115,7 +120,7 @@ class Answering:
     @property
     def recounts(self) -> bool:
         """Whether its usage is not to pass as it is."""
-        return self._cached is not None
+        return self._cached is not None or self._hides
 
     def last_words(self, message: str, code: str) -> bytes | None:
         """Write the end of an answer that fails midway; None if it can only be broken off."""

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from proxy.wire.server import Wire
 
 # Sent ahead of its turn; beyond that the client has to wait.
-MAX_AHEAD = 256 << 10
+MAX_AHEAD, MANY_AHEAD = 256 << 10, 256  # bytes, requests
 # That it has closed its end shows while what it sent before is not read yet, on Linux.
 LEFT = getattr(select, "POLLRDHUP", 0) | select.POLLHUP | select.POLLERR
 RESET_ON_CLOSE = struct.pack("ii", 1, 0)
@@ -94,10 +94,8 @@ class ClientConnection(asyncio.Protocol):
             self._take_turns(self._wire.clock())
             return
         self._ahead += len(data)
-        if self._ahead > MAX_AHEAD and not self._reading_paused:
-            self._reading_paused = True
-            self._wire.unread.add(self)
-            self._transport.pause_reading()
+        if self._ahead > MAX_AHEAD or len(self._reader.ready) > MANY_AHEAD:
+            self._read_no_more()
 
     def eof_received(self) -> None:
         """Take the client for gone; the transport closes itself."""
@@ -107,15 +105,21 @@ class ClientConnection(asyncio.Protocol):
         """Drop what was done for the client."""
         self._wire.client_left(self)
         self._wire.unread.discard(self)
-        self._reader.drop()
         self._gone()
 
     def pause_writing(self) -> None:
-        """Take no more from the worker than the client takes from us."""
+        """Take no more from the worker than the client takes from us; and no more from the client.
+
+        Who takes no answers would else be answered, or read from, without end.
+        """
         self.writable = False
+        if self._leaving:
+            return
+        self.deadline = self._wire.clock() + self._wire.settings.idle_s
         if self._exchange is not None:
-            self.deadline = self._wire.clock() + self._wire.settings.idle_s
             self._exchange.pause()
+        else:
+            self._read_no_more()
 
     def resume_writing(self) -> None:
         """Go on."""
@@ -130,15 +134,20 @@ class ClientConnection(asyncio.Protocol):
     def done(self, now: float, *, keep_alive: bool) -> None:
         """Hear from the exchange that its answer is written."""
         self._exchange = None
-        if keep_alive:
-            self._take_turns(now)
-        else:
+        if not keep_alive:
             self.leave(now)
+        elif self._reader.ready or self._taking or self._leaving or self._last_words is not None:
+            self._take_turns(now)
+        elif self.writable:
+            self._rest(now)
+        else:
+            self._read_no_more()
 
     def break_off(self) -> None:
         """End an answer that can't be completed, so that no reader can take it for a whole one."""
         self._leaving = True
         self._exchange = None
+        self._reader.drop()
         # A plain close ends a body whose end is the connection's: as if it were complete.
         raw = self._transport.get_extra_info("socket")
         raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET_ON_CLOSE)
@@ -147,6 +156,7 @@ class ClientConnection(asyncio.Protocol):
     def leave(self, now: float) -> None:
         """Close, once everything written is sent."""
         self._leaving = True
+        self._reader.drop()
         self.deadline = now + self._wire.settings.idle_s
         self._wire.outbox.flush()
         self._transport.close()
@@ -165,7 +175,7 @@ class ClientConnection(asyncio.Protocol):
 
     def expire(self, now: float) -> None:
         """Act on a deadline that has passed."""
-        if self._leaving or self._exchange is not None:
+        if self._leaving or self._exchange is not None or not self.writable:
             self._gone()
             self._transport.abort()
         elif self._reader.state is Reading.NOTHING:
@@ -191,13 +201,22 @@ class ClientConnection(asyncio.Protocol):
         self._taking = True
         ready = self._reader.ready
         while ready and self._exchange is None and self.writable and not self._leaving:
-            self._answer(now, ready.popleft())
+            request = ready.popleft()
+            if self._reading_paused:
+                self._reader.waits_no_more(request)
+            self._answer(now, request)
+            if ready and self._exchange is None:
+                self._wire.outbox.flush()  # or nothing tells whether it takes the answers
         self._taking = False
-        if self._exchange is None and not self._leaving and not ready:
-            if self._last_words is not None:
-                self._part(now, self._last_words)
-            else:
-                self._rest(now)
+        if self._exchange is not None or self._leaving:
+            if len(ready) > MANY_AHEAD:
+                self._read_no_more()
+        elif not self.writable:
+            self._read_no_more()
+        elif self._last_words is not None:
+            self._part(now, self._last_words)
+        else:
+            self._rest(now)
 
     def _answer(self, now: float, request: Request) -> None:
         wire, head = self._wire, request.head
@@ -225,13 +244,30 @@ class ClientConnection(asyncio.Protocol):
             self.write(refuse(refusal, request, keep_alive=keep_alive))
         self.done(now, keep_alive=keep_alive)
 
-    def _rest(self, now: float) -> None:
-        """Wait for more of the client, with the patience that is due to what comes next."""
-        reader, settings = self._reader, self._wire.settings
+    def _read_no_more(self) -> None:
+        """Leave what else comes in the client's socket, until it is its turn."""
+        self._waits_for = Reading.NOTHING  # what is begun of a request has its time anew
+        if not self._reading_paused:
+            self._reading_paused = True
+            self._wire.unread.add(self)
+            self._transport.pause_reading()
+            try:
+                self._reader.wait()
+            except RefusedError as error:
+                self._reader.drop()
+                self._last_words = error.refusal
+
+    def _read_on(self) -> None:
         if self._reading_paused:
             self._reading_paused = False
             self._wire.unread.discard(self)
             self._transport.resume_reading()
+
+    def _rest(self, now: float) -> None:
+        """Wait for more of the client, with the patience that is due to what comes next."""
+        reader, settings = self._reader, self._wire.settings
+        if self._reading_paused:
+            self._read_on()
         self._ahead = 0
         if reader.state is Reading.HEAD:
             if self._waits_for is not Reading.HEAD:
@@ -247,6 +283,8 @@ class ClientConnection(asyncio.Protocol):
         self._leaving = True
         self._wire.refused(refusal)
         request_id = self._reader.request_id or self._wire.new_id()
+        self._reader.drop()
+        self._read_on()
         self.write(refuse(refusal, None, keep_alive=False, request_id=request_id))
         self.deadline = now + self._wire.settings.linger_s
         self._wire.outbox.flush()
@@ -255,6 +293,7 @@ class ClientConnection(asyncio.Protocol):
 
     def _gone(self) -> None:
         self._leaving = True
+        self._reader.drop()
         exchange, self._exchange = self._exchange, None
         if exchange is not None:
             exchange.gone(self._wire.clock())

@@ -56,6 +56,7 @@ class HandOver:
         "_refused",
         "_request",
         "_taken",
+        "_was_late",
         "_wire",
         "is_suspect",
         "late_at",
@@ -74,6 +75,7 @@ class HandOver:
         self._early = b""  # of a decode leg's stream, what says nothing yet
         self._is_sent = False  # the decode leg
         self.late_at = inf  # when the blocks may be another's
+        self._was_late = False
         self._refused = 0  # the status that the prefill worker refused with
         self.is_suspect = False  # whether its transfer or its prefill worker may have failed
 
@@ -87,7 +89,7 @@ class HandOver:
         settings = wire.settings
         within_s = prefill_patience_s(lease, settings.prefill_s, settings.first_byte_s)
         leg = self._leg = PrefillLeg(exchange, within_s)
-        leg.send(now, pool, to_worker(request, pool, body, self._id))
+        leg.send(now, pool, to_worker(request, pool, body, self._id, plain=True))
 
     def decode(self, now: float, exchange: Exchange, answer: bytes) -> bool:
         """Have the rest decoded, with what the prefill answered; False if nobody is well enough."""
@@ -130,8 +132,17 @@ class HandOver:
 
     @property
     def is_free(self) -> bool:
-        """Whether trying again costs no retry: no decode worker was asked."""
-        return not self._is_sent
+        """Whether trying again costs no retry: no decode worker was asked, or none has failed.
+
+        One that had no time for it before its blocks might have been another's is well, and the
+        request is served whole then: that it is free happens once.
+        """
+        return not self._is_sent or self._was_late
+
+    @property
+    def prefill_connection(self) -> WorkerConnection | None:
+        """What a prefill that is under way is asked over."""
+        return None if self._leg is None else self._leg.connection
 
     @property
     def is_answering(self) -> bool:
@@ -205,6 +216,7 @@ class HandOver:
             return lease.worker.name, outcome
         # It may be the transfer that failed, or the worker be well and its connection old: then
         # nobody need be left out for it. Where it took, or would take, too long, another is better.
+        self._was_late = late
         late = late or not was_sent
         lease.ask.whole = LATE_TRANSFER if late else FAILED_TRANSFER
         if late and was_sent:

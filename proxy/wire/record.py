@@ -113,20 +113,24 @@ class Record:
     ) -> None:
         """Count the request; `reason` is given where it was refused."""
         ask, decision = self.ask, self.decision
-        first, worker, pool, predicted = self.first_token_at, NONE, NONE, None
+        first, worker, pool, predicted, leg = self.first_token_at, NONE, NONE, None, None
         ttft_s = None if first is None else first - self.started
         tpot_s = (self._last_token_at - first) / self.tokens if first and self.tokens else None
         duration_s = now - self.started
         if decision is not None:
             worker, pool = decision.worker.name, decision.worker.role
             predicted = decision.predicted_ttft_s
+            if decision.handover is not None and self.prefilled_at is None:
+                prefill = decision.handover.prefill
+                leg = prefill.name, prefill.role
             reason = reason or decision.reason
         elif reason is None:
             reason = Reason.FLEET_FULL  # its client left while it waited
         model, size = ask.model if ask is not None else "", class_of(ask)
+        stream = ask.stream if ask is not None and ask.computes else None
         metrics.request_done(
             route, model, worker, reason, status, ttft_s, duration_s, self.queue_s, pool, predicted,
-            size, tpot_s,
+            size, tpot_s, stream, leg,
         )  # fmt: skip
         if self.request is not None and (tenant := self.request.head.tenant) is not None:
             metrics.tenants.ended(tenant, status, ttft_s, self.queue_s)

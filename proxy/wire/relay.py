@@ -15,10 +15,13 @@ once; each lease is finished once, each ticket withdrawn or placed.
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from math import inf
 from typing import TYPE_CHECKING
 
+from proxy.control.metrics import CLIENT_GONE
 from proxy.core import refusals
+from proxy.core.client_fields import OPTIONS
 from proxy.core.splice import spliced
 from proxy.core.types import Lease, Outcome, Reason, Refusal, Ticket
 from proxy.wire.answering import Answering, response_id_in, usage_of
@@ -37,13 +40,13 @@ from proxy.wire.worker_connection import Trouble
 if TYPE_CHECKING:
     from proxy.core.routes import Route
     from proxy.core.types import Ask
+    from proxy.core.worker import Worker
     from proxy.wire.desk import Recipient
     from proxy.wire.request import Request
     from proxy.wire.response import Head
     from proxy.wire.server import Wire
     from proxy.wire.worker_connection import WorkerConnection
 
-CLIENT_GONE = 499  # as nginx calls it; in metrics alone
 BAD_REQUEST, BAD_GATEWAY, GATEWAY_TIMEOUT = 400, 502, 504
 TOO_MANY, SERVER_ERROR, UNAVAILABLE = 429, 500, 503
 # Any other 5xx: it failed.
@@ -79,6 +82,7 @@ class Exchange:
         "_suspect",
         "_ticket",
         "_tried",
+        "_whose",
         "_wire",
         "connection",
         "once",
@@ -107,6 +111,7 @@ class Exchange:
         self._said: bytes | None = None  # of a 400, while a larger worker may be asked instead
         self._tried: frozenset[str] = frozenset()
         self._held = 0  # bytes of the body, which lies in memory while another may be asked
+        self._whose: str | None = None  # in whose part of what is held they are counted
         self.record = Record()
 
     # To a worker
@@ -116,8 +121,11 @@ class Exchange:
         self.record.begin(now, self._request, self._wire.metrics)
         self._wire.exchanges.add(self)
         request, router = self._request, self._wire.router
+        collecting, size = self._wire.collecting, len(request.body)
+        if (tenant := request.head.tenant) is not None:
+            self._whose = tenant.spec.name
         try:
-            self._wire.collecting.take(size := len(request.body))
+            collecting.take(size, self._whose)
         except RefusedError as error:
             self._refuse(now, error.refusal)
             return
@@ -237,12 +245,14 @@ class Exchange:
     def _answer(self, head: Head, cached_tokens: int | None = None) -> Answering:
         request = self._request
         keep_alive = request.head.keep_alive and not self._wire.draining
+        changed = None if self._ask is None else self._ask.fields
         return Answering(
             request,
             head,
             self.record.decision,
             keep_alive=keep_alive,
             cached_tokens=cached_tokens,
+            hides_usage=changed is not None and OPTIONS in changed,
         )
 
     def received(self, now: float, body: bytes, ended: bool) -> None:
@@ -361,6 +371,22 @@ class Exchange:
         late_at = inf if handing is None else handing.late_at
         return more_patience_s(lease, now, self._wire.settings.first_byte_s, late_at)
 
+    def forsake(self, now: float, workers: Collection[Worker]) -> None:
+        """Wait no longer for one of these workers, unless its answer has begun or it is the last.
+
+        An error that passes on is as good as begun.
+        """
+        lease, answering, handing = self._lease, self._answering, self._handing
+        if lease is None or self._last_refusal or (answering and answering.has_begun):
+            return
+        if lease.under_way.worker not in workers:
+            return
+        connection = self.connection
+        if handing is not None and handing.prefills:
+            connection = handing.prefill_connection
+        if connection is not None and self._wire.router.may_go_over(lease, now, self._tried):
+            connection.fail(now, Trouble.TIMEOUT)
+
     def lost(self, now: float, trouble: Trouble) -> None:
         """Try another worker; where the client has part of an answer already, show that it ends."""
         connection, self.connection = self.connection, None
@@ -414,7 +440,8 @@ class Exchange:
         lease, ask, wire = self._lease, self._ask, self._wire
         if lease is None or ask is None:
             return self._last_refusal
-        name = lease.under_way.worker.name
+        failed = lease.under_way
+        name = failed.worker.name
         self._suspect = None  # what fails whole too was not the transfer's fault
         if (handing := self._handing) is not None:
             name, outcome = handing.failed(now, outcome, trouble)
@@ -424,7 +451,8 @@ class Exchange:
         wire.router.finish(lease, now, outcome, None, retry_after_s)
         self._tried |= {name}
         explain = self._request.head.explain
-        placed = wire.router.submit(ask, now, tried=self._tried, free=free, explain=explain)
+        tried = self._tried
+        placed = wire.router.submit(ask, now, tried=tried, after=failed, free=free, explain=explain)
         if not isinstance(placed, Refusal):
             wire.metrics.retried(name, trouble.value)
             connection, self.connection = self.connection, None
@@ -449,13 +477,16 @@ class Exchange:
             self._suspect.blame(now)
         if not lease.ask.generates:
             self._wire.router.first_token(lease, now)
+        elif lease.ask.tenant is not None:
+            self._wire.router.began(lease, now)
         if self._route.name == STORING and (response_id := response_id_in(data)):
             self._wire.router.remember(response_id, lease.worker.name, lease.ask.tenant)
 
     def _forget_body(self) -> None:
         self._request.body = b""
-        self._wire.collecting.give(self._held)
-        self._held = 0
+        if self._held:
+            self._wire.collecting.give(self._held, self._whose)
+            self._held = 0
 
     def _saw_tokens(self, now: float, tokens: int) -> None:
         record, lease, router = self.record, self._lease, self._wire.router

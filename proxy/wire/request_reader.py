@@ -21,6 +21,7 @@ from proxy.wire.request import Request, RequestHead, too_large
 
 # Heads with these are read anew each time.
 MANY = 1024
+AHEAD_BYTES = 1 << 10  # that a request takes which waits, beside its body
 LONGEST_ID = 256  # to be told to a client whose head was refused
 NEVER_KNOWN = frozenset([b"expect", b"transfer-encoding", b"upgrade"])
 
@@ -54,6 +55,9 @@ class RequestReader:
         "_parser",
         "_pieces",
         "_quiet",
+        "_waiting",
+        "_waiting_of",
+        "_whose",
         "ready",
         "state",
     )
@@ -77,6 +81,9 @@ class RequestReader:
         self._pieces: list[bytes] = []  # and those after them
         self._held = 0  # bytes in both
         self._collecting = collecting or Collecting(max_body)
+        self._whose: str | None = None  # in whose part of what is held that is counted
+        self._waiting = 0  # what is counted there of `ready`
+        self._waiting_of: str | None = None
         self._begun = 0  # requests that began in the bytes fed last
         self._body_left = 0
         self._quiet = 0  # bytes since anything came of them: a head, or framing without end
@@ -142,8 +149,10 @@ class RequestReader:
 
     def _keep(self, piece: bytes) -> None:
         """Collect a piece of the body; one of two bytes takes forty, so many become one."""
+        if not self._held:
+            self._whose = self._collecting.account(self._head.tenant)
         try:
-            self._collecting.take(len(piece))
+            self._collecting.take(len(piece), self._whose, self._held)
         except RefusedError:
             self._forget()
             raise
@@ -161,11 +170,29 @@ class RequestReader:
         return body
 
     def drop(self) -> None:
-        """Forget what came of a body that will never be whole."""
+        """Forget what came, whole or not: nobody will ask for it."""
+        self.ready.clear()
+        self._lighter(self._waiting)
         self._forget()
 
+    def wait(self) -> None:
+        """Count what is in `ready` as held; raises `RefusedError` where that is too much."""
+        if (ready := self.ready) and not self._waiting:
+            size = sum(AHEAD_BYTES + len(request.body) for request in ready)
+            whose = self._collecting.account(ready[0].head.tenant)
+            self._collecting.take(size, whose)
+            self._waiting, self._waiting_of = size, whose
+
+    def waits_no_more(self, request: Request) -> None:
+        """Count one out whose turn has come."""
+        self._lighter(min(AHEAD_BYTES + len(request.body), self._waiting))
+
+    def _lighter(self, size: int) -> None:
+        self._collecting.give(size, self._waiting_of)
+        self._waiting -= size
+
     def _forget(self) -> None:
-        self._collecting.give(self._held)
+        self._collecting.give(self._held, self._whose)
         self._held = 0
         self._pieces = []
         if self._blocks:

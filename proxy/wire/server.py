@@ -27,6 +27,7 @@ from proxy.wire import desk, local
 from proxy.wire.client import ClientConnection
 from proxy.wire.collecting import Collecting
 from proxy.wire.counting import TokenCount
+from proxy.wire.forsaken import Forsaken
 from proxy.wire.http import NONE
 from proxy.wire.keys import identify
 from proxy.wire.outbox import Outbox
@@ -87,7 +88,8 @@ class Wire:
         self.releases: set[Release | Orphan] = set()
         self.outbox = Outbox()
         self.pools = Pools(settings, clock, self.outbox)
-        self.collecting = Collecting(settings.max_collected_bytes)
+        self.collecting = Collecting(settings.max_collected_bytes, router.tenants)
+        self._forsaken = Forsaken()
         self._servers: list[asyncio.Server] = []
         self._timer: asyncio.TimerHandle | None = None
         self._due = 0.0  # when it should ring, whatever the clock says
@@ -317,4 +319,5 @@ class Wire:
             for each in [each for each in self.releases if each.deadline < now]:
                 each.expire(now)
             self.pools.sweep(now)
+            self._forsaken.look(now, self.router.fleet, self.exchanges)
             self.router.fleet.settle(now)

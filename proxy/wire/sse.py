@@ -29,6 +29,7 @@ MOST_TOKENS = 10**9  # that a worker is believed to have computed for one reques
 USAGE = b'"usage":'
 PROMPT = re.compile(rb'"(?:prompt|input)_tokens"\s*:\s*(\d+)')
 WRITTEN = re.compile(rb'"(?:completion|output)_tokens"\s*:\s*(\d+)')
+NO_CHOICES = re.compile(rb'"choices"\s*:\s*\[\s*\]')
 CACHED = re.compile(rb'"cached_tokens"\s*:\s*(\d+)')
 
 
@@ -122,6 +123,16 @@ def usage_in(text: bytes) -> Usage | None:
     return Usage(*(min(int(found[1]), MOST_TOKENS) if found else 0 for found in numbers))
 
 
+def without_usage(events: bytes) -> bytes:
+    """Leave the last event out that has `usage`, if it has nothing else."""
+    at = events.rfind(USAGE)
+    start = _end_of_events(events[:at])
+    end = start + _end_of_first(events[start:])
+    if NO_CHOICES.search(events, start, end) is None:
+        return events
+    return events[:start] + events[end:]
+
+
 def recounted(text: bytes, cached: int, *, same_length: bool) -> bytes:
     """Put another number of cached tokens into the last `usage` of a text, if it has one.
 
@@ -145,3 +156,10 @@ def _end_of_events(data: bytes) -> int:
     if (end := data.rfind(b"\n\n")) >= 0:
         return end + 2
     return end + 4 if (end := data.rfind(b"\r\n\r\n")) >= 0 else 0
+
+
+def _end_of_first(data: bytes) -> int:
+    """Find where the first event ends, if only with all of it."""
+    if (end := data.find(b"\n\n")) >= 0:
+        return end + 2
+    return end + 4 if (end := data.find(b"\r\n\r\n")) >= 0 else len(data)

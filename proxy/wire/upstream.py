@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
+from proxy.control.names import connect
 from proxy.control.tls import TlsError, to_worker
 from proxy.transfer.types import Side
 from proxy.wire.worker_connection import Caller, Trouble, WorkerConnection
@@ -84,15 +85,10 @@ class Pool:
 
     async def _open(self, connection: WorkerConnection) -> None:
         host, port = self._where
-        loop = asyncio.get_running_loop()
         try:
-            if (tls := to_worker(self.spec.tls)) is None:
-                transport, _ = await loop.create_connection(lambda: connection, host, port)
-            else:
-                # The connection's own deadline comes first.
-                transport, _ = await loop.create_connection(
-                    lambda: connection, host, port, ssl=tls, ssl_handshake_timeout=HANDSHAKE_S
-                )
+            tls = to_worker(self.spec.tls)
+            # The connection's own deadline comes first.
+            transport, _ = await connect(lambda: connection, host, port, tls, HANDSHAKE_S)
             notice_silence(transport)
         except (OSError, UnicodeError, TlsError) as error:  # the second: a host that can be no name
             connection.fail(self.clock(), Trouble.OURS if is_ours(error) else Trouble.CONNECT)

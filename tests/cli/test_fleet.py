@@ -476,6 +476,13 @@ def test_explain_names_both_workers_of_a_hand_over_and_who_is_short(
     assert admin.asked[1:] == [("/admin/balance", None)] * 2
 
 
+def test_explain_says_so_where_nobody_is_there_to_be_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], admin: Admin
+) -> None:
+    assert explained(written(tmp_path, PAIR), "--live", admin.url) == 0
+    assert capsys.readouterr().out == "no prefill and no decode worker is known to this router\n"
+
+
 def test_explain_wants_a_prompt_or_a_running_router(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -48,6 +48,19 @@ def test_the_search_stops_where_requests_are_late(tmp_path: Path) -> None:
     assert max(rates) > served_rate
 
 
+def test_a_short_trace_goes_on_until_a_queue_is_felt(tmp_path: Path) -> None:
+    path, save = tmp_path / "sixty.jsonl", tmp_path / "sweep.json"
+    path.write_text('{"timestamp": 0, "input_length": 40, "output_length": 2}\n' * 6)
+    # 2 slots of 50 ms each: what is left of 200 requests a second is late, but not of six.
+    with served(FakeOpenAI(ttft_s=0.05, slots=2)) as fake:
+        words = ["--workload", str(path), "--request-rates", "200", "--seeds", "1"]
+        words += ["--duration", "1", "--goodput", "ttft:1000", "--save", str(save)]
+        assert main(["sweep", "--url", fake.url, *words]) == 0
+    result = json.loads(save.read_text())
+    assert result["points"][0]["completed"] + result["points"][0]["failed"] == 200
+    assert result["served_request_rate"] == {"sixty": None}
+
+
 def test_without_targets_a_slow_answer_is_no_queue(tmp_path: Path) -> None:
     save = tmp_path / "sweep.json"
     # Each answer takes 0.6 s, however many there are: the last ends long after the last request.

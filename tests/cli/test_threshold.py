@@ -10,7 +10,7 @@ import pytest
 
 from vllm_sched.cli.main import main
 from vllm_sched.cost.profiles import PROFILES
-from vllm_sched.cost.threshold import Regime
+from vllm_sched.cost.regime import Regime
 from vllm_sched.policies.deferred_prefill import DeferredPrefillSettings
 
 PAPER = ("--slots", "256", "--mean-output", "200", "--mean-prompt", "220")
@@ -107,7 +107,9 @@ def test_the_picture(tmp_path: Path) -> None:
         ([*PAPER, "--profile", "a100-8b", "--itl-ms", "nan"], "--itl-ms nan"),
         ([*PAPER, "--profile", "a100-8b", "--max-delay-ms", "inf"], "--max-delay-ms inf"),
         (["--slots", "0", *PAPER[2:], "--profile", "a100-8b"], "--slots 0"),
-        (["--slots", "8", "--mean-output", "0", *PAPER[4:], "--profile", "a100-8b"], "mean_output"),
+        ([*PAPER, "--mean-output", "0", "--profile", "a100-8b"], "--mean-output 0: give a mean"),
+        ([*PAPER, "--mean-output", "2e7", "--profile", "a100-8b"], "1 to 10000000"),
+        ([*PAPER, "--mean-prompt", "nan", "--profile", "a100-8b"], "--mean-prompt nan"),
     ],
 )
 def test_errors_are_one_line(
@@ -126,6 +128,8 @@ def test_errors_are_one_line(
         ("[]", "has no step_time"),
         ('{"step_time": {"speed": 1}}', "unknown coefficient 'speed'"),
         ('{"step_time": {"decode_s": -1}}', "decode_s=-1"),
+        ('{"step_time": {}}', "decoding takes no time by it"),
+        ('{"step_time": {"prefill_s": 0.1, "mixed_s": 0.1}}', "decoding takes no time by it"),
     ],
 )
 def test_a_bad_cost_file(
@@ -137,3 +141,13 @@ def test_a_bad_cost_file(
     error = capsys.readouterr().err
     assert said in error
     assert str(path) in error
+
+
+def test_answers_of_millions_of_tokens_take_no_longer(tmp_path: Path) -> None:
+    found = saved(
+        tmp_path, "--slots", "8", "--mean-output", "1e7", *PAPER[4:], "--profile", "a100-8b"
+    )
+    for regime in found["regimes"].values():
+        assert regime["recursion"] == regime["run"] == 1
+        for row in regime["rows"]:
+            assert row["simulated"]["throughput"] == pytest.approx(row["throughput"], rel=0.01)

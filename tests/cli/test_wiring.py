@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
+from proxy.assembly import specs
 from proxy.errors import ConfigError
 from vllm_sched.cli import fleet, up, wiring
 from vllm_sched.cli.main import main
@@ -57,6 +58,27 @@ def test_each_end_is_started_as_what_it_is(tmp_path: Path) -> None:
     assert "--kv-transfer-config" not in made[2].command
 
 
+@pytest.mark.parametrize(
+    ("args", "seats"),
+    [
+        (["--max-num-seqs=16"], 16),
+        (["--max_num_seqs", "8", "--max-num-seqs=16"], 16),
+        (["--max-num-seqs=16", "-dp", "2"], 32),  # each of its engines has as many
+        (["--max-num-seqs=0"], None),
+        (["--max-num-batched-tokens=512"], None),
+    ],
+)
+def test_the_router_knows_how_many_seats_a_worker_is_launched_with(
+    tmp_path: Path, args: list[str], seats: int | None
+) -> None:
+    whole = {"name": "g", "launch": {"args": args}}
+    config = fleet.read(written(tmp_path, end("prefill", *args), end("decode", *args), whole))
+    assert [(spec.seats, spec.max_requests) for spec in specs(config)] == [(seats, None)] * 3
+    said = [wiring.wiring_of(config, each).said for each in config.workers]
+    told = f", {seats} seats for hand-overs and all others"
+    assert [each.endswith(told) for each in said] == [False, seats is not None, False]
+
+
 def test_the_environment_given_reaches_it_and_wins(tmp_path: Path) -> None:
     config = fleet.read(written(tmp_path, end("prefill", env={SIDE_PORT: "5999"}), end("decode")))
     ports = [wiring.wiring_of(config, each).env[SIDE_PORT] for each in config.workers]
@@ -72,6 +94,16 @@ def test_the_environment_given_reaches_it_and_wins(tmp_path: Path) -> None:
             end("prefill", "--kv-cache-dtype=fp8"),
             end("decode"),
             "launch.args: --kv-cache-dtype (none): workers[0] (p) has fp8",
+        ),
+        (
+            end("prefill", "--revision=abc", "--quantization=fp8"),
+            end("decode", "--revision=def", "--quantization=fp8"),
+            "launch.args: --revision def: workers[0] (p) has abc",
+        ),
+        (
+            end("prefill"),
+            end("decode", "--chat-template=/x/other.jinja"),
+            "launch.args: --chat-template /x/other.jinja: workers[0] (p) has none",
         ),
         (end("prefill", model="org/a"), end("decode", model="org/b"), "launch.model: org/b"),
         (

@@ -6,7 +6,7 @@ import pytest
 
 from vllm_sched.cost.events import play
 from vllm_sched.cost.recursion import Recursion
-from vllm_sched.cost.threshold import Regime
+from vllm_sched.cost.regime import Regime
 
 
 def paper(*, exclusive: bool = True) -> Regime:
@@ -58,3 +58,13 @@ def test_pauses_by_hand() -> None:
     played = play(regime, 1, requests=1000, alike=True)
     assert played.itl_max_s == pytest.approx(0.010)
     assert played.throughput == pytest.approx(1 / (5 * 0.010 + 0.030), rel=0.01)
+
+
+@pytest.mark.parametrize("exclusive", [True, False])
+def test_where_prefilling_costs_nothing_prompts_still_enter(exclusive: bool) -> None:
+    regime = Regime(16, 20.0, 0.005, 1e-4, 0.0, 0.0, exclusive=exclusive)
+    for threshold in (1, 4):
+        played = play(regime, threshold)
+        assert played.throughput == pytest.approx(
+            Recursion(regime).at(threshold).throughput, rel=0.01
+        )

@@ -7,8 +7,8 @@ import random
 
 import pytest
 
-from vllm_sched.cost.recursion import Recursion, binomial, expected_batch
-from vllm_sched.cost.threshold import Regime
+from vllm_sched.cost.recursion import Recursion, binomial
+from vllm_sched.cost.regime import Regime, expected_batch
 
 
 def regime(*, exclusive: bool, slots: int = 32, mean_output: float = 40.0) -> Regime:

@@ -6,10 +6,11 @@ import math
 
 import pytest
 
+from vllm_sched.cost import profiles
 from vllm_sched.cost.recursion import Recursion
+from vllm_sched.cost.regime import Regime
 from vllm_sched.cost.step_time import StepTime
 from vllm_sched.cost.threshold import (
-    Regime,
     asymptotic,
     closed_form,
     lower_lambert,
@@ -183,8 +184,8 @@ def test_what_no_engine_is_is_refused(change: dict[str, float], said: str) -> No
 
 @pytest.mark.parametrize("exclusive", [True, False])
 @pytest.mark.parametrize("floor_s", [0.02, 0.05, 0.1])
-@pytest.mark.parametrize("slots", [16, 64, 200])
-@pytest.mark.parametrize("mean_output", [20.0, 100.0, 300.0])
+@pytest.mark.parametrize("slots", [4, 16, 64, 200])
+@pytest.mark.parametrize("mean_output", [3.0, 13.0, 100.0, 300.0])
 def test_beside_a_floor_it_loses_at_most_a_percent_too(
     exclusive: bool, floor_s: float, slots: int, mean_output: float
 ) -> None:
@@ -200,3 +201,12 @@ def test_beside_a_floor_it_loses_at_most_a_percent_too(
     assert abs(found - best) <= 1 or (
         exact.at(found).throughput >= 0.99 * exact.at(best).throughput
     )
+
+
+def test_a_floor_that_a_few_short_answers_are_beside() -> None:
+    regime = Regime.of(
+        profiles.find("h100-70b-tp4").time, slots=16, mean_output=13, mean_prompt=100
+    )
+    exact = Recursion(regime)
+    assert exact.at(3).throughput > 1.05 * exact.at(1).throughput
+    assert closed_form(regime) == exact.best() == 3

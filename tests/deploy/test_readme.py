@@ -5,8 +5,10 @@ from __future__ import annotations
 import re
 import textwrap
 
+import yaml
+
 from proxy.config import parse
-from tests.deploy.rendered import COMPONENTS, OVERLAYS, ROOT
+from tests.deploy.rendered import COMPONENTS, KUBERNETES, OVERLAYS, ROOT
 
 TEXT = (ROOT / "deploy" / "README.md").read_text()
 
@@ -26,6 +28,16 @@ def test_every_path_exists() -> None:
 def test_every_overlay_and_component_is_told_of() -> None:
     for name in (*OVERLAYS, *COMPONENTS):
         assert f"`{name}`" in TEXT
+
+
+def test_there_is_a_namespace_before_anything_is_put_in_it() -> None:
+    first = "kubectl apply -f deploy/kubernetes/base/router/namespace.yaml"
+    # On a fresh cluster: the overlay, which has it too, waits for the Secrets.
+    keys = (KUBERNETES / "components" / "keys" / "kustomization.yaml").read_text()
+    for text in (TEXT[TEXT.index("\n## Kubernetes") :], keys):
+        assert -1 < text.find(first) < text.index("kubectl -n vllm-sched create")
+    made = yaml.safe_load((ROOT / first.rsplit(" ", 1)[1]).read_text())
+    assert (made["kind"], made["metadata"]["name"]) == ("Namespace", "vllm-sched")
 
 
 def test_its_fleet_file_is_one() -> None:

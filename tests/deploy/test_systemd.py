@@ -13,6 +13,7 @@ import pytest
 from proxy.config import FleetConfig, WorkerConfig
 from tests.deploy.rendered import ROOT
 from vllm_sched.cli.fleet import read
+from vllm_sched.cli.main import main
 
 SYSTEMD = ROOT / "deploy" / "systemd"
 PROGRAM = "/opt/vllm-sched/bin/vllm-sched"
@@ -48,6 +49,8 @@ def test_it_stops_slowly_restarts_and_may_do_little(name: str) -> None:
     # What the command returns for a mistake of the user's.
     assert service["RestartPreventExitStatus"] == "2"
     assert service["Restart"] == "on-failure"
+    # It says nothing of these, and one that fails is tried again for ever.
+    assert not [key for key in service if key.startswith("ExecStartPre")]
     assert service["NoNewPrivileges"] == "yes"
     assert service["CapabilityBoundingSet"] == ""
     assert service["KillMode"] == "mixed"  # the others of several processes are told by the first
@@ -77,6 +80,17 @@ def test_no_two_of_different_users_have_one_folder() -> None:
     environment = unit(UNITS[1])["Service"]["Environment"]
     paths = [each.partition("=")[2] for each in environment.split()]
     assert all(Path(path).is_relative_to(f"/var/lib/{folders[1]}") for path in paths)
+
+
+@pytest.mark.parametrize("text", [None, "workers: [", "model: m\nworkers: []\nno_such: 1\n"])
+def test_a_file_that_can_not_be_used_is_what_no_restart_mends(
+    text: str | None, tmp_path: Path
+) -> None:
+    path = tmp_path / "fleet.yaml"
+    if text is not None:
+        path.write_text(text)
+    start = unit(UNITS[0])["Service"]["ExecStart"].split()
+    assert main([*start[1:-1], str(path)]) == 2
 
 
 def test_a_reload_is_the_signal_that_the_router_reads_its_file_for() -> None:

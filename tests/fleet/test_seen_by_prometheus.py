@@ -158,6 +158,7 @@ class Scene:
             long = f"{number} {again} " + "long " * 3000
             some.append(self.send(self.split, chat(long, stream=True, max_tokens=6)))
         some.append(self.send(self.split, chat(model="nobody's")))
+        some.append(self.mutes.leave(self.split))
         for path in routes.ROUTES:
             body = {"model": "tiny", "prompt": "hi", "input": "hi", "max_tokens": 2}
             some.append(self.send(self.split, request(json.dumps(body).encode(), path=path)))

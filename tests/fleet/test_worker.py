@@ -135,6 +135,7 @@ async def test_shorts_overtake_a_long_that_came_first(workers: Workers) -> None:
     worker = workers["long_prompt"]
     async with client_of(worker) as client, asyncio.TaskGroup() as group:
         group.create_task(run(client, "long 1", 2001, 15_000))
+        await settled(worker, running=1, waiting=0)  # else the server may read the second first
         group.create_task(run(client, "long 2", 2002, 15_000))
         await settled(worker, running=1, waiting=1)
         for i in range(8):

@@ -208,3 +208,35 @@ def test_everybody_gets_in_within_the_sum_of_all_bounds() -> None:
     # All bounds, and the time until the one released before is done.
     assert longest <= 4.0 + 2.0 + 0.5 + 2.0
     assert all(bench.now - at <= 8.5 for at in since.values())
+
+
+@pytest.mark.parametrize(
+    ("policies", "lengths", "blocks"),
+    [
+        ({"static_batching": {"max_wait_s": 5.0}, "long_prompt": {}}, (60, 60, 1100), 1000),
+        (
+            {"long_prompt": {"max_wait_s": 5.0}, "rotation": {"order": "shortest"}},
+            (1000, 1000, 1100),
+            1000,
+        ),
+        ({"rotation": {"order": "shortest", "max_wait_s": 5.0}}, (1900, 1100, 900), 150),
+    ],
+    ids=["static_batching", "long_prompt", "rotation"],
+)
+def test_every_release_is_counted_where_several_fronts_are_overdue(
+    policies: dict[str, dict[str, object]], lengths: tuple[int, ...], blocks: int
+) -> None:
+    bench = Bench(policies, num_blocks=blocks)
+    bench.add("runs", lengths[0], output=200)
+    bench.steps(3)
+    # In lanes of their own, so that both are in front: the first enters, the last is asked last.
+    bench.add("first", lengths[1], output=200)
+    bench.add("last", lengths[2], output=200)
+    bench.step()
+    assert bench.running == {"runs"}
+    bench.now += 6
+    for _ in range(40):
+        if len(bench.running) < 3:
+            bench.step()
+    assert bench.running == {"runs", "first", "last"}
+    assert bench[next(iter(policies))].counters()["starvation_releases"] == 2

@@ -7,8 +7,8 @@ import pytest
 from tests.policies.closed_loop import ClosedLoop, FakeRequest
 from vllm_sched.cost.pace import Chunk
 from vllm_sched.cost.recursion import Recursion
+from vllm_sched.cost.regime import Regime
 from vllm_sched.cost.step_time import StepTime
-from vllm_sched.cost.threshold import Regime
 from vllm_sched.errors import UsageError
 from vllm_sched.policies import registry
 from vllm_sched.policies.deferred_prefill import (
@@ -439,7 +439,7 @@ def test_what_it_shows() -> None:
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"departures": 0}, "departures=0"),
+        ({"departures": 0}, "departures=0 is out of range: at least 1 departs; give 1 or more"),
         ({"departures": 33}, "departures=33 is out of range: no more than max_num_seqs=32"),
         ({"departures": "many"}, "departures='many'"),
         ({"itl_ms": 0}, "itl_ms=0"),

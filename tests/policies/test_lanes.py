@@ -184,22 +184,38 @@ def test_the_front_of_a_lane_waits_no_longer_than_its_bound(lane: str | None, ke
     assert bench["lanes"].counters()["starvation_releases"] == 1
 
 
-def test_overdue_ones_of_a_lane_are_released_one_at_a_time() -> None:
-    bench = Bench(laned(batch_max_wait_s=5.0, reserve_slots=0), max_num_seqs=4)
+@pytest.mark.parametrize(
+    "beside",
+    [
+        {},
+        {"long_prompt": {}},
+        {"rotation": {"order": "shortest"}},
+        {"long_prompt": {}, "rotation": {"order": "shortest"}},
+    ],
+    ids="+".join,
+)
+def test_overdue_ones_of_a_lane_are_released_one_at_a_time(
+    beside: dict[str, dict[str, object]],
+) -> None:
+    bench = Bench(laned(batch_max_wait_s=5.0, reserve_slots=0) | beside, max_num_seqs=4)
     for number in range(4):
         bench.add(f"u{number}", 10, lane="urgent", output=10)
     bench.step()
-    for number in range(10):
-        bench.add(f"b{number}", 10, lane="batch", output=10)
+    # With a second policy a lane has several fronts: of lengths that differ.
+    for number in range(12):
+        bench.add(f"b{number}", 900 if number % 4 == 1 else 10, lane="batch", output=10)
     bench.now += 6
-    number = 4
-    for _ in range(60):
+    number, entered = 4, 0
+    for _ in range(100):
         while len(bench.scheduler.waiting) < 20:
             bench.add(f"u{number}", 10, lane="urgent", output=10)
             number += 1
+        before = bench.running
         bench.step()
+        entered += sum(name.startswith("b") for name in bench.running - before)
         assert sum(name.startswith("b") for name in bench.running) <= 1
-    assert bench["lanes"].counters()["starvation_releases"] >= 4
+    assert entered >= 4
+    assert bench["lanes"].counters()["starvation_releases"] == entered
 
 
 def test_a_prompt_too_long_in_prefill_ranks_with_the_urgent() -> None:
@@ -310,6 +326,35 @@ def test_overdue_ones_that_take_every_slot_let_an_urgent_one_in(slots: int) -> N
     while "u" not in bench.running:
         flood()
         assert bench.now - since < 4.0
+
+
+@pytest.mark.parametrize("load", [1.04, 1.25])
+def test_urgent_ones_that_come_faster_than_they_are_served_shut_nobody_out(load: float) -> None:
+    bench = Bench(
+        laned(urgent_max_wait_s=2.0, normal_max_wait_s=5.0, batch_max_wait_s=15.0), max_num_seqs=4
+    )
+    served, count = 2.0, 0  # seconds that one is at work
+    entered: dict[str, float] = {}
+
+    def flood(until: float) -> None:
+        nonlocal count
+        while bench.now < until:
+            while count * served / 4 / load <= bench.now - 1000:
+                bench.add(f"u{count}", 10, lane="urgent", output=20)
+                count += 1
+            before = bench.running
+            bench.step(0.1)
+            entered.update(dict.fromkeys(bench.running - before, bench.now))
+
+    # Their front has waited for longer than its bound by then, and ever after.
+    flood(1000 + 1.5 * served * load / (load - 1))
+    since = bench.now
+    bench.add("n", 10, output=20)
+    bench.add("b", 10, lane="batch", output=20)
+    flood(since + 25)
+    assert 5.0 <= entered["n"] - since <= 5.0 + served
+    assert 15.0 <= entered["b"] - since <= 15.0 + served
+    assert any(name.startswith("u") and at > entered["b"] for name, at in entered.items())
 
 
 def test_batch_prompts_go_on_beside_one_that_cannot_begin() -> None:

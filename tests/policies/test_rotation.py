@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 import pytest
+from vllm.v1.request import RequestStatus
 
 from tests.engine.schedulers import make_request, make_scheduler
 from tests.engine.schedulers import step as take_step
@@ -228,3 +229,15 @@ def test_with_nobody_in_prefill_the_gate_is_open(tokens: int) -> None:
     bench = Bench(rotating())
     head = make_request(tokens)
     assert bench["rotation"].gate("", head, 0.0) is Gate.OPEN
+
+
+def test_nothing_is_kept_of_one_that_left_while_it_was_waited_for() -> None:
+    bench = Bench(rotating(max_wait_s=1.0), num_blocks=110, scheduler_reserve_full_isl=True)
+    bench.add("A", 1300, output=200)
+    bench.steps(10)
+    bench.add("B", 1200)
+    bench.now += 2
+    bench.step()
+    assert bench["rotation"]._let_in == {"B"}
+    bench.scheduler.finish_requests("B", RequestStatus.FINISHED_ABORTED)
+    assert not bench["rotation"]._let_in

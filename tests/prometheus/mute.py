@@ -18,6 +18,7 @@ from tests.proxy.wire.fake_worker import FakeWorker
 
 MODEL = "mute"
 STARTS_S = 120.0
+LEAVES_S = 0.1
 
 
 class Mutes:
@@ -52,6 +53,15 @@ class Mutes:
             await client.send(chat(model=MODEL, stream=True))
         for fake in self._fakes.values():
             await fake.got(within=STARTS_S)
+
+    async def leave(self, port: int) -> None:
+        """Ask, and leave with nothing: both have what they may, so it waits in the router."""
+        client = await Client.connect(port)
+        try:
+            await client.send(chat(model=MODEL, stream=True))
+            await asyncio.sleep(LEAVES_S)
+        finally:
+            client.close()
 
     async def _are_up(self, session: aiohttp.ClientSession, admin: int) -> bool:
         async with session.get(f"http://127.0.0.1:{admin}/admin/workers") as answer:

@@ -75,6 +75,8 @@ router:
 """
 
 
+COMPLETIONS = "/v1/completions"
+IN_ONE_PIECE = b'{"model": "tiny", "prompt": "hi", "max_tokens": 4}'
 CHAT, JOBS = "sk-vs-of-the-chat-window", "sk-vs-of-jobs-at-night"
 
 
@@ -116,6 +118,8 @@ class Scene:
             fake.always(page.script(), "/metrics")
             fake.always(scripts.stream(6, gap_s=0.02, with_usage=True))
         self.fakes["bad"].always(scripts.error(500))
+        for name in ("s0", "l0", "found"):
+            self.fakes[name].always(scripts.answer(), COMPLETIONS)
         for name in ("p0", "d0", "d1"):
             role = "prefill" if name == "p0" else "decode"
             self.fakes[name].always(self.kv.worker(self.fakes[name], role))
@@ -164,12 +168,16 @@ class Scene:
 
     async def once(self) -> None:
         """Ask for everything: each route, shorts and longs, what is refused, what fails."""
-        some: list[Awaitable[None]] = []
+        # First of all: the queue is soon full.
+        some: list[Awaitable[None]] = [
+            self.send(self.split, request(IN_ONE_PIECE, path=COMPLETIONS))
+        ]
         for path in routes.ROUTES:
             body = {"model": "tiny", "prompt": "hi", "input": "hi", "stream": True}
             some.append(self.send(self.split, request(json.dumps(body).encode(), path=path)))
         some += [self.send(self.split, chat("x" * 200, stream=True)) for _ in range(8)]
         some += [self.send(self.split, chat("y " * 6000, stream=True)) for _ in range(4)]
+        some.append(self.mutes.leave(self.split))
         some += [
             self.send(self.split, chat(model="nobody's")),
             self.send(self.split, request(b"{")),

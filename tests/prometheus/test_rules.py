@@ -36,14 +36,14 @@ def test_alerts_fire_and_keep_silent_as_their_cases_say() -> None:
 
 
 def test_a_case_can_fail(tmp_path: Path) -> None:
-    text = (
-        TESTS.read_text()
-        .replace("../", f"{PROMETHEUS}/")
-        .replace("eval_time: 10m", "eval_time: 0m")
-    )
+    document = yaml.safe_load(TESTS.read_text())
+    document["rule_files"] = [str(PROMETHEUS / name) for name in ("rules.yml", "alerts.yml")]
+    case = next(c for c in cases if c["alert_rule_test"][0]["exp_alerts"])
     changed = tmp_path / "alerts.yml"
-    changed.write_text(text)
-    assert promtool("test", "rules", str(changed)).returncode != 0
+    for early, wrong in ((False, False), (True, True)):
+        told = [one | {"eval_time": "0m"} if early else one for one in case["alert_rule_test"]]
+        changed.write_text(yaml.safe_dump(document | {"tests": [case | {"alert_rule_test": told}]}))
+        assert bool(promtool("test", "rules", str(changed)).returncode) is wrong
 
 
 def test_what_keeps_silent_does_so_with_the_labels_that_kubernetes_adds(tmp_path: Path) -> None:

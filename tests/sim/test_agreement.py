@@ -28,20 +28,39 @@ def test_a_plain_worker_is_near_a_real_scheduler(name: str) -> None:
 GROWING = replace(TIME, prefill_s=2e-5, pair_s=2e-8, context_s=2e-7, read_s=1e-6)
 
 
-@pytest.mark.parametrize("budget", [512, 2048])
-@pytest.mark.parametrize("itl_ms", [40, 60])
+CHUNKS = ("chunk_budget",)
+BOTH = ("long_prompt", "chunk_budget")
+
+
+def gaps_of(itl_ms: int, *names: str) -> dict[str, dict[str, int]]:
+    """Name policies that keep gaps within a time, for prompts above 2,000 tokens apart or all."""
+    known = {
+        "chunk_budget": {"itl_ms": itl_ms},
+        "long_prompt": {"long_prefill_token_threshold": 2000},
+    }
+    return {name: known[name] for name in names}
+
+
+@pytest.mark.parametrize(
+    ("policies", "budget", "itl_ms", "cached"),
+    [
+        *((CHUNKS, budget, itl_ms, 0) for budget in (512, 2048) for itl_ms in (40, 60)),
+        (BOTH, 512, 60, 0), (BOTH, 2048, 60, 0), (BOTH, 512, 60, 5000), (BOTH, 2048, 40, 5000),
+    ],
+)  # fmt: skip
 def test_gaps_stay_within_their_target_where_steps_are_not_told_one_by_one(
-    budget: int, itl_ms: int
+    policies: tuple[str, ...], budget: int, itl_ms: int, cached: int
 ) -> None:
-    policies = {"chunk_budget": {"itl_ms": itl_ms}}
     model = worker(
         GROWING, max_num_seqs=24, max_num_batched_tokens=budget, max_model_len=16_384,
-        kv_tokens=400_000, policies=policies,
+        kv_tokens=400_000, policies=gaps_of(itl_ms, *policies),
     )  # fmt: skip
+    # Far enough apart that longs enter on their own: nobody in prefill says how far on they are.
+    shared, apart = ((("a", cached),), 4) if cached else ((), 2)
     jobs = [
-        (2 * at, replace(each, prompt_tokens=2 * each.prompt_tokens))
+        (apart * at, replace(each, prompt_tokens=2 * each.prompt_tokens, shared=shared))
         if each.prompt_tokens >= 4000
-        else (2 * at, each)
+        else (apart * at, each)
         for at, each in crowd(100)
     ]
     truly = run(ExactEngine(model), jobs)
@@ -62,11 +81,11 @@ def test_gaps_stay_within_their_target_where_steps_are_not_told_one_by_one(
     assert max(ends(told).values()) == pytest.approx(exact["last token"], rel=0.05)
 
 
-def test_a_prompt_with_much_in_cache_is_given_no_more_than_fits() -> None:
-    policies = {"chunk_budget": {"itl_ms": 40}}
+@pytest.mark.parametrize("policies", [CHUNKS, BOTH])
+def test_a_prompt_with_much_in_cache_is_given_no_more_than_fits(policies: tuple[str, ...]) -> None:
     model = worker(
         GROWING, max_num_seqs=24, max_num_batched_tokens=2048, max_model_len=16_384,
-        kv_tokens=400_000, policies=policies,
+        kv_tokens=400_000, policies=gaps_of(40, *policies),
     )  # fmt: skip
     jobs = [
         (0.0, Job("first", 10_000, 2, 1, shared=(("a", 10_000),))),

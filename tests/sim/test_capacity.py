@@ -49,6 +49,23 @@ def test_computing_bounds_requests() -> None:
     assert capacity.most_requests_per_s(TIME, 1000, 1, 50, 500) == pytest.approx(1 / each)
 
 
+def test_no_worker_takes_less_for_requests_of_all_lengths() -> None:
+    model = WorkerModel(
+        name="w", time=TIME, max_model_len=16_384, kv_tokens=100_000, max_num_seqs=50,
+        max_num_batched_tokens=8192,
+    )  # fmt: skip
+    alike = [(1000, 100, 0)] * 7
+    each = 0.1 + 99 * 1e-4 + 99 / 50 * 0.02
+    assert capacity.least_seconds(model, alike) == pytest.approx(7 * each)
+    # Its cache holds ten of 10,000 tokens: the fixed parts are shared by no more.
+    each = 1.0 + 99 * 1e-4 + 99 * 10_050 / 100_000 * 0.02
+    assert capacity.least_seconds(model, [(10_000, 100, 0)]) == pytest.approx(each)
+    # What is cached is attended to alone.
+    pairs = replace(model, time=replace(TIME, pair_s=1e-8))
+    each = 0.02 + 200 * 100 * 1e-8 + 200 * 800 * 1e-8 + 99 / 50 * 0.02 + 99 * 1e-4
+    assert capacity.least_seconds(pairs, [(1000, 100, 800)]) == pytest.approx(each)
+
+
 def test_bytes_that_hand_overs_move() -> None:
     assert capacity.moved_bytes_per_s(10, 2000, 327_680) == pytest.approx(6.5536e9)
 

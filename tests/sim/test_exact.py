@@ -12,8 +12,8 @@ import pytest
 from tests.sim.making import EVEN, drain, ends, firsts, job, run, worker
 from vllm_sched.bench.traffic.arrivals import gamma_times
 from vllm_sched.cost.recursion import Recursion
+from vllm_sched.cost.regime import Regime
 from vllm_sched.cost.step_time import StepTime
-from vllm_sched.cost.threshold import Regime
 from vllm_sched.cost.transfer import TransferTime
 from vllm_sched.errors import UsageError
 from vllm_sched.sim.exact import ExactEngine

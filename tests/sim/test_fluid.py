@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from vllm_sched.cost.recursion import Recursion
+from vllm_sched.cost.regime import Regime
 from vllm_sched.cost.step_time import StepTime
-from vllm_sched.cost.threshold import Regime
 from vllm_sched.cost.transfer import TransferTime
 from vllm_sched.sim.fluid import Fluid
 from vllm_sched.sim.types import Event, Job, Leg, WorkerModel

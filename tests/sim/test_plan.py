@@ -25,7 +25,6 @@ from vllm_sched.sim.search import (
     Question,
     Search,
     Served,
-    Traffic,
     longest_kept,
     ordered,
 )
@@ -313,7 +312,7 @@ def test_of_equals_the_simplest_is_best() -> None:
 
 
 def test_traffic_is_known_by_its_requests() -> None:
-    traffic = Traffic.of(question("100x10:0.5,900x90:0.5", "ttft:500"))
+    traffic = Search(question("100x10:0.5,900x90:0.5", "ttft:500")).traffic
     assert traffic.largest == 990
     assert traffic.prompt == pytest.approx(500, rel=0.05)
     assert traffic.above(110) == pytest.approx(0.9, abs=0.01)
@@ -349,6 +348,59 @@ def test_a_short_trace_is_planned_for_as_if_it_went_on(tmp_path: Path, lines: in
         return served.rate
 
     assert rate_of(str(path)) == pytest.approx(rate_of("1500x30"), rel=0.13)
+
+
+@pytest.mark.parametrize("targets", ["itl:80", "tpot:100", "ttft:10000"])
+def test_no_rate_is_named_beyond_what_computing_allows(targets: str) -> None:
+    search = Search(question("1500x100", targets, policies=(CHUNKS,)))
+    shape = Shape(general=2, policy=CHUNKS, itl_ms=80)
+    allowed = 2 * search.traffic.most_each
+    assert allowed == pytest.approx(29.8, rel=0.01)  # by hand: see `capacity`
+    served = search.rate_of(shape, 2 * allowed, fine=True)
+    assert served is not None
+    assert 0.8 * allowed < served.rate <= allowed
+    # Nor is more asked of it, where it has to beat another.
+    runs = search.runs
+    assert search.rate_of(shape, allowed, least=1.01 * allowed) is None
+    assert search.runs == runs
+
+
+def test_a_queue_that_grows_is_not_served_though_nobody_is_late_yet() -> None:
+    # No target sees how long anybody waits for the first token.
+    search = Search(question("1500x100", "itl:80", policies=(CHUNKS,)))
+    shape = Shape(general=2, policy=CHUNKS, itl_ms=80)
+    allowed = 2 * search.traffic.most_each
+    for fine in (False, True):
+        run = search.play(shape, 1.2 * allowed, fine=fine)
+        assert run.all.share == 1.0
+        assert 0.14 < run.growth < 0.3
+        assert not search.enough(run, fine=fine)
+        assert search.enough(search.play(shape, 0.8 * allowed, fine=fine), fine=fine)
+
+
+def test_what_is_in_caches_need_not_be_computed() -> None:
+    plain, cached = (
+        Search(question("8000x20", "ttft:4000", prefix_hit=hit)).traffic.most_each
+        for hit in (0.0, 0.8)
+    )
+    assert 3 < cached / plain < 5
+
+
+def test_a_trace_is_planned_for_as_a_whole(tmp_path: Path) -> None:
+    path = tmp_path / "drift.jsonl"
+    lines = [(300, 50)] * 4500 + [(20_000, 50)] * 4500
+    path.write_text(
+        "\n".join(
+            json.dumps({"timestamp": at, "input_length": prompt, "output_length": output})
+            for at, (prompt, output) in enumerate(lines)
+        )
+    )
+    search = Search(question(str(path), "ttft:3000 tpot:60"))
+    assert search.traffic.prompt == pytest.approx(10_150)
+    for seed in (0, 1):
+        run = search.play(Shape(general=2), 1.0, fine=False, seed=seed)
+        mean = run.all.prompt_tokens / run.all.done
+        assert mean == pytest.approx(10_150, rel=0.25)
 
 
 def test_a_run_lasts_longer_than_its_target_however_large_the_fleet() -> None:

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from vllm_sched.workers import launch, transfer
-from vllm_sched.workers.flags import last
 from vllm_sched.workers.transfer import SIDE_HOST, SIDE_PORT, Wiring, wiring
 
 
@@ -111,77 +110,6 @@ def test_the_list_is_where_we_look_for_it(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.undo()
     pytest.importorskip("vllm")
     assert not transfer.missing("nixl")
-
-
-BLOCK, DTYPE = "--block-size", "--dtype"
-CACHE, BACKEND = "--kv-cache-dtype", "--attention-backend"
-
-
-@pytest.mark.parametrize(
-    ("ours", "theirs", "on_cpu", "apart"),
-    [
-        ([], [], True, []),
-        (["--dtype=float32", BLOCK, "64"], [DTYPE, "float32"], True, [BLOCK]),
-        (["--block_size=64"], [BLOCK, "64"], True, []),
-        # What one says, and the other has all the same.
-        (["--block-size=128"], [], True, []),
-        (["--block-size=128"], [], False, [BLOCK]),
-        (["--block-size=16"], [], False, []),
-        (["--block-size=16"], [], True, [BLOCK]),
-        ([CACHE, "auto"], [], True, []),
-        ([CACHE, "auto"], [], False, []),
-        ([CACHE, "fp8"], [], False, [CACHE]),
-        ([DTYPE, "float32"], [], True, []),
-        ([DTYPE, "float32"], [], False, [DTYPE]),  # auto is bfloat16 as a rule
-        ([DTYPE, "auto"], [], False, []),
-        ([DTYPE, "auto"], [], True, [DTYPE]),
-        (["--attention-backend=auto"], [], False, []),
-        (["--attention-backend=FLASHINFER"], [], False, [BACKEND]),
-        # One thing in two words, and in two places.
-        ([DTYPE, "half"], [DTYPE, "float16"], False, []),
-        ([DTYPE, "float"], [], True, []),
-        ([DTYPE, "half"], [DTYPE, "bfloat16"], False, [DTYPE]),
-        ([CACHE, "fp8"], [CACHE, "fp8_e4m3"], False, [CACHE]),  # to NIXL they are two
-        ([BACKEND, "flash_attn"], [BACKEND, "FLASH_ATTN"], False, []),
-        ([BACKEND, "FLASH_ATTN"], ["--attention-config.backend=FLASH_ATTN"], False, []),
-        (["-ac", '{"backend": "FLASHINFER"}'], [BACKEND, "FLASH_ATTN"], False, [BACKEND]),
-        ([BLOCK, "64", CACHE, "fp8"], [], True, [BLOCK, CACHE]),
-    ],
-)
-def test_what_keeps_two_ends_apart(
-    monkeypatch: pytest.MonkeyPatch,
-    ours: list[str],
-    theirs: list[str],
-    on_cpu: bool,
-    apart: list[str],
-) -> None:
-    monkeypatch.setattr(launch, "on_cpu", lambda: on_cpu)
-    assert [flag for flag, _, _ in transfer.differences(ours, theirs)] == apart
-    assert [flag for flag, _, _ in transfer.differences(theirs, ours)] == apart
-
-
-def test_a_difference_is_told_as_it_was_written() -> None:
-    told = [*transfer.differences([BLOCK, "64"], [DTYPE, "float"])]
-    assert told == [(BLOCK, "64", "")]
-
-
-def test_where_no_vllm_is_installed_either_default_may_be_meant(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def none() -> bool:
-        raise launch.WorkerError("none")
-
-    monkeypatch.setattr(launch, "on_cpu", none)
-    for block in ("16", "128"):
-        assert not [*transfer.differences([BLOCK, block], [])]
-    assert [*transfer.differences([BLOCK, "64"], [])] == [(BLOCK, "64", "")]
-
-
-def test_the_defaults_are_those_that_workers_are_started_with() -> None:
-    """Of the last of several values, which is the one that counts."""
-    flags = [*launch.CPU_FLAGS, *wiring("nixl", "prefill").flags]
-    assert last(flags, BLOCK) == transfer.COMMON[BLOCK][True]
-    assert last(flags, DTYPE) == transfer.COMMON[DTYPE][True]
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Awaitable, Callable, Iterable, Mapping
-from statistics import fmean
 from typing import TYPE_CHECKING, Final
+
+from vllm_sched.bench.trend import Trend
 
 if TYPE_CHECKING:
     from vllm_sched.bench.outcome import Outcome
@@ -96,10 +97,8 @@ def kept_up(outcomes: Iterable[Outcome]) -> float:
     a second, one in `1 + growth` requests is served. When the last answer came says less: that is
     as long after the last request as an answer takes.
     """
-    points = [(each.at, each.latency) for each in outcomes if each.good]
-    if len(points) < 2:
-        return 1.0
-    middle = fmean(at for at, _ in points)
-    spread = math.fsum((at - middle) ** 2 for at, _ in points)
-    growth = math.fsum((at - middle) * latency for at, latency in points)
-    return 1 / (1 + max(growth / spread, 0.0)) if spread else 1.0
+    trend = Trend()
+    for each in outcomes:
+        if each.good:
+            trend.add(each.at, each.latency)
+    return 1 / (1 + trend.growth)

@@ -102,7 +102,7 @@ def as_result(
             "short_answers": played.short,
             **notes,
         },
-        played.warnings(),
+        [*played.warnings(), *schedule.falls_short],
     )
 
 

@@ -89,8 +89,10 @@ def explain(arguments: argparse.Namespace, config: FleetConfig) -> int:
 
 
 def _show_sides(sides: Sequence[BalanceShown]) -> None:
-    if sides:
-        print(columns([SIDES, *_sides(sides)]))
+    if not sides:
+        print("no prefill and no decode worker is known to this router")
+        return
+    print(columns([SIDES, *_sides(sides)]))
     for each in sides:
         print(f"{each.model}: {each.advice}")
 

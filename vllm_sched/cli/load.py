@@ -113,11 +113,9 @@ def schedule_of(args: argparse.Namespace, *, insist: bool = False) -> Schedule:
     )
 
 
-def add_traffic(parser: argparse.ArgumentParser) -> None:
+def add_traffic(parser: argparse.ArgumentParser, *, lasts: str = "60, or the trace") -> None:
     """Describe what is sent, loops and seeds aside."""
-    parser.add_argument(
-        "--duration", type=float, metavar="SECONDS", help="default: 60, or the trace"
-    )
+    parser.add_argument("--duration", type=float, metavar="SECONDS", help=f"default: {lasts}")
     parser.add_argument("--num-requests", type=int, metavar="N")
     parser.add_argument(
         "--scale", type=float, default=1.0, metavar="F", help="multiply all lengths, as 0.1"

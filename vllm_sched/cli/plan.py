@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from rich import box
 from rich.console import Console
@@ -18,6 +18,7 @@ from rich.table import Table
 from vllm_sched.bench import goodput
 from vllm_sched.bench.summary import milliseconds
 from vllm_sched.bench.traffic.catalogue import find
+from vllm_sched.bench.traffic.sampled import Sampled
 from vllm_sched.cli.load import WORKLOAD_HELP
 from vllm_sched.cli.paths import require_folders
 from vllm_sched.cli.simulate import MIXED_HELP
@@ -29,8 +30,11 @@ from vllm_sched.sim.search import SAME, Question
 from vllm_sched.sim.shapes import POLICIES
 
 if TYPE_CHECKING:
+    from vllm_sched.bench.traffic.types import Source
     from vllm_sched.sim.plan import Plan
     from vllm_sched.sim.search import Tell
+
+UNEVEN: Final = 1.5  # a part of a trace against all: worth a word
 
 
 def add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -190,6 +194,8 @@ def _show(console: Console, found: Plan, args: argparse.Namespace) -> None:
         highlight=False,
         soft_wrap=True,
     )
+    for line, style in _of_trace(found.question.source):
+        console.print(line, style=style, highlight=False, soft_wrap=True)
     for at, served in enumerate(found.ranking):
         line = f"{_place(at) + ':':<11}{served.shape}"
         console.print(line, style="" if at else "bold", highlight=False, soft_wrap=True)
@@ -220,6 +226,24 @@ def _show(console: Console, found: Plan, args: argparse.Namespace) -> None:
         highlight=False,
         soft_wrap=True,
     )
+
+
+def _of_trace(source: Source) -> Iterator[tuple[str, str]]:
+    """Say what of a trace was played, if it was one."""
+    if not isinstance(source, Sampled):
+        return
+    yield (
+        f"of its {source.lines:,} lines {source.held:,}, in stretches from all over the file; the "
+        "gaps between requests are drawn (--burstiness), not the trace's",
+        "dim",
+    )
+    if source.heaviest >= UNEVEN:
+        yield (
+            f"requests are not alike throughout {source.name}: those of the heaviest fifth of the "
+            f"file are {source.heaviest:.2g} times the mean, and at the same rate want so much "
+            "more; to be safe plan for that part alone",
+            "yellow",
+        )
 
 
 def _fleets(found: Plan) -> Table:

@@ -171,9 +171,11 @@ def _checked(
     """Refuse what would only fail after minutes."""
     config = fleet_file.read(args.fleet)
     for name in ("front_ms", "mixed_ms", "timeout", "bandwidth"):
-        value = getattr(args, name)
-        if value is not None and (value < 0 or (name in ("timeout", "bandwidth") and not value)):
-            raise UsageError(f"--{name.replace('_', '-')} {value:g}: must be more than 0")
+        value, may_be_none = getattr(args, name), name in ("front_ms", "mixed_ms")
+        if value is None or 0 < value < float("inf") or (may_be_none and not value):
+            continue
+        least = "0 or more" if may_be_none else "more than 0"
+        raise UsageError(f"--{name.replace('_', '-')} {value:g}: must be a number, {least}")
     front_s = None if args.front_ms is None else args.front_ms / 1000
     bandwidth, mixed_s = in_si(args.bandwidth, args.mixed_ms)
     assumed = Assumed(profile=args.profile, front_s=front_s, bandwidth=bandwidth, mixed_s=mixed_s)
@@ -320,7 +322,7 @@ def _warnings(
     cut: int,
 ) -> list[str]:
     """Say what of all that was asked for was not played."""
-    found = []
+    found = schedule.falls_short
     if cut:
         found.append(f"{cut} requests were cut to what the fleet holds; --scale makes all shorter")
     ignored = sorted({name for model in models.values() for name in model.policies} & PLAINLY)

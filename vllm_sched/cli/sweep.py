@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import random
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
@@ -18,6 +19,7 @@ from vllm_sched.bench.knee import explore_concurrencies, explore_rates, kept_up
 from vllm_sched.bench.summary import summary
 from vllm_sched.bench.sweep import CONCURRENCY, RATE, Point, Sweep
 from vllm_sched.bench.traffic.catalogue import find
+from vllm_sched.bench.traffic.sampled import without_end
 from vllm_sched.bench.traffic.schedule import Schedule
 from vllm_sched.cli.load import (
     INTERRUPTED,
@@ -74,7 +76,7 @@ def add_sweep(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -
     parser.add_argument(
         "--seeds", type=int, default=3, metavar="N", help="runs of each load (default: 3)"
     )
-    add_traffic(parser)
+    add_traffic(parser, lasts="60; of a trace stretches from all over it, as often as it takes")
     parser.add_argument("--save", type=Path, metavar="FILE.json", help="write every run's figures")
     parser.add_argument("--plot", type=Path, metavar="DIR", help="draw the curves")
     parser.set_defaults(func=run_sweep)
@@ -215,7 +217,9 @@ def _plans(args: argparse.Namespace) -> list[_Plan]:
                 f"--workload {name}: there is a {source.name} already, and the two would be one "
                 "line; rename the file, or leave it out"
             )
-        schedule = Schedule(source=source, **traffic_of(args))
+        # A trace would be through before a queue is felt.
+        endless = without_end(source, random.Random(0))
+        schedule = Schedule(source=endless, **traffic_of(args))
         if rates is not None:
             loads = _loads("--request-rates", rates, whole=False)
             plans.append(_Plan(schedule, RATE, loads))

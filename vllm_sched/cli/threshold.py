@@ -20,13 +20,15 @@ from vllm_sched.cli.paths import require_folders
 from vllm_sched.cost import profiles
 from vllm_sched.cost.events import Played, play
 from vllm_sched.cost.recursion import Recursion
-from vllm_sched.cost.step_time import StepTime
-from vllm_sched.cost.threshold import WORTHWHILE, Regime, closed_form, to_run
+from vllm_sched.cost.regime import Regime
+from vllm_sched.cost.step_time import StepShape, StepTime
+from vllm_sched.cost.threshold import WORTHWHILE, closed_form, to_run
 from vllm_sched.errors import UsageError
 from vllm_sched.policies.deferred_prefill import K_STANDS, DeferredPrefillSettings
 
 POINTS_DRAWN = 96
 MOST_SLOTS = 4096
+MOST_TOKENS = 10_000_000  # longer than any context
 APART, ALONG = "apart", "riding along"
 MEANING = {
     APART: "decodes pause for prefills (exclusive, and the paper)",
@@ -160,6 +162,11 @@ def check(args: argparse.Namespace) -> None:
     """Refuse what would fail, or take minutes."""
     if not 1 <= args.slots <= MOST_SLOTS:
         raise UsageError(f"--slots {args.slots}: give max_num_seqs, 1 to {MOST_SLOTS}")
+    for name in ("mean_output", "mean_prompt"):
+        value = getattr(args, name)
+        if not 1 <= value <= MOST_TOKENS:
+            flag = name.replace("_", "-")
+            raise UsageError(f"--{flag} {value:g}: give a mean in tokens, 1 to {MOST_TOKENS}")
     for name in ("mixed_ms", "itl_ms", "max_delay_ms", "budget"):
         value = getattr(args, name)
         if value is not None and not (math.isfinite(value) and value >= 0):
@@ -194,7 +201,13 @@ def read_costs(path: Path) -> StepTime:
 
 def _costs(args: argparse.Namespace) -> tuple[str, StepTime]:
     if args.cost:
-        return str(args.cost), read_costs(args.cost)
+        time = read_costs(args.cost)
+        if not time.seconds(StepShape(decodes=1, context_tokens=1)):
+            raise UsageError(
+                f"--cost {args.cost}: decoding takes no time by it, and no machine is like that; "
+                "save one with `vllm-sched calibrate --save`"
+            )
+        return str(args.cost), time
     profile = profiles.find(args.profile)
     return f"{profile.name} ({profile.source})", profile.time
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import cast
 
 from proxy.config import Draft, FleetConfig, LaunchConfig, TransferConfig, WorkerConfig
 from proxy.errors import Problem
 from vllm_sched.workers import launch, transfer
+from vllm_sched.workers.ends import differences
 from vllm_sched.workers.transfer import Part, Wiring
 
 PARTS = ("prefill", "decode")
@@ -28,7 +30,7 @@ def wiring_of(config: FleetConfig, worker: WorkerConfig) -> Wiring:
     if config.transfer is None or worker.role not in PARTS:
         return Wiring()
     host, _ = worker.address or (launch.LOOPBACK, None)
-    return transfer.wiring(
+    made = transfer.wiring(
         config.transfer.connector,
         cast("Part", worker.role),
         mode=config.transfer.mode,
@@ -40,6 +42,9 @@ def wiring_of(config: FleetConfig, worker: WorkerConfig) -> Wiring:
         address=config.transfer.addresses.get(worker.name),
         lease_s=config.transfer.lease_s,
     )
+    if worker.role != "decode" or worker.seats is None:
+        return made
+    return replace(made, said=f"{made.said}, {worker.seats} seats for hand-overs and all others")
 
 
 def agreement(draft: Draft) -> Iterator[Problem]:
@@ -86,7 +91,8 @@ def agreement(draft: Draft) -> Iterator[Problem]:
                 f"{told.model or 'none'}: {named} loads {others.model or 'none'}, and neither "
                 "could read the other's KV cache; give both the same",
             )
-        for flag, ours, theirs in transfer.differences(told.args, others.args):
+        loaded = told.model or model or ""
+        for flag, ours, theirs in differences(told.args, others.args, model=loaded):
             yield Problem(
                 f"workers[{index}].launch.args",
                 f"{flag} {ours or '(none)'}: {named} has {theirs or 'none'}, and a KV cache moves "

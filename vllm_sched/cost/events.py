@@ -7,12 +7,13 @@ requests are enough. The same seed gives every threshold the same requests.
 
 from __future__ import annotations
 
+import heapq
 import math
 import random
 from collections import defaultdict
 from dataclasses import dataclass
 
-from vllm_sched.cost.threshold import Regime
+from vllm_sched.cost.regime import Regime
 
 REQUESTS = 40_000
 
@@ -45,22 +46,32 @@ def play(
     ends: defaultdict[int, list[float]] = defaultdict(list)  # by step: when each was admitted
     for output in outputs[:slots]:
         ends[output - 1].append(0.0)
+    due = [*ends]  # the steps in which somebody ends, as a heap
+    heapq.heapify(due)
     gaps: list[tuple[float, int]] = []
     now = finished = served = 0.0
     step = departed = 0
     active = admitted = slots
     while departed < requests:
         free = slots - active
-        prefill = 0.0
+        prefill, joining = 0.0, 0
         if free >= threshold or not active:
             ahead = slice(admitted, admitted + free)
             # The batch's cost is linear in its prompts, whatever the length of each.
             prefill = regime.batch(math.fsum(lengths[ahead]))
             for output in outputs[ahead]:
                 # Those prefilled in a mixed step decode from the next one on.
-                ends[step + output - regime.exclusive].append(now)
+                last = step + output - regime.exclusive
+                if last not in ends:
+                    heapq.heappush(due, last)
+                ends[last].append(now)
             admitted += free
-        joining = free if prefill else 0
+            joining = free
+        elif due[0] > step:
+            # Until somebody ends all steps are alike.
+            now += (due[0] - step) * regime.decode(active)
+            gaps.append((regime.decode(active), (due[0] - step) * active))
+            step = due[0]
         decoding = active + (joining if regime.exclusive else 0)
         seconds = regime.decode(decoding)
         now += prefill + seconds
@@ -69,6 +80,8 @@ def play(
         if decoding > active:
             gaps.append((seconds, decoding - active))
         gone = ends.pop(step, [])
+        if gone:
+            heapq.heappop(due)
         departed += len(gone)
         finished += now * len(gone)
         served += now * len(gone) - math.fsum(gone)

@@ -51,6 +51,11 @@ def whole_tiles(tokens: int, beside: int) -> int:
     return whole if tokens - whole <= tokens // 8 else tokens
 
 
+def tiled(tokens: int, beside: int, context: int) -> int:
+    """Cut a chunk to whole tiles, but not below what one so far on has at least."""
+    return max(whole_tiles(tokens, beside), min(tokens, least_far_on(context)))
+
+
 class Chunk(NamedTuple):
     """A part of a prompt computed in one step."""
 

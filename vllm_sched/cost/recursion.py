@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from vllm_sched.cost.threshold import Regime, expected_batch
+from vllm_sched.cost.regime import Regime, expected_batch
 
 NEGLIGIBLE = 1e-15
 SETTLED, MOST_ROUNDS = 1e-12, 200

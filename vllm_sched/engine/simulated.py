@@ -325,6 +325,11 @@ class SimulatedEngine:
         running = len(self.scheduler.running)
         return running, self.unfinished - running
 
+    @property
+    def deferred(self) -> int:
+        """How many of those wait for something else than room, as for their KV cache."""
+        return len(self.scheduler.deferred_waiting)
+
     def backlog(self) -> int:
         """Count the prompt tokens that are still to be computed."""
         scheduler = self.scheduler

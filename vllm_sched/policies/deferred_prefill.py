@@ -29,7 +29,8 @@ from typing import ClassVar, Final, Literal
 from pydantic import Field
 
 from vllm_sched.cost.fit import OnlineFit
-from vllm_sched.cost.threshold import Regime, asymptotic, to_run
+from vllm_sched.cost.regime import Regime
+from vllm_sched.cost.threshold import asymptotic, to_run
 from vllm_sched.errors import UsageError
 from vllm_sched.policies.types import (
     EngineFacts,
@@ -128,11 +129,13 @@ class DeferredPrefill(Policy):
     def __init__(self, facts: EngineFacts, settings: DeferredPrefillSettings) -> None:
         super().__init__(facts, settings)
         asked = settings.departures
-        if asked != "auto" and not 1 <= asked <= facts.max_num_seqs:
+        out_of_range = f"deferred_prefill.departures={asked} is out of range"
+        if asked != "auto" and asked < 1:  # before it starts nobody may know how many slots it has
+            raise UsageError(f"{out_of_range}: at least 1 departs; give 1 or more, or auto")
+        if asked != "auto" and asked > facts.max_num_seqs:
             raise UsageError(
-                f"deferred_prefill.departures={asked} is out of range: no more than "
-                f"max_num_seqs={facts.max_num_seqs} can depart; give 1 to {facts.max_num_seqs}, "
-                "or auto"
+                f"{out_of_range}: no more than max_num_seqs={facts.max_num_seqs} can depart; "
+                f"give 1 to {facts.max_num_seqs}, or auto"
             )
         self._auto = asked == "auto"
         self.threshold = 1 if asked == "auto" else asked

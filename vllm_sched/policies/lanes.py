@@ -12,8 +12,10 @@ A request's lane is what its client wrote as `"vllm_xargs": {"lane": "batch"}`, 
 Ageing: once the front of a lane has waited for its `max_wait_s` it goes before everybody, reserve
 or not, but one at a time: the next is released when that one is done. So an overdue lane always
 moves, and a flood of overdue batch can't shut out the urgent. With slots so few that the overdue
-take them all, an urgent one that has waited `urgent_max_wait_s` goes before them in turn. A prompt
-that has been in prefill as long ranks with the urgent.
+take them all, an urgent one that has waited `urgent_max_wait_s` takes turns with them: it goes
+before the next of them, and that one before the next urgent one, or urgent ones that come faster
+than they are served would shut everybody out. A prompt that has been in prefill as long ranks with
+the urgent.
 
 Cost per step: O(running prefills). How it fails: a batch request that decodes for long keeps its
 slot and its share of each step; only those who enter are chosen. With `lane` in its hands a client
@@ -61,7 +63,9 @@ class LanesSettings(Settings):
         5.0, ge=0, description="others count as about for so long after the last of them was seen"
     )
     urgent_max_wait_s: float = Field(
-        10.0, gt=0, description="an urgent request that waited so long goes before overdue ones"
+        10.0,
+        gt=0,
+        description="an urgent request that waited so long takes turns with the overdue",
     )
     normal_max_wait_s: float = Field(
         30.0, gt=0, description="a normal request that waited so long goes before urgent ones"
@@ -93,8 +97,8 @@ class Lanes(Policy):
         self._running: dict[str, tuple[str, float]] = {}  # the lane, and since when
         self._counts = dict.fromkeys(LANES, 0)  # of those
         self._released: dict[str, str] = {}  # the overdue request of a lane that is being served
-        self._overdue: dict[str, str] = {}  # the front of a lane that has waited too long
         self._releases = 0
+        self._urgents_turn = False  # an overdue one entered since the last urgent one did
         self._unknown = 0
 
         self._others_at = -math.inf  # when others were seen last
@@ -103,6 +107,9 @@ class Lanes(Policy):
         self._now = 0.0
         self._step: Step | None = None  # until it is known who else computes a prompt in it
         self._waiting: Mapping[str, LaneCount] = {}
+        # Fronts that go before everybody, of which a lane has several where other policies have
+        # lanes too; and whether it is for their wait.
+        self._due: dict[str, bool] = {}
         self._free_slots = facts.max_num_seqs
         self._kv_free = 1.0
         self._batch_left = facts.max_num_batched_tokens
@@ -131,6 +138,7 @@ class Lanes(Policy):
         """See what room there is, and whether batch has the engine to itself."""
         self._now = step.now
         self._waiting = lanes
+        self._due.clear()
         self._free_slots = step.free_slots
         self._kv_free = step.kv_free
         if len(self._running) > step.running:
@@ -169,30 +177,33 @@ class Lanes(Policy):
 
     def urgency(self, lane: str, head: RequestView, waited: float) -> float:
         """Order lanes, an overdue front first, and urgent ones whom those kept waiting."""
-        if lane == URGENT and waited >= self.settings.urgent_max_wait_s:
+        if lane == URGENT and self._urgents_turn and waited >= self.settings.urgent_max_wait_s:
             return FIRST
         return OVERDUE if self._is_due(lane, head, waited) else PLACES[lane]
 
     def _is_due(self, lane: str, head: RequestView, waited: float) -> bool:
-        released = self._released.get(lane)
+        name, released = head.request_id, self._released.get(lane)
+        self._due.pop(name, None)
         if released in self._running:
             return False
         # It was preempted and is back: it has waited enough, and so must those preempted after it,
         # who stand before it.
-        if released is not None and (released == head.request_id or head.num_preemptions):
-            return True
-        if waited < self.max_wait_s[lane]:
-            return False
-        self._overdue[lane] = head.request_id
-        return True
+        is_back = released is not None and (released == name or head.num_preemptions > 0)
+        if is_back or waited >= self.max_wait_s[lane]:
+            self._due[name] = not is_back
+        return name in self._due
 
     def admitted(self, request: RequestView) -> None:
         """Note where everybody is, and what room is left."""
         name = request.request_id
         lane = self._lane(request)
-        if self._overdue.get(lane) == name:
-            self._released[lane] = self._overdue.pop(lane)
-            self._releases += 1
+        if lane == URGENT:
+            self._urgents_turn = False
+        elif (overdue := self._due.pop(name, None)) is not None:
+            self._urgents_turn = True
+            if overdue:
+                self._released[lane] = name
+                self._releases += 1
         if name not in self._running:
             self._running[name] = (lane, self._now)
             self._counts[lane] += 1
@@ -228,7 +239,7 @@ class Lanes(Policy):
         """Give batch prompts, together, their share; if overdue, whatever there is."""
         if self._lane(request) != BATCH:
             return tokens
-        if self._overdue.get(BATCH) == request.request_id or self.rank(request) < PLACES[BATCH]:
+        if self._due.get(request.request_id) or self.rank(request) < PLACES[BATCH]:
             return tokens
         if (step := self._step) is not None:
             self._step = None

@@ -29,7 +29,7 @@ from typing import ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from vllm_sched.cost.pace import StepPace, least_far_on, whole_tiles
+from vllm_sched.cost.pace import StepPace, tiled
 from vllm_sched.errors import UsageError
 from vllm_sched.policies.types import (
     EngineFacts,
@@ -128,7 +128,6 @@ class LongPrompt(Policy):
         self._slow_steps = 0  # since one without prefill was last seen
         self._probed_at = -math.inf
         self._last_arrival = -math.inf  # when a short was last seen waiting
-        self._overdue: str | None = None  # the one let in for its long wait, next
         self._releases = 0
         self._stood_back = 0  # steps in a row in which the longs had nothing, for the shorts' sake
 
@@ -140,6 +139,7 @@ class LongPrompt(Policy):
         self._slot = facts.max_num_batched_tokens  # tokens for one prefill
         self._long_left = self._slot  # for all long prefills together
         self._longs_due = 1  # how many of them are still to get their part
+        self._overdue: set[str] = set()  # who is let in for a long wait, in front of each lane
         self._short_left = self._slot
         self._beside = 0  # tokens of decodes, and of chunks that were sized
         self._fit_s: float | None = None  # the length of a step that one prefill may cause
@@ -185,7 +185,7 @@ class LongPrompt(Policy):
             return Gate.CLOSED
         # One that found no room in the KV cache need not keep shorts waiting behind it.
         if overdue and taken >= self._places:
-            self._overdue = head.request_id
+            self._overdue.add(head.request_id)
         stuck = self._step.refused == head.request_id and not overdue
         return Gate.LAST if stuck else Gate.OPEN
 
@@ -200,9 +200,7 @@ class LongPrompt(Policy):
         """Count a long prompt at once: the next must not slip in within the same step."""
         if self._in_long(request):
             self._classes.append(self._step.class_of(request))
-        if request.request_id == self._overdue:
-            self._overdue = None
-            self._releases += 1
+        self._releases += request.request_id in self._overdue
 
     # Who gets how much
 
@@ -216,6 +214,7 @@ class LongPrompt(Policy):
             self._seen_long.clear()
             self._prefilling = prefilling
         self._step = step
+        self._overdue.clear()
         self._beside = step.decodes
         settings = self.settings
         longs = [r for r in step.prefills if self._in_long(r)]
@@ -303,8 +302,7 @@ class LongPrompt(Policy):
         if entered_long and self._counts_as_long(request, computed):
             granted = min(granted, math.ceil(self._long_left / max(self._longs_due, 1)))
             if self._fit_s is not None and granted < request.num_tokens - computed:
-                least = min(granted, least_far_on(computed))
-                granted = max(whole_tiles(granted, self._beside), least)
+                granted = tiled(granted, self._beside, computed)
             self._long_left -= granted
             self._longs_due -= 1
         else:

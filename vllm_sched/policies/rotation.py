@@ -67,7 +67,7 @@ class Rotation(Policy):
         self._last: dict[str, float] = {}  # when the last chunk of each ended
         self._order: dict[str, float] = {}  # the step it was in, and its place in that
         self._releases = 0
-        self._let_in = ""  # the one that was held for too long
+        self._let_in: set[str] = set()  # who was held for too long, until there is room for them
         self._shortest = settings.order == "shortest"
 
         # What follows is of the current step alone.
@@ -115,7 +115,7 @@ class Rotation(Policy):
         if waited < self.settings.max_wait_s:
             return Gate.CLOSED
         # The engine stops at one that finds no room, so that the cache empties for it.
-        self._let_in = head.request_id
+        self._let_in.add(head.request_id)
         return Gate.OPEN
 
     def urgency(self, lane: str, head: RequestView, waited: float) -> float:
@@ -127,9 +127,13 @@ class Rotation(Policy):
     def admitted(self, request: RequestView) -> None:
         """Count what it will take."""
         self._needed += request.num_tokens
-        if request.request_id == self._let_in:
-            self._let_in = ""
+        if request.request_id in self._let_in:
+            self._let_in.remove(request.request_id)
             self._releases += 1
+
+    def departed(self, request: RequestView, now: float) -> None:
+        """Forget one that left before there was room."""
+        self._let_in.discard(request.request_id)
 
     def held_reason(self, lane: str) -> str:
         """Say what is missing."""

@@ -53,7 +53,7 @@ class StaticBatching(Policy):
         self._forming = True
         self._members = 0  # of the batch that forms or runs, departed ones included
         self._joined = 0  # in this step
-        self._overdue: str | None = None  # the request let in for its long wait
+        self._overdue: set[str] = set()  # who may enter for a long wait, in this step
         self._releases = 0
 
     def resolved(self) -> dict[str, object]:
@@ -71,6 +71,7 @@ class StaticBatching(Policy):
         elif not (step.prefills or self._joined) or step.refused is not None:
             self._forming = False
         self._joined = 0
+        self._overdue.clear()
 
     def gate(self, lane: str, head: RequestView, waited: float) -> Gate:
         """Admit members, and those who wait while a batch forms."""
@@ -78,14 +79,12 @@ class StaticBatching(Policy):
             return Gate.OPEN
         if waited < self.settings.max_wait_s:
             return Gate.CLOSED
-        self._overdue = head.request_id
+        self._overdue.add(head.request_id)
         return Gate.OPEN
 
     def admitted(self, request: RequestView) -> None:
         """Count a new member."""
-        if request.request_id == self._overdue:
-            self._releases += 1
-            self._overdue = None
+        self._releases += request.request_id in self._overdue
         if not request.num_preemptions:
             self._members += 1
             self._joined += 1

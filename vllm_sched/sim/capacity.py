@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 from vllm_sched.cost.step_time import StepShape
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from vllm_sched.cost.step_time import StepTime
     from vllm_sched.cost.transfer import TransferTime
     from vllm_sched.sim.types import WorkerModel
@@ -67,6 +69,26 @@ def most_requests_per_s(
     shared = max(steps / max(sequences, 1), prompt / budget)
     each += shared * max(time.decode_fixed_s, time.prefill_fixed_s if not steps else 0.0)
     return 1 / each if each > 0 else math.inf
+
+
+def least_seconds(machine: WorkerModel, requests: Iterable[tuple[int, int, int]]) -> float:
+    """Bound what one worker takes for requests: prompt, answer, and what is cached of the prompt.
+
+    No order of them takes less. Steps are as few as the largest budget, all slots or the whole
+    cache allow, whichever of them asks for most.
+    """
+    time, budget = machine.time, machine.max_num_batched_tokens
+    work = steps = by_cache = chunks = 0.0
+    for prompt, output, cached in requests:
+        new, written = prompt - cached, max(output - 1, 0)
+        context = prompt + output / 2
+        work += prefill_work(time, new, budget) + time.pair_s * new * cached
+        work += written * (time.decode_s + time.context_s * context)
+        steps += written
+        by_cache += written * context
+        chunks += new / budget
+    fixed = time.decode_fixed_s * max(steps / machine.max_num_seqs, by_cache / machine.kv_tokens)
+    return work + max(fixed, chunks * min(time.decode_fixed_s, time.prefill_fixed_s))
 
 
 def moved_bytes_per_s(requests_per_s: float, prompt: float, token_bytes: int) -> float:

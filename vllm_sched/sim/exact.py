@@ -120,6 +120,7 @@ class ExactEngine:
             self.scheduler.backlog(),
             preemptions=self.scheduler.preemptions,
             steps=self.steps,
+            fetching=self.scheduler.deferred,
         )
 
     def facts(self) -> Mapping[str, Any]:

@@ -10,7 +10,7 @@ import math
 from collections import deque
 from typing import TYPE_CHECKING, Final
 
-from vllm_sched.cost.pace import least_far_on, whole_tiles
+from vllm_sched.cost.pace import least_far_on, tiled
 from vllm_sched.cost.step_time import StepShape
 from vllm_sched.policies.long_prompt import QUIET_S, QUIET_STRETCH, SHORTEST_STEP_S, STAND_BACK
 from vllm_sched.sim.holding import Hold
@@ -228,7 +228,7 @@ class Filling:
                 break
             task = prefills[index]
             wanted = min(task.left, left)
-            part = wanted if self._left_s == math.inf else self._in_time(task, wanted, not parts)
+            part = self._in_time(task, wanted, not parts)
             if part:
                 parts.append((task, part))
             left = left - part if part == wanted else 0
@@ -243,6 +243,8 @@ class Filling:
 
     def _in_time(self, task: Task, wanted: int, first: bool) -> int:
         """Cut to the time that is left, as `chunk_budget` does: one may come with much in cache."""
+        if wanted <= 0 or self._left_s == math.inf:
+            return wanted
         time = self.model.time
         fitting = time.prefill_within(self._left_s, self.decoding, self.context, task.done)
         part = min(wanted, max(fitting, self.way.least_chunk if first else 0))
@@ -324,7 +326,7 @@ class Filling:
         if stands_back:
             slot = max(left // min(len(shorts), way.prompts), 1)
         for task in shorts:
-            part = min(task.left, slot, left)
+            part = self._in_time(task, min(task.left, slot, left), not parts)
             if part > 0:
                 parts.append((task, part))
                 left -= part
@@ -341,7 +343,8 @@ class Filling:
                 part = max(fitting, least_far_on(task.done), 1)
             part = min(task.left, left, left if alone else min(slot, part))
             if part < task.left and not (alone or way.share):
-                part = max(whole_tiles(part, n), min(part, least_far_on(task.done)))
+                part = tiled(part, n + before - left, task.done)
+            part = self._in_time(task, part, not parts)
             if part > 0:
                 parts.append((task, part))
                 left -= part

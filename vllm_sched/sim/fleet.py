@@ -23,6 +23,7 @@ from proxy.config import FleetConfig
 from proxy.core import types as core
 from proxy.core.fleet import Fleet
 from proxy.core.router import Router
+from proxy.core.seats import QUEUED
 from vllm_sched.bench.outcome import Outcome
 from vllm_sched.bench.traffic.schedule import AGAIN_S, Schedule
 from vllm_sched.bench.traffic.types import Request
@@ -102,7 +103,8 @@ class SimulatedFleet:
                 raise UsageError(f"worker {name}: {error}") from None
         self.router = Router(router_settings(config), Fleet())
         for spec in specs(config):
-            self.router.fleet.add(spec)
+            worker = self.router.fleet.add(spec)
+            worker.kv_apart = float(coarse)  # such engines keep room for each prompt, shared or not
             self.router.fleet.probe_ok(spec.name, now=0.0)
             self.router.fleet.set_served(spec.name, (spec.model,), models[spec.name].max_model_len)
         take_tenants(self.router.tenants, config, {})
@@ -343,9 +345,10 @@ class SimulatedFleet:
     def _look(self, now: float) -> None:
         for name, engine in self.engines.items():
             model, seen = self.models[name], engine.gauges(now)
-            extra = {}
+            extra: dict[str, float] = {QUEUED: seen.waiting - seen.fetching}
             if model.policies:  # our schedulers alone tell that
-                extra = {"backlog": seen.backlog_tokens, "backlog_long": seen.backlog_long_tokens}
+                extra["backlog"] = seen.backlog_tokens
+                extra["backlog_long"] = seen.backlog_long_tokens
             self.router.fleet.set_gauges(
                 name,
                 core.Gauges(

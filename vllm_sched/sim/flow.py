@@ -18,8 +18,10 @@ from typing import TYPE_CHECKING
 
 from proxy.core.fleet import Fleet
 from proxy.core.router import Router, RouterSettings
+from proxy.core.seats import QUEUED
 from proxy.core.types import Gauges, Lease, Outcome, Refusal, Role, Ticket, Usage
 from proxy.core.worker import WorkerSpec
+from vllm_sched.bench.trend import Trend
 from vllm_sched.sim.asking import ask_of
 from vllm_sched.sim.fluid import Fluid
 from vllm_sched.sim.sketch import Sketch
@@ -85,6 +87,7 @@ class Run:
     span_s: float  # of arrivals
     duration_s: float  # until the last was done
     gaps: Sketch  # between tokens, of all
+    growth: float = 0.0  # of the time to a first token, seconds a second: of a queue
 
     @property
     def rate(self) -> float:
@@ -139,12 +142,13 @@ class Flow:
         for placed in workers:
             model = placed.model
             name = model.name
-            fleet.add(
+            worker = fleet.add(
                 WorkerSpec(
                     name, f"http://{name}", placed.role, MODEL, model.max_model_len,
                     placed.max_requests,
                 )
             )  # fmt: skip
+            worker.kv_apart = 1.0  # such an engine keeps room for each prompt, whatever it shares
             fleet.probe_ok(name, 0.0)
         self.router = Router(settings, fleet)
         self.router.tenants.replace(list(tenants), {})
@@ -162,6 +166,7 @@ class Flow:
         self._refused = 0
         self._last = 0.0
         self._all = Figures()
+        self._trend = Trend()
         self._classes: dict[str, Figures] = {}
 
     def play(self, requests: Iterable[Request], *, warm: int = 0, most_late: float = NEVER) -> Run:
@@ -191,7 +196,9 @@ class Flow:
         gaps = Sketch()
         for engine in self.engines:
             gaps.merge(engine.gaps)
-        return Run(self._all, self._classes, self._refused, span, self._last, gaps)
+        return Run(
+            self._all, self._classes, self._refused, span, self._last, gaps, self._trend.growth
+        )
 
     @property
     def _late(self) -> int:
@@ -231,6 +238,7 @@ class Flow:
         for index, engine in enumerate(self.engines):
             told = engine.gauges(now)
             gauges = Gauges(now, told.running, told.waiting, told.kv_usage, self._rooms[index])
+            gauges.extra[QUEUED] = told.waiting - told.fetching
             fleet.set_gauges(self._names[index], gauges)
         self._place_waiting(now)
 
@@ -331,6 +339,7 @@ class Flow:
             and (targets.ttft is None or ttft <= targets.ttft)
             and (targets.e2el is None or at - request.at <= targets.e2el)
         )
+        self._trend.add(request.at, ttft)
         kept = met or (kept and ttft <= self._borne_s(request.prompt_tokens))
         for figures in (self._all, self._figures(request.klass)):
             figures.done += 1

@@ -159,6 +159,7 @@ class Fluid:
             backlog_tokens=filling.backlog,
             backlog_long_tokens=filling.backlog_long,
             steps=self._all_steps,
+            fetching=len(self._fetching),
         )
 
     def facts(self) -> dict[str, Any]:

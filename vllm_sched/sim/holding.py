@@ -9,8 +9,9 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Final
 
+from vllm_sched.cost.regime import Regime
 from vllm_sched.cost.step_time import StepShape
-from vllm_sched.cost.threshold import Regime, to_run
+from vllm_sched.cost.threshold import to_run
 
 if TYPE_CHECKING:
     from vllm_sched.sim.filling import Filling

@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import yaml
 
 from vllm_sched.bench.goodput import Targets
+from vllm_sched.bench.trend import Trend
 from vllm_sched.errors import UsageError
 from vllm_sched.sim.capacity import Capacity
 from vllm_sched.sim.flow import Figures, Run
 from vllm_sched.sim.models import assuming, of_profile
-from vllm_sched.sim.search import Question, Search, Served, longest_kept, ordered
+from vllm_sched.sim.search import WARM, Question, Search, Served, longest_kept, ordered
 from vllm_sched.sim.shapes import ONE_POOL
 from vllm_sched.sim.sketch import Sketch
 
@@ -139,7 +140,10 @@ def plan(
         ranking,
         more,
         fewer,
-        Capacity.of(question.machine, traffic.prompt, traffic.output),
+        replace(
+            Capacity.of(question.machine, traffic.prompt, traffic.output),
+            requests_per_s=traffic.most_each,
+        ),
         traffic.prompt,
         traffic.output,
         search.runs,
@@ -187,12 +191,12 @@ def _exactly(
         rate = served.rate
         run = play_exactly(search, served.shape, rate)
         for _ in range(EXACT_TRIES - 1):
-            if search.enough(run):
+            if search.enough(run, brief=True):
                 break
             rate *= EXACT_STEP
             run = play_exactly(search, served.shape, rate)
         played[str(served.shape)] = Proof(rate, run.all.share, longest_kept(run))
-        if search.enough(run):
+        if search.enough(run, brief=True):
             again.append(Served(served.shape, rate, run))
     if not again:
         lowest = ", ".join(
@@ -230,8 +234,12 @@ def counted(search: Search, outcomes: Sequence[Outcome], duration_s: float) -> R
             _count(figures, each, search)
         for gap in each.itls if each.good else ():
             gaps.add(gap)
-    span = max((each.at for each in outcomes), default=0.0)
-    return Run(total, classes, total.arrived - total.done, span, duration_s, gaps)
+    span, trend = max((each.at for each in outcomes), default=0.0), Trend()
+    for each in outcomes:
+        if each.good and each.at >= WARM * span:
+            trend.add(each.at, each.ttft)
+    refused = total.arrived - total.done
+    return Run(total, classes, refused, span, duration_s, gaps, trend.growth)
 
 
 def _count(figures: Figures, outcome: Outcome, search: Search) -> None:

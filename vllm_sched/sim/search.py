@@ -13,20 +13,21 @@ ten have to be in time, or to have their first token within `BORNE` times what t
 from __future__ import annotations
 
 import math
+import random
 from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import islice
 from typing import TYPE_CHECKING, Final
 
 from vllm_sched.bench.knee import SHARE
+from vllm_sched.bench.traffic.sampled import Sampled, without_end
 from vllm_sched.bench.traffic.schedule import Schedule
-from vllm_sched.bench.traffic.traces import Repeated
 from vllm_sched.errors import UsageError
 from vllm_sched.sim import capacity
 from vllm_sched.sim.flow import Flow, Run
 from vllm_sched.sim.shapes import FAMILIES, POLICIES, Seen, Shape, shapes
+from vllm_sched.sim.traffic import Traffic
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -39,16 +40,19 @@ SAME: Final = 0.04  # rates this close are equal
 COARSE, FINE = 1.12, 1.03  # how near the two sides of a rate come
 # A run has at least so many requests, and lasts so many times the target for a first token: a queue
 # that grows by a tenth of that time would be taken for none in a shorter one.
-COARSE_REQUESTS, FINE_REQUESTS = 500, 2000
-COARSE_LASTS, FINE_LASTS = 10.0, 25.0
+COARSE_REQUESTS, FINE_REQUESTS = 1000, 2000
+COARSE_LASTS, FINE_LASTS = 20.0, 25.0
 LEAST_TTFT_S: Final = 3.0
 # But no more than so many, a large fleet is steadier and plans are waited for, unless it would last
 # so few times that target: what is served within it whenever it comes would be served at any rate.
 COARSE_MOST, FINE_MOST = 5_000, 15_000
 LEAST_LASTS: Final = 4.0
 WARM: Final = 0.2  # of a run, in which it fills up: not counted
+# Nor is a rate served at which the queue grows, by so many seconds a second: in the end it would be
+# longer than any target, or never end where none is for it.
+GROWS, GROWS_BRIEFLY = 0.04, 0.1
 FINALISTS: Final = 3  # of each family
-SAMPLE: Final = 4000  # requests that the traffic is known by
+SAMPLE: Final = 4000  # requests that the traffic is known by; a trace by all that are kept of it
 QUANTILES: Final = (0.5, 0.75, 0.9, 0.97)
 DOUBLINGS: Final = 24
 BORNE: Final = 4.0
@@ -74,11 +78,15 @@ class Question:
     share: float = SHARE
     effort: float = 1.0  # requests in each run, against the usual
 
+    def __post_init__(self) -> None:
+        """Take a trace from all over the file, and without end."""
+        source = without_end(self.source, random.Random(self.seed))
+        object.__setattr__(self, "source", source)
+
     def schedule(self, rate: float, count: int, seed: int = 0) -> Schedule:
-        """Make requests at a rate; a trace that has fewer is repeated."""
-        source = self.source
+        """Make requests at a rate."""
         return Schedule(
-            source=source if source.count is None else Repeated(source),
+            source=self.source,
             rate=rate,
             burstiness=self.burstiness,
             count=count,
@@ -87,38 +95,6 @@ class Question:
             scale=self.scale,
             prefix_hit=self.prefix_hit,
         )
-
-
-@dataclass(frozen=True, slots=True)
-class Traffic:
-    """What the requests are like."""
-
-    prompt: float  # means
-    output: float
-    largest: int  # prompt and output
-    prompts: tuple[int, ...]  # sorted
-    totals: tuple[int, ...]
-
-    @classmethod
-    def of(cls, question: Question) -> Traffic:
-        """Look at some of them."""
-        some = min(SAMPLE, question.source.count or SAMPLE)
-        sample: list[Request] = list(islice(question.schedule(1.0, some), some))
-        if not sample:
-            raise UsageError(f"{question.source.name}: there is no request in it to plan for")
-        totals = sorted(each.prompt_tokens + each.output_tokens for each in sample)
-        return cls(
-            sum(each.prompt_tokens for each in sample) / len(sample),
-            sum(each.output_tokens for each in sample) / len(sample),
-            totals[-1],
-            tuple(sorted(each.prompt_tokens for each in sample)),
-            tuple(totals),
-        )
-
-    def above(self, limit: int) -> float:
-        """Return the share of all tokens in requests that are larger."""
-        at = bisect_left(self.totals, limit + 1)
-        return sum(self.totals[at:]) / (sum(self.totals) or 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +111,12 @@ class Search:
 
     def __init__(self, question: Question, tell: Tell = lambda _what, _share: None) -> None:
         self.question = question
-        self.traffic = Traffic.of(question)
+        source = question.source
+        some = max(SAMPLE, source.held) if isinstance(source, Sampled) else SAMPLE
+        sample = list(question.schedule(1.0, some))
+        if not sample:
+            raise UsageError(f"{source.name}: there is no request in it to plan for")
+        self.traffic = Traffic.of(sample, question.machine)
         self.runs = 0
         self._tell = tell
         self._start = self._by_hand()
@@ -187,11 +168,14 @@ class Search:
         """Say whether a prompt is among the longest."""
         return LONG if prompt > self._longest else REST
 
-    def enough(self, run: Run, *, fine: bool = True) -> bool:
-        """Whether enough were in time, and of the longest not too late.
+    def enough(self, run: Run, *, fine: bool = True, brief: bool = False) -> bool:
+        """Whether enough were in time, and of the longest not too late, and no queue grew.
 
-        In a coarse run there are few of the longest: what may be chance is left to a fine one.
+        In a coarse run there are few of the longest: what may be chance is left to a fine one. A
+        brief one, with real schedulers, says less of queues.
         """
+        if run.growth > (GROWS_BRIEFLY if brief else GROWS):
+            return False
         share = self.question.share
         longs = run.classes.get(LONG)
         chance = 0.0 if fine or not longs else math.sqrt(share * (1 - share) / longs.arrived)
@@ -205,17 +189,23 @@ class Search:
     def rate_of(
         self, shape: Shape, start: float, *, fine: bool = False, least: float = 0.0
     ) -> Served | None:
-        """Find the rate that it serves; None if that is not even the least."""
+        """Find the rate that it serves; None if that is not even the least.
+
+        What its computing allows it never exceeds: a run that ends before a queue is felt would.
+        """
         near = FINE if fine else COARSE
+        most = shape.workers * self.traffic.most_each
+        if least > most:
+            return None
         best: Run | None = None
         low, high = 0.0, math.inf
-        rate = max(start, least)
+        rate = min(max(start, least), most)
         for _ in range(DOUBLINGS):
             if (run := self.serves(shape, rate, fine=fine)) is not None:
                 best, low = run, rate
-                if high < math.inf:
+                if high < math.inf or rate >= most:
                     break
-                rate *= 1.6
+                rate = min(1.6 * rate, most)
             else:
                 high = rate
                 if rate <= least or low:

@@ -79,6 +79,7 @@ class Gauges(NamedTuple):
     backlog_long_tokens: float = 0.0
     preemptions: int = 0
     steps: int = 0
+    fetching: int = 0  # of those that wait: their KV cache is on its way
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

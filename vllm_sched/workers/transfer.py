@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import ceil
 from pathlib import Path
@@ -17,7 +17,7 @@ from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from vllm_sched.workers import launch
-from vllm_sched.workers.flags import fields, key, last
+from vllm_sched.workers.flags import fields, last
 
 Part = Literal["prefill", "decode"]
 
@@ -160,55 +160,3 @@ def own_config(args: Sequence[str]) -> dict[str, Any] | None:
     One key is all of it to vLLM: what was written before it counts no more.
     """
     return fields(args, OWN)
-
-
-# What both ends must have in common, with what counts where nobody says: on an accelerator, and on
-# a CPU, for which `up` says more itself. Where that is vLLM's to choose by the model, no other word
-# for it is known to mean the same.
-COMMON: Mapping[str, tuple[str, str]] = {
-    "--block-size": ("16", CPU_BLOCK),
-    "--dtype": ("auto", "float32"),
-    "--kv-cache-dtype": ("auto", "auto"),
-    "--attention-backend": ("AUTO", "AUTO"),
-}
-# Of one flag two words for one thing. Not those for `--kv-cache-dtype`: NIXL compares the words.
-ALIKE: Mapping[tuple[str, str], str] = {
-    ("--dtype", "half"): "float16",
-    ("--dtype", "float"): "float32",
-}
-
-
-def differences(args: Sequence[str], others: Sequence[str]) -> Iterator[tuple[str, str, str]]:
-    """Name the flags that keep two ends apart, as (flag, its value here, its value there).
-
-    What one end says and the other has by default keeps nobody apart.
-    """
-    for name in COMMON:
-        ours, theirs = _said(args, name), _said(others, name)
-        if not any(
-            _meant(name, ours, on_cpu=cpu) == _meant(name, theirs, on_cpu=cpu) for cpu in _builds()
-        ):
-            yield name, ours, theirs
-
-
-def _said(args: Sequence[str], name: str) -> str:
-    """Return a flag's value as it is written, in either of vLLM's places; empty without one."""
-    found = last(args, name)
-    if found is None and name == "--attention-backend":
-        found = key(args, "--attention-config", "backend")
-    return found if isinstance(found, str) else ""
-
-
-def _meant(name: str, value: str, *, on_cpu: bool) -> str:
-    value = value or COMMON[name][on_cpu]
-    if name == "--attention-backend":
-        value = value.upper()
-    return ALIKE.get((name, value), value)
-
-
-def _builds() -> tuple[bool, ...]:
-    """Say whether vLLM is a build for CPUs: either, where none is installed to be asked."""
-    try:
-        return (launch.on_cpu(),)
-    except launch.WorkerError:
-        return (False, True)

@@ -30,10 +30,12 @@ from __future__ import annotations
 
 from operator import attrgetter
 
+from proxy.core import seats
 from proxy.core.handover import Handing, has_room
+from proxy.core.holding import KV_FULL
 from proxy.core.routing.view import DECODE, WRONG, Rule, View, reason_for
 from proxy.core.types import Decision, Reason, Score
-from proxy.core.worker import KV_FULL, Worker
+from proxy.core.worker import Worker
 
 SAME, SAME_S = 0.03, 0.001  # costs this close are equal
 RESERVE = 0.25  # of a long worker, while longs are about
@@ -62,7 +64,13 @@ class Adaptive(Rule):
         handed = offers(candidates, costs, view) if view.handing is not None else ()
         worker = cheapest(candidates, costs, long=ask.long)
         if view.handing is not None and worker in handed:
-            return self._hand_over(worker, view.handing, view)
+            if not seats.are_taken(worker, view.now):
+                return self._hand_over(worker, view.handing, view)
+            # To a hand-over it is as good as full: whoever else there is may do it sooner.
+            view.candidates = [
+                w for w in candidates if w not in handed or not seats.are_taken(w, view.now)
+            ]
+            return self.choose(view) if view.candidates else None
         reason = reason_for(worker, view)
         cached = worker.cached(held) if held else 0
         uneven = cached and view.pool.bits & ~held[0][1]  # not everybody has as much
@@ -73,7 +81,7 @@ class Adaptive(Rule):
         return Decision(worker, reason, ttft_s, scores, cached)
 
     def _hand_over(self, worker: Worker, handing: Handing, view: View) -> Decision | None:
-        if not has_room(worker, view.ask):
+        if not has_room(worker, view.ask, view.now):
             return None  # its prefill would be done before there is anywhere to put it
         decision = handing.decision(worker, view)
         if view.explain:
@@ -172,11 +180,12 @@ def misfit_s(worker: Worker, view: View) -> float:
 
 def kv_wait_s(worker: Worker, need: int) -> float:
     """Reckon how long until enough of the KV cache is free, as far as its size is known."""
-    over = worker.kv_tokens + need - KV_FULL * worker.kv_capacity
-    if over <= 0 or not worker.kv_capacity or not worker.kv_tokens:
+    held = worker.kv_held
+    over = held + need - KV_FULL * worker.kv_capacity
+    if over <= 0 or not worker.kv_capacity or held <= 0:
         return 0.0
     left_each = worker.decode_tokens / max(worker.decoding, 1)
-    return min(over / worker.kv_tokens, 1.0) * left_each * worker.pace.step_s(worker.decoding)
+    return min(over / held, 1.0) * left_each * worker.pace.step_s(worker.decoding)
 
 
 def longs_are_about(view: View) -> bool:

@@ -93,6 +93,17 @@ def test_a_trace_is_played_to_its_end(tmp_path: Path) -> None:
     assert len(list(schedule(str(path), concurrency=2))) == 90
 
 
+def test_a_trace_that_is_through_too_soon_says_so(tmp_path: Path) -> None:
+    path = tmp_path / "t.jsonl"
+    path.write_text('{"timestamp": 0, "input_length": 10, "output_length": 2}\n' * 60)
+    (told,) = schedule(str(path), rate=3000, duration_s=20).falls_short
+    assert told.startswith("t ended after 0.02 s: it has 60 requests, and 60,000 were asked for")
+    assert schedule(str(path), rate=3, count=61).falls_short
+    for asked in ({"rate": 3, "duration_s": 20}, {"rate": 3, "count": 60}, {"rate": 3000}, {}):
+        assert not schedule(str(path), **asked).falls_short
+    assert not schedule(rate=3000, duration_s=20).falls_short
+
+
 def test_lengths_are_scaled_and_prefixes_too() -> None:
     whole, tenth = (list(schedule("mooncake-conv", count=50, scale=s)) for s in (1, 0.1))
     for large, small in zip(whole, tenth, strict=True):

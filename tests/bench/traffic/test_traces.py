@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import random
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from vllm_sched.bench.traffic.traces import Repeated, Trace
+from vllm_sched.bench.traffic.traces import Trace
 from vllm_sched.errors import UsageError
 
 GOOD: list[dict[str, Any]] = [
@@ -86,18 +85,7 @@ def test_an_empty_trace_and_one_that_is_no_text_are_refused(tmp_path: Path) -> N
         Trace(tmp_path)
 
 
-def test_a_repeated_trace_goes_on_with_new_texts(tmp_path: Path) -> None:
-    trace = Trace(written(tmp_path, *GOOD))
-    source = Repeated(trace)
-    assert (source.name, source.count, source.timed) == (trace.name, None, False)
-    once = list(trace.requests(random.Random()))
-    made = list(islice(source.requests(random.Random()), 9))
-    assert made[:3] == once
-    lengths = [(each.prompt_tokens, each.output_tokens) for each in once]
-    assert [(each.prompt_tokens, each.output_tokens) for each in made] == 3 * lengths
-    names = [{name for each in made[i : i + 3] for name, _ in each.shared} for i in (0, 3, 6)]
-    assert [len(each) for each in names] == [4, 4, 4]
-    assert len(set.union(*names)) == 12
-    # Within a round they share what they did.
-    assert made[3].shared[0] == made[4].shared[0]
-    assert made[3].shared_tokens == once[0].shared_tokens
+@pytest.mark.parametrize("tokens", [0, -512])
+def test_blocks_have_tokens(tmp_path: Path, tokens: int) -> None:
+    with pytest.raises(UsageError, match=rf"--block-tokens {tokens}: must be 1 or more"):
+        Trace(written(tmp_path, *GOOD), tokens)

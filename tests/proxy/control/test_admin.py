@@ -281,6 +281,8 @@ async def test_explain_tells_where_and_what_each_worker_offers(
     ("question", "status", "reason"),
     [
         ({"prompt_tokens": 20_000}, 400, "too_long"),
+        ({"prompt_tokens": 16_000, "max_tokens": 999}, 400, "too_long"),
+        ({"prompt_tokens": 10, "max_tokens": 20_000}, 400, "too_long"),
         ({"prompt_tokens": 10, "model": "huge"}, 404, "unknown_model"),
         ({"prompt_tokens": 10}, 503, "no_worker"),
     ],

@@ -115,5 +115,64 @@ def test_a_decode_worker_that_prefills_is_busy() -> None:
     assert watched(here, 200).shown()[0].decode.busy > 0.99
 
 
+@pytest.mark.parametrize(("waiting", "short", "wanted"), [(0, "neither", 0), (8, "decode", 2.1)])
+def test_a_decode_worker_in_whose_queue_others_wait_is_busy(
+    waiting: int, short: str, wanted: float
+) -> None:
+    """Though its cache is all but empty: it may have no more seats."""
+    here = router_of(spec("p0", Role.PREFILL), spec("d0", Role.DECODE), transfer=True)
+    found = Balance(here)
+    for at in range(300):
+        here.fleet.set_gauges("d0", Gauges(float(at), running=16, waiting=waiting))
+        found.look(float(at))
+    [shown] = found.shown()
+    assert shown.short == short
+    assert shown.decode.busy == pytest.approx(1.0 if waiting else 0.0, abs=0.01)
+    assert shown.decode.wanted == pytest.approx(wanted, abs=0.1)  # half as many as run
+
+
+def test_a_queue_of_long_ago_is_none() -> None:
+    here = router_of(spec("p0", Role.PREFILL), spec("d0", Role.DECODE), transfer=True)
+    for at in (1.0, 2.0):
+        here.fleet.set_gauges("d0", Gauges(at, running=16, waiting=8))
+    assert watched(here, 200).shown()[0].decode.busy < 0.1
+
+
+@pytest.mark.parametrize(
+    ("down", "short", "words"),
+    [
+        ("p", "prefill", "no prefill worker is up: prompts are prefilled where they are decoded"),
+        ("d", "decode", "no decode worker is up: nothing can be handed over"),
+        ("pd", "both", "no prefill and no decode worker is up"),
+    ],
+)
+def test_a_side_that_is_down_is_shown(down: str, short: str, words: str) -> None:
+    """That is when somebody is woken to look."""
+    here = router_of(
+        spec("p0", Role.PREFILL), spec("p1", Role.PREFILL), spec("d0", Role.DECODE), transfer=True
+    )
+    found = watched(here, 10)
+    before = found.shown()[0]
+    assert (before.prefill.workers, before.decode.workers) == (2, 1)
+    for worker in [*here.fleet]:
+        if worker.name[0] in down:
+            for _ in range(3):
+                here.fleet.probe_failed(worker.name, 40.0)
+    found.look(41.0)
+    [shown] = found.shown()
+    assert (shown.short, shown.advice) == (short, words)
+    assert shown.prefill.workers == (0 if "p" in down else 2)
+    assert shown.decode.workers == (0 if "d" in down else 1)
+
+
+def test_a_side_that_has_left_is_shown_where_a_connector_is_named() -> None:
+    """Workers that are discovered are gone when they are down."""
+    for transfer in (True, False):
+        here = router_of(spec("p0", Role.PREFILL), spec("d0", Role.DECODE), transfer=transfer)
+        here.fleet.remove("p0")
+        told = [each.short for each in watched(here, 1).shown()]
+        assert told == (["prefill"] if transfer else [])
+
+
 def test_fleets_without_both_sides_have_no_balance() -> None:
     assert watched(router_of(spec("g0"), spec("p0", Role.PREFILL)), 1).shown() == []

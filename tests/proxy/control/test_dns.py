@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import socket
 from contextlib import suppress
-from typing import Any
 
 import pytest
 
 from proxy.config import PoolConfig
 from proxy.control.dns import MISSED, Dns
 from proxy.control.endpoints import Endpoints
+from proxy.control.names import NAMES, Addresses
 
 NXDOMAIN = socket.gaierror(socket.EAI_NONAME, "Name or service not known")
 SERVFAIL = socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution")
@@ -36,28 +36,26 @@ async def hear(
 ) -> Ear:
     """Return what is told of these answers, in turn."""
     left = list(answers)
-    over = asyncio.Event()
+    over, loop = asyncio.Event(), asyncio.get_running_loop()
+    task: asyncio.Task[None]
 
-    async def getaddrinfo(host: str, *_: Any, **__: Any) -> list[Any]:
+    def ask(host: str) -> Addresses:
         assert host == "short.llm"
         if not left:
-            over.set()
-            await asyncio.Event().wait()
+            loop.call_soon_threadsafe(task.cancel)
+            loop.call_soon_threadsafe(over.set)
+            raise SERVFAIL
         answer = left.pop(0)
         if isinstance(answer, OSError):
             raise answer
-        return [
-            (socket.AF_INET6 if ":" in each else socket.AF_INET, 0, 0, "", (each, 0))
-            for each in answer
-        ]
+        return tuple(answer)
 
-    monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", getaddrinfo)
+    monkeypatch.setattr(NAMES, "_ask", ask)
     ear = Ear()
     source = Dns(0.001, PoolConfig(name="short", dns="short.llm", port=port))
     task = asyncio.create_task(source.run(ear))
     async with asyncio.timeout(10.0):
         await over.wait()
-    task.cancel()
     with suppress(asyncio.CancelledError):
         await task
     return ear

@@ -27,9 +27,11 @@ def test_it_is_said_once_a_minute_and_how_often_it_was(caplog: pytest.LogCapture
     assert caplog.messages[1:] == ["no prefill worker is up: 2 requests were served whole"]
 
 
-def test_bars_of_workers_that_left_are_dropped() -> None:
+def test_bars_and_legs_of_workers_that_left_are_dropped() -> None:
     counts = Handovers(str)
     for prefill, decode in (("p0", "d0"), ("p0", ANY), ("gone", "d0"), ("p0", "gone")):
         counts.barred(prefill, decode)
+    counts.legs |= {"p0": 3, "gone": 2}
     counts.forget({"p0", "d0"})
     assert counts.bars == {("p0", "d0"): 1, ("p0", ANY): 1}
+    assert counts.legs == {"p0": 3}

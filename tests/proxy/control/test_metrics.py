@@ -14,7 +14,8 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families as read_text
 
 from proxy.control import metrics as metrics_module
-from proxy.control.metrics import BATCH, LONG, MAX_MODELS, NONE, SHORT, Metrics, class_of
+from proxy.control.exposition import NONE
+from proxy.control.metrics import BATCH, LONG, MAX_MODELS, SHORT, Metrics, class_of
 from proxy.core.fleet import Fleet
 from proxy.core.handover import Why
 from proxy.core.router import Router, RouterSettings
@@ -193,6 +194,8 @@ def test_charges_and_states_are_the_fleet_s_own(metrics: Metrics, router: Router
     m = {"model": worker.model}
     assert value(metrics, "proxy_worker_up", **s0, **m) == 1
     assert value(metrics, "proxy_worker_up", **l0, **m) == 0
+    router.fleet.set_served("s0", ("another",))
+    assert value(metrics, "proxy_worker_up", **s0, **m) == 0
     for name, here, there in (("breaker_open", 0, 1), ("draining", 0, 1)):
         assert value(metrics, f"proxy_worker_{name}", **s0) == here
         assert value(metrics, f"proxy_worker_{name}", **l0) == there
@@ -328,6 +331,8 @@ def full(metrics: Metrics, router: Router) -> None:
     """Have every family hold something."""
     for status in (200, 400, 500):
         done(metrics, status=status)
+    done(metrics, status=499, ttft_s=None, stream=True)
+    done(metrics, ttft_s=None, stream=False)
     metrics.gaps_of("short", SHORT).observe(0.01)
     metrics.retried("s0", "connect")
     metrics.upstream_connections = lambda: [("s0", "idle", 3)]
@@ -362,6 +367,7 @@ def test_a_hand_over_is_counted_leg_by_leg(metrics: Metrics, router: Router) -> 
     assert value(metrics, "proxy_handovers_total", outcome="transferred") == 1
     assert value(metrics, "proxy_transfer_tokens_total", model="tiny") == 700
     assert value(metrics, "proxy_transfer_bytes_total", worker="s0", role="short") == 4096
+    assert value(metrics, "proxy_prefill_legs_total", worker="s0") == 1
     assert value(metrics, "proxy_prefill_leg_seconds_sum", model="tiny") == pytest.approx(0.5)
     step_s = next(iter(router.fleet)).pace.step_s(0)
     seen = value(metrics, "proxy_transfer_seconds_sum", model="tiny")
@@ -394,6 +400,7 @@ def test_every_family_is_there_in_both_formats(
         "proxy_worker_kv_usage_ratio", "proxy_worker_kv_capacity_tokens",
         "proxy_worker_held_prompts", "proxy_handover_bars", "proxy_connects_without_room",
         "proxy_processes", "proxy_process_restarts", "proxy_log_lines_dropped",
+        "proxy_left_seconds", "proxy_whole_answer_seconds", "proxy_prefill_legs",
     }  # fmt: skip
     for name in ours:
         assert found[name].samples, name

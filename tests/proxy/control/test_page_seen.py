@@ -121,6 +121,9 @@ async def test_it_shows_what_happened(place: Place, page: Page) -> None:
     assert await page.run("document.querySelectorAll('img').length") == 0
     workers = await page.until("document.querySelector('#workers').innerText")
     assert {"s0", "l0", "short", "long", "closed"} <= set(workers.split())
+    place.app.fleet.set_served("s0", ["llama"])
+    bad = "document.querySelector('#workers .bad')?.innerText"
+    await page.until(f"{bad} === 'wrong_model: serves llama, not tiny'")
     await page.until("/TTFT\\s+short/.test(document.querySelector('#latencies').innerText)")
     await page.until("document.querySelector('#decisions').innerText.includes('long_pool')")
     ink = {scheme: set(await schemed(page, scheme)) for scheme in ("light", "dark")}

@@ -5,19 +5,10 @@ from __future__ import annotations
 from hashlib import sha256
 
 from proxy.control import tenant_counts
-from proxy.control.exposition import Page
 from proxy.control.tenant_counts import MOST, TenantCounts
 from proxy.core.limits import Limits
 from proxy.core.tenants import Rank, Tenant, Tenants, TenantSpec
-
-
-def shown(counts: TenantCounts) -> dict[str, float]:
-    """Return every sample of a scrape."""
-    page = Page(openmetrics=False)
-    counts.show(page)
-    lines = page.finish()[0].decode().splitlines()
-    samples = (line.rpartition(" ") for line in lines if line and line[0] != "#")
-    return {name: float(value) for name, _, value in samples}
+from tests.proxy.control.scraped import shown
 
 
 def some(*specs: TenantSpec) -> tuple[Tenants, TenantCounts]:

@@ -30,7 +30,16 @@ def test_one_engine() -> None:
     assert gauges.prompt_tokens_total == 1000
     assert gauges.generation_tokens_total == 200
     assert gauges.preemptions_total == 2
-    assert gauges.extra == {"started": STARTED}
+    assert gauges.extra == {"started": STARTED, "queued": 5}
+
+
+def test_whose_blocks_are_on_their_way_does_not_wait_for_room() -> None:
+    page = vllm_page(Engine(waiting=5, fetching=3), Engine(waiting=4, fetching=0))
+    moving, plain = (parse(page, at=0, moves=moves) for moves in (True, False))
+    assert moving is not None
+    assert plain is not None
+    assert (moving.waiting, moving.extra["queued"]) == (9, 6)
+    assert "queued" not in plain.extra
 
 
 def test_engines_of_a_data_parallel_worker_come_together() -> None:
@@ -51,7 +60,7 @@ def test_a_cache_whose_size_is_not_known_yet() -> None:
 def test_several_api_servers_do_not_tell_when_they_started() -> None:
     gauges = parse(vllm_page(BUSY, started=None), at=0)
     assert gauges is not None
-    assert gauges.extra == {}
+    assert gauges.extra == {"queued": 5}
 
 
 OURS = b"""\
@@ -68,7 +77,8 @@ vllm_sched_prefill_backlog_tokens{class="all",engine="1",model_name="a,class=\\"
 def test_engines_with_our_policies_tell_what_they_have_to_prefill() -> None:
     gauges = parse(vllm_page(BUSY) + OURS, at=0)
     assert gauges is not None
-    assert gauges.extra == {"started": STARTED, "backlog": 10_205, "backlog_long": 10_000}
+    backlog = {"backlog": 10_205, "backlog_long": 10_000}
+    assert gauges.extra == {"started": STARTED, "queued": 5} | backlog
 
 
 def test_they_tell_when_they_started_where_the_server_does_not() -> None:
@@ -182,7 +192,7 @@ def test_it_reads_what_the_library_reads(engines: list[Engine], model: str) -> N
         prompt_tokens_total=told["vllm:prompt_tokens_total"],
         generation_tokens_total=told["vllm:generation_tokens_total"],
         preemptions_total=told["vllm:num_preemptions_total"],
-        extra={"started": STARTED},
+        extra={"started": STARTED, "queued": sum(engine.waiting for engine in engines)},
     )
 
 

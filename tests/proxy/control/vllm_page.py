@@ -36,6 +36,7 @@ class Engine:
     prompt_tokens: int = 0
     generation_tokens: int = 0
     preemptions: int = 0
+    fetching: int = 0  # of those that wait
 
 
 def vllm_page(
@@ -72,7 +73,8 @@ def vllm_page(
         gauges["num_requests_running"].labels(*labels).set(engine.running)
         gauges["num_requests_waiting"].labels(*labels).set(engine.waiting)
         gauges["kv_cache_usage_perc"].labels(*labels).set(engine.usage)
-        reasons.labels(*labels, "capacity").set(77)
+        reasons.labels(*labels, "capacity").set(engine.waiting - engine.fetching)
+        reasons.labels(*labels, "deferred").set(engine.fetching)
         sources.labels(*labels, "local_compute").inc(77)
         counters["prompt_tokens"].labels(*labels).inc(engine.prompt_tokens)
         counters["generation_tokens"].labels(*labels).inc(engine.generation_tokens)

@@ -11,7 +11,7 @@ from proxy.core.fairness import FairnessSettings
 from proxy.core.limits import Limits
 from proxy.core.router import Router
 from proxy.core.tenants import Rank, Tenant, TenantSpec
-from proxy.core.types import Ask, Lease, Outcome, Reason, Role, Usage
+from proxy.core.types import Ask, Gauges, Lease, Outcome, Reason, Role, Usage
 from tests.proxy.core.making import (
     ask,
     chat,
@@ -114,8 +114,9 @@ def test_one_pays_for_what_one_got(
     router.finish(lease, 0.0, outcome, usage)
     assert tokens_left(who) == 1000 - used
     assert who.ledger.running == 0
-    output = max(used - (80 if usage else 100), 0)
-    assert who.virtual == (100 + 2 * output if used else 0)
+    prompt = 80 if usage else 100
+    output = max(used - prompt, 0)
+    assert who.virtual == (prompt + 2 * output if used else 0)
     assert who.totals.prompt_tokens + who.totals.output_tokens == used
     router.finish(lease, 0.0, outcome, usage)
     assert tokens_left(who) == 1000 - used, "once"
@@ -157,6 +158,124 @@ def test_who_leaves_pays_for_no_answer_that_would_have_been_seen(stays: dict[str
     assert (who.totals.output_tokens, who.virtual) == (0, 100)
 
 
+# A stream of which no usage is known: events, and how long it was decoded.
+
+
+def streamed(
+    outcome: Outcome,
+    *,
+    after_s: float,
+    seen: int,
+    shows_s: float = 0.0,
+    begins_s: float | None = 0.0,
+    output: int | None = 500,
+    samples: int = 1,
+    path: str = "chat/completions",
+) -> int:
+    """Stream for so long from its first token on, at 20 ms a step; return what was charged for it.
+
+    It begins after `begins_s`, and the router sees tokens from `shows_s` on.
+    """
+    router, who = router_of(spec("w", limit=2000)), tenant()
+    pace = worker_of(router, "w").pace
+    pace.base_s, pace.each_s = 0.02, 0.0
+    asked = of(who, 100, output, samples=samples)
+    asked.route = path
+    lease = placed(router.submit(asked, 0.0))
+    first = pace.first_token_s(100)
+    if begins_s is not None:
+        router.began(lease, first + begins_s)
+    if seen:
+        router.first_token(lease, first + shows_s)
+        router.tokens(lease, seen)
+    router.finish(lease, first + after_s + 0.001, outcome)
+    assert who.virtual == pytest.approx(100 + 2 * who.totals.output_tokens)
+    assert idle([worker_of(router, "w")])
+    return who.totals.output_tokens
+
+
+ENDS = [Outcome.DONE, Outcome.CLIENT_GONE, Outcome.UNFINISHED]
+
+
+@pytest.mark.parametrize("outcome", ENDS)
+def test_many_tokens_in_an_event_are_not_one(outcome: Outcome) -> None:
+    """As an engine writes them that is asked for intervals, speculates, or calls a tool."""
+    assert streamed(outcome, after_s=6.0, seen=3) == 300
+    assert streamed(outcome, after_s=60.0, seen=3) == 500, "no more than it may write"
+    assert streamed(outcome, after_s=2.0, seen=3, samples=4) == 400
+    assert streamed(outcome, after_s=60.0, seen=3, output=None) == 1900, "what its worker has left"
+
+
+@pytest.mark.parametrize("outcome", ENDS)
+def test_events_that_show_more_than_the_time_are_what_is_charged(outcome: Outcome) -> None:
+    assert streamed(outcome, after_s=6.0, seen=450) == 450
+    assert streamed(outcome, after_s=0.0, seen=8, samples=4) == 8
+
+
+def test_who_leaves_early_pays_for_no_more_than_the_time_it_took() -> None:
+    for seconds in (0.1, 1.0, 5.0):
+        seen = int(seconds / 0.02)
+        assert streamed(Outcome.CLIENT_GONE, after_s=seconds, seen=seen, output=1500) == seen
+        assert streamed(Outcome.CLIENT_GONE, after_s=seconds, seen=seen, output=None) == seen
+
+
+def test_what_is_not_shown_is_charged_from_where_an_answer_begins() -> None:
+    """A chat's role comes with its first token, whatever of it is hidden then."""
+    for output in (500, None):
+        gone = streamed(Outcome.CLIENT_GONE, after_s=4.0, seen=0, output=output)
+        late = streamed(Outcome.CLIENT_GONE, after_s=4.0, seen=1, shows_s=4.0, output=output)
+        assert gone == late == 200
+    assert streamed(Outcome.CLIENT_GONE, after_s=4.0, begins_s=3.0, seen=0) == 50
+    early = streamed(Outcome.CLIENT_GONE, after_s=4.0, begins_s=-0.01, seen=0, path="responses")
+    assert early == 200, "an event that comes before the engine has begun is no token"
+    unseen = streamed(Outcome.CLIENT_GONE, after_s=4.0, begins_s=None, seen=0)
+    assert unseen == 0, "who has waited in vain"
+
+
+def test_hidden_tokens_do_not_teach_that_a_step_takes_no_time() -> None:
+    """Or else whoever leaves then would be charged for all that it may write."""
+    router, who = router_of(spec("w")), tenant()
+    pace = worker_of(router, "w").pace
+    pace.base_s, pace.each_s = 0.02, 0.0
+    for number in range(100):
+        lease = placed(router.submit(of(who, 100, 5000), now := 200.0 * number))
+        router.began(lease, now + 0.03)
+        router.first_token(lease, now + 0.03 + 4900 * 0.02)
+        router.finish(lease, now + 0.03 + 4999 * 0.02, Outcome.DONE, Usage(100, 5000))
+    assert pace.step_s(1) == pytest.approx(0.02, rel=0.01)
+
+
+def test_a_worker_that_fails_is_nobodys_expense_beyond_what_was_seen() -> None:
+    assert streamed(Outcome.FAILED, after_s=6.0, seen=3) == 3
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("pages", "written"),
+    [
+        ([], 1950),
+        ([(0.4, 10), (2.501, 200)], 1950),  # nothing was seen since
+        ([(0.4, 10), (2.501, 200), (30.0, 200)], 100),
+        ([(0.4, 10), (2.501, 200), (30.0, 900)], 1950),
+        ([(-2.0, 10), (-1.0, 200), (0.4, 200)], 1950),  # it was idle before
+    ],
+)
+def test_nobody_pays_for_the_time_in_which_a_worker_hangs(
+    stream: bool, pages: list[tuple[float, int]], written: int
+) -> None:
+    router, who = router_of(spec("w")), tenant()
+    pace = worker_of(router, "w").pace
+    pace.base_s, pace.each_s, pace.fixed_s, pace.token_s = 0.02, 0.0, 0.5, 0.0
+    lease = placed(router.submit(of(who, 100, 5000, stream=stream), 0.0))
+    if stream:
+        router.first_token(lease, 0.5)
+        router.tokens(lease, 1)
+    for at, computed in pages:
+        router.fleet.set_gauges("w", Gauges(at=at, generation_tokens_total=computed))
+    router.finish(lease, 39.501, Outcome.CLIENT_GONE)
+    assert who.totals.output_tokens == written
+
+
 def test_who_leaves_a_hand_over_pays_for_its_decode_alone() -> None:
     router = router_of(*SIDES, transfer=True, disaggregate_above=1)
     written = []
@@ -173,8 +292,11 @@ def test_who_leaves_a_hand_over_pays_for_its_decode_alone() -> None:
     assert written == [0, 100]
 
 
+@pytest.mark.parametrize("streams", [False, True])
 @pytest.mark.parametrize("leaves", [False, True])
-def test_to_leave_before_the_end_of_every_answer_wins_no_places(leaves: bool) -> None:
+def test_to_leave_before_the_end_or_to_show_few_events_wins_no_places(
+    leaves: bool, streams: bool
+) -> None:
     router = router_of(spec("w", most=8))
     held: dict[str, float] = {}
     ends: list[tuple[float, Lease, bool]] = []
@@ -185,6 +307,9 @@ def test_to_leave_before_the_end_of_every_answer_wins_no_places(leaves: bool) ->
         name = lease.ask.tenant.name
         gone = leaves and name == "other"
         seconds = 0.95 if gone else 1.0
+        if lease.ask.stream:
+            router.first_token(lease, now)
+            router.tokens(lease, 1)
         ends.append((now + seconds, lease, gone))
         held[name] = held.get(name, 0.0) + seconds
 
@@ -195,13 +320,15 @@ def test_to_leave_before_the_end_of_every_answer_wins_no_places(leaves: bool) ->
             if end[2]:
                 router.finish(end[1], now, Outcome.CLIENT_GONE)
             else:
-                router.finish(end[1], now, Outcome.DONE, Usage(20, 500))
+                usage = None if end[1].ask.stream else Usage(20, 500)
+                router.finish(end[1], now, Outcome.DONE, usage)
         for _, answer in router.due(now):
             assert isinstance(answer, Lease)
             took(answer, now)
         for who in tenants:
             while who.waiting < 10:
-                entered = router.submit(of(who, 20, 500, stream=False), now)
+                stream = streams and who.name == "other"
+                entered = router.submit(of(who, 20, 500, stream=stream), now)
                 if isinstance(entered, Lease):
                     took(entered, now)
     assert held["other"] == pytest.approx(held["stays"], rel=0.15)
@@ -219,6 +346,36 @@ def test_tokens_beyond_what_was_likely_are_charged_as_they_pass() -> None:
     assert seen == [120, 120, 130, 140]
     router.finish(lease, 0.0, Outcome.DONE)
     assert who.virtual == 140
+
+
+@pytest.mark.parametrize("told", [400, 100, 60])
+def test_a_prompt_is_paid_for_by_what_it_turned_out_to_have(told: int) -> None:
+    """Texts of few bytes a token would be cheap for ever: estimates are of what all send."""
+    router, who = router_of(spec("w")), tenant()
+    lease = placed(router.submit(of(who, 100, 0), 0.0))
+    router.finish(lease, 0.0, Outcome.DONE, Usage(told, 0))
+    assert who.virtual == told
+
+
+@pytest.mark.parametrize("told", [2000, 1000, 1])
+def test_what_should_be_cached_is_no_part_of_that(told: int) -> None:
+    router, who = router_of(spec("w")), tenant()
+    prefix = tuple(range(8))
+    router.finish(placed(router.submit(of(who, 1024, 0, prefix=prefix), 0.0)), 0.0, Outcome.DONE)
+    before = who.virtual
+    lease = placed(router.submit(of(who, 1024, 0, prefix=prefix), 1.0))
+    assert (cached := lease.decision.cached_tokens) > 0
+    router.finish(lease, 1.0, Outcome.DONE, Usage(told, 0))
+    assert who.virtual - before == max(told - cached, 0)
+
+
+def test_what_a_stored_response_brings_with_it_is_no_new_prompt() -> None:
+    router, who = router_of(spec("w")), tenant()
+    asked = of(who, 100, 10)
+    asked.pinned = "w"
+    router.finish(placed(router.submit(asked, 0.0)), 0.0, Outcome.DONE, Usage(50_000, 10))
+    assert who.virtual == 120
+    assert who.totals.prompt_tokens == 50_000
 
 
 def test_what_is_cached_is_not_charged() -> None:

@@ -169,6 +169,76 @@ def test_arguments_are_refused_in_openais_words() -> None:
     assert isinstance(read(router, body), Ask), "without tenants it passes"
 
 
+# Streams
+
+
+ASKED = {"stream_options": b'{"include_usage":true}'}
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/messages"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_interval_between_events_is_taken_out(path: str, stream: bool) -> None:
+    body = chat("hi", prompt="hi", stream=stream, stream_options={"include_usage": True})
+    assert asked(body, path).fields is None
+    one = asked(body | {"stream_interval": 100_000}, path)
+    assert one.fields == {"stream_interval": None}
+    assert one.stream is stream
+
+
+@pytest.mark.parametrize("stream", [True, 1, "true", "True", "yes", "on", "T", "1", 1.0])
+@pytest.mark.parametrize(
+    "path", ["/v1/chat/completions", "/v1/completions", "/inference/v1/generate"]
+)
+def test_a_stream_tells_its_usage_to_the_router(path: str, stream: object) -> None:
+    body = chat("hi", prompt="hi", stream=stream)
+    for options in (None, {}, {"include_usage": False}, {"include_usage": "no"},
+                    {"include_usage": None, "continuous_usage_stats": True}):  # fmt: skip
+        one = asked(body | {"stream_options": options}, path)
+        assert one.fields == ASKED
+        assert one.stream
+    assert asked(body, path).fields == ASKED
+
+
+@pytest.mark.parametrize("said", [True, "true", 1, "ON"])
+def test_what_the_client_asked_for_itself_is_left_to_it(said: object) -> None:
+    options = {"include_usage": said, "continuous_usage_stats": True}
+    assert asked(chat("hi", stream=True, stream_options=options)).fields is None
+
+
+@pytest.mark.parametrize("options", ["x", 1, ["include_usage"], False])
+def test_a_worker_may_refuse_what_are_no_options(options: object) -> None:
+    assert asked(chat("hi", stream=True, stream_options=options)).fields is None
+
+
+@pytest.mark.parametrize(
+    "path", ["/v1/messages", "/v1/responses", "/cohere/v2/chat", "/v1/embeddings", "/tokenize"]
+)
+def test_others_tell_usage_unasked_or_never(path: str) -> None:
+    assert asked(chat("hi", stream=True, input="x"), path).fields is None
+
+
+@pytest.mark.parametrize("stream", [False, None, "false", "off", 0, "", [], {"x": 1}])
+def test_what_is_no_stream_is_not_asked(stream: object) -> None:
+    one = asked(chat("hi", stream=stream, stream_options={"include_usage": False}))
+    assert one.fields is None
+    assert not one.stream
+
+
+def test_a_search_shows_nothing_before_its_end() -> None:
+    for said, searches in ((True, True), ("true", True), (False, False)):
+        one = asked(chat("hi", stream=True, use_beam_search=said))
+        assert one.fields == ASKED
+        assert one.stream is not searches
+
+
+def test_without_tenants_a_stream_is_as_it_was_asked_for() -> None:
+    body = chat("hi", stream=True, stream_interval=100, use_beam_search=True)
+    one = read(Router(RouterSettings(), fleet_of(spec("w"))), body)
+    assert isinstance(one, Ask)
+    assert one.fields is None
+    assert one.stream
+
+
 LONG = "a prompt of some length, such as are cached " * 40
 
 
@@ -199,6 +269,36 @@ def test_a_salt_is_put_where_there_was_none_and_in_place_of_another() -> None:
     assert own.fields is not None
     assert plain.fields["cache_salt"] == b'"%b"' % plain.salt.encode()
     assert own.fields["cache_salt"] != plain.fields["cache_salt"]
+
+
+def test_nobody_can_name_the_salt_of_another() -> None:
+    """Whoever knows a tenant's name can work it out: so nobody's own is taken as it is."""
+    router = Router(RouterSettings(), fleet_of(spec("w")))
+
+    def salts(name: str, own: object = None) -> tuple[str, dict[str, Any] | None]:
+        body = orjson.dumps(chat(LONG) | ({} if own is None else {"cache_salt": own}))
+        who = router.tenants.get(name)
+        one = router.read(route(), body, b"application/json", "id", who)
+        assert isinstance(one, Ask)
+        return one.salt, one.fields and json.loads(spliced(body, one.fields))
+
+    def tenants(*, salted: bool) -> None:
+        specs = [TenantSpec("legal", salted=salted), TenantSpec("intern"), TenantSpec("c")]
+        router.tenants.replace(specs, {})
+
+    for _ in range(2):  # an operator may go back and forth
+        tenants(salted=True)
+        legal, _ = salts("legal")
+        guessed, body = salts("intern", legal)
+        assert guessed != legal
+        assert body is not None
+        assert body["cache_salt"] == guessed
+        assert len({salts("intern", "x")[0], salts("c", "x")[0], salts("intern", "y")[0], "x"}) == 4
+        assert salts("intern", "x") == salts("intern", "x")
+        for none in (None, "", 7):
+            assert salts("intern", none) == ("", None)
+        tenants(salted=False)
+        assert salts("intern", legal) == (legal, None), "nobody's"
 
 
 @pytest.mark.parametrize("path", ["/cohere/v2/chat", "/v2/embed"])

@@ -50,7 +50,7 @@ def test_what_is_our_own_stays_so(times: int) -> None:
     worker = worker_of(router, "a")
     lease = placed(router.submit(ask(700, 30), 1.0))
     mine = own(worker)
-    theirs = Load(4, 5, 600, 500, 400, 1000, 2, 1, 77)
+    theirs = Load(4, 5, 600, 500, 400, 1000, 2, 1, 900, 77)
     for _ in range(times):
         router.fleet.charged_elsewhere(worker, theirs, 0.0, 1.0)
     assert own(worker) == mine

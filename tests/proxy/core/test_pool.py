@@ -7,7 +7,7 @@ import random
 from proxy.core.fleet import Fleet
 from proxy.core.pool import FIRST, SMALL, Pool
 from proxy.core.types import Ask, Decision, Lease, Reason, Role
-from proxy.core.worker import Worker
+from proxy.core.worker import NO_LIMIT, Worker
 from tests.proxy.core.making import LONG, MODEL, SHORT, ask, fleet_of, members, spec
 
 
@@ -124,3 +124,12 @@ def test_where_size_decides() -> None:
     assert not fleet_of(spec("a", SHORT), spec("b", SHORT)).pool(MODEL).mixed
     limits = fleet_of(spec("a", SHORT, 10), spec("b", LONG, 30), spec("c", LONG, 20)).pool(MODEL)
     assert limits.boundaries == [10, 20]
+
+
+def test_the_largest_context_is_that_of_one_that_comes_back_too() -> None:
+    fleet = fleet_of(spec("a", SHORT, 10), spec("b", LONG, 30), spec("p", Role.PREFILL, 90))
+    fleet.drain("b")
+    pool = fleet.pool(MODEL)
+    assert (pool.most, pool.limit) == (10, 30)
+    fleet.add(spec("c", LONG))  # it has not told
+    assert fleet.pool(MODEL).limit == NO_LIMIT

@@ -7,8 +7,9 @@ import json
 
 import pytest
 
-from proxy.core.reading import MOST_RESPONSES, MOST_VALUES, prompt_start
+from proxy.core.reading import MOST_VALUES, prompt_start
 from proxy.core.routes import Shape
+from proxy.core.stored import MOST_RESPONSES
 from proxy.core.types import Ask, Reason
 from tests.proxy.core.making import (
     GENERAL,

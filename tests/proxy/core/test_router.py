@@ -65,6 +65,81 @@ def test_an_estimate_that_may_be_right_is_for_the_worker_to_judge() -> None:
     assert refused(router.submit(ask(19_000, 100, error=2000), 0.0)).status == 400
 
 
+def prose(router: Router, count: int = 300) -> None:
+    """Serve texts that are all alike, so that the router is sure of the bytes of a token."""
+    for n in range(count):
+        asked = sized(router, chat("x" * (2000 + 90 * n), max_tokens=500))
+        usage = Usage(int(asked.text_bytes / 4.2) + 7, 200)
+        router.finish(placed(router.submit(asked, n)), n + 0.5, Outcome.DONE, usage)
+    assert router.sizer.learnt(MODEL, "chat/completions").band < 0.1
+
+
+@pytest.mark.parametrize("per_token", [6, 7, 8, 12])
+def test_what_may_fit_is_for_the_largest_worker_to_judge_and_teaches(per_token: int) -> None:
+    """Padded tables have fewer tokens than prose, and are no longer than they are."""
+    router = router_of(spec("s", SHORT, 20_480), spec("l", LONG, 131_072))
+    prose(router)
+    body = chat("x" * 90_000 * per_token, max_tokens=500)
+    learnt = router.sizer.learnt(MODEL, "chat/completions")
+    for now in range(400, 420):
+        known = learnt.bytes_per_token
+        lease = placed(router.submit(sized(router, body), now))
+        assert lease.worker.name == "l"
+        assert lease.prefill_tokens <= 131_072
+        router.finish(lease, now + 0.5, Outcome.DONE, Usage(90_007, 200))
+        assert known < learnt.bytes_per_token < per_token
+    for _ in range(3):
+        router.fleet.probe_failed("l", 421.0)
+    assert refused(router.submit(sized(router, body), 422.0)).status == 503  # nobody smaller tries
+
+
+def test_what_is_too_long_whatever_its_words_is_refused_at_once() -> None:
+    router = router_of(spec("s", SHORT, 2048), spec("l", LONG, 8192))
+    prose(router, 50)
+    refusal = refused(router.submit(sized(router, chat("x" * 140_000)), 100.0))
+    assert (refusal.status, refusal.code) == (400, "context_length_exceeded")
+    assert "maximum context length is 8192 tokens" in refusal.message
+    exact = sized(router, {"prompt": [1] * 8192, "max_tokens": 1}, "/v1/completions")
+    assert "8193" in refused(router.submit(exact, 100.0)).message
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", chat("hi", max_tokens=8190)),
+        ("/v1/completions", {"prompt": [1] * 7000, "max_tokens": 8000}),
+        ("/v1/responses", {"input": "hi", "max_output_tokens": 8190}),
+        ("/v1/messages", chat("hi", max_tokens=8190)),
+    ],
+)
+def test_an_output_limit_that_nobody_can_keep_may_be_cut_by_the_largest(
+    path: str, body: dict[str, object]
+) -> None:
+    """As vLLM does it, where that is wished: a client that always sends a large one is served."""
+    specs = spec("s", SHORT, 2048), spec("l", LONG, 8192), spec("t", SHORT, 2048)
+    router = router_of(*specs, cut_output=True)
+    assert placed(router.submit(sized(router, body, path), 0.0)).worker.name == "l"
+    router.fleet.drain("l")
+    assert refused(router.submit(sized(router, body, path), 0.0)).status == 503
+
+
+def test_a_prompt_and_an_output_that_nobody_can_hold_together_are_400() -> None:
+    router = router_of(spec("s", SHORT, 2048), spec("l", LONG, 8192))
+    body = {"prompt": [1] * 7000, "max_tokens": 1193}
+    refusal = refused(router.submit(sized(router, body, "/v1/completions"), 0.0))
+    assert (refusal.status, refusal.code) == (400, "context_length_exceeded")
+    assert "7000 in the prompt, 1193 for the output" in refusal.message
+    router.reconfigure(RouterSettings(cut_output=True), [w.spec for w in router.fleet])
+    assert placed(router.submit(sized(router, body, "/v1/completions"), 0.0)).worker.name == "l"
+
+
+def test_an_output_limit_above_every_context_is_400() -> None:
+    router = router_of(spec("s", SHORT, 2048), spec("l", LONG, 8192))
+    refusal = refused(router.submit(sized(router, chat("hi", max_tokens=8193)), 0.0))
+    assert (refusal.status, refusal.code) == (400, "context_length_exceeded")
+    assert "8193 for the output" in refusal.message
+
+
 def test_where_the_sure_one_has_failed_the_other_may_try() -> None:
     router = router_of(spec("s", SHORT, 8192), spec("l", LONG, 16_384, most=1))
     one = ask(8000, 50, error=500)

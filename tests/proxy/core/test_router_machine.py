@@ -17,6 +17,7 @@ from hypothesis.stateful import (
 from proxy.core.admission import AdmissionSettings
 from proxy.core.fairness import FairnessSettings
 from proxy.core.fleet import Fleet
+from proxy.core.holding import HEEDED_S
 from proxy.core.limits import Limits
 from proxy.core.router import Router, RouterSettings
 from proxy.core.tenants import Rank, Tenant, TenantSpec
@@ -111,10 +112,15 @@ class RouterMachine(RuleBasedStateMachine):
     def served(self, name: str, limit: int | None) -> None:
         self.fleet.set_served(name, [MODEL], limit)
 
-    @rule(name=NAMES, running=st.integers(0, 9), usage=st.floats(0, 1))
-    def gauges(self, name: str, running: int, usage: float) -> None:
+    @rule(
+        name=NAMES,
+        running=st.integers(0, 9),
+        waiting=st.sampled_from([0, 0, 1, 9]),
+        usage=st.floats(0, 1),
+    )
+    def gauges(self, name: str, running: int, waiting: int, usage: float) -> None:
         capacity = 5000 if running % 2 else None
-        told = Gauges(self.now, running, kv_usage=usage, kv_capacity_tokens=capacity)
+        told = Gauges(self.now, running, waiting, usage, kv_capacity_tokens=capacity)
         self.fleet.set_gauges(name, told)
 
     @rule(policy=st.sampled_from(["adaptive", "length", "round_robin"]))
@@ -131,7 +137,7 @@ class RouterMachine(RuleBasedStateMachine):
         samples=st.integers(1, 3),
         stream=st.booleans(),
         generates=OFTEN,
-        prefix=st.sampled_from([(), (1,), (1, 2), (3, 4, 5)]),
+        prefix=st.sampled_from([(), (1,), (1, 2, 3, 4), (1, 2, 3, 4, 5, 6), (3, 4, 5, 6, 7)]),
         tried=st.one_of(st.just(frozenset[str]()), st.frozensets(NAMES, max_size=2)),
         pinned=st.sampled_from(["", "", "", "w0"]),
         splits=OFTEN,
@@ -214,8 +220,10 @@ class RouterMachine(RuleBasedStateMachine):
         assert prefill.name not in tried
         assert prefill.max_requests is None or prefill.requests <= prefill.max_requests
         assert prefill.breaker.closed or (first.trial and self.now >= prefill.breaker.until)
-        if decode.kv_capacity and decode.kv_tokens > lease.kv_tokens:  # else it had nothing
-            assert decode.kv_tokens <= decode.kv_capacity, "its decode has room"
+        told = decode.gauges
+        known = told is not None and self.now - told.at <= HEEDED_S
+        if known and decode.kv_capacity and decode.kv_held > lease.kv_tokens:  # else it had nothing
+            assert decode.kv_held <= decode.kv_capacity, "its decode has room"
         assert lease.under_way is first
         assert not lease.sent
 
@@ -317,7 +325,9 @@ class RouterMachine(RuleBasedStateMachine):
             assert worker.requests == len(own)
             assert worker.prefill_tokens == sum(lease.prefill_tokens for lease in own)
             assert worker.decode_tokens == sum(lease.decode_tokens for lease in own)
-            assert worker.kv_tokens == sum(lease.kv_tokens for lease in own)
+            alone = sum(lease.kv_tokens for lease in own)
+            assert worker.kv_tokens == alone + worker.blocks.tokens
+            assert worker.kv_coming == sum(lease.kv_coming for lease in own)
             assert worker.sequences == sum(lease.ask.samples for lease in own if lease.sent)
             assert worker.decoding <= sum(lease.ask.samples for lease in own)
             assert worker.shut == (worker.full or not worker.breaker.closed), (

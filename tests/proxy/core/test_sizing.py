@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from proxy.core.body import TOKENS_PER_CHAT, TOKENS_PER_MESSAGE
 from proxy.core.routes import ROUTES
-from proxy.core.sizing import FIRST_BAND, USUAL_OUTPUT, Sizer
+from proxy.core.sizing import FIRST_BAND, USUAL_OUTPUT, Sizer, fit
 from proxy.core.types import Ask, Usage
 from tests.proxy.core.making import ask, chat, route
 
@@ -195,3 +195,89 @@ def test_a_worker_that_is_too_small_says_how_large_it_is_at_least() -> None:
     near = ask(12000, 500, error=1100)  # it was known to be near
     sizer.outgrew(near, 12288)
     assert (near.needs, near.prompt_error) == (12500, 211)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "least"),
+    [
+        ("/v1/chat/completions", chat("x" * 16_000), 1000),  # a template's own are not sure
+        ("/v1/completions", {"prompt": "x" * 16_000}, 1000),
+        ("/v1/completions", {"prompt": [1] * 5000}, 5000),
+        ("/v1/completions", {"prompt": [[1] * 5000, [1] * 7000]}, 7000),
+        ("/v1/embeddings", {"input": ["x" * 16_000, "x" * 32_000]}, 2000),
+        ("/v1/embeddings", {"input": "x" * 32_000, "truncate_prompt_tokens": 512}, 512),
+        ("/v1/embeddings", {"input": "x" * 32_000, "truncate_prompt_tokens": -1}, 0),
+        ("/v1/chat/completions", chat([{"type": "image_url", "image_url": {}}] * 9), 0),
+    ],
+)
+def test_a_prompt_has_so_many_tokens_whatever_its_words(
+    path: str, body: dict[str, Any], least: int
+) -> None:
+    assert size(body, path).least_prompt == least
+
+
+def test_a_model_of_long_words_may_have_longer_ones() -> None:
+    sizer = Sizer()
+    for _ in range(200):
+        sizer.learn(size(chat("x" * 12_000), sizer=sizer), Usage(1000 + TEMPLATE, 10))
+    assert size(chat("x" * 24_000), sizer=sizer).least_prompt == pytest.approx(1000, rel=0.1)
+
+
+def test_an_estimate_is_not_held_against_a_prompt_that_may_fit() -> None:
+    one = size(chat("x" * 20_000, max_tokens=100))
+    assert (one.needs, one.prompt_error) == (5000 + TEMPLATE + 100, 2500)
+    fit(one, 4000, cuts_output=False)
+    assert (one.needs, one.largest_prompt, one.prompt_tokens) == (4000, 3900, 3900)
+    assert one.needs - one.prompt_error >= 2500  # nobody smaller should try than before
+    sure = size(chat("x" * 70_000, max_tokens=100))
+    fit(sure, 4000, cuts_output=False)
+    assert sure.needs == 17_500 + TEMPLATE + 100
+
+
+def test_a_limit_that_nobody_has_room_for_stays_unless_it_may_be_cut() -> None:
+    one = size({"prompt": [1] * 3900, "max_tokens": 101}, "/v1/completions")
+    fit(one, 4000, cuts_output=False)
+    assert one.needs == 4001
+    fit(one, 4000, cuts_output=True)
+    assert one.needs == 4000
+
+
+def test_a_limit_is_cut_to_what_the_prompt_leaves() -> None:
+    one = size({"prompt": [1] * 3900, "max_tokens": 2000}, "/v1/completions")
+    assert one.needs == 5900
+    fit(one, 4000, cuts_output=True)
+    assert (one.needs, one.largest_prompt, one.prompt_error, one.output_tokens) == (
+        4000,
+        3900,
+        0,
+        2000,
+    )
+
+
+@pytest.mark.parametrize(
+    ("tokens", "limit"),
+    [(4000, 1), (4001, 0), (10, 4001)],  # one token at least is written; no limit above the context
+)
+def test_what_a_worker_would_refuse_is_not_made_to_fit(tokens: int, limit: int) -> None:
+    one = size({"prompt": [1] * tokens, "max_tokens": limit}, "/v1/completions")
+    fit(one, 4000, cuts_output=True)
+    assert one.needs == tokens + limit
+
+
+def test_where_any_limit_will_do_it_does() -> None:
+    body = {"token_ids": [1] * 10, "sampling_params": {"max_tokens": 9000}}
+    one = size(body, "/inference/v1/generate")
+    fit(one, 4000, cuts_output=True)
+    assert one.needs == 4000
+
+
+def test_a_count_shows_what_is_too_long_after_all() -> None:
+    sizer = Sizer()
+    one = size(chat("x" * 20_000, max_tokens=100), sizer=sizer)
+    fit(one, 4000, cuts_output=False)
+    sizer.counted(one, 4200)
+    fit(one, 4000, cuts_output=False)
+    assert one.needs == 4300
+    sizer.counted(one, 3900)
+    fit(one, 4000, cuts_output=False)
+    assert one.needs == 4000

@@ -25,10 +25,20 @@ PROC = Path("/proc")
 class Crew:
     """The router, told of by what it says and does."""
 
-    def __init__(self, folder: Path, workers: Sequence[str], count: int = 2) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        workers: Sequence[str],
+        count: int = 2,
+        *,
+        listens: tuple[int, int] = (0, 0),
+        drain_s: float = 5.0,
+    ) -> None:
         self.ports = {name: free_port() for name in workers}
         self.file = folder / "fleet.yaml"
         self.count = count
+        self.listens = listens  # clients' port and operators', as asked for
+        self.drain_s = drain_s
         self.write(*workers)
         self.said: list[str] = []
         self.spoke = threading.Condition()
@@ -50,10 +60,11 @@ class Crew:
             f"  - {{name: {name}, url: 'http://127.0.0.1:{self.ports[name]}', max_requests: 4}}\n"
             for name in workers
         )
+        port, admin = self.listens
         self.file.write_text(
             f"model: tiny\nworkers:\n{lines}routing: {routing}\n"
-            f"router: {{port: 0, admin: {{port: 0}}, processes: {self.count}, drain_s: 5.0, "
-            "probe: {interval_s: 0.05}}\n"
+            f"router: {{port: {port}, admin: {{port: {admin}}}, processes: {self.count}, "
+            f"drain_s: {self.drain_s}, probe: {{interval_s: 0.05}}}}\n"
         )
 
     def _read(self) -> None:

@@ -376,6 +376,42 @@ async def test_nothing_is_left_of_a_supervisor_that_is_killed(tmp_path: Path) ->
         crew.close()
 
 
+async def test_the_next_router_serves_while_a_killed_ones_processes_drain(tmp_path: Path) -> None:
+    listens = free_port(), free_port()
+    crew = Crew(tmp_path, NAMES, listens=listens, drain_s=DEADLINE_S)
+    pids = crew.pids
+    fakes = await listening(crew)
+    try:
+        await crew.up()
+        opening = asyncio.Event()
+        for fake in fakes.values():
+            fake.calls.clear()
+            fake.always(scripts.gated(opening, scripts.answer()))
+        client = await Client.connect(crew.port)
+        await client.send(chat())
+        await arrived(fakes, 1)
+        crew.process.kill()
+        folder = tmp_path / "next"
+        folder.mkdir()
+        after = Crew(folder, NAMES, listens=listens)
+        try:
+            for each in (await after.each()).values():
+                each.close()
+            assert set(await after.workers()) == set(NAMES)
+            opening.set()
+            assert (await client.answer()).status == 200
+        finally:
+            after.close()
+        client.close()
+        await eventually(lambda: not any(map(alive, pids.values())), within=DEADLINE_S)
+    finally:
+        for pid in filter(alive, pids.values()):
+            os.kill(pid, signal.SIGKILL)
+        crew.close()
+        for fake in fakes.values():
+            await fake.stop()
+
+
 def alive(pid: int) -> bool:
     """Whether a process runs; one that nobody has waited for does not."""
     try:

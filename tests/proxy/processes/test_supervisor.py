@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 import signal
+import socket
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,10 +16,11 @@ import pytest
 from proxy.app import supervise
 from proxy.config import FleetConfig, parse
 from proxy.errors import ProxyError
+from proxy.processes import questions
 from proxy.processes import supervisor as module
 from proxy.processes.member import Member
 from proxy.processes.messages import Ask
-from proxy.processes.supervisor import Supervisor, how_many
+from proxy.processes.supervisor import Supervisor
 from proxy.processes.table import ALIVE, Table
 from tests.proxy.wire.site import eventually
 
@@ -34,36 +36,12 @@ def config(processes: int | str = 2, port: int = 0) -> FleetConfig:
     )
 
 
-@pytest.mark.parametrize(("cpus", "wanted"), [(1, 1), (6, 6), (48, 8)])
-def test_auto_is_one_for_each_processor_up_to_a_number(
-    cpus: int, wanted: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cpus)))
-    monkeypatch.setattr(module, "QUOTA", Path("/none"))
-    assert how_many(config("auto")) == wanted
-    assert how_many(config(3)) == 3
-
-
-@pytest.mark.parametrize(
-    ("quota", "wanted"),
-    [("max 100000", 6), ("250000 100000", 2), ("50000 100000", 1), ("9900000 100000", 6), ("?", 6)],
-)
-def test_auto_heeds_what_a_container_may_use(
-    quota: str, wanted: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(6)))
-    monkeypatch.setattr(module, "QUOTA", tmp_path / "cpu.max")
-    assert how_many(config("auto")) == 6
-    (tmp_path / "cpu.max").write_text(f"{quota}\n")
-    assert how_many(config("auto")) == wanted
-
-
 async def test_one_that_stands_still_is_killed_and_another_begins(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(module, "STILL_S", 2.0)
     monkeypatch.setattr(module, "LOOK_S", 0.1)
-    monkeypatch.setattr(module, "ANSWER_S", 0.2)
+    monkeypatch.setattr(questions, "ANSWER_S", 0.2)
     kept = Supervisor(config(), None)
     await kept.start()
     try:
@@ -223,6 +201,38 @@ async def test_a_process_that_looks_no_more_ends_and_says_why(
     assert member.failed
     assert "Traceback" in caplog.text
     assert "a mistake of ours" in caplog.text
+
+
+async def test_ports_that_are_let_go_in_time_are_waited_for(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(module, "LET_GO_S", DEADLINE_S)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        kept = Supervisor(config(1, port), None)
+        starting = asyncio.create_task(kept.start())
+        await eventually(lambda: "may still drain" in caplog.text)
+        assert str(port) in caplog.text
+    await starting
+    try:
+        assert kept.url.endswith(f":{port}")
+        assert caplog.text.count("may still drain") == 1
+    finally:
+        await kept.stop()
+
+
+async def test_a_port_that_can_never_be_had_is_an_error_at_once() -> None:
+    kept = Supervisor(
+        parse(
+            "model: tiny\nworkers: [{name: a, url: 'http://127.0.0.1:9'}]\n"
+            "router: {host: 192.0.2.1, allow_anonymous: true, admin: {port: 0}, processes: 2}\n",
+            "fleet.yaml",
+        ),
+        None,
+    )
+    with pytest.raises(ProxyError, match="choose another host or port"):
+        async with asyncio.timeout(module.LET_GO_S):
+            await kept.start()
 
 
 async def test_processes_that_can_not_begin_are_an_error_of_the_start(

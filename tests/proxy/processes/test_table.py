@@ -27,7 +27,7 @@ from proxy.processes.table import (
     Tide,
 )
 
-LOAD = Load(1, 2, 3, 4, 5, 6, 7, 8, 9)
+LOAD = Load(1, 2, 3, 4, 5, 6, 7, 8, 9, 10)
 TOLD = (False, True, 12.5, 3, 2, 11.0)
 
 

@@ -10,11 +10,13 @@ import pytest
 from proxy.core import splitting
 from proxy.core.types import Usage
 from proxy.transfer.legs import LIMITS, decode_body, prefill_body
+from proxy.transfer.registry import CONNECTORS
 from proxy.transfer.types import Taken, usage_of
 from tests.proxy.core.making import ask
 from tests.proxy.transfer.making import PAIR, make
 
 BODY = b'{"prompt":"a \\u00e9 \\"max_tokens\\": 9","max_tokens":7, "temperature":0.70, "x":null}'
+NAMES, MARKED = tuple(CONNECTORS), ("nixl", "mooncake")
 
 
 def prefill(route: str, body: bytes, *, least: bool = False, connector: str = "nixl") -> Any:
@@ -48,6 +50,41 @@ def test_a_stored_response_is_not_stored_twice() -> None:
 def test_the_least_output_must_not_exceed_the_most(least: bool, then: int | None) -> None:
     body = b'{"prompt":"x","min_tokens":5}' if least else b'{"prompt":"x"}'
     assert prefill("completions", body, least=least).get("min_tokens") == then
+
+
+@pytest.mark.parametrize("connector", NAMES)
+@pytest.mark.parametrize(
+    ("thinking", "stays"),
+    [
+        ('"thinking":{"type":"enabled","budget_tokens":2048},', False),
+        ('"th\\u0069nking":{"budget_tokens":2048,"type":"enabled"},', False),
+        ('"thinking":{"type":"disabled"},"thinking":{"type":"enabled","budget_tokens":1},', False),
+        ('"thinking":{"type":"disabled"},', True),  # to a template that is another prompt
+        ('"thinking":{"type":"adaptive"},', True),
+        ('"thinking":{"type":"enabled"},"thinking":{"type":"disabled"},', True),
+        ('"thinking":"enabled",', True),
+        ('"thinking":null,', True),
+    ],
+)
+def test_no_time_to_think_is_asked_for_beside_one_token(
+    connector: str, thinking: str, stays: bool
+) -> None:
+    """Where a leg's parameters don't tell vLLM that it is one, it refuses that."""
+    said = '"messages":[{"role":"user","content":"thinking"}],"max_tokens":4096}'
+    body = ("{" + thinking + said).encode()
+    leg = prefill("messages", body, connector=connector)
+    theirs = json.loads(body)
+    assert ("thinking" in leg) == (stays or connector in MARKED)
+    assert leg.get("thinking", theirs["thinking"]) == theirs["thinking"]
+    assert leg["messages"] == theirs["messages"]
+    assert make(connector).is_marked == (connector in MARKED)
+
+
+@pytest.mark.parametrize("connector", NAMES)
+def test_a_leg_is_marked_by_what_vllm_reads(connector: str) -> None:
+    leg = prefill("messages", b'{"messages":[],"max_tokens":9}', connector=connector)
+    marked = (leg.get("kv_transfer_params") or {}).get("do_remote_decode", False)
+    assert marked == make(connector).is_marked
 
 
 def test_the_decode_leg_is_the_clients_body_and_the_parameters() -> None:

@@ -142,6 +142,8 @@ class _Leg:
             self.fault(f"a prefill leg that writes {limit_of(self.body)} tokens")
         if self.body.get("stream"):
             self.fault("a prefill leg that streams")
+        if (codings := self.call.all(b"accept-encoding")) != [b"identity"]:
+            self.fault(f"a prefill leg that may be compressed: {codings}")
         if len(self.prompts) != 1 or self.body.get("n", 1) not in (1, None):
             self.fault("a prefill leg of several sequences")
         if wrong.during is not None:

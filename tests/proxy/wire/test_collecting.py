@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from hashlib import sha256
 
 import pytest
 
+from proxy.core.tenants import Tenants, TenantSpec
 from proxy.wire.collecting import Collecting
 from proxy.wire.http import RefusedError
 from tests.proxy.wire import scripts
@@ -26,6 +28,54 @@ def test_it_counts() -> None:
     collecting.take(40)
     collecting.give(100)
     assert collecting.held == 0
+
+
+def tenants(*names: str) -> Tenants:
+    """Keep these tenants, whose keys are their names."""
+    kept = Tenants()
+    replace(kept, *names)
+    return kept
+
+
+def replace(kept: Tenants, *names: str) -> None:
+    hashes = {sha256(name.encode()).digest(): name for name in names}
+    kept.replace([TenantSpec(name) for name in names], hashes)
+
+
+def test_a_tenant_has_no_more_than_it_leaves_free() -> None:
+    collecting = Collecting(120, tenants("a", "b", "c"))
+    for whose, part in (("a", 60), ("b", 30), ("c", 15)):
+        for _ in range(part):
+            collecting.take(1, whose)
+        with pytest.raises(RefusedError) as error:
+            collecting.take(1, whose)
+        assert error.value.refusal.status == 429
+    assert collecting.held == 105
+    collecting.give(60, "a")
+    collecting.take(15, "b")
+    collecting.give(45, "b")
+    collecting.give(15, "c")
+    assert collecting.held == 0
+    collecting.take(60, "a")
+
+
+def test_one_body_it_may_have_whatever_its_size() -> None:
+    collecting = Collecting(120, tenants("a", "b"))
+    for before in range(0, 120, 20):
+        collecting.take(20, "a", before)
+    with pytest.raises(RefusedError):
+        collecting.take(1, "b")
+
+
+def test_without_tenants_all_have_all_of_it() -> None:
+    kept = tenants("a")
+    collecting = Collecting(120, kept)
+    assert [collecting.account(each) for each in (kept.get("a"), None)] == ["a", ""]
+    replace(kept)
+    assert collecting.account(None) is None
+    collecting.take(60)
+    collecting.take(60)
+    collecting.give(120)
 
 
 @pytest.fixture
@@ -117,4 +167,42 @@ async def test_what_is_refused_for_its_head_takes_nothing(small: Site) -> None:
     await client.send(HEAD.replace(b"/v1/completions", b"/nowhere") + b"x" * 80_000)
     await client.send(b"x" * 10_000)
     assert (await client.answer()).status == 404
+    assert small.wire.collecting.held == 0
+
+
+def slow(path: str = "/v1/completions", key: str = "") -> bytes:
+    """Return the beginning of a large body whose end never comes."""
+    shown = f"Authorization: Bearer {key}\r\n" if key else ""
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\n{shown}Content-Length: 90000\r\n\r\n"
+    return head.encode() + b"x" * 25_000
+
+
+@pytest.mark.parametrize("whose", ["a", ""], ids=["a tenant", "strangers"])
+async def test_who_sends_bodies_without_end_shuts_out_nobody_else(small: Site, whose: str) -> None:
+    replace(small.router.tenants, "a", "b")
+    begun = slow(key=whose) if whose else slow("/health").replace(b"POST", b"GET")
+    many = [await small.client() for _ in range(4)]
+    for number, client in enumerate(many[:2], start=1):
+        await client.send(begun)
+        await eventually(lambda n=number: small.wire.collecting.held == n * 25_000)  # type: ignore[misc]
+    for client in many[2:]:
+        await client.send(begun)
+        refused = await client.answer()
+        assert (refused.status, refused.error()["code"]) == (429, "too_many_bodies")
+    mine = chat("x" * 20_000, b"Authorization: Bearer b")
+    assert (await small.ask(mine)).status == 200
+    assert small.wire.collecting.held == 50_000
+
+
+async def test_what_a_tenant_had_is_given_back_whoever_there_is_by_then(small: Site) -> None:
+    replace(small.router.tenants, "a", "b")
+    client = await small.client()
+    await client.ask(chat("hi", b"Authorization: Bearer a"))
+    await client.send(chat("x" * 20_000, b"Authorization: Bearer a")[:-5])
+    await eventually(lambda: small.wire.collecting.held > 20_000)
+    replace(small.router.tenants)
+    client.close()
+    await eventually(lambda: not small.wire.collecting.held)
+    replace(small.router.tenants, "a")
+    assert (await small.ask(chat("hi", b"Authorization: Bearer a"))).status == 200
     assert small.wire.collecting.held == 0

@@ -14,7 +14,7 @@ import pytest
 from proxy.core.types import Role
 from proxy.wire.upstream import is_ours
 from tests.proxy.wire import scripts
-from tests.proxy.wire.client import BrokenError, chat, get, request
+from tests.proxy.wire.client import Answer, BrokenError, chat, get, request
 from tests.proxy.wire.conftest import Start
 from tests.proxy.wire.fake_worker import Call, Script
 from tests.proxy.wire.pairs import chat_body, pairs
@@ -195,6 +195,54 @@ async def test_retries_have_a_budget(start: Start) -> None:
         assert (await site.ask(chat())).status == 500
     retries = len(site.served()) - asked
     assert 1 <= retries <= 10 + 0.1 * asked + 3
+
+
+async def crowd(site: Site, size: int) -> list[asyncio.Task[Answer]]:
+    """Ask so much at once that is not streamed, and wait until workers have all of it."""
+    asking = [asyncio.create_task(site.ask(chat(f"q{n}"), within=20.0)) for n in range(size)]
+    await eventually(lambda: len(site.served()) == size, within=10.0)
+    return asking
+
+
+@pytest.mark.parametrize("how", ["dies", "says 503", "says 500"])
+async def test_all_that_a_worker_had_goes_to_others(start: Start, how: str) -> None:
+    """However many that are: one worker that fails is no fleet that does."""
+    site = await start(*(Fake(f"w{n}") for n in range(4)), router={"policy": "round_robin"})
+    rest, ill = asyncio.Event(), asyncio.Event()
+    site.always(scripts.gated(rest, scripts.answer(200, b"{}")))
+    if how != "dies":
+        site.fakes["w0"].always(scripts.gated(ill, scripts.error(int(how[-3:]))))
+    asking = await crowd(site, 240)
+    assert len(site.fakes["w0"].served) == 60
+    ill.set()
+    if how == "dies":
+        await site.fakes["w0"].die()
+    await eventually(lambda: len(site.served()) == 300, within=10.0)
+    rest.set()
+    assert {(await each).status for each in asking} == {200}
+
+
+async def test_a_fleet_that_fails_whole_is_not_asked_for_all_of_it_again(start: Start) -> None:
+    site = await start(*(Fake(f"w{n}") for n in range(4)), router={"policy": "round_robin"})
+    rest = asyncio.Event()
+    site.always(scripts.gated(rest, scripts.error(500)))
+    asking = await crowd(site, 240)
+    rest.set()
+    answers = [await each for each in asking]
+    assert {each.status for each in answers} == {500}
+    # What half of it had, and what the requests have earned.
+    assert len(site.served()) - 240 <= 120 + 10 + 0.2 * 240 + 3
+
+
+async def test_where_the_budget_is_spent_a_client_hears_when_to_come_back(start: Start) -> None:
+    site = await start(Fake("w0"), Fake("w1"))
+    site.always(scripts.reset)
+    budget, later = site.router._retries, site.clock() + 600.0
+    while budget.spend(later):
+        pass
+    answer = await site.ask(chat())
+    assert (answer.status, answer.one(b"retry-after")) == (502, b"1")
+    assert "too many" in answer.error()["message"]
 
 
 async def test_without_a_budget_nothing_is_tried_again(start: Start) -> None:

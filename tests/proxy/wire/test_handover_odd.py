@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 from typing import Any
 
@@ -83,6 +84,36 @@ async def test_without_good_parameters_the_decode_worker_does_it_alone(
     await here.settled()
     assert here.legs() == ["prefill p0", "whole d0"]
     assert here.site.fakes["d0"].served[0].body == body
+
+
+@pytest.mark.parametrize(
+    "header", ["Accept-Encoding: gzip, deflate", "ACCEPT-ENCODING:br", "accept-encoding: "]
+)
+async def test_what_a_client_can_unpack_is_no_matter_of_the_prefill_leg(
+    start: Start, header: str
+) -> None:
+    """A gateway on the way, or the worker itself, may do what is offered; nobody unpacks it."""
+    here = await pairs(start, prefills=1, decodes=1)
+    usual = here.site.fakes["p0"].script_for
+
+    async def zips(call: Call) -> None:
+        if any(b"gzip" in each for each in call.all(b"accept-encoding")):
+            coding = b"content-encoding", b"gzip"
+            await scripts.answer(200, gzip.compress(b"{}"), coding)(call)
+        else:
+            await usual(call)(call)
+
+    here.site.fakes["p0"].then(zips)
+    body = chat_body()
+    others = b"X-Tail: kept", b"X-Accept-Encoding: theirs"
+    assert words(await ask(here, body, header.encode(), *others)) == expected(body)
+    await here.settled()
+    assert here.legs() == ["prefill p0", "decode d0"]
+    first, second = (here.site.fakes[name].served[0] for name in ("p0", "d0"))
+    assert second.all(b"accept-encoding") == [header.partition(":")[2].strip().encode()]
+    for call in (first, second):
+        assert call.all(b"x-tail") == [b"kept"]
+        assert call.all(b"x-accept-encoding") == [b"theirs"]
 
 
 @pytest.mark.parametrize("stream", [True, False])

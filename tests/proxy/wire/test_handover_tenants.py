@@ -57,3 +57,19 @@ async def test_it_pays_once_and_its_place_is_free_again(
     assert totals.prompt_tokens == sum(usage["prompt_tokens"] for usage in usages)
     assert totals.output_tokens == 8
     assert usages[1]["prompt_tokens_details"] == {"cached_tokens": CACHED}
+
+
+@pytest.mark.parametrize("asks", [False, True])
+async def test_a_stream_is_paid_for_by_its_usage_and_tells_it_to_who_asks(
+    start: Start, asks: bool
+) -> None:
+    here = await guarded(start)
+    fields = {"stream_options": {"include_usage": True}} if asks else {}
+    answer = await ask(here, chat_body(stream=True, **fields), bearer())
+    await here.settled()
+    assert [leg.split()[0] for leg in here.legs()] == ["prefill", "decode"]
+    assert answer.body.endswith(scripts.DONE)
+    assert (b'"usage"' in answer.body) is asks
+    tenant = here.site.router.tenants.get("a")
+    assert tenant is not None
+    assert tenant.totals.output_tokens == 4

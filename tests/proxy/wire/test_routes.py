@@ -170,6 +170,14 @@ async def test_what_nobody_can_hold_is_400_in_openais_shape(start: Start) -> Non
     assert not any(fake.served for fake in site.fakes.values())
 
 
+async def test_an_output_limit_is_for_the_largest_worker_to_cut(start: Start) -> None:
+    site = await start(Fake("w0", max_model_len=2048), Fake("w1", max_model_len=1024))
+    assert (await site.ask(chat("hi", max_tokens=2040))).status == 200
+    assert len(site.fakes["w0"].served) == 1
+    assert (await site.ask(chat("hi", max_tokens=2049))).status == 400
+    assert len(site.served()) == 1
+
+
 async def test_a_worker_never_gets_what_exceeds_it(start: Start) -> None:
     site = await start(
         Fake("s0", role=Role.SHORT, max_model_len=2048),

@@ -7,7 +7,15 @@ import json
 import pytest
 
 from proxy.core.types import Usage
-from proxy.wire.sse import MAX_HELD, TAIL, EventStream, carries_token, recounted, usage_in
+from proxy.wire.sse import (
+    MAX_HELD,
+    TAIL,
+    EventStream,
+    carries_token,
+    recounted,
+    usage_in,
+    without_usage,
+)
 
 ROLE = b'data: {"choices":[{"index":0,"delta":{"role":"assistant","content":""}}]}\n\n'
 TOKEN = b'data: {"choices":[{"index":0,"delta":{"content":"a"}}]}\n\n'
@@ -29,6 +37,26 @@ def test_only_whole_events_pass_and_nothing_is_lost(size: int) -> None:
     assert out + stream.rest() == whole
     assert tokens == 5 + 2  # the two that end it count too: they cost nothing and tell nothing
     assert stream.usage() == Usage(7, 3, 4)
+
+
+@pytest.mark.parametrize("before", [b"", TOKEN, ROLE + TOKEN])
+@pytest.mark.parametrize("after", [b"", DONE, b": bye\n\n" + DONE])
+@pytest.mark.parametrize("crlf", [False, True])
+def test_an_event_of_usage_alone_can_be_left_out(before: bytes, after: bytes, crlf: bool) -> None:
+    for event in (USAGE, USAGE.replace(b'"choices":[]', b'"choices" : [ ]')):
+        one, left = before + event + after, before + after
+        if crlf:
+            one, left = (each.replace(b"\n", b"\r\n") for each in (one, left))
+        assert without_usage(one) == left
+
+
+def test_usage_beside_an_answer_stays() -> None:
+    both = TOKEN.replace(b"]}\n", b'],"usage":{"prompt_tokens":7,"completion_tokens":1}}\n')
+    assert b"usage" in both
+    assert without_usage(TOKEN + both + DONE) == TOKEN + both + DONE
+    said = TOKEN.replace(b'"a"', rb'"{\"choices\":[],\"usage\":{\"prompt_tokens\":7}}"')
+    assert without_usage(said + DONE) == said + DONE
+    assert without_usage(said + both + USAGE + DONE) == said + both + DONE
 
 
 def test_the_event_that_opens_a_chat_is_no_token() -> None:

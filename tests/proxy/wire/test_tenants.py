@@ -16,6 +16,7 @@ from proxy.core.tenants import Rank, TenantSpec
 from tests.proxy.wire import scripts
 from tests.proxy.wire.client import Client, chat, get, request
 from tests.proxy.wire.conftest import Start
+from tests.proxy.wire.fake_worker import Call
 from tests.proxy.wire.site import Fake, Site, eventually
 
 KEY, OTHER = "sk-vs-aaaaaaaaaaaaaaaa", "sk-vs-bbbbbbbbbbbbbbbb"
@@ -293,6 +294,82 @@ async def test_usage_is_what_is_counted(start: Start) -> None:
         site.fake.then(scripts.answer(200, json.dumps({"usage": usage}).encode()))
         assert (await site.ask(chat("hi", bearer()))).status == 200
     assert (tenant.totals.prompt_tokens, tenant.totals.output_tokens) == (33, 15)
+
+
+@pytest.fixture
+async def two(start: Start) -> Site:
+    """Start a router with a tenant, before a worker whose events have many tokens each."""
+    site = await start()
+    keep(site, TenantSpec("a"), a=KEY)
+    site.fake.always(few_events)
+    return site
+
+
+async def few_events(call: Call) -> None:
+    """Stream 800 tokens in three events; tell usage if asked, in a piece of its own."""
+    asked = call.json()
+    await call.send(scripts.head(200, *STREAMED))
+    for _ in range(3):
+        await call.send(scripts.chunk(scripts.token("many ")))
+    if asked.get("stream_options", {}).get("include_usage"):
+        await call.send(scripts.chunk(scripts.usage_event(7, 800)))
+    await call.send(scripts.chunk(scripts.DONE) + scripts.LAST_CHUNK)
+
+
+STREAMED = ((b"content-type", scripts.SSE), (b"transfer-encoding", b"chunked"))
+EVENTS = 3 * scripts.token("many ")
+
+
+async def test_a_stream_is_paid_for_by_its_tokens_however_few_events_show_them(two: Site) -> None:
+    """The router asks for the usage itself, and the client gets no more than it asked for."""
+    who = two.router.tenants.get("a")
+    assert who is not None
+    usage = scripts.usage_event(7, 800)
+    said: list[tuple[dict[str, Any], bytes]] = [
+        ({}, b""),
+        ({"stream_interval": 100_000}, b""),
+        ({"stream_options": {"include_usage": False}, "stream_interval": 5}, b""),
+        ({"stream_options": {"include_usage": True}, "stream_interval": 5}, usage),
+    ]
+    client = await two.client()
+    for number, (fields, told) in enumerate(said):
+        answer = await client.ask(chat("hi", bearer(), stream=True, **fields))
+        assert answer.status == 200
+        assert answer.body == EVENTS + told + scripts.DONE
+        assert who.totals.output_tokens == 800 * (number + 1)
+    for call in two.served():
+        assert call.json()["stream_options"] == {"include_usage": True}
+        assert "stream_interval" not in call.json()
+
+
+async def test_without_tenants_a_stream_is_what_was_asked_for(two: Site) -> None:
+    keep(two)
+    fields = {"stream": True, "stream_interval": 5}
+    sent = chat("hi", **fields)
+    answer = await two.ask(sent)
+    assert answer.body == EVENTS + scripts.DONE
+    (call,) = two.served()
+    assert sent.endswith(b"\r\n\r\n" + call.body)
+
+
+async def test_who_leaves_a_stream_of_few_events_pays_for_its_time(start: Start) -> None:
+    site = await start()
+    keep(site, TenantSpec("a"), a=KEY)
+    who = site.router.tenants.get("a")
+    assert who is not None
+    worker = site.router.fleet.get("w0")
+    assert worker is not None
+    worker.pace.base_s, worker.pace.each_s = 0.02, 0.0
+    role = scripts.event({"choices": [{"delta": {"role": "assistant", "content": ""}}]})
+    opening = scripts.head(200, *STREAMED) + scripts.chunk(role)
+    site.fake.always(scripts.raw(opening, end="stall"))
+    client = await site.client()
+    await client.send(chat("hi", bearer(), stream=True, max_tokens=5000))
+    await eventually(lambda: any(each.record.sent_bytes for each in site.wire.exchanges))
+    site.skip(60.0)
+    client.close()
+    await eventually(lambda: not site.wire.exchanges)
+    assert 3000 <= who.totals.output_tokens < 5000
 
 
 async def test_a_flood_of_one_does_not_hold_the_other_up(start: Start) -> None:

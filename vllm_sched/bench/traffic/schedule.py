@@ -96,6 +96,22 @@ class Schedule:
             return DEFAULT_DURATION_S
         return self.duration_s
 
+    @property
+    def falls_short(self) -> list[str]:
+        """Say so where a source is through, at a rate, before what was asked for."""
+        rate, held = self.rate, self.source.count
+        if rate is None or held is None:
+            return []
+        wanted = [] if self.count is None else [float(self.count)]
+        wanted += [] if self.duration_s is None else [rate * self.duration_s]
+        if not wanted or round(min(wanted)) <= held:
+            return []
+        return [
+            f"{self.source.name} ended after {held / rate:.3g} s: it has {held:,} requests, and "
+            f"{min(wanted):,.0f} were asked for; a queue may grow for longer than that, unseen "
+            "(`sweep` plays a trace again and again)"
+        ]
+
     def at_rate(self, rate: float) -> Schedule:
         """Return the same, in an open loop at this rate."""
         return replace(self, rate=rate, concurrency=None)

@@ -8,7 +8,6 @@ one as long as is left), the same name where the text up to its end is the same.
 
 from __future__ import annotations
 
-import itertools
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -33,6 +32,10 @@ class Trace(Source):
 
     def __init__(self, path: Path, block_tokens: int = BLOCK_TOKENS) -> None:
         """Read the file once, for its faults and its rate."""
+        if block_tokens < 1:
+            raise UsageError(
+                f"--block-tokens {block_tokens}: must be 1 or more; Mooncake's have {BLOCK_TOKENS}"
+            )
         self.name = path.stem
         self._path = path
         self._block = block_tokens
@@ -101,26 +104,6 @@ class Trace(Source):
         return tuple(
             (name, min(self._block, prompt - i * self._block)) for i, name in enumerate(names)
         )
-
-
-class Repeated(Source):
-    """A source of so many requests without end, from its beginning again whenever it is through.
-
-    Its times mean nothing then, and each round's texts are new: nothing of the last is in a cache.
-    """
-
-    def __init__(self, source: Source) -> None:
-        """Take what has an end."""
-        self.name, self.rate, self.burstiness = source.name, source.rate, source.burstiness
-        self._source = source
-
-    def requests(self, rng: random.Random) -> Iterator[Request]:
-        """Repeat; the first round is as it was."""
-        yield from self._source.requests(rng)
-        for number in itertools.count(2):
-            for request in self._source.requests(rng):
-                pieces = tuple((f"{number}/{name}", tokens) for name, tokens in request.shared)
-                yield replace(request, shared=pieces)
 
 
 class _BadLineError(Exception):

@@ -1,0 +1,117 @@
+"""What it costs a step to be seen: the metrics, per set of policies, with 256 running.
+
+One scheduler steps with its metrics and without, in pairs whose order is drawn at random, for the
+blocks of all who run are due in the same steps. What is timed is processor time of `schedule()` and
+of taking the result in; what counts is the median of the pairs' differences. The gauges are written
+five times a second whatever a step takes, so a writing is timed by itself, and the steps of its
+fifth of a second share it. Held against that time, and against what a GPU takes for a step of that
+shape by published figures: the shortest there are, unless told otherwise.
+
+    python -m benchmarks.seen_cost [--sets long_prompt every] [--step-ms 10]
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import random
+import statistics
+import time
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.step_cost import KINDS, RUNNING, SETS, Policies, loaded, take_step
+from vllm_sched.cost import profiles
+from vllm_sched.cost.step_time import StepShape
+from vllm_sched.engine import metrics
+
+SETTLING = 15  # steps before anything is timed
+WRITINGS = 12
+PROFILE, CONTEXT = "h200-8b", 100  # the engine, and tokens before each that decodes
+TARGET = 0.01
+
+
+def whole_step_s() -> float:
+    """How long a GPU takes for a step like those that are timed, prefill aside."""
+    return profiles.find(PROFILE).time.seconds(
+        StepShape(decodes=RUNNING, context_tokens=RUNNING * CONTEXT)
+    )
+
+
+def measure(kind: type[Any], policies: Policies, steps: int, seed: int) -> tuple[float, ...]:
+    """Return the median seconds of a step without, of what is added, and of a writing."""
+    scheduler = loaded(kind, policies, 10, slots_free=False)
+    seen = scheduler._seen
+    assert seen is not None, "its metrics are off"
+    told = seen.metrics
+    rng = random.Random(seed)
+    told.due = lambda _: False
+    for _ in range(SETTLING):
+        take_step(scheduler)
+    pairs = []
+    for _ in range(steps // 2):
+        took = {}
+        for on in (True, False) if rng.random() < 0.5 else (False, True):
+            scheduler._seen = seen if on else None
+            took[on] = take_step(scheduler)[1]
+        pairs.append(took)
+    scheduler._seen = seen
+    writings = []
+    for _ in range(WRITINGS):
+        take_step(scheduler)
+        start = time.process_time()
+        told.write(seen._state(scheduler.running, scheduler.waiting, full=True), time.monotonic())
+        writings.append(time.process_time() - start)
+    assert len(scheduler.running) == RUNNING
+    return (
+        statistics.median(took[False] for took in pairs),
+        statistics.median(took[True] - took[False] for took in pairs),
+        statistics.median(writings[2:]),
+    )
+
+
+def main() -> None:
+    """Print a table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=110, help="per round (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--sets", nargs="+", choices=SETS, default=list(SETS))
+    parser.add_argument("--kind", choices=KINDS, default="async")
+    parser.add_argument(
+        "--step-ms",
+        type=float,
+        default=whole_step_s() * 1000,
+        help=f"what a whole step takes (default: %(default).1f, {RUNNING} decodes on {PROFILE})",
+    )
+    arguments = parser.parse_args()
+    step_s = arguments.step_ms / 1000
+
+    table = Table(
+        *("policies", "schedule() and result, us", "metrics add us", "rounds", "a writing us"),
+        *("of schedule() and result", f"with writing, of a step of {arguments.step_ms:.1f} ms"),
+    )
+    gc.disable()
+    metrics.open_folder()
+    for label in arguments.sets:
+        rounds = []
+        for seed in range(arguments.rounds):
+            kind = KINDS[arguments.kind][1]
+            rounds.append(measure(kind, SETS[label], arguments.steps, seed))
+            gc.collect()
+        unseen_s, added_s, writing_s = map(statistics.median, zip(*rounds, strict=True))
+        shares = added_s / unseen_s, added_s / step_s + writing_s / metrics.WRITE_EVERY_S
+        table.add_row(
+            label,
+            f"{unseen_s * 1e6:.0f}",
+            f"{added_s * 1e6:.0f}",
+            " ".join(f"{added * 1e6:.0f}" for _, added, _ in rounds),
+            f"{writing_s * 1e6:.0f}",
+            *(f"{each:.1%} {'met' if each <= TARGET else 'missed'}" for each in shares),
+        )
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()

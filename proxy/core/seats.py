@@ -1,0 +1,55 @@
+"""How much work a worker takes before some of it waits in its own queue, as its page shows.
+
+The router counts what it charges to a worker's KV cache. How many sequences an engine runs at once
+it knows where the fleet file says it, who else asks it and that its scheduler holds requests back
+it does not. But a queue shows all of that. For a hand-over it is the wrong place to wait in: the
+prefill worker keeps the blocks meanwhile, and not for ever. For a whole request it is as good as
+the router's, where it would wait behind hand-overs.
+
+Idea: while requests wait there, on two pages in a row, it had room for as many fewer as wait; with
+each page on which none do, for a quarter and one more, so that what was learnt of a bad moment is
+soon forgotten. A page is old news: who counts what was charged since does not send, at the first
+one without a queue, all that waits for it.
+
+Cost: a few additions per page. How it fails: a burst that comes within two pages is not held back;
+a page that is missing, or too old, holds nothing back.
+"""
+
+from __future__ import annotations
+
+from proxy.core.holding import KV_FULL
+from proxy.core.types import Gauges
+from proxy.core.worker import Worker
+
+MORE, ONE_MORE = 1.25, 1.0
+HEEDED_S = 10.0  # after which a page says nothing of now
+# Among a page's further figures: of those that wait, how many do so for the engine to have room.
+# Without it, who is being transferred is among them.
+QUEUED = "queued"
+
+
+def learn(worker: Worker, gauges: Gauges) -> None:
+    """Take what a page says of a worker's own queue; after strangers are known."""
+    queued = int(gauges.extra.get(QUEUED, gauges.waiting))
+    worker.queued = min(queued, worker.queued_before)
+    worker.queued_before = queued
+    if worker.queued:
+        taken = worker.requests + worker.strangers
+        worker.seats = float(max(taken - worker.queued, gauges.running, 1))
+    else:
+        worker.seats = MORE * worker.seats + ONE_MORE
+
+
+def are_taken(worker: Worker, now: float) -> bool:
+    """Whether what is sent to a worker now would wait there, by its own word."""
+    gauges = worker.gauges
+    heeded = gauges is not None and now - gauges.at <= HEEDED_S
+    taken = worker.requests + (worker.strangers if heeded else 0)
+    if not taken:
+        return False
+    most = worker.spec.seats
+    if most is not None and taken >= most:
+        return True
+    if gauges is None or not heeded:
+        return False
+    return taken >= worker.seats or gauges.kv_usage > KV_FULL

@@ -1,0 +1,69 @@
+"""The ports of a router of many processes, which its supervisor keeps while they come and go."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from contextlib import ExitStack
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from proxy.config.models import RouterConfig
+    from proxy.processes.messages import Address
+
+
+class Ports:
+    """The clients' port, taken by name only, and the operators', which is one socket for all."""
+
+    def __init__(self) -> None:
+        self.port = 0
+        self.admin: socket.socket
+        self._shared: list[socket.socket] = []
+        self._kept = ExitStack()
+
+    @property
+    def admin_port(self) -> int:
+        """Where operators find the router."""
+        port: int = self.admin.getsockname()[1]
+        return port
+
+    @property
+    def addresses(self) -> tuple[Address, ...]:
+        """What each process is to listen on for itself."""
+        return tuple((each.family, each.getsockname()) for each in self._shared)
+
+    async def take(self, router: RouterConfig) -> None:
+        """Take them, so that nobody else can have them; raise OSError if somebody has."""
+        loop = asyncio.get_running_loop()
+        found = await loop.getaddrinfo(router.host, router.port, type=socket.SOCK_STREAM)
+        self.port = router.port
+        for family, _, _, _, address in dict.fromkeys(found):
+            # A second router would join us if SO_REUSEPORT were all: first as if alone.
+            with self._bound(family, address, shared=False) as alone:
+                self.port = alone.getsockname()[1]
+            shared = self._kept.enter_context(self._bound(family, address, shared=True))
+            self._shared.append(shared)
+        admin = router.admin
+        family = socket.AF_INET6 if ":" in admin.host else socket.AF_INET
+        listening = socket.create_server((admin.host, admin.port), family=family)
+        self.admin = self._kept.enter_context(listening)
+
+    def _bound(self, family: int, address: tuple[object, ...], *, shared: bool) -> socket.socket:
+        at = (address[0], self.port, *address[2:])
+        bound = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if shared:
+                bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            if family == socket.AF_INET6:
+                bound.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            bound.bind(at)
+        except OSError as error:
+            bound.close()
+            raise OSError(error.errno, f"{error.strerror}: {at[0]} port {self.port}") from None
+        return bound
+
+    def let_go(self) -> None:
+        """Have others take them."""
+        self._shared.clear()
+        self._kept.close()

@@ -1,0 +1,72 @@
+"""Questions that a supervisor puts to its processes, and has answered in time or not at all."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import dataclass, field
+from itertools import count
+from typing import TYPE_CHECKING, Any
+
+from proxy.processes.messages import Ask
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from proxy.processes.child import Child
+
+logger = logging.getLogger(__name__)
+
+ANSWER_S = 2.0  # that a question may take
+
+
+@dataclass(slots=True)
+class Pending:
+    """A question, until all have answered it."""
+
+    missing: set[int]
+    answers: dict[int, Any] = field(default_factory=dict)
+    complete: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def without(self, index: int) -> None:
+        """Wait no longer for that process."""
+        self.missing.discard(index)
+        if not self.missing:
+            self.complete.set()
+
+
+class Questions:
+    """Those under way."""
+
+    def __init__(self) -> None:
+        self._numbers = count(1)
+        self._pending: dict[int, Pending] = {}
+
+    async def put(self, question: Ask, children: Sequence[Child]) -> dict[int, Any]:
+        """Ask these; those that do not answer in time are left out."""
+        number = next(self._numbers)
+        pending = self._pending[number] = Pending({child.index for child in children})
+        for child in children:
+            child.channel.say(Ask(number, question.what, question.given))
+        try:
+            async with asyncio.timeout(ANSWER_S):
+                if pending.missing:
+                    await pending.complete.wait()
+        except TimeoutError:
+            late = ", ".join(map(str, sorted(pending.missing)))
+            logger.warning("no answer from process %s", late)
+        finally:
+            del self._pending[number]
+        answers = pending.answers
+        return {child.index: answers[child.index] for child in children if child.index in answers}
+
+    def answered(self, index: int, number: int, found: object) -> None:
+        """Hear what one says."""
+        if (pending := self._pending.get(number)) is not None:
+            pending.answers[index] = found
+            pending.without(index)
+
+    def gone(self, index: int) -> None:
+        """Wait for nothing from a process that is no more."""
+        for pending in self._pending.values():
+            pending.without(index)

@@ -1,0 +1,46 @@
+"""The metrics of all processes together, of those that are late or no more too."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from proxy.control.scrape import PROCESSES, RESTARTS
+from proxy.processes import pages
+
+if TYPE_CHECKING:
+    from collections.abc import Container, Mapping
+
+
+class Totals:
+    """What each process said last, and what those said that ended."""
+
+    def __init__(self) -> None:
+        self._pages: dict[int, pages.Page] = {}
+        self._past: pages.Page = {}
+
+    def gone(self, index: int) -> None:
+        """Keep what a process had counted when it ended."""
+        last = self._pages.pop(index, None)
+        if last is not None:
+            self._past = pages.add_up([self._past, pages.lasting(last)])
+
+    def page(
+        self,
+        found: Mapping[int, str],
+        present: Container[int],
+        *,
+        serving: int,
+        restarts: int,
+        openmetrics: bool,
+    ) -> tuple[bytes, str]:
+        """Add up what those present said now, or said last where they did not answer."""
+        told = {index: pages.read(text) for index, text in found.items()}
+        self._pages.update((index, page) for index, page in told.items() if index in present)
+        late = [page for index, page in self._pages.items() if index not in told]
+        total = pages.add_up([*told.values(), *late, self._past])
+        for family, name, value in (
+            (PROCESSES, PROCESSES.name, serving),
+            (RESTARTS, f"{RESTARTS.name}_total", restarts),
+        ):
+            total[name] = pages.Family(family.kind, family.help, {name: value})
+        return pages.write(total, openmetrics=openmetrics)

@@ -1,0 +1,306 @@
+"""Names that are looked up slowly, not at all, or anew; and connections by them."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import socket
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import closing, suppress
+from pathlib import Path
+
+import pytest
+import uvloop
+
+from proxy.control import names
+from proxy.control.asking import Asker
+from proxy.control.names import MOST_THREADS, NAMES, Addresses, Names, ask_system, connect
+from proxy.control.tls import client_context, server_context
+from tests.proxy.certificates import Authority
+from tests.proxy.wire import scripts
+from tests.proxy.wire.client import chat
+from tests.proxy.wire.fake_worker import FakeWorker
+from tests.proxy.wire.site import Fake, Site, eventually, spec_of
+
+MOST = 1 << 20
+NO_SUCH_NAME = socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+NO_ANSWER = socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution")
+
+
+def pytest_asyncio_loop_factories() -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
+    """Run on either: uvloop has look-ups and connections of its own."""
+    return {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}
+
+
+class Resolver:
+    """Knows some names, takes as long as the test wants over others, and counts."""
+
+    def __init__(self) -> None:
+        self.known: dict[str, Addresses | Exception] = {}
+        self.slow: dict[str, threading.Event] = {}
+        self.asked: list[str] = []
+
+    def ask(self, host: str) -> Addresses:
+        self.asked.append(host)
+        if (rest := self.slow.get(host)) is not None:
+            rest.wait(30.0)
+        found = self.known.get(host, NO_SUCH_NAME)
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+
+@pytest.fixture
+def resolver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Resolver]:
+    """Stand in for the system's, with nothing known from before."""
+    here = Resolver()
+    fresh = Names(here.ask)
+    for part in ("_ask", "_known", "_under_way"):
+        monkeypatch.setattr(NAMES, part, getattr(fresh, part))
+    yield here
+    for rest in here.slow.values():
+        rest.set()
+
+
+def age(host: str) -> None:
+    """Make what is known of a name too old to be used as it is."""
+    NAMES.doubt(host)
+
+
+async def gives_up(host: str) -> None:
+    """Ask where a name is, and wait no longer than a moment."""
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.01):
+            await NAMES.find(host)
+
+
+async def test_names_that_are_slow_keep_no_other_waiting(resolver: Resolver) -> None:
+    resolver.known["well"] = ("10.0.0.1",)
+    for number in range(40):
+        resolver.slow[f"gone{number}"] = threading.Event()
+        await gives_up(f"gone{number}")
+    assert await NAMES.find("well") == ("10.0.0.1",)
+
+
+async def test_a_name_is_looked_up_once_at_a_time(resolver: Resolver) -> None:
+    resolver.slow["gone"] = rest = threading.Event()
+    resolver.known["gone"] = ("10.0.0.1",)
+    for _ in range(10):
+        await gives_up("gone")
+    asking = [asyncio.create_task(NAMES.find("gone")) for _ in range(5)]
+    rest.set()
+    assert await asyncio.gather(*asking) == [("10.0.0.1",)] * 5
+    assert resolver.asked == ["gone"]
+
+
+async def test_what_is_found_when_nobody_waits_any_more_is_kept(resolver: Resolver) -> None:
+    resolver.slow["slow"] = rest = threading.Event()
+    resolver.known["slow"] = ("10.0.0.1",)
+    await gives_up("slow")
+    rest.set()
+    await eventually(lambda: "slow" in NAMES._known)
+    assert await NAMES.find("slow") == ("10.0.0.1",)
+    assert resolver.asked == ["slow"]
+
+
+async def test_who_gives_up_leaves_the_others_their_answer(resolver: Resolver) -> None:
+    resolver.slow["slow"] = rest = threading.Event()
+    resolver.known["slow"] = ("10.0.0.1",)
+    one, other = (asyncio.create_task(NAMES.find("slow")) for _ in range(2))
+    await asyncio.sleep(0)
+    one.cancel()
+    with suppress(asyncio.CancelledError):
+        await one
+    rest.set()
+    assert await other == ("10.0.0.1",)
+
+
+async def test_what_was_found_before_will_do_while_a_look_up_takes_long(resolver: Resolver) -> None:
+    resolver.known["w0"] = ("10.0.0.1",)
+    await NAMES.find("w0")
+    age("w0")
+    resolver.slow["w0"] = threading.Event()
+    assert await NAMES.find("w0") == ("10.0.0.1",)
+    assert await NAMES.find("w0") == ("10.0.0.1",)
+    assert resolver.asked == ["w0", "w0"]
+
+
+async def test_or_when_the_resolver_has_no_answer(resolver: Resolver) -> None:
+    resolver.known["w0"] = ("10.0.0.1",)
+    await NAMES.find("w0")
+    age("w0")
+    resolver.known["w0"] = NO_ANSWER
+    assert await NAMES.find("w0") == ("10.0.0.1",)
+
+
+async def test_but_not_when_there_is_no_such_name_any_more(resolver: Resolver) -> None:
+    """Its address may be another's by now."""
+    resolver.known["w0"] = ("10.0.0.1",)
+    await NAMES.find("w0")
+    age("w0")
+    resolver.known["w0"] = NO_SUCH_NAME
+    for _ in range(2):
+        with pytest.raises(socket.gaierror, match="not known"):
+            await NAMES.find("w0")
+
+
+async def test_a_name_that_could_not_be_looked_up_is_not_waited_for(resolver: Resolver) -> None:
+    """Its worker's requests may go to another at once; when it is found, that is where it is."""
+    resolver.known["gone"] = NO_ANSWER
+    with pytest.raises(socket.gaierror, match="Temporary"):
+        await NAMES.find("gone")
+    resolver.slow["gone"] = rest = threading.Event()
+    for _ in range(2):
+        with pytest.raises(socket.gaierror, match="Temporary"):
+            await NAMES.find("gone")
+    resolver.known["gone"] = ("10.0.0.1",)
+    rest.set()
+    await eventually(lambda: not NAMES._under_way)
+    assert await NAMES.find("gone") == ("10.0.0.1",)
+    assert resolver.asked == ["gone", "gone"]
+
+
+async def test_a_name_is_looked_up_again_once_that_is_old(
+    resolver: Resolver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    resolver.known["w0"] = ("10.0.0.1",)
+    await NAMES.find("w0")
+    resolver.known["w0"] = ("10.0.0.2",)
+    assert await NAMES.find("w0") == ("10.0.0.1",)
+    monkeypatch.setattr(names.time, "monotonic", lambda: 1e12)
+    assert await NAMES.find("w0") == ("10.0.0.2",)
+
+
+@pytest.mark.parametrize("host", ["10.0.0.1", "::1", "fe80::1%lo"])
+async def test_an_address_is_not_looked_up(resolver: Resolver, host: str) -> None:
+    assert await NAMES.find(host) == (host,)
+    assert resolver.asked == []
+
+
+async def test_more_slow_names_than_threads(resolver: Resolver) -> None:
+    """The last waits for its turn, and needs not wait where it was found before."""
+    resolver.known |= {"old": ("10.0.0.1",), "new": ("10.0.0.2",)}
+    await NAMES.find("old")
+    age("old")
+    for number in range(MOST_THREADS):
+        resolver.slow[f"gone{number}"] = threading.Event()
+        await gives_up(f"gone{number}")
+    assert await NAMES.find("old") == ("10.0.0.1",)
+    await gives_up("new")
+    assert "new" not in resolver.asked
+    resolver.slow["gone7"].set()
+    assert await NAMES.find("new") == ("10.0.0.2",)
+
+
+async def test_no_thread_is_to_be_had(resolver: Resolver, monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    resolver.known["w0"] = ("10.0.0.1",)
+    own = Names(resolver.ask)  # or a thread that is about to end may still look it up
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", start)
+        with pytest.raises(OSError, match="no thread") as caught:
+            await own.find("w0")
+    assert caught.value.errno == errno.ENOMEM
+    assert await own.find("w0") == ("10.0.0.1",)
+
+
+async def test_the_system_is_asked() -> None:
+    assert {"127.0.0.1", "::1"} & {*ask_system("localhost")}
+    with pytest.raises(UnicodeError):
+        await NAMES.look_up("a" * 70)
+
+
+# Connections
+
+
+@pytest.fixture
+async def worker() -> AsyncIterator[FakeWorker]:
+    """Listen on 127.0.0.1."""
+    fake = FakeWorker()
+    await fake.listen()
+    yield fake
+    await fake.stop()
+
+
+def port_of(worker: FakeWorker) -> int:
+    return int(worker.url.rpartition(":")[2])
+
+
+async def test_each_address_of_a_name_is_tried(resolver: Resolver, worker: FakeWorker) -> None:
+    resolver.known["w0.test"] = ("127.0.0.2", "127.0.0.1")
+    transport, _ = await connect(asyncio.Protocol, "w0.test", port_of(worker), None)
+    assert transport.get_extra_info("peername")[0] == "127.0.0.1"
+    transport.close()
+    resolver.known["none.test"] = ("127.0.0.2", "127.0.0.3")
+    with pytest.raises(OSError, match=r"Errno 111.*; .*Errno 111"):
+        await connect(asyncio.Protocol, "none.test", port_of(worker), None)
+
+
+async def test_a_worker_that_was_started_elsewhere_is_found(
+    resolver: Resolver, worker: FakeWorker
+) -> None:
+    resolver.known["w0.test"] = ("127.0.0.2",)
+    with closing(Asker(f"http://w0.test:{port_of(worker)}", None, None)) as asker:
+        with pytest.raises(ConnectionRefusedError):
+            await asker.get("/health", MOST)
+        resolver.known["w0.test"] = ("127.0.0.1",)
+        assert (await asker.get("/health", MOST))[0] == 200
+
+
+async def test_one_on_ipv6(resolver: Resolver) -> None:
+    try:
+        server = await asyncio.get_running_loop().create_server(asyncio.Protocol, "::1", 0)
+    except OSError:
+        pytest.skip("no IPv6 here")
+    port = server.sockets[0].getsockname()[1]
+    resolver.known["six.test"] = ("::1",)
+    for host in ("six.test", "::1"):
+        transport, _ = await connect(asyncio.Protocol, host, port, None)
+        assert transport.get_extra_info("peername")[0] == "::1"
+        transport.abort()
+    server.close()
+
+
+async def test_a_certificate_is_for_the_name_and_not_for_its_address(
+    resolver: Resolver, tmp_path: Path
+) -> None:
+    authority = Authority(tmp_path)
+    met = client_context(authority.meeting())
+    resolver.known |= {"w0.test": ("127.0.0.1",), "w1.test": ("127.0.0.1",)}
+    fake = FakeWorker()
+    fake.tls = server_context(authority.port("w0", host="w0.test"))
+    await fake.listen()
+    transport, _ = await connect(asyncio.Protocol, "w0.test", port_of(fake), met)
+    transport.close()
+    with pytest.raises(OSError, match="certificate"):
+        await connect(asyncio.Protocol, "w1.test", port_of(fake), met)
+    await fake.stop()
+
+
+async def test_one_worker_whose_name_is_slow_leaves_the_fleet_well(resolver: Resolver) -> None:
+    """Probes give up and ask again, while each request needs a new connection."""
+    site = Site({"policy": "round_robin"}, {})
+    await site.start((Fake("w0"), Fake("w1")))
+    for name, fake in site.fakes.items():
+        resolver.known[f"{name}.test"] = ("127.0.0.1",)
+        site.fleet.remove(name)
+        site.charged.append(
+            site.fleet.add(spec_of(Fake(name), f"http://{name}.test:{port_of(fake)}"))
+        )
+        site.up(name)
+    resolver.slow["gone.test"] = threading.Event()
+    gone = Asker("http://gone.test:9", None, None)
+    site.always(scripts.answer(200, b"{}", (b"connection", b"close")))
+    try:
+        for _ in range(40):
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.01):
+                    await gone.get("/health", MOST)
+        for _ in range(6):
+            assert (await site.ask(chat(), within=2.0)).status == 200
+    finally:
+        await site.stop()
+    assert resolver.asked.count("gone.test") == 1

@@ -1,0 +1,262 @@
+"""What requests take of a worker's KV cache together."""
+
+from __future__ import annotations
+
+from itertools import permutations
+
+import pytest
+
+from proxy.core.elsewhere import NO_LOAD, Load
+from proxy.core.fleet import Fleet
+from proxy.core.holding import ENDS, HEEDED_S, Blocks, some
+from proxy.core.prefix import COVERED
+from proxy.core.router import Router
+from proxy.core.routing.adaptive import kv_wait_s
+from proxy.core.types import Decision, Gauges, Handover, Lease, Outcome, Reason, Role, Ticket
+from proxy.core.worker import Worker
+from tests.proxy.core.making import (
+    ask,
+    chat,
+    idle,
+    members,
+    placed,
+    router_of,
+    sized,
+    spec,
+    waits,
+    worker_of,
+)
+
+CACHE = 400_000
+PROMPT, OUTPUT = 30_000, 300
+BLOCKS = 62  # of 115 KB
+SHARED = tuple(range(1, BLOCKS + 1))
+
+
+def page(here: Router, at: float, usage: float = 0.0, running: int = 1, waiting: int = 0) -> Worker:
+    """Let the worker say how full it is."""
+    told = Gauges(at, running, waiting, kv_usage=usage, kv_capacity_tokens=CACHE)
+    here.fleet.set_gauges("a", told)
+    return worker_of(here, "a")
+
+
+def one(**settings: object) -> Router:
+    """Make a router for one worker, with a cache of known size."""
+    here = router_of(spec("a"), **settings)
+    page(here, 0.0).pace.missing = 0.0
+    return here
+
+
+def agent(here: Router, now: float, *, alone: str = "") -> Lease | Ticket:
+    """Send what all agents send, and then a question; `alone`: what nobody else sends."""
+    body = chat(f"{alone} tool " * (24_000 // (1 + len(alone) // 5)), "and now?", max_tokens=OUTPUT)
+    answer = here.submit(sized(here, body | {"model": "m", "stream": True}), now)
+    assert isinstance(answer, Lease | Ticket)
+    return answer
+
+
+def test_those_who_begin_alike_are_charged_for_that_once() -> None:
+    here = one()
+    leases = [placed(here.submit(ask(PROMPT, OUTPUT, prefix=SHARED), 0.0)) for _ in range(120)]
+    worker = worker_of(here, "a")
+    alone = PROMPT - COVERED[BLOCKS] // 4 + OUTPUT
+    assert worker.kv_tokens == COVERED[BLOCKS] // 4 + 120 * alone
+    assert worker.blocks.saved == 119 * (COVERED[BLOCKS] // 4)
+    assert not worker.full
+    assert kv_wait_s(worker, PROMPT) == 0.0
+    here.finish(leases.pop(0), 1.0, Outcome.DONE)  # who brought it is not missed
+    assert worker.kv_tokens == COVERED[BLOCKS] // 4 + 119 * alone
+    for lease in leases:
+        here.finish(lease, 2.0, Outcome.CLIENT_GONE)
+    assert idle(here.fleet)
+
+
+def test_no_agent_waits_for_a_cache_that_is_nearly_empty() -> None:
+    """At once, before any page could tell: of 120 with one system prompt, all are sent."""
+    here = one()
+    answers = [agent(here, 0.0) for _ in range(120)]
+    assert sum(isinstance(answer, Ticket) for answer in answers) == 0
+    assert worker_of(here, "a").kv_held < 0.6 * CACHE
+
+
+def test_prompts_that_only_begin_alike_take_what_is_their_own() -> None:
+    here = one()
+    answers = [agent(here, 0.0, alone=f"{n:05d}") for n in range(40)]
+    assert 20 < sum(isinstance(answer, Lease) for answer in answers) < 30
+    worker = worker_of(here, "a")
+    assert worker.full
+    assert worker.blocks.saved == 0
+
+
+@pytest.mark.parametrize("order", [*permutations(range(3))])
+def test_in_whatever_order_they_go_nothing_stays(order: tuple[int, ...]) -> None:
+    here = one()
+    prompts = [SHARED[:10], SHARED, (*SHARED[:20], 999, 998)]
+    sizes = [1400, 31_000, 3200]
+    leases = [
+        placed(here.submit(ask(size, 50, prefix=prefix), 0.0))
+        for size, prefix in zip(sizes, prompts, strict=True)
+    ]
+    worker = worker_of(here, "a")
+    assert worker.kv_tokens < sum(sizes) + 150
+    for at in order:
+        here.finish(leases[at], 1.0, Outcome.FAILED)
+        assert worker.kv_tokens >= sum(lease.kv_tokens for lease in leases)
+    assert idle(here.fleet)
+
+
+def test_what_is_cached_and_held_by_nobody_is_charged_to_who_comes() -> None:
+    here = one()
+    first = placed(here.submit(ask(PROMPT, OUTPUT, prefix=SHARED), 0.0))
+    here.finish(first, 1.0, Outcome.DONE)
+    second = placed(here.submit(ask(PROMPT, OUTPUT, prefix=SHARED), 2.0))
+    assert second.decision.cached_tokens > 0.9 * PROMPT
+    assert worker_of(here, "a").kv_tokens == PROMPT + OUTPUT
+
+
+def test_a_worker_that_keeps_no_cache_is_charged_for_all() -> None:
+    here = one()
+    worker_of(here, "a").pace.missing = 1.0
+    answers = [agent(here, 0.0) for _ in range(40)]
+    assert 20 < sum(isinstance(answer, Lease) for answer in answers) < 30
+
+
+def test_blocks_are_looked_up_less_often_further_in_and_stand_for_the_same_bytes() -> None:
+    assert some(tuple(range(1, 97))) == tuple(COVERED.index(end) for end in ENDS)
+    for depth in range(len(COVERED)):
+        chosen = some(tuple(range(1, depth + 1)))
+        assert chosen == tuple(COVERED.index(end) for end in ENDS[: len(chosen)])
+        assert COVERED[depth] - COVERED[chosen[-1] if chosen else 0] <= COVERED[depth] * 0.3
+    blocks = Blocks()
+    assert blocks.hold((1, 2), 0.25) == 0
+    assert blocks.hold((1, 3), 0.5) == 128
+    assert (blocks.tokens, blocks.saved) == (128 + 128 + 256, 128)
+
+
+# What the worker's own page says
+
+
+def test_a_page_that_says_there_is_room_is_believed_for_a_while() -> None:
+    here = one(policy="least_loaded")  # it hashes nothing, so all is charged
+    sent = 0
+    while isinstance(answer := agent(here, 0.0), Lease):
+        sent += 1
+        here.first_token(answer, 0.5)
+    worker = worker_of(here, "a")
+    assert worker.full
+    assert 20 < sent < 30
+    page(here, 1.0, (PROMPT + 500 * sent) / CACHE, running=sent)
+    assert not worker.full
+    assert worker.kv_held < 0.3 * CACHE
+    [(_, after)] = here.due(1.0)
+    assert isinstance(after, Lease)
+    while isinstance(agent(here, 1.1), Lease):
+        sent += 1
+        assert sent < 60, "what was sent since is charged again"
+    page(here, 2.0, 0.1, running=20)
+    assert worker.kv_spare > 0
+    here.fleet.charge(ask(10), Decision(worker, Reason.ONLY_CHOICE), 2.1 + HEEDED_S)
+    assert worker.kv_spare == 0  # nobody knows any more
+
+
+def test_what_has_not_shown_a_token_may_be_missing_on_a_page() -> None:
+    here = one(policy="least_loaded")
+    while isinstance(agent(here, 0.0), Lease):
+        pass
+    worker = page(here, 1.0, 0.05)
+    assert worker.full
+    charged = worker.kv_tokens
+    here.fleet.charged_elsewhere(worker, Load(9, 9, kv_tokens=99_000, kv_coming=99_000), 0.0, 1.0)
+    page(here, 2.0, 0.05)
+    assert worker.kv_held == charged + 99_000
+    here.fleet.charged_elsewhere(worker, NO_LOAD, 0.0, 2.0)
+
+
+@pytest.mark.parametrize(("usage", "waiting"), [(0.5, 3), (0.0, 0)])
+def test_a_page_on_which_some_wait_or_that_tells_nothing_makes_no_room(
+    usage: float, waiting: int
+) -> None:
+    here = one(policy="least_loaded")
+    while isinstance(answer := agent(here, 0.0), Lease):
+        here.first_token(answer, 0.5)
+    assert page(here, 1.0, usage, 20, waiting).full
+
+
+def test_what_was_thought_to_be_shared_is_not_where_the_page_says_so() -> None:
+    here = one()
+    for _ in range(40):
+        here.first_token(placed(here.submit(ask(PROMPT, OUTPUT, prefix=SHARED), 0.0)), 0.5)
+    worker = page(here, 1.0, 1.0, running=13, waiting=27)
+    assert worker.full
+    assert worker.kv_apart == pytest.approx(0.5, abs=0.1)
+    waits(here.submit(ask(PROMPT, OUTPUT, prefix=SHARED), 1.0))
+    page(here, 2.0, 0.2, running=40)
+    assert not worker.full
+
+
+def test_it_is_learnt_what_a_worker_does_not_share() -> None:
+    here = one()
+    worker = worker_of(here, "a")
+    for now in range(6):
+        leases = []
+        while isinstance(answer := here.submit(ask(PROMPT, OUTPUT, prefix=SHARED), now), Lease):
+            here.first_token(answer, now)
+            leases.append(answer)
+            if len(leases) == 60:
+                break
+        page(here, now + 0.5, 1.0, running=13, waiting=max(len(leases) - 13, 1))
+        for lease in leases:
+            here.finish(lease, now + 0.9, Outcome.DONE)
+        here.withdraw(answer, now + 0.9) if isinstance(answer, Ticket) else None
+    assert len(leases) < 30
+    assert worker.kv_apart > 0.9
+    first = [here.submit(ask(PROMPT, OUTPUT, prefix=SHARED), 9.0) for _ in range(9)]
+    for lease in map(placed, first):
+        here.first_token(lease, 9.1)
+    for at in (9.5, 10.5, 11.5, 12.5):
+        page(here, at, 0.1, running=9)  # it shares after all
+    assert worker.kv_apart == 0.0
+
+
+def test_no_page_says_more_than_each_alone_would_take() -> None:
+    """Twenty shorts that wait behind four longs do not need as much as those."""
+    here = one()
+    for tokens in [90_000] * 4 + [500] * 20:
+        here.first_token(placed(here.submit(ask(tokens, 50), 0.0)), 0.5)
+    worker = page(here, 1.0, 0.99, running=4, waiting=20)
+    assert worker.kv_held == worker.kv_tokens == 4 * 90_050 + 20 * 550
+
+
+# Hand-overs
+
+
+def handed(fleet: Fleet, now: float) -> Lease:
+    """Hand one over from the first to the second."""
+    first, second = members(fleet)[:2]
+    halves = Handover(first, 0, PROMPT, 1.0, 0.1)
+    made = Decision(second, Reason.HANDOVER, handover=halves)
+    return fleet.charge(ask(PROMPT, OUTPUT, prefix=SHARED), made, now)
+
+
+def test_a_decode_half_shares_from_its_first_token_on_wherever_it_is_moved() -> None:
+    fleet = Fleet()
+    for name, role in (("p", Role.PREFILL), ("a", Role.DECODE), ("b", Role.DECODE)):
+        fleet.add(spec(name, role))
+        fleet.probe_ok(name, 0.0)
+        fleet.set_gauges(name, Gauges(0.0, kv_capacity_tokens=CACHE))
+    first, second, third = members(fleet)
+    first.pace.missing = second.pace.missing = 0.0
+    leases = [handed(fleet, 0.0) for _ in range(3)]
+    assert first.kv_tokens < 2 * PROMPT
+    assert second.kv_tokens == second.kv_coming == 3 * (PROMPT + OUTPUT)
+    for lease in leases:
+        fleet.hand_over(lease, 1.0)
+    fleet.move(leases[2], third, 1.1)
+    assert (second.kv_tokens, third.kv_tokens) == (2 * (PROMPT + OUTPUT), PROMPT + OUTPUT)
+    for lease in leases:
+        fleet.first_token(lease, 1.5)
+    assert second.kv_tokens < PROMPT + 2 * (OUTPUT + 2000)
+    assert (second.kv_coming, third.kv_coming) == (0, 0)
+    for lease in leases:
+        fleet.release(lease)
+    assert idle(fleet)

@@ -1,0 +1,74 @@
+"""Which worker stores whose response: bounded in all, and nobody's part is another's."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from proxy.core.stored import MOST_RESPONSES, Stored
+from proxy.core.tenants import Tenant, TenantSpec
+from proxy.core.types import Ask
+from tests.proxy.core.making import refused, route, router_of, spec
+
+A, B, C = (Tenant(TenantSpec(name)) for name in "abc")
+
+
+def many(stored: Stored, count: int, whose: Tenant | None, name: str = "resp") -> None:
+    for number in range(count):
+        stored.remember(f"{name}_{number}", "w", whose)
+
+
+@pytest.mark.parametrize("whose", [None, A])
+def test_one_alone_has_all_the_room_and_loses_its_oldest(whose: Tenant | None) -> None:
+    stored = Stored()
+    many(stored, MOST_RESPONSES + 5, whose)
+    assert len(stored) == len(list(stored)) == MOST_RESPONSES
+    assert [stored.holder(f"resp_{number}", whose) for number in (4, 5)] == ["", "w"]
+
+
+def test_who_keeps_to_its_part_loses_nothing() -> None:
+    stored = Stored()
+    many(stored, MOST_RESPONSES // 3, A, "a")
+    many(stored, 10, B, "b")
+    many(stored, 3 * MOST_RESPONSES, C, "c")
+    assert len(stored) == MOST_RESPONSES
+    assert all(stored.holder(f"a_{number}", A) for number in range(MOST_RESPONSES // 3))
+    assert all(stored.holder(f"b_{number}", B) for number in range(10))
+    many(stored, MOST_RESPONSES // 3, B, "b")  # room that another had more of than its part
+    assert len(stored) == MOST_RESPONSES
+    assert all(stored.holder(f"b_{number}", B) for number in range(MOST_RESPONSES // 3))
+    assert all(stored.holder(f"a_{number}", A) for number in range(MOST_RESPONSES // 3))
+    assert stored.holder(f"c_{3 * MOST_RESPONSES - 1}", C) == "w", "its newest stay"
+
+
+def test_to_be_told_again_takes_no_room() -> None:
+    stored = Stored()
+    for worker in ("v", "w"):
+        stored.remember("resp_1", worker, A)
+    assert list(stored) == [("resp_1", "w", A)]
+    assert [stored.holder("resp_1", whose) for whose in (A, B, None)] == ["w", "", ""]
+
+
+def test_more_tenants_than_there_is_room() -> None:
+    stored = Stored()
+    tenants = [Tenant(TenantSpec(str(number))) for number in range(8)]
+    many(stored, MOST_RESPONSES - 1, A)
+    for tenant in tenants:
+        many(stored, 3, tenant)
+    assert len(stored) == MOST_RESPONSES
+    assert all(stored.holder("resp_2", tenant) for tenant in tenants)
+
+
+def test_a_crowd_of_others_responses_changes_nothing_for_a_tenant() -> None:
+    router = router_of(spec("w"))
+    body = json.dumps({"input": "go on", "previous_response_id": "resp_mine"}).encode()
+    router.remember("resp_mine", "w", A)
+    for number in range(MOST_RESPONSES):
+        router.remember(f"resp_{number}", "w", B)
+    path = route("/v1/responses")
+    mine = router.read(path, body, b"application/json", "id", A)
+    assert isinstance(mine, Ask)
+    assert mine.pinned == "w"
+    assert refused(router.read(path, body, b"application/json", "id", B)).status == 404
+    assert len(list(router.remembered())) == MOST_RESPONSES

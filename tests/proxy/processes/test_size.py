@@ -1,0 +1,43 @@
+"""How many processes a router has by itself."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from proxy.config import FleetConfig, parse
+from proxy.processes import size
+from proxy.processes.size import how_many
+
+
+def config(processes: int | str) -> FleetConfig:
+    """Ask for so many."""
+    worker = "{name: a, url: 'http://127.0.0.1:9'}"
+    asked = f"model: tiny\nworkers: [{worker}]\nrouter: {{processes: {processes}}}\n"
+    return parse(asked, "fleet.yaml")
+
+
+@pytest.mark.parametrize(("cpus", "wanted"), [(1, 1), (6, 6), (48, 8)])
+def test_auto_is_one_for_each_processor_up_to_a_number(
+    cpus: int, wanted: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cpus)))
+    monkeypatch.setattr(size, "QUOTA", Path("/none"))
+    assert how_many(config("auto")) == wanted
+    assert how_many(config(3)) == 3
+
+
+@pytest.mark.parametrize(
+    ("quota", "wanted"),
+    [("max 100000", 6), ("250000 100000", 2), ("50000 100000", 1), ("9900000 100000", 6), ("?", 6)],
+)
+def test_auto_heeds_what_a_container_may_use(
+    quota: str, wanted: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(6)))
+    monkeypatch.setattr(size, "QUOTA", tmp_path / "cpu.max")
+    assert how_many(config("auto")) == 6
+    (tmp_path / "cpu.max").write_text(f"{quota}\n")
+    assert how_many(config("auto")) == wanted

@@ -1,0 +1,139 @@
+"""What keeps the two ends of a transfer apart."""
+
+from __future__ import annotations
+
+import pytest
+
+from vllm_sched.workers import ends, launch
+from vllm_sched.workers.flags import last
+from vllm_sched.workers.transfer import wiring
+
+
+@pytest.fixture(autouse=True)
+def cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have a CPU build installed."""
+    monkeypatch.setattr(launch, "on_cpu", lambda: True)
+
+
+BLOCK, DTYPE = "--block-size", "--dtype"
+CACHE, BACKEND = "--kv-cache-dtype", "--attention-backend"
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "on_cpu", "apart"),
+    [
+        ([], [], True, []),
+        (["--dtype=float32", BLOCK, "64"], [DTYPE, "float32"], True, [BLOCK]),
+        (["--block_size=64"], [BLOCK, "64"], True, []),
+        # What one says, and the other has all the same.
+        (["--block-size=128"], [], True, []),
+        (["--block-size=128"], [], False, [BLOCK]),
+        (["--block-size=16"], [], False, []),
+        (["--block-size=16"], [], True, [BLOCK]),
+        ([CACHE, "auto"], [], True, []),
+        ([CACHE, "auto"], [], False, []),
+        ([CACHE, "fp8"], [], False, [CACHE]),
+        ([DTYPE, "float32"], [], True, []),
+        ([DTYPE, "float32"], [], False, [DTYPE]),  # auto is bfloat16 as a rule
+        ([DTYPE, "auto"], [], False, []),
+        ([DTYPE, "auto"], [], True, [DTYPE]),
+        (["--attention-backend=auto"], [], False, []),
+        (["--attention-backend=FLASHINFER"], [], False, [BACKEND]),
+        # One thing in two words, and in two places.
+        ([DTYPE, "half"], [DTYPE, "float16"], False, []),
+        ([DTYPE, "float"], [], True, []),
+        ([DTYPE, "half"], [DTYPE, "bfloat16"], False, [DTYPE]),
+        ([CACHE, "fp8"], [CACHE, "fp8_e4m3"], False, [CACHE]),  # to NIXL they are two
+        ([BACKEND, "flash_attn"], [BACKEND, "FLASH_ATTN"], False, []),
+        ([BACKEND, "FLASH_ATTN"], ["--attention-config.backend=FLASH_ATTN"], False, []),
+        (["-ac", '{"backend": "FLASHINFER"}'], [BACKEND, "FLASH_ATTN"], False, [BACKEND]),
+        ([BLOCK, "64", CACHE, "fp8"], [], True, [BLOCK, CACHE]),
+    ],
+)
+def test_what_keeps_two_ends_apart(
+    monkeypatch: pytest.MonkeyPatch,
+    ours: list[str],
+    theirs: list[str],
+    on_cpu: bool,
+    apart: list[str],
+) -> None:
+    monkeypatch.setattr(launch, "on_cpu", lambda: on_cpu)
+    assert [flag for flag, _, _ in ends.differences(ours, theirs)] == apart
+    assert [flag for flag, _, _ in ends.differences(theirs, ours)] == apart
+
+
+def test_a_difference_is_told_as_it_was_written() -> None:
+    told = [*ends.differences([BLOCK, "64"], [DTYPE, "float"])]
+    assert told == [(BLOCK, "64", "")]
+
+
+def test_where_no_vllm_is_installed_either_default_may_be_meant(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def none() -> bool:
+        raise launch.WorkerError("none")
+
+    monkeypatch.setattr(launch, "on_cpu", none)
+    for block in ("16", "128"):
+        assert not [*ends.differences([BLOCK, block], [])]
+    assert [*ends.differences([BLOCK, "64"], [])] == [(BLOCK, "64", "")]
+
+
+def test_the_defaults_are_those_that_workers_are_started_with() -> None:
+    """Of the last of several values, which is the one that counts."""
+    flags = [*launch.CPU_FLAGS, *wiring("nixl", "prefill").flags]
+    assert last(flags, BLOCK) == ends.COMMON[BLOCK][True]
+    assert last(flags, DTYPE) == ends.COMMON[DTYPE][True]
+
+
+# Weights and prompts
+
+
+KWARGS = "--default-chat-template-kwargs"
+TRUST = "--trust-request-chat-template"
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "apart"),
+    [
+        (["--revision=abc"], ["--revision", "def"], ["--revision"]),
+        (["--revision=abc"], [], ["--revision"]),
+        (["--revision=abc"], ["--revision=abc", "--tokenizer-revision=abc"], []),
+        (["--revision=main", "--tokenizer-revision=main"], [], []),
+        (["--code-revision=abc"], [], ["--code-revision"]),
+        (["--tokenizer-revision=abc"], ["--tokenizer-revision=def"], ["--tokenizer-revision"]),
+        (["--tokenizer-revision=abc"], [], ["--tokenizer-revision"]),
+        (["--tokenizer=org/other"], [], ["--tokenizer"]),
+        (["--tokenizer=org/m"], [], []),
+        (["--tokenizer-mode=mistral"], [], ["--tokenizer-mode"]),
+        (["--tokenizer_mode=auto"], [], []),
+        (["-q", "fp8"], ["--quantization=fp8"], []),
+        (["-q", "fp8"], [], ["--quantization"]),
+        (["--load-format=dummy"], [], ["--load-format"]),
+        (["--load-format=safetensors"], ["--load-format=runai_streamer"], []),
+        (["--hf-config-path=/c"], [], ["--hf-config-path"]),
+        (["--chat-template=/a.jinja"], [], ["--chat-template"]),
+        (["--chat-template=/a.jinja"], ["--chat-template", "/a.jinja"], []),
+        (["--chat-template-content-format=auto"], [], []),
+        (["--hf-overrides", '{"a": 1, "b": {"c": 2}}'],
+         ["--hf-overrides.a=1", "--hf-overrides.b.c=2"], []),
+        (["--hf-overrides.a=1"], ["--hf-overrides.a=2"], ["--hf-overrides"]),
+        ([KWARGS, '{"enable_thinking": false}'], [], [KWARGS]),
+        ([KWARGS, "{}"], [], []),
+        (["--mm-processor-kwargs", '{"num_crops": 4}'], [], ["--mm-processor-kwargs"]),
+        ([TRUST], [], [TRUST]),
+        ([TRUST, "--no-trust-request-chat-template"], [], []),
+        # What no prompt and no weight depends on.
+        (["--max-num-seqs=9", "--seed=1", "-tp", "2"], ["--max-num-batched-tokens=512"], []),
+    ],
+)  # fmt: skip
+def test_weights_and_prompts_that_differ(
+    ours: list[str], theirs: list[str], apart: list[str]
+) -> None:
+    for one, other in ((ours, theirs), (theirs, ours)):
+        assert [flag for flag, _, _ in ends.differences(one, other, model="org/m")] == apart
+
+
+def test_an_object_and_a_switch_are_told_as_they_can_be_written() -> None:
+    told = [*ends.differences(["--hf-overrides.a=1", TRUST], [])]
+    assert told == [("--hf-overrides", '{"a": 1}', ""), (TRUST, "yes", "")]

@@ -1,0 +1,133 @@
+"""What the two ends of a transfer must have in common, by the flags that they are started with.
+
+A KV cache is of one model, one set of weights and one prompt, and lies in memory in one way. NIXL
+compares some of the last, and of the first three only what is in the model's configuration: blocks
+of another revision, or of a prompt that another template wrote, are read as if they were right, and
+the answer has status 200. Or they are fewer than the other end needs, of which its engine dies.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+
+from vllm_sched.workers import launch
+from vllm_sched.workers.flags import fields, key, last, parse
+from vllm_sched.workers.transfer import CPU_BLOCK
+
+# How blocks lie in memory, with what counts where nobody says: on an accelerator, and on a CPU, for
+# which `up` says more itself. Where that is vLLM's to choose by the model, no other word for it is
+# known to mean the same.
+COMMON: Mapping[str, tuple[str, str]] = {
+    "--block-size": ("16", CPU_BLOCK),
+    "--dtype": ("auto", "float32"),
+    "--kv-cache-dtype": ("auto", "auto"),
+    "--attention-backend": ("AUTO", "AUTO"),
+}
+# Which weights, and what prompt they make of a request; with vLLM's own word for what it does where
+# nobody says. What is a JSON object, and what is on or off, comes after that.
+SAME: Mapping[str, str] = {
+    "--revision": "main",
+    "--code-revision": "main",
+    "--hf-config-path": "",
+    "--config-format": "auto",
+    "--quantization": "",
+    "--load-format": "auto",
+    "--tokenizer": "",
+    "--tokenizer-revision": "main",
+    "--tokenizer-mode": "auto",
+    "--chat-template": "",
+    "--chat-template-content-format": "auto",
+}
+OBJECTS = (
+    "--hf-overrides", "--quantization-config", "--default-chat-template-kwargs",
+    "--mm-processor-kwargs",
+)  # fmt: skip
+SWITCHES = ("--trust-request-chat-template", "--trust-request-mm-kwargs")
+DUMMY = "dummy"  # all other formats are of the same weights
+YES = "yes"
+# Of one flag two words for one thing. Not those for `--kv-cache-dtype`: NIXL compares the words.
+ALIKE: Mapping[tuple[str, str], str] = {
+    ("--dtype", "half"): "float16",
+    ("--dtype", "float"): "float32",
+}
+
+
+def differences(
+    args: Sequence[str], others: Sequence[str], *, model: str = ""
+) -> Iterator[tuple[str, str, str]]:
+    """Name the flags that keep two ends apart, as (flag, its value here, its value there).
+
+    What one end says and the other has by default keeps nobody apart. `model` is what both load,
+    from where a tokenizer comes unless somebody says otherwise.
+    """
+    for name in COMMON:
+        ours, theirs = _said(args, name), _said(others, name)
+        if not any(
+            _meant(name, ours, on_cpu=cpu) == _meant(name, theirs, on_cpu=cpu) for cpu in _builds()
+        ):
+            yield name, ours, theirs
+    for name in SAME:
+        ours, theirs = _said(args, name), _said(others, name)
+        if (ours or theirs) and _taken(args, name, model) != _taken(others, name, model):
+            yield name, ours, theirs
+    for name in OBJECTS:
+        ours, theirs = _object(args, name), _object(others, name)
+        if ours != theirs:
+            yield name, ours, theirs
+    for name in SWITCHES:
+        ours, theirs = _switched(args, name), _switched(others, name)
+        if ours != theirs:
+            yield name, ours, theirs
+
+
+def _said(args: Sequence[str], name: str) -> str:
+    """Return a flag's value as it is written, in either of vLLM's places; empty without one."""
+    found = last(args, name)
+    if found is None and name == "--attention-backend":
+        found = key(args, "--attention-config", "backend")
+    return found if isinstance(found, str) else ""
+
+
+def _meant(name: str, value: str, *, on_cpu: bool) -> str:
+    value = value or COMMON[name][on_cpu]
+    if name == "--attention-backend":
+        value = value.upper()
+    return ALIKE.get((name, value), value)
+
+
+def _taken(args: Sequence[str], name: str, model: str) -> str:
+    """Return what vLLM goes by, said or not."""
+    value = _said(args, name)
+    if name == "--load-format":
+        return value if value == DUMMY else SAME[name]
+    if name == "--tokenizer-revision":
+        value = value or _said(args, "--revision")
+    return value or (model if name == "--tokenizer" else SAME[name])
+
+
+def _object(args: Sequence[str], name: str) -> str:
+    """Return what a flag says, given as JSON or by its keys, in one spelling; empty if nothing."""
+    if found := fields(args, name):
+        return json.dumps(found, sort_keys=True)
+    text = last(args, name) or ""  # what is no object is vLLM's to refuse
+    return "" if text.strip() == "{}" else text
+
+
+def _switched(args: Sequence[str], name: str) -> str:
+    """Say whether a flag is on, by the last that speaks of it; empty if it is not."""
+    on = ""
+    for flag in parse(args):
+        if flag.name == name:
+            on = YES
+        elif flag.name == f"--no-{name.removeprefix('--')}":
+            on = ""
+    return on
+
+
+def _builds() -> tuple[bool, ...]:
+    """Say whether vLLM is a build for CPUs: either, where none is installed to be asked."""
+    try:
+        return (launch.on_cpu(),)
+    except launch.WorkerError:
+        return (False, True)
