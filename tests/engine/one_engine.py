@@ -1,9 +1,9 @@
-"""One real engine in this process, run under each of many schedulers: `python -m ... SETS`.
+"""One real engine in this process, run under each of many schedulers: `python -m ... SETS TAKES`.
 
 Starting an engine takes most of a minute, a scheduler nothing: so the model and its runner are kept
-and the scheduler is exchanged while nobody is served. Prints, as JSON, for each set of policies the
-tokens of every request and when it got them, and of each step in how many tokens it was divided and
-how long it took.
+and the scheduler is exchanged while nobody is served. Prints, as JSON, for each of a few takes and
+each set of policies the tokens of every request and when it got them, and of each step in how many
+tokens it was divided and how long it took.
 
 Time is what steps take of the processor, not of the clock: whoever else has the machine to do, a
 scheduler sees what it would see alone.
@@ -156,12 +156,11 @@ def run(engine: LLMEngine, policies: dict[str, Any] | None) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Run the sets given as JSON."""
-    engine, sets = make_engine(), json.loads(sys.argv[1])
+    """Run the sets given as JSON, in turns, so often."""
+    engine, sets, takes = make_engine(), json.loads(sys.argv[1]), int(sys.argv[2])
     # A step of as many tokens as none had before takes up to three times as long: once over.
-    for _ in range(2):
-        done = [run(engine, policies) for policies in sets]
-    sys.stdout.write(f"{json.dumps(done)}\n")
+    done = [[run(engine, policies) for policies in sets] for _ in range(1 + takes)]
+    sys.stdout.write(f"{json.dumps(done[1:])}\n")
 
 
 if __name__ == "__main__":

@@ -63,7 +63,7 @@ KEYS = {name: f"key-of-{name}-0123456789" for name in ("people", "jobs")}
 
 async def half_close(call: Call) -> None:
     """End the sending half in place of an answer, and go on listening."""
-    call.connection.transport.write_eof()
+    call.half_close()
     await call.lost.wait()
 
 

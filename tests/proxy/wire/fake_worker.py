@@ -72,6 +72,10 @@ class Call:
         """Write, and wait until the socket takes more."""
         await self.connection.send(data)
 
+    def half_close(self) -> None:
+        """End the sending half, and go on listening."""
+        self.connection.half_close()
+
     def close(self) -> None:
         """Send what was written, then close."""
         self.connection.transport.close()
@@ -104,7 +108,11 @@ class Connection(asyncio.Protocol):
         self.transport.set_write_buffer_limits(high=64 * 1024)
         self.worker.connections.append(self)
         if not self.worker.reads:
-            asyncio.get_running_loop().call_soon(self.transport.pause_reading)
+            asyncio.get_running_loop().call_soon(self._stop_reading)
+
+    def _stop_reading(self) -> None:
+        if not self.transport.is_closing():
+            self.transport.pause_reading()
 
     def data_received(self, data: bytes) -> None:
         self._buffer += data
@@ -132,11 +140,18 @@ class Connection(asyncio.Protocol):
         self.flows.set()
 
     async def send(self, data: bytes) -> None:
-        if self.gone.is_set() or self.transport.is_closing():
-            raise PeerGoneError
+        self._check_open()
         self.transport.write(data)
         self.sent += len(data)
         await self.flows.wait()
+
+    def half_close(self) -> None:
+        self._check_open()
+        self.transport.write_eof()
+
+    def _check_open(self) -> None:
+        if self.gone.is_set() or self.transport.is_closing():
+            raise PeerGoneError
 
     def reset(self) -> None:
         if self.transport.is_closing():
