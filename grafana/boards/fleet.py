@@ -9,6 +9,7 @@ from grafana.panels import Board, Panel, Query, Row, Variable
 ENGINES = 'model_name=~"$model"'
 REQUESTS = "proxy_requests_total"
 WORKER = "{{worker}}"
+POOL = "{{role}} {{model}}"
 # Requests that a worker got: those that are refused wait for nothing, however long others do.
 PLACED_ALONE = f'{OF_MODEL},pool!="none"'
 CLASSES = (
@@ -53,8 +54,8 @@ def charged(metric: str, by: str = "worker") -> str:
 
 def uneven(metric: str) -> str:
     """Compare a pool's fullest worker with its average one."""
-    each = f"sum by (role, worker) (proxy_worker_{metric}{{{ROUTER}}})"
-    return ratio(f"max by (role) ({each})", f"avg by (role) ({each})")
+    each = f"sum by (model, role, worker) (proxy_worker_{metric}{{{OF_MODEL}}})"
+    return ratio(f"max by (model, role) ({each})", f"avg by (model, role) ({each})")
 
 
 GLANCE = (
@@ -295,13 +296,13 @@ WORKERS = (
     Panel(
         "Uneven within a pool",
         "The worker with the most prompt tokens charged over the average of its pool; 1 is even.",
-        "short", (Query(uneven("prefill_tokens"), "{{role}}"),),
+        "short", (Query(uneven("prefill_tokens"), POOL),),
     ),
     Panel(
         "How much each pool is in use",
         "Share of time that workers prefill; of decode pools, how full their caches are.",
-        "percentunit", (Query('role:proxy_use:ratio5m{job=~"$job"}', "{{role}}"),), most=1,
-        bad_above=0.8,
+        "percentunit", (Query('role:proxy_use:ratio5m{job=~"$job",model=~"$model"}', POOL),),
+        most=1, bad_above=0.8,
     ),
     Panel(
         "Workers up, by role", "As the router that sees most of them has it.", "short",
@@ -309,7 +310,7 @@ WORKERS = (
             Query(
                 "max by (role, model) "
                 f"(sum by (instance, role, model) (proxy_worker_up{{{OF_MODEL}}}))",
-                "{{role}} {{model}}",
+                POOL,
             ),
         ),
     ),

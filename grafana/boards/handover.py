@@ -13,6 +13,7 @@ LEGS = f'{ROUTER},outcome=~"transferred|.*_failed|client_left_.*"'
 BLOCKS = f'{ROUTER},outcome!~"transferred|prefilled.*|.*_failed|client_left_.*"'
 SIDES = f'{ROUTER},role=~"prefill|decode"'
 PREFILL, DECODE = f'{ROUTER},role="prefill"', f'{ROUTER},role="decode"'
+USED = 'job=~"$job",model=~"$model"'  # of what is recorded of all routers together
 # vLLM's own, which know nothing of routers.
 FAILED = "vllm:nixl_num_failed_transfers_total"
 EXPIRED = "vllm:nixl_num_kv_expired_reqs_total"
@@ -141,16 +142,16 @@ SIDES_ROW = (
         "How much each side is in use",
         "Prefill workers: share of the time in which they prefill. Decode workers: how full their "
         "caches are. One high and the other low: a worker should change sides.", "percentunit",
-        (Query('role:proxy_use:ratio5m{job=~"$job",role=~"prefill|decode"}', "{{role}}"),),
+        (Query(f'role:proxy_use:ratio5m{{{USED},role=~"prefill|decode"}}', "{{role}} {{model}}"),),
         most=1, bad_above=0.8,
     ),
     Panel(
         "Imbalance", "Use of the prefill side less that of the decode side.", "percentunit",
         (
             Query(
-                'max by (job) (role:proxy_use:ratio5m{job=~"$job",role="prefill"}) - '
-                'max by (job) (role:proxy_use:ratio5m{job=~"$job",role="decode"})',
-                "{{job}}",
+                f'max by (job, model) (role:proxy_use:ratio5m{{{USED},role="prefill"}}) - '
+                f'max by (job, model) (role:proxy_use:ratio5m{{{USED},role="decode"}})',
+                "{{job}} {{model}}",
             ),
         ),
         low=-1, most=1,

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from proxy.control.metrics import Metrics
 
 VERSION = metadata.version("vllm-sched")
-WORKER = ("worker", "role")
+WORKER = ("worker", "role", "model")
 
 BUILD = Family("proxy_build_info", "gauge", "The router's version; always 1.", ("version",))
 REQUESTS = Family(
@@ -179,12 +179,7 @@ KV = gauge("kv_tokens", "Tokens that the requests charged to it may hold in its 
 PINNED = gauge("held_prompts", "Prompts it has prefilled that decode workers are yet to fetch.")
 KV_USAGE = gauge("kv_usage_ratio", "How full its KV cache is, as it says itself.")
 KV_CAPACITY = gauge("kv_capacity_tokens", "Tokens that its KV cache holds, where it tells.")
-UP = Family(
-    "proxy_worker_up",
-    "gauge",
-    "Whether its probes succeed, and the models that it lists have its own among them.",
-    (*WORKER, "model"),
-)
+UP = gauge("up", "Whether its probes succeed, and its own model is among those that it lists.")
 BREAKER = gauge("breaker_open", "Whether requests are kept from it because others failed.")
 DRAINING = gauge("draining", "Whether it is given nothing new.")
 
@@ -257,7 +252,7 @@ def _handovers(page: Page, metrics: Metrics) -> None:
 
 
 def _workers(page: Page, workers: list[Worker]) -> None:
-    rows = [((worker.name, worker.role.value), worker) for worker in workers]
+    rows = [((worker.name, worker.role.value, worker.model), worker) for worker in workers]
     page.values(INFLIGHT, ((labels, w.requests) for labels, w in rows))
     page.values(PREFILL, ((labels, w.prefill_tokens) for labels, w in rows))
     page.values(DECODE, ((labels, w.decode_tokens) for labels, w in rows))
@@ -265,7 +260,7 @@ def _workers(page: Page, workers: list[Worker]) -> None:
     page.values(PINNED, ((labels, w.pinned) for labels, w in rows))
     page.values(KV_USAGE, ((labels, w.gauges.kv_usage) for labels, w in rows if w.gauges))
     page.values(KV_CAPACITY, ((labels, w.kv_capacity) for labels, w in rows if w.kv_capacity))
-    page.values(UP, (((*labels, w.model), w.up and not w.strays) for labels, w in rows))
+    page.values(UP, ((labels, w.up and not w.strays) for labels, w in rows))
     page.values(BREAKER, ((labels, not w.breaker.closed) for labels, w in rows))
     page.values(DRAINING, ((labels, w.draining) for labels, w in rows))
 

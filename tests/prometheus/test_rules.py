@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
+from grafana.build import BOARDS
 from tests.prometheus.tools import ALERTS, PROMETHEUS, RECORDED, ROOT, promtool, rules
 
 TESTS = PROMETHEUS / "tests" / "alerts.yml"
@@ -92,6 +93,18 @@ def test_its_entry_in_the_runbook_says_what_it_means_and_what_to_do(name: str) -
 
 def test_the_runbook_has_no_entry_for_what_is_no_alert() -> None:
     assert re.findall(r"^## (\w+)", RUNBOOK, re.MULTILINE) == list(ALERTS)
+
+
+def test_what_the_runbook_has_one_look_at_is_there() -> None:
+    runbook = " ".join(RUNBOOK.split())
+    boards = {board.title.removeprefix("vllm-sched: "): board for board in BOARDS}
+    titles = {each.title for board in BOARDS for each in (*board.rows, *board.panels())}
+    titles |= {each.label.removesuffix(" (s)") for board in BOARDS for each in board.variables}
+    assert {*re.findall(r'"([A-Z][^"]+?),?"', runbook)} <= titles
+    named = re.findall(r'\*([^*]+)\*, "([^"]+?),?"', runbook)
+    assert len(named) > 5
+    for board, title in named:
+        assert title in {panel.title for panel in boards[board].panels()}
 
 
 @pytest.mark.parametrize("name", RECORDED)

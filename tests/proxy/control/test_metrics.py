@@ -160,8 +160,15 @@ def test_what_discovery_says(metrics: Metrics) -> None:
     assert value(metrics, "proxy_discovery_workers", name="longs") == 2
 
 
+def of_worker(router: Router, name: str) -> dict[str, str]:
+    """Return the labels that all of a worker's gauges have."""
+    worker = router.fleet.get(name)
+    assert worker is not None
+    return {"worker": name, "role": worker.role.value, "model": worker.model}
+
+
 def test_caches_as_workers_tell_of_them(metrics: Metrics, router: Router) -> None:
-    s0 = {"worker": "s0", "role": "short"}
+    s0 = of_worker(router, "s0")
     assert value(metrics, "proxy_worker_kv_usage_ratio", **s0) is None
     assert value(metrics, "proxy_worker_kv_capacity_tokens", **s0) is None
     router.fleet.set_gauges("s0", Gauges(1.0, kv_usage=0.75, kv_capacity_tokens=16000))
@@ -185,17 +192,16 @@ def test_charges_and_states_are_the_fleet_s_own(metrics: Metrics, router: Router
     router.fleet.probe_ok("s0", now=0.0)
     router.fleet.drain("l0")
     router.fleet.failed(other, 0.0, busy=True)
-    s0, l0 = {"worker": "s0", "role": "short"}, {"worker": "l0", "role": "long"}
+    s0, l0 = of_worker(router, "s0"), of_worker(router, "l0")
     assert value(metrics, "proxy_worker_inflight_requests", **s0) == 1
     assert value(metrics, "proxy_worker_prefill_tokens", **s0) == 100
     assert value(metrics, "proxy_worker_decode_tokens", **s0) == 20
     assert value(metrics, "proxy_worker_kv_tokens", **s0) == 120
     assert value(metrics, "proxy_worker_inflight_requests", **l0) == 0
-    m = {"model": worker.model}
-    assert value(metrics, "proxy_worker_up", **s0, **m) == 1
-    assert value(metrics, "proxy_worker_up", **l0, **m) == 0
+    assert value(metrics, "proxy_worker_up", **s0) == 1
+    assert value(metrics, "proxy_worker_up", **l0) == 0
     router.fleet.set_served("s0", ("another",))
-    assert value(metrics, "proxy_worker_up", **s0, **m) == 0
+    assert value(metrics, "proxy_worker_up", **s0) == 0
     for name, here, there in (("breaker_open", 0, 1), ("draining", 0, 1)):
         assert value(metrics, f"proxy_worker_{name}", **s0) == here
         assert value(metrics, f"proxy_worker_{name}", **l0) == there

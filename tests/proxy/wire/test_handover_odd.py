@@ -303,7 +303,7 @@ async def test_a_prefill_worker_drains_until_its_blocks_are_fetched(
     here.site.fleet.drain("p0")
     assert (first.requests, first.pinned, state(first)) == (0, 1, "draining")
     page, _ = here.site.metrics.render()
-    assert b'proxy_worker_held_prompts{worker="p0",role="prefill"} 1' in page
+    assert b'proxy_worker_held_prompts{worker="p0",role="prefill",model="tiny"} 1' in page
     rest.set()
     assert words(await client.answer()) == expected(body)
     await here.settled()
