@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from proxy.core.tenants import Rank, Tenant
 
 if TYPE_CHECKING:
+    from proxy.core.stems import Stem
     from proxy.core.worker import Worker
 
 STANDARD = Rank.STANDARD
@@ -225,7 +226,7 @@ class Lease:
     released: bool = False
     decoding: int = 0  # samples that count as decoding there
     kv_coming: int = 0  # tokens that its cache was charged with, until the first one is written
-    holds: tuple[int, ...] = ()  # blocks of its prompt that are charged with those of others
+    holds: Stem | None = None  # where its prompt ends, if charged with what others begin with
     prefill: Lease | None = None  # of a hand-over, the prefill worker's
     sent: bool = True  # False on a decode worker until the prefill is done
     pins: bool = False  # whether the prefill worker still holds what it computed

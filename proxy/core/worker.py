@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 from proxy.core.breaker import Breaker
 from proxy.core.elsewhere import NO_LOAD, Load
-from proxy.core.holding import Blocks
 from proxy.core.predict import Pace
+from proxy.core.stems import Stems
 from proxy.core.types import Ask, Gauges, Role
 
 if TYPE_CHECKING:
@@ -51,7 +51,6 @@ class Worker:
 
     __slots__ = (
         "bit",
-        "blocks",
         "breaker",
         "cached_price",
         "decode_tokens",
@@ -95,6 +94,7 @@ class Worker:
         "served",
         "shut",
         "spec",
+        "stems",
         "strange_long",
         "strange_tokens",
         "strange_tokens_before",
@@ -141,7 +141,7 @@ class Worker:
         self.kv_tokens = 0  # in its cache, or promised to be
         self.kv_coming = 0  # of those, of requests without a first token
         self.kv_spare = 0  # of them all, that it does not hold, by its own page; < 0: it holds more
-        self.blocks = Blocks()  # that prompts on it begin with, and so share
+        self.stems = Stems()  # that prompts on it begin with, and so share
         self.kv_apart = 0.0  # of what they should share, the part that is each one's own, learnt
         self.pinned = 0  # hand-overs whose blocks here nobody has fetched yet, as far as is known
         self.decoding = 0  # sequences past their first token

@@ -8,7 +8,7 @@ import pytest
 
 from proxy.core.elsewhere import NO_LOAD, Load
 from proxy.core.fleet import Fleet
-from proxy.core.holding import ENDS, HEEDED_S, Blocks, some
+from proxy.core.holding import HEEDED_S
 from proxy.core.prefix import COVERED
 from proxy.core.router import Router
 from proxy.core.routing.adaptive import kv_wait_s
@@ -61,7 +61,7 @@ def test_those_who_begin_alike_are_charged_for_that_once() -> None:
     worker = worker_of(here, "a")
     alone = PROMPT - COVERED[BLOCKS] // 4 + OUTPUT
     assert worker.kv_tokens == COVERED[BLOCKS] // 4 + 120 * alone
-    assert worker.blocks.saved == 119 * (COVERED[BLOCKS] // 4)
+    assert worker.stems.saved == 119 * (COVERED[BLOCKS] // 4)
     assert not worker.full
     assert kv_wait_s(worker, PROMPT) == 0.0
     here.finish(leases.pop(0), 1.0, Outcome.DONE)  # who brought it is not missed
@@ -85,7 +85,7 @@ def test_prompts_that_only_begin_alike_take_what_is_their_own() -> None:
     assert 20 < sum(isinstance(answer, Lease) for answer in answers) < 30
     worker = worker_of(here, "a")
     assert worker.full
-    assert worker.blocks.saved == 0
+    assert worker.stems.saved == 0
 
 
 @pytest.mark.parametrize("order", [*permutations(range(3))])
@@ -119,18 +119,6 @@ def test_a_worker_that_keeps_no_cache_is_charged_for_all() -> None:
     worker_of(here, "a").pace.missing = 1.0
     answers = [agent(here, 0.0) for _ in range(40)]
     assert 20 < sum(isinstance(answer, Lease) for answer in answers) < 30
-
-
-def test_blocks_are_looked_up_less_often_further_in_and_stand_for_the_same_bytes() -> None:
-    assert some(tuple(range(1, 97))) == tuple(COVERED.index(end) for end in ENDS)
-    for depth in range(len(COVERED)):
-        chosen = some(tuple(range(1, depth + 1)))
-        assert chosen == tuple(COVERED.index(end) for end in ENDS[: len(chosen)])
-        assert COVERED[depth] - COVERED[chosen[-1] if chosen else 0] <= COVERED[depth] * 0.3
-    blocks = Blocks()
-    assert blocks.hold((1, 2), 0.25) == 0
-    assert blocks.hold((1, 3), 0.5) == 128
-    assert (blocks.tokens, blocks.saved) == (128 + 128 + 256, 128)
 
 
 # What the worker's own page says

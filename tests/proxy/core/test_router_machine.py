@@ -326,7 +326,7 @@ class RouterMachine(RuleBasedStateMachine):
             assert worker.prefill_tokens == sum(lease.prefill_tokens for lease in own)
             assert worker.decode_tokens == sum(lease.decode_tokens for lease in own)
             alone = sum(lease.kv_tokens for lease in own)
-            assert worker.kv_tokens == alone + worker.blocks.tokens
+            assert worker.kv_tokens == alone + worker.stems.tokens
             assert worker.kv_coming == sum(lease.kv_coming for lease in own)
             assert worker.sequences == sum(lease.ask.samples for lease in own if lease.sent)
             assert worker.decoding <= sum(lease.ask.samples for lease in own)
