@@ -67,6 +67,10 @@ class Questions:
             pending.without(index)
 
     def gone(self, index: int) -> None:
-        """Wait for nothing from a process that is no more."""
+        """Wait for nothing from a process that is no more, and take nothing that it said.
+
+        What it counted is counted as of the past by now.
+        """
         for pending in self._pending.values():
+            pending.answers.pop(index, None)
             pending.without(index)

@@ -343,7 +343,6 @@ class Supervisor:
         if question.what == "page":
             answer = self._totals.page(
                 found,
-                self._children,
                 serving=self._serving,
                 restarts=self.restarts,
                 openmetrics=bool(question.given),

@@ -8,7 +8,7 @@ from proxy.control.scrape import PROCESSES, RESTARTS
 from proxy.processes import pages
 
 if TYPE_CHECKING:
-    from collections.abc import Container, Mapping
+    from collections.abc import Mapping
 
 
 class Totals:
@@ -27,16 +27,15 @@ class Totals:
     def page(
         self,
         found: Mapping[int, str],
-        present: Container[int],
         *,
         serving: int,
         restarts: int,
         openmetrics: bool,
     ) -> tuple[bytes, str]:
-        """Add up what those present said now, or said last where they did not answer."""
+        """Add up what those that are there say now, or said last where they did not answer."""
         told = {index: pages.read(text) for index, text in found.items()}
-        self._pages.update((index, page) for index, page in told.items() if index in present)
         late = [page for index, page in self._pages.items() if index not in told]
+        self._pages.update(told)
         total = pages.add_up([*told.values(), *late, self._past])
         for family, name, value in (
             (PROCESSES, PROCESSES.name, serving),

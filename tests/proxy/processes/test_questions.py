@@ -13,6 +13,9 @@ from proxy.processes import questions as module
 from proxy.processes.child import Child
 from proxy.processes.messages import Ask
 from proxy.processes.questions import Questions
+from proxy.processes.totals import Totals
+from tests.proxy.processes.test_pages import page
+from tests.proxy.processes.test_totals import summed
 from tests.proxy.wire.site import eventually
 
 
@@ -58,6 +61,20 @@ async def test_nobody_waits_for_one_that_is_no_more() -> None:
     questions.answered(1, asked.heard[0][1].number, "here")
     questions.gone(0)
     assert await putting == {1: "here"}
+
+
+async def test_what_one_said_who_is_no_more_is_not_taken() -> None:
+    """Its counts are in the past's by then: with its answer they would count twice."""
+    questions, asked, totals = Questions(), Asked(0, 1), Totals()
+    pages = {0: page({"a": 1}, 1, 1), 1: page({"a": 2}, 1, 2)}
+    summed(totals, pages)
+    putting = await asked.under_way(questions)
+    number = asked.heard[0][1].number
+    questions.answered(1, number, pages[1])
+    totals.gone(1)
+    questions.gone(1)
+    questions.answered(0, number, pages[0])
+    assert summed(totals, await putting)['proxy_requests_total{worker="a"}'] == "3"
 
 
 async def test_who_is_late_is_left_out_and_named(
