@@ -328,8 +328,8 @@ class RouterConfig(Block):
     max_collected_bytes: Count = Field(
         512 * MIB,
         description="of all bodies that one process holds: until they are whole and their worker "
-        "answers, uploads until they are kept; beyond it 503, for a tenant 429 beyond what is "
-        "left free beside its own",
+        "answers, uploads until they are kept; beyond it 503. Of a quarter each tenant has an "
+        "equal part to itself; of the rest no more than is left free beside its own (429)",
     )
     allow_anonymous: bool = Field(
         False, description="without tenants, let whoever reaches the port use the fleet"

@@ -122,8 +122,7 @@ class Exchange:
         self._wire.exchanges.add(self)
         request, router = self._request, self._wire.router
         collecting, size = self._wire.collecting, len(request.body)
-        if (tenant := request.head.tenant) is not None:
-            self._whose = tenant.spec.name
+        self._whose = collecting.account(request.head.tenant)
         try:
             collecting.take(size, self._whose)
         except RefusedError as error:

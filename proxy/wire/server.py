@@ -88,7 +88,8 @@ class Wire:
         self.releases: set[Release | Orphan] = set()
         self.outbox = Outbox()
         self.pools = Pools(settings, clock, self.outbox)
-        self.collecting = Collecting(settings.max_collected_bytes, router.tenants)
+        most, largest = settings.max_collected_bytes, settings.max_body_bytes
+        self.collecting = Collecting(most, router.tenants, largest)
         self._forsaken = Forsaken()
         self._servers: list[asyncio.Server] = []
         self._timer: asyncio.TimerHandle | None = None
@@ -163,7 +164,7 @@ class Wire:
     def reconfigure(self, settings: WireSettings) -> None:
         """Take new limits; requests in flight keep theirs."""
         self.settings = settings
-        self.collecting.most = settings.max_collected_bytes
+        self.collecting.limit(settings.max_collected_bytes, settings.max_body_bytes)
         self.pools.reconfigure(settings)
 
     # For clients and exchanges

@@ -8,7 +8,7 @@ from hashlib import sha256
 import pytest
 
 from proxy.core.tenants import Tenants, TenantSpec
-from proxy.wire.collecting import Collecting
+from proxy.wire.collecting import STRANGERS, Collecting
 from proxy.wire.http import RefusedError
 from tests.proxy.wire import scripts
 from tests.proxy.wire.client import chat
@@ -42,29 +42,70 @@ def replace(kept: Tenants, *names: str) -> None:
     kept.replace([TenantSpec(name) for name in names], hashes)
 
 
-def test_a_tenant_has_no_more_than_it_leaves_free() -> None:
-    collecting = Collecting(120, tenants("a", "b", "c"))
-    for whose, part in (("a", 60), ("b", 30), ("c", 15)):
-        for _ in range(part):
+def test_of_what_is_in_no_part_a_tenant_has_no_more_than_it_leaves_free() -> None:
+    collecting = Collecting(160, tenants("a", "b", "c"))  # ten each, and strangers; 120 for all
+    for whose, most in (("a", 70), ("b", 40), ("c", 25)):
+        for _ in range(most):
             collecting.take(1, whose)
         with pytest.raises(RefusedError) as error:
             collecting.take(1, whose)
         assert error.value.refusal.status == 429
-    assert collecting.held == 105
-    collecting.give(60, "a")
-    collecting.take(15, "b")
-    collecting.give(45, "b")
-    collecting.give(15, "c")
+    assert collecting.held == 135
+    collecting.give(65, "a")
+    collecting.take(20, "b")
+    assert collecting.held == 90
+    collecting.give(60, "b")
+    collecting.give(25, "c")
+    collecting.give(5, "a")
     assert collecting.held == 0
-    collecting.take(60, "a")
+    collecting.take(70, "a")
 
 
-def test_one_body_it_may_have_whatever_its_size() -> None:
-    collecting = Collecting(120, tenants("a", "b"))
+def test_one_body_it_may_have_whatever_its_size_and_others_their_parts() -> None:
+    collecting = Collecting(160, tenants("a", "b", "c"))
+    collecting.take(10, "a")
     for before in range(0, 120, 20):
         collecting.take(20, "a", before)
-    with pytest.raises(RefusedError):
+    collecting.take(10, "b")
+    with pytest.raises(RefusedError) as error:
         collecting.take(1, "b")
+    assert error.value.refusal.status == 503
+    collecting.take(10, "c")
+    collecting.take(10, STRANGERS)
+    assert collecting.held == 160
+    collecting.give(10, "b")
+    collecting.give(120, "a")
+    collecting.take(60, "b")
+
+
+def test_the_parts_are_made_anew_for_those_that_there_are() -> None:
+    kept = tenants("a")
+    collecting = Collecting(160, kept)
+    collecting.take(100, "a")  # twenty, and eighty beside
+    replace(kept, "a", "b", "c")
+    collecting.account(None)
+    collecting.take(30, "a", 100)
+    with pytest.raises(RefusedError):
+        collecting.take(1, "a", 130)
+    replace(kept)
+    collecting.account(None)
+    collecting.take(30)
+    assert collecting.held == 160
+    collecting.give(130, "a")
+    collecting.give(30)
+    assert collecting.held == 0
+
+
+def test_the_largest_body_has_room_whatever_the_parts() -> None:
+    kept = tenants("a", "b")
+    collecting = Collecting(160, kept, 160)
+    collecting.take(160, "a")
+    collecting.give(160, "a")
+    collecting.limit(160, 145)
+    collecting.take(5, "b")
+    collecting.take(145, "a")
+    with pytest.raises(RefusedError):
+        collecting.take(6, "a", 145)
 
 
 def test_without_tenants_all_have_all_of_it() -> None:
@@ -192,6 +233,21 @@ async def test_who_sends_bodies_without_end_shuts_out_nobody_else(small: Site, w
     mine = chat("x" * 20_000, b"Authorization: Bearer b")
     assert (await small.ask(mine)).status == 200
     assert small.wire.collecting.held == 50_000
+
+
+async def test_large_bodies_of_some_leave_room_for_small_ones_of_others(start: Start) -> None:
+    site = await start(wire={"max_collected_bytes": MOST, "max_body_bytes": 60_000})
+    replace(site.router.tenants, "a", "b", "c")  # 6,250 each, and strangers; 75,000 for all
+    begun = [await site.client() for _ in range(2)]
+    for client, key, size in zip(begun, "ab", (59_000, 28_000), strict=True):
+        await client.send(chat("x" * 59_500, f"Authorization: Bearer {key}".encode())[:size])
+    await eventually(lambda: site.wire.collecting.held > 86_000)
+    small = chat("x" * 5_000, b"Authorization: Bearer c")
+    assert (await site.ask(small)).status == 200
+    await begun[1].send(b"x" * 12_500)
+    refused = await begun[1].answer()
+    assert (refused.status, refused.error()["code"]) == (503, "too_many_bodies")
+    assert (await site.ask(small)).status == 200
 
 
 async def test_what_a_tenant_had_is_given_back_whoever_there_is_by_then(small: Site) -> None:
