@@ -289,7 +289,10 @@ class Visit:
             await self._send(file)
             return None
         if self._request.head.method == "DELETE":
-            gone = await self._desk.keep(Store.delete_file, self._tenant, file_id)
+            keep, last = self._desk.keep, 0
+            while (after := await keep(Store.empty_file, file, last)) is not None:
+                last = after
+            gone = await keep(Store.delete_file, self._tenant, file_id)
             return orjson.dumps({"id": file_id, "object": "file", "deleted": gone})
         return orjson.dumps(file_shown(file))
 

@@ -2,7 +2,8 @@
 
 One lane runs for a folder, however many routers and processes share it. It looks at the store every
 second, or when it is told of something; each turn keeps what has come back, sees what is new, does
-a slice of what takes long (`chores`), and sends what there is room for, the batches in turn.
+a slice of what takes long (`chores`; and of forgetting, hourly), and sends what there is room for,
+the batches in turn.
 
 A line that nobody could take is sent again until its batch expires; one whose worker failed, a few
 times. Lines under way when the router stops have no result, and are run by the next one.
@@ -76,7 +77,7 @@ class Lane:
         self._lock: int | None = None
         self._running: dict[str, Running] = {}
         self._chores = Chores(keeper)
-        self._goes_on = False  # whether a chore waits for the next turn
+        self._goes_on = False  # whether something waits for the next turn, and for nothing else
         self._unsaved: list[Result] = []
         self._full: set[str] = set()  # the tenants that have no room for results
         self._turns: dict[str, int] = {}  # when each tenant had one last
@@ -154,13 +155,14 @@ class Lane:
         try:
             if not self._lead():
                 return
-            if clock() >= self._next_purge:  # first: it may be what makes room for all else
+            more = clock() >= self._next_purge
+            if more:  # first: it may be what makes room for all else
                 self._next_purge = clock() + PURGE_S
                 try:
-                    await self._keep(Store.purge, self._wall())
-                except Exception:
-                    self._next_purge = -inf
-                    raise
+                    more = await self._keep(Store.purge, self._wall())
+                finally:
+                    if more:
+                        self._next_purge = -inf
             await self.save()
             if clock() >= self._next_look:
                 self._next_look = clock() + LOOK_S
@@ -175,7 +177,7 @@ class Lane:
                 self.paused = ""
                 self.counts.paused = False
             self._send()
-            self._goes_on = self._chores.waiting(self._full) is not None
+            self._goes_on = more or self._chores.waiting(self._full) is not None
         except StoreFullError as error:
             self._pause(str(error))
         except Exception as error:  # whatever it is, the lane must go on

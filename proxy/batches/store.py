@@ -41,7 +41,9 @@ from proxy.batches.types import (
 
 PIECE_BYTES = 1 << 20  # of a file, read at a time
 FETCH_BYTES = 1 << 20  # of lines to run
-MOST_LINES = 1000  # that are forgotten, or given up, in one go
+# That are forgotten, or given up, in one go, so that nobody waits long for the disk. Results may be
+# of any size; pages are given back to the disk.
+MOST_LINES, MOST_RESULTS, MOST_FILES, MOST_PAGES = 1000, 200, 10, 1000
 FILE_COLUMNS = "id, tenant, name, purpose, created, expires, bytes, batch, ok"
 # How a batch ends, and what is said of its lines that were not run.
 ENDS = {
@@ -163,6 +165,29 @@ class Store:
                 )
         return True
 
+    def empty_file(self, file: File, after: int) -> int | None:
+        """Forget some of the results that a file shows, those behind the line of that number.
+
+        Returns the number of the last; None where few are left, which go with the file.
+        """
+        if file.batch is None:
+            return None
+        run = self.connection.execute
+        with full_disk_told(), transaction(self.connection):
+            some = run(
+                "SELECT number FROM results WHERE batch = ? AND ok = ? AND number > ? "
+                "ORDER BY number LIMIT ?",
+                (file.batch, file.ok, after, MOST_RESULTS),
+            ).fetchall()
+            if len(some) < MOST_RESULTS:
+                return None
+            last: int = some[-1][0]
+            run(
+                "DELETE FROM results WHERE batch = ? AND ok = ? AND number > ? AND number <= ?",
+                (file.batch, file.ok, after, last),
+            )
+        return last
+
     def _reads(self, file_id: str) -> bool:
         found = self.connection.execute(
             f"SELECT 1 FROM batches WHERE input = ? AND status IN ({marks(ACTIVE)})",  # noqa: S608
@@ -266,12 +291,15 @@ class Store:
     def forget_lines(self, batch: Batch) -> bool:
         """Forget some of a batch's lines, the first; whether there are more."""
         with full_disk_told(), transaction(self.connection):
-            gone = self.connection.execute(
-                "DELETE FROM lines WHERE batch = ? AND number IN "
-                "(SELECT number FROM lines WHERE batch = ? ORDER BY number LIMIT ?)",
-                (batch.id, batch.id, MOST_LINES),
-            )
-        return gone.rowcount >= MOST_LINES
+            return self._forget_some("lines", batch, MOST_LINES)
+
+    def _forget_some(self, table: str, batch: Batch, most: int) -> bool:
+        gone = self.connection.execute(
+            f"DELETE FROM {table} WHERE batch = ? AND number IN "  # noqa: S608
+            f"(SELECT number FROM {table} WHERE batch = ? ORDER BY number LIMIT ?)",
+            (batch.id, batch.id, most),
+        )
+        return gone.rowcount >= most
 
     def add_lines(self, batch: Batch, lines: Iterable[Line]) -> None:
         """Keep where lines are."""
@@ -395,21 +423,45 @@ class Store:
         self._insert_file(file, None)
         return file.id
 
-    def purge(self, now: float) -> None:
-        """Forget what was kept for long enough by what holds now, and give its room back."""
-        run = self.connection.execute
+    def purge(self, now: float) -> bool:
+        """Forget some of what was kept for long enough by what holds now, or give its room back.
+
+        Returns whether there is more to do.
+        """
+        since = now - self.keep_s
         with full_disk_told(), transaction(self.connection):
-            over = "status IN ('completed', 'failed', 'expired', 'cancelled') AND expires < ?"
-            since = now - self.keep_s
-            for table in ("lines", "results"):
-                run(
-                    f"DELETE FROM {table} WHERE batch IN (SELECT id FROM batches WHERE {over})",  # noqa: S608
-                    (since,),
-                )
-            run(f"DELETE FROM batches WHERE {over}", (since,))  # noqa: S608
-            run(
-                "DELETE FROM files WHERE (expires < ? OR created < ?) AND id NOT IN "  # noqa: S608
-                f"(SELECT input FROM batches WHERE status IN ({marks(ACTIVE)}))",
-                (now, since, *ACTIVE),
+            over = self._batches(
+                f"status NOT IN ({marks(ACTIVE)}) AND expires < ? LIMIT 1", (*ACTIVE, since)
             )
-        run("PRAGMA incremental_vacuum(10000)").fetchall()
+            if over:
+                self._forget(over[0])
+                return True
+            gone = self.connection.execute(
+                "DELETE FROM files WHERE id IN (SELECT id FROM files WHERE "  # noqa: S608
+                "(expires < ? OR created < ?) AND id NOT IN "
+                f"(SELECT input FROM batches WHERE status IN ({marks(ACTIVE)})) LIMIT ?)",
+                (now, since, *ACTIVE, MOST_FILES),
+            )
+            if gone.rowcount:
+                return True
+        return self._give_back()
+
+    def _forget(self, batch: Batch) -> None:
+        """Forget a batch, or some of what is kept of it."""
+        if self._forget_some("lines", batch, MOST_LINES):
+            return
+        if self._forget_some("results", batch, MOST_RESULTS):
+            return
+        self.connection.execute("DELETE FROM batches WHERE id = ?", (batch.id,))
+
+    def _give_back(self) -> bool:
+        """Give some pages that nothing is in back to the disk; whether there are more."""
+        before = self._free_pages()
+        # As a script: one that is merely executed is stopped after its first page.
+        with full_disk_told():
+            self.connection.executescript(f"PRAGMA incremental_vacuum({MOST_PAGES})")
+        return 0 < self._free_pages() < before
+
+    def _free_pages(self) -> int:
+        (free,) = self.connection.execute("PRAGMA freelist_count").fetchone()
+        return int(free)

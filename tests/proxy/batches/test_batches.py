@@ -12,6 +12,7 @@ import openai
 import pytest
 
 from proxy.batches import lane as lane_module
+from proxy.batches import store as store_module
 from proxy.batches.lane import Lane
 from proxy.batches.store import Store
 from proxy.batches.types import StoreFullError
@@ -63,6 +64,18 @@ async def test_files_come_and_go(office: Office) -> None:
     with pytest.raises(openai.NotFoundError):
         await client.files.retrieve(file_id)
     assert [each.id async for each in client.files.list()] == []
+
+
+async def test_a_file_of_many_results_goes_whole(
+    office: Office, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store_module, "MOST_RESULTS", 3)
+    done = await office.until(await office.begin(lines(8)))
+    assert len(await office.lines_of(done.output_file_id)) == 8
+    assert (await office.client.files.delete(done.output_file_id or "")).deleted
+    count = "SELECT count(*) FROM results"
+    left = await office.batches.keeper(lambda store: store.connection.execute(count).fetchone()[0])
+    assert left == 0
 
 
 async def test_lines_that_fail_are_in_the_error_file(office: Office) -> None:
@@ -341,7 +354,8 @@ async def test_a_full_disk_has_room_again_by_keeping_things_for_less_long(office
     await office.batches.lane.turn()
     assert await office.lines_of(done.output_file_id)
     office.batches.reconfigure(office.settings.model_copy(update={"keep_days": 1.0}))
-    await office.batches.lane.turn()
+    for _ in range(4):  # its batch, the files, and their room
+        await office.batches.lane.turn()
     count = await office.batches.keeper(
         lambda store: store.connection.execute("SELECT count(*) FROM results").fetchone()[0]
     )
