@@ -48,7 +48,7 @@ def _worker_url(url: str) -> str:
     if parts.path.strip("/") or parts.query or parts.fragment:
         rest = url.partition(parts.netloc)[2]
         raise ValueError(f"paths are those of the client's requests; leave out {rest!r}")
-    if not HOST.fullmatch(parts.hostname or ""):
+    if not _names_host(parts.hostname or ""):
         raise ValueError(f"no host in it; {example}")
     try:
         port = parts.port
@@ -57,6 +57,21 @@ def _worker_url(url: str) -> str:
     if port == 0:
         raise ValueError(f"nobody listens on port 0; {example}")
     return url.rstrip("/")
+
+
+def _names_host(text: str) -> bool:
+    """Whether it is an address, or could be a name: the system can't even look up all others."""
+    try:
+        text.encode("idna")  # no part of it may be empty, or longer than 63 letters
+    except UnicodeError:
+        return False
+    return HOST.fullmatch(text) is not None
+
+
+def _dns_name(name: str) -> str:
+    if not _names_host(name):
+        raise ValueError("is no host's name; write it alone, as vllm-short.models.svc")
+    return name
 
 
 def _some(workers: tuple[WorkerConfig, ...], info: ValidationInfo) -> tuple[WorkerConfig, ...]:
@@ -88,6 +103,7 @@ def _api_url(url: str) -> str:
 # They stand in headers, in metrics' labels and in the names of log files.
 WorkerName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
 Url = Annotated[str, AfterValidator(_worker_url)]
+DnsName = Annotated[str, AfterValidator(_dns_name)]
 ApiUrl = Annotated[str, AfterValidator(_api_url)]
 WorkerRole = Literal["short", "long", "general", "prefill", "decode"]
 
@@ -177,7 +193,7 @@ class PoolConfig(Block):
         None,
         description="labels of the EndpointSlices, such as kubernetes.io/service-name=vllm-short",
     )
-    dns: Name | None = Field(
+    dns: DnsName | None = Field(
         None, description="a name that resolves to every worker, as a headless Service's does"
     )
     port: Annotated[int, Field(ge=1, le=65535)] | Name | None = Field(

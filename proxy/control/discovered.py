@@ -39,6 +39,8 @@ class Pool:
 
     def told(self, endpoints: Endpoints) -> None:
         """Take all endpoints, as they are now."""
+        if self.heard_at is None and not endpoints:
+            logger.warning("discovery of pool %s: nobody is there yet", self.config.name)
         self.heard_at = time.monotonic()
         if self.why is not None:
             self.why = None

@@ -120,6 +120,8 @@ class Discovery:
             known.config, known.key = pool, key
         self._sources = dict(known for _, _, known in taken)
         self._config = config
+        # To somebody who asks while nobody is there: 503, and not that there is no such model.
+        self._fleet.expect(pool.model or config.model for pool, _, _ in taken)
 
     def _known(self, discovery: DiscoveryConfig, pool: PoolConfig) -> tuple[Pool, Source]:
         """Find a pool among those that were, or begin to look for it."""

@@ -35,6 +35,7 @@ class Roster:
         self.others: Others | None = None  # processes that charge the same workers
         self._rank: Callable[[Worker], float] = lambda worker: worker.requests
         self._workers: dict[str, Worker] = {}
+        self._expected: tuple[str, ...] = ()  # models, be there workers of them or not
         self._by_model: dict[str, list[Worker]] = {}
         self._pools: dict[str, Pool] = {}
         self._leaving: set[Worker] = set()  # removed, with leases in flight
@@ -57,11 +58,11 @@ class Roster:
         return self._workers.get(name)
 
     def models(self) -> tuple[str, ...]:
-        """Every model some worker is for, live or not."""
+        """Every model some worker is for, live or not, or is expected to be."""
         return tuple(self._by_model)
 
     def serves(self, model: str) -> bool:
-        """Whether some worker is for a model, live or not."""
+        """Whether some worker is for a model, live or not, or is expected to be."""
         return model in self._by_model
 
     def of(self, model: str) -> list[Worker]:
@@ -95,6 +96,11 @@ class Roster:
         self._live_changed()
 
     # Who is here
+
+    def expect(self, models: Iterable[str]) -> None:
+        """Take these models for known, whoever is here: who is for them comes and goes."""
+        self._expected = tuple(dict.fromkeys(models))
+        self._changed()
 
     def add(self, spec: WorkerSpec) -> Worker:
         """Take in a worker; it has to be probed before it is given anything."""
@@ -163,7 +169,7 @@ class Roster:
             self._changed()
 
     def _changed(self) -> None:
-        by_model: dict[str, list[Worker]] = {}
+        by_model: dict[str, list[Worker]] = {model: [] for model in self._expected}
         for worker in self:
             for model in dict.fromkeys((worker.model, *worker.models)):
                 workers = by_model.setdefault(model, [])

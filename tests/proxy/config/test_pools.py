@@ -56,6 +56,9 @@ def test_somebody_is_needed() -> None:
             "drop one of them",
         ),
         ({"name": "b", "dsn": "y"}, "discovery.pools[1].dsn", "did you mean dns?"),
+        ({"name": "b", "dns": "http://y"}, "discovery.pools[1].dns", "write it alone"),
+        ({"name": "b", "dns": "a..y"}, "discovery.pools[1].dns", "no host's name"),
+        ({"name": "b", "dns": "x" * 64}, "discovery.pools[1].dns", "no host's name"),
         ({"name": "b", "dns": "y", "role": "fast"}, "discovery.pools[1].role", "'fast'"),
     ],
 )

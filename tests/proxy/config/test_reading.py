@@ -154,6 +154,7 @@ def test_mistakes(text: str, path: str, words: list[str]) -> None:
         ("http://a:x", "1 to 65535"),
         ("http://:80", "no host"),
         ("http://a b", "no host"),
+        ("http://a..b", "no host"),
         ("http://[::1", "IPv6"),
     ],
 )

@@ -72,6 +72,14 @@ def test_an_empty_answer_keeps_everybody(seen: Seen, caplog: pytest.LogCaptureFi
     assert len([r for r in caplog.records if "nobody is left of 2 workers" in r.message]) == 1
 
 
+def test_that_nobody_was_ever_there_is_said_once(
+    seen: Seen, caplog: pytest.LogCaptureFixture
+) -> None:
+    for _ in range(3):
+        seen.pool.told({})
+    assert [r.message for r in caplog.records] == ["discovery of pool short: nobody is there yet"]
+
+
 def test_somebody_new_ends_the_doubt(seen: Seen) -> None:
     seen.pool.told(endpoints("s-1", "s-2"))
     seen.pool.told({})

@@ -19,9 +19,11 @@ from proxy.control.dns import Dns
 from proxy.control.endpoints import Listener
 from proxy.control.kubernetes import Kubernetes
 from proxy.core.fleet import Fleet
+from proxy.core.router import Router, RouterSettings
 from proxy.errors import ProxyError
 from tests.proxy.control.api_server import api_server, endpoint, endpoint_slice
 from tests.proxy.control.test_discovered import endpoints
+from tests.proxy.core.making import chat, read, refused, sized
 from tests.proxy.wire.fake_worker import FakeWorker
 
 DEADLINE_S = 15.0
@@ -132,6 +134,21 @@ def test_one_that_is_gone_is_taken_out(site: Site) -> None:
     site.told("s-1", "s-2")
     site.told("s-2")
     assert site.names == ["s-2"]
+
+
+def test_the_models_of_pools_are_known_while_nobody_is_there(site: Site) -> None:
+    router = Router(RouterSettings(), site.fleet)
+    for model in ("tiny", "other"):
+        refusal = refused(router.submit(sized(router, {"model": model, **chat("x")}), 0.0))
+        assert (refusal.status, refusal.code) == (503, "no_worker")
+    assert refused(read(router, {"model": "third", **chat("x")})).status == 404
+    site.told("s-1")
+    site.told("s-1", leaving=True)
+    site.told()
+    assert site.names == []
+    assert site.fleet.serves("tiny")
+    site.reload(POOLS.replace("model: other", "model: third"))
+    assert site.fleet.models() == ("tiny", "third")
 
 
 def test_another_process_goes_on_from_what_one_knew(site: Site) -> None:
