@@ -19,6 +19,8 @@ from proxy.core.routes import Shape
 TOKENS_PER_MESSAGE, TOKENS_PER_CHAT = 4, 3
 # What is not text has no size before it is decoded: usual ones, which `vague` says are guesses.
 IMAGE_TOKENS, AUDIO_TOKENS, VIDEO_TOKENS = 1024, 512, 4096
+EMBEDDED = "prompt_embeds"
+EMBEDDED_BYTES = 10_923  # of such a token: 4096 numbers of two bytes, in base64
 # Beyond this no limit is meant, and arithmetic on charges should stay sane.
 MOST = 2**31
 
@@ -86,7 +88,9 @@ def _conversation(extent: Extent, messages: JSON) -> None:
             _parts(extent, content)
         if len(message) > 2 or content is None:  # tool calls, names, thoughts
             for key, value in message.items():
-                if key not in ("role", "content"):
+                if key == "output" and type(value) is list:  # of a tool, where it is an item
+                    _parts(extent, value)
+                elif key not in ("role", "content"):
                     text += _loose(value)
     extent.text += text
 
@@ -111,12 +115,18 @@ def _part(extent: Extent, part: dict[str, JSON], *, nested: bool) -> None:
         extent.text += text_bytes(text)
         return
     kind = part.get("type")
-    kind = kind if type(kind) is str else ""
+    if type(kind) is not str:
+        kind = " ".join(part)  # vLLM takes {"image_url": "..."}, too
     for word, tokens in (("image", IMAGE_TOKENS), ("audio", AUDIO_TOKENS), ("video", VIDEO_TOKENS)):
         if word in kind:
             extent.tokens += tokens
             extent.vague += tokens
             return
+    if EMBEDDED in kind:
+        tokens = 1 + json_bytes(part) // EMBEDDED_BYTES
+        extent.tokens += tokens
+        extent.vague += tokens
+        return
     inner = part.get("content")  # the result of a tool
     if type(inner) is list and not nested:
         _parts(extent, inner, nested=True)

@@ -10,10 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from proxy.core.body import (
+    EMBEDDED_BYTES,
     IMAGE_TOKENS,
     MOST,
     TOKENS_PER_CHAT,
     TOKENS_PER_MESSAGE,
+    VIDEO_TOKENS,
     Extent,
     count,
     measure,
@@ -21,6 +23,7 @@ from proxy.core.body import (
 from proxy.core.routes import Shape
 from tests.proxy.core.making import chat
 
+PICTURE = "data:image/png;base64," + "A" * 99_999
 TEMPLATE = TOKENS_PER_CHAT + TOKENS_PER_MESSAGE
 
 
@@ -44,12 +47,34 @@ def test_tools_and_calls_count_as_they_are_printed() -> None:
 
 
 def test_images_have_a_stated_size_and_their_bytes_are_no_text() -> None:
-    picture = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "A" * 99_999}}
+    picture = {"type": "image_url", "image_url": {"url": PICTURE}}
     extent = measure(Shape.CHAT, chat([{"type": "text", "text": "what?"}, picture, picture]))
     assert extent.text == 5
     assert extent.tokens == TEMPLATE + 2 * IMAGE_TOKENS
     assert extent.vague == 2 * IMAGE_TOKENS
     assert not extent.plain
+
+
+@pytest.mark.parametrize(
+    ("part", "tokens"),
+    [
+        ({"image_url": PICTURE}, IMAGE_TOKENS),
+        ({"type": None, "image_url": {"url": PICTURE}, "uuid": "a"}, IMAGE_TOKENS),
+        ({"video_url": PICTURE}, VIDEO_TOKENS),
+        ({"type": "prompt_embeds", "data": "A" * 9 * EMBEDDED_BYTES}, 10),
+    ],
+)
+def test_what_is_no_text_is_known_by_its_keys_too(part: dict[str, Any], tokens: int) -> None:
+    extent = measure(Shape.CHAT, chat([part]))
+    assert (extent.text, extent.tokens, extent.vague) == (0, TEMPLATE + tokens, tokens)
+
+
+def test_a_tools_output_may_be_a_picture() -> None:
+    parts = [{"type": "input_text", "text": "seen:"}, {"type": "input_image", "image_url": PICTURE}]
+    item = {"type": "function_call_output", "call_id": "c1", "output": parts}
+    extent = measure(Shape.RESPONSE, {"input": [item]})
+    assert extent.vague == IMAGE_TOKENS
+    assert extent.text == len("seen:" + "function_call_output" + "c1")
 
 
 def test_a_tools_result_in_parts_is_read() -> None:
