@@ -171,7 +171,7 @@ class Reader:
                 changed[PRIORITY] = PRIORITIES[ask.rank]
         if INTERVAL in fields:
             changed[INTERVAL] = None
-        if ask.generates and (ask.stream or is_true(fields.get("stream"))):
+        if ask.stream:
             # Whoever searches writes nothing before the end.
             ask.stream = not is_true(fields.get("use_beam_search"))
             if ask.route in WITH_OPTIONS and not tells_usage(fields):

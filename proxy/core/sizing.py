@@ -17,6 +17,7 @@ from sys import maxsize
 from typing import Any
 
 from proxy.core.body import count, measure
+from proxy.core.client_fields import is_true
 from proxy.core.routes import Route, Shape
 from proxy.core.types import Ask, Usage
 
@@ -123,7 +124,7 @@ class Sizer:
         if route.generates:
             usual = learnt.output
             ask.expected_output = int(usual if output is None or output > usual else output)
-            ask.stream = body.get("stream") in (True, "true")
+            ask.stream = is_true(body.get("stream"))
         else:
             ask.generates = False
         ask.samples = samples * extent.prompts

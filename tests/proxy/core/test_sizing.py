@@ -81,6 +81,17 @@ def test_token_ids_are_exact_and_need_no_count() -> None:
     assert (ask.prompt_tokens, ask.prompt_error, ask.counted) == (5000, 0, True)
 
 
+@pytest.mark.parametrize("stream", [True, 1, 1.0, "true", "True", "yes", "on", "T", "1"])
+def test_a_stream_is_what_a_worker_takes_for_one(stream: object) -> None:
+    assert size(chat("x", stream=stream)).stream
+    assert not size({"input": "x", "stream": stream}, "/v1/embeddings").stream
+
+
+@pytest.mark.parametrize("stream", [False, None, 0, 2, "false", "off", "", [], {"x": 1}])
+def test_all_else_is_an_answer_in_one_piece(stream: object) -> None:
+    assert not size(chat("x", stream=stream)).stream
+
+
 def test_a_list_of_prompts() -> None:
     ask = size({"prompt": ["x" * 400, "y" * 4000], "max_tokens": 9, "n": 2}, "/v1/completions")
     assert (ask.prompt_tokens, ask.largest_prompt, ask.samples) == (1100, 1000, 4)
