@@ -27,6 +27,7 @@ from proxy.core.client_fields import (
 )
 from proxy.core.fleet import Fleet
 from proxy.core.forms import form_fields, plain_model
+from proxy.core.pool import Pool
 from proxy.core.routes import Route, Shape
 from proxy.core.sizing import Sizer, fit
 from proxy.core.splitting import whole_because
@@ -53,6 +54,7 @@ SHORTEST_BEFORE = 40  # in front of a prompt so near the start there is no other
 LARGE = 262_144
 MOST_VALUES = 2_000_000
 COUNTED_BYTES = 65_536  # a longer body is not worth sending twice
+JUDGED_BYTES = 4 * COUNTED_BYTES  # unless it would be refused by an estimate
 UNCLEAR = "The form must name one `model`, and each of its parts plainly, once, in quotes."
 BATCH = Rank.BATCH
 # What a class is to workers that heed `priority`: less is more urgent. A body that says none is 0.
@@ -240,20 +242,25 @@ class Reader:
 
     def counter_for(self, ask: Ask, *, by_size: bool) -> Worker | None:
         """Name the worker whose /tokenize should count an ask; None if the estimate will do."""
-        if not ask.countable or ask.counted or ask.body_bytes > COUNTED_BYTES:
+        if not ask.countable or ask.counted:
             return None
-        pool = self._fleet.pool(ask.model)
-        error = ask.prompt_error
-        near = by_size and pool.mixed and abs(ask.budget - self.short_limit) <= error
-        if not near:
-            needs = ask.needs
-            for limit in pool.boundaries:
-                if abs(needs - limit) <= error:
-                    break
-            else:
-                return None
+        pool, tenant = self._fleet.pool(ask.model), ask.tenant
+        near = ask.body_bytes <= COUNTED_BYTES and self._is_near(ask, pool, by_size=by_size)
+        if not near and (tenant is None or not _would_be_refused(ask, tenant)):
+            return None
         well = (worker for worker in pool.members if worker.breaker.closed)
         return min(well, key=lambda worker: (worker.requests, worker.index), default=None)
+
+    def _is_near(self, ask: Ask, pool: Pool, *, by_size: bool) -> bool:
+        """Whether the count may decide who serves it."""
+        error = ask.prompt_error
+        if by_size and pool.mixed and abs(ask.budget - self.short_limit) <= error:
+            return True
+        needs = ask.needs
+        for limit in pool.boundaries:  # noqa: SIM110 - most often there is none
+            if abs(needs - limit) <= error:
+                return True
+        return False
 
     def counted(self, ask: Ask, prompt_tokens: int) -> None:
         """Take a worker's count."""
@@ -265,6 +272,17 @@ class Reader:
         pinned = self._fleet.get(ask.pinned) if ask.pinned else None
         most = self._fleet.pool(ask.model).limit if pinned is None else pinned.limit
         fit(ask, most, cuts_output=self.cuts_output)
+
+
+def _would_be_refused(ask: Ask, tenant: Tenant) -> bool:
+    """Whether a mere estimate says that a prompt is longer than its tenant may have.
+
+    No worker has the last word on that, as it has on its context.
+    """
+    most = tenant.spec.limits.max_prompt_tokens
+    if most is None or ask.body_bytes > JUDGED_BYTES:
+        return False
+    return ask.least_prompt <= most < ask.largest_prompt - ask.prompt_error
 
 
 def prompt_start(shape: Shape, body: bytes) -> int:

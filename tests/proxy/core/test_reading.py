@@ -7,9 +7,11 @@ import json
 
 import pytest
 
+from proxy.core.limits import Limits
 from proxy.core.reading import MOST_VALUES, prompt_start
 from proxy.core.routes import Shape
 from proxy.core.stored import MOST_RESPONSES
+from proxy.core.tenants import Tenant, TenantSpec
 from proxy.core.types import Ask, Reason
 from tests.proxy.core.making import (
     GENERAL,
@@ -176,6 +178,28 @@ def test_the_count_decides() -> None:
     router.counted(ask, 1500)
     assert ask.long
     assert router.counter_for(ask) is None
+
+
+def test_a_worker_counts_what_an_estimate_would_refuse_to_a_tenant() -> None:
+    router = router_of(spec("w", GENERAL, 65_536))
+    who = Tenant(TenantSpec("t", limits=Limits(max_prompt_tokens=10_000)))
+
+    def of(size: int, path: str = "/v1/chat/completions") -> Ask:
+        body = json.dumps(chat("x" * size, max_tokens=1)).encode()
+        found = router.read(route(path), body, b"application/json", "id", who)
+        assert isinstance(found, Ask)
+        return found
+
+    assert router.counter_for(of(60_000)) is None  # let in, for it may be so short
+    assert router.counter_for(of(170_000)) is None  # refused, for it can't be
+    assert refused(router.submit(of(170_000), 0.0)).reason is Reason.LIMITED
+    for tokens, reason in ((10_001, Reason.LIMITED), (10_000, None)):
+        doubtful = of(100_000)
+        assert router.counter_for(doubtful) is worker_of(router, "w")
+        router.counted(doubtful, tokens)
+        assert getattr(router.submit(doubtful, 0.0), "reason", None) is reason
+    assert router.counter_for(of(100_000, "/v1/messages")) is None
+    assert refused(router.submit(of(100_000, "/v1/messages"), 0.0)).reason is Reason.LIMITED
 
 
 def test_the_body_itself_is_what_tokenize_gets() -> None:
