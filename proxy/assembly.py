@@ -10,6 +10,7 @@ import asyncio
 import logging
 import socket
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from proxy.config import BatchesConfig, FleetConfig, TlsConfig, WorkerConfig, load
 from proxy.control.admin import admin_app
 from proxy.control.admin_key import AdminKey, key_of
-from proxy.control.admin_server import AdminServer
+from proxy.control.admin_server import AdminServer, admin_socket
 from proxy.control.balance import Balance
 from proxy.control.discovery import Discovery
 from proxy.control.handovers import Aggregated
@@ -42,6 +43,7 @@ from proxy.core.types import Reason, Role
 from proxy.core.worker import WorkerSpec
 from proxy.errors import ConfigError, Problem, ProxyError
 from proxy.transfer.registry import connector
+from proxy.wire.listening import once_free
 from proxy.wire.server import Wire
 from proxy.wire.settings import WireSettings
 
@@ -110,6 +112,7 @@ class App:
         self.siblings: Siblings | None = None  # other processes that serve the same
         self.leads = False
         self._admin_key = AdminKey()
+        self._admin_key.take(key_of(config.router.admin, str(source)))
         check_tls(config, str(source))
         own, admin = config.router.tls, config.router.admin.tls
         self._tls = Shown(own) if own else None
@@ -130,7 +133,9 @@ class App:
     async def start(self) -> None:
         """Listen on both ports and begin to probe."""
         try:
-            self.open_admin()
+            router = self.config.router
+            admin = partial(admin_socket, router.admin.host, router.admin.port)
+            self.open_admin(await once_free(admin, router.drain_notice_s))
             await self.listen()
         except OSError as error:
             await self.stop()
@@ -150,19 +155,18 @@ class App:
             self._tasks.append(asyncio.create_task(self._tell_aggregated(), name="served whole"))
         if self.batches is not None:
             await self.batches.start()
-        host, port = self.config.router.host, self.config.router.port
+        router = self.config.router
         for sock in sockets:
-            await self.wire.start(host, port, sock=sock)
+            await self.wire.start(router.host, router.port, sock=sock)
         if not sockets:
-            await self.wire.start(host, port)
+            alone = partial(self.wire.start, router.host, router.port)
+            await once_free(alone, router.drain_notice_s)
 
-    def open_admin(self, sock: socket.socket | None = None) -> None:
-        """Have the admin port; it is served once this leads."""
-        admin = self.config.router.admin
-        self._admin_key.take(key_of(admin, str(self.source)))
+    def open_admin(self, sock: socket.socket) -> None:
+        """Have the admin port, which others may listen on too; it is served once this leads."""
         app = admin_app(self, key=self._admin_key)
         tls = self._admin_tls.context if self._admin_tls else None
-        self._admin = AdminServer(app, admin.host, admin.port, sock=sock, tls=tls)
+        self._admin = AdminServer(app, sock, tls=tls)
 
     def lead(self) -> None:
         """Begin what one process alone does."""

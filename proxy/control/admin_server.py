@@ -18,20 +18,23 @@ if TYPE_CHECKING:
 DATE_S = 1.0
 
 
+async def admin_socket(host: str, port: int) -> socket.socket:
+    """Listen where operators will find the admin API."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    return socket.create_server((host, port), family=family)
+
+
 class AdminServer:
     """Listens from the start, so that a port in use is an error of the start."""
 
     def __init__(
         self,
         app: FastAPI,
-        host: str,
-        port: int,
+        sock: socket.socket,
         *,
-        sock: socket.socket | None = None,
         tls: ssl.SSLContext | None = None,
     ) -> None:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._socket = sock or socket.create_server((host, port), family=family)
+        self._socket = sock
         self._serves = False
         config = uvicorn.Config(app, log_config=None, access_log=False, lifespan="off", ws="none")
         config.load()

@@ -7,6 +7,8 @@ import socket
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
+from proxy.control.admin_server import admin_socket
+
 if TYPE_CHECKING:
     from proxy.config.models import RouterConfig
     from proxy.processes.messages import Address
@@ -34,6 +36,13 @@ class Ports:
 
     async def take(self, router: RouterConfig) -> None:
         """Take them, so that nobody else can have them; raise OSError if somebody has."""
+        try:
+            await self._take(router)
+        except OSError:
+            self.let_go()
+            raise
+
+    async def _take(self, router: RouterConfig) -> None:
         loop = asyncio.get_running_loop()
         found = await loop.getaddrinfo(router.host, router.port, type=socket.SOCK_STREAM)
         self.port = router.port
@@ -43,9 +52,7 @@ class Ports:
                 self.port = alone.getsockname()[1]
             shared = self._kept.enter_context(self._bound(family, address, shared=True))
             self._shared.append(shared)
-        admin = router.admin
-        family = socket.AF_INET6 if ":" in admin.host else socket.AF_INET
-        listening = socket.create_server((admin.host, admin.port), family=family)
+        listening = await admin_socket(router.admin.host, router.admin.port)
         self.admin = self._kept.enter_context(listening)
 
     def _bound(self, family: int, address: tuple[object, ...], *, shared: bool) -> socket.socket:

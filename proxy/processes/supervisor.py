@@ -13,7 +13,6 @@ the line go dead, let go of the ports, and drain; the next one waits for the por
 from __future__ import annotations
 
 import asyncio
-import errno
 import logging
 import os
 import socket
@@ -49,12 +48,12 @@ from proxy.processes.questions import Questions
 from proxy.processes.size import how_many
 from proxy.processes.table import ALIVE, Table
 from proxy.processes.totals import Totals
+from proxy.wire.listening import once_free
 
 logger = logging.getLogger(__name__)
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.25, 30.0
 GROWN_S = 60.0  # one that dies later than that is begun again as the first time
-LET_GO_S, TRY_S = 3.0, 0.1  # that a killed router's processes may keep its ports; between two tries
 GRACE_S = 5.0  # for what was told to end
 STILL_S, LOOK_S = 30.0, 1.0  # a loop that stands still so long; between two looks
 BORN_S = 120.0  # that one may take from its beginning until it serves, on whatever machine
@@ -135,24 +134,13 @@ class Supervisor:
             raise ProxyError("a process of the router ended before it served; it has said why")
 
     async def _take_ports(self) -> None:
-        """Have the ports; of a router that was killed, its processes may yet have to let go."""
         router = self._config.router
-        give_up = time.monotonic() + LET_GO_S + router.drain_notice_s
-        said = False
-        while True:
-            try:
-                return await self._ports.take(router)
-            except OSError as error:
-                self._ports.let_go()
-                if error.errno != errno.EADDRINUSE or time.monotonic() >= give_up:
-                    raise ProxyError(
-                        f"the router can't listen: {error}; choose another host or port under "
-                        "`router`"
-                    ) from None
-                if not said:
-                    said = True
-                    logger.warning("%s; tried again, for an earlier router may still drain", error)
-            await asyncio.sleep(TRY_S)
+        try:
+            await once_free(lambda: self._ports.take(router), router.drain_notice_s)
+        except OSError as error:
+            raise ProxyError(
+                f"the router can't listen: {error}; choose another host or port under `router`"
+            ) from None
 
     async def drain(self) -> None:
         """Let requests finish, and end."""

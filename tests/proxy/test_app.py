@@ -19,6 +19,7 @@ from proxy.app import App, allow_connections, serve
 from proxy.config import FleetConfig, load
 from proxy.core.handover import Why
 from proxy.errors import ConfigError, Problem, ProxyError
+from proxy.wire import listening as waiting
 from tests.proxy.wire import scripts
 from tests.proxy.wire.client import Client, chat, get
 from tests.proxy.wire.fake_worker import FakeWorker
@@ -192,7 +193,37 @@ async def test_what_was_not_read_from_a_file_is_not_read_again(app: App) -> None
         app.reload()
 
 
-async def test_a_port_in_use_is_a_clear_error(tmp_path: Path, fakes: list[FakeWorker]) -> None:
+@pytest.mark.parametrize("which", ["clients'", "operators'"])
+async def test_a_port_that_an_earlier_router_has_yet_to_let_go_is_waited_for(
+    which: str,
+    tmp_path: Path,
+    fakes: list[FakeWorker],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(waiting, "LET_GO_S", DEADLINE_S)
+    source = written(tmp_path / "fleet.yaml", *fakes)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        said = "{port: 0, admin" if which == "clients'" else "admin: {port: 0"
+        source.write_text(source.read_text().replace(said, said.replace("0", str(port))))
+        app = App(load(source), source)
+        starting = asyncio.create_task(app.start())
+        await eventually(lambda: "may still drain" in caplog.text)
+        assert str(port) in caplog.text
+    try:
+        await starting
+        assert str(port) in app.url + app.admin_url
+        await ready(app, "a", "b")
+        assert caplog.text.count("may still drain") == 1
+    finally:
+        await app.stop()
+
+
+async def test_a_port_in_use_is_a_clear_error(
+    tmp_path: Path, fakes: list[FakeWorker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(waiting, "LET_GO_S", 0.2)
     source = written(tmp_path / "fleet.yaml", *fakes)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

@@ -22,6 +22,7 @@ from proxy.processes.member import Member
 from proxy.processes.messages import Ask
 from proxy.processes.supervisor import Supervisor
 from proxy.processes.table import ALIVE, Table
+from proxy.wire import listening
 from tests.proxy.wire.site import eventually
 
 DEADLINE_S = 60.0
@@ -206,7 +207,7 @@ async def test_a_process_that_looks_no_more_ends_and_says_why(
 async def test_ports_that_are_let_go_in_time_are_waited_for(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(module, "LET_GO_S", DEADLINE_S)
+    monkeypatch.setattr(listening, "LET_GO_S", DEADLINE_S)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         kept = Supervisor(config(1, port), None)
@@ -231,7 +232,7 @@ async def test_a_port_that_can_never_be_had_is_an_error_at_once() -> None:
         None,
     )
     with pytest.raises(ProxyError, match="choose another host or port"):
-        async with asyncio.timeout(module.LET_GO_S):
+        async with asyncio.timeout(listening.LET_GO_S):
             await kept.start()
 
 
