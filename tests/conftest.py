@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 
+import pytest
 from hypothesis import settings
+
+from tests.programs import untested
 
 # Tests that choose at random choose the same in each run, so that a change is judged by itself;
 # `make explore` has them choose anew.
@@ -15,3 +19,14 @@ settings.load_profile("fixed")
 # Hints about the speed of a model that is never run; each scheduler made repeats them.
 for chatty in ("vllm.platforms.cpu", "vllm.config.vllm"):
     logging.getLogger(chatty).setLevel(logging.ERROR)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> Iterator[None]:
+    """Say last of all what was not tested for want of a program, lest a run looks whole."""
+    yield
+    skipped = terminalreporter.stats.get("skipped", [])
+    if lines := untested([report.longrepr[2] for report in skipped]):
+        terminalreporter.section("not tested here", yellow=True)
+        for line in lines:
+            terminalreporter.line(line)

@@ -11,15 +11,10 @@ import time
 from collections.abc import Iterable
 from email.utils import parsedate_to_datetime
 from http import HTTPStatus
-from typing import TYPE_CHECKING
 
 from proxy.core.types import Reason, Refusal
 
-if TYPE_CHECKING:
-    pass
-
 JSON = b"application/json"
-NONE = "none"  # in place of a worker, where there is none
 EVENT_STREAM = b"text/event-stream"
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 LAST_CHUNK = b"0\r\n\r\n"

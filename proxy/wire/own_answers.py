@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 
 import orjson
 
+from proxy.control.exposition import NONE
 from proxy.core.types import Decision, Reason, Refusal, Score
-from proxy.wire.http import JSON, NONE, status_line
+from proxy.wire.http import JSON, status_line
 
 if TYPE_CHECKING:
     from proxy.wire.request import Request

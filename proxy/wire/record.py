@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from proxy.control.exposition import NONE
 from proxy.control.metrics import class_of
 from proxy.control.trace import Trace, id_in
 from proxy.core.types import Reason
-from proxy.wire.http import NONE
 
 if TYPE_CHECKING:
     from proxy.control.histogram import Histogram

@@ -20,6 +20,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
+from proxy.control.exposition import NONE
 from proxy.core.routes import find
 from proxy.core.types import Reason, Refusal, Ticket
 from proxy.transfer.p2p_nccl import is_steering
@@ -28,7 +29,6 @@ from proxy.wire.client import ClientConnection
 from proxy.wire.collecting import Collecting
 from proxy.wire.counting import TokenCount
 from proxy.wire.forsaken import Forsaken
-from proxy.wire.http import NONE
 from proxy.wire.keys import identify
 from proxy.wire.outbox import Outbox
 from proxy.wire.record import Record

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import sys
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from functools import partial
@@ -20,21 +19,12 @@ import pytest
 from grafana.boards import engine
 from proxy.config import FleetConfig
 from proxy.core import routes
-from tests.prometheus.mute import Mutes
-from tests.prometheus.server import (
-    PUT,
-    Prometheus,
-    exhausted,
-    plain,
-    process,
-    questions,
-    reached,
-)
+from tests.prometheus.scene import Scene, fake
+from tests.prometheus.server import PUT, exhausted, plain, questions
 from tests.prometheus.tools import ALERTS, program
 from tests.proxy.wire import scripts
-from tests.proxy.wire.client import Client, chat, request
-from tests.proxy.wire.fake_worker import FakeWorker
-from vllm_sched.workers.launch import Worker, free_port
+from tests.proxy.wire.client import chat, request
+from vllm_sched.workers.launch import Worker
 
 KEY, NIGHT = "sk-vs-of-the-chat-window", "sk-vs-of-jobs-at-night"
 SPLIT = """
@@ -50,7 +40,7 @@ discovery:
     - name: found
       role: short
       dns: localhost
-      port: {found}
+      port: {found_port}
       max_requests: 1
       max_model_len: 2048
 routing: {{short_limit: 1500}}
@@ -60,22 +50,23 @@ router:
   probe: {{interval_s: 1}}
   queue: {{max_requests: 20, max_wait_s: 2}}
 """
-PAIR = """
+PAIRS = """
 model: tiny
 workers:
   - {{name: prefill-0, role: prefill, url: "{prefill}"}}
   - {{name: decode-0, role: decode, url: "{decode}"}}
 transfer: nixl
 tenants:
-  - {{name: chat, class: interactive, keys_file: {keys}}}
-  - {{name: jobs, class: batch, keys_file: {night}, limits: {{requests_per_minute: 1}}}}
+  - {{name: chat, class: interactive, keys_file: {folder}/keys}}
+  - {{name: jobs, class: batch, keys_file: {folder}/night, limits: {{requests_per_minute: 1}}}}
 routing: {{disaggregate_above: 256}}
 router:
   port: {port}
   admin: {{port: {admin}}}
   probe: {{interval_s: 1}}
-  batches: {{path: {batches}}}
+  batches: {{path: {folder}/batches}}
 """
+FLEETS = {"split": SPLIT, "pairs": PAIRS}
 # What there is to see only once something went wrong, by parts of the questions.
 FAULTS = {
     "sum by (outcome) (rate(proxy_handovers_total{$,outcome!~": "blocks that nobody fetched",
@@ -98,54 +89,18 @@ def excused() -> set[str]:
     return {*map(plain, asked), *faults}
 
 
-class Scene:
-    """Two routers before real workers, and Prometheus beside them."""
+class Real(Scene):
+    """Workers are real, but for one that fails and one that is drained."""
 
-    def __init__(self, folder: Path, session: aiohttp.ClientSession) -> None:
-        self.folder, self.session = folder, session
-        self.prometheus = Prometheus(folder, session)
-        self.mutes = Mutes()
-        self.split, self.pair = free_port(), free_port()
-        self.enough = False
-
-    async def begin(self, stack: AsyncExitStack, urls: dict[str, str]) -> None:
-        """Start routers before the workers, with one that fails among them, and Prometheus."""
-        fakes = {name: FakeWorker(name) for name in ("bad", "idle")}
-        for fake in fakes.values():
-            await fake.listen()
-            stack.push_async_callback(fake.stop)
-        fakes["bad"].always(scripts.error(500))
+    async def start(self, stack: AsyncExitStack, urls: dict[str, str]) -> None:
+        """Start what the workers lack."""
+        bad, idle = await fake(stack, "bad"), await fake(stack, "idle")
+        bad.always(scripts.error(500))
         for name, key in (("keys", KEY), ("night", NIGHT)):
             (self.folder / name).write_text(key)
-        given = urls | {name: fake.url for name, fake in fakes.items()}
-        given |= {name: str(self.folder / name) for name in ("keys", "night", "batches")}
-        given["mutes"] = await self.mutes.listen(stack)
-        admin = free_port()
-        for name, text, port, own in (
-            ("split", SPLIT, self.split, admin),
-            ("pair", PAIR, self.pair, free_port()),
-        ):
-            source, log = self.folder / f"{name}.yaml", self.folder / f"{name}.log"
-            found = int(urls["short"].rsplit(":", 1)[1])
-            filled = text.format(**given, found=found, port=port, admin=own)
-            source.write_text(filled)
-            command = (sys.executable, "-m", "vllm_sched.cli.main", "router", str(source))
-            await stack.enter_async_context(process(*command, log=log))
-            await reached(self.session, f"http://127.0.0.1:{port}/ready", log)
-        ports = [int(url.rsplit(":", 1)[1]) for url in urls.values()]
-        await self.prometheus.begin(stack, {"router": [self.split, self.pair], "worker": ports})
-        drain = f"http://127.0.0.1:{admin}/admin/workers/idle/drain"
-        async with self.session.post(drain) as answer:
-            assert answer.status == 200
-        await self.mutes.occupy(stack, self.session, self.split, admin)
-
-    async def send(self, port: int, data: bytes) -> None:
-        """Ask a router once."""
-        client = await Client.connect(port)
-        try:
-            await client.ask(data, within=120.0)
-        finally:
-            client.close()
+        ports = {name: int(url.rsplit(":", 1)[1]) for name, url in urls.items()}
+        given = {**urls, "bad": bad.url, "idle": idle.url, "found_port": ports["short"]}
+        await self.begin(stack, FLEETS, given, ports.values())
 
     async def once(self, number: int) -> None:
         """Ask for everything: each route, shorts and longs, split and whole, what is refused."""
@@ -166,16 +121,8 @@ class Scene:
             bearer = f"Authorization: Bearer {key}".encode()
             for again in range(times):
                 text = f"{number} {again} " + "to be handed over " * 60
-                some.append(self.send(self.pair, chat(text, bearer, stream=True, max_tokens=6)))
+                some.append(self.send(self.pairs, chat(text, bearer, stream=True, max_tokens=6)))
         await asyncio.gather(*some)
-
-    async def load(self) -> None:
-        """Do so until it is enough."""
-        number = 0
-        while not self.enough:
-            await self.once(number)
-            number += 1
-            await asyncio.sleep(1.0)  # Prometheus and whoever asks it want to have their turn
 
 
 @pytest.fixture
@@ -189,14 +136,9 @@ async def scene(
     timeout = aiohttp.ClientTimeout(total=60)
     async with AsyncExitStack() as stack:
         session = await stack.enter_async_context(aiohttp.ClientSession(timeout=timeout))
-        made = Scene(tmp_path, session)
-        await made.begin(stack, urls)
-        loading = asyncio.create_task(made.load())
-        try:
-            yield made
-        finally:
-            made.enough = True
-            await loading
+        made = Real(tmp_path, session)
+        await made.start(stack, urls)
+        yield await stack.enter_async_context(made.under_load())
 
 
 async def test_every_panel_rule_and_alert_is_answered_by_real_workers(scene: Scene) -> None:

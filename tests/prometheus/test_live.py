@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import sys
 from collections.abc import AsyncIterator, Awaitable
 from contextlib import AsyncExitStack
 from functools import partial
@@ -18,16 +17,15 @@ import aiohttp
 import pytest
 
 from proxy.core import routes
-from tests.prometheus.mute import Mutes
 from tests.prometheus.pages import EnginePage
-from tests.prometheus.server import Prometheus, exhausted, plain, process, questions, reached
+from tests.prometheus.scene import Scene, fake
+from tests.prometheus.server import exhausted, plain, questions
 from tests.prometheus.tools import program
 from tests.proxy.wire import scripts
-from tests.proxy.wire.client import Client, chat, request
-from tests.proxy.wire.fake_worker import Call, FakeWorker
+from tests.proxy.wire.client import chat, request
+from tests.proxy.wire.fake_worker import Call
 from tests.proxy.wire.kv import Faults, Kv
 from tests.proxy.wire.pairs import chat_body
-from vllm_sched.workers.launch import free_port
 
 # Queries that may have nothing to show, and why.
 MAY_BE_EMPTY = {
@@ -47,7 +45,7 @@ workers:
 {mutes}
 discovery:
   pools:
-    - {{name: found, role: short, dns: localhost, port: {found}, max_requests: 1}}
+    - {{name: found, role: short, dns: localhost, port: {found_port}, max_requests: 1}}
 routing: {{short_limit: 2000}}
 router:
   port: {port}
@@ -63,7 +61,7 @@ workers:
   - {{name: d1, role: decode, url: "{d1}"}}
 transfer: {{connector: nixl}}
 tenants:
-  - {{name: chat, class: interactive, keys_file: {keys}}}
+  - {{name: chat, class: interactive, keys_file: {folder}/keys}}
   - {{name: jobs, keys_env: JOBS_KEY, limits: {{requests_per_minute: 1}}}}
 routing: {{disaggregate_above: 1}}
 router:
@@ -71,8 +69,9 @@ router:
   admin: {{port: {admin}}}
   probe: {{interval_s: 1}}
   retries: {{budget: 1}}
-  batches: {{path: {batches}}}
+  batches: {{path: {folder}/batches}}
 """
+FLEETS = {"split": SPLIT, "pairs": PAIRS}
 
 
 COMPLETIONS = "/v1/completions"
@@ -96,77 +95,35 @@ async def lost_transfer(call: Call) -> None:
         await scripts.stream(6)(call)
 
 
-class Scene:
-    """Two routers with their workers, and Prometheus beside them."""
+class Fakes(Scene):
+    """Every worker is one."""
 
     def __init__(self, folder: Path, session: aiohttp.ClientSession) -> None:
-        self.folder, self.session = folder, session
-        self.fakes: dict[str, FakeWorker] = {}
-        self.kv, self.mutes = Kv(), Mutes()
-        self.split, self.pairs = free_port(), free_port()
-        self.prometheus = Prometheus(folder, session)
-        self.admin = free_port()
-        self.enough, self.rounds = False, 0
+        super().__init__(folder, session)
+        self.kv = Kv()
 
-    async def begin(self, stack: AsyncExitStack) -> None:
+    async def start(self, stack: AsyncExitStack) -> None:
         """Start everything."""
         page = EnginePage(0.4)
-        for name in ("s0", "bad", "l0", "idle", "found", "p0", "d0", "d1"):
-            fake = self.fakes[name] = FakeWorker(name)
-            await fake.listen()
-            stack.push_async_callback(fake.stop)
-            fake.always(page.script(), "/metrics")
-            fake.always(scripts.stream(6, gap_s=0.02, with_usage=True))
-        self.fakes["bad"].always(scripts.error(500))
-        for name in ("s0", "l0", "found"):
-            self.fakes[name].always(scripts.answer(), COMPLETIONS)
-        for name in ("p0", "d0", "d1"):
-            role = "prefill" if name == "p0" else "decode"
-            self.fakes[name].always(self.kv.worker(self.fakes[name], role))
-        urls: dict[str, object] = {name: fake.url for name, fake in self.fakes.items()}
-        found = self.fakes["found"].port
-        urls["keys"] = self.folder / "keys"
-        urls["batches"] = self.folder / "batches"
-        urls["mutes"] = await self.mutes.listen(stack)
-        (self.folder / "keys").write_text(CHAT)
-        for name, text, port, admin in (
-            ("split", SPLIT, self.split, self.admin),
-            ("pairs", PAIRS, self.pairs, free_port()),
-        ):
-            source, log = self.folder / f"{name}.yaml", self.folder / f"{name}.log"
-            source.write_text(text.format(**urls | {"found": found}, port=port, admin=admin))
-            command = (sys.executable, "-m", "vllm_sched.cli.main", "router", str(source))
-            await stack.enter_async_context(process(*command, log=log, JOBS_KEY=JOBS))
-        for name, port in (("split", self.split), ("pairs", self.pairs)):
-            await reached(
-                self.session, f"http://127.0.0.1:{port}/ready", self.folder / f"{name}.log"
-            )
-        async with self.session.post(
-            f"http://127.0.0.1:{self.admin}/admin/workers/idle/drain"
-        ) as answer:
-            assert answer.status == 200
-        await self.mutes.occupy(stack, self.session, self.split, self.admin)
-        targets = {
-            "router": [self.split, self.pairs],
-            "worker": [fake.port for fake in self.fakes.values()],
+        fakes = {
+            name: await fake(stack, name)
+            for name in ("s0", "bad", "l0", "idle", "found", "p0", "d0", "d1")
         }
-        await self.prometheus.begin(stack, targets)
+        for each in fakes.values():
+            each.always(page.script(), "/metrics")
+            each.always(scripts.stream(6, gap_s=0.02, with_usage=True))
+        fakes["bad"].always(scripts.error(500))
+        for name in ("s0", "l0", "found"):
+            fakes[name].always(scripts.answer(), COMPLETIONS)
+        for name in ("p0", "d0", "d1"):
+            fakes[name].always(self.kv.worker(fakes[name], "prefill" if name == "p0" else "decode"))
+        (self.folder / "keys").write_text(CHAT)
+        given = {name: each.url for name, each in fakes.items()}
+        given["found_port"] = str(fakes["found"].port)
+        ports = [each.port for each in fakes.values()]
+        await self.begin(stack, FLEETS, given, ports, JOBS_KEY=JOBS)
 
-    # Load
-
-    async def send(self, port: int, data: bytes, *, leave_after_s: float | None = None) -> None:
-        """Ask a router once; leave early if so told."""
-        client = await Client.connect(port)
-        try:
-            if leave_after_s is None:
-                await client.ask(data, within=60.0)
-            else:
-                await client.send(data)
-                await asyncio.sleep(leave_after_s)
-        finally:
-            client.close()
-
-    async def once(self) -> None:
+    async def once(self, number: int) -> None:
         """Ask for everything: each route, shorts and longs, what is refused, what fails."""
         # First of all: the queue is soon full.
         some: list[Awaitable[None]] = [
@@ -182,8 +139,7 @@ class Scene:
             self.send(self.split, chat(model="nobody's")),
             self.send(self.split, request(b"{")),
         ]
-        self.rounds += 1
-        if self.rounds % 2 and not self.kv.wrongs.get("decode"):
+        if number % 2 == 0 and not self.kv.wrongs.get("decode"):
             self.kv.wrong("prefill", Faults(before=scripts.error(500)))
             self.kv.wrong("decode", *[Faults(before=lost_transfer)] * 5)
         whole = chat_body(stream=True, max_tokens=8)
@@ -193,12 +149,6 @@ class Scene:
         some.append(self.send(self.pairs, leaves, leave_after_s=0.002))
         await asyncio.gather(*some)
 
-    async def load(self) -> None:
-        """Do so until it is enough."""
-        while not self.enough:
-            await self.once()
-            await asyncio.sleep(0.5)  # Prometheus and whoever asks it want to have their turn
-
 
 @pytest.fixture
 async def scene(tmp_path: Path) -> AsyncIterator[Scene]:
@@ -207,14 +157,9 @@ async def scene(tmp_path: Path) -> AsyncIterator[Scene]:
     timeout = aiohttp.ClientTimeout(total=20)
     async with AsyncExitStack() as stack:
         session = await stack.enter_async_context(aiohttp.ClientSession(timeout=timeout))
-        made = Scene(tmp_path, session)
-        await made.begin(stack)
-        loading = asyncio.create_task(made.load())
-        try:
-            yield made
-        finally:
-            made.enough = True
-            await loading
+        made = Fakes(tmp_path, session)
+        await made.start(stack)
+        yield await stack.enter_async_context(made.under_load())
 
 
 def may_be_empty(expr: str) -> bool:

@@ -2,35 +2,21 @@
 
 from __future__ import annotations
 
-import functools
-import os
 import subprocess
 from pathlib import Path
 from typing import Any
 
-import pytest
 import yaml
+
+from tests.programs import fetched
 
 ROOT = Path(__file__).parents[2]
 PROMETHEUS = ROOT / "deploy" / "prometheus"
 
 
-@functools.cache
-def folder() -> Path | str:
-    """Return where the programs are, or why they are nowhere."""
-    script = ROOT / "scripts" / "prometheus.sh"
-    done = subprocess.run([script], capture_output=True, text=True)
-    return Path(done.stdout.strip()) if not done.returncode else done.stderr.strip()
-
-
 def program(name: str) -> str:
-    """Return a program's path; without it the test is skipped, unless somebody counts on it."""
-    found = folder()
-    if isinstance(found, Path):
-        return str(found / name)
-    if os.environ.get("CI"):
-        pytest.fail(found)
-    pytest.skip(found)
+    """Return a program's path; see `fetched`."""
+    return str(Path(fetched("prometheus")) / name)
 
 
 def promtool(*told: str, text: str | None = None) -> subprocess.CompletedProcess[str]:

@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import functools
 import json
-import os
 import re
 import subprocess
 import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from itertools import count
-from pathlib import Path
 from typing import Any
 
 import aiohttp
-import pytest
 
-ROOT = Path(__file__).parents[3]
+from tests.programs import fetched
+
 DEADLINE_S = 60.0
 OPTIONS = (
     "--headless",
@@ -35,17 +32,6 @@ KEYS = {
     "Tab": 9, "Enter": 13, "Escape": 27, " ": 32, "End": 35, "Home": 36, "ArrowLeft": 37,
     "ArrowRight": 39,
 }  # fmt: skip
-
-
-@functools.cache
-def program() -> str:
-    """Return Chromium's path; without it the test is skipped, unless somebody counts on it."""
-    done = subprocess.run([ROOT / "scripts" / "chromium.sh"], capture_output=True, text=True)
-    if not done.returncode:
-        return done.stdout.strip()
-    if os.environ.get("CI"):
-        pytest.fail(done.stderr.strip())
-    pytest.skip(done.stderr.strip())
 
 
 class Page:
@@ -150,7 +136,7 @@ class Page:
 @asynccontextmanager
 async def browser() -> AsyncIterator[Page]:
     """Run Chromium with one tab; nothing is left of it."""
-    chromium = await asyncio.to_thread(program)
+    chromium = await asyncio.to_thread(fetched, "chromium")
     with tempfile.TemporaryDirectory(
         prefix="vllm-sched-chromium-", ignore_cleanup_errors=True
     ) as folder:

@@ -1,0 +1,41 @@
+"""Programs that scripts fetch where they are not installed, and what is not tested without them."""
+
+from __future__ import annotations
+
+import functools
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+SCRIPTS = Path(__file__).parents[1] / "scripts"
+
+lacking: dict[str, str] = {}  # programs, and why there are none
+
+
+@functools.cache
+def _fetched(name: str) -> str:
+    done = subprocess.run([SCRIPTS / f"{name}.sh"], capture_output=True, text=True)
+    if done.returncode:
+        lacking[name] = done.stderr.strip()
+    return done.stdout.strip()
+
+
+def fetched(name: str) -> str:
+    """Return what a script prints; without it the test is skipped, unless somebody counts on it."""
+    found = _fetched(name)
+    if name not in lacking:
+        return found
+    if os.environ.get("CI"):
+        pytest.fail(lacking[name])
+    pytest.skip(lacking[name])
+
+
+def untested(reasons: list[str]) -> list[str]:
+    """Say of each program that is lacking how many tests were skipped for it, of all that were."""
+    return [
+        f"{sum(reason.endswith(why) for reason in reasons)} tests want {name} and were skipped; "
+        f"with CI=1 they fail. {why}"
+        for name, why in lacking.items()
+    ]
