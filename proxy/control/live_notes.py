@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from math import inf
 from typing import TYPE_CHECKING, Any, Protocol
 
+from proxy.control.metrics import class_of
+
 if TYPE_CHECKING:
     from proxy.control.live_state import Figures
     from proxy.control.metrics import Metrics
@@ -224,7 +226,7 @@ class Notes:
             first = None if entry.ttft_s is None else self.ms(arrived + entry.ttft_s)
             yield [
                 number * self.marks - self.mark, text(entry.id), text(entry.model),
-                "long" if entry.long else "short",
+                entry.size,
                 "handover" if entry.prefill_worker else pool, entry.worker, entry.prefill_worker,
                 entry.reason.value, entry.status, entry.prompt_tokens, None, self.ms(arrived),
                 placed, None, first, self.ms(ended),
@@ -246,7 +248,7 @@ class Notes:
             seen.number,
             text(seen.id),
             "" if ask is None else text(ask.model),
-            "long" if ask is not None and ask.long else "short",
+            class_of(ask),
             pool, worker, prefill, reason, status,
             None if ask is None else ask.prompt_tokens,
             None if first is None else seen.opening + seen.tokens,

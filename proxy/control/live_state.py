@@ -6,6 +6,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from heapq import nlargest
 from itertools import islice
 from operator import add
 from typing import TYPE_CHECKING, Any
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 MOST_WORKERS = 500
 MOST_TENANTS = 100
-MOST_LINES = 60  # of latencies
+MOST_LINES = 30  # of latencies, of each kind
 QUANTILES = (0.5, 0.99)
 ANY = "all"
 KINDS = ("TTFT", "TPOT", "ITL")
@@ -82,6 +83,8 @@ class LiveState:
         router = self._metrics.router
         workers = list(islice(router.fleet, MOST_WORKERS))
         tenants = list(islice(router.tenants, MOST_TENANTS))
+        lines = list(latencies(counted))
+        shown = busiest(lines)
         return {
             "version": VERSION,
             "policy": router.settings.policy,
@@ -100,7 +103,8 @@ class LiveState:
             "handovers": grown(counted, "handover"),
             "retries": grown(counted, "retry"),
             "tenants": [self._tenant(each, counted) for each in tenants],
-            "latencies": list(islice(latencies(counted), MOST_LINES)),
+            "latencies": shown,
+            "more_latencies": len(lines) - len(shown),
         }
 
     def _tenant(self, tenant: Tenant, counted: Sequence[Figures]) -> dict[str, Any]:
@@ -176,6 +180,16 @@ def latencies(counted: Sequence[Figures]) -> Iterator[dict[str, Any]]:
                 "what": kind, "pool": pool, "model": model, "size": size,
                 "count": sum(counts), "p50_s": p50, "p99_s": p99,
             }  # fmt: skip
+
+
+def busiest(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return those of each kind that are of most requests, in the order they stood in."""
+    shown: list[dict[str, Any]] = []
+    for kind in KINDS:
+        of_kind = [line for line in lines if line["what"] == kind]
+        most = nlargest(MOST_LINES, range(len(of_kind)), key=lambda at: of_kind[at]["count"])
+        shown += [of_kind[at] for at in sorted(most)]
+    return shown
 
 
 def _worker(worker: Worker, now: float) -> dict[str, Any]:

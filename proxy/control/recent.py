@@ -38,7 +38,7 @@ class Entry:
     prefill_s: float | None = None  # predicted, as is the next
     transfer_s: float | None = None
     transferred_s: float | None = None  # as it was seen, where the answer is a stream
-    long: bool = False
+    size: str = ""  # its class, as metrics have it
     tenant: str | None = None
 
 
@@ -46,7 +46,7 @@ class Entry:
 Row = tuple[
     str, float, str, str, str | None, Reason, int, int, int, bool, int | None,
     float | None, float | None, float, float, str | None, float | None, float | None, float | None,
-    bool, str | None,
+    str, str | None,
 ]  # fmt: skip
 
 Halves = tuple[str | None, float | None, float | None, float | None]
@@ -67,6 +67,7 @@ class Recent:
     def add(
         self,
         ask: Ask,
+        size: str,
         decision: Decision | None,
         reason: Reason,
         status: int,
@@ -88,7 +89,7 @@ class Recent:
             (
                 ask.id[:MAX_TEXT], self._clock(), ask.model[:MAX_TEXT], ask.route, worker, reason,
                 status, ask.body_bytes, ask.prompt_tokens, ask.counted, ask.output_tokens,
-                predicted_s, ttft_s, queue_s, duration_s, *halves, ask.long,
+                predicted_s, ttft_s, queue_s, duration_s, *halves, size,
                 None if ask.tenant is None else ask.tenant.name,
             )
         )  # fmt: skip

@@ -141,4 +141,6 @@ class Record:
         for tell in metrics.at_end:
             tell(self, now, route, status, reason)
         if ask is not None:
-            metrics.recent.add(ask, decision, reason, status, ttft_s, duration_s, self.queue_s)
+            metrics.recent.add(
+                ask, size, decision, reason, status, ttft_s, duration_s, self.queue_s
+            )

@@ -13,6 +13,7 @@ from proxy.control.live import Live, Viewer
 from proxy.control.live_notes import Part, Wanted
 from proxy.control.live_state import LiveState
 from proxy.control.metrics import Metrics
+from proxy.core.tenants import Rank
 from proxy.core.types import Decision, Handover, Reason
 from proxy.wire.record import Record
 from proxy.wire.request import Request, RequestHead
@@ -229,6 +230,21 @@ async def test_what_was_before_is_remembered(site: Site) -> None:
         "prompt_tokens": 100, "tokens": None, "arrived": 0, "placed": 0, "prefilled": None,
         "first": 60_000, "ended": 61_000,
     }  # fmt: skip
+    site.live.close()
+
+
+async def test_classes_are_those_of_the_metrics(site: Site) -> None:
+    lately, now = site.request(), site.request()
+    for each in (lately, now):
+        assert each.ask is not None
+        each.ask.rank = Rank.BATCH
+    site.end(lately)
+    site.now += 1.0
+    viewer = site.live.join()
+    assert viewer is not None
+    await site.beat()
+    rows = (await told(viewer))[1]["rows"]
+    assert [named(row)["size"] for row in rows] == ["batch", "batch"]
     site.live.close()
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import orjson
 import pytest
 
 from proxy.control.histogram import Histogram
-from proxy.control.live_state import LiveState
+from proxy.control.live_state import MOST_LINES, LiveState
 from proxy.control.live_window import WINDOW_S, Window, quantile
 from proxy.control.metrics import Metrics
 from proxy.core.tenants import Rank, TenantSpec
@@ -106,3 +108,22 @@ def test_a_large_fleet_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("proxy.control.live_state.MOST_WORKERS", 2)
     told = LiveState(Metrics(router_of(*(spec(f"w{n}") for n in range(5)))))(0.0)
     assert (len(told["workers"]), told["more_workers"]) == (2, 3)
+
+
+def test_of_many_models_each_kind_of_latency_has_its_lines_those_of_most_requests() -> None:
+    metrics = Metrics(router_of(*(spec(f"w{n}", model=f"m{n}") for n in range(70))))
+    state = LiveState(metrics)
+    state.copy(100.0)
+    for number in range(70):
+        for _ in range(2 if number == 69 else 1):
+            metrics.request_done(
+                "completions", f"m{number}", f"w{number}", Reason.GENERAL_POOL, 200, 0.2, 2.0, 0.0,
+                "general", 0.1, "short", 0.02,
+            )  # fmt: skip
+    metrics.gaps_of("general", "short").observe(0.02)
+    told = state(130.0)
+    assert Counter(each["what"] for each in told["latencies"]) == {
+        "TTFT": MOST_LINES, "TPOT": MOST_LINES, "ITL": 1,
+    }  # fmt: skip
+    assert told["more_latencies"] == 2 * (70 - MOST_LINES)
+    assert [e["count"] for e in told["latencies"] if e["model"] == "m69"] == [2, 2]

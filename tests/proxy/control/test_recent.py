@@ -25,7 +25,7 @@ def add(recent: Recent, name: str, worker: str | None = "s0", **more: object) ->
     ask = Ask(name, "completions", str(more.get("model", "tiny")), 400, 100, 10, 100, 20)
     decision = Decision(WORKERS[worker], Reason.SHORT_POOL, 0.2) if worker else None
     reason = Reason.SHORT_POOL if decision else Reason.QUEUE_FULL
-    recent.add(ask, decision, reason, 200 if decision else 429, 0.3, 1.5, 0.1)
+    recent.add(ask, "short", decision, reason, 200 if decision else 429, 0.3, 1.5, 0.1)
 
 
 def test_an_entry_tells_the_whole_story() -> None:
@@ -81,11 +81,11 @@ def test_of_a_hand_over_it_tells_both_workers_and_what_the_transfer_took() -> No
     recent = ring()
     handover = Handover(WORKERS["s1"], 0, 700, prefill_s=0.4, transfer_s=0.2)
     decision = Decision(WORKERS["s0"], Reason.HANDOVER, 0.7, handover=handover)
-    ask = Ask("r1", "completions", "tiny", 400, 700, 10, 100, 20, long=True)
+    ask = Ask("r1", "completions", "tiny", 400, 700, 10, 100, 20)
     for transferred_s in (None, 0.25):
         handover.transferred_s = transferred_s
-        recent.add(ask, decision, Reason.HANDOVER, 200, 0.8, 1.5, 0.1)
+        recent.add(ask, "long", decision, Reason.HANDOVER, 200, 0.8, 1.5, 0.1)
         (entry,) = recent.newest(1)
-        assert (entry.prefill_worker, entry.worker, entry.long) == ("s1", "s0", True)
+        assert (entry.prefill_worker, entry.worker, entry.size) == ("s1", "s0", "long")
         told = entry.prefill_s, entry.transfer_s, entry.transferred_s
         assert told == (0.4, 0.2, transferred_s)
