@@ -55,7 +55,7 @@ def came(lease: Lease) -> None:
     """Note that a lease's prompt is in the cache."""
     lease.worker.kv_coming -= lease.kv_coming
     lease.kv_coming = 0
-    if lease.holds is None:
+    if lease.prefill is not None and lease.holds is None:
         _join(lease)
 
 

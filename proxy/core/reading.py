@@ -271,7 +271,8 @@ class Reader:
     def _fit(self, ask: Ask) -> None:
         pinned = self._fleet.get(ask.pinned) if ask.pinned else None
         most = self._fleet.pool(ask.model).limit if pinned is None else pinned.limit
-        fit(ask, most, cuts_output=self.cuts_output)
+        if ask.needs > most:
+            fit(ask, most, cuts_output=self.cuts_output)
 
 
 def _would_be_refused(ask: Ask, tenant: Tenant) -> bool:

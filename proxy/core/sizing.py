@@ -156,13 +156,11 @@ class Sizer:
 
 
 def fit(ask: Ask, most: int, *, cuts_output: bool) -> None:
-    """Leave it to the worker with the largest context whether an ask fits, if it may.
+    """Leave it to the worker with the largest context whether an ask fits that needs more.
 
     An estimate of a prompt is not to be held against it: for one that it holds, it is too high.
     `cuts_output`: vLLM 0.32 cuts a limit to what the prompt leaves, if that is a token at least.
     """
-    if ask.needs <= most:
-        return
     stated = ask.output_tokens
     output = ask.generates if cuts_output or stated is None else stated
     least = ask.least_prompt

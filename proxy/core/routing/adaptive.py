@@ -180,10 +180,15 @@ def misfit_s(worker: Worker, view: View) -> float:
 
 def kv_wait_s(worker: Worker, need: int) -> float:
     """Reckon how long until enough of the KV cache is free, as far as its size is known."""
-    held = worker.kv_held
-    over = held + need - KV_FULL * worker.kv_capacity
-    if over <= 0 or not worker.kv_capacity or held <= 0:
+    capacity = worker.kv_capacity
+    room = KV_FULL * capacity - need
+    # What `kv_held` says, without the call: this is asked of every candidate.
+    if not capacity or worker.kv_tokens - worker.kv_spare <= room >= worker.kv_coming:
         return 0.0
+    held = worker.kv_held
+    if held <= 0:
+        return 0.0
+    over = held - room
     left_each = worker.decode_tokens / max(worker.decoding, 1)
     return min(over / held, 1.0) * left_each * worker.pace.step_s(worker.decoding)
 
