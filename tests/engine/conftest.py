@@ -24,7 +24,7 @@ def takes() -> dict[str, list[dict[str, Any]]]:
         [sys.executable, "-m", "tests.engine.one_engine", sets, str(TAKES)],
         capture_output=True,
         text=True,
-        timeout=900,
+        timeout=1800,
         cwd=Path(__file__).parents[2],
     )
     assert done.returncode == 0, done.stderr[-3000:]
