@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 MOST_WORKERS = 500
 MOST_TENANTS = 100
-MOST_LINES = 30  # of latencies, of each kind
+MOST_LINES = 12  # of latencies, of each kind
 QUANTILES = (0.5, 0.99)
 ANY = "all"
 KINDS = ("TTFT", "TPOT", "ITL")

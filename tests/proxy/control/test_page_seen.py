@@ -49,6 +49,34 @@ INKED = """
 """
 
 
+# Shows names and a reason that are long; returns heads that are out of sight, and what is cut for
+# good.
+LONG_NAMES = """
+(() => {
+  const model = 'meta-llama/Llama-3.3-70B-Instruct-FP8-dynamic';
+  const why = "GET /health: [Errno 111] Connect call failed ('10.120.30.113', 8000)";
+  const latency = { what: 'TTFT', pool: 'general', size: 'short', model, count: 99999,
+    p50_s: 12, p99_s: 99 };
+  const worker = { name: 'worker-short-10', model, state: 'down', why, most: 1024, requests: 1024,
+    prefill_tokens: 1234567, decode_tokens: 1234567, wait_s: 99, running: 1024, waiting: 1024,
+    kv_usage: 1 };
+  const workers = state.workers.map((each) => ({ ...each, ...worker }));
+  state = { ...state, latencies: [latency], workers };
+  showState();
+  const unseen = [], cut = [];
+  for (const id of ['latencies', 'workers']) {
+    const edge = $(id).closest('.scroll').getBoundingClientRect().right;
+    for (const head of $(id).tHead.rows[0].cells)
+      if (head.getBoundingClientRect().right > edge + 1) unseen.push(head.innerText);
+    for (const cell of $(id).querySelectorAll('td'))
+      if (cell.scrollWidth > cell.clientWidth && cell.title !== cell.innerText)
+        cut.push(cell.innerText);
+  }
+  return [unseen, cut];
+})()
+"""
+
+
 class Place:
     """Workers, and a router before them that may be started anew."""
 
@@ -131,6 +159,16 @@ async def test_it_shows_what_happened(place: Place, page: Page) -> None:
     assert "240,160,75" in ink["dark"]  # a long's orange
     assert await page.run("getComputedStyle(document.body).backgroundColor") == "rgb(19, 20, 22)"
     assert page.complaints == []
+
+
+async def test_figures_and_reasons_are_seen_however_long_names_are(
+    place: Place, page: Page
+) -> None:
+    await page.goto(place.app.admin_url)
+    await page.until("statusPage.state === 'up' && state !== null")
+    unseen, cut = await page.run(LONG_NAMES)
+    assert set(unseen) <= {"model"}
+    assert cut == []
 
 
 async def schemed(page: Page, scheme: str) -> list[str]:
