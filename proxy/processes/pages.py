@@ -51,7 +51,7 @@ def read(text: str) -> Page:
     """Read a page in Prometheus's format, as we write it."""
     page: Page = {}
     family = Family("untyped", "")
-    for line in text.splitlines():
+    for line in text.split("\n"):  # names may have what else ends lines
         if line.startswith("# HELP "):
             _, _, name, explained = line.split(" ", 3)
             family = page[name] = Family("untyped", explained)

@@ -72,6 +72,11 @@ def test_what_each_has_a_part_of_adds_up() -> None:
     assert found["proxy_ttft_seconds_sumshort"] == pytest.approx(3.6)
 
 
+def test_a_name_may_be_any_text() -> None:
+    name = 'a b} 7\\"\u2028\x85\x0c\r\n# '
+    assert sums(page({name: 3}, 0, 0), page({name: 4}, 0, 0))[f"proxy_requests_total{name}"] == 7
+
+
 def test_processes_and_the_files_they_may_open_are_counted_together() -> None:
     text = Metrics(router_of(spec("a"))).render()[0].decode()
     found, alone = sums(text, text), sums(text)
