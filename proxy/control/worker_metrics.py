@@ -36,6 +36,7 @@ ABSURD = 1e18
 
 BLOCK_SIZE = re.compile(rb'[{,]block_size="(\d{1,9})"')
 NUM_BLOCKS = re.compile(rb'[{,]num_gpu_blocks="(\d{1,12})"')
+SIZE_TOKENS = re.compile(rb'[{,]kv_cache_size_tokens="(\d{1,15})"')
 
 
 def parse(page: bytes, at: float, *, moves: bool = True) -> Gauges | None:
@@ -101,13 +102,18 @@ def values(page: bytes, start: bytes, having: re.Pattern[bytes] | None = None) -
 
 
 def capacity(page: bytes) -> int | None:
-    """Return how many tokens the KV cache holds, over all engines; None if that is not told."""
-    total = 0
+    """Return how many tokens the KV cache holds, over all engines; None if that is not told.
+
+    Of tokens, an engine's line says how many it has; of blocks, how many all of them have.
+    """
+    told = in_blocks = 0
     # Told once all is set up, they are among the last; other engines' stand before the last one.
     last = page.rfind(b"\n" + CACHE_CONFIG) + 1
     first = page.rfind(b"\n#", 0, last) + 1
     for line in lines(page[first:], CACHE_CONFIG):
+        if tokens := SIZE_TOKENS.search(line):
+            told += int(tokens[1])
         size, blocks = BLOCK_SIZE.search(line), NUM_BLOCKS.search(line)
         if size and blocks:
-            total += int(size[1]) * int(blocks[1])
-    return total or None
+            in_blocks = max(in_blocks, int(size[1]) * int(blocks[1]))
+    return told or in_blocks or None

@@ -104,12 +104,18 @@ def test_what_a_cache_holds_wherever_it_is_told(after: bytes) -> None:
     gauges = parse(page, at=0)
     assert gauges is not None
     assert gauges.kv_capacity_tokens == 48_000
-    bare = parse(ONE + b"3\n" + CONFIG * 2, at=0)
-    assert bare is not None
-    assert bare.kv_capacity_tokens == 64
 
 
-CONFIG = b'vllm:cache_config_info{block_size="16",num_gpu_blocks="2"} 1.0\n'
+CONFIG = b'vllm:cache_config_info{block_size="16",num_gpu_blocks="4"} 1.0\n'
+TOLD = CONFIG.replace(b"{", b'{kv_cache_size_tokens="25",')
+UNTOLD = CONFIG.replace(b"{", b'{kv_cache_size_tokens="None",')
+
+
+@pytest.mark.parametrize(("line", "tokens"), [(CONFIG, 64), (UNTOLD, 64), (TOLD, 50)])
+def test_tokens_are_an_engines_own_and_blocks_are_of_all(line: bytes, tokens: int) -> None:
+    gauges = parse(ONE + b"3\n" + line * 2, at=0)
+    assert gauges is not None
+    assert gauges.kv_capacity_tokens == tokens
 
 
 @pytest.mark.parametrize("model", ['a "} 9', "b\\", "c\nvllm:num_requests_running{} 9", "d}{e f"])

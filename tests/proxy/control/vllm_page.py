@@ -65,7 +65,7 @@ def vllm_page(
     config = Gauge(
         "vllm:cache_config_info",
         "Information of the LLMEngine CacheConfig",
-        ["_block_size_resolved", "block_size", "engine", "num_gpu_blocks", "sliding_window"],
+        ["block_size", "engine", "kv_cache_size_tokens", "num_gpu_blocks", "sliding_window"],
         registry=registry,
     )
     for index, engine in enumerate(engines):
@@ -79,5 +79,8 @@ def vllm_page(
         counters["prompt_tokens"].labels(*labels).inc(engine.prompt_tokens)
         counters["generation_tokens"].labels(*labels).inc(engine.generation_tokens)
         counters["num_preemptions"].labels(*labels).inc(engine.preemptions)
-        config.labels("True", str(block_size), str(index), str(num_blocks), "None").set(1)
+        # Tokens are the engine's own, blocks those of all engines together.
+        tokens = num_blocks and num_blocks * block_size
+        blocks = num_blocks and num_blocks * len(engines)
+        config.labels(str(block_size), str(index), str(tokens), str(blocks), "None").set(1)
     return generate_latest(registry)
