@@ -125,8 +125,8 @@ def _order(
 
 
 def _share(used: Amounts, most: Amounts, tenant: Tenant | None) -> float:
-    weight = tenant.spec.weight if tenant is not None else 1.0
-    return max(amount / limit for amount, limit in zip(used, most, strict=True)) / weight
+    share = max(used[0] / most[0], used[1] / most[1], used[2] / most[2])
+    return share if tenant is None else share / tenant.spec.weight
 
 
 def _plus(one: Amounts, other: Amounts, sign: int = 1) -> Amounts:
