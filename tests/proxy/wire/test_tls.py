@@ -86,6 +86,25 @@ async def test_a_chat_and_a_stream(begin: Begin, authority: Authority) -> None:
     client.close()
 
 
+async def test_who_reads_no_answers_is_not_read_from_until_it_does(
+    begin: Begin, authority: Authority
+) -> None:
+    site, asked = await begin(worker(authority, max_model_len=1_000_000)), 1000
+    client = await site.client(limit=1024, rcvbuf=4096, tls=authority.client())
+    await eventually(lambda: site.wire.clients)
+    (theirs,) = site.wire.clients
+    client.writer.write(get("/metrics") * asked)
+    await eventually(lambda: theirs in site.wire.unread)
+    client.writer.write(chat("x" * (1 << 20)))
+    assert (await ask(site, authority.client(), chat())).status == 200, "others are"
+    assert not theirs._transport.is_reading()
+    assert theirs._reader._held < 1 << 20
+    for _ in range(asked):
+        assert (await client.answer(within=DEADLINE_S)).body.startswith(b"# HELP")
+    assert (await client.answer(within=DEADLINE_S)).status == 200
+    assert site.wire.collecting.held == 0
+
+
 async def test_nobody_gets_in_without_tls_or_with_an_old_one(begin: Begin) -> None:
     site = await begin()
     plain = await site.client()
