@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import ssl
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -19,7 +20,7 @@ WHOLE, REFUSED, TORN, LEFT, NOBODY = "whole", "refused", "torn", "left", "nobody
 HANGS_S = 30.0
 REFUSALS = {429, 500, 502, 503, 504}
 # The last is uvloop's word for a transport that was closed just now.
-GONE = (BrokenError, ConnectionError, asyncio.IncompleteReadError, RuntimeError)
+GONE = (BrokenError, ConnectionError, ssl.SSLError, asyncio.IncompleteReadError, RuntimeError)
 
 
 class WrongError(AssertionError):
@@ -36,6 +37,7 @@ class Crowd:
     sizes: tuple[int, ...] = (10, 200, 200, 2000, 20_000, 300_000)  # of prompts, at most
     patience_s: float = HANGS_S
     keys: tuple[str, ...] = ()  # of tenants, whose requests these are in turn
+    tls: ssl.SSLContext | None = None
     judge: Callable[[Answer, list[str]], str] = field(default_factory=lambda: judged)
     outcomes: Counter[str] = field(default_factory=Counter)
     statuses: Counter[int] = field(default_factory=Counter)
@@ -48,9 +50,8 @@ class Crowd:
         dice = random.Random(self.seed * 10_007 + number)
         while not over():
             try:
-                client = await Client.connect(
-                    self.port, rcvbuf=4096 if dice.random() < 0.1 else None
-                )
+                rcvbuf = 4096 if dice.random() < 0.1 else None
+                client = await Client.connect(self.port, rcvbuf=rcvbuf, tls=self.tls)
             except (OSError, RuntimeError):
                 self.outcomes[NOBODY] += 1
                 await asyncio.sleep(0.05)

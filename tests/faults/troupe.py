@@ -13,7 +13,9 @@ from contextlib import contextmanager
 from hashlib import sha256
 from pathlib import Path
 
+from proxy.control.tls import server_context
 from tests.fuzz.mutate import Mutator
+from tests.proxy.certificates import Authority
 from tests.proxy.wire import scripts
 from tests.proxy.wire.fake_worker import Call, FakeWorker, Script
 from tests.proxy.wire.kv import Faults, Kv
@@ -23,6 +25,7 @@ ROLES = {
     "d1": "decode",
 }  # fmt: skip
 FOUND = "g2"  # by DNS
+ENCRYPTED = "g1"  # where anybody is
 MODEL, MAX_MODEL_LEN = "tiny", 1_000_000
 ENDS = ("reset", "close", "stall")
 # What fakes say of their own making. First: the router heard half of some nonsense, and went on.
@@ -42,7 +45,7 @@ workers:
 transfer: {{connector: nixl, warmup: false}}
 routing: {{disaggregate_above: 1}}
 {tenants}router:
-  port: {listen}
+{more}  port: {listen}
   processes: {processes}
   admin: {{port: {admin}}}
   drain_s: 2.0
@@ -57,8 +60,12 @@ TENANTS = """\
 tenants:
   - {{name: people, class: interactive, key_hashes: ['{people}'], limits: {{concurrency: 64}}}}
   - {{name: jobs, weight: 2, key_hashes: ['{jobs}'], limits: {{tokens_per_minute: 100000000}}}}
+  - {{name: night, class: batch, key_hashes: ['{night}']}}
 """
+# Keys of those who ask, and of who has a file of requests run.
 KEYS = {name: f"key-of-{name}-0123456789" for name in ("people", "jobs")}
+NIGHT = "night"
+NIGHTS_KEY = "key-of-night-0123456789"
 
 
 async def half_close(call: Call) -> None:
@@ -143,8 +150,11 @@ class Moody(Kv):
 class Troupe:
     """The workers, and what befalls them."""
 
-    def __init__(self, seed: int, no_names: Path | None = None) -> None:
+    def __init__(
+        self, seed: int, no_names: Path | None = None, authority: Authority | None = None
+    ) -> None:
         self.kv = Moody(seed)
+        self._authority = authority  # whose certificates the router and one worker show
         self._no_names = no_names  # a file, for a router that is another process
         self.dice = random.Random(seed + 1)
         self.fakes: dict[str, FakeWorker] = {}
@@ -156,22 +166,40 @@ class Troupe:
         """Let all listen."""
         for name, role in {**ROLES, FOUND: "general"}.items():
             fake = FakeWorker(name, model=MODEL, max_model_len=MAX_MODEL_LEN)
+            if self._authority is not None and name == ENCRYPTED:
+                fake.tls = server_context(self._authority.port(name))
             await fake.listen()
             fake.always(self.kv.slowly(self.kv.worker(fake, role)))
             self.fakes[name] = fake
 
     def fleet(
-        self, *, listen: int = 0, admin: int = 0, processes: int = 1, tenants: bool = False
+        self,
+        *,
+        listen: int = 0,
+        admin: int = 0,
+        processes: int = 1,
+        tenants: bool = False,
+        batches: Path | None = None,
     ) -> str:
-        """Write the fleet file."""
-        hashes = {name: f"sha256:{sha256(key.encode()).hexdigest()}" for name, key in KEYS.items()}
+        """Write the fleet file; with `batches` some requests are refused for their wait, too."""
+        keys = {**KEYS, NIGHT: NIGHTS_KEY}
+        hashes = {name: f"sha256:{sha256(key.encode()).hexdigest()}" for name, key in keys.items()}
+        more = ""
+        if batches is not None:
+            more = f"  admission: {{ttft_s: 0.5}}\n  batches: {{path: {batches}, concurrency: 2}}\n"
+        ca = ""
+        if (authority := self._authority) is not None:
+            shown = authority.port("router")
+            more += f"  tls: {{cert_file: {shown.cert_file}, key_file: {shown.key_file}}}\n"
+            ca = f"worker_tls: {{ca_file: {authority.ca_file}}}\n"
         workers = [
             f"  - {{name: {name}, url: '{self.fakes[name].url}', role: {role}, max_requests: 8}}"
             for name, role in ROLES.items()
         ]
         return FLEET.format(
             port=self.fakes[FOUND].port, workers="\n".join(workers), listen=listen, admin=admin,
-            processes=processes, tenants=TENANTS.format(**hashes) if tenants else "",
+            processes=processes, more=more,
+            tenants=ca + (TENANTS.format(**hashes) if tenants else ""),
         )  # fmt: skip
 
     async def stop(self) -> None:

@@ -147,7 +147,10 @@ class Connection(asyncio.Protocol):
 
     def half_close(self) -> None:
         self._check_open()
-        self.transport.write_eof()
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+        else:  # there is no half of TLS to close
+            self.transport.close()
 
     def _check_open(self) -> None:
         if self.gone.is_set() or self.transport.is_closing():
@@ -328,7 +331,7 @@ class FakeWorker:
         deaf.listen(1000)
         deaf.setblocking(False)
         loop = asyncio.get_running_loop()
-        self._server = await loop.create_server(lambda: Connection(self), sock=deaf)
+        self._server = await loop.create_server(lambda: Connection(self), sock=deaf, ssl=self.tls)
 
     async def refuse(self) -> None:
         """Close the listening socket; connections made live on."""
