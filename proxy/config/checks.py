@@ -33,6 +33,8 @@ ADDRESS = {
     "mooncake": (re.compile(r"http://[\w.-]+:\d{1,5}", re.ASCII), "http://host:port"),
     "lmcache": (re.compile(r"[\w.-]+:\d{1,5}:\d{1,5}", re.ASCII), "host:init_port:alloc_port"),
 }
+# A flag and its value in one word, which vLLM takes for neither.
+ONE_WORD = re.compile(r"(--?[a-z][\w.-]*)\s+(.*\S)\s*", re.ASCII | re.IGNORECASE | re.DOTALL)
 FORM_BYTES = 64 * 1024  # of a form that holds a file, beside the file
 # Names of this machine that can't share a port.
 HERE = frozenset({"127.0.0.1", "localhost", "::1", "0.0.0.0", "::"})  # noqa: S104 - only compared
@@ -132,6 +134,9 @@ def launches(draft: Draft) -> Iterator[Problem]:
             name = flag.partition("=")[0].replace("_", "-")
             if name in ours:
                 yield Problem(f"{path}[{place}]", f"{name!r}: {ours[name]}; leave it out here")
+            elif apart := ONE_WORD.fullmatch(flag):
+                why = f"a flag and its value in one; write it as {apart[1]}={apart[2]}"
+                yield Problem(f"{path}[{place}]", f"{flag!r}: {why}")
         told, flagged = worker.max_model_len, worker.flag_max_model_len
         if told and flagged and told > flagged:
             why = f"--max-model-len {flagged}: less than max_model_len, {told}; drop one of them"

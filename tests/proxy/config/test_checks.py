@@ -77,6 +77,18 @@ def test_without_policies_their_flags_are_free() -> None:
     assert found([at(1, launch={"args": ["--additional-config", "{}"]})]) == {}
 
 
+@pytest.mark.parametrize("word", ["--max-model-len 5", "-tp 2 ", "--load_format\ndummy"])
+def test_a_flag_and_its_value_are_two_words(word: str) -> None:
+    problems = found([at(1, launch={"args": ["--x", word]})])
+    assert list(problems) == ["workers[0].launch.args[1]"]
+    assert f"write it as {'='.join(word.split())}" in problems["workers[0].launch.args[1]"]
+
+
+@pytest.mark.parametrize("word", ['--additional-config={"a": 1}', '{"a": -1}', "- x", "a -b c"])
+def test_a_value_may_have_blanks(word: str) -> None:
+    assert found([at(1, launch={"args": ["--x", word]})]) == {}
+
+
 @pytest.mark.parametrize("args", [["--max-model-len", "5"], ["--max_model_len=5"]])
 def test_two_context_lengths(args: list[str]) -> None:
     assert list(found([at(1, max_model_len=6, launch={"args": args})])) == [
