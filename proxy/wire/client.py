@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 # Sent ahead of its turn; beyond that the client has to wait.
 MAX_AHEAD, MANY_AHEAD = 256 << 10, 256  # bytes, requests
+MOST_UNSENT = 64 << 10  # bytes of answers, before no more of them is taken from workers
 # That it has closed its end shows while what it sent before is not read yet, on Linux.
 LEFT = getattr(select, "POLLRDHUP", 0) | select.POLLHUP | select.POLLERR
 RESET_ON_CLOSE = struct.pack("ii", 1, 0)
@@ -78,6 +79,8 @@ class ClientConnection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Wait for a request."""
         self._transport = cast("asyncio.Transport", transport)
+        if self._wire.tls is not None:  # which keeps eight times as much by itself
+            self._transport.set_write_buffer_limits(high=MOST_UNSENT)
         self.write = partial(self._wire.outbox.write, self._transport)
         self._wire.client_came(self)
         self._rest(self._wire.clock())

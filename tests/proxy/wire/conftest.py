@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, Protocol
 
@@ -31,9 +32,13 @@ async def start() -> AsyncIterator[Start]:
     tasks, open_before = asyncio.all_tasks(), sockets()
 
     async def begin(
-        *fakes: Fake, router: dict[str, Any] | None = None, wire: dict[str, Any] | None = None
+        *fakes: Fake,
+        router: dict[str, Any] | None = None,
+        wire: dict[str, Any] | None = None,
+        tls: ssl.SSLContext | None = None,
     ) -> Site:
         site = Site(router or {}, wire or {})
+        site.wire.tls = tls
         sites.append(site)
         await site.start(fakes or (Fake(),))
         return site

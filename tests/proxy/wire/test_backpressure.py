@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 
+import pytest
+
+from proxy.control.tls import server_context
+from tests.proxy.certificates import Authority
 from tests.proxy.wire import scripts
 from tests.proxy.wire.client import chat, get
 from tests.proxy.wire.conftest import Start
@@ -41,6 +46,26 @@ async def stalled(call: Call) -> int:
             sent = call.connection.sent
             await asyncio.sleep(0.1)
     return sent
+
+
+@pytest.mark.parametrize("encrypted", [False, True], ids=["plain", "tls"])
+async def test_little_lies_here_of_what_clients_do_not_read(
+    start: Start, tmp_path: Path, encrypted: bool
+) -> None:
+    authority = Authority(tmp_path)
+    tls = authority.client() if encrypted else None
+    shown = server_context(authority.port("router")) if encrypted else None
+    site = await start(tls=shown)
+    site.fake.always(flood())
+    clients = [await site.client(limit=1024, rcvbuf=8192, tls=tls) for _ in range(8)]
+    for number, client in enumerate(clients, start=1):
+        await client.send(chat(stream=True))
+        await site.fake.got(number)
+    for call in site.served():
+        await stalled(call)
+    unsent = [each._transport.get_write_buffer_size() for each in site.wire.clients]
+    assert len(unsent) == len(clients)
+    assert max(unsent) < 400 << 10
 
 
 async def test_a_client_that_does_not_read_stalls_its_worker(start: Start) -> None:

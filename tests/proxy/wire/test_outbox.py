@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from proxy.wire.outbox import Outbox
+from proxy.wire.outbox import MOST, Outbox
 
 
 class Transport:
@@ -33,6 +33,22 @@ async def test_the_first_goes_at_once_and_the_rest_in_order_when_the_turn_ends()
     assert log == [("a", b"12"), ("b", b"3"), ("a", b"4")]
     outbox.write(b, b"5")
     assert log[3:] == [("b", b"5")]
+
+
+async def test_what_is_much_goes_before_the_turn_ends_and_in_order() -> None:
+    log: list[Any] = []
+    a, b = Transport("a", log), Transport("b", log)
+    outbox: Any = Outbox()
+    outbox.write(a, b"1")
+    outbox.write(b, b"2")
+    outbox.write(a, b"head", b"x" * (MOST - 1))
+    assert log == [("a", b"1")]
+    outbox.write(b, b"3")
+    assert [name for name, _ in log] == ["a", "b", "a", "b"]
+    outbox.write(a, b"4")
+    assert len(log) == 4
+    await asyncio.sleep(0)
+    assert log[4:] == [("a", b"4")]
 
 
 async def test_a_flush_before_a_close_leaves_nothing_for_later() -> None:
