@@ -38,6 +38,7 @@ class Extent:
     largest_tokens: int = 0
     prompts: int = 1
     plain: bool = False  # one prompt of text alone, which /tokenize can count
+    cut: bool = False  # whether there is more text, which the body has the worker cut off
 
 
 def measure(shape: Shape, body: dict[str, JSON]) -> Extent:
@@ -230,10 +231,13 @@ def _tokens(extent: Extent, body: dict[str, JSON]) -> None:
 
 
 PAIR_KEYS = (("query", "queries", "data_1", "text_1"), ("documents", "items", "data_2", "text_2"))
+PAIR_CUTS = "max_tokens_per_query", "max_tokens_per_doc"  # each text is cut to so many; 0: is not
+BYTES_KEPT = 4  # per token, of what is cut
 
 
 def _pairs(extent: Extent, body: dict[str, JSON]) -> None:
-    left, right = (_side(body, keys) for keys in PAIR_KEYS)
+    cuts = (count(body.get(key)) or 0 for key in PAIR_CUTS)
+    left, right = (_side(body, *each) for each in zip(PAIR_KEYS, cuts, strict=True))
     repeats = right.prompts if left.prompts == 1 else 1  # one query is read again for each document
     extent.prompts = right.prompts
     extent.text = repeats * left.text + right.text
@@ -241,9 +245,10 @@ def _pairs(extent: Extent, body: dict[str, JSON]) -> None:
     extent.vague = repeats * left.vague + right.vague
     extent.largest_text = left.largest_text + right.largest_text
     extent.largest_tokens = left.largest_tokens + right.largest_tokens
+    extent.cut = left.cut or right.cut
 
 
-def _side(body: dict[str, JSON], keys: Iterable[str]) -> Extent:
+def _side(body: dict[str, JSON], keys: Iterable[str], most: int) -> Extent:
     """Measure one side's prompts together, with the longest text and the most tokens of one."""
     value = next((body[key] for key in keys if body.get(key) is not None), "")
     many = type(value) is list and bool(value) and type(value[0]) is not int
@@ -252,6 +257,9 @@ def _side(body: dict[str, JSON], keys: Iterable[str]) -> Extent:
     for prompt in prompts:
         text, tokens = side.text, side.tokens
         _one(side, prompt)
+        if most and side.text - text > most * BYTES_KEPT:
+            side.text = text + most * BYTES_KEPT
+            side.cut = True
         side.largest_text = max(side.largest_text, side.text - text)
         side.largest_tokens = max(side.largest_tokens, side.tokens - tokens)
     return side

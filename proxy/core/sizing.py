@@ -45,6 +45,8 @@ CUTTING = frozenset(
     ["chat/completions", "chat/completions/batch", "completions", "embeddings", "pooling",
      "classify", "score", "rerank", "v2/rerank"]
 )  # fmt: skip
+# What a response says for the same; whatever else is said there, null too, cuts it.
+TRUNCATION, WHOLE = "truncation", "disabled"
 
 
 @dataclass(slots=True)
@@ -128,8 +130,12 @@ class Sizer:
         else:
             ask.generates = False
         ask.samples = samples * extent.prompts
+        if extent.cut:
+            ask.text_bytes = 0
         if route.truncates or (body.get(CUT) is not None and route.name in CUTTING):
-            _cut(ask, body, extent.prompts)
+            _cut(ask, count(body.get(CUT)), extent.prompts)
+        elif shape is RESPONSE and body.get(TRUNCATION, WHOLE) != WHOLE:
+            _cut(ask, None, extent.prompts)
         return ask
 
     def counted(self, ask: Ask, prompt_tokens: int) -> None:
@@ -198,9 +204,8 @@ def _output(route: Route, body: dict[str, Any]) -> tuple[int | None, int]:
     return output, samples
 
 
-def _cut(ask: Ask, body: dict[str, Any], prompts: int) -> None:
+def _cut(ask: Ask, most: int | None, prompts: int) -> None:
     """Heed that the worker cuts prompts off: at so many tokens, or else where its context ends."""
-    most = count(body.get(CUT))
     sure = ask.largest_prompt - ask.prompt_error
     ask.sure_prompt = sure if most is None else min(sure, most)
     if most is None:

@@ -162,6 +162,31 @@ def test_a_prompt_that_is_cut_off_is_no_longer_than_that() -> None:
         assert ask.needs - ask.prompt_error == 0
 
 
+@pytest.mark.parametrize("truncation", ["auto", None])
+def test_a_response_may_be_cut_where_the_context_ends(truncation: str | None) -> None:
+    body = {"input": "x" * 900_000, "max_output_tokens": 100}
+    one = size(body | {"truncation": truncation}, "/v1/responses")
+    assert one.needs - one.prompt_error == 100
+    fit(one, 4000, cuts_output=False)
+    assert one.needs == 4000
+    whole = size(body | {"truncation": "disabled"}, "/v1/responses")
+    assert whole == size(body, "/v1/responses")
+    fit(whole, 4000, cuts_output=False)
+    assert whole.needs > 200_000
+
+
+def test_documents_may_be_cut_to_so_many_tokens_each() -> None:
+    body = {"query": "x" * 400, "documents": ["x" * 40_000, "x" * 40]}
+    cut = size(body | {"max_tokens_per_doc": 300}, "/v2/rerank")
+    assert (cut.largest_prompt, cut.prompt_tokens) == (400, 510)
+    assert cut.least_prompt <= 300
+    assert cut.text_bytes == 0  # how many bytes were read nobody knows
+    both = body | {"max_tokens_per_doc": 300, "max_tokens_per_query": 10}
+    assert size(both, "/v1/score").largest_prompt == 310
+    for most in (0, None, 10_001):
+        assert size(body | {"max_tokens_per_doc": most}, "/rerank") == size(body, "/rerank")
+
+
 @pytest.mark.parametrize(
     ("path", "cut"),
     [
