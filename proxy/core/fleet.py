@@ -11,7 +11,7 @@ from heapq import heappop, heappush
 
 from proxy.core import holding
 from proxy.core.roster import Roster
-from proxy.core.types import Ask, Decision, Handover, Lease
+from proxy.core.types import Ask, Decision, Handover, Lease, Role
 from proxy.core.worker import Worker
 
 # A request without a stream shows no first token; it is taken to come at so many times the
@@ -149,6 +149,7 @@ class Fleet(Roster):
         cached = handover.cached_tokens if handover is not None else 0
         tokens = first.ahead_tokens + first.ask.prompt_tokens - cached
         pace = first.worker.pace
+        pace.saw_length(first.ask.prompt_tokens)
         pace.saw_first_token(tokens, first.behind_long, cached, now - first.charged_at, now)
         if pace.prefills <= LENDS:
             self._lend(first.worker)
@@ -198,7 +199,9 @@ class Fleet(Roster):
             return
         ask, worker = lease.ask, lease.worker
         pace = worker.pace
-        if now >= pace.first_due and (ask.stream or not ask.generates):
+        # Who may have waited for a seat says nothing of prefills: see `seats`.
+        stood = worker.role is Role.DECODE and worker.queued_before
+        if now >= pace.first_due and (ask.stream or not ask.generates) and not stood:
             cached = lease.decision.cached_tokens
             tokens = lease.ahead_tokens + ask.prompt_tokens - cached
             seconds = now - lease.charged_at

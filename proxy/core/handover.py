@@ -7,10 +7,14 @@ lose by it, and those who come meanwhile) against the prefill worker's wait and 
 transfer. Or, where the operator
 set a threshold, of tokens: those that the decode worker would have to prefill. So the decode worker
 is chosen first, by what the request costs there in the better way; the prefill worker is the one
-that will be done soonest. Nothing is sent to it before the decode worker has room; where shorts
-leave none for too long, the decode worker is given all of it, and its engine has it wait.
+that will be done soonest. Nothing is sent to it before the decode worker's cache has room, and
+should have a seat when the prefill is done. Where shorts leave no seat for too long it is handed
+over all the same, one at a time; where they leave no room, the decode worker is given all of it.
+In either case its engine has it wait.
 
-Cost: some ten multiplications per prefill worker and per decode worker. How it fails: the prefill
+Cost: some ten multiplications per prefill worker and twenty per decode worker. How it fails: a
+decode worker that is faster than the prefill worker is not known to be, until it has had some long
+prompts itself; the prefill
 worker that is done soonest may have the slowest link to the decode worker; with a threshold, a busy
 prefill worker is waited for though a decode worker could do it sooner.
 """
@@ -27,7 +31,7 @@ from proxy.core.holding import KV_FULL
 from proxy.core.links import Links
 from proxy.core.transfer_time import TransferTimes
 from proxy.core.types import Ask, Decision, Handover, Lease, Reason, Role
-from proxy.core.worker import Held, Worker
+from proxy.core.worker import STALL, Held, Worker
 
 if TYPE_CHECKING:
     from proxy.core.routing.view import View
@@ -65,6 +69,7 @@ class Handing:
     links: Links
     within_s: float = inf  # that a transfer may take, with the wait for it
     shorts_per_s: float = 0.0  # that each decode worker is likely to be asked for
+    stands: bool = False  # whether it may wait in the decode worker's engine for a seat
 
     def tokens(self, worker: Worker, view: View) -> int:
         """Count what would have to be transferred to a decode worker."""
@@ -81,12 +86,32 @@ class Handing:
         ask, pace = view.ask, worker.pace
         step_s = pace.step_s(worker.decoding)
         output_s = worker.output_price * ask.expected_output * ask.samples
-        return self.prefill_s + transfer_s + step_s + output_s
+        wait_s = 0.0
+        if worker.prefill_tokens or worker.strange_tokens:
+            wait_s = worker.wait_s(view.now, for_long=ask.long)
+        # A prefill there has until then to be done.
+        wait_s = max(wait_s - self.prefill_s, 0.0)
+        return self.prefill_s + wait_s + transfer_s + step_s + output_s
 
-    def tide_s(self, worker: Worker, view: View) -> float:
-        """Reckon the delay to those who come while a decode worker prefills this."""
-        prefill_s = worker.pace.token_s * self.tokens(worker, view)
-        return self.shorts_per_s * prefill_s * prefill_s / 2.0
+    def harm_s(self, worker: Worker, view: View) -> float:
+        """Reckon what a decode worker's own prefill costs beyond what `adaptive` reckons of it.
+
+        Its pace is that of the short prompts that it prefills itself; of long ones, whose tokens
+        are dearer, the prefill worker has the word. While chunks of a prompt are computed those who
+        decode get hardly a token: they lose all of the time but one step, not a part of it. Shorts
+        that come meanwhile wait. And to wait for a seat takes a hand-over no time until its
+        prefill is done.
+        """
+        tokens, here, there = self.tokens(worker, view), worker.pace, self.prefill.pace
+        token_s = here.token_s
+        if there.length and there.token_s > token_s:
+            token_s += (there.token_s - token_s) * min(tokens / there.length, 1.0)
+        prefill_s = token_s * tokens
+        lost_s = max(prefill_s - here.step_s(worker.decoding), STALL * prefill_s)
+        others_s = lost_s * (worker.decoding + worker.strangers)
+        more_s = max(prefill_s + others_s - worker.prompt_price * tokens, 0.0)
+        tide_s = self.shorts_per_s * prefill_s * prefill_s / 2.0
+        return more_s + tide_s + min(seats.wait_s(worker, view.now), self.prefill_s)
 
     def offer(self, worker: Worker, view: View, whole_s: float) -> float | None:
         """Reckon what a hand-over to a decode worker costs; None if it had better do it all.
@@ -105,7 +130,7 @@ class Handing:
         cost_s = self.cost_s(worker, view, transfer_s)
         if self.above is not None:
             return cost_s if self.tokens(worker, view) > self.above else None
-        whole_s += self.tide_s(worker, view)
+        whole_s += self.harm_s(worker, view)
         return cost_s if cost_s * (1.0 + GAIN) + GAIN_S < whole_s else None
 
     def may(self, worker: Worker, view: View, transfer_s: float) -> bool:
@@ -116,6 +141,14 @@ class Handing:
         if worker.prefill_tokens or worker.strange_tokens:
             transfer_s += worker.wait_s(now, for_long=view.ask.long)
         return transfer_s <= self.within_s
+
+    def is_seated(self, worker: Worker, view: View) -> bool:
+        """Whether a decode worker has a seat by the time that the prefill is done."""
+        return self.stands or not seats.are_taken(worker, view.now, self.prefill_s)
+
+    def has_room(self, worker: Worker, view: View) -> bool:
+        """Whether it has that and, now, room in its cache, as far as anybody knows."""
+        return self.is_seated(worker, view) and fits(worker, view.ask)
 
     def decision(self, worker: Worker, view: View) -> Decision:
         """Write down a hand-over to a decode worker."""
@@ -135,10 +168,8 @@ def whole_s(worker: Worker, view: View) -> float:
     return cost - worker.cached_price * worker.cached(held) if held else cost
 
 
-def has_room(worker: Worker, ask: Ask, now: float) -> bool:
-    """Whether a decode worker has room for a request right now, as far as anybody knows."""
-    if seats.are_taken(worker, now):
-        return False
+def fits(worker: Worker, ask: Ask) -> bool:
+    """Whether a decode worker's cache has room for a request right now, as far as is known."""
     capacity = worker.kv_capacity
     if not capacity or not worker.requests or not (held := worker.kv_held):
         return True
@@ -208,7 +239,8 @@ def instead(
         and worker is not lease.worker
         and worker.takes(now)
         and worker.may_hold(ask)
-        and has_room(worker, ask, now)
+        and not seats.are_taken(worker, now)
+        and fits(worker, ask)
         and not links.is_shut(first.worker, worker, now)
         and (wait_s := worker.wait_s(now, for_long=ask.long)) + halves.transfer_s <= within_s
     ]
@@ -229,7 +261,7 @@ def refine(decision: Decision, view: View) -> Decision | None:
         return decision
     if handing.offer(worker, view, whole_s(worker, view)) is None:
         return decision
-    if not has_room(worker, view.ask, view.now):
+    if not handing.has_room(worker, view):
         return None
     return replace(handing.decision(worker, view), scores=decision.scores)
 

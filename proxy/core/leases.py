@@ -34,6 +34,8 @@ class Leases(Placer):
 
     def _transferred(self, lease: Lease, now: float) -> None:
         handover = lease.decision.handover
+        if lease.worker.queued_before:  # it may have waited there for something else
+            return
         if handover is not None and handover.tokens and lease.ask.stream and not lease.released:
             step_s = lease.worker.pace.step_s(lease.worker.decoding)
             seconds = max(now - lease.charged_at - step_s, 0.0)

@@ -66,7 +66,7 @@ class Placer:
         candidates = view.candidates
         decision = self._choose(view)
         if decision is None and late and not in_the_gaps and view.handing is not None:
-            decision = self._choose_whole(view, candidates)
+            decision = self._choose_late(view, view.handing, candidates)
         if in_the_gaps and decision is not None and placing.is_in_the_way(decision, view, fair):
             placing.keep_out_of_the_way(view, fair)
             decision = self._choose(view)
@@ -106,9 +106,16 @@ class Placer:
             view.candidates = [worker for worker in view.candidates if worker is not full]
         return None
 
-    def _choose_whole(self, view: View, candidates: list[Worker]) -> Decision | None:
+    def _choose_late(
+        self, view: View, handing: handover.Handing, candidates: list[Worker]
+    ) -> Decision | None:
         """Choose for one that has waited for long for a decode worker to have room."""
-        ask = view.ask
+        ask, view.candidates = view.ask, candidates
+        # For a seat alone: served whole it would wait for the same one, and then stop others.
+        handing.stands = True
+        if (decision := self._choose(view)) is not None:
+            one_is_ahead = decision.handover is not None and handing.prefill.prefill_tokens > 0
+            return None if one_is_ahead else decision
         view.handing = None
         view.candidates = [w for w in candidates if handover.may_queue(w, ask)]
         decision = self._choose(view)

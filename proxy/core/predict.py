@@ -48,6 +48,7 @@ class Pace:
         "end_due",
         "first_due",
         "fixed_s",
+        "length",
         "missing",
         "passing",
         "prefills",
@@ -63,6 +64,7 @@ class Pace:
         self.missing = MISSING
         self.base_s = STEP_S
         self.each_s = EACH_S
+        self.length = 0.0  # of a prompt that it was handed lately, in tokens; 0 = it had none
         self.prefills = 0.0  # how much was seen of each form
         self.steps = 0.0
         self.seen_at = 0.0  # when a first token was last learnt from
@@ -138,6 +140,10 @@ class Pace:
     def saw_cached(self, had: float) -> None:
         """Learn what share of the tokens that should be cached was, where a worker says so."""
         self.missing = _share(self.missing + SLOWLY * (1.0 - had - self.missing), 0.0)
+
+    def saw_length(self, tokens: int) -> None:
+        """Note how long the prompts are by which it is known."""
+        self.length += (tokens - self.length) * (SLOWLY if self.length else 1.0)
 
     def adopt(self, other: Pace, share: float = 1.0) -> None:
         """Move towards another's: all the way for a worker of which nothing is known."""

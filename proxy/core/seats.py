@@ -6,6 +6,9 @@ it does not. But a queue shows all of that. For a hand-over it is the wrong plac
 prefill worker keeps the blocks meanwhile, and not for ever. For a whole request it is as good as
 the router's, where it would wait behind hand-overs.
 
+A hand-over needs its seat when the prefill is done. So what counts is not whether one is free now,
+but whether one should be by then.
+
 Idea: while requests wait there, on two pages in a row, it had room for as many fewer as wait; with
 each page on which none do, for a quarter and one more, so that what was learnt of a bad moment is
 soon forgotten. A page is old news: who counts what was charged since does not send, at the first
@@ -16,6 +19,8 @@ a page that is missing, or too old, holds nothing back.
 """
 
 from __future__ import annotations
+
+from math import inf
 
 from proxy.core.holding import KV_FULL
 from proxy.core.types import Gauges
@@ -40,16 +45,30 @@ def learn(worker: Worker, gauges: Gauges) -> None:
         worker.seats = MORE * worker.seats + ONE_MORE
 
 
-def are_taken(worker: Worker, now: float) -> bool:
-    """Whether what is sent to a worker now would wait there, by its own word."""
+def wait_s(worker: Worker, now: float) -> float:
+    """Reckon how long until a worker has a seat for one more; inf where nothing tells.
+
+    Each that decodes there goes when its answer is written, as far as that was foreseen.
+    """
     gauges = worker.gauges
     heeded = gauges is not None and now - gauges.at <= HEEDED_S
     taken = worker.requests + (worker.strangers if heeded else 0)
     if not taken:
-        return False
-    most = worker.spec.seats
-    if most is not None and taken >= most:
-        return True
-    if gauges is None or not heeded:
-        return False
-    return taken >= worker.seats or gauges.kv_usage > KV_FULL
+        return 0.0
+    seats = inf if worker.spec.seats is None else float(worker.spec.seats)
+    if gauges is not None and heeded:
+        seats = min(seats, worker.seats)
+        if gauges.kv_usage > KV_FULL:
+            seats = min(seats, taken)
+    if taken < seats:
+        return 0.0
+    decoding = worker.decoding
+    if not decoding or not worker.requests:
+        return inf
+    left = worker.decode_tokens / worker.requests
+    return (taken + 1.0 - seats) * left * worker.pace.step_s(decoding) / decoding
+
+
+def are_taken(worker: Worker, now: float, within_s: float = 0.0) -> bool:
+    """Whether what comes to a worker in so many seconds would wait there, as far as is known."""
+    return wait_s(worker, now) > within_s

@@ -187,6 +187,35 @@ def test_prompts_are_handed_over() -> None:
     assert max(gap for each in play(simulated({}), *mixed(30)).outcomes for gap in each.itls) > 0.2
 
 
+def test_streams_stand_still_for_no_long_prompt_though_two_come_at_once() -> None:
+    """Three times: by then much is learnt, and it must not be that a decode worker is quick."""
+    fleet = simulated(
+        {"role": "prefill"}, {"role": "decode"}, transfer="nixl", profile="h100-70b-tp4"
+    )
+    streams = [Request(0.1 * n, "stream", 100, 2000) for n in range(4)]
+    longs = [Request(5.0 + 10 * n, "long", 24_000, 20) for n in range(3) for _ in range(2)]
+    shorts = [Request(1.0 + n / 2, "short", 100, 20) for n in range(60)]
+    asked = sorted((*streams, *longs, *shorts), key=lambda request: request.at)
+    played = play(fleet, *asked)
+    assert_whole(played.outcomes, len(asked))
+    assert {each.worker for each in played.outcomes if each.klass == "long"} == {"w0>w1"}
+    assert max(gap for each in played.outcomes for gap in each.itls) < 0.1
+
+
+@pytest.mark.parametrize("seats", [8, 256])
+def test_what_a_decode_worker_has_no_seat_for_now_may_be_prefilled_meanwhile(seats: int) -> None:
+    """Answers go on while others are prefilled: few seats must not mean idle prefill workers."""
+    args = {"launch": {"args": [f"--max-num-seqs={seats}"]}}
+    fleet = simulated({"role": "prefill"}, {"role": "decode", **args}, transfer="nixl")
+    longs = [Request(2.0 * n, "long", 24_000, 200) for n in range(40)]
+    shorts = [Request(0.35 * n, "short", 100, 200) for n in range(200)]
+    asked = sorted((*longs, *shorts), key=lambda request: request.at)
+    played = play(fleet, *asked)
+    assert_whole(played.outcomes, len(asked))
+    waits = [each.ttft for each in played.outcomes if each.klass == "long"]
+    assert sum(waits) / len(waits) < 2.0
+
+
 def test_a_prefix_draws_requests_to_whom_has_it() -> None:
     shared = (("system", 8000),)
     asked = [Request(n * 1.0, "a", 8100, 5, shared=shared) for n in range(6)]

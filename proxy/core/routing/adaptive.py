@@ -30,8 +30,7 @@ from __future__ import annotations
 
 from operator import attrgetter
 
-from proxy.core import seats
-from proxy.core.handover import Handing, has_room
+from proxy.core.handover import Handing
 from proxy.core.holding import KV_FULL
 from proxy.core.routing.view import DECODE, WRONG, Rule, View, reason_for
 from proxy.core.types import Decision, Reason, Score
@@ -64,11 +63,12 @@ class Adaptive(Rule):
         handed = offers(candidates, costs, view) if view.handing is not None else ()
         worker = cheapest(candidates, costs, long=ask.long)
         if view.handing is not None and worker in handed:
-            if not seats.are_taken(worker, view.now):
-                return self._hand_over(worker, view.handing, view)
+            handing = view.handing
+            if handing.is_seated(worker, view):
+                return self._hand_over(worker, handing, view)
             # To a hand-over it is as good as full: whoever else there is may do it sooner.
             view.candidates = [
-                w for w in candidates if w not in handed or not seats.are_taken(w, view.now)
+                w for w in candidates if w not in handed or handing.is_seated(w, view)
             ]
             return self.choose(view) if view.candidates else None
         reason = reason_for(worker, view)
@@ -81,7 +81,7 @@ class Adaptive(Rule):
         return Decision(worker, reason, ttft_s, scores, cached)
 
     def _hand_over(self, worker: Worker, handing: Handing, view: View) -> Decision | None:
-        if not has_room(worker, view.ask, view.now):
+        if not handing.has_room(worker, view):
             return None  # its prefill would be done before there is anywhere to put it
         decision = handing.decision(worker, view)
         if view.explain:
@@ -134,7 +134,7 @@ def offers(candidates: list[Worker], costs: list[float], view: View) -> set[Work
             costs[at] = cost_s + kv_wait_s(worker, need)
             handed.add(worker)
         elif worker.role is DECODE:
-            costs[at] += handing.tide_s(worker, view)
+            costs[at] += handing.harm_s(worker, view)
     return handed
 
 

@@ -9,7 +9,7 @@ import pytest
 from proxy.core.fleet import Fleet
 from proxy.core.handover import Why
 from proxy.core.router import Router
-from proxy.core.types import Ask, Gauges, Lease, Outcome, Reason, Role, Usage
+from proxy.core.types import Ask, Decision, Gauges, Lease, Outcome, Reason, Role, Usage
 from proxy.core.worker import WorkerSpec
 from tests.proxy.core.making import (
     GENERAL,
@@ -109,7 +109,54 @@ def test_a_busy_prefill_worker_is_not_waited_for_at_any_price() -> None:
     busy(here, count=1)
     prefills = [placed(here.submit(ask(LONG), 0.0)).prefill for _ in range(8)]
     assert prefills[0] is not None
-    assert prefills[-1] is None
+    assert None in prefills
+
+
+def test_of_longs_at_once_none_is_computed_where_four_decode() -> None:
+    """They would get next to no token for all of that time, not for a part of it."""
+    here = router()
+    busy(here, count=4)
+    routes = [placed(here.submit(ask(LONG), 0.0)).decision.route for _ in range(3)]
+    assert routes == ["p0>d0"] * 3
+
+
+def test_of_long_prompts_the_prefill_worker_has_the_word() -> None:
+    """A decode worker has short ones alone, and their tokens are cheap."""
+    here = router()
+    busy(here, count=1)
+    first, second = worker_of(here, "p0").pace, worker_of(here, "d0").pace
+    first.token_s, second.token_s = 2e-4, 2e-5
+    worker_of(here, "d0").reprice()
+    assert placed(here.submit(ask(LONG), 0.0)).prefill is None  # nothing is known of its length
+    first.saw_length(LONG)
+    assert placed(here.submit(ask(LONG), 0.0)).prefill is not None
+    assert placed(here.submit(ask(100), 0.0)).prefill is None
+
+
+def test_how_long_its_prompts_are_is_learnt_of_prefill_workers() -> None:
+    here = router(disaggregate_above=1)
+    for size in (LONG, LONG, 2000):
+        lease = placed(here.submit(ask(size), 0.0))
+        here.prefilled(lease, 1.0, None)
+        here.finish(lease, 2.0, Outcome.DONE)
+    assert worker_of(here, "p0").pace.length == pytest.approx(11_000)
+    assert worker_of(here, "d0").pace.length == 0.0
+
+
+def test_a_prefill_on_the_decode_worker_has_until_then_to_be_done() -> None:
+    here = router()
+    busy(here, count=4)
+    worker = worker_of(here, "d0")
+    placed(here.submit(ask(5000), 0.0, tried=frozenset(["p0"])))
+    assert worker.wait_s(0.0, for_long=False) > 0.1
+    told = here.explain(ask(LONG), 0.0)
+    assert isinstance(told, Decision)
+    [cost] = [score.total for score in told.scores if score.worker == "d0"]
+    assert told.handover is not None
+    output_s = worker.output_price * 50
+    step_s = worker.pace.step_s(worker.decoding)
+    own_s = told.handover.prefill_s + told.handover.transfer_s
+    assert cost == pytest.approx(own_s + step_s + output_s)
 
 
 def test_an_idle_general_worker_is_as_good_as_two_others() -> None:

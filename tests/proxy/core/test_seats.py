@@ -251,6 +251,83 @@ def test_strangers_of_long_ago_have_no_seats() -> None:
     assert placed(lease).prefill is not None
 
 
+# When one is needed
+
+
+def decoding(here: Router, count: int, left: int) -> list[Lease]:
+    """Have so many decode, each with so much of its answer left."""
+    leases = [placed(here.submit(ask(LONG, left), 0.0)) for _ in range(count)]
+    for lease in leases:
+        here.prefilled(lease, 0.0, None)
+        here.first_token(lease, 0.0)
+    worker_of(here, "p0").pace.token_s = 1e-4
+    return leases
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_seat_is_needed_when_the_prefill_is_done(rule: str) -> None:
+    """Of four with a second to go one has gone by then: a prefill takes as long."""
+    here = stated(4, policy=rule)
+    decoding(here, 4, 50)
+    assert placed(here.submit(ask(LONG), 0.0)).prefill is not None
+    here = stated(4, policy=rule)
+    decoding(here, 4, 1000)
+    waits(here.submit(ask(LONG), 0.0))
+
+
+def test_each_that_is_on_its_way_needs_one_of_its_own() -> None:
+    here = stated(4)
+    decoding(here, 4, 200)
+    worker = worker_of(here, "d0")
+    one_s = seats.wait_s(worker, 0.0)
+    assert one_s == pytest.approx(200 * worker.pace.step_s(4) / 4)
+    worker.requests += 1
+    worker.decode_tokens += 200
+    assert seats.wait_s(worker, 0.0) == pytest.approx(2 * one_s)
+
+
+def test_nobody_says_when_those_go_who_have_not_begun() -> None:
+    here = stated(4)
+    for _ in range(4):
+        placed(here.submit(ask(LONG, 10), 0.0))
+    assert seats.wait_s(worker_of(here, "d0"), 0.0) == inf
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_one_that_waits_for_a_seat_for_long_is_not_computed_beside_others(rule: str) -> None:
+    """Served whole it would wait for the same seat: so it is handed over, one at a time."""
+    here = stated(4, policy=rule, queue_wait_s=30.0)
+    decoding(here, 4, 100_000)
+    first, second = (waits(here.submit(ask(LONG), 0.0)) for _ in range(2))
+    assert here.due(14.9) == []
+    [(ended, lease)] = here.due(15.1)
+    assert (ended, placed(lease).decision.route) == (first, "p0>d0")
+    here.prefilled(placed(lease), 16.0, None)
+    [(ended, lease)] = here.due(16.0)
+    assert (ended, placed(lease).decision.route) == (second, "p0>d0")
+
+
+def test_the_wait_for_a_seat_is_neither_a_prefill_nor_a_transfer() -> None:
+    here = router()
+    handed(here, 4)
+    before = here.transfer_times("m").all.seen
+    pace = worker_of(here, "d0").pace
+    short = placed(here.submit(ask(1), 0.0))
+    assert short.prefill is None
+    long = placed(here.submit(ask(LONG), 0.0))
+    here.prefilled(long, 1.0, None)
+    page(here, 1.0, 4, 1)
+    learnt = pace.token_s, pace.fixed_s
+    here.first_token(short, 9.0)
+    here.first_token(long, 9.0)
+    assert (pace.token_s, pace.fixed_s) == learnt
+    assert here.transfer_times("m").all.seen == before
+    page(here, 10.0, 4)
+    short = placed(here.submit(ask(1), 10.0))
+    here.first_token(short, 10.5)
+    assert (pace.token_s, pace.fixed_s) != learnt
+
+
 # A page that says nothing of now
 
 
