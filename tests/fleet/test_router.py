@@ -16,8 +16,10 @@ import urllib.request
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
 
+import httpx
 import openai
 import pytest
 from openai import AsyncOpenAI
@@ -162,6 +164,40 @@ async def test_greedy_output_is_that_of_the_worker_itself(router: Router, worker
     async with AsyncOpenAI(base_url=f"{workers[LONG].url}/v1", api_key="none") as client:
         direct = await asyncio.gather(*(complete(client, p, 16) for p in prompts))
     assert [r.choices[0].token_ids for r in routed] == [d.choices[0].token_ids for d in direct]
+
+
+# Streams that don't ask for their usage, and the tokens that they write; of two samples the events
+# may have any number.
+STREAMS: tuple[tuple[str, dict[str, object], int], ...] = (
+    (
+        "/v1/chat/completions",
+        {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 9, "ignore_eos": True},
+        9,
+    ),
+    ("/v1/completions", {"prompt": [11, 12], "max_tokens": 7, "n": 2, "ignore_eos": True}, 14),
+)
+
+
+async def test_a_tenants_streams_are_paid_by_the_usage_that_it_does_not_see(
+    workers: Workers, tmp_path: Path
+) -> None:
+    fleet: list[dict[str, object]] = [{"name": "w0", "url": workers[SHORT].url}]
+    key = "key-of-people-0123456789"
+    tenants = [{"name": "people", "key_hashes": [f"sha256:{sha256(key.encode()).hexdigest()}"]}]
+    with routing(tmp_path, fleet, {}, tenants=tenants) as router:
+        shown = {"Authorization": f"Bearer {key}"}
+        async with httpx.AsyncClient(base_url=router.url, headers=shown, timeout=DEADLINE_S) as web:
+            paid = 0
+            for path, body, tokens in STREAMS:
+                asked = {"model": "tiny", "stream": True, **body}
+                answer = await web.post(path, json=asked)
+                assert answer.status_code == 200, answer.text
+                assert answer.text.endswith("data: [DONE]\n\n")
+                assert answer.text.count('"choices"') == answer.text.count("data: ") - 1 > 1
+                assert "usage" not in answer.text
+                paid += tokens
+                counted = (await web.get("/metrics")).text
+                assert f'{{tenant="people",kind="output"}} {paid}\n' in counted, path
 
 
 async def test_a_long_prompt_goes_to_the_long_worker(router: Router) -> None:
