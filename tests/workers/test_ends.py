@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from vllm_sched.workers import ends, launch
@@ -123,6 +125,12 @@ TRUST = "--trust-request-chat-template"
         (["--mm-processor-kwargs", '{"num_crops": 4}'], [], ["--mm-processor-kwargs"]),
         ([TRUST], [], [TRUST]),
         ([TRUST, "--no-trust-request-chat-template"], [], []),
+        (["--lora-modules", "a=/a", "b=/b"], ["--lora_modules", "b=/b", "a=/a"], []),
+        (["--lora-modules", "a=/a"], ["--lora-modules=a=/other"], ["--lora-modules"]),
+        (["--lora-modules", "a=/a", "b=/b", "-tp", "2"], ["--lora-modules", "a=/a"],
+         ["--lora-modules"]),
+        (["--lora-modules", '{"name": "a", "path": "/a"}'], ["--lora-modules", "a=/a"], []),
+        (["--lora-modules", "a=/x", "--lora-modules", "a=/a"], ["--lora-modules", "a=/a"], []),
         # What no prompt and no weight depends on.
         (["--max-num-seqs=9", "--seed=1", "-tp", "2"], ["--max-num-batched-tokens=512"], []),
     ],
@@ -132,6 +140,30 @@ def test_weights_and_prompts_that_differ(
 ) -> None:
     for one, other in ((ours, theirs), (theirs, ours)):
         assert [flag for flag, _, _ in ends.differences(one, other, model="org/m")] == apart
+
+
+def test_what_a_file_says_is_compared_too(tmp_path: Path) -> None:
+    file, other = tmp_path / "p.yaml", tmp_path / "d.yaml"
+    file.write_text(
+        "revision: abc\nmax-num-seqs: 9\ntrust-request-chat-template: true\n"
+        "hf-overrides: {a: 1}\nlora-modules: [a=/a, b=/b]\n"
+    )
+    other.write_text("revision: abc\n")
+    same = ["--revision=abc", TRUST, "--hf-overrides.a=1", "--lora-modules", "b=/b", "a=/a"]
+    config = ["--config", str(file)]
+    assert [*ends.differences(config, same)] == []
+    assert [*ends.differences([*config, "--revision=def"], same)] == [("--revision", "def", "abc")]
+    apart = [flag for flag, _, _ in ends.differences(config, [f"--config={other}"])]
+    assert apart == ["--hf-overrides", TRUST, "--lora-modules"]
+
+
+def test_files_that_can_not_be_read_from_here_should_be_one(tmp_path: Path) -> None:
+    broken = tmp_path / "broken.yaml"
+    for text in ("- a list", "a: [", "\0"):
+        broken.write_text(text)
+        told = [*ends.differences(["--config", str(broken)], ["--config=/elsewhere/d.yaml"])]
+        assert told == [("--config", str(broken), "/elsewhere/d.yaml")]
+    assert [*ends.differences(["--config", "/x.yaml"], ["--config=/x.yaml"])] == []
 
 
 def test_an_object_and_a_switch_are_told_as_they_can_be_written() -> None:

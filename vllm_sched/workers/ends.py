@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from vllm_sched.workers import launch
 from vllm_sched.workers.flags import fields, key, last, parse
+from vllm_sched.workers.flags_file import CONFIG, expanded
 from vllm_sched.workers.transfer import CPU_BLOCK
 
 # How blocks lie in memory, with what counts where nobody says: on an accelerator, and on a CPU, for
@@ -38,12 +39,14 @@ SAME: Mapping[str, str] = {
     "--tokenizer-mode": "auto",
     "--chat-template": "",
     "--chat-template-content-format": "auto",
+    CONFIG: "",  # of two files that can't be read from here, only the names can be compared
 }
 OBJECTS = (
     "--hf-overrides", "--quantization-config", "--default-chat-template-kwargs",
     "--mm-processor-kwargs",
 )  # fmt: skip
 SWITCHES = ("--trust-request-chat-template", "--trust-request-mm-kwargs")
+LORA = "--lora-modules"  # adapters: a name, and weights that a prompt is computed with
 DUMMY = "dummy"  # all other formats are of the same weights
 YES = "yes"
 # Of one flag two words for one thing. Not those for `--kv-cache-dtype`: NIXL compares the words.
@@ -61,6 +64,7 @@ def differences(
     What one end says and the other has by default keeps nobody apart. `model` is what both load,
     from where a tokenizer comes unless somebody says otherwise.
     """
+    args, others = expanded(args), expanded(others)
     for name in COMMON:
         ours, theirs = _said(args, name), _said(others, name)
         if not any(
@@ -79,6 +83,9 @@ def differences(
         ours, theirs = _switched(args, name), _switched(others, name)
         if ours != theirs:
             yield name, ours, theirs
+    ours, theirs = _adapters(args), _adapters(others)
+    if ours != theirs:
+        yield LORA, ours, theirs
 
 
 def _said(args: Sequence[str], name: str) -> str:
@@ -112,6 +119,33 @@ def _object(args: Sequence[str], name: str) -> str:
         return json.dumps(found, sort_keys=True)
     text = last(args, name) or ""  # what is no object is vLLM's to refuse
     return "" if text.strip() == "{}" else text
+
+
+def _adapters(args: Sequence[str]) -> str:
+    """Return the adapters that a worker starts with, as NAME=PATH, in one order."""
+    found: dict[str, str] = {}
+    named = False
+    for flag in parse(args):
+        if flag.name:
+            named = flag.name == LORA
+            if named:
+                found.clear()  # the last of several counts
+        if named and flag.value:
+            name, path = _adapter(flag.value)
+            found[name] = path
+    return " ".join(f"{name}={path}" for name, path in sorted(found.items()))
+
+
+def _adapter(text: str) -> tuple[str, str]:
+    """Take one apart, written as NAME=PATH or as a JSON object."""
+    try:
+        read = json.loads(text)
+    except ValueError:
+        read = None
+    if isinstance(read, dict):
+        return str(read.get("name", "")), str(read.get("path", ""))
+    name, _, path = text.partition("=")
+    return name, path
 
 
 def _switched(args: Sequence[str], name: str) -> str:
