@@ -45,9 +45,9 @@ def parse(page: bytes, at: float, *, moves: bool = True) -> Gauges | None:
     The engines of a data-parallel worker are summed, their cache usage averaged. `moves`: whether
     it may have moved KV cache.
     """
-    running = values(page, RUNNING)
-    if not running:
-        return None
+    running, room = values(page, RUNNING), capacity(page)
+    if not running and room is None:
+        return None  # of an engine that has had nothing to do, its cache alone may be told
     usage = values(page, KV_USAGE)
     started = sum(values(page, STARTED)) or sum(values(page, ENGINES_STARTED))
     extra = {"started": started} if started else {}
@@ -64,7 +64,7 @@ def parse(page: bytes, at: float, *, moves: bool = True) -> Gauges | None:
         running=int(sum(running)),
         waiting=int(sum(values(page, WAITING))),
         kv_usage=sum(usage) / len(usage) if usage else 0.0,
-        kv_capacity_tokens=capacity(page),
+        kv_capacity_tokens=room,
         prompt_tokens_total=sum(values(page, PROMPT_TOKENS)),
         generation_tokens_total=sum(values(page, GENERATION_TOKENS)),
         preemptions_total=sum(values(page, PREEMPTIONS)),

@@ -107,6 +107,7 @@ def test_what_a_cache_holds_wherever_it_is_told(after: bytes) -> None:
 
 
 CONFIG = b'vllm:cache_config_info{block_size="16",num_gpu_blocks="4"} 1.0\n'
+RUNNING_HELP = b"# TYPE vllm:num_requests_running gauge\n"
 TOLD = CONFIG.replace(b"{", b'{kv_cache_size_tokens="25",')
 UNTOLD = CONFIG.replace(b"{", b'{kv_cache_size_tokens="None",')
 
@@ -116,6 +117,14 @@ def test_tokens_are_an_engines_own_and_blocks_are_of_all(line: bytes, tokens: in
     gauges = parse(ONE + b"3\n" + line * 2, at=0)
     assert gauges is not None
     assert gauges.kv_capacity_tokens == tokens
+
+
+def test_an_engine_that_has_served_nobody_may_tell_its_cache_alone() -> None:
+    help_alone = RUNNING_HELP + b"# TYPE vllm:cache_config_info gauge\n"
+    assert parse(help_alone, at=0) is None
+    gauges = parse(help_alone + TOLD, at=0)
+    assert gauges is not None
+    assert (gauges.running, gauges.kv_usage, gauges.kv_capacity_tokens) == (0, 0.0, 25)
 
 
 @pytest.mark.parametrize("model", ['a "} 9', "b\\", "c\nvllm:num_requests_running{} 9", "d}{e f"])
