@@ -233,13 +233,16 @@ class Router(Leases):
         """Whether a request would be tried elsewhere if the leg failed that is under way."""
         ask, leg = lease.ask, lease.under_way
         tried |= {leg.worker.name}
-        if len(tried) >= self.settings.max_attempts:
+        free = leg is not lease  # a prefill: see `submit`
+        if not free and len(tried) >= self.settings.max_attempts:
             return False
         others = (w for w in self.fleet.pool(ask.model).all if w.name not in tried)
         if ask.pinned or not any(
             w.may_hold(ask) and (w.breaker.closed or w.takes(now)) for w in others
         ):
             return False
+        if free:
+            return True
         spared = len(tried) == 1 and self._falls.would_spare(leg.worker.name, leg.charged_at, now)
         return spared or self._retries.affords(now)
 

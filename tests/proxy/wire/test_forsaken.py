@@ -103,6 +103,19 @@ async def test_an_answer_that_has_begun_is_waited_for_though_its_worker_is_down(
     client.close()
 
 
+async def test_a_prefill_needs_no_retry_to_be_done_elsewhere(start: Start) -> None:
+    here = await pairs(start, retry_budget=0.0)
+    body = chat_body()
+    hung = here.victim(Role.PREFILL, body)
+    hung.then(scripts.stall)
+    asking = asyncio.create_task(here.site.ask(request(body), within=20.0))
+    await hung.got(1)
+    here.site.down(hung.name)
+    over(here.site)
+    assert words(await asking) == expected(body)
+    await here.settled()
+
+
 @pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
 async def test_either_leg_of_a_hand_over(start: Start, role: Role) -> None:
     here = await pairs(start)
