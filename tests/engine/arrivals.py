@@ -16,7 +16,7 @@ SETS: dict[str, dict[str, Any] | None] = {
     "static_batching": {"static_batching": {"size": 3}},
     "prefill_first": {"prefill_first": {}},
     "prefill_first, decodes go on": {"prefill_first": {"pause_decodes": False}},
-    "lanes": {"lanes": {"reserve_slots": 0.5}},
+    "lanes": {"lanes": {"reserve_slots": 0.5, "recent_s": 1e6, "urgent_max_wait_s": 1e6}},
     "long_prompt": {"long_prompt": {}},
     "deferred_prefill": {"deferred_prefill": {"departures": 2, "exclusive": True}},
     "rotation": {"rotation": {"chunk": 64}},
