@@ -49,13 +49,19 @@ class Site:
         over = connector(TransferConfig(connector="nixl")) if router.get("transfer") else None
         self.wire = Wire(self.router, WireSettings(**wire), self.metrics, self.clock, over)
         self.skipped = 0.0
+        self.stands_at: float | None = None
         self.fakes: dict[str, FakeWorker] = {}
         self.charged: list[Worker] = []  # every worker there ever was
         self.clients: list[Client] = []
 
     def clock(self) -> float:
         """Tell the time, as the router sees it."""
-        return time.monotonic() + self.skipped
+        now = time.monotonic() if self.stands_at is None else self.stands_at
+        return now + self.skipped
+
+    def stand_still(self) -> None:
+        """Let no time pass for the router but what is skipped, however slow the machine."""
+        self.stands_at = time.monotonic()
 
     def skip(self, seconds: float) -> None:
         """Let time pass for the router."""

@@ -21,6 +21,7 @@ async def two(start: Start, script: Script) -> Site:
     """Start two workers, of which the first is ill."""
     site = await start(Fake("w0"), Fake("w1"), router=TURNS)
     site.fakes["w0"].always(script)
+    site.stand_still()
     return site
 
 
