@@ -15,7 +15,7 @@ def test_steps_with_and_without_and_a_writing_are_timed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(metrics_folder.VARIABLE, str(tmp_path))
-    unseen_s, added_s, writing_s = measure(SyncPolicyScheduler, {"lanes": {}}, 6, seed=0)
+    unseen_s, added_s, writing_s = measure(SyncPolicyScheduler, {"lanes": {}}, 6, seed=0, between=2)
     assert unseen_s > 0
     assert writing_s > 0
     assert math.isfinite(added_s)
@@ -24,7 +24,7 @@ def test_steps_with_and_without_and_a_writing_are_timed(
 def test_where_nothing_is_counted_there_is_nothing_to_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(metrics_folder.VARIABLE, raising=False)
     with pytest.raises(AssertionError, match="metrics are off"):
-        measure(SyncPolicyScheduler, {"lanes": {}}, 6, seed=0)
+        measure(SyncPolicyScheduler, {"lanes": {}}, 6, seed=0, between=2)
 
 
 def test_what_it_is_held_against_is_a_gpus_step() -> None:

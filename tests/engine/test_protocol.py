@@ -13,6 +13,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from tests.engine.schedulers import answer, drain, make_request, make_scheduler, step
 from vllm_sched import PolicyScheduler, SyncPolicyScheduler
+from vllm_sched.engine.start import refuse_unsupported
 from vllm_sched.errors import UsageError
 from vllm_sched.policies import registry
 from vllm_sched.policies.types import LaneCount, Policy, RequestView, Settings, Step, StepResult
@@ -347,16 +348,16 @@ def test_where_asynchronous_scheduling_was_turned_off_the_other_class_is_named(
     setattr(scheduler, attribute, value)
     told = rf"kind of {named} turned .* --scheduler-cls vllm_sched\.SyncPolicyScheduler$"
     with pytest.raises(UsageError, match=told):
-        scheduler._refuse_unsupported()
+        refuse_unsupported(scheduler)
     scheduler.scheduler_config.async_scheduling = True  # upstream's can, then
-    scheduler._refuse_unsupported()
+    refuse_unsupported(scheduler)
     follows = make_scheduler({}, scheduler_cls=SyncPolicyScheduler)
     setattr(follows, attribute, value)
-    follows._refuse_unsupported()
+    refuse_unsupported(follows)
 
 
 def test_a_diffusion_model_is_refused() -> None:
     scheduler = make_scheduler({})
     scheduler.vllm_config.model_config = SimpleNamespace(is_diffusion=True)
     with pytest.raises(UsageError, match=r"start without --scheduler-cls$"):
-        scheduler._refuse_unsupported()
+        refuse_unsupported(scheduler)

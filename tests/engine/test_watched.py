@@ -285,8 +285,9 @@ def test_a_model_that_is_right_is_off_by_nothing(
             seconds = 0.0
             if output.total_num_scheduled_tokens:
                 steps += 1
-                note = scheduler._in_flight[-1]
-                shape = StepShape.of(note.chunks, note.decodes, note.context_tokens)
+                note = scheduler._in_flight.newest
+                chunks = list(note.chunks.values())
+                shape = StepShape.of(chunks, note.decodes, note.context_tokens)
                 seconds = right.seconds(shape)
                 # With one step at a time, who decodes waits for the time between two steps too.
                 seconds -= BETWEEN if at_once == 1 and shape.decodes else 0.0

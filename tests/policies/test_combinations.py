@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import random
 from itertools import combinations
 
 import pytest
@@ -111,6 +113,53 @@ def test_a_budget_of_another_policy_leaves_newcomers_their_turn() -> None:
     assert [set(tokens) - {"d"} for tokens in bench.steps(4)] == [{"A"}, {"B"}, {"C"}, {"A"}]
 
 
+@pytest.mark.parametrize("settings", [{}, {"chunk": 16}, {"order": "shortest"}], ids=str)
+@pytest.mark.parametrize("beside", [[], ["long_prompt"], ["chunk_budget"]], ids=str)
+def test_no_turn_is_kept_for_one_of_a_lesser_lane(
+    settings: dict[str, object], beside: list[str]
+) -> None:
+    """It is given nothing while others are in prefill: nobody would be."""
+    bench = Bench({"lanes": {}, "rotation": settings, **{name: {} for name in beside}})
+    bench.add("d", 10, output=500)
+    bench.step()
+    bench.add("normal", 1500, output=2)
+    bench.steps(2)
+    bench.add("batch", 600, output=2, lane="batch")
+    got = bench.steps(12)
+    assert sum(tokens["normal"] for tokens in got) >= 0.8 * 12 * 63
+    assert not any("batch" in tokens for tokens in got)
+
+
+@pytest.mark.parametrize("seed", [1, 3, 5, 6, 8, 9])
+def test_what_one_policy_gives_and_a_later_one_takes_is_there_for_the_next(seed: int) -> None:
+    """Else a step whose turn is a newcomer's could be nobody's, for many in a row."""
+    rng = random.Random(seed)
+    shares = {"long_prefill_token_threshold": 200, "long_prefill_share": 0.3}
+    policies = {"long_prompt": shares, "rotation": {}, "chunk_budget": {"itl_ms": 12.0}}
+    bench = Bench(policies, num_blocks=400, max_num_seqs=16)
+    names = itertools.count()
+    in_vain = 0
+    for _ in range(120):
+        if rng.random() < 0.25:
+            for _ in range(rng.choice([1, 1, 3])):
+                tokens = rng.choice([5, 20, 60, 250, 600, 1500])
+                bench.add(str(next(names)), tokens, output=rng.choice([1, 3, 20, 80]))
+        decoding = {r.request_id for r in bench.scheduler.running if not r.is_prefill_chunk}
+        prefilling = bench.running - decoding
+        moved = bench.step(0.0112).keys() - decoding
+        in_vain = in_vain + 1 if prefilling and not moved else 0
+        assert in_vain < 6
+
+
+def test_an_urgent_one_has_its_turn_before_all_of_other_lanes() -> None:
+    bench = Bench({"lanes": {}, "rotation": {}})
+    for name in ("first", "second", "third"):
+        bench.add(name, 500)
+    bench.steps(3)
+    bench.add("urgent", 60, lane="urgent")
+    assert bench.step()["urgent"] == 60
+
+
 def test_while_decodes_pause_a_step_is_not_cut_for_their_sake() -> None:
     bench = Bench(
         {"deferred_prefill": {"departures": 1, "exclusive": True}, "chunk_budget": {"chunk": 10}}
@@ -179,6 +228,36 @@ def test_what_found_no_room_in_one_lane_holds_nobody_in_another() -> None:
         bench.steps(3)
         assert names <= bench.running | bench.scheduler.finished_req_ids
         bench.steps(4)
+
+
+@pytest.mark.parametrize(
+    ("policies", "tokens", "lane"),
+    [
+        ({"lanes": {}}, 20, "batch"),
+        (
+            {"long_prompt": {"long_prefill_token_threshold": 300, "long_prefill_share": 0.1}},
+            1900,
+            None,
+        ),
+    ],
+    ids=["lanes", "long_prompt"],
+)
+def test_whom_another_policy_holds_ends_no_wait_for_departures(
+    policies: dict[str, dict[str, object]], tokens: int, lane: str | None
+) -> None:
+    """Such a one may wait for minutes: everybody else's prefills would be apart for as long."""
+    deferred = {"deferred_prefill": {"departures": 4, "max_delay_ms": 300.0}}
+    bench = Bench({**policies, **deferred}, max_num_seqs=12, num_blocks=1000)
+    bench.add("first", tokens, output=5, lane=lane)
+    bench.step()
+    bench.add("held", tokens, output=5, lane=lane)
+    for number in range(60):
+        bench.add(str(number), 10, output=20 + number % 7)
+    bench.steps(90)
+    counted = bench["deferred_prefill"].counters()
+    assert counted["starvation_releases"] == 0
+    assert counted["holds_ended_departures"] >= 5
+    assert "held" not in bench.running
 
 
 def test_everybody_gets_in_within_the_sum_of_all_bounds() -> None:

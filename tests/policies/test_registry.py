@@ -34,6 +34,8 @@ def test_nothing_configured_builds_nothing() -> None:
         (["long_promt"], [], ["'long_promt'", "valid: "]),
         (["long_prompt"], ["long_prompt.max=1"], ["long_prompt.max", "max_wait_s", "correct"]),
         (["long_prompt"], ["nosuch.max=1"], ["'nosuch'", "valid: "]),
+        (["rotation"], ["rotation.chunk=true"], ["rotation.chunk=True", "tokens", "default 0"]),
+        (["deferred_prefill"], ["deferred_prefill.departures=true"], ["departures=True", "auto"]),
         ([], ["long_prompt.max_wait_s=1"], ["is off", "--policy long_prompt"]),
         (["long_prompt"], ["max_wait_s=1"], ["NAME.KEY=VALUE"]),
         (["long_prompt"], ["long_prompt.max_wait_s"], ["NAME.KEY=VALUE"]),

@@ -171,9 +171,9 @@ def test_a_prompt_that_was_held_for_long_stops_those_that_pass_it() -> None:
             "long_prompt": {
                 "long_prefill_token_threshold": 400,
                 "long_prefill_share": 0.5,
-                "max_wait_s": 1.0,
+                "max_wait_s": 0.5,
             },
-            "rotation": {"max_wait_s": 1.0},
+            "rotation": {"max_wait_s": 0.5},
         },
         num_blocks=126,
         scheduler_reserve_full_isl=True,

@@ -16,8 +16,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
-from typing import TYPE_CHECKING, Self
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Final, Self
 
 from vllm_sched.errors import UsageError
 
@@ -74,11 +74,10 @@ class StepTime:
 
     def __post_init__(self) -> None:
         """Refuse what no machine has."""
-        for field in fields(self):
-            value = getattr(self, field.name)
+        for name, value in self.to_json().items():
             if not (math.isfinite(value) and value >= 0):
                 raise UsageError(
-                    f"{field.name}={value!r} must be a number of seconds from 0 up; "
+                    f"{name}={value!r} must be a number of seconds from 0 up; "
                     "measure again or correct it"
                 )
 
@@ -109,17 +108,16 @@ class StepTime:
 
     def to_json(self) -> dict[str, float]:
         """Give the coefficients by name."""
-        return asdict(self)
+        return {name: getattr(self, name) for name in COEFFICIENTS}
 
     @classmethod
     def from_json(cls, given: object) -> Self:
         """Read them back; the error is one line."""
-        names = [field.name for field in fields(cls)]
         if not isinstance(given, Mapping):
-            raise UsageError(f"a step's time must be an object of {', '.join(names)}")
+            raise UsageError(f"a step's time must be an object of {', '.join(COEFFICIENTS)}")
         for name, value in given.items():
-            if name not in names:
-                raise UsageError(f"unknown coefficient {name!r}; valid: {', '.join(names)}")
+            if name not in COEFFICIENTS:
+                raise UsageError(f"unknown coefficient {name!r}; valid: {', '.join(COEFFICIENTS)}")
             if isinstance(value, bool) or not isinstance(value, int | float):
                 raise UsageError(f"{name}={value!r} must be a number of seconds from 0 up")
         return cls(**given)
@@ -136,3 +134,6 @@ class StepTime:
         if not decodes:
             return self.prefill_fixed_s
         return self.mixed_s + self._decode(decodes, context_tokens)
+
+
+COEFFICIENTS: Final = tuple(field.name for field in fields(StepTime))

@@ -5,8 +5,9 @@ prometheus_client's folder of mapped files, PROMETHEUS_MULTIPROC_DIR, which must
 either process starts: `vllm_sched.engine.server` does that. Where it is not set nothing is counted,
 and one line in the log says how to have it.
 
-Cost: what each step does is collected in plain numbers, a microsecond or two, and written five
-times a second and when all are gone, and only what has changed. Labels are few: lanes and reasons
+Cost: what each step did is kept as it is, which takes a microsecond or two, and counted and written
+five times a second and when all are gone, and only what has changed: done in one go, it takes a
+fraction of what it would take between the scheduler's own work. Labels are few: lanes and reasons
 have the names that policies give them; beyond `MOST_LABELS` of a kind all are `other`.
 """
 
@@ -200,7 +201,7 @@ class Metrics:
         text, names = FACTS[name]
         self._gauge(name, text, names).labels(*self._own, *labels).set(value)
 
-    # While steps run
+    # What was done
 
     def stepped(
         self,

@@ -2,19 +2,17 @@
 
 `PolicySteps` holds everything that is ours and is put in front of either of vLLM's classes. It
 works through small overrides around `super()`: an own waiting queue, the order of `running`, the
-step's token budget, who decodes in it, the size of a chunk. Configuration arrives as
-`--additional-config '{"vllm_sched": {"long_prompt": {...}}}'`.
+step's token budget, who decodes in it, the size of a chunk. `start` makes the policies, `in_flight`
+says what they learn of a step, and `watched` shows what all of this does.
 """
 
 from __future__ import annotations
 
 import itertools
-import logging
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
@@ -23,25 +21,11 @@ from vllm.v1.core.sched.request_queue import SchedulingPolicy
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request, RequestStatus
 
-import vllm_sched
-from vllm_sched.cost.pace import Chunk
+from vllm_sched.engine import start
+from vllm_sched.engine.in_flight import Begun, Done, InFlight, chunks_of
 from vllm_sched.engine.queue import LaneKey, LaneQueue
-from vllm_sched.engine.seams import installed_version
 from vllm_sched.engine.watched import Seen, Watched
-from vllm_sched.errors import UsageError
-from vllm_sched.policies import registry
-from vllm_sched.policies.types import EngineFacts, Gate, Policy, Step, StepResult, one_class
-
-CONFIG_KEY = "vllm_sched"
-# vLLM has two, and one per stage with pipeline parallelism.
-MOST_IN_FLIGHT = 64
-# A child of vLLM's logger: its handlers and level are the ones the operator set.
-logger = logging.getLogger("vllm.vllm_sched")
-
-
-LEAST_STEP_S = 1e-6
-# Between two steps: for longer the engine was paused, or asleep.
-MOST_BETWEEN_S = 1.0
+from vllm_sched.policies.types import Gate, Policy, Step, StepResult, one_class
 
 # What stands behind `PolicySteps` is either of vLLM's classes; both have what it uses.
 if TYPE_CHECKING:
@@ -52,16 +36,6 @@ if TYPE_CHECKING:
         max_num_scheduled_tokens: int
 else:
     Upstream = object
-
-
-class InFlight(NamedTuple):
-    """A step whose result is not back yet."""
-
-    output: SchedulerOutput
-    scheduled_at: float
-    chunks: list[Chunk]
-    decodes: int
-    context_tokens: int
 
 
 def overrides(policies: Sequence[Policy], name: str) -> list[tuple[int, Callable[..., Any]]]:
@@ -80,12 +54,12 @@ class PolicySteps(Upstream):
     default_policies: ClassVar[Mapping[str, Mapping[str, object]]] = {}
     _policies: Sequence[Policy] = ()
     _seen: Seen | None = None
+    _tell_result: Sequence[Callable[[StepResult], None]] = ()
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._policies = self._configured_policies()
-        self._in_flight: deque[InFlight] = deque(maxlen=MOST_IN_FLIGHT)
-        self._last_result_at = 0.0
+        self._policies = start.configured(self, self.default_policies)
+        self._in_flight = InFlight()
         self._cuts_prefills = False  # in this step
         self._decode_last = False  # in this step: behind prefills, which leave it its tokens
         self._room: int | None = None  # then: what they may have
@@ -98,10 +72,10 @@ class PolicySteps(Upstream):
         self._paused_steps = 0  # since then
         self._departed = 0  # since the last step
         self._counted = 0  # how many of `running` the policies know of
-        self._log_start()
+        start.announce(self, self._policies)
         if not self._policies:
             return
-        self._refuse_unsupported()
+        start.refuse_unsupported(self)
         # Without chunked prefill a prompt can't be cut, only held.
         self._may_cut = bool(self.scheduler_config.enable_chunked_prefill)
         self._arranges = any(policy.arranges for policy in self._policies)
@@ -111,7 +85,10 @@ class PolicySteps(Upstream):
         self._ask_urgency = overrides(self._policies, "urgency")
         self._ask_budget = [ask for _, ask in overrides(self._policies, "budget")]
         self._ask_pause = [ask for _, ask in overrides(self._policies, "pauses_decodes")]
-        self._ask_chunk = [ask for _, ask in overrides(self._policies, "chunk")]
+        self._ask_chunk = [
+            (ask, self._policies[number].taken_back)
+            for number, ask in overrides(self._policies, "chunk")
+        ]
         self._ask_rank = [ask for _, ask in overrides(self._policies, "rank")]
         self._class_of = next((p.rank for p in self._policies if p.classes), one_class)
         self._tell_arrived = [tell for _, tell in overrides(self._policies, "arrived")]
@@ -159,12 +136,8 @@ class PolicySteps(Upstream):
         self, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any
     ) -> Any:
         """Tell the policies how long the step took."""
-        if (
-            self._policies
-            and self._in_flight
-            and (result := self._result_of(scheduler_output)) is not None
-        ):
-            self._learn(result)
+        if (done := self._in_flight.end(scheduler_output, self.clock)) is not None:
+            self._learn(done)
         return super().update_from_output(scheduler_output, *args, **kwargs)
 
     def add_request(self, request: Request) -> None:
@@ -354,10 +327,11 @@ class PolicySteps(Upstream):
         strictest, closed_by = Gate.OPEN, None
         if not self._idle or self.running:
             for number, gate in self._ask_gate:
-                said = gate(lanes[number], head, waited)
-                if said > strictest:
-                    strictest = said
-                    closed_by = number if said is Gate.CLOSED else None
+                strictest = max(strictest, gate(lanes[number], head, waited))
+                if strictest is Gate.CLOSED:
+                    # Who comes after holds nobody, and need not be told of one that it lets in.
+                    closed_by = number
+                    break
         if self._seen is not None:
             self._seen.gate(lanes, closed_by)
         return strictest
@@ -378,8 +352,7 @@ class PolicySteps(Upstream):
         granted = tokens
         # One token short of its next is a decode, whatever upstream pads it to for drafts.
         if request.num_tokens - computed > 1:
-            for chunk in self._ask_chunk:
-                granted = min(granted, chunk(request, computed, granted))
+            granted = self._least_chunk(request, computed, tokens)
         if self._room is not None and request.status == RequestStatus.RUNNING:
             granted = min(granted, self._room)
             self._room -= granted
@@ -394,6 +367,16 @@ class PolicySteps(Upstream):
             self.waiting.excuse()
         return granted
 
+    def _least_chunk(self, request: Request, computed: int, tokens: int) -> int:
+        granted, said = tokens, []
+        for chunk, _ in self._ask_chunk:
+            granted = min(granted, chunk(request, computed, granted))
+            said.append(granted)
+        for (_, taken_back), own in zip(self._ask_chunk, said, strict=True):
+            if own > granted:
+                taken_back(request, own - granted)
+        return granted
+
     # After the step
 
     def _note_step(self, output: SchedulerOutput, step: Step, num_running: int) -> None:
@@ -405,96 +388,18 @@ class PolicySteps(Upstream):
         self._lenient = empty and bool(could) and self.pause_state == PauseState.UNPAUSED
         if empty:
             return
-        tokens = output.num_scheduled_tokens
-        prefills = itertools.chain(step.prefills, self.running[num_running:])
-        chunks = [
-            # Upstream has counted this step's tokens as computed already.
-            Chunk(new, request.num_computed_tokens - new)
-            for request in prefills
-            if (new := tokens.get(request.request_id, 0))
-        ]
-        decodes = len(tokens) - len(chunks)
+        chunks = chunks_of(
+            itertools.chain(step.prefills, self.running[num_running:]), output.num_scheduled_tokens
+        )
+        decodes = len(output.num_scheduled_tokens) - len(chunks)
         context = step.context_tokens * decodes // max(len(step.decoding), 1)
-        self._in_flight.append(InFlight(output, step.now, chunks, decodes, context))
+        running, waiting = len(self.running), len(self.waiting)
+        begun = Begun(output, step.index, step.now, step.budget, chunks, context, running, waiting)
+        self._in_flight.begin(begun)
 
-    def _result_of(self, output: SchedulerOutput) -> StepResult | None:
-        """Say what a step did and how long it took: what everybody learns and is measured by."""
-        # Results come back in the order of their steps. An empty step left no note, and one whose
-        # result never came is forgotten here.
-        if all(step.output is not output for step in self._in_flight):
-            return None
-        while (step := self._in_flight.popleft()).output is not output:
-            pass
-        now = self.clock()
-        # The engine began it when it was scheduled, or when it was done with the one before.
-        # A clock that was set back would make it none, or less; a step takes longer than that.
-        since = max(step.scheduled_at, min(self._last_result_at, now))
-        if step.decodes and 0 <= step.scheduled_at - self._last_result_at <= MOST_BETWEEN_S:
-            # Who decodes has waited since the last result, whatever the engine did until it began.
-            since = self._last_result_at
-        seconds = max(now - since, LEAST_STEP_S)
-        self._last_result_at = now
-        prefill_tokens = sum(chunk.tokens for chunk in step.chunks)
-        decode_tokens = output.total_num_scheduled_tokens - prefill_tokens
-        return StepResult(seconds, step.chunks, decode_tokens, step.decodes, step.context_tokens)
-
-    def _learn(self, result: StepResult) -> None:
+    def _learn(self, done: Done) -> None:
         for tell in self._tell_result:
-            tell(result)
-
-    # At the start
-
-    def _configured_policies(self) -> list[Policy]:
-        additional = self.vllm_config.additional_config
-        given = additional.get(CONFIG_KEY, {}) if isinstance(additional, Mapping) else {}
-        if not isinstance(given, Mapping):
-            raise UsageError(f"additional_config.{CONFIG_KEY} must be an object, got {given!r}")
-        facts = EngineFacts(
-            max_model_len=self.max_model_len,
-            max_num_batched_tokens=self.max_num_scheduled_tokens,
-            max_num_seqs=self.max_num_running_reqs,
-            kv_tokens=(self.cache_config.num_gpu_blocks or 0) * self.block_size,
-        )
-        return registry.build({**self.default_policies, **given}, facts)
-
-    def _refuse_unsupported(self) -> None:
-        asynchronous = isinstance(self, AsyncScheduler)
-        name = type(self).__name__
-        if self.scheduler_config.async_scheduling and not asynchronous:
-            logger.warning(
-                "%s under asynchronous scheduling leaves the device idle between steps; use %s, "
-                "or add --no-async-scheduling",
-                name,
-                name.removeprefix("Sync"),
-            )
-        # Upstream's asynchronous scheduler puts placeholders where drafts belong, and where one
-        # pipeline stage tells the next which token it made.
-        drafts = "speculative decoding" if self.num_spec_tokens else None
-        by = drafts or ("pipeline parallelism" if self.use_pp else None)
-        if asynchronous and not self.scheduler_config.async_scheduling and by:
-            raise UsageError(
-                f"this kind of {by} turned asynchronous scheduling off, which {name} can't "
-                f"follow; add --no-async-scheduling to `vllm-sched serve`, or to `vllm serve` "
-                f"--scheduler-cls vllm_sched.Sync{name}"
-            )
-        if self.vllm_config.model_config.is_diffusion:
-            raise UsageError(
-                "policies don't work with diffusion models, which need vLLM's own scheduler; "
-                "start without --scheduler-cls"
-            )
-
-    def _log_start(self) -> None:
-        policies = "; ".join(
-            f"{policy.name}({', '.join(f'{k}={v}' for k, v in policy.resolved().items())})"
-            for policy in self._policies
-        )
-        logger.info(
-            "vllm-sched %s on vLLM %s: %s, policies: %s",
-            vllm_sched.__version__,
-            installed_version(),
-            type(self).__name__,
-            policies or "none",
-        )
+            tell(done.result)
 
 
 class PolicyScheduler(Watched, PolicySteps, AsyncScheduler):

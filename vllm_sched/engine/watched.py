@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import signal
 import time
-from collections import Counter, defaultdict, deque
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections import Counter, defaultdict
+from collections.abc import Sequence
 from math import inf
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -21,7 +20,9 @@ from vllm.v1.request import Request
 
 import vllm_sched
 from vllm_sched.cost.fit import OnlineFit
+from vllm_sched.cost.step_time import StepTime
 from vllm_sched.engine import metrics, trace
+from vllm_sched.engine.in_flight import Begun, Done, InFlight, chunks_of
 from vllm_sched.engine.queue import LaneKey, LaneQueue
 from vllm_sched.policies.types import Policy, Step, StepResult
 
@@ -31,22 +32,23 @@ if TYPE_CHECKING:
         """Either of vLLM's classes, with the policies around it, to the type checker."""
 
         _policies: Sequence[Policy]
+        _in_flight: InFlight
 
         def clock(self) -> float:
             """Tell the time that steps are measured by."""
 
         def _constrain(self, step: Step) -> None: ...
 
-        def _learn(self, result: StepResult) -> None: ...
+        def _learn(self, done: Done) -> None: ...
 else:
     Upstream = object
 
-# vLLM has two steps under way, and one per stage with pipeline parallelism.
-MOST_UNDER_WAY: Final = 64
 # Of so many steps one teaches our own fit, where no policy has one and once it can predict, and of
 # so many one is held against its prediction: primes, to meet all kinds.
 FIT_EVERY: Final = 7
 PREDICT_EVERY: Final = 3
+# So many who run no more are remembered, beside as many as run.
+MOST_GONE: Final = 64
 # By its lanes prompts are classed where it is on: what is long is its business.
 CLASSES_BY: Final = "long_prompt"
 ALL: Final = "all"
@@ -61,17 +63,12 @@ class Hold(NamedTuple):
     closed: bool = True  # whether it was so when it was asked last
 
 
-@dataclass(slots=True)
-class UnderWay:
-    """A step whose result is not back yet."""
+class Result(NamedTuple):
+    """What a step that is done is told by, when it is."""
 
-    output: SchedulerOutput
-    number: int
-    scheduled_at: float
-    budget: int
-    contexts: dict[str, int]  # of those in prefill: tokens computed before
-    running: int
-    waiting: int
+    step: StepResult
+    seconds: float  # that the engine was at it
+    model: StepTime | None  # as it was when the result came
 
 
 class Seen:
@@ -84,9 +81,8 @@ class Seen:
         self.file = kept
         self.policies = policies
         self.budget = 0  # that the step at hand is allowed
-        self._under_way: deque[UnderWay] = deque(maxlen=MOST_UNDER_WAY)
-        self._last_result_at = 0.0
-        self._now = 0.0
+        self.now = 0.0  # when the step at hand began
+        self._untold: list[Result] = []
         self._holds: dict[LaneKey, Hold] = {}
         self._lanes: dict[str, LaneKey] = {}  # that those who run came from
         self._idle = False  # and said so
@@ -97,8 +93,8 @@ class Seen:
             if p.learns and isinstance(fit := getattr(p, "fit", None), OnlineFit)
         ]
         self._fit = fits[0] if fits else OnlineFit()
-        self._fits = not fits
-        self._results = 0
+        self._learns = bool(policies) and not fits
+        self._told = 0  # of all results
         classing = [n for n, policy in enumerate(policies) if policy.name == CLASSES_BY]
         self._classing = classing[0] if classing else None
 
@@ -108,42 +104,27 @@ class Seen:
         """Note whether a lane's gate is closed, and whose doing that is."""
         hold = self._holds.get(lanes)
         if closed_by is not None:
-            before = -inf if hold is None else hold.before if hold.at == self._now else hold.at
-            self._holds[lanes] = Hold(closed_by, self._now, before)
+            before = -inf if hold is None else hold.before if hold.at == self.now else hold.at
+            self._holds[lanes] = Hold(closed_by, self.now, before)
         elif hold is not None and hold.closed:
             self._holds[lanes] = hold._replace(closed=False)
 
-    def scheduled(
-        self,
-        output: SchedulerOutput,
-        number: int,
-        prefills: Iterable[Request],
-        running: int,
-        queue: Any,
-    ) -> None:
-        """Note a step that begins."""
+    def scheduled(self, output: SchedulerOutput, number: int, running: int, queue: Any) -> None:
+        """Note what a step that begins changed, and one that computes nothing."""
         # For the metrics alone, which forget those that left as they are written.
-        if self.metrics is not None and isinstance(queue, LaneQueue):
+        if self.metrics is not None and isinstance(queue, LaneQueue) and queue.entered:
             self._entered(queue, self.metrics)
-        tokens = output.num_scheduled_tokens
-        # Upstream has counted this step's tokens as computed already.
-        contexts = {
-            r.request_id: r.num_computed_tokens - new
-            for r in prefills
-            if (new := tokens.get(r.request_id, 0))
-        }
-        step = UnderWay(output, number, self._now, self.budget, contexts, running, len(queue))
-        if tokens:
-            self._under_way.append(step)
+        if output.total_num_scheduled_tokens:
             return
         if self.metrics is not None:
             self.metrics.stepped(trace.kind(0, 0), 0, 0)
         if output.finished_req_ids or output.preempted_req_ids:
-            self._keep(step, self._now, self._now)
+            empty = Begun(output, number, self.now, self.budget, {}, 0, running, len(queue))
+            self._keep(empty, self.now, self.now)
 
     def begin(self, now: float, budget: int) -> None:
         """Note the time, and the budget unless a policy sets another."""
-        self._now = now
+        self.now = now
         self.budget = budget
 
     def _entered(self, queue: LaneQueue, told: metrics.Metrics) -> None:
@@ -154,49 +135,35 @@ class Seen:
             if (hold := self._holds.get(lanes)) is None:
                 continue
             # In this step it may have closed behind this one, for those that are left.
-            if (hold.before if hold.at == self._now else hold.at) >= since:
-                told.held(self.policies[hold.policy].name, self._now - since)
+            if (hold.before if hold.at == self.now else hold.at) >= since:
+                told.held(self.policies[hold.policy].name, self.now - since)
 
     # When its result is back
 
-    def finished(self, output: SchedulerOutput, now: float) -> None:
+    def done(self, done: Done) -> None:
         """Note how long the engine was at a step."""
-        # In the order in which they were scheduled; an empty one left nothing here.
-        under_way = self._under_way
-        if not under_way:
-            return
-        if under_way[0].output is not output and all(s.output is not output for s in under_way):
-            return
-        while (step := under_way.popleft()).output is not output:
-            pass
-        # The engine began it when it was scheduled, or when it was done with the one before.
-        start = max(step.scheduled_at, self._last_result_at)
-        self._last_result_at = now
-        self._keep(step, start, now)
-        if self.metrics is None:
-            return
-        tokens = output.num_scheduled_tokens
-        prefill = sum([tokens[request_id] for request_id in step.contexts])
-        self.metrics.stepped(
-            trace.kind(len(step.contexts), len(tokens) - len(step.contexts)),
-            prefill,
-            output.total_num_scheduled_tokens - prefill,
-            now - start,
-        )
+        if self.metrics is not None:
+            # Counted when it is time to write, all in one go: here each would wait for memory.
+            seconds = done.end - done.start
+            self._untold.append(Result(done.result, seconds, self._fit.model))
+        if self.file is not None:
+            self._keep(done.step, done.start, done.end)
 
-    def learnt(self, result: StepResult) -> None:
-        """Hold steps against their prediction, by the very time that the fit is about to learn."""
-        if self.metrics is None:
-            return
-        self._results += 1
-        model = self._fit.model
-        if model is not None and self._results % PREDICT_EVERY == 0:
-            kind = trace.kind(len(result.chunks), result.decodes)
-            self.metrics.predicted(kind, model.seconds(result.shape), result.seconds)
-        if self._fits and (model is None or self._results % FIT_EVERY == 0):
-            self._fit.observe(result.shape, result.seconds)
+    def _tell_results(self, told: metrics.Metrics) -> None:
+        """Count steps, and hold some against what was known when their results came."""
+        for step, seconds, then in self._untold:
+            kind = trace.kind(len(step.chunks), step.decodes)
+            prefill = sum([chunk.tokens for chunk in step.chunks])
+            told.stepped(kind, prefill, step.decode_tokens, seconds)
+            model = self._fit.model if self._learns else then
+            self._told += 1
+            if model is not None and self._told % PREDICT_EVERY == 0:
+                told.predicted(kind, model.seconds(step.shape), step.seconds)
+            if self._learns and (model is None or self._told % FIT_EVERY == 0):
+                self._fit.observe(step.shape, step.seconds)
+        self._untold.clear()
 
-    def _keep(self, step: UnderWay, start: float, end: float) -> None:
+    def _keep(self, step: Begun, start: float, end: float) -> None:
         if self.file is None:
             return
         output = step.output
@@ -207,7 +174,7 @@ class Seen:
                 end,
                 step.budget,
                 output.num_scheduled_tokens,
-                step.contexts,
+                {request_id: chunk.context for request_id, chunk in step.chunks.items()},
                 step.running,
                 step.waiting,
                 output.preempted_req_ids or (),
@@ -218,21 +185,26 @@ class Seen:
     # Now and then
 
     def show(self, running: Sequence[Request], queue: Any, now: float, *, slots: int) -> None:
-        """Write the gauges when it is time to, and once more when all are gone."""
-        if self.metrics is None:
+        """Write when it is time to, and once more when all are gone."""
+        if (told := self.metrics) is None:
             return
         idle = not running and not len(queue)
-        if self.metrics.due(now) or (idle and not self._idle):
-            self.metrics.write(self._state(running, queue, full=len(running) >= slots), now)
+        if told.due(now) or (idle and not self._idle):
+            self._tell_results(told)
+            told.write(self._state(running, queue, full=len(running) >= slots), now)
         self._idle = idle
 
     def _state(self, running: Sequence[Request], queue: Any, *, full: bool) -> metrics.Now:
         """Take everything countable down; in plain numbers, for the length of this call."""
         state = metrics.Now()
         gauges = state.gauges
-        self._lanes = {r.request_id: self._lanes.get(r.request_id, ()) for r in running}
+        lane_of = self._lanes.get
+        came_from = [lane_of(request.request_id, ()) for request in running]
+        if len(self._lanes) > 2 * len(running) + MOST_GONE:
+            here = zip(running, came_from, strict=True)
+            self._lanes = {request.request_id: lanes for request, lanes in here if lanes}
         if isinstance(queue, LaneQueue):
-            self._lane_gauges(gauges, queue, full=full)
+            self._lane_gauges(gauges, queue, came_from, full=full)
         else:
             gauges["requests_waiting"][metrics.NO_POLICY, ALL] = len(queue)
             gauges["requests_running"][metrics.NO_POLICY, ALL] = len(running)
@@ -251,16 +223,18 @@ class Seen:
         }
         return state
 
-    def _lane_gauges(self, gauges: metrics.Gauges, queue: LaneQueue, *, full: bool) -> None:
+    def _lane_gauges(
+        self, gauges: metrics.Gauges, queue: LaneQueue, came_from: list[LaneKey], *, full: bool
+    ) -> None:
         waiting, oldest = gauges["requests_waiting"], gauges["oldest_wait_seconds"]
         for policy, counts in zip(self.policies, queue.counts, strict=True):
             for lane, count in counts.items():
                 waiting[policy.name, lane or ALL] = count.requests
                 oldest[policy.name, lane or ALL] = count.waited if count.requests else 0.0
-        came_from = gauges["requests_running"] = defaultdict(float)
-        for lanes, requests in Counter(self._lanes.values()).items():
+        running = gauges["requests_running"] = defaultdict(float)
+        for lanes, requests in Counter(came_from).items():
             for policy, lane in zip(self.policies, lanes or self._no_lanes, strict=True):
-                came_from[policy.name, lane or ALL] += requests
+                running[policy.name, lane or ALL] += requests
         none: dict[tuple[str, ...], float] = {
             (p.name, reason): 0.0 for p in self.policies for reason in p.held_reasons
         }
@@ -286,7 +260,7 @@ class Seen:
         for request in running:
             if not request.is_prefill_chunk:
                 continue
-            lanes = self._lanes[request.request_id]
+            lanes = self._lanes.get(request.request_id)
             name = lanes[self._classing] if self._classing is not None and lanes else ALL
             left = request.num_tokens - request.num_computed_tokens
             backlog[name,] = backlog.get((name,), 0) + left
@@ -319,14 +293,18 @@ class Watched(Upstream):
         if (seen := self._seen) is None:
             return super().schedule(*args, **kwargs)
         before = len(self.running)
-        # Kept by upstream for its own needs: all who run in prefill, and some who wait for theirs.
-        prefills = [r for r in self._inflight_prefills if r.is_prefill_chunk]
+        # Where there are policies steps are noted for them. Kept by upstream for its own needs are
+        # all who run in prefill, and some who wait for theirs.
+        prefills = (
+            None if self._policies else [r for r in self._inflight_prefills if r.is_prefill_chunk]
+        )
         seen.begin(self.clock(), self.max_num_scheduled_tokens)
         output: SchedulerOutput = super().schedule(*args, **kwargs)
         try:
-            running = self.running
-            prefills += running[before:]
-            seen.scheduled(output, self.current_step, prefills, len(running), self.waiting)
+            if prefills is not None:
+                prefills += self.running[before:]
+                self._note(output, prefills, seen)
+            seen.scheduled(output, self.current_step, len(self.running), self.waiting)
         except Exception:
             self._look_no_more()
         return output
@@ -334,33 +312,37 @@ class Watched(Upstream):
     def update_from_output(
         self, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any
     ) -> Any:
-        """Look at how long it took."""
-        if (seen := self._seen) is None:
-            return super().update_from_output(scheduler_output, *args, **kwargs)
-        now = self.clock()
-        try:
-            seen.finished(scheduler_output, now)
-        except Exception:
-            self._look_no_more()
+        """Show it now and then."""
         outputs = super().update_from_output(scheduler_output, *args, **kwargs)
-        try:
-            seen.show(self.running, self.waiting, now, slots=self.max_num_active_reqs)
-        except Exception:
-            self._look_no_more()
+        if (seen := self._seen) is not None:
+            try:
+                slots = self.max_num_active_reqs
+                seen.show(self.running, self.waiting, self.clock(), slots=slots)
+            except Exception:
+                self._look_no_more()
         return outputs
+
+    def _note(self, output: SchedulerOutput, prefills: Sequence[Request], seen: Seen) -> None:
+        if not output.total_num_scheduled_tokens:
+            return
+        chunks = chunks_of(prefills, output.num_scheduled_tokens)
+        running, waiting = len(self.running), len(self.waiting)
+        self._in_flight.begin(
+            Begun(output, self.current_step, seen.now, seen.budget, chunks, 0, running, waiting)
+        )
 
     def _constrain(self, step: Step) -> None:
         super()._constrain(step)
         if self._seen is not None:
             self._seen.budget = self.max_num_scheduled_tokens
 
-    def _learn(self, result: StepResult) -> None:
+    def _learn(self, done: Done) -> None:
         if self._seen is not None:
             try:
-                self._seen.learnt(result)
+                self._seen.done(done)
             except Exception:
                 self._look_no_more()
-        super()._learn(result)
+        super()._learn(done)
 
     def add_request(self, request: Request) -> None:
         """Look at who comes."""

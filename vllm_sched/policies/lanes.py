@@ -113,6 +113,7 @@ class Lanes(Policy):
         self._free_slots = facts.max_num_seqs
         self._kv_free = 1.0
         self._batch_left = facts.max_num_batched_tokens
+        self._shares = False  # whether the last chunk was of that
 
     # Who waits where
 
@@ -237,6 +238,7 @@ class Lanes(Policy):
 
     def chunk(self, request: RequestView, computed: int, tokens: int) -> int:
         """Give batch prompts, together, their share; if overdue, whatever there is."""
+        self._shares = False
         if self._lane(request) != BATCH:
             return tokens
         if self._due.get(request.request_id) or self.rank(request) < PLACES[BATCH]:
@@ -247,9 +249,15 @@ class Lanes(Policy):
                 self._batch_left = 0
             elif step.decoding and not step.decodes:
                 self._batch_left = step.budget  # they pause until it is done
+        self._shares = True
         granted = min(tokens, self._batch_left)
         self._batch_left -= granted
         return granted
+
+    def taken_back(self, request: RequestView, tokens: int) -> None:
+        """Leave it to other batch prompts."""
+        if self._shares:
+            self._batch_left += tokens
 
     def _others_prefill(self, step: Step) -> bool:
         if any(self._lane(request) != BATCH for request in step.prefills):

@@ -141,6 +141,7 @@ class LongPrompt(Policy):
         self._longs_due = 1  # how many of them are still to get their part
         self._overdue: set[str] = set()  # who is let in for a long wait, in front of each lane
         self._short_left = self._slot
+        self._gave_long = False  # whether the last chunk was a long one's
         self._beside = 0  # tokens of decodes, and of chunks that were sized
         self._fit_s: float | None = None  # the length of a step that one prefill may cause
         # Found long beyond what is cached; asked anew when the running prefills have changed.
@@ -299,7 +300,8 @@ class LongPrompt(Policy):
         # one whose KV should have come from elsewhere may have to be computed here.
         name = request.request_id
         entered_long = name in self._seen_long or name in self._prefilling
-        if entered_long and self._counts_as_long(request, computed):
+        self._gave_long = entered_long and self._counts_as_long(request, computed)
+        if self._gave_long:
             granted = min(granted, math.ceil(self._long_left / max(self._longs_due, 1)))
             if self._fit_s is not None and granted < request.num_tokens - computed:
                 granted = tiled(granted, self._beside, computed)
@@ -310,6 +312,16 @@ class LongPrompt(Policy):
             self._short_left -= granted
         self._beside += granted
         return granted
+
+    def taken_back(self, request: RequestView, tokens: int) -> None:
+        """Leave it to others of its kind."""
+        if not self.active:
+            return
+        self._beside -= tokens
+        if self._gave_long:
+            self._long_left += tokens
+        else:
+            self._short_left += tokens
 
     def _fit(self, request: RequestView, computed: int, tokens: int) -> int:
         """Cut a chunk to the slot, and to the time that it takes at its place in the prompt."""

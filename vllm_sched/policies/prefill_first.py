@@ -102,6 +102,11 @@ class PrefillFirst(Policy):
         self._left -= granted
         return granted
 
+    def taken_back(self, request: RequestView, tokens: int) -> None:
+        """Leave it to the next."""
+        if self._left is not None:
+            self._left += tokens
+
     def gauges(self) -> Mapping[str, float]:
         """Show whether decodes are waiting now."""
         return {"decodes_paused": float(self._since is not None or self._pausing)}

@@ -1,11 +1,12 @@
 """Which policies there are, and how names and settings from outside become policy objects.
 
-The registry's order is the order of precedence. Who may enter: every policy's gate must be open, so
-bounds on waits add up at most; among those who may, an earlier policy's urgency counts before a
-later one's. In which order prompts are computed: by an earlier policy's rank, then a later one's.
-How much: the least budget and the least chunk, each policy seeing what earlier ones left. So
-`lanes` decides between classes, `long_prompt` between long and short within a class, `rotation`
-between prompts of a kind, and `chunk_budget` how much all of them get in a step.
+The registry's order is the order of precedence. Who may enter: every policy's gate must be open,
+and whom one holds those after it do not, so bounds on waits add up at most; among those who may, an
+earlier policy's urgency counts before a later one's. In which order prompts are computed: by an
+earlier policy's rank, then a later one's. How much: the least budget and the least chunk, each
+policy seeing what earlier ones left. So `lanes` decides between classes, `long_prompt` between long
+and short within a class, `rotation` between prompts of a kind, and `chunk_budget` how much all of
+them get in a step.
 
 Policies that contradict each other are refused: `CONFLICTS` says which, and why.
 """
@@ -74,6 +75,9 @@ def settings_of(name: str, given: object) -> Settings:
                 f"unknown key {name}.{key}; valid: {', '.join(kind.model_fields)}; "
                 "correct the name or leave it out"
             )
+        if isinstance(given[key], bool) and kind.model_fields[key].annotation is not bool:
+            what = "Input should not be true or false"  # it would be taken for 1 or 0
+            raise UsageError(_about(name, key, kind, given[key], what))
     try:
         return kind.model_validate(dict(given))
     except ValidationError as error:
@@ -84,10 +88,13 @@ def _explain(name: str, kind: type[Settings], error: Any) -> str:
     what = error["msg"].removeprefix("Value error, ")
     if not error["loc"]:
         return f"policy {name}: {what}; change one of them"
-    key = str(error["loc"][0])
+    return _about(name, str(error["loc"][0]), kind, error["input"], what)
+
+
+def _about(name: str, key: str, kind: type[Settings], given: object, what: str) -> str:
     field = kind.model_fields[key]
     meaning = f" ({field.description})" if field.description else ""
-    return f"{name}.{key}={error['input']!r}: {what}{meaning}; default {field.default}"
+    return f"{name}.{key}={given!r}: {what}{meaning}; default {field.default}"
 
 
 def parse_settings(names: Sequence[str], sets: Sequence[str]) -> dict[str, dict[str, Any]]:

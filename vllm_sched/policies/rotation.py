@@ -10,7 +10,7 @@ if fewer are about, so that no step is left half empty.
 included, which makes the mean time to first token shortest and the longest prompt wait. In whatever
 order, after `max_wait_s` without a chunk a prompt in prefill has a turn kept for it, whatever other
 policies' order is; and one that has waited as long for the KV blocks that those in prefill will
-take is passed by nobody.
+take is passed by nobody. Beside a policy with classes of service rounds are of one class each.
 
 Cost per step: O(running prefills). How it fails: prompts that share the prefill all finish late,
 where one after the other the first would have finished early; KV blocks are held for longer.
@@ -179,12 +179,16 @@ class Rotation(Policy):
                 self._released.add(name)
         return granted
 
+    def taken_back(self, request: RequestView, tokens: int) -> None:
+        """Leave it to the next in line; what newcomers leave is for nobody else in this step."""
+        if self._left is not None and request.request_id in self._last:
+            self._left += tokens
+
     def _plan(self) -> int:
         """Set the length of a turn; return what of the step is for running prefills."""
         step, chunk = self._step, self.settings.chunk
         tokens = max(step.budget - step.decodes, 1)
-        # One that found no room can't use a turn: it has what is left over, if anything is.
-        head = step.may_enter() if step.refused is None else None
+        head = self._entering()
         newcomers = min(step.waiting, step.free_slots) if head else 0
         turns = max(tokens // chunk, 1) if chunk else 1
         serving = min(turns, max(len(step.prefills) + newcomers, 1))
@@ -196,7 +200,9 @@ class Rotation(Policy):
         if head is None:
             return tokens
         turns = serving - len(overdue)
-        ahead = [r for r in step.prefills if r.request_id not in self._kept_for]
+        own = step.class_of(head)
+        like = [r for r in step.prefills if step.class_of(r) == own]
+        ahead = [r for r in like if r.request_id not in self._kept_for]
         if self._shortest:
             lefts = [r.num_tokens - r.num_computed_tokens for r in ahead]
             shorter = sum(min(left, self._slot) for left in lefts if left <= head.num_tokens)
@@ -205,6 +211,15 @@ class Rotation(Policy):
             shorter = 0
         wanted = min(self._slot, head.num_tokens) * min(newcomers, max(turns, 0))
         return tokens - min(wanted, max(tokens - self._kept - shorter, 0))
+
+    def _entering(self) -> RequestView | None:
+        """Return who enters and has its turn; others have what is left over, if anything is."""
+        step = self._step
+        if step.refused is not None or (head := step.may_enter()) is None:
+            return None  # one that found no room can't use a turn
+        # Nor need one of a lesser class than somebody in prefill: it may be given nothing.
+        own = step.class_of(head)
+        return None if any(step.class_of(r) < own for r in step.prefills) else head
 
     # What it does
 

@@ -6,8 +6,10 @@ The engine (and later the simulator) asks, in this order:
    when it may have changed;
 2. `begin_step` once a step, with everything countable about that step; then `budget` and
    `pauses_decodes`, once each;
-3. `gate` and `urgency` whenever the head of a lane could be admitted, `admitted` once it was;
-4. `chunk` for each prefill, as the last word on how many tokens it gets;
+3. `gate` and `urgency` whenever the head of a lane could be admitted, `admitted` once it was; of a
+   head that an earlier policy holds the later ones hear nothing;
+4. `chunk` for each prefill, as the last word on how many tokens it gets, and `taken_back` at once
+   where a later policy leaves it less;
 5. `observe` once the step's result is back, `departed` once a request is over.
 
 What several policies say is combined: the least budget, the least chunk, the strictest gate; one
@@ -198,6 +200,12 @@ class Policy:
     def chunk(self, request: RequestView, computed: int, tokens: int) -> int:
         """Say how many of `tokens` this prefill gets now, given what is computed already."""
         return tokens
+
+    def taken_back(self, request: RequestView, tokens: int) -> None:
+        """Hear that later policies leave this prefill so many tokens less than `chunk` just said.
+
+        What was counted as given is there for the others.
+        """
 
     def rank(self, request: RequestView) -> float:
         """Place a running prefill behind those of lower rank; the last is preempted first."""

@@ -1,0 +1,98 @@
+"""Steps whose results are not back yet: which result is whose, and how long each step took."""
+
+from __future__ import annotations
+
+import pytest
+from vllm.v1.core.sched.output import SchedulerOutput
+
+from vllm_sched.cost.pace import Chunk
+from vllm_sched.engine.in_flight import MOST, Begun, Done, InFlight
+
+
+def scheduled(at: float, prompts: dict[str, Chunk] | None = None, decodes: int = 0) -> Begun:
+    chunks = prompts or {}
+    output = SchedulerOutput.make_empty()
+    output.num_scheduled_tokens = {name: chunk.tokens for name, chunk in chunks.items()}
+    output.num_scheduled_tokens |= {f"decode {i}": 1 for i in range(decodes)}
+    output.total_num_scheduled_tokens = sum(output.num_scheduled_tokens.values())
+    return Begun(output, 1, at, 512, chunks, 100 * decodes, len(chunks) + decodes, 0)
+
+
+def end(steps: InFlight, step: Begun, at: float) -> Done:
+    done = steps.end(step.output, lambda: at)
+    assert done is not None
+    return done
+
+
+def test_what_a_step_did() -> None:
+    steps = InFlight()
+    step = scheduled(10.0, {"a": Chunk(40, 60), "b": Chunk(7, 0)}, decodes=3)
+    steps.begin(step)
+    assert steps.newest is step
+    result = end(steps, step, 10.5).result
+    assert list(result.chunks) == [Chunk(40, 60), Chunk(7, 0)]
+    assert (result.decode_tokens, result.decodes, result.context_tokens) == (3, 3, 300)
+    assert result.seconds == 0.5
+
+
+def test_a_step_scheduled_behind_another_begins_when_that_is_done() -> None:
+    steps = InFlight()
+    first, second = scheduled(10.0, decodes=1), scheduled(10.01, {"a": Chunk(9, 0)})
+    for step in (first, second):
+        steps.begin(step)
+    assert end(steps, first, 10.2).start == 10.0
+    done = end(steps, second, 10.5)
+    assert (done.start, done.end) == (10.2, 10.5)
+    assert done.result.seconds == pytest.approx(0.3)
+
+
+@pytest.mark.parametrize(("between", "asleep"), [(0.05, False), (30.0, True)])
+@pytest.mark.parametrize("decodes", [0, 2])
+def test_who_decodes_has_waited_since_the_last_result_unless_the_engine_slept(
+    between: float, asleep: bool, decodes: int
+) -> None:
+    steps = InFlight()
+    first = scheduled(10.0, decodes=2)
+    steps.begin(first)
+    end(steps, first, 10.2)
+    begun_at = 10.2 + between
+    second = scheduled(begun_at, {"a": Chunk(9, 0)}, decodes)
+    steps.begin(second)
+    done = end(steps, second, begun_at + 0.1)
+    assert done.start == begun_at
+    counted = between if decodes and not asleep else 0.0
+    assert done.result.seconds == pytest.approx(0.1 + counted)
+
+
+def test_a_result_that_never_came_is_forgotten_and_one_of_nothing_is_none() -> None:
+    steps = InFlight()
+    lost, step = scheduled(10.0, decodes=1), scheduled(10.1, decodes=1)
+    empty = SchedulerOutput.make_empty()
+
+    def never() -> float:
+        raise AssertionError("nobody asked what time it is")
+
+    assert steps.end(empty, never) is None
+    for each in (lost, step):
+        steps.begin(each)
+    assert steps.end(empty, never) is None
+    assert end(steps, step, 10.4).step is step
+    assert steps.end(lost.output, never) is None
+
+
+def test_a_clock_that_is_set_back_makes_no_step_shorter_than_any() -> None:
+    steps = InFlight()
+    first, second = scheduled(10.0, decodes=1), scheduled(10.1, decodes=1)
+    for step in (first, second):
+        steps.begin(step)
+    end(steps, first, 10.2)
+    assert end(steps, second, 5.0).result.seconds > 0
+
+
+def test_no_more_are_kept_than_can_be_under_way() -> None:
+    steps = InFlight()
+    given = [scheduled(float(number), decodes=1) for number in range(MOST + 3)]
+    for step in given:
+        steps.begin(step)
+    assert steps.end(given[2].output, lambda: 99.0) is None
+    assert end(steps, given[3], 99.0).step is given[3]

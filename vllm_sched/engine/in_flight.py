@@ -1,0 +1,101 @@
+"""Steps whose results are not back yet, and how long each took once its is.
+
+Everybody who learns from steps or shows them goes by these notes, so that what is predicted is held
+against the very time that was learnt.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from typing import Final, NamedTuple
+
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.request import Request
+
+from vllm_sched.cost.pace import Chunk
+from vllm_sched.policies.types import StepResult
+
+# vLLM has two, and one per stage with pipeline parallelism.
+MOST: Final = 64
+LEAST_STEP_S: Final = 1e-6
+# Between two steps: for longer the engine was paused, or asleep.
+MOST_BETWEEN_S: Final = 1.0
+
+
+class Begun(NamedTuple):
+    """A step that the engine was given."""
+
+    output: SchedulerOutput
+    number: int
+    scheduled_at: float
+    budget: int
+    chunks: Mapping[str, Chunk]  # of prompts, by request
+    context_tokens: int  # of those that decode, together
+    running: int
+    waiting: int
+
+    @property
+    def decodes(self) -> int:
+        """How many decode."""
+        return len(self.output.num_scheduled_tokens) - len(self.chunks)
+
+
+class Done(NamedTuple):
+    """A step whose result is back."""
+
+    step: Begun
+    start: float  # when the engine began it
+    end: float
+    result: StepResult
+
+
+class InFlight:
+    """See the module's text."""
+
+    def __init__(self) -> None:
+        self._steps: deque[Begun] = deque(maxlen=MOST)
+        self._last_end = 0.0
+
+    @property
+    def newest(self) -> Begun:
+        """The one that was scheduled last."""
+        return self._steps[-1]
+
+    def begin(self, step: Begun) -> None:
+        """Note a step that was scheduled; an empty one takes no time and is not noted."""
+        self._steps.append(step)
+
+    def end(self, output: SchedulerOutput, clock: Callable[[], float]) -> Done | None:
+        """Say what a step did and how long it took; None of one that was not noted."""
+        # Results come back in the order of their steps; one whose result never came is forgotten.
+        steps = self._steps
+        if not steps or (
+            steps[0].output is not output and all(step.output is not output for step in steps)
+        ):
+            return None
+        while (step := steps.popleft()).output is not output:
+            pass
+        end, decodes = clock(), step.decodes
+        # The engine began it when it was scheduled, or when it was done with the one before.
+        # A clock that was set back would make it none, or less; a step takes longer than that.
+        start = since = max(step.scheduled_at, min(self._last_end, end))
+        if decodes and 0 <= step.scheduled_at - self._last_end <= MOST_BETWEEN_S:
+            # Who decodes has waited since the last result, whatever the engine did until it began.
+            since = self._last_end
+        self._last_end = end
+        chunks = list(step.chunks.values())
+        decode_tokens = output.total_num_scheduled_tokens - sum([chunk.tokens for chunk in chunks])
+        seconds = max(end - since, LEAST_STEP_S)
+        result = StepResult(seconds, chunks, decode_tokens, decodes, step.context_tokens)
+        return Done(step, start, end, result)
+
+
+def chunks_of(prefills: Iterable[Request], tokens: Mapping[str, int]) -> dict[str, Chunk]:
+    """Say what each prompt had of a step that was scheduled."""
+    # Upstream has counted the step's tokens as computed already.
+    return {
+        request.request_id: Chunk(new, request.num_computed_tokens - new)
+        for request in prefills
+        if (new := tokens.get(request.request_id, 0))
+    }

@@ -1,0 +1,81 @@
+"""What happens once, when a scheduler is made: its policies, as configured, and what they can't do.
+
+Configuration arrives as `--additional-config '{"vllm_sched": {"long_prompt": {...}}}'`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+
+import vllm_sched
+from vllm_sched.engine.seams import installed_version
+from vllm_sched.errors import UsageError
+from vllm_sched.policies import registry
+from vllm_sched.policies.types import EngineFacts, Policy
+
+CONFIG_KEY: Final = "vllm_sched"
+# A child of vLLM's logger: its handlers and level are the ones the operator set.
+logger = logging.getLogger("vllm.vllm_sched")
+
+
+def configured(scheduler: Scheduler, defaults: Mapping[str, Mapping[str, object]]) -> list[Policy]:
+    """Make the policies that a scheduler's configuration switches on, or its class."""
+    additional = scheduler.vllm_config.additional_config
+    given = additional.get(CONFIG_KEY, {}) if isinstance(additional, Mapping) else {}
+    if not isinstance(given, Mapping):
+        raise UsageError(f"additional_config.{CONFIG_KEY} must be an object, got {given!r}")
+    facts = EngineFacts(
+        max_model_len=scheduler.max_model_len,
+        max_num_batched_tokens=scheduler.max_num_scheduled_tokens,
+        max_num_seqs=scheduler.max_num_running_reqs,
+        kv_tokens=(scheduler.cache_config.num_gpu_blocks or 0) * scheduler.block_size,
+    )
+    return registry.build({**defaults, **given}, facts)
+
+
+def refuse_unsupported(scheduler: Scheduler) -> None:
+    """Refuse in a line what policies don't work with."""
+    asynchronous = isinstance(scheduler, AsyncScheduler)
+    name = type(scheduler).__name__
+    if scheduler.scheduler_config.async_scheduling and not asynchronous:
+        logger.warning(
+            "%s under asynchronous scheduling leaves the device idle between steps; use %s, "
+            "or add --no-async-scheduling",
+            name,
+            name.removeprefix("Sync"),
+        )
+    # Upstream's asynchronous scheduler puts placeholders where drafts belong, and where one
+    # pipeline stage tells the next which token it made.
+    drafts = "speculative decoding" if scheduler.num_spec_tokens else None
+    by = drafts or ("pipeline parallelism" if scheduler.use_pp else None)
+    if asynchronous and not scheduler.scheduler_config.async_scheduling and by:
+        raise UsageError(
+            f"this kind of {by} turned asynchronous scheduling off, which {name} can't "
+            f"follow; add --no-async-scheduling to `vllm-sched serve`, or to `vllm serve` "
+            f"--scheduler-cls vllm_sched.Sync{name}"
+        )
+    if scheduler.vllm_config.model_config.is_diffusion:
+        raise UsageError(
+            "policies don't work with diffusion models, which need vLLM's own scheduler; "
+            "start without --scheduler-cls"
+        )
+
+
+def announce(scheduler: Scheduler, policies: Sequence[Policy]) -> None:
+    """Log the policies and their resolved settings, in one line."""
+    told = "; ".join(
+        f"{policy.name}({', '.join(f'{k}={v}' for k, v in policy.resolved().items())})"
+        for policy in policies
+    )
+    logger.info(
+        "vllm-sched %s on vLLM %s: %s, policies: %s",
+        vllm_sched.__version__,
+        installed_version(),
+        type(scheduler).__name__,
+        told or "none",
+    )
