@@ -1,0 +1,70 @@
+"""What a real worker's KV cache is taken to hold, where many prompts have one beginning."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from openai import AsyncOpenAI
+
+from proxy.app import App
+from proxy.config import parse
+from proxy.core.worker import Worker as Known
+from tests.fleet.test_worker import DEADLINE_S, complete, prompt
+from vllm_sched.workers.launch import Worker
+
+MANY, SHARED, OWN, OUTPUT = 12, 4000, 60, 600
+BLOCK = 32
+
+
+@asynccontextmanager
+async def before(worker: Worker) -> AsyncIterator[tuple[AsyncOpenAI, Known]]:
+    """Run a router before one worker, that knows how large its cache is."""
+    fleet = {
+        "model": "tiny",
+        "workers": [{"name": "w0", "url": worker.url}],
+        "router": {"port": 0, "admin": {"port": 0}, "probe": {"interval_s": 0.1}},
+    }
+    app = App(parse(json.dumps(fleet), "fleet.yaml"))
+    await app.start()
+    try:
+        [known] = app.fleet
+        async with asyncio.timeout(DEADLINE_S):
+            while not known.up or not known.kv_capacity:  # noqa: ASYNC110 - nobody tells of it
+                await asyncio.sleep(0.02)
+        async with AsyncOpenAI(
+            base_url=f"{app.url}/v1", api_key="none", max_retries=0, timeout=DEADLINE_S
+        ) as client:
+            yield client, known
+    finally:
+        await app.stop()
+
+
+async def test_what_many_begin_with_is_charged_once_and_the_page_agrees(
+    workers: dict[str, Worker],
+) -> None:
+    begun = [asyncio.Event() for _ in range(MANY)]
+
+    async def read(client: AsyncOpenAI, number: int) -> None:
+        tokens = prompt(70_000, SHARED) + prompt(70_001 + number, OWN)
+        async for _ in await complete(client, tokens, OUTPUT, stream=True):
+            begun[number].set()
+
+    async with before(workers["default"]) as (client, known):
+        reading = [asyncio.create_task(read(client, number)) for number in range(MANY)]
+        for each in begun:
+            await each.wait()
+        last = known.gauges
+        async with asyncio.timeout(DEADLINE_S):
+            while known.gauges is last:  # noqa: ASYNC110
+                await asyncio.sleep(0.005)
+        gauges = known.gauges
+        assert gauges is not None
+        assert (gauges.running, gauges.waiting, known.requests) == (MANY, 0, MANY)
+        assert known.kv_tokens < MANY * (SHARED + OWN) / 3
+        inside = gauges.kv_usage * known.kv_capacity
+        assert SHARED < inside - MANY * BLOCK < known.kv_held < inside + MANY * OUTPUT
+        await asyncio.gather(*reading)
+        assert (known.kv_tokens, known.kv_coming, known.stems.saved) == (0, 0, 0)
