@@ -51,6 +51,7 @@ def test_a_plan_is_shown_and_saved(capsys: pytest.CaptureFixture[str], tmp_path:
         ([*TARGETS, "--workload", "nothing"], "unknown workload 'nothing'"),
         (["--goodput", "speed:1"], "--goodput speed:1: unknown target"),
         ([*TARGETS, "--save", "/nowhere/at/all.yaml"], "there is no folder"),
+        ([*TARGETS, "--save", "/"], "/: is a folder; name a file in it"),
     ],
 )
 def test_what_cannot_be_planned_is_one_line(

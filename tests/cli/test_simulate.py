@@ -168,6 +168,7 @@ def test_a_failed_request_is_said_and_told_by_the_status(
         (FLEET, ["--goodput", "speed:3"], "unknown target"),
         (FLEET, ["--save", "nowhere/at/all.json"], "there is no folder nowhere/at"),
         (FLEET, ["--trace", "nowhere/at/all.json"], "there is no folder nowhere/at"),
+        (FLEET, ["--save", "."], ".: is a folder; name a file in it"),
     ],
 )
 def test_what_cannot_be_played_is_refused_in_a_line(

@@ -120,9 +120,28 @@ def test_nobody_is_starved_for_the_others_sake() -> None:
     shape = Shape(short=1, long=1, short_limit=2000)
     served = search.rate_of(shape, 2.0)
     assert served is not None
-    beyond = search.play(shape, served.rate * 3, fine=False)
+    beyond = search.play(shape, served.rate * 3, fine=False, whole=True)
     # The shorts alone would be nine out of ten.
     assert beyond.classes["rest"].share > 0.9 > beyond.classes["long"].kept_share
+
+
+@pytest.mark.parametrize("targets", ["ttft:250", "ttft:1000 tpot:12", "e2el:1500", "itl:60"])
+def test_a_run_that_is_not_played_to_its_end_would_have_failed(targets: str) -> None:
+    search = Search(question(LONGS, targets))
+    shape = Shape(general=2)
+    served = search.rate_of(shape, 10.0)
+    assert served is not None
+    spared = 0
+    for load in (1.0, 1.15, 3.0):
+        rate = load * served.rate
+        run, whole = (search.play(shape, rate, fine=False, whole=each) for each in (False, True))
+        assert not whole.failed
+        assert search.enough(run, fine=False) == search.enough(whole, fine=False)
+        if run.failed:
+            spared += whole.all.done - run.all.done
+        else:
+            assert (run.all.kept, run.gaps.bins) == (whole.all.kept, whole.gaps.bins)
+    assert spared > 100
 
 
 def test_few_of_the_longest_say_little() -> None:
@@ -395,10 +414,10 @@ def test_a_trace_is_planned_for_as_a_whole(tmp_path: Path) -> None:
             for at, (prompt, output) in enumerate(lines)
         )
     )
-    search = Search(question(str(path), "ttft:3000 tpot:60"))
-    assert search.traffic.prompt == pytest.approx(10_150)
     for seed in (0, 1):
-        run = search.play(Shape(general=2), 1.0, fine=False, seed=seed)
+        search = Search(replace(question(str(path), "ttft:3000 tpot:60"), seed=seed))
+        assert search.traffic.prompt == pytest.approx(10_150)
+        run = search.play(Shape(general=2), 1.0, fine=False, whole=True)
         mean = run.all.prompt_tokens / run.all.done
         assert mean == pytest.approx(10_150, rel=0.25)
 

@@ -24,11 +24,12 @@ from proxy.core.worker import WorkerSpec
 from vllm_sched.bench.trend import Trend
 from vllm_sched.sim.asking import ask_of
 from vllm_sched.sim.fluid import Fluid
+from vllm_sched.sim.lateness import Flight, Lateness
 from vllm_sched.sim.sketch import Sketch
 from vllm_sched.sim.types import Event, Job, Leg
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from proxy.core.tenants import TenantSpec
     from vllm_sched.bench.goodput import Targets
@@ -88,6 +89,7 @@ class Run:
     duration_s: float  # until the last was done
     gaps: Sketch  # between tokens, of all
     growth: float = 0.0  # of the time to a first token, seconds a second: of a queue
+    failed: bool = False  # too many were late, and it was not played to its end
 
     @property
     def rate(self) -> float:
@@ -106,17 +108,15 @@ class Run:
         return (figures.prompt_tokens + figures.output_tokens) / (self.duration_s or 1.0)
 
 
-class _Flight:
+class _Flight(Flight):
     """A request under way."""
 
-    __slots__ = ("cached", "counts", "first", "index", "lease", "longest", "request")
+    __slots__ = ("cached", "index", "lease", "longest")
 
     def __init__(self, request: Request, *, counts: bool) -> None:
-        self.request = request
-        self.counts = counts
+        super().__init__(request, counts=counts)
         self.lease: Lease | None = None
         self.index = 0  # the worker of the leg under way
-        self.first = -1.0
         self.longest = 0.0
         self.cached = 0
 
@@ -165,17 +165,27 @@ class Flow:
         self._number = self._warm = 0
         self._refused = 0
         self._last = 0.0
+        self._lateness = Lateness(targets, borne_s)
         self._all = Figures()
         self._trend = Trend()
         self._classes: dict[str, Figures] = {}
 
-    def play(self, requests: Iterable[Request], *, warm: int = 0, most_late: float = NEVER) -> Run:
+    def play(
+        self,
+        requests: Iterable[Request],
+        *,
+        warm: int = 0,
+        most_late: float = NEVER,
+        most_lost: Mapping[str, float] | None = None,
+    ) -> Run:
         """Play requests in the order of their times, until all are over.
 
-        Or until more than so many have been refused or were late: then no more is to be learnt.
-        The first `warm` of them are not counted: they find the fleet empty.
+        Or until more than so many are refused or late, or of a class later than may be borne: then
+        no more is to be learnt. The first `warm` of them are not counted: they find the fleet
+        empty.
         """
         self._warm = warm
+        late = self._lateness = Lateness(self._targets, self._borne_s, most_late, most_lost)
         at = began = 0.0
         for request in requests:
             at = request.at
@@ -183,26 +193,25 @@ class Flow:
             self._arrive(request, at)
             if self._number == warm:
                 began = at
-            if self._late > most_late:
+            late.look(at)
+            if late.too_many:
                 break
         span = at - began
-        while (self._flights or self._tickets) and self._late <= most_late:
+        while (self._flights or self._tickets) and not late.too_many:
             if not self._tickets:
                 self._next_probe = NEVER  # nobody is to be placed any more
             soonest = min(self._next_probe, self._due[0][0] if self._due else NEVER)
             if soonest == NEVER:
                 break
             self._until(soonest)
+            late.look(soonest)
         gaps = Sketch()
         for engine in self.engines:
             gaps.merge(engine.gaps)
+        growth = self._trend.growth
         return Run(
-            self._all, self._classes, self._refused, span, self._last, gaps, self._trend.growth
+            self._all, self._classes, self._refused, span, self._last, gaps, growth, late.too_many
         )
-
-    @property
-    def _late(self) -> int:
-        return self._refused + self._all.done - self._all.met
 
     # Time
 
@@ -256,6 +265,7 @@ class Flow:
         if flight.counts:
             self._all.arrived += 1
             self._figures(request.klass).arrived += 1
+            self._lateness.arrived(flight)
         hashed = self._prefixes and bool(request.shared)
         ask = ask_of(self.router, MODEL, request, self._number, hashed=hashed)
         answer = self.router.submit(ask, now)
@@ -264,15 +274,19 @@ class Flow:
         elif isinstance(answer, Ticket):
             self._tickets[answer] = flight
         else:
-            self._refused += flight.counts
+            self._refuse(flight)
 
     def _place_waiting(self, now: float) -> None:
         for ticket, answer in self.router.due(now):
             flight = self._tickets.pop(ticket)
             if isinstance(answer, Refusal):
-                self._refused += flight.counts
+                self._refuse(flight)
             else:
                 self._send(flight, answer, now)
+
+    def _refuse(self, flight: _Flight) -> None:
+        self._refused += flight.counts
+        self._lateness.ended(flight, met=False, kept=False)
 
     def _send(self, flight: _Flight, lease: Lease, now: float) -> None:
         flight.lease = lease
@@ -314,6 +328,7 @@ class Flow:
         if flight.first < 0:
             flight.first = at
             flight.cached = event.cached_tokens
+            self._lateness.first(flight)
             router.first_token(lease, at)
         if not event.finished:
             return False
@@ -341,6 +356,7 @@ class Flow:
         )
         self._trend.add(request.at, ttft)
         kept = met or (kept and ttft <= self._borne_s(request.prompt_tokens))
+        self._lateness.ended(flight, met=met, kept=kept)
         for figures in (self._all, self._figures(request.klass)):
             figures.done += 1
             figures.met += met

@@ -18,11 +18,13 @@ from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import islice
 from typing import TYPE_CHECKING, Final
 
 from vllm_sched.bench.knee import SHARE
 from vllm_sched.bench.traffic.sampled import Sampled, without_end
 from vllm_sched.bench.traffic.schedule import Schedule
+from vllm_sched.bench.traffic.types import Request
 from vllm_sched.errors import UsageError
 from vllm_sched.sim import capacity
 from vllm_sched.sim.flow import Flow, Run
@@ -33,7 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from vllm_sched.bench.goodput import Targets
-    from vllm_sched.bench.traffic.types import Request, Source
+    from vllm_sched.bench.traffic.types import Source
     from vllm_sched.sim.types import WorkerModel
 
 SAME: Final = 0.04  # rates this close are equal
@@ -83,7 +85,7 @@ class Question:
         source = without_end(self.source, random.Random(self.seed))
         object.__setattr__(self, "source", source)
 
-    def schedule(self, rate: float, count: int, seed: int = 0) -> Schedule:
+    def schedule(self, rate: float, count: int) -> Schedule:
         """Make requests at a rate."""
         return Schedule(
             source=self.source,
@@ -91,7 +93,7 @@ class Question:
             burstiness=self.burstiness,
             count=count,
             duration_s=2 * count / rate + 1,
-            seed=self.seed + seed,
+            seed=self.seed,
             scale=self.scale,
             prefix_hit=self.prefix_hit,
         )
@@ -113,7 +115,8 @@ class Search:
         self.question = question
         source = question.source
         some = max(SAMPLE, source.held) if isinstance(source, Sampled) else SAMPLE
-        sample = list(question.schedule(1.0, some))
+        self._unknown = replace(question.schedule(1.0, some), count=None).shapes()
+        sample = list(islice(self._unknown, some))
         if not sample:
             raise UsageError(f"{source.name}: there is no request in it to plan for")
         self.traffic = Traffic.of(sample, question.machine)
@@ -122,6 +125,7 @@ class Search:
         self._start = self._by_hand()
         prompts = self.traffic.prompts
         self._longest = prompts[int(LONGEST * (len(prompts) - 1))]
+        self._known = [self._classed(each) for each in sample]
         machine = question.machine
 
         @lru_cache(maxsize=65_536)
@@ -146,23 +150,37 @@ class Search:
         most = max(most, math.ceil(rate * LEAST_LASTS * target))
         return max(round(min(max(rate * lasts, least), most) * question.effort), 50)
 
-    def play(self, shape: Shape, rate: float, *, fine: bool, seed: int = 0) -> Run:
-        """Play a fleet at a rate; a run that has failed is not played to its end."""
+    def play(self, shape: Shape, rate: float, *, fine: bool, whole: bool = False) -> Run:
+        """Play a fleet at a rate; unless the `whole` is asked for, a failed run not to its end."""
         question = self.question
         total = self.count(rate, fine=fine)
-        schedule = question.schedule(rate, total, seed)
+        requests = self._requests(question.schedule(rate, total))
         flow = Flow(
             shape.placed(question.machine), shape.settings(), question.targets, self.borne_s
         )
         self.runs += 1
         warm = int(WARM * total)
+        if whole:
+            return flow.play(requests, warm=warm)
+        longs = sum(each.klass == LONG for each in requests[warm:])
         most_late = (1 - question.share) * (total - warm) + 1
-        return flow.play(self._sorted(schedule), warm=warm, most_late=most_late)
+        most_lost = (1 - self._least_kept(longs, fine=fine)) * longs + 1
+        return flow.play(requests, warm=warm, most_late=most_late, most_lost={LONG: most_lost})
 
-    def _sorted(self, schedule: Schedule) -> Iterator[Request]:
-        """Tell the longest from the rest."""
-        for request in schedule:
-            yield replace(request, klass=self.class_of(request.prompt_tokens))
+    def _requests(self, schedule: Schedule) -> list[Request]:
+        """Give a schedule's requests: drawn once, at whatever rate, the longest told apart."""
+        moments, known = schedule.moments(), self._known
+        more = islice(self._unknown, max(len(moments) - len(known), 0))
+        known += [self._classed(each) for each in more]
+        return [
+            Request(
+                at, each.klass, each.prompt_tokens, each.output_tokens, each.tenant, each.shared
+            )
+            for at, each in zip(moments, known, strict=False)
+        ]
+
+    def _classed(self, request: Request) -> Request:
+        return replace(request, klass=self.class_of(request.prompt_tokens))
 
     def class_of(self, prompt: int) -> str:
         """Say whether a prompt is among the longest."""
@@ -174,12 +192,16 @@ class Search:
         In a coarse run there are few of the longest: what may be chance is left to a fine one. A
         brief one, with real schedulers, says less of queues.
         """
-        if run.growth > (GROWS_BRIEFLY if brief else GROWS):
+        if run.failed or run.growth > (GROWS_BRIEFLY if brief else GROWS):
             return False
-        share = self.question.share
         longs = run.classes.get(LONG)
-        chance = 0.0 if fine or not longs else math.sqrt(share * (1 - share) / longs.arrived)
-        return run.all.share >= share and longest_kept(run) >= share - chance
+        least = self._least_kept(longs.arrived if longs else 0, fine=fine)
+        return run.all.share >= self.question.share and longest_kept(run) >= least
+
+    def _least_kept(self, longs: int, *, fine: bool) -> float:
+        """Return the share of so many of the longest that may not be too late."""
+        share = self.question.share
+        return share if fine or not longs else share - math.sqrt(share * (1 - share) / longs)
 
     def serves(self, shape: Shape, rate: float, *, fine: bool) -> Run | None:
         """Play it; None if too few were in time."""
@@ -235,7 +257,7 @@ class Search:
                 f"{holds:,} tokens that a worker of {question.machine.profile} holds; use a "
                 "larger machine or a --scale below 1"
             )
-        run = self.play(Shape(general=1), self._start * IDLE, fine=False)
+        run = self.play(Shape(general=1), self._start * IDLE, fine=False, whole=True)
         if run.all.share >= question.share:
             return
         raise UsageError(self._hopeless(run))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Final
 
 from xxhash import xxh3_64_intdigest, xxh3_128_digest
@@ -13,6 +14,8 @@ from vllm_sched.bench.traffic.types import Piece
 
 # A token of English text, as the router takes it until it knows better.
 BYTES_PER_TOKEN: Final = 4
+# Prompts whose hashes are kept: a search plays the same some hundred times.
+KEPT: Final = 16_384
 
 
 def namer(text: int, shared: tuple[Piece, ...]) -> Callable[[int], bytes]:
@@ -43,6 +46,7 @@ def namer(text: int, shared: tuple[Piece, ...]) -> Callable[[int], bytes]:
     return name
 
 
+@lru_cache(maxsize=KEPT)
 def prefix_hashes(text: int, shared: tuple[Piece, ...], prompt_tokens: int) -> tuple[int, ...]:
     """Hash a prompt's blocks as the router would, were its bytes there; nothing if none is shared.
 

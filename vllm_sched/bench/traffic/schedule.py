@@ -14,6 +14,7 @@ from vllm_sched.bench.traffic.prefixes import sharing, strangers
 from vllm_sched.errors import UsageError
 
 if TYPE_CHECKING:
+    from array import array
     from collections.abc import Iterator
 
     from vllm_sched.bench.traffic.types import Request, Source
@@ -122,7 +123,7 @@ class Schedule:
 
     def __iter__(self) -> Iterator[Request]:
         """Make the requests, in the order of their times."""
-        requests = self._shapes()
+        requests = self.shapes()
         end = self.ends_after_s
         if self.timed:
             for request in requests:
@@ -133,19 +134,23 @@ class Schedule:
             # Who plays it stops at the end: when that is, nobody knows beforehand.
             yield from requests
         else:
-            rate = self.offered_rate or 1.0
-            count = self.count if end is None else min(round(rate * end), self.count or 10**9)
-            if self.source.count is not None:
-                count = min(count or self.source.count, self.source.count)
-            if not count:
-                raise UsageError(
-                    f"--duration {end:g}: at {rate:g} requests/s no request arrives; make it longer"
-                )
-            times = gamma_times(rate, self.offered_burstiness, count, self._rng("times"))
-            for at, request in zip(times, requests, strict=False):
+            for at, request in zip(self.moments(), requests, strict=False):
                 yield replace(request, at=at)
 
-    def _shapes(self) -> Iterator[Request]:
+    def moments(self) -> array[float]:
+        """Draw when requests arrive in an open loop."""
+        rate, end = self.offered_rate or 1.0, self.ends_after_s
+        count = self.count if end is None else min(round(rate * end), self.count or 10**9)
+        if self.source.count is not None:
+            count = min(count or self.source.count, self.source.count)
+        if not count:
+            raise UsageError(
+                f"--duration {end:g}: at {rate:g} requests/s no request arrives; make it longer"
+            )
+        return gamma_times(rate, self.offered_burstiness, count, self._rng("times"))
+
+    def shapes(self) -> Iterator[Request]:
+        """Draw what is sent, its times aside: the same at any load."""
         requests = self.source.requests(self._rng("lengths"))
         if self.prefix_hit == 0:
             requests = strangers(requests)
