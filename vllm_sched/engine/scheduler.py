@@ -136,7 +136,10 @@ class PolicySteps(Upstream):
         self, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any
     ) -> Any:
         """Tell the policies how long the step took."""
-        if (done := self._in_flight.end(scheduler_output, self.clock)) is not None:
+        # Where nobody learns, nothing was noted.
+        if (self._policies or self._seen is not None) and (
+            done := self._in_flight.end(scheduler_output, self.clock)
+        ) is not None:
             self._learn(done)
         return super().update_from_output(scheduler_output, *args, **kwargs)
 
