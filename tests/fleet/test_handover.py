@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,7 +52,19 @@ def router(
     rules: dict[str, object] = {"disaggregate_above": ABOVE}
     folder = tmp_path_factory.mktemp("handover")
     with routing(folder, workers, rules, transfer="nixl") as running:
+        connected(running)
         yield running
+
+
+def connected(router: Router) -> None:
+    """Wait until the two ends know each other: nothing is handed over before."""
+    give_up = time.monotonic() + DEADLINE_S
+    while True:
+        with urllib.request.urlopen(f"{router.url}/metrics", timeout=10) as answer:
+            if b'proxy_handover_warmups_total{outcome="done"}' in answer.read():
+                return
+        assert time.monotonic() < give_up, "they were never connected"
+        time.sleep(0.05)
 
 
 async def freed(worker: Worker, within: float = FREED_S) -> None:
