@@ -11,7 +11,7 @@ from proxy.wire.forsaken import GRACE_S
 from tests.proxy.wire import scripts
 from tests.proxy.wire.client import Answer, chat, request
 from tests.proxy.wire.conftest import Start
-from tests.proxy.wire.pairs import chat_body, expected, pairs, words
+from tests.proxy.wire.pairs import Pairs, chat_body, expected, pairs, words
 from tests.proxy.wire.site import Fake, Site, eventually
 
 
@@ -104,21 +104,16 @@ async def test_an_answer_that_has_begun_is_waited_for_though_its_worker_is_down(
 
 
 async def test_a_prefill_needs_no_retry_to_be_done_elsewhere(start: Start) -> None:
-    here = await pairs(start, retry_budget=0.0)
-    body = chat_body()
-    hung = here.victim(Role.PREFILL, body)
-    hung.then(scripts.stall)
-    asking = asyncio.create_task(here.site.ask(request(body), within=20.0))
-    await hung.got(1)
-    here.site.down(hung.name)
-    over(here.site)
-    assert words(await asking) == expected(body)
-    await here.settled()
+    await goes_elsewhere(await pairs(start, retry_budget=0.0), Role.PREFILL)
 
 
 @pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
 async def test_either_leg_of_a_hand_over(start: Start, role: Role) -> None:
-    here = await pairs(start)
+    await goes_elsewhere(await pairs(start), role)
+
+
+async def goes_elsewhere(here: Pairs, role: Role) -> None:
+    """Let the worker of one leg hang and go down; the answer is another's, and whole."""
     body = chat_body()
     hung = here.victim(role, body)
     hung.then(scripts.stall)
