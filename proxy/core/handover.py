@@ -6,10 +6,10 @@ seconds: what the prompt would cost there (its own prefill, the time that those 
 lose by it, and those who come meanwhile) against the prefill worker's wait and prefill, and the
 transfer. Or, where the operator set a threshold, of tokens: those that the decode worker would have
 to prefill. So the decode worker is chosen first, by what the request costs there in the better way;
-the prefill worker is the one that will be done soonest. Nothing is sent to it before the decode worker's cache has room, and
-should have a seat when the prefill is done. Where shorts leave no seat for too long it is handed
-over all the same, one at a time; where they leave no room, the decode worker is given all of it.
-In either case its engine has it wait.
+the prefill worker is the one that will be done soonest. Nothing is sent to it before the decode
+worker's cache has room, and should have a seat when the prefill is done. Where shorts leave no seat
+for too long it is handed over all the same, one at a time; where they leave no room, the decode
+worker is given all of it. In either case its engine has it wait.
 
 Cost: some ten multiplications per prefill worker and twenty per decode worker. How it fails: a
 decode worker that is faster than the prefill worker is not known to be, until it has had some long
