@@ -145,10 +145,6 @@ class Handing:
         """Whether a decode worker has a seat by the time that the prefill is done."""
         return self.stands or not seats.are_taken(worker, view.now, self.prefill_s)
 
-    def has_room(self, worker: Worker, view: View) -> bool:
-        """Whether it has that and, now, room in its cache, as far as anybody knows."""
-        return self.is_seated(worker, view) and fits(worker, view.ask)
-
     def decision(self, worker: Worker, view: View) -> Decision:
         """Write down a hand-over to a decode worker."""
         tokens, transfer_s = self.tokens(worker, view), self.transfer_s(worker, view)
@@ -260,7 +256,7 @@ def refine(decision: Decision, view: View) -> Decision | None:
         return decision
     if handing.offer(worker, view, whole_s(worker, view)) is None:
         return decision
-    if not handing.has_room(worker, view):
+    if not (handing.is_seated(worker, view) and fits(worker, view.ask)):
         return None
     return replace(handing.decision(worker, view), scores=decision.scores)
 

@@ -30,7 +30,7 @@ from __future__ import annotations
 
 from operator import attrgetter
 
-from proxy.core.handover import Handing
+from proxy.core.handover import Handing, fits
 from proxy.core.holding import KV_FULL
 from proxy.core.routing.view import DECODE, WRONG, Rule, View, reason_for
 from proxy.core.types import Decision, Reason, Score
@@ -81,7 +81,7 @@ class Adaptive(Rule):
         return Decision(worker, reason, ttft_s, scores, cached)
 
     def _hand_over(self, worker: Worker, handing: Handing, view: View) -> Decision | None:
-        if not handing.has_room(worker, view):
+        if not fits(worker, view.ask):
             return None  # its prefill would be done before there is anywhere to put it
         decision = handing.decision(worker, view)
         if view.explain:
