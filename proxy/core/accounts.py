@@ -17,25 +17,41 @@ PROMPTLY = frozenset(["chat/completions", "completions", "inference/v1/generate"
 UNREAD = (Outcome.CLIENT_GONE, Outcome.UNFINISHED)  # what was computed by then was computed
 
 
-def enter(ask: Ask, now: float, *, again: bool) -> Refusal | None:
-    """Let a request in, or say which limit keeps it out; `again`: another worker is to try it."""
+def enter(ask: Ask, now: float, *, again: bool, uncounted: bool = False) -> Refusal | None:
+    """Let a request in, or say which limit keeps it out; `again`: another worker is to try it.
+
+    `uncounted`: a worker is to count its prompt first, and then it is asked about once more. To
+    count is work, so all limits hold for it but that of a prompt.
+    """
     tenant = ask.tenant
     if tenant is None:
         return None
+    ledger = tenant.ledger
+    breach: Breach | None = None
     tokens = ask.prompt_tokens + ask.expected_output * ask.samples
-    if again:
-        tenant.ledger.enter_again(now, tokens)
+    if ask.entered >= 0:  # it was let in to be counted
+        breach = ledger.too_long(_sure(ask))
+    elif again:
+        ledger.enter_again(now, tokens)
     else:
-        # To be cut off where a context ends makes it no shorter for its tenant.
-        sure = ask.sure_prompt
-        sure = ask.largest_prompt - ask.prompt_error if sure < 0 else sure
-        breach = tenant.ledger.enter(now, tokens, sure)
-        if breach is not None:
-            _count(tenant, breach)
-            return refusals.limited(ask, breach)
-    tenant.change()
-    ask.entered = tokens
+        breach = ledger.enter(now, tokens, 0 if uncounted else _sure(ask))
+    if breach is not None:
+        leave(ask, now)
+        _count(tenant, breach)
+        return refusals.limited(ask, breach)
+    if ask.entered < 0:
+        ask.entered = tokens
+        tenant.change()
     return None
+
+
+def _sure(ask: Ask) -> int:
+    """Say how many tokens its largest prompt has at least.
+
+    To be cut off where a context ends makes it no shorter for its tenant.
+    """
+    sure = ask.sure_prompt
+    return ask.largest_prompt - ask.prompt_error if sure < 0 else sure
 
 
 def visit(tenant: Tenant, now: float) -> Refusal | None:

@@ -132,11 +132,10 @@ class Ledger:
 
         `prompt` is the least that its largest prompt may have.
         """
-        limits, requests, bucket = self._limits, self._requests, self._tokens
-        most = limits.max_prompt_tokens
-        if most is not None and prompt > most:
-            return Breach(Limit.PROMPT, most)
-        most = limits.concurrency
+        requests, bucket = self._requests, self._tokens
+        if (breach := self.too_long(prompt)) is not None:
+            return breach
+        most = self._limits.concurrency
         if most is not None and self.running + self.elsewhere >= most:
             return self._breach(now, Limit.CONCURRENCY, most, AGAIN_S)
         # Both are asked before either is taken from.
@@ -148,6 +147,11 @@ class Ledger:
             requests.charge(now, 1)
         self.running += 1
         return None
+
+    def too_long(self, prompt: int) -> Breach | None:
+        """Say whether a prompt that has at least so many tokens may have as many."""
+        most = self._limits.max_prompt_tokens
+        return Breach(Limit.PROMPT, most) if most is not None and prompt > most else None
 
     def _breach(self, now: float, limit: Limit, most: int, wait: float) -> Breach:
         requests, tokens = self.left(now)

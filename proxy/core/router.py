@@ -82,6 +82,15 @@ class Router(Leases):
         """Return what to send to /tokenize: the body itself, whose other fields it ignores."""
         return body
 
+    def enter(self, ask: Ask, now: float) -> Refusal | None:
+        """Let a request in that a worker is to count: `submit` is next, or `leave`."""
+        refusal = accounts.enter(ask, now, again=False, uncounted=True)
+        return refusal and self._refused(ask.model, refusal)
+
+    def leave(self, ask: Ask, now: float) -> None:
+        """Let one out whose client left meanwhile."""
+        accounts.leave(ask, now)
+
     def counted(self, ask: Ask, prompt_tokens: int) -> None:
         """Take a worker's count."""
         self._reader.counted(ask, prompt_tokens)
@@ -123,6 +132,7 @@ class Router(Leases):
         may have had many requests.
         """
         if self.draining and not tried:
+            accounts.leave(ask, now)
             return self._refused(ask.model, refusals.draining())
         self.fleet.settle(now)
         if tried:

@@ -145,6 +145,9 @@ class Exchange:
         if counter is None:
             self._place(now, ask)
             return
+        if (refusal := router.enter(ask, now)) is not None:
+            self._refuse(now, refusal)
+            return
         self._count = self._wire.count(now, self._counted)
         pool = self._wire.pools.of(counter)
         body = router.tokenize_body(ask, request.body)
@@ -561,6 +564,8 @@ class Exchange:
             self._count = None
             wire.counting.discard(count)
             count.drop()
+            if self._ask is not None:
+                wire.router.leave(self._ask, now)
         if (ticket := self._ticket) is not None:
             self.record.queue_s += now - ticket.since
             del wire.queued[ticket]

@@ -284,6 +284,62 @@ async def test_places_are_given_back_on_every_way_out(start: Start) -> None:
     assert (await site.ask(chat("hi", bearer()))).status == 200
 
 
+# A worker is asked how long it is: between its own 2,048 tokens and another's context.
+NEAR = chat("word " * 1600, bearer())
+
+
+async def counting(start: Start, limits: Limits) -> Site:
+    site = await start(Fake("w0", max_model_len=2048), Fake("w1"), router={"policy": "round_robin"})
+    keep(site, TenantSpec("a", limits=limits), a=KEY)
+    return site
+
+
+def counts(site: Site) -> int:
+    return sum(call.path == "/tokenize" for fake in site.fakes.values() for call in fake.calls)
+
+
+async def test_who_is_over_a_limit_has_no_worker_count_its_prompts(start: Start) -> None:
+    site = await counting(start, Limits(requests_per_minute=2))
+    assert [(await site.ask(NEAR)).status for _ in range(5)] == [200, 200, 429, 429, 429]
+    assert counts(site) == 2
+
+
+async def test_what_is_counted_has_a_place_until_its_client_leaves(start: Start) -> None:
+    site = await counting(start, Limits(concurrency=1))
+    for fake in site.fakes.values():
+        fake.always(scripts.stall, "/tokenize")
+    client = await site.client()
+    await client.send(NEAR)
+    await eventually(lambda: counts(site) == 1)
+    assert (await site.ask(NEAR)).status == 429
+    assert counts(site) == 1
+    client.close()
+    await site.settled()
+    for fake in site.fakes.values():
+        fake.always(scripts.tokenize, "/tokenize")
+    assert (await site.ask(NEAR)).status == 200
+    tenant = site.router.tenants.get("a")
+    assert tenant is not None
+    assert tenant.ledger.running == 0
+
+
+async def test_what_turns_out_too_long_has_its_tokens_back(start: Start) -> None:
+    site = await counting(
+        start, Limits(max_prompt_tokens=1900, tokens_per_minute=100_000, concurrency=1)
+    )
+    for _ in range(2):
+        for fake in site.fakes.values():
+            fake.always(scripts.answer(200, b'{"count": 1901, "tokens": []}'), "/tokenize")
+        refused = await site.ask(NEAR)
+        assert (refused.status, refused.error()["code"]) == (400, "context_length_exceeded")
+    tenant = site.router.tenants.get("a")
+    assert tenant is not None
+    assert tenant.ledger.running == 0
+    _, tokens = tenant.ledger.left(site.clock())
+    assert tokens is not None
+    assert tokens[1] == 100_000
+
+
 async def test_usage_is_what_is_counted(start: Start) -> None:
     site = await start()
     keep(site, TenantSpec("a"), a=KEY)
