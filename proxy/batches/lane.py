@@ -16,11 +16,12 @@ import fcntl
 import logging
 import os
 import time
-from collections import Counter
-from collections.abc import Callable
+from collections import Counter, deque
+from collections.abc import Callable, Iterable
 from itertools import count
 from math import inf
 from pathlib import Path
+from sys import maxsize
 from typing import TYPE_CHECKING
 
 from proxy.batches.chores import Chores, close, take_in
@@ -249,25 +250,35 @@ class Lane:
     def _send(self) -> None:
         """Send what there is room for: tenants in turn, and the batches of each."""
         wire = self._wire
-        waiting = [running for running in self._running.values() if running.ready]
+        waiting = self._in_turn(x for x in self._running.values() if x.ready)
         room = self.settings.concurrency - self.in_flight
+        shut: dict[str, int] = {}
         while waiting and room > 0 and not wire.draining:
             now = wire.clock()
-            running = min(waiting, key=lambda x: (self._turns.get(x.batch.tenant, 0), x.turn))
+            running = waiting.popleft()
             tenant = wire.router.tenants.get(running.batch.tenant)
-            if (job := self._next_of(now, running, tenant)) is None:
-                waiting.remove(running)
+            if (job := self._next_of(now, running, tenant, shut)) is None:
                 continue
             running.turn = self._turns[running.batch.tenant] = next(self._numbers)
             running.ready.remove(job)
             self._send_one(now, running, job, tenant)
             room -= 1
-            if not running.ready:
-                waiting.remove(running)
+            if running.ready:
+                waiting.append(running)
+            waiting = self._in_turn(waiting)
         self.counts.in_flight = self.in_flight
 
-    def _next_of(self, now: float, running: Running, tenant: Tenant | None) -> Job | None:
-        """Name the line that a batch may send now: the first for whose model there is a gap."""
+    def _in_turn(self, some: Iterable[Running]) -> deque[Running]:
+        turns = self._turns
+        return deque(sorted(some, key=lambda x: (turns.get(x.batch.tenant, 0), x.turn)))
+
+    def _next_of(
+        self, now: float, running: Running, tenant: Tenant | None, shut: dict[str, int]
+    ) -> Job | None:
+        """Name the line that a batch may send now: the first for whose model there is a gap.
+
+        `shut`: of models, from which size on there is none, as was found in this turn.
+        """
         held = self._held(running.batch.tenant, tenant)
         if held != running.held:
             running.held = held
@@ -277,12 +288,12 @@ class Lane:
             return None
         if now < running.rest_until or (tenant is not None and not within_limits(tenant, now)):
             return None
-        asked: dict[str, bool] = {}
         for job in running.ready:
-            if asked.get(job.model, True):
-                asked[job.model] = gap(self._wire.router, job.model, now, len(job.body))
-                if asked[job.model]:
+            size = len(job.body)
+            if size < shut.get(job.model, maxsize):
+                if gap(self._wire.router, job.model, now, size):
                     return job
+                shut[job.model] = size
         return None
 
     def _held(self, name: str, tenant: Tenant | None) -> str:

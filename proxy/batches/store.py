@@ -42,8 +42,9 @@ from proxy.batches.types import (
 PIECE_BYTES = 1 << 20  # of a file, read at a time
 FETCH_BYTES = 1 << 20  # of lines to run
 # That are forgotten, or given up, in one go, so that nobody waits long for the disk. Results may be
-# of any size; pages are given back to the disk.
+# of any size; of files there are fewer if they are large; pages are given back to the disk.
 MOST_LINES, MOST_RESULTS, MOST_FILES, MOST_PAGES = 1000, 200, 10, 1000
+LARGE = 4 << 20  # bytes
 FILE_COLUMNS = "id, tenant, name, purpose, created, expires, bytes, batch, ok"
 # How a batch ends, and what is said of its lines that were not run.
 ENDS = {
@@ -215,12 +216,22 @@ class Store:
         return b"".join(pieces), at
 
     def _content(self, file_id: str, start: int, size: int) -> bytes:
+        return self._contents(file_id, [(start, size)])[0]
+
+    def _contents(self, file_id: str, places: Sequence[tuple[int, int]]) -> list[bytes]:
+        """Read some of a file at several places, from which on and how much; nothing of none.
+
+        To find the first takes the longer the further in it is, and the others next to nothing.
+        """
         row = self.connection.execute("SELECT rowid FROM files WHERE id = ?", (file_id,)).fetchone()
         if row is None:
-            return b""
+            return [b""] * len(places)
+        found: list[bytes] = []
         with self.connection.blobopen("files", "content", row[0], readonly=True) as blob:
-            blob.seek(start)
-            return blob.read(size)
+            for start, size in places:
+                blob.seek(start)
+                found.append(blob.read(size))
+        return found
 
     # Batches
 
@@ -339,15 +350,17 @@ class Store:
             "ORDER BY number LIMIT ?",
             (batch.id, after, most),
         )
-        jobs: list[Job] = []
+        lines: list[tuple[int, str, str]] = []
+        places: list[tuple[int, int]] = []
         left = FETCH_BYTES
         for number, custom_id, model, start, size in rows:
-            if jobs and size > left:
+            if lines and size > left:
                 break
             left -= size
-            body = self._content(batch.input, start, size)
-            jobs.append(Job(batch.id, number, custom_id, model, body))
-        return jobs
+            lines.append((number, custom_id, model))
+            places.append((start, size))
+        bodies = self._contents(batch.input, places)
+        return [Job(batch.id, *line, body) for line, body in zip(lines, bodies, strict=True)]
 
     def save(self, results: Sequence[Result]) -> None:
         """Keep results; of a line that has one, the first stays."""
@@ -436,15 +449,30 @@ class Store:
             if over:
                 self._forget(over[0])
                 return True
-            gone = self.connection.execute(
-                "DELETE FROM files WHERE id IN (SELECT id FROM files WHERE "  # noqa: S608
-                "(expires < ? OR created < ?) AND id NOT IN "
-                f"(SELECT input FROM batches WHERE status IN ({marks(ACTIVE)})) LIMIT ?)",
-                (now, since, *ACTIVE, MOST_FILES),
-            )
-            if gone.rowcount:
+            if files := self._outdated(now, since):
+                self.connection.execute(
+                    f"DELETE FROM files WHERE id IN ({marks(files)})",  # noqa: S608
+                    files,
+                )
                 return True
         return self._give_back()
+
+    def _outdated(self, now: float, since: float) -> list[str]:
+        """Name some files that were kept for long enough: of large ones, one."""
+        rows = self.connection.execute(
+            "SELECT id, coalesce(length(content), 0) FROM files WHERE "  # noqa: S608
+            "(expires < ? OR created < ?) AND id NOT IN "
+            f"(SELECT input FROM batches WHERE status IN ({marks(ACTIVE)})) LIMIT ?",
+            (now, since, *ACTIVE, MOST_FILES),
+        )
+        found: list[str] = []
+        left = LARGE
+        for file_id, size in rows:
+            left -= size
+            if found and left < 0:
+                break
+            found.append(file_id)
+        return found
 
     def _forget(self, batch: Batch) -> None:
         """Forget a batch, or some of what is kept of it."""

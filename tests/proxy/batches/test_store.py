@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import orjson
 import pytest
@@ -135,6 +136,40 @@ def test_lines_are_read_with_their_bodies_and_without_those_that_are_done(store:
     jobs = store.jobs(batch, 0, 3)
     assert [(job.number, job.body) for job in jobs] == [(n, b"{1}") for n in (1, 3, 4)]
     assert [job.number for job in store.jobs(batch, 4, 3)] == [5]
+
+
+def test_a_place_far_into_a_file_is_looked_for_once(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It takes a step for each page before it: for each line that would be minutes in all."""
+    batch = batch_of(store, 64)
+    opened: list[str] = []
+
+    class Counting:
+        def __init__(self, connection: sqlite3.Connection) -> None:
+            self.execute = connection.execute
+            self._connection = connection
+
+        def blobopen(self, *args: Any, **named: Any) -> Any:
+            opened.append(args[0])
+            return self._connection.blobopen(*args, **named)
+
+    monkeypatch.setattr(store, "connection", Counting(store.connection))
+    assert [job.body for job in store.jobs(batch, 0, 64)] == [b"{1}"] * 64
+    assert opened == ["files"]
+
+
+def test_large_files_are_forgotten_one_at_a_time(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each takes the disk a second, and whoever else wants it waits."""
+    monkeypatch.setattr(module, "LARGE", 100)
+    for size in (10, 10, 90, 500, 10):
+        store.add_file("t", "in", "batch", b"x" * size, NOW)
+    left: list[int] = []
+    while store.purge(NOW + 2 * KEEP_S):
+        left.append(rows(store)["files"])
+    assert left[:4] == [3, 2, 1, 0]
 
 
 def test_what_was_kept_is_there_after_a_kill(store: Store, tmp_path: Path) -> None:

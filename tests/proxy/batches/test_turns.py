@@ -1,0 +1,73 @@
+"""What a turn of the lane costs where many have lines to send, and nobody has a gap for them."""
+
+from __future__ import annotations
+
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from proxy.batches import lane as module
+from proxy.batches.keeper import Keeper
+from proxy.batches.lane import Lane
+from proxy.batches.running import Running
+from proxy.batches.store import Bounds
+from proxy.batches.types import Batch, Job, Status
+from proxy.config.batches import BatchesConfig
+from proxy.core.router import Router
+from tests.proxy.batches.office import CHAT
+from tests.proxy.wire.conftest import Start
+
+SIZES = (900, 500, 700)
+
+
+@pytest.fixture
+async def lane(start: Start, tmp_path: Path) -> Lane:
+    """Make one with twenty batches under way, of three lines each."""
+    site = await start()
+    keeper = Keeper(tmp_path, 1.0, Bounds())
+    lane = Lane(site.wire, keeper, BatchesConfig(path=tmp_path), tmp_path)
+    for number in range(20):
+        batch = Batch(
+            f"b{number}", f"t{number}", CHAT, "file", "24h", Status.IN_PROGRESS, 0.0, 1e9, None
+        )
+        running = lane._running[batch.id] = Running(batch)
+        running.ready = deque(
+            Job(batch.id, n, f"c{n}", "tiny", b"x" * size) for n, size in enumerate(SIZES)
+        )
+    return lane
+
+
+async def test_what_there_is_no_gap_for_is_asked_for_once(
+    lane: Lane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+
+    def none(router: Router, model: str, now: float, size: int) -> bool:  # noqa: ARG001
+        asked.append(size)
+        return False
+
+    monkeypatch.setattr(module, "gap", none)
+    lane._send()
+    assert asked == [900, 500]  # a smaller one may have one
+
+
+async def test_each_has_its_turn_as_far_as_gaps_go(
+    lane: Lane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent: list[tuple[str, int]] = []
+
+    def small(router: Router, model: str, now: float, size: int) -> bool:  # noqa: ARG001
+        return size < 800 and len(sent) < 30
+
+    def send_one(now: float, running: Running, job: Job, tenant: Any) -> None:  # noqa: ARG001
+        sent.append((running.batch.id, len(job.body)))
+
+    monkeypatch.setattr(module, "gap", small)
+    monkeypatch.setattr(lane, "_send_one", send_one)
+    lane._send()
+    assert sent == [
+        *((f"b{n}", 500) for n in range(20)),
+        *((f"b{n}", 700) for n in range(10)),
+    ]
