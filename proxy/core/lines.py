@@ -54,16 +54,23 @@ class Line:
 class Crowd:
     """All of one class that wait at one place."""
 
-    __slots__ = ("order", "tickets")
+    __slots__ = ("longer", "order", "tickets")
 
     def __init__(self) -> None:
         self.order = Order()
         self.tickets: OrderedDict[Ticket, None] = OrderedDict()  # as they came
+        self.longer: list[int] = []  # how many of its lines have more than none, than one, ...
 
     @property
     def oldest(self) -> float:
         """Since when any waits."""
         return next(iter(self.tickets)).since
+
+    def grew(self, length: int) -> None:
+        """Note that a line of that length has one more."""
+        if length == len(self.longer):
+            self.longer.append(0)
+        self.longer[length] += 1
 
 
 class Lines:
@@ -92,10 +99,17 @@ class Lines:
         crowd = self._crowds.get((place, rank))
         return len(crowd.tickets) if crowd is not None else 0
 
-    def of(self, place: Place, rank: Rank) -> Iterator[Line]:
-        """Return the lines of a class of a place."""
+    def ahead(self, place: Place, rank: Rank, tenant: Tenant | None) -> int:
+        """Reckon how many of a class go before one who joins the end of a line now.
+
+        Each tenant has one turn for each of that line's.
+        """
         crowd = self._crowds.get((place, rank))
-        return crowd.order.lines() if crowd is not None else iter(())
+        if crowd is None:
+            return 0
+        own = self.by_key.get((place, rank, tenant))
+        turns = len(own.tickets) + 1 if own is not None else 1
+        return sum(crowd.longer[:turns])
 
     def places(self, model: str) -> Iterator[tuple[Place, Rank]]:
         """Name where anybody of a model waits."""
@@ -114,10 +128,11 @@ class Lines:
             if line.tenant is not None:
                 self._of.setdefault(line.tenant, []).append(line)
                 line.tenant.watches.add(self._watch)
-        line.tickets.append(ticket)
         crowd = self._crowds.get(key[:2])
         if crowd is None:
             crowd = self._crowds[key[:2]] = Crowd()
+        crowd.grew(len(line.tickets))
+        line.tickets.append(ticket)
         crowd.tickets[ticket] = None
         if len(line.tickets) <= LOOK:
             self._sort(line)
@@ -127,6 +142,7 @@ class Lines:
         line = self.by_key[key_of(ticket)]
         line.tickets.remove(ticket)
         crowd = self._crowds[line.place, line.rank]
+        crowd.longer[len(line.tickets)] -= 1
         del crowd.tickets[ticket]
         self._sort(line)
         if not crowd.tickets:

@@ -41,10 +41,6 @@ class Order:
         """Return whose turn it is."""
         return self._stretches[0].entries[0][4]
 
-    def lines(self) -> Iterator[Line]:
-        """Return all."""
-        return (entry[4] for stretch in self._stretches for entry in stretch.entries)
-
     def below(self, most: Callable[[], int]) -> Iterator[Entry]:
         """Go through those that need less than that, which may become less on the way.
 

@@ -165,14 +165,9 @@ class Queue:
 
     def ahead_of(self, ask: Ask) -> int:
         """Reckon how many that wait will go before a request that comes now."""
-        place = place_of(ask)
-        lines = self._lines
-        ahead = sum(lines.count(place, rank) for rank in RANKS[: ask.rank])
-        own = lines.by_key.get((place, ask.rank, ask.tenant))
-        turns = len(own.tickets) + 1 if own else 1
-        # Of its own class, each tenant has one turn for each of its own.
-        alike = (len(line.tickets) for line in lines.of(place, ask.rank) if line is not own)
-        return ahead + turns - 1 + sum(min(length, turns) for length in alike)
+        place, lines = place_of(ask), self._lines
+        above = sum(lines.count(place, rank) for rank in RANKS[: ask.rank])
+        return above + lines.ahead(place, ask.rank, ask.tenant)
 
     def push(
         self, ask: Ask, now: float, tried: frozenset[str] = frozenset(), *, explain: bool = False

@@ -44,7 +44,7 @@ def test_it_is_as_a_sorted_list(steps: list[tuple[int, int, bool]], most: int) -
         for entries, known in stretches(order):
             assert 0 < len(entries) <= LONGEST
             assert known == min(each[3] for each in entries)
-    assert list(order.lines()) == [each[4] for each in plain]
+    assert [each for entries, _ in stretches(order) for each in entries] == plain
     assert list(order.below(lambda: most)) == [each for each in plain if each[3] < most]
     if plain:
         assert order.first() is plain[0][4]
@@ -76,7 +76,7 @@ def test_what_is_left_of_many_is_in_few_stretches() -> None:
     for number, each in enumerate(entries):
         if number % 30:
             order.take(each)
-    assert len(list(order.lines())) == 100
+    assert sum(len(entries) for entries, _ in stretches(order)) == 100
     assert len(list(stretches(order))) <= 15
 
 
@@ -98,6 +98,6 @@ def test_to_take_one_leaves_the_others(which: int) -> None:
     for each in entries:
         order.put(each)
     order.take(entries[which])
-    assert [line.number for line in order.lines()] == [
-        each[2] for each in entries if each is not entries[which]
+    assert [each for there, _ in stretches(order) for each in there] == [
+        each for each in entries if each is not entries[which]
     ]

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from proxy.core.passing import End
 from proxy.core.queue import LONGEST_RETRY_S, SPAN_S, Queue
-from proxy.core.types import Reason, Refusal, Ticket
+from proxy.core.tenants import Tenant, TenantSpec
+from proxy.core.types import Ask, Reason, Refusal, Ticket
 from tests.proxy.core.making import ask
 
 END = Refusal(429, Reason.QUEUE_FULL, "over")
@@ -166,3 +171,31 @@ def test_tickets_are_what_was_asked() -> None:
     ticket = queue().push(one, 1.0, frozenset({"w"}), explain=True)
     assert ticket.ask is one
     assert (ticket.since, ticket.tried, ticket.explain) == (1.0, frozenset({"w"}), True)
+
+
+TENANTS = [Tenant(TenantSpec(name)) for name in "abcd"]
+
+
+def of(tenant: Tenant) -> Ask:
+    made = ask()
+    made.tenant = tenant
+    return made
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.booleans()), max_size=60))
+def test_ahead_of_one_each_tenant_has_a_turn_for_each_of_its_own(
+    steps: list[tuple[int, bool]],
+) -> None:
+    waiting, tickets = queue(100), list[Ticket]()
+    for number, goes in steps:
+        if goes and tickets:
+            waiting.remove(tickets.pop(number % len(tickets)))
+        else:
+            tickets.append(waiting.push(of(TENANTS[number]), 0.0))
+    lengths = Counter(ticket.ask.tenant for ticket in tickets)
+    for tenant in TENANTS:
+        turns = lengths[tenant] + 1
+        ahead = sum(min(length, turns) for length in lengths.values())
+        assert waiting.ahead_of(of(tenant)) == ahead
+    for ticket in tickets:
+        waiting.remove(ticket)
