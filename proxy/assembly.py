@@ -269,8 +269,9 @@ class App:
         # Legs are under way that the connector has begun: that one stays.
         moves = self._started_with.transfer
         settings = router_settings(config.model_copy(update={"transfer": moves}))
-        # Who does not lead is told by the leader who the workers are.
-        workers = [*found, *specs(config)] if self.leads else [w.spec for w in self.fleet]
+        follows = self.siblings is not None and not self.leads
+        # Who does so is told by the leader who the workers are.
+        workers = [w.spec for w in self.fleet] if follows else [*found, *specs(config)]
         self.router.reconfigure(settings, workers)
         take_tenants(self.router.tenants, config, keys)
         self._admin_key.take(admin_key)

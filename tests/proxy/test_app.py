@@ -110,6 +110,17 @@ async def test_a_reload_takes_a_worker_out_and_leaves_its_request_alone(
     assert len(fakes[0].served) == 1
 
 
+async def test_a_reload_before_it_serves_is_as_any_other(
+    tmp_path: Path, fakes: list[FakeWorker]
+) -> None:
+    """It may have to wait for its ports, which an earlier router has yet to let go."""
+    source = written(tmp_path / "fleet.yaml", fakes[0])
+    begun = App(load(source), source)
+    written(tmp_path / "fleet.yaml", *fakes)
+    begun.reload()
+    assert [worker.name for worker in begun.fleet] == ["a", "b"]
+
+
 async def test_a_reload_with_a_mistake_changes_nothing(
     app: App, fakes: list[FakeWorker], tmp_path: Path
 ) -> None:
