@@ -12,7 +12,6 @@ import httpx
 from openai import AsyncOpenAI
 from openai.types import Batch
 
-from proxy.assembly import App
 from tests.faults.crowd import said
 from tests.faults.troupe import MODEL, NIGHTS_KEY
 from tests.proxy.batches.office import ACTIVE
@@ -26,10 +25,10 @@ FAILED = {None, 500, 502, 504}
 class Night:
     """Who has the file run."""
 
-    def __init__(self, app: App, seed: int, tls: ssl.SSLContext) -> None:
+    def __init__(self, url: str, seed: int, tls: ssl.SSLContext) -> None:
         self._http = httpx.AsyncClient(verify=tls)
         self._client = AsyncOpenAI(
-            base_url=f"{app.url}/v1", api_key=NIGHTS_KEY, max_retries=0, http_client=self._http
+            base_url=f"{url}/v1", api_key=NIGHTS_KEY, max_retries=0, http_client=self._http
         )
         dice = random.Random(seed)
         self._bodies = {

@@ -17,10 +17,12 @@ from pathlib import Path
 import pytest
 
 from proxy.assembly import App
+from proxy.batches import lane
 from proxy.config import load
 from proxy.control.dns import Dns
 from tests.faults import audit
 from tests.faults.crowd import LEFT, REFUSED, TORN, WHOLE, Crowd
+from tests.faults.disk import Disk
 from tests.faults.night import Night
 from tests.faults.troupe import KEYS, NIGHT, Troupe
 from tests.proxy.certificates import Authority
@@ -38,7 +40,10 @@ ENOUGH, FEW = 2 * max(KEPT.values()), 3  # requests; of each that became of them
 async def test_each_request_has_one_end_and_nothing_is_left(
     seed: int, guarded: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Guarded: with tenants, TLS and admission, and with a file of requests run meanwhile."""
+    """Guarded: with tenants, TLS and admission, and with a file of requests run meanwhile.
+
+    The disk fills up, too: at first until it is noticed, and then at times.
+    """
     authority = Authority(tmp_path / "certificates") if guarded else None
     tls = authority.client() if authority else None
     troupe = Troupe(seed, authority=authority)
@@ -50,6 +55,7 @@ async def test_each_request_has_one_end_and_nothing_is_left(
         return await look_up(self)
 
     monkeypatch.setattr(Dns, "_look_up", at_times)
+    monkeypatch.setattr(lane, "FULL_DISK_S", 0.2)  # until it is tried again
     tasks, open_before = asyncio.all_tasks(), sockets()
     await troupe.start()
     source = tmp_path / "fleet.yaml"
@@ -59,7 +65,7 @@ async def test_each_request_has_one_end_and_nothing_is_left(
     await app.start()
     ever = set(app.fleet)
     before = audit.objects()
-    night = Night(app, seed, tls) if tls else None
+    night = Night(app.url, seed, tls) if tls else None
     try:
         await eventually(lambda: sum(w.up for w in app.fleet) == 7, within=CALM_S)
         ever |= set(app.fleet)
@@ -130,8 +136,16 @@ async def under_fire(
         while not over():
             await troupe.befalls(troupe.dice.random() * 1.0)
 
+    async def fill() -> None:
+        """Fill the disk until somebody has noticed; from then on it is full at times."""
+        if app.batches is not None:
+            disk = Disk(app.batches)
+            await disk.is_missed(CALM_S)
+            troupe.disk = disk
+
     # Two troubles at a time.
-    await asyncio.gather(befall(), befall(), *(crowd.play(n, over) for n in range(CLIENTS)))
+    asked = (crowd.play(n, over) for n in range(CLIENTS))
+    await asyncio.gather(fill(), befall(), befall(), *asked)
     assert crowd.wrong == []
     assert enough(), crowd.outcomes
     assert crowd.outcomes[REFUSED] + crowd.outcomes[TORN] > 0

@@ -14,6 +14,7 @@ from hashlib import sha256
 from pathlib import Path
 
 from proxy.control.tls import server_context
+from tests.faults.disk import Disk
 from tests.fuzz.mutate import Mutator
 from tests.proxy.certificates import Authority
 from tests.proxy.wire import scripts
@@ -158,6 +159,7 @@ class Troupe:
         self._no_names = no_names  # a file, for a router that is another process
         self.dice = random.Random(seed + 1)
         self.fakes: dict[str, FakeWorker] = {}
+        self.disk: Disk | None = None  # of a router in this process, once it may fill up
         self.names_resolve = True
         self.befell: dict[str, int] = {}
         self._struck: set[str] = set()
@@ -231,6 +233,8 @@ class Troupe:
             self._killed, self._killed, self._refuses, self._hangs, self._deaf, self._cut_off,
             self._moody, self._moody, self._slow, self._names_fail, self._nothing,
         )  # fmt: skip
+        if self.disk is not None:
+            acts += (self._disk_fills,)
         act = self.dice.choice(acts)
         name = act.__name__.strip("_")
         self.befell[name] = self.befell.get(name, 0) + 1
@@ -300,6 +304,12 @@ class Troupe:
         self.names_resolve = True
         if self._no_names is not None:
             self._no_names.unlink(missing_ok=True)
+
+    async def _disk_fills(self, seconds: float) -> None:
+        if (disk := self.disk) is not None:
+            await disk.fill()
+            await asyncio.sleep(seconds)
+            await disk.clear()
 
     async def _nothing(self, seconds: float) -> None:
         await asyncio.sleep(seconds)
