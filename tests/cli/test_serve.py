@@ -95,6 +95,42 @@ def test_the_users_additional_config_is_kept(
     assert len([w for w in words if w.startswith("--additional")]) == 1
 
 
+def test_what_a_file_of_flags_says_counts_too(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    file = tmp_path / "flags.yaml"
+    file.write_text(
+        "max-model-len: 4096\nno-async-scheduling: true\nadditional-config: {other: 1}\n"
+    )
+    words = dry_run(capsys, "m", f"--config={file}")
+    # In one word vLLM takes it, and does not read it.
+    assert words[:5] == ["vllm", "serve", "m", "--config", str(file)]
+    assert "vllm_sched.SyncPolicyScheduler" in words
+    # Ours come after what the file says, and take its place.
+    assert json.loads(words[-1]) == {"other": 1, "vllm_sched": {"long_prompt": {}}}
+    assert dry_run(capsys, "m", "--config", str(file), "--async-scheduling").count(
+        "vllm_sched.PolicyScheduler"
+    )
+    long = ["--set", "long_prompt.long_prefill_token_threshold=4097"]
+    assert main(["serve", "m", "--config", str(file), *long]) == 2
+    assert "max_model_len=4096" in capsys.readouterr().err
+    file.write_text("scheduler-cls: x.Y\n")
+    assert main(["serve", "m", "--config", str(file)]) == 2
+    assert "--scheduler-cls" in capsys.readouterr().err
+
+
+def test_a_file_of_flags_beats_those_of_the_tiny_model(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(launch, "on_cpu", lambda: True)
+    file = tmp_path / "flags.yaml"
+    file.write_text("block_size: 64\nshutdown-timeout: 30\n")
+    given = ["--config", str(file), "--trace", str(tmp_path / "out.json")]
+    words = dry_run(capsys, "tiny", *given)
+    assert "--dtype" in words
+    assert not {"--block-size", "--shutdown-timeout"} & {*words}
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator
@@ -12,6 +14,8 @@ from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from vllm_sched.engine import seams
+from vllm_sched.engine.scheduler import PolicySteps
+from vllm_sched.engine.watched import Seen, Watched
 from vllm_sched.errors import UnsupportedVllmError
 
 
@@ -92,3 +96,31 @@ def test_without_vllm_the_error_says_what_to_install() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, env=os.environ, check=True
     )
     assert "pip install 'vllm-sched[vllm]'" in done.stdout
+
+
+# What is the scheduler, by its name in the module.
+SCHEDULERS = {"scheduler": "self", "watched": "self", "start": "scheduler"}
+
+
+@pytest.mark.parametrize("module", SCHEDULERS)
+def test_all_that_is_read_of_upstreams_scheduler_is_a_seam(module: str) -> None:
+    source = Path(seams.__file__).with_name(f"{module}.py").read_text()
+    of_a_scheduler = {
+        node.attr
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Attribute)
+        and isinstance(node.value, ast.Name)
+        and node.value.id == SCHEDULERS[module]
+    }
+    made = set(PolicySteps.__init__.__code__.co_names) | set(Seen.__init__.__code__.co_names)
+    ours = made.union(*map(vars, (PolicySteps, Watched, Seen)))
+    theirs = {name for name in of_a_scheduler if hasattr(Scheduler, name)} | {
+        name for name in of_a_scheduler if name in Scheduler.__init__.__code__.co_names
+    }
+    assert of_a_scheduler - ours <= theirs
+    assert theirs - ours - {"shutdown"} <= {*seams.METHODS, *seams.ATTRIBUTES}
+
+
+def test_a_cache_without_its_watermark_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(KVCacheManager, "__init__", lambda _: None)
+    assert seams.missing_seams() == [f"KVCacheManager.{name}" for name in seams.CACHE_FIELDS]

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from vllm_sched.workers.flags import key, last, names, number, parse
+from vllm_sched.workers.flags_file import readable
 
 
 def test_what_is_parsed_can_be_put_together_again() -> None:
@@ -47,3 +50,16 @@ def test_short_names_are_known() -> None:
 )
 def test_a_key_of_an_object(words: list[str], method: str | None) -> None:
     assert key(words, "--spec", "method") == method
+
+
+def test_a_file_of_flags_is_named_as_vllm_reads_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "flags.yaml"
+    file.touch()
+    monkeypatch.chdir(tmp_path)
+    named = ["--seed", "1", "--config", str(file), "--enforce-eager"]
+    for spelling in (["--config=flags.yaml"], ["--config", "flags.yaml"], [f"--config={file}"]):
+        assert readable(["--seed", "1", *spelling, "--enforce-eager"]) == named
+    assert readable(["--config=not/here.yaml"]) == ["--config", "not/here.yaml"]
+    assert readable(["--config"]) == ["--config"]

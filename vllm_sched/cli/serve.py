@@ -17,6 +17,7 @@ from vllm_sched.policies import registry
 from vllm_sched.policies.types import EngineFacts
 from vllm_sched.workers import launch
 from vllm_sched.workers.flags import names, number, parse
+from vllm_sched.workers.flags_file import expanded, readable
 
 DEFAULT_POLICY = "long_prompt"
 NO_POLICY = "none"
@@ -101,9 +102,11 @@ def vllm_command(
     """Return the arguments of `vllm serve` that do the same."""
     chosen = [DEFAULT_POLICY] if policies is None else [p for p in policies if p != NO_POLICY]
     config = registry.parse_settings(chosen, sets)
-    flags, additional = _take_additional_config(flags)
-    registry.build(config, _facts(model, flags))
-    if "--scheduler-cls" in names(flags):
+    # What we write comes after a file of theirs, and would take the place of what that says.
+    said, additional = _take_additional_config(expanded(flags))
+    flags, _ = _take_additional_config(readable(flags))
+    registry.build(config, _facts(model, said))
+    if "--scheduler-cls" in names(said):
         raise UsageError(
             "--scheduler-cls is what this command sets; leave it out, or use `vllm serve`"
         )
@@ -114,7 +117,7 @@ def vllm_command(
         )
     if config:
         additional["vllm_sched"] = config
-    arguments = [_model_path(model), *_tiny_flags(model, flags), *flags]
+    arguments = [_model_path(model), *_tiny_flags(model, said), *flags]
     arguments += ["--scheduler-cls", launch.scheduler_cls(flags)]
     if additional:
         arguments += ["--additional-config", json.dumps(additional)]
@@ -141,7 +144,7 @@ def _take_additional_config(words: Sequence[str]) -> tuple[list[str], dict[str, 
             parsed = None
         if not isinstance(parsed, dict):
             raise UsageError(f"{ADDITIONAL} {flag.value or ''!r} is not a JSON object")
-        found |= parsed
+        found = parsed  # the last of several counts
     return kept, found
 
 

@@ -38,6 +38,8 @@ CACHE_METHODS: dict[tuple[str, str], dict[str, tuple[str, ...]]] = {
         "find_longest_cache_hit": ("block_hashes", "max_cache_hit_length"),
     },
 }
+# What the cache must have once it is made.
+CACHE_FIELDS = ("block_pool", "coordinator", "watermark_blocks")
 # What a request must have once it is made.
 REQUEST_FIELDS = ("is_prefill_chunk", "next_decode_eligible_step")
 # What a scheduler must have once it is made.
@@ -54,6 +56,15 @@ ATTRIBUTES = (
     "kv_cache_manager",
     "need_mamba_block_aligned_split",
     "policy",
+    "requests",
+    "num_spec_tokens",
+    "max_model_len",
+    "max_num_running_reqs",
+    "block_size",
+    "use_pp",
+    "vllm_config",
+    "scheduler_config",
+    "cache_config",
 )
 
 
@@ -95,11 +106,13 @@ def missing_fields(owner: type, wanted: Sequence[str]) -> list[str]:
 
 def missing_seams() -> list[str]:
     """Name what the installed vLLM lacks of all that we stand on."""
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.request import Request
 
     missing = missing_methods(Scheduler, METHODS) + missing_fields(Scheduler, ATTRIBUTES)
     missing += missing_fields(Request, REQUEST_FIELDS)
+    missing += missing_fields(KVCacheManager, CACHE_FIELDS)
     for (module, name), wanted in CACHE_METHODS.items():
         missing += missing_methods(getattr(importlib.import_module(module), name), wanted)
     return missing

@@ -30,6 +30,21 @@ def expanded(args: Sequence[str]) -> list[str]:
     return words + rest
 
 
+def readable(args: Sequence[str]) -> list[str]:
+    """Name the file so that vLLM reads it: in a word of its own, and from wherever it starts.
+
+    `--config=FILE` it takes, and passes over without a word.
+    """
+    words: list[str] = []
+    for flag in parse(args):
+        if flag.name == CONFIG and flag.value:
+            there = Path(flag.value).is_file()
+            words += [CONFIG, str(Path(flag.value).absolute()) if there else flag.value]
+        else:
+            words += flag.words
+    return words
+
+
 def _words(name: str, value: object) -> Iterator[str]:
     if isinstance(value, bool):
         yield name if value else f"--no-{name.removeprefix('--')}"

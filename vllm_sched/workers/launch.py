@@ -35,7 +35,8 @@ from typing import TYPE_CHECKING, Final, Self
 from vllm_sched import metrics_folder
 from vllm_sched.errors import UsageError, VllmSchedError
 from vllm_sched.policies.registry import parse_settings
-from vllm_sched.workers.flags import key, names
+from vllm_sched.workers.flags import key, names, parse
+from vllm_sched.workers.flags_file import expanded, readable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -63,6 +64,7 @@ CPU_ENV = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
 }
+ASYNCHRONOUS, SYNCHRONOUS = "--async-scheduling", "--no-async-scheduling"
 # Methods of speculative decoding that vLLM turns asynchronous scheduling off for.
 SYNCHRONOUS_DRAFTS = ("ngram", "medusa", "mlp_speculator", "suffix", "custom_class")
 # What the engine is asked for a trace by, and the seconds that it gets to end in: vLLM gives none.
@@ -324,10 +326,11 @@ def worker(
         side = Side.parse(side)
     on_a_cpu = on_cpu()
     port = free_port() if port is None else port
+    flags = readable([*flags, *side.flags()])
     where = ["--model", model, "--host", host, "--port", str(port)]
     built_in = CPU_FLAGS if on_a_cpu else ()
     return Worker(
-        [sys.executable, "-m", SERVER_MODULE, *where, *built_in, *flags, *side.flags()],
+        [sys.executable, "-m", SERVER_MODULE, *where, *built_in, *flags],
         port=port,
         host=host,
         name=name,
@@ -349,7 +352,7 @@ def tracing(path: Path) -> dict[str, str]:
 
 def trace_flags(flags: Sequence[str]) -> list[str]:
     """Return the flags that leave an engine time to write, unless these flags say how much."""
-    if SHUTDOWN in names(flags):
+    if SHUTDOWN in names(expanded(flags)):
         return []
     return [SHUTDOWN, str(TRACE_SHUTDOWN_S)]
 
@@ -360,7 +363,9 @@ def scheduler_cls(flags: Sequence[str] = ()) -> str:
     vLLM switches asynchronous scheduling off on a CPU, and for drafts that the device can't make
     by itself.
     """
-    synchronous = "--no-async-scheduling" in names(flags)
+    flags = expanded(flags)
+    asked = [flag.name for flag in parse(flags) if flag.name in (ASYNCHRONOUS, SYNCHRONOUS)]
+    synchronous = asked[-1:] == [SYNCHRONOUS]
     synchronous = synchronous or key(flags, "--speculative-config", "method") in SYNCHRONOUS_DRAFTS
     with suppress(WorkerError):  # without vLLM the command can still be printed
         synchronous = synchronous or on_cpu()
