@@ -15,11 +15,12 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
+from tests.sim.making import run
 from vllm_sched.bench.stats import percentile
 from vllm_sched.cost.step_time import StepTime
 from vllm_sched.sim.exact import ExactEngine
 from vllm_sched.sim.fluid import Fluid
-from vllm_sched.sim.types import Engine, Event, Job, WorkerModel
+from vllm_sched.sim.types import Event, Job, WorkerModel
 
 REQUESTS = 150
 TIME = StepTime(
@@ -65,18 +66,6 @@ def crowd(count: int) -> list[tuple[float, Job]]:
         prompt = rng.randint(4000, 8000) if long else rng.randint(50, 900)
         jobs.append((now, Job(f"j{number}", prompt, rng.randint(2, 60), number)))
     return jobs
-
-
-def run(engine: Engine, arrivals: Iterable[tuple[float, Job]]) -> list[Event]:
-    """Submit jobs at their times and let the engine run to its end."""
-    events: list[Event] = []
-    for at, each in arrivals:
-        while engine.next_at() <= at:
-            events += engine.advance(engine.next_at())
-        engine.submit(each, at)
-    while engine.next_at() < float("inf"):
-        events += engine.advance(engine.next_at())
-    return events
 
 
 def by_job(events: Iterable[Event]) -> dict[str, list[float]]:

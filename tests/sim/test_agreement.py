@@ -97,3 +97,23 @@ def test_a_prompt_with_much_in_cache_is_given_no_more_than_fits(policies: tuple[
     told = run(plain, jobs)
     assert any(event.cached_tokens >= 10_000 for event in told if event.job_id == "again")
     assert 0.03 < gaps["decodes"] <= 0.04
+
+
+@pytest.mark.parametrize("tokens", [22_000, 40_000])
+def test_what_running_requests_begin_with_is_in_the_cache_once(tokens: int) -> None:
+    """Each for itself, two or four of them would fill it."""
+    model = worker(
+        TIME, max_num_seqs=24, max_num_batched_tokens=1024, max_model_len=16_384, kv_tokens=tokens
+    )
+    jobs = [
+        (
+            3 * (at > 0) + 0.1 * at,
+            Job(f"j{at}", 8000 + 20 * (at % 11), 40 + at % 30, at, (("a", 8000),)),
+        )
+        for at in range(80)
+    ]
+    exact, plain = (
+        figures(run(engine, jobs), jobs)
+        for engine in (ExactEngine(model), Fluid(model, each_token=True))
+    )
+    assert plain == pytest.approx(exact, rel=0.1)

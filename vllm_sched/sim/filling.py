@@ -18,7 +18,7 @@ from vllm_sched.sim.types import Leg
 
 if TYPE_CHECKING:
     from vllm_sched.cost.step_time import StepTime
-    from vllm_sched.sim.held import Task
+    from vllm_sched.sim.held import Room, Task
     from vllm_sched.sim.types import WorkerModel
     from vllm_sched.sim.ways import Way
 
@@ -48,12 +48,12 @@ def growth_of(time: StepTime, tokens: int) -> float:
 class Filling:
     """Who waits, who is in prefill, and how many decode."""
 
-    def __init__(self, model: WorkerModel, way: Way) -> None:
+    def __init__(self, model: WorkerModel, way: Way, room: Room) -> None:
         self.model = model
         self.way = way
+        self.room = room
         self.decoding = 0
         self.context = 0  # tokens of those that decode
-        self.kv_used = 0
         self.backlog = self.backlog_long = 0
         self.waiting = 0
         self._holding: deque[Task] = deque()  # with their KV here: no gate is for them
@@ -81,10 +81,6 @@ class Filling:
         heads = (queue[0].ready for queue in queues if queue)
         return min((ready for ready in heads if ready > step), default=None)
 
-    def fits(self, task: Task) -> bool:
-        """Whether there is room in the cache for all that a request may come to."""
-        return not self.kv_used or self.kv_used + task.kv <= self.model.kv_tokens
-
     # Coming and going
 
     def push(self, task: Task) -> None:
@@ -106,11 +102,11 @@ class Filling:
         self._settle(task, task.left)
         if task in self._prefills:
             self._prefills.remove(task)
-            self.kv_used -= task.kv
+            self.room.give(task)
         else:
             self.waiting -= 1
             if task.holds:
-                self.kv_used -= task.kv
+                self.room.give(task)
 
     def computed(self, task: Task, tokens: int) -> bool:
         """Count what was computed of a prompt; True if that was the last of it."""
@@ -139,7 +135,7 @@ class Filling:
         self.decoding -= 1
         written = 1 + made - task.decodes_from
         self.context = max(self.context - task.job.prompt_tokens - written, 0)
-        self.kv_used -= task.kv
+        self.room.give(task)
         self._hold.departed(task)
 
     def disturbs(self, task: Task) -> bool:
@@ -151,7 +147,7 @@ class Filling:
         if task.holds:
             return not self._hog
         queue = self._longs if task.long else self._shorts
-        if len(queue) > 1 or not self.fits(task):
+        if len(queue) > 1 or not self.room.fits(task):
             return False
         if self.way.long_above:
             return not task.long or self._places() > 0
@@ -282,10 +278,10 @@ class Filling:
         if self.running >= self.model.max_num_seqs:
             return None
         if not task.holds:
-            if not self.fits(task):
+            if not self.room.fits(task):
                 self._refused = True
                 return None
-            self.kv_used += task.kv
+            self.room.take(task)
         queue.popleft()
         self.waiting -= 1
         self._members += 1

@@ -103,8 +103,7 @@ class SimulatedFleet:
                 raise UsageError(f"worker {name}: {error}") from None
         self.router = Router(router_settings(config), Fleet())
         for spec in specs(config):
-            worker = self.router.fleet.add(spec)
-            worker.kv_apart = float(coarse)  # such engines keep room for each prompt, shared or not
+            self.router.fleet.add(spec)
             self.router.fleet.probe_ok(spec.name, now=0.0)
             self.router.fleet.set_served(spec.name, (spec.model,), models[spec.name].max_model_len)
         take_tenants(self.router.tenants, config, {})

@@ -142,13 +142,12 @@ class Flow:
         for placed in workers:
             model = placed.model
             name = model.name
-            worker = fleet.add(
+            fleet.add(
                 WorkerSpec(
                     name, f"http://{name}", placed.role, MODEL, model.max_model_len,
                     placed.max_requests,
                 )
             )  # fmt: skip
-            worker.kv_apart = 1.0  # such an engine keeps room for each prompt, whatever it shares
             fleet.probe_ok(name, 0.0)
         self.router = Router(settings, fleet)
         self.router.tenants.replace(list(tenants), {})

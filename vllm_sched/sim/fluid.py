@@ -7,12 +7,12 @@ request is thus some three or four runs, be its answer ten tokens or ten thousan
 every step is a run, and every token told; the times are the same.
 
 What it keeps: slots, the budget of a step, chunks and who has them, the policies as far as `ways`
-says, room in the KV cache, prefixes (whole, the last used longest), transfers one after another,
-and that the next step is scheduled while one runs.
+says, room in the KV cache (of what running requests share, once), prefixes (whole, the last used
+longest), transfers one after another, and that the next step is scheduled while one runs.
 
 What it leaves out: blocks and what of them is lost by rounding; preemption (room for the whole
-answer is kept from the start, where vLLM would admit more and take some of it back); that prefixes
-and running requests share blocks; all that `ways` leaves out.
+answer is kept from the start, where vLLM would admit more and take some of it back); all that
+`ways` leaves out.
 
 Cost per request: a few runs, each O(log n) in its worker's requests. How it fails: near a full KV
 cache it admits too few, and where many answers are of unlike lengths runs are short.
@@ -27,7 +27,7 @@ from heapq import heappop, heappush
 from typing import TYPE_CHECKING, Any
 
 from vllm_sched.sim.filling import Filling, growth_of, shape_of
-from vllm_sched.sim.held import Prefixes, Task
+from vllm_sched.sim.held import Prefixes, Room, Task
 from vllm_sched.sim.sketch import Sketch
 from vllm_sched.sim.types import Event, Gauges, Job, Leg, WorkerModel
 from vllm_sched.sim.ways import Way
@@ -58,13 +58,14 @@ class Fluid:
         self._each = each_token
         self._ended = ended
         self._tasks: dict[str, Task] = {}
-        self._filling = Filling(model, Way.of(model))
+        self._prefixes = Prefixes(model.kv_tokens if model.prefix_caching else 0)
+        self._room = Room(model.kv_tokens, self._prefixes)
+        self._filling = Filling(model, Way.of(model), self._room)
         self._decoding: list[tuple[int, int, Task]] = []  # by the decode step that ends it
         self._kept: dict[str, Task] = {}  # finished prefill legs whose KV is still to be fetched
         self._fetching: list[tuple[float, int, Task]] = []
         self._unfetched: deque[Task] = deque()  # without room yet
         self._link_free = 0.0
-        self._prefixes = Prefixes(model.kv_tokens if model.prefix_caching else 0)
         self._number = 0
         self._decode_steps = 0
 
@@ -112,7 +113,7 @@ class Fluid:
             filling.left_decode(task, self._decode_steps)
             self._decodes = min(self._decodes, filling.decoding)
         elif task.fetching:
-            filling.kv_used -= task.kv
+            self._room.give(task)
         elif task.job.leg is DECODE and not task.holds:
             self._unfetched.remove(task)  # it never got as far as the queue
             self._fetch(now)
@@ -124,7 +125,7 @@ class Fluid:
         """Let go of a prefill leg's KV."""
         task = self._kept.pop(job_id, None)
         if task is not None:
-            self._filling.kv_used -= task.kv
+            self._room.give(task)
             self._wake(now)
 
     def next_at(self) -> float:
@@ -155,7 +156,7 @@ class Fluid:
         return Gauges(
             running=filling.running,
             waiting=filling.waiting + len(self._unfetched) + len(self._fetching),
-            kv_usage=min(filling.kv_used / self.model.kv_tokens, 1.0),
+            kv_usage=min(self._room.used / self._room.tokens, 1.0),
             backlog_tokens=filling.backlog,
             backlog_long_tokens=filling.backlog_long,
             steps=self._all_steps,
@@ -182,13 +183,13 @@ class Fluid:
 
     def _fetch(self, now: float) -> None:
         """Begin to fetch prompts' KV, one after another, where there is room for all of it."""
-        filling = self._filling
+        room = self._room
         while self._unfetched:
             task = self._unfetched[0]
             if not task.gone:
-                if not filling.fits(task):
+                if not room.fits(task):
                     return
-                filling.kv_used += task.kv
+                room.take(task)
                 cached = min(self._prefixes.held(task.job.shared), task.job.prompt_tokens)
                 seconds = self.model.transfer_s(task.job.prompt_tokens - cached)
                 self._link_free = max(self._link_free, now) + seconds
@@ -319,7 +320,7 @@ class Fluid:
 
     def _first_token(self, task: Task, at: float, events: list[Event]) -> None:
         job, filling = task.job, self._filling
-        self._prefixes.keep(job.shared, self.model.kv_tokens - filling.kv_used)
+        self._room.computed(task)
         self._written += 1
         over = job.leg is PREFILL or job.output_tokens <= 1
         events.append(Event(job.id, at, 1, finished=over, cached_tokens=task.cached))
@@ -334,7 +335,7 @@ class Fluid:
         if job.leg is PREFILL:
             self._kept[job.id] = task
             return
-        filling.kv_used -= task.kv
+        self._room.give(task)
         if self._ended is not None:
             self._ended(job, 0.0)
 
