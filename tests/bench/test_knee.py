@@ -48,6 +48,20 @@ async def test_a_server_that_serves_nothing_is_given_up_on() -> None:
     assert served_rate(dict.fromkeys(asked, 0.0)) is None
 
 
+@pytest.mark.parametrize(("share", "played"), [(0.0, [4.0, 2.0, 1.0]), (1.0, [4.0, 8.0, 16.0])])
+async def test_no_rate_is_played_at_which_nobody_or_too_many_would_come(
+    share: float, played: list[float]
+) -> None:
+    asked: list[float] = []
+
+    async def measure(rate: float) -> float:
+        asked.append(rate)
+        return share
+
+    await explore_rates(measure, 4.0, least=0.6, most=30.0)
+    assert asked == played
+
+
 async def test_a_server_without_limit_ends_the_search_too() -> None:
     asked: list[float] = []
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from typing import TYPE_CHECKING
 
@@ -40,6 +41,17 @@ def test_a_plan_is_shown_and_saved(capsys: pytest.CaptureFixture[str], tmp_path:
     assert "general-1" in capsys.readouterr().out
 
 
+def test_a_trace_may_have_blocks_of_another_length(tmp_path: Path) -> None:
+    trace, path = tmp_path / "trace.jsonl", tmp_path / "fleet.yaml"
+    line = {"timestamp": 0, "input_length": 600, "output_length": 5, "hash_ids": [*range(38)]}
+    trace.write_text(json.dumps(line) + "\n")
+    words = ["--workload", str(trace), "--block-tokens", "16", "--gpus", "1", "--model", "m"]
+    assert main([*ASK, *words, "--policies", "default", "--save", str(path), *TARGETS]) == 0
+    head = path.read_text()
+    assert head.count("--block-tokens=16") == 2  # of plan, and of simulate
+    assert "--model=m --goodput" in head
+
+
 @pytest.mark.parametrize(
     ("more", "error"),
     [
@@ -70,3 +82,14 @@ def test_a_worker_takes_several_gpus(capsys: pytest.CaptureFixture[str]) -> None
     assert "3 of 7 GPUs are over: a worker takes 4" in text
     assert "a single GPU more or fewer changes nothing" in text
     assert "4 GPUs (one worker) fewer: there is no such fleet" in text
+
+
+def test_ctrl_c_is_said_in_a_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("vllm_sched.sim.plan.plan", interrupted)
+    assert main([*ASK, *TARGETS]) == 130
+    assert capsys.readouterr().err.splitlines()[-1] == "vllm-sched plan: interrupted"

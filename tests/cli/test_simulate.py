@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -134,6 +135,36 @@ def test_vllms_own_limit_on_chunks_is_played_or_said_not_to_be(
     )
 
 
+def test_how_far_it_is_is_told_without_a_terminal_too(
+    fleet: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(simulate, "TOLD_EVERY_S", 0.0)
+    words = [*LOAD, "--num-requests", "40", "--engine", "fluid"]
+    assert main(["simulate", str(fleet), *words]) == 0
+    told = capsys.readouterr().err.splitlines()
+    assert told
+    assert all(re.search(r"\d virtual s, \d+ done, \d+ under way$", line) for line in told)
+
+
+def test_a_class_is_shown_as_it_is_called(
+    fleet: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Neither rich nor matplotlib takes it for markup, of which this would be bad."""
+    trace, plot = tmp_path / "trace.jsonl", tmp_path / "pictures"
+    lines = (
+        {"timestamp": 1000 * at, "input_length": 700, "output_length": 5, "class": name}
+        for at, name in enumerate(("[/b]", "$\\frac$", "[red]"))
+    )
+    trace.write_text("\n".join(map(json.dumps, lines)))
+    words = ["--workload", str(trace), "--engine", "fluid", "--plot", str(plot)]
+    assert main(["simulate", str(fleet), *words]) == 0
+    said = capsys.readouterr().out
+    drawn = (plot / "ttft.svg").read_text()
+    for name in ("[/b]", "$\\frac$", "[red]"):
+        assert name in said
+        assert f"{name} (1)" in drawn
+
+
 def test_a_failed_request_is_said_and_told_by_the_status(
     fleet: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -169,6 +200,7 @@ def test_a_failed_request_is_said_and_told_by_the_status(
         (FLEET, ["--save", "nowhere/at/all.json"], "there is no folder nowhere/at"),
         (FLEET, ["--trace", "nowhere/at/all.json"], "there is no folder nowhere/at"),
         (FLEET, ["--save", "."], ".: is a folder; name a file in it"),
+        (FLEET, ["--duration", "1e9"], "requests: one run has at most 10,000,000"),
     ],
 )
 def test_what_cannot_be_played_is_refused_in_a_line(

@@ -48,6 +48,17 @@ def test_the_search_stops_where_requests_are_late(tmp_path: Path) -> None:
     assert max(rates) > served_rate
 
 
+def test_a_search_downwards_ends_where_no_request_would_come(tmp_path: Path) -> None:
+    save = tmp_path / "sweep.json"
+    with served(FakeOpenAI(ttft_s=0.05)) as fake:
+        words = ["--workload", "20x1", "--start", "4", "--seeds", "1", "--duration", "0.5"]
+        words += ["--goodput", "ttft:10", "--save", str(save)]
+        assert main(["sweep", "--url", fake.url, *words]) == 0
+    result = json.loads(save.read_text())
+    assert [point["request_rate"] for point in result["points"]] == [4, 2]
+    assert result["served_request_rate"] == {"20x1": None}
+
+
 def test_a_short_trace_goes_on_until_a_queue_is_felt(tmp_path: Path) -> None:
     path, save = tmp_path / "sixty.jsonl", tmp_path / "sweep.json"
     path.write_text('{"timestamp": 0, "input_length": 40, "output_length": 2}\n' * 6)
@@ -87,6 +98,8 @@ def test_nothing_but_failures_is_a_failure(capsys: pytest.CaptureFixture[str]) -
         (["--request-rates", "0"], "'0' is no load"),
         (["--seeds", "0"], "--seeds 0"),
         (["--start", "0"], "--start 0"),
+        (["--request-rates", "0.001,1"], "at 0.001 requests/s no request arrives"),
+        (["--request-rates", "1,1e6"], "60,000,000 requests: one run has at most 10,000,000"),
         (["--workload", "quake"], "unknown workload 'quake'"),
         (["--workload", "9x9", "--workload", "9x9"], "there is a 9x9 already"),
         ([], "connection refused"),

@@ -22,23 +22,26 @@ REFINEMENTS: Final = 2
 Measure = Callable[[float], Awaitable[float]]
 
 
-async def explore_rates(measure: Measure, start: float) -> None:
+async def explore_rates(
+    measure: Measure, start: float, least: float = 0.0, most: float = math.inf
+) -> None:
     """Double the rate until it is not served, then close in on where that begins.
 
     `measure` plays a rate and returns the share of requests in time. Should the first rate be too
-    high already, it is halved instead.
+    high already, it is halved instead. No rate is below `least` or above `most`.
     """
+    least = max(least, start / 2**HALVINGS)
     good, bad = 0.0, math.inf
     rate = start
     for _ in range(HALVINGS + DOUBLINGS):
         if await measure(rate) >= SHARE:
             good = rate
-            if bad < math.inf:
+            if bad < math.inf or 2 * rate > most:
                 break
             rate *= 2
         else:
             bad = rate
-            if good or bad <= start / 2**HALVINGS:
+            if good or rate / 2 < least:
                 break
             rate /= 2
     if not good or bad == math.inf:

@@ -63,7 +63,7 @@ def run_bench(args: argparse.Namespace) -> int:
     targets = goodput.parse(args.goodput)
     schedule = schedule_of(args, insist=args.trace)
     check_outputs(args.save, args.plot)
-    console = Console()
+    console = Console(markup=False)
     args.prompt_salt = salt_of(args)
     played, endpoint = run_interruptibly(
         lambda stop: _measured(asked(args, explain=bool(args.plot)), schedule, args, console, stop)
@@ -150,6 +150,6 @@ def complain(errors: Sequence[str], console: Console) -> None:
     for error in errors:
         kinds[error] = kinds.get(error, 0) + 1
     for error, count in sorted(kinds.items(), key=lambda item: -item[1])[:ERRORS_SHOWN]:
-        console.print(f"{count} failed: {error}", style="red", markup=False, highlight=False)
+        console.print(f"{count} failed: {error}", style="red", highlight=False)
     if len(kinds) > ERRORS_SHOWN:
         console.print(f"and {len(kinds) - ERRORS_SHOWN} other errors", style="red")

@@ -147,7 +147,7 @@ class Whole:
 def run_calibrate(args: argparse.Namespace) -> int:
     """Run the command; 1 when the worker failed."""
     check(args)
-    console = Console()
+    console = Console(markup=False)
     try:
         with Narrator(console) as narrator:
             source, seen = asyncio.run(_measure(args, narrator.step, narrator.detail))

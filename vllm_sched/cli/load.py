@@ -21,7 +21,7 @@ from vllm_sched.bench.client.player import TIMEOUT_S
 from vllm_sched.bench.traffic.catalogue import FORMS, NAMES, find
 from vllm_sched.bench.traffic.schedule import Schedule
 from vllm_sched.bench.traffic.traces import BLOCK_TOKENS
-from vllm_sched.cli.paths import require_folders
+from vllm_sched.cli.paths import require_folders, require_place
 from vllm_sched.errors import UsageError
 
 if TYPE_CHECKING:
@@ -129,19 +129,24 @@ def add_traffic(parser: argparse.ArgumentParser, *, lasts: str = "60, or the tra
         metavar="SHARE",
         help="of prompt tokens that a request before began with (default: the workload's)",
     )
-    parser.add_argument(
-        "--block-tokens",
-        type=int,
-        default=BLOCK_TOKENS,
-        metavar="N",
-        help="tokens that one of a trace's hash_ids stands for (default: %(default)s)",
-    )
+    add_block_tokens(parser)
     parser.add_argument(
         "--goodput",
         nargs="+",
         default=[],
         metavar="NAME:MS",
         help="targets: ttft, tpot, itl (the longest gap) and e2el, in milliseconds",
+    )
+
+
+def add_block_tokens(parser: argparse.ArgumentParser) -> None:
+    """Describe how a trace names what its prompts share."""
+    parser.add_argument(
+        "--block-tokens",
+        type=int,
+        default=BLOCK_TOKENS,
+        metavar="N",
+        help="tokens that one of a trace's hash_ids stands for (default: %(default)s)",
     )
 
 
@@ -173,8 +178,7 @@ def check_outputs(save: Path | None, plot: Path | None) -> None:
     """Refuse what would only fail after minutes of measuring."""
     require_folders(save)
     if plot:
-        if plot.exists() and not plot.is_dir():
-            raise UsageError(f"--plot {plot}: is a file; give a folder for the pictures")
+        require_place(plot)
         from vllm_sched.bench.plots import check_available
 
         check_available()
@@ -223,7 +227,8 @@ async def watched(
         return await work
     end = schedule.ends_after_s
     columns = (
-        SpinnerColumn(), TextColumn("{task.description}"), BarColumn(30), TimeElapsedColumn(),
+        SpinnerColumn(), TextColumn("{task.description}", markup=False), BarColumn(30),
+        TimeElapsedColumn(),
         TextColumn("{task.fields[state]}", style="dim"),
     )  # fmt: skip
     # Refreshed by hand and seldom: the clock that times tokens runs in this process too.

@@ -20,6 +20,7 @@ from vllm_sched.cli import (
     sweep,
     threshold,
 )
+from vllm_sched.cli.load import INTERRUPTED
 from vllm_sched.errors import VllmSchedError
 
 BAD_USAGE = 2
@@ -68,6 +69,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         for line in str(error).splitlines():
             print(f"vllm-sched {arguments.command}: {line}", file=sys.stderr)
         return BAD_USAGE
+    except KeyboardInterrupt:
+        print(f"vllm-sched {arguments.command}: interrupted", file=sys.stderr)
+        return INTERRUPTED
 
 
 if __name__ == "__main__":

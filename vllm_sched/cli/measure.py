@@ -113,7 +113,7 @@ def measured(
     args: argparse.Namespace,
 ) -> int:
     """Measure, show and keep the result; 1 when a server or a request failed."""
-    console = Console()
+    console = Console(markup=False)
     try:
         with Narrator(console) as narrator:
             result = asyncio.run(measure(narrator))
@@ -162,6 +162,6 @@ def _tell(result: Comparison | Contest, console: Console) -> None:
 
 def _complain(console: Console, role: str, errors: Sequence[str]) -> None:
     for error in errors[:ERRORS_SHOWN]:
-        console.print(f"{role}: {error}", style="red", markup=False, highlight=False)
+        console.print(f"{role}: {error}", style="red", highlight=False)
     if len(errors) > ERRORS_SHOWN:
         console.print(f"{role}: and {len(errors) - ERRORS_SHOWN} more", style="red")

@@ -2,15 +2,42 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from vllm_sched.errors import UsageError
 
 
 def require_folders(*paths: Path | None) -> None:
-    """Refuse folders, and files whose folder is not there; None is a file nobody asked for."""
+    """Refuse folders, and files that can't be written; None is a file nobody asked for."""
     for path in filter(None, paths):
-        if path.is_dir():
+        folder = path.parent
+        if _is_folder(path):
             raise UsageError(f"{path}: is a folder; name a file in it")
-        if not path.parent.is_dir():
-            raise UsageError(f"{path}: there is no folder {path.parent}; make it first")
+        if not _is_folder(folder):
+            raise UsageError(f"{path}: there is no folder {folder}; make it first")
+        _require_writable(path, path if _is_there(path) else folder)
+
+
+def require_place(folder: Path) -> None:
+    """Refuse a folder for pictures that is none, or that can't be made or written to."""
+    there = next(each for each in (folder, *folder.parents) if _is_there(each))
+    if not _is_folder(there):
+        raise UsageError(f"--plot {folder}: {there} is a file; give a folder for the pictures")
+    _require_writable(folder, there)
+
+
+def _is_there(path: Path) -> bool:
+    return os.access(path, os.F_OK)
+
+
+def _is_folder(path: Path) -> bool:
+    try:
+        return path.is_dir()
+    except OSError:  # nobody may even look
+        return False
+
+
+def _require_writable(path: Path, there: Path) -> None:
+    if not os.access(there, os.W_OK):
+        raise UsageError(f"{path}: {there} can't be written to; choose another place")

@@ -19,7 +19,8 @@ from vllm_sched.bench import goodput
 from vllm_sched.bench.summary import milliseconds
 from vllm_sched.bench.traffic.catalogue import find
 from vllm_sched.bench.traffic.sampled import Sampled
-from vllm_sched.cli.load import WORKLOAD_HELP
+from vllm_sched.bench.traffic.traces import BLOCK_TOKENS
+from vllm_sched.cli.load import WORKLOAD_HELP, add_block_tokens
 from vllm_sched.cli.paths import require_folders
 from vllm_sched.cli.simulate import MIXED_HELP
 from vllm_sched.cost import profiles
@@ -68,6 +69,7 @@ def add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     add("--burstiness", type=float, metavar="B", help="of the gaps between requests (default: 1)")
     add("--scale", type=float, default=1.0, metavar="F", help="multiply all lengths, as 0.1")
     add("--prefix-hit", type=float, metavar="SHARE", help="of prompt tokens sent before")
+    add_block_tokens(command)
     add(
         "--bandwidth",
         type=float,
@@ -97,7 +99,7 @@ def run_plan(args: argparse.Namespace) -> int:
     _check(args)
     machine, gpus_each = planning.machine_of(args.profile, *in_si(args.bandwidth, args.mixed_ms))
     question = Question(
-        source=find(args.workload),
+        source=find(args.workload, block_tokens=args.block_tokens),
         machine=machine,
         targets=goodput.parse(args.goodput),
         burstiness=args.burstiness,
@@ -107,7 +109,7 @@ def run_plan(args: argparse.Namespace) -> int:
         policies=tuple(name for name in POLICIES if name in args.policies),
         effort=1 / 3 if args.quick else 1.0,
     )
-    console = Console()
+    console = Console(markup=False)
     with _watched(console, question) as tell:
         found = planning.plan(
             question,
@@ -145,13 +147,14 @@ def _said(args: argparse.Namespace) -> list[str]:
         for name in ("request_rate", "burstiness", "prefix_hit", "bandwidth", "mixed_ms")
         if (value := getattr(args, name)) is not None
     ]
-    if args.scale != 1:
-        said.append(f"--scale={args.scale:g}")
+    said += _lengths(args)
     if args.seed:
         said.append(f"--seed={args.seed}")
     said += [f"--{name}" for name in ("exact", "quick") if getattr(args, name)]
     if tuple(args.policies) != POLICIES:
         said += ["--policies", *args.policies]
+    if args.model:
+        said.append(f"--model={args.model}")
     return [*said, "--goodput", *args.goodput]
 
 
@@ -164,9 +167,14 @@ def _traffic(args: argparse.Namespace, rate: float) -> list[str]:
         for name in ("burstiness", "prefix_hit", "bandwidth", "mixed_ms")
         if (value := getattr(args, name)) is not None
     ]
-    if args.scale != 1:
-        said.append(f"--scale={args.scale:g}")
-    return [*said, "--goodput", *args.goodput]
+    return [*said, *_lengths(args), "--goodput", *args.goodput]
+
+
+def _lengths(args: argparse.Namespace) -> list[str]:
+    said = [] if args.scale == 1 else [f"--scale={args.scale:g}"]
+    if args.block_tokens != BLOCK_TOKENS:
+        said.append(f"--block-tokens={args.block_tokens}")
+    return said
 
 
 @contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import gc
 import logging
+import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import contextmanager
@@ -47,6 +48,7 @@ ENGINES: Final = (EXACT, FLUID)
 # Policies that mean nothing to a plain worker.
 PLAINLY: Final = frozenset(("lanes", "rotation"))
 DRAWN_WORKERS: Final = 8
+TOLD_EVERY_S: Final = 30.0  # how far it is, where there is no terminal
 # Of more requests a fluid engine tells first tokens and ends alone: a list of all gaps is too long.
 EACH_TOKEN_UP_TO: Final = 50_000
 
@@ -148,7 +150,7 @@ def run_simulate(args: argparse.Namespace) -> int:
             f"--goodput itl: of more than {EACH_TOKEN_UP_TO:,} requests the fluid engine tells no "
             "gaps between tokens; play fewer, or leave it out"
         )
-    console = Console()
+    console = Console(markup=False)
     run = _run(args, config, models, schedule, console)
     result = as_result(run, args, config, schedule, targets)
     console.print(table(result.classes(), targets))
@@ -233,23 +235,21 @@ def _run(
 
 def is_coarse(engine: str, schedule: Schedule) -> bool:
     """Whether there are too many requests to tell each token; of a closed loop nobody knows."""
-    counts = [each for each in (schedule.count, schedule.source.count) if each is not None]
+    counts = [float(each) for each in (schedule.count, schedule.source.count) if each is not None]
     if (end := schedule.ends_after_s) is not None and schedule.offered_rate is not None:
-        counts.append(round(schedule.offered_rate * end))
+        counts.append(schedule.offered_rate * end)
     return engine == FLUID and min(counts, default=0) > EACH_TOKEN_UP_TO
 
 
 @contextmanager
-def watched(
-    console: Console, schedule: Schedule
-) -> Iterator[Callable[[float, int, int], None] | None]:
-    """Show how far it is, where there is a terminal to show it on."""
+def watched(console: Console, schedule: Schedule) -> Iterator[Callable[[float, int, int], None]]:
+    """Show how far it is: on a terminal at once, else in a line now and then."""
     if not console.is_terminal:
-        yield None
+        yield _in_lines()
         return
     end = schedule.ends_after_s
     columns = (
-        TextColumn("{task.description}"), BarColumn(30), TimeElapsedColumn(),
+        TextColumn("{task.description}", markup=False), BarColumn(30), TimeElapsedColumn(),
         TextColumn("{task.fields[state]}", style="dim"),
     )  # fmt: skip
     with Progress(*columns, console=console, transient=True) as progress:
@@ -259,10 +259,26 @@ def watched(
             progress.update(
                 task,
                 completed=now if end else done,
-                state=f"{now:,.0f} virtual s, {done:,} done, {sent - done:,} under way",
+                state=_how_far(now, sent, done),
             )
 
         yield told
+
+
+def _in_lines() -> Callable[[float, int, int], None]:
+    latest = time.monotonic()
+
+    def told(now: float, sent: int, done: int) -> None:
+        nonlocal latest
+        if (at := time.monotonic()) >= latest + TOLD_EVERY_S:
+            latest = at
+            print(f"vllm-sched simulate: {_how_far(now, sent, done)}", file=sys.stderr)
+
+    return told
+
+
+def _how_far(now: float, sent: int, done: int) -> str:
+    return f"{now:,.0f} virtual s, {done:,} done, {sent - done:,} under way"
 
 
 def draw_steps_of(fleet: SimulatedFleet, *, played_until: float, folder: Path) -> list[Path]:

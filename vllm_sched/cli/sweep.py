@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import random
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,7 +21,7 @@ from vllm_sched.bench.summary import summary
 from vllm_sched.bench.sweep import CONCURRENCY, RATE, Point, Sweep
 from vllm_sched.bench.traffic.catalogue import find
 from vllm_sched.bench.traffic.sampled import without_end
-from vllm_sched.bench.traffic.schedule import Schedule
+from vllm_sched.bench.traffic.schedule import MOST_DRAWN, Schedule
 from vllm_sched.cli.load import (
     INTERRUPTED,
     WORKLOAD_HELP,
@@ -91,7 +92,7 @@ def run_sweep(args: argparse.Namespace) -> int:
         raise UsageError(f"--start {args.start:g}: must be more than 0")
     plans = _plans(args)
     check_outputs(args.save, args.plot)
-    console = Console()
+    console = Console(markup=False)
     sweep = Sweep()
     stopped = run_interruptibly(
         lambda stop: _Runner(args, targets, sweep, console, stop).run(plans)
@@ -129,6 +130,14 @@ class _Plan:
     axis: str
     loads: tuple[float, ...]
 
+    @property
+    def rates(self) -> tuple[float, float]:
+        """The least and the most that can be played in the time given."""
+        end = self.schedule.ends_after_s
+        if end is None:
+            return 0.0, math.inf
+        return 1 / end, math.inf if self.schedule.count else MOST_DRAWN / end
+
 
 class _Runner:
     """Plays the plans, one run after the other."""
@@ -161,7 +170,7 @@ class _Runner:
                     for load in plan.loads:
                         await measure(load)
                 elif plan.axis == RATE:
-                    await explore_rates(measure, self._args.start)
+                    await explore_rates(measure, self._args.start, *plan.rates)
                 else:
                     await explore_concurrencies(measure, max(1.0, round(self._args.start)))
             except _StoppedError:
@@ -222,6 +231,8 @@ def _plans(args: argparse.Namespace) -> list[_Plan]:
         schedule = Schedule(source=endless, **traffic_of(args))
         if rates is not None:
             loads = _loads("--request-rates", rates, whole=False)
+            for load in loads or (args.start,):
+                schedule.at_rate(load).arrivals()  # refused now, not once others are measured
             plans.append(_Plan(schedule, RATE, loads))
         if concurrencies is not None:
             loads = _loads("--concurrencies", concurrencies, whole=True)

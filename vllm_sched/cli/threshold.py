@@ -138,7 +138,7 @@ def run_threshold(args: argparse.Namespace) -> int:
     apart = _find(APART, time, args)
     # What would be right apart shows what it costs, or gains, where it is not.
     findings = [apart, _find(ALONG, time, args, {apart.recursion: "best apart"})]
-    console = Console()
+    console = Console(markup=False)
     console.print(
         f"{args.slots} slots, answers of {args.mean_output:g} and prompts of {args.mean_prompt:g} "
         f"tokens on average; costs: {source}",

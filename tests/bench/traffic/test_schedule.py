@@ -146,3 +146,17 @@ def test_settings_out_of_range_are_refused(settings: dict[str, Any], said: str) 
 def test_a_duration_too_short_for_a_request_says_so() -> None:
     with pytest.raises(UsageError, match=r"--duration 0.1: at 1 requests/s no request arrives"):
         list(schedule(rate=1, duration_s=0.1))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"duration_s": 1e9}, {"count": 10**9}, {"rate": 1e300, "duration_s": 1e300}],
+)
+def test_no_run_has_more_requests_than_could_be_drawn(settings: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match=r"requests: one run has at most 10,000,000; give a"):
+        next(iter(schedule(**settings)))
+
+
+def test_a_long_duration_may_have_few_requests() -> None:
+    assert schedule(rate=2, duration_s=1e9, count=7).arrivals() == 7
+    assert schedule(rate=1e-8, duration_s=1e9).arrivals() == 10

@@ -39,6 +39,12 @@ def test_a_trace_is_read_as_it_is(tmp_path: Path) -> None:
     assert trace.rate == pytest.approx(3 / 1.5005)
 
 
+def test_what_is_null_is_left_out(tmp_path: Path) -> None:
+    empty = GOOD[0] | {"class": None, "tenant": None, "hash_ids": None}
+    [request] = Trace(written(tmp_path, empty)).requests(random.Random())
+    assert (request.klass, request.tenant, request.shared) == ("some", "", ())
+
+
 def test_blocks_may_have_another_length(tmp_path: Path) -> None:
     line = GOOD[1] | {"hash_ids": list(range(38))}
     path = written(tmp_path, line)
@@ -65,6 +71,14 @@ def test_blocks_may_have_another_length(tmp_path: Path) -> None:
         (GOOD[0] | {"output_length": None}, r"output_length is None"),
         (GOOD[0] | {"hash_ids": [[1]]}, r"hash_ids is \[\[1\]\]; it takes a list"),
         (GOOD[0] | {"hash_ids": 7}, r"hash_ids is 7"),
+        (GOOD[0] | {"hash_ids": 0}, r"hash_ids is 0"),
+        (GOOD[0] | {"hash_ids": [True]}, r"hash_ids is \[True\]; it takes a list of numbers"),
+        (GOOD[0] | {"timestamp": 10**400}, r"timestamp is 1000"),
+        (GOOD[0] | {"input_length": 10**400}, r"input_length is 1000.*1 to 100,000,000"),
+        (GOOD[0] | {"class": 7}, r"class is 7; it takes a line of text"),
+        (GOOD[0] | {"class": "a\nb"}, r"class is 'a\\nb'; it takes a line of text"),
+        (GOOD[0] | {"tenant": ["a"]}, r"tenant is \['a'\]; it takes a line of text"),
+        (GOOD[0] | {"tenant": "\ud800"}, r"tenant is '\\ud800'"),
     ],
 )
 def test_a_bad_line_is_named_with_its_number(tmp_path: Path, line: Any, said: str) -> None:

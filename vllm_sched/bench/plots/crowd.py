@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 TENANTS: Final = 6
 OTHERS: Final = "the others"
+NOBODY: Final = "no tenant"
 BINS: Final = 60
 
 
@@ -52,8 +53,9 @@ def served_by_tenant(outcomes: Sequence[Outcome]) -> dict[str, list[tuple[float,
         # Where several tokens share an event, each event stands for its share of them.
         worth = max(each.completed, len(each.ticks)) / len(each.ticks)
         tokens += [(tick, worth) for tick in each.ticks]
-        events[each.tenant] += tokens
-        totals[each.tenant] += each.prompt_tokens + each.completed
+        tenant = each.tenant or NOBODY
+        events[tenant] += tokens
+        totals[tenant] += each.prompt_tokens + each.completed
     named = [name for name, _ in totals.most_common()]
     if len(named) > TENANTS:
         for name in named[TENANTS - 1 :]:

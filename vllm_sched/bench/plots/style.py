@@ -28,6 +28,7 @@ HATCHES: Final = ("", "///", "...", "\\\\\\", "xxx", "---", "ooo")
 SETTINGS: Final = {
     "svg.fonttype": "none",
     "svg.hashsalt": "vllm-sched",  # the same data make the same file
+    "text.parse_math": False,  # classes and tenants are named by somebody else
     "font.family": "sans-serif",
     "font.size": 10,
     "axes.titlesize": 12,

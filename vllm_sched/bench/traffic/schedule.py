@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 DEFAULT_DURATION_S = 60.0
 # After a refusal a closed loop asks again when it was told to, and not before so many seconds.
 AGAIN_S: Final = 0.1
+# The times of an open loop are drawn before it begins: more would take long, and memory.
+MOST_DRAWN: Final = 10_000_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,17 +139,26 @@ class Schedule:
             for at, request in zip(self.moments(), requests, strict=False):
                 yield replace(request, at=at)
 
-    def moments(self) -> array[float]:
-        """Draw when requests arrive in an open loop."""
+    def arrivals(self) -> int:
+        """How many requests an open loop has; the error says why it can have none."""
         rate, end = self.offered_rate or 1.0, self.ends_after_s
-        count = self.count if end is None else min(round(rate * end), self.count or 10**9)
-        if self.source.count is not None:
-            count = min(count or self.source.count, self.source.count)
-        if not count:
+        ends = (None if end is None else rate * end, self.count, self.source.count)
+        count = min(each for each in ends if each is not None)
+        if count > MOST_DRAWN:
+            raise UsageError(
+                f"{count:,.0f} requests: one run has at most {MOST_DRAWN:,}; give a shorter "
+                "--duration, or fewer --num-requests"
+            )
+        if not round(count):
             raise UsageError(
                 f"--duration {end:g}: at {rate:g} requests/s no request arrives; make it longer"
             )
-        return gamma_times(rate, self.offered_burstiness, count, self._rng("times"))
+        return round(count)
+
+    def moments(self) -> array[float]:
+        """Draw when requests arrive in an open loop."""
+        rate = self.offered_rate or 1.0
+        return gamma_times(rate, self.offered_burstiness, self.arrivals(), self._rng("times"))
 
     def shapes(self) -> Iterator[Request]:
         """Draw what is sent, its times aside: the same at any load."""

@@ -3,7 +3,7 @@
 `{"timestamp": 27482, "input_length": 6955, "output_length": 52, "hash_ids": [46, 47, 2353]}`:
 milliseconds, tokens, tokens, and a name for each block of the prompt (512 tokens each, the last
 one as long as is left), the same name where the text up to its end is the same. `tenant` and
-`class` may be added.
+`class` may be added, texts both.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import replace
-from math import ceil, isfinite
+from sys import float_info
 from typing import TYPE_CHECKING, Any, Final
 
 from vllm_sched.bench.traffic.types import Piece, Request, Source
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 BLOCK_TOKENS: Final = 512
+MOST_TOKENS: Final = 100_000_000  # longer than any context
+TOKENS: Final = f"a number of tokens, 1 to {MOST_TOKENS:,}"
 
 
 class Trace(Source):
@@ -82,20 +84,22 @@ class Trace(Source):
             raise _BadLineError(f"is not JSON: {line.strip()[:60]!r}") from None
         if not isinstance(entry, dict):
             raise _BadLineError(f"is not a JSON object: {line.strip()[:60]!r}")
-        prompt = _field(entry, "input_length", _positive, "a number of tokens, 1 or more")
+        prompt = _field(entry, "input_length", _tokens, TOKENS)
         return Request(
             _field(entry, "timestamp", _moment, "milliseconds, 0 or more") / 1000,
-            str(entry.get("class", self.name)),
+            _word(entry, "class") or self.name,
             prompt,
-            _field(entry, "output_length", _positive, "a number of tokens, 1 or more"),
-            str(entry.get("tenant", "")),
-            self._pieces(entry.get("hash_ids") or [], prompt),
+            _field(entry, "output_length", _tokens, TOKENS),
+            _word(entry, "tenant"),
+            self._pieces(entry.get("hash_ids"), prompt),
         )
 
     def _pieces(self, names: Any, prompt: int) -> tuple[Piece, ...]:
-        if not isinstance(names, list) or not all(isinstance(n, int | str) for n in names):
+        if names is None:
+            return ()
+        if not isinstance(names, list) or not all(type(name) in (int, str) for name in names):
             raise _BadLineError(f"hash_ids is {names!r:.60}; it takes a list of numbers or strings")
-        most = ceil(prompt / self._block)
+        most = -(-prompt // self._block)
         if len(names) > most:
             raise _BadLineError(
                 f"hash_ids has {len(names)} names, input_length {prompt} only {most} blocks of "
@@ -119,10 +123,18 @@ def _field(entry: dict[str, Any], key: str, valid: Callable[[Any], bool], takes:
     return value
 
 
-def _positive(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+def _word(entry: dict[str, Any], key: str) -> str:
+    value = entry.get(key)
+    if value is None:
+        return ""
+    if not (isinstance(value, str) and value.isprintable()):
+        raise _BadLineError(f"{key} is {value!r:.60}; it takes a line of text")
+    return value
+
+
+def _tokens(value: Any) -> bool:
+    return type(value) is int and 1 <= value <= MOST_TOKENS
 
 
 def _moment(value: Any) -> bool:
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    return number and isfinite(value) and value >= 0
+    return type(value) in (int, float) and 0 <= value <= float_info.max
