@@ -233,12 +233,13 @@ class Fleet(Roster):
         """Note output tokens."""
         lease.seen_tokens += seen
         lease.worker.written += seen
-        left = lease.decode_tokens
-        if left and not lease.released:
-            if seen > left:
-                seen = left
-            lease.decode_tokens = left - seen
-            lease.worker.decode_tokens -= seen
+        before = lease.decode_tokens
+        if before and not lease.released:
+            left = before - seen
+            if left <= 0:
+                left = _more(lease.ask, lease.seen_tokens)
+            lease.decode_tokens = left
+            lease.worker.decode_tokens += left - before
 
     def release(self, lease: Lease) -> bool:
         """Give back what was charged; False if that was done before."""
@@ -268,3 +269,14 @@ class Fleet(Roster):
             self._leaving.discard(worker)
         self.moved(worker)
         return True
+
+
+def _more(ask: Ask, seen: int) -> int:
+    """Reckon what may come of an answer that is as long as was foreseen, and has not ended.
+
+    As much again, as far as its limit allows: or else the longer it is, the sooner it would seem to
+    leave its seat and its room to others.
+    """
+    foreseen, limit = ask.expected_output * ask.samples, ask.output_tokens
+    more = foreseen - seen % foreseen
+    return more if limit is None else max(min(more, limit * ask.samples - seen), 0)

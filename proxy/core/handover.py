@@ -85,12 +85,13 @@ class Handing:
         ask, pace = view.ask, worker.pace
         step_s = pace.step_s(worker.decoding)
         output_s = worker.output_price * ask.expected_output * ask.samples
-        wait_s = 0.0
-        if worker.prefill_tokens or worker.strange_tokens:
-            wait_s = worker.wait_s(view.now, for_long=ask.long)
-        # A prefill there has until then to be done.
-        wait_s = max(wait_s - self.prefill_s, 0.0)
-        return self.prefill_s + wait_s + transfer_s + step_s + output_s
+        return self.prefill_s + self.wait_s(worker, view) + transfer_s + step_s + output_s
+
+    def wait_s(self, worker: Worker, view: View) -> float:
+        """Reckon for how long what a decode worker prefills itself outlasts the prefill."""
+        if not (worker.prefill_tokens or worker.strange_tokens):
+            return 0.0
+        return max(worker.wait_s(view.now, for_long=view.ask.long) - self.prefill_s, 0.0)
 
     def harm_s(self, worker: Worker, view: View) -> float:
         """Reckon what a decode worker's own prefill costs beyond what `adaptive` reckons of it.
@@ -149,7 +150,8 @@ class Handing:
         """Write down a hand-over to a decode worker."""
         tokens, transfer_s = self.tokens(worker, view), self.transfer_s(worker, view)
         handover = Handover(self.prefill, self.cached_tokens, tokens, self.prefill_s, transfer_s)
-        ttft_s = self.prefill_s + transfer_s + worker.pace.step_s(worker.decoding)
+        ttft_s = self.prefill_s + self.wait_s(worker, view) + transfer_s
+        ttft_s += worker.pace.step_s(worker.decoding)
         cached = worker.cached(view.held)
         return Decision(worker, HANDOVER, ttft_s, (), cached, handover)
 

@@ -130,8 +130,9 @@ def offers(candidates: list[Worker], costs: list[float], view: View) -> set[Work
         return handed
     need = view.ask.prompt_tokens + view.ask.expected_output * view.ask.samples
     for at, worker in enumerate(candidates):
-        if (cost_s := handing.offer(worker, view, costs[at])) is not None:
-            costs[at] = cost_s + kv_wait_s(worker, need)
+        wait_s = kv_wait_s(worker, need)  # for room, which either way takes
+        if (cost_s := handing.offer(worker, view, costs[at] - wait_s)) is not None:
+            costs[at] = cost_s + wait_s
             handed.add(worker)
         elif worker.role is DECODE:
             costs[at] += handing.harm_s(worker, view)
@@ -151,7 +152,8 @@ def score(worker: Worker, view: View) -> Score:
     costs = reckon([worker], view)[0]
     handing = view.handing
     if handing is not None and offers([worker], costs, view):
-        wait, own = handing.prefill_s, handing.transfer_s(worker, view)
+        wait = handing.prefill_s + handing.wait_s(worker, view)
+        own = handing.transfer_s(worker, view)
         harm = costs[0] - wait - own - pace.step_s(worker.decoding)
         by = handing.prefill.name
         have = handing.cached_tokens

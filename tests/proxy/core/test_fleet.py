@@ -80,6 +80,26 @@ def test_tokens_are_paid_off_but_not_twice(fleet: Fleet) -> None:
     assert lease.seen_tokens == 90
 
 
+@pytest.mark.parametrize(("limit", "steps", "left"), [
+    (None, [20], 30), (None, [50], 50), (None, [20, 40], 40), (None, [30, 90], 30),
+    (80, [60], 20), (80, [50, 10, 15], 5), (80, [80], 0), (80, [50, 30], 0), (80, [500], 0),
+])  # fmt: skip
+def test_an_answer_longer_than_foreseen_has_as_much_to_go_again(
+    fleet: Fleet, limit: int | None, steps: list[int], left: int
+) -> None:
+    """As far as its limit allows: nobody is to count on what it holds."""
+    one = ask(100, limit, samples=2)
+    one.expected_output = 25
+    if limit is not None:
+        one.output_tokens = limit // 2
+    lease = charge(fleet, one)
+    for step in steps:
+        fleet.tokens(lease, step)
+    assert members(fleet)[0].decode_tokens == lease.decode_tokens == left
+    fleet.release(lease)
+    assert idle(fleet)
+
+
 @pytest.mark.parametrize("begun", [False, True])
 @pytest.mark.parametrize("written", [0, 20, 999])
 @pytest.mark.parametrize("stream", [False, True])

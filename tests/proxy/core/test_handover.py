@@ -159,6 +159,20 @@ def test_a_prefill_on_the_decode_worker_has_until_then_to_be_done() -> None:
     assert cost == pytest.approx(own_s + step_s + output_s)
 
 
+def test_one_that_takes_longer_is_waited_for_and_foreseen() -> None:
+    here = router(disaggregate_above=1)
+    worker, long = worker_of(here, "d0"), ask(6 * LONG)
+    long.whole = "samples"
+    placed(here.submit(long, 0.0))
+    wait_s = worker.wait_s(0.0, for_long=False)
+    lease = placed(here.submit(ask(LONG), 0.0))
+    halves = lease.decision.handover
+    assert halves is not None
+    assert wait_s > 2 * halves.prefill_s
+    foreseen_s = wait_s + halves.transfer_s + worker.pace.step_s(0)
+    assert lease.decision.predicted_ttft_s == pytest.approx(foreseen_s)
+
+
 def test_an_idle_general_worker_is_as_good_as_two_others() -> None:
     here = router(spec("g0", GENERAL))
     busy(here, count=2)
@@ -584,6 +598,23 @@ def test_one_that_waits_for_room_for_long_is_served_whole(rule: str) -> None:
     assert placed(lease).prefill is None
     assert placed(lease).worker.name == "d0"
     assert why(here)[Why.NO_ROOM] == 1
+
+
+def test_a_short_prompt_does_not_wait_for_room_to_be_handed_over() -> None:
+    """Whole it stands in the worker's queue, as without prefill workers; a long one waits here."""
+    here = router()
+    worker = worker_of(here, "d0")
+    worker.kv_capacity = CACHE
+    for _ in range(5):
+        one = ask(27_000, 1000)
+        one.whole = "samples"
+        here.first_token(placed(here.submit(one, 0.0)), 0.0)
+    for each in here.fleet:
+        each.pace.token_s, each.pace.fixed_s = 1e-4, 0.02
+        each.reprice()
+    lease = placed(here.submit(ask(20), 1.0))
+    assert (lease.worker, lease.prefill) == (worker, None)
+    waits(here.submit(ask(LONG), 1.0))
 
 
 def test_room_that_comes_late_is_still_for_a_hand_over() -> None:

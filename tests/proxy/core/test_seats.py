@@ -286,6 +286,19 @@ def test_each_that_is_on_its_way_needs_one_of_its_own() -> None:
     assert seats.wait_s(worker, 0.0) == pytest.approx(2 * one_s)
 
 
+@pytest.mark.parametrize("rule", RULES)
+def test_who_has_written_all_that_was_foreseen_may_stay_for_as_long_again(rule: str) -> None:
+    here = stated(4, policy=rule)
+    leases = [placed(here.submit(ask(1500, None), 0.0)) for _ in range(4)]
+    for lease in leases:
+        here.prefilled(lease, 0.0, None)
+        here.first_token(lease, 0.0)
+        here.tokens(lease, lease.ask.expected_output)
+    worker_of(here, "p0").pace.token_s = 1e-4
+    assert seats.wait_s(worker_of(here, "d0"), 0.0) > 0.2
+    waits(here.submit(ask(1500, None), 0.0))
+
+
 def test_nobody_says_when_those_go_who_have_not_begun() -> None:
     here = stated(4)
     for _ in range(4):
