@@ -5,10 +5,11 @@ second, with a memory of half a minute.
 
 A prefill worker is busy while it has prefill work; what lies ahead of it has to be done as well, so
 the seconds of it, per half minute, are work for more workers. A decode worker is as busy as the
-most of these says: how full its KV cache is; how many of its places are taken; whether it prefills,
-which those who decode there wait for; whether others wait for a place in its own queue; and how
-much longer its steps are for those it decodes, of what they may be: a tenth of a second, or twice
-as long as for none. Those who wait there, in shares of those who run, are work for more workers.
+most of these says: how full its KV cache is; how many of its places are taken, and of its engine's
+seats, for want of which hand-overs wait in the router; whether it prefills, which those who decode
+there wait for; whether others wait for a place in its own queue; and how much longer its steps are
+for those it decodes, of what they may be: a tenth of a second, or twice as long as for none. Those
+who wait there, in shares of those who run, are work for more workers.
 
 A side of which nobody is up is short, whoever is busy.
 """
@@ -21,7 +22,7 @@ from typing import TYPE_CHECKING
 
 from pydantic import BaseModel, Field
 
-from proxy.core.seats import HEEDED_S
+from proxy.core.seats import HEEDED_S, share_taken
 from proxy.core.types import Role
 
 if TYPE_CHECKING:
@@ -194,7 +195,8 @@ def _queue(worker: Worker, now: float) -> float:
 def _filled(worker: Worker, now: float) -> float:
     """Say what of a decode worker is in use."""
     gauges = worker.gauges
-    shares = [gauges.kv_usage if gauges is not None else 0.0, float(_prefills(worker))]
+    kv_usage = 0.0 if gauges is None else gauges.kv_usage
+    shares = [kv_usage, float(_prefills(worker)), share_taken(worker, now)]
     if _queue(worker, now):
         return 1.0
     if worker.kv_capacity:

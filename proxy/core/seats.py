@@ -50,17 +50,8 @@ def wait_s(worker: Worker, now: float) -> float:
 
     Each that decodes there goes when its answer is written, as far as that was foreseen.
     """
-    gauges = worker.gauges
-    heeded = gauges is not None and now - gauges.at <= HEEDED_S
-    taken = worker.requests + (worker.strangers if heeded else 0)
-    if not taken:
-        return 0.0
-    seats = inf if worker.spec.seats is None else float(worker.spec.seats)
-    if gauges is not None and heeded:
-        seats = min(seats, worker.seats)
-        if gauges.kv_usage > KV_FULL:
-            seats = min(seats, taken)
-    if taken < seats:
+    taken, seats = _taken(worker, now)
+    if taken < seats or not taken:
         return 0.0
     decoding = worker.decoding
     if not decoding or not worker.requests:
@@ -69,6 +60,23 @@ def wait_s(worker: Worker, now: float) -> float:
     return (taken + 1.0 - seats) * left * worker.pace.step_s(decoding) / decoding
 
 
+def share_taken(worker: Worker, now: float) -> float:
+    """Say what part of a worker's seats is taken; 0 where nothing tells how many it has."""
+    taken, seats = _taken(worker, now)
+    return min(taken / seats, 1.0) if taken else 0.0
+
+
 def are_taken(worker: Worker, now: float, within_s: float = 0.0) -> bool:
     """Whether what comes to a worker in so many seconds would wait there, as far as is known."""
     return wait_s(worker, now) > within_s
+
+
+def _taken(worker: Worker, now: float) -> tuple[int, float]:
+    """Count who has a seat, or is to have one, and the seats; inf where nothing tells."""
+    gauges = worker.gauges
+    seats = inf if worker.spec.seats is None else float(worker.spec.seats)
+    if gauges is None or now - gauges.at > HEEDED_S:
+        return worker.requests, seats
+    taken = worker.requests + worker.strangers
+    seats = min(seats, worker.seats)
+    return taken, min(seats, taken) if gauges.kv_usage > KV_FULL else seats

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from proxy.control.balance import MEMORY_S, Balance, Seen, balance
 from proxy.core.router import Router
 from proxy.core.types import Gauges, Role
-from tests.proxy.core.making import ask, placed, router_of, spec
+from tests.proxy.core.making import ask, placed, router_of, spec, waits
 
 
 @pytest.mark.parametrize(
@@ -129,6 +131,25 @@ def test_a_decode_worker_in_whose_queue_others_wait_is_busy(
     assert shown.short == short
     assert shown.decode.busy == pytest.approx(1.0 if waiting else 0.0, abs=0.01)
     assert shown.decode.wanted == pytest.approx(wanted, abs=0.1)  # half as many as run
+
+
+@pytest.mark.parametrize("seats", [4, 16, None])
+def test_a_decode_worker_is_as_busy_as_its_seats_are_taken(seats: int | None) -> None:
+    """Whoever finds none waits in the router: not a page shows it."""
+    second = replace(spec("d0", Role.DECODE), seats=seats)
+    here = router_of(
+        spec("p0", Role.PREFILL), second, transfer=True, disaggregate_above=1, queue_wait_s=1e6
+    )
+    leases = [here.submit(ask(1000), 0.0) for _ in range(8)]
+    for lease in leases[:4]:
+        here.prefilled(placed(lease), 0.0, None)
+        here.first_token(placed(lease), 0.0)
+    if seats == 4:
+        waits(leases[4])
+    [shown] = watched(here, 200).shown()
+    busy = {4: 1.0, 16: 0.5, None: 0.0}[seats]
+    assert shown.decode.busy == pytest.approx(busy, abs=0.01)
+    assert shown.short == ("decode" if seats == 4 else "prefill")
 
 
 def test_a_queue_of_long_ago_is_none() -> None:
