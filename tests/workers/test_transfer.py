@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -77,6 +78,19 @@ def test_what_the_user_says_wins() -> None:
     assert value(made, "--block-size") == "64"
     assert "--kv-transfer-config" not in made.flags
     assert dict(made.env) == {SIDE_HOST: "h", SIDE_PORT: "5999"}
+
+
+def test_so_does_what_the_users_file_says(tmp_path: Path) -> None:
+    file = tmp_path / "p.yaml"
+    file.write_text(
+        "block-size: 64\nkv-transfer-config: {kv_connector: NixlConnector, kv_role: kv_both}\n"
+    )
+    args = ["--config", str(file)]
+    made = wiring("nixl", "prefill", args=args)
+    assert value(made, "--block-size") == "64"
+    assert "--kv-transfer-config" not in made.flags
+    own = {"kv_connector": "NixlConnector", "kv_role": "kv_both"}
+    assert transfer.own_config(args) == own
 
 
 def test_connectors_that_are_told_where_to_listen() -> None:

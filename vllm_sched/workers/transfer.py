@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 
 from vllm_sched.workers import launch
 from vllm_sched.workers.flags import fields, last
+from vllm_sched.workers.flags_file import expanded
 
 Part = Literal["prefill", "decode"]
 
@@ -79,8 +80,9 @@ def wiring(
 ) -> Wiring:
     """Describe one end; `args` and `env` are the user's own, which win where they speak.
 
-    `few_cpus`: the worker is bound to some processors, which it then can't share with a thread
-    that polls. `address` is where it listens, for connectors that must be told.
+    Be it in a file that they name. `few_cpus`: the worker is bound to some processors, which it
+    then can't share with a thread that polls. `address` is where it listens, for connectors that
+    must be told.
     """
     env = env or {}
     on_cpu = launch.on_cpu()
@@ -112,7 +114,7 @@ def wiring(
         config["kv_connector_extra_config"] = extra
     flags = ["--enable-prompt-tokens-details"]  # in which a client sees what was cached
     if on_cpu:
-        block = last(args, "--block-size") or CPU_BLOCK
+        block = last(expanded(args), "--block-size") or CPU_BLOCK
         flags += ["--block-size", block]
         said.append(f"blocks of {block}")
     if connector == "shared-storage":
@@ -159,4 +161,4 @@ def own_config(args: Sequence[str]) -> dict[str, Any] | None:
 
     One key is all of it to vLLM: what was written before it counts no more.
     """
-    return fields(args, OWN)
+    return fields(expanded(args), OWN)
