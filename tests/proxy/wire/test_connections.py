@@ -116,4 +116,4 @@ async def test_their_count_is_right(site: Site) -> None:
     assert counted() == {"idle": 3, "busy": 0}
     for each in site.fake.open:
         each.reset()
-    await eventually(lambda: counted() in ({}, {"idle": 0, "busy": 0}), counted, within=0.1)
+    await eventually(lambda: counted() in ({}, {"idle": 0, "busy": 0}), counted)

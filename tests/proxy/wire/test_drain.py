@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import time
 
 import pytest
 
 from proxy.wire.request_reader import Reading
 from tests.proxy.wire import scripts
-from tests.proxy.wire.client import BrokenError, chat, get
+from tests.proxy.wire.client import DEADLINE_S, BrokenError, chat, get
 from tests.proxy.wire.conftest import Start
 from tests.proxy.wire.site import Fake, Site, eventually
 
@@ -41,9 +40,8 @@ async def test_the_old_is_finished(start: Start) -> None:
 async def test_it_ends_as_soon_as_the_old_is_done(start: Start) -> None:
     site = await start()
     assert (await site.ask(chat())).status == 200
-    begun = time.monotonic()
-    await site.wire.drain(30.0)
-    assert time.monotonic() - begun < 1.5
+    async with asyncio.timeout(DEADLINE_S):
+        await site.wire.drain(3600.0)
 
 
 async def test_load_balancers_are_told_while_all_is_served_still(start: Start) -> None:
@@ -65,7 +63,7 @@ async def test_load_balancers_are_told_while_all_is_served_still(start: Start) -
 async def test_the_notice_is_part_of_the_deadline(start: Start) -> None:
     site = await start(wire={"notice_s": 60.0})
     port = site.port
-    await asyncio.wait_for(site.wire.drain(0.2), 5)
+    await asyncio.wait_for(site.wire.drain(0.2), DEADLINE_S)
     assert site.wire.draining
     with pytest.raises(ConnectionRefusedError):
         await asyncio.open_connection("127.0.0.1", port)
@@ -170,15 +168,14 @@ async def test_past_the_deadline_the_rest_is_cut_off(start: Start) -> None:
     await site.fake.got(2)
     await waiting.send(chat())
     await eventually(lambda: len(site.router.queue) == 1)
-    begun = time.monotonic()
-    await site.wire.drain(0.3)
-    assert time.monotonic() - begun < 2.5
+    async with asyncio.timeout(DEADLINE_S):
+        await site.wire.drain(0.3)
     rest = await streaming.closed()
     assert b"[DONE]" not in rest
     assert b"error" in rest or not rest.endswith(scripts.LAST_CHUNK)
     await waiting.closed()
     for call in site.fake.served:
-        async with asyncio.timeout(1):
+        async with asyncio.timeout(DEADLINE_S):
             await call.lost.wait()
     await site.settled()
 
@@ -193,6 +190,6 @@ async def test_closing_leaves_nothing(site: Site) -> None:
     for client in clients:
         await client.closed()
     for call in site.fake.served:
-        async with asyncio.timeout(1):
+        async with asyncio.timeout(DEADLINE_S):
             await call.lost.wait()
     await site.settled()

@@ -14,7 +14,7 @@ import pytest
 from proxy.core.types import Role
 from proxy.wire.upstream import is_ours
 from tests.proxy.wire import scripts
-from tests.proxy.wire.client import Answer, BrokenError, chat, get, request
+from tests.proxy.wire.client import DEADLINE_S, Answer, BrokenError, chat, get, request
 from tests.proxy.wire.conftest import Start
 from tests.proxy.wire.fake_worker import Call, Script
 from tests.proxy.wire.pairs import chat_body, pairs
@@ -265,7 +265,8 @@ async def test_an_answer_that_has_begun_is_never_tried_again(start: Start) -> No
 
 async def test_the_failed_one_is_let_go(start: Start) -> None:
     """Its charge is released and its connection closed while the other still works."""
-    site = await start(Fake("w0"), Fake("w1"), wire={"first_byte_s": 0.4})
+    site = await start(Fake("w0"), Fake("w1"))
+    site.stand_still()
     gate = asyncio.Event()
     asked: list[Call] = []
 
@@ -279,8 +280,10 @@ async def test_the_failed_one_is_let_go(start: Start) -> None:
     site.always(run)
     client = await site.client()
     await client.send(chat())
+    await eventually(lambda: asked)
+    site.skip(1.1 * site.wire.settings.first_byte_s)
     await eventually(lambda: len(asked) == 2)
-    async with asyncio.timeout(0.15):
+    async with asyncio.timeout(DEADLINE_S):
         await asked[0].lost.wait()
     assert site.worker(asked[0].connection.worker.name).requests == 0
     assert site.worker(asked[1].connection.worker.name).requests == 1

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from tests.proxy.wire import scripts
-from tests.proxy.wire.client import BrokenError, chat, get
+from tests.proxy.wire.client import DEADLINE_S, BrokenError, chat, get
 from tests.proxy.wire.conftest import Start
 from tests.proxy.wire.fake_worker import Call
 from tests.proxy.wire.site import Fake, Site
@@ -256,7 +256,7 @@ async def test_a_broken_answer_to_http_1_0_does_not_look_whole(site: Site) -> No
     await client.send(chat().replace(b"HTTP/1.1", b"HTTP/1.0"))
     assert (await client.head()).status == 200
     with pytest.raises(ConnectionError):
-        async with asyncio.timeout(2):
+        async with asyncio.timeout(DEADLINE_S):
             await client.reader.read()
 
 

@@ -12,7 +12,7 @@ import pytest
 from openai import AsyncOpenAI
 
 from tests.proxy.wire import scripts
-from tests.proxy.wire.client import chat
+from tests.proxy.wire.client import DEADLINE_S, chat
 from tests.proxy.wire.conftest import Start
 from tests.proxy.wire.site import Fake, Site
 
@@ -129,7 +129,7 @@ async def test_leaving_a_stream_stops_the_worker(site: Site, client: AsyncOpenAI
     async for _ in stream:
         break
     await stream.close()
-    async with asyncio.timeout(1):
+    async with asyncio.timeout(DEADLINE_S):
         await site.fake.served[0].lost.wait()
     await site.settled()
 
@@ -139,7 +139,7 @@ async def test_a_task_cancelled_stops_the_worker(site: Site, client: AsyncOpenAI
     asking = asyncio.create_task(client.chat.completions.create(model="tiny", messages=MESSAGES))
     call = await site.fake.got()
     asking.cancel()
-    async with asyncio.timeout(1):
+    async with asyncio.timeout(DEADLINE_S):
         await call.lost.wait()
     with pytest.raises(asyncio.CancelledError):
         await asking
