@@ -226,7 +226,7 @@ class ClientConnection(asyncio.Protocol):
         self._waits_for = Reading.NOTHING  # the next head has a deadline of its own
         if not request.id:
             request.id = wire.new_id()
-        if head.edition != wire.router.tenants.edition:
+        if head.edition != wire.router.tenants.edition and not head.lost_body:
             wire.judge(head)  # anew: its key may not be one any more
         if head.route is not None and not wire.draining:
             self.deadline = inf

@@ -38,6 +38,7 @@ class RequestHead:
         "id",
         "keep_alive",
         "lines",
+        "lost_body",
         "method",
         "path",
         "pieces",
@@ -69,6 +70,7 @@ class RequestHead:
         self.tenant: Tenant | None = None
         self.edition = -1  # of the tenants, among whom that was found
         self.batch = False  # whether it is to be served in the gaps, whoever's it is
+        self.lost_body = False  # whether a body came that was not kept, for it was refused then
 
     @property
     def size(self) -> int:

@@ -280,6 +280,8 @@ class RequestReader:
             raise too_large(self._max_body)
         if self._head.refusal is None:
             self._keep(piece)
+        else:
+            self._head.lost_body = True
 
     def on_message_complete(self) -> None:
         """Hand the request over."""

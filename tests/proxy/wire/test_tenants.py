@@ -13,6 +13,7 @@ from openai import AsyncOpenAI
 
 from proxy.core.limits import Limits
 from proxy.core.tenants import Rank, TenantSpec
+from proxy.wire.request_reader import Reading
 from tests.proxy.wire import scripts
 from tests.proxy.wire.client import Client, chat, get, request
 from tests.proxy.wire.conftest import Start
@@ -146,6 +147,21 @@ async def test_tenants_may_come_to_a_router_that_had_none(site: Site) -> None:
     assert (await client.ask(chat("hi"))).status == 200
     keep(site, TenantSpec("a"), a=KEY)
     assert (await client.ask(chat("hi"))).status == 401
+
+
+async def test_a_key_that_comes_while_a_body_does_is_one_from_the_next_request_on(
+    guarded: Site,
+) -> None:
+    """The body's beginning was not kept: what is left of it is nobody's request."""
+    client = await guarded.client()
+    whole = chat("x" * 5000, bearer("sk-vs-cccccccccccccccc"))
+    await client.send(whole[:2000])
+    await eventually(
+        lambda: any(each._reader.state is Reading.BODY for each in guarded.wire.clients)
+    )
+    keep(guarded, TenantSpec("c"), c="sk-vs-cccccccccccccccc")
+    assert (await client.ask(whole[2000:])).status == 401
+    assert [(await client.ask(whole)).status for _ in range(2)] == [200, 200]
 
 
 # What workers get
