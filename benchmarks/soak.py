@@ -5,9 +5,12 @@
 The router is a process of its own, as its users start it, and so are the clients; the workers are
 fakes in this one. With `--kill-router` it is killed and started again every so many seconds; with
 `--processes 2 --kill-member 60` one of its processes is; with `--tenants` the requests are two
-tenants'. What is printed each minute: how requests ended, what the router holds, its memory, its
-open files. The exit status says whether any request hung or had a wrong answer, anything was left
-at the end, or memory or files have grown since the first minute.
+tenants'. With `--guarded` clients and a worker speak TLS, some requests are refused for their wait,
+and a third tenant has files of requests run, on a disk that fills up.
+
+What is printed each minute: how requests ended, what the router holds, its memory, its open files.
+The exit status says whether any request hung or had a wrong answer, a line none or two, anything
+was left at the end, or memory or files have grown since the first minute.
 """
 
 from __future__ import annotations
@@ -18,19 +21,27 @@ import json
 import os
 import random
 import signal
+import ssl
 import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import TypeVar
 
 import aiohttp
+import openai
 
-from tests.faults import names
+from tests.faults import disk, names
 from tests.faults.crowd import LEFT, NOBODY, Crowd
+from tests.faults.night import Night
 from tests.faults.troupe import KEYS, Troupe
+from tests.proxy.certificates import Authority
 from vllm_sched.workers.launch import free_port
+
+T = TypeVar("T")
 
 ROW_S, READY_S, CALM_S = 60.0, 60.0, 60.0
 WIDTH = 10
@@ -47,6 +58,7 @@ IN_FLIGHT = (
     "proxy_tenant_inflight_requests{",
 )
 MORE_MEMORY, MORE_FILES = 1.15, 16  # than after the first minute
+NO_ROOM = 507
 
 
 def children_of(pid: int) -> list[int]:
@@ -57,12 +69,12 @@ def children_of(pid: int) -> list[int]:
     return []
 
 
-async def in_flight(port: int) -> float:
+async def in_flight(port: int, tls: ssl.SSLContext | None = None) -> float:
     """Add up what a router's page says is under way."""
     total = 0.0
     async with (
         aiohttp.ClientSession() as session,
-        session.get(f"http://127.0.0.1:{port}/metrics") as answer,
+        session.get(f"{url_of(port, tls)}/metrics", ssl=tls or True) as answer,
     ):
         for line in (await answer.text()).splitlines():
             if line.startswith(IN_FLIGHT) and not line.startswith("#"):
@@ -70,11 +82,16 @@ async def in_flight(port: int) -> float:
     return total - 1  # this very connection
 
 
-async def calm(port: int) -> float:
+def url_of(port: int, tls: ssl.SSLContext | None) -> str:
+    """Write where the router is."""
+    return f"{'http' if tls is None else 'https'}://127.0.0.1:{port}"
+
+
+async def calm(port: int, tls: ssl.SSLContext | None = None) -> float:
     """Wait until nothing is under way; return what is for too long."""
     give_up = time.monotonic() + CALM_S
     while True:
-        flying = await in_flight(port)
+        flying = await in_flight(port, tls)
         if flying <= 0 or time.monotonic() > give_up:
             return flying
         await asyncio.sleep(0.2)
@@ -83,8 +100,10 @@ async def calm(port: int) -> float:
 class Router:
     """The process under test."""
 
-    def __init__(self, fleet: Path, port: int, env: dict[str, str]) -> None:
-        self.fleet, self.port, self.env = fleet, port, env
+    def __init__(
+        self, fleet: Path, port: int, env: dict[str, str], tls: ssl.SSLContext | None
+    ) -> None:
+        self.fleet, self.port, self.env, self.tls = fleet, port, env, tls
         self.process: asyncio.subprocess.Process | None = None
         self.kills = self.lost = 0
         self.recovered_s: list[float] = []
@@ -107,7 +126,7 @@ class Router:
         with suppress(aiohttp.ClientError):
             async with (
                 aiohttp.ClientSession() as session,
-                session.get(f"http://127.0.0.1:{self.port}/ready") as answer,
+                session.get(f"{url_of(self.port, self.tls)}/ready", ssl=self.tls or True) as answer,
             ):
                 return answer.status == 200
         return False
@@ -148,10 +167,12 @@ class Router:
         return kib / 1024, files
 
 
-async def clients(port: int, seed: int, number: int, seconds: float, keys: tuple[str, ...]) -> None:
+async def clients(given: argparse.Namespace) -> None:
     """Be the clients, and print what became of their requests so far, a line each second."""
-    crowd = Crowd(port, seed, keys=keys)
-    until = time.monotonic() + seconds
+    keys = tuple(KEYS.values()) if given.tenants else ()
+    tls = ssl.create_default_context(cafile=given.ca) if given.ca else None
+    crowd = Crowd(given.clients_of, given.seed, keys=keys, tls=tls)
+    until = time.monotonic() + given.minutes * 60 - 5
     over = lambda: time.monotonic() > until  # noqa: E731
 
     def tell() -> None:
@@ -163,28 +184,69 @@ async def clients(port: int, seed: int, number: int, seconds: float, keys: tuple
             tell()
             await asyncio.sleep(1.0)
 
-    await asyncio.gather(tells(), *(crowd.play(each, over) for each in range(number)))
+    await asyncio.gather(tells(), *(crowd.play(each, over) for each in range(given.clients)))
     tell()
+
+
+async def night(router: Router, seed: int) -> str:
+    """Have a file of requests run; say what is wrong with what came of it, if anything is."""
+    assert router.tls is not None
+    one = Night(url_of(router.port, router.tls), seed, router.tls)
+    try:
+        await asked(one.begin)
+        while not await asked(one.over):  # noqa: ASYNC110  # another asks, of another
+            await asyncio.sleep(0.5)
+        await asked(one.judge)
+    except (AssertionError, openai.APIStatusError) as error:
+        return repr(error)[:500]
+    finally:
+        await one.leave()
+    return ""
+
+
+async def asked(ask: Callable[[], Awaitable[T]]) -> T:
+    """Ask until somebody is there to answer, and has room for it."""
+    while True:
+        try:
+            return await ask()
+        except openai.APIConnectionError:
+            await asyncio.sleep(0.2)
+        except openai.InternalServerError as error:
+            if error.status_code != NO_ROOM:
+                raise
+            await asyncio.sleep(0.2)
 
 
 async def soak(given: argparse.Namespace) -> int:
     """Run it all, and print the table."""
     with tempfile.TemporaryDirectory() as folder:
-        env, no_names = names.failing(Path(folder))
-        troupe = Troupe(given.seed, no_names)
+        kept_on = disk.DiskThere(Path(folder)) if given.guarded else None
+        env, no_names = names.failing(Path(folder), kept_on.code if kept_on else "")
+        authority = Authority(Path(folder) / "certificates") if given.guarded else None
+        tls = authority.client() if authority else None
+        troupe = Troupe(given.seed, no_names, authority)
+        troupe.disk = kept_on
         await troupe.start()
         port, admin = free_port(), free_port()
         fleet = Path(folder) / "fleet.yaml"
+        batches = Path(folder) / "batches" if given.guarded else None
         fleet.write_text(
-            troupe.fleet(listen=port, admin=admin, processes=given.processes, tenants=given.tenants)
+            troupe.fleet(
+                listen=port,
+                admin=admin,
+                processes=given.processes,
+                tenants=given.tenants,
+                batches=batches,
+            )
         )
-        router = Router(fleet, port, env)
+        router = Router(fleet, port, env, tls)
         await router.start()
         seconds = given.minutes * 60
         crowd = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "benchmarks.soak", "--clients-of", str(port),
             "--clients", str(given.clients), "--seed", str(given.seed),
             "--minutes", str(given.minutes), *(["--tenants"] if given.tenants else []),
+            *(["--ca", str(authority.ca_file)] if authority else []),
             stdout=asyncio.subprocess.PIPE, limit=1 << 22,
         )  # fmt: skip
         try:
@@ -235,14 +297,19 @@ async def _watch(
         while time.monotonic() < until:
             await asyncio.sleep(min(ROW_S, max(until - time.monotonic(), 0.1)))
             with suppress(aiohttp.ClientError, OSError):
-                holds = router.holds()
-                row((time.monotonic() - began) / 60, last, *holds, await in_flight(router.port))
+                holds, flying = router.holds(), await in_flight(router.port, router.tls)
+                row((time.monotonic() - began) / 60, last, *holds, flying)
                 held.append(holds)
 
+    async def batches() -> None:
+        while router.tls is not None and time.monotonic() < until:
+            nights.append(await night(router, given.seed + len(nights)))
+
     held: list[tuple[float, int]] = []
-    await asyncio.gather(listen(), befall(), befall(), kill(), lose(), rows())
+    nights: list[str] = []
+    await asyncio.gather(listen(), befall(), befall(), kill(), lose(), batches(), rows())
     await crowd.wait()
-    return await _verdict(troupe, router, last, held)
+    return await _verdict(troupe, router, last, held, nights)
 
 
 def row(minute: float, said: dict[str, object], rss: float, files: int, flying: float) -> None:
@@ -271,20 +338,27 @@ def grown(held: list[tuple[float, int]], last: tuple[float, int]) -> list[str]:
 
 
 async def _verdict(
-    troupe: Troupe, router: Router, said: dict[str, object], held: list[tuple[float, int]]
+    troupe: Troupe,
+    router: Router,
+    said: dict[str, object],
+    held: list[tuple[float, int]],
+    nights: list[str],
 ) -> int:
     """Look at what is left once all is calm."""
-    flying = await calm(router.port)
+    flying = await calm(router.port, router.tls)
     rss, files = router.holds()
     status = await router.stop()
     log = (router.fleet.parent / "router.log").read_text()
     traces = log.count("Traceback")
-    wrong = said.get("wrong") or []
+    wrong = [*(said.get("wrong") or ()), *filter(None, nights)]  # type: ignore[misc]
     print(f"left in flight {flying:.0f}, rss {rss:.0f} MiB, files {files}, exit status {status}")
     print(f"what befell the workers: {troupe.befell}")
     print(
         f"names that could not be looked up, as the router saw it: {log.count(names.SEEN)} spells"
     )
+    if nights:
+        full = log.count(disk.SEEN)
+        print(f"{len(nights)} files of requests were run; the disk was full for {full} spells")
     if router.lost:
         print(f"of the router's processes {router.lost} were killed")
     # Of processes that are killed, those that come after them are younger.
@@ -312,12 +386,13 @@ def main() -> int:
     options.add_argument("--processes", type=int, default=1)
     options.add_argument("--tenants", action="store_true")
     options.add_argument("--kill-member", type=float, default=0.0, help="every so many seconds")
+    options.add_argument("--guarded", action="store_true", help="and with `--tenants`")
     options.add_argument("--clients-of", type=int, help=argparse.SUPPRESS)
+    options.add_argument("--ca", help=argparse.SUPPRESS)
     given = options.parse_args()
+    given.tenants |= given.guarded
     if given.clients_of:
-        seconds = given.minutes * 60 - 5
-        keys = tuple(KEYS.values()) if given.tenants else ()
-        asyncio.run(clients(given.clients_of, given.seed, given.clients, seconds, keys))
+        asyncio.run(clients(given))
         return 0
     return asyncio.run(soak(given))
 

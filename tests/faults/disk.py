@@ -1,23 +1,62 @@
-"""The disk that a router in this process keeps its batches on, which fills up."""
+"""The disk that a router keeps its batches on, which fills up.
+
+SQLite says of a bound on its pages what it says of a full disk.
+"""
 
 from __future__ import annotations
+
+from pathlib import Path
+from typing import Protocol
 
 from proxy.batches.service import Batches
 from proxy.batches.store import Store
 from tests.proxy.wire.site import eventually
 
 ROOM = 1 << 20  # pages
+NONE = 1  # means no more than there are
+# Runs in the router's processes: see `names`.
+CODE = """\
+from pathlib import Path
+
+from proxy.batches.keeper import Keeper
+
+call = Keeper.__call__
 
 
-class Disk:
-    """What there is room on, or is not: SQLite says of a bound what it says of a full disk."""
+async def on_that_disk(self, what, *args, **named):
+    pages = {none} if Path({flag!r}).exists() else {room}
+
+    def do(store):
+        store.connection.execute(f"PRAGMA max_page_count = {{pages}}")
+        return what(store, *args, **named)
+
+    return await call(self, do)
+
+
+Keeper.__call__ = on_that_disk
+"""
+SEEN = "no room on the disk"  # in the router's log, once for each time that it begins
+
+
+class Disk(Protocol):
+    """Whichever it is."""
+
+    async def fill(self) -> None:
+        """Leave no room for anything new."""
+
+    async def clear(self) -> None:
+        """Make room."""
+
+
+class DiskHere:
+    """That of a router in this process."""
 
     def __init__(self, batches: Batches) -> None:
         self._batches = batches
 
     async def fill(self) -> None:
         """Leave no room for anything new."""
-        await self._batches.keeper(_limit, 1)  # no more than it has
+        await self._batches.keeper(_limit, NONE)
 
     async def clear(self) -> None:
         """Make room."""
@@ -29,6 +68,22 @@ class Disk:
         await self.fill()
         await eventually(lambda: "no room" in lane.paused, within=within_s)
         await self.clear()
+
+
+class DiskThere:
+    """That of a router in a process of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        self._flag = folder / "no-room"
+        self.code = CODE.format(flag=str(self._flag), none=NONE, room=ROOM)
+
+    async def fill(self) -> None:
+        """Leave no room for anything new."""
+        self._flag.touch()
+
+    async def clear(self) -> None:
+        """Make room."""
+        self._flag.unlink(missing_ok=True)
 
 
 def _limit(store: Store, pages: int) -> None:

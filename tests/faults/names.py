@@ -28,10 +28,13 @@ Dns._look_up = at_times
 SEEN = "can't be looked up"  # in the router's log, once for each time that it begins
 
 
-def failing(folder: Path) -> tuple[dict[str, str], Path]:
-    """Return an environment for the router, and the file while which is there no name is found."""
+def failing(folder: Path, more: str = "") -> tuple[dict[str, str], Path]:
+    """Return an environment for the router, and the file while which is there no name is found.
+
+    `more`: what else its processes are to run at first.
+    """
     flag, code = folder / "no-names", folder / "names"
     code.mkdir()
-    (code / "sitecustomize.py").write_text(CODE.format(flag=str(flag)))
+    (code / "sitecustomize.py").write_text(CODE.format(flag=str(flag)) + more)
     path = os.pathsep.join(filter(None, (str(code), os.environ.get("PYTHONPATH", ""))))
     return {**os.environ, "PYTHONPATH": path}, flag

@@ -22,7 +22,7 @@ from proxy.config import load
 from proxy.control.dns import Dns
 from tests.faults import audit
 from tests.faults.crowd import LEFT, REFUSED, TORN, WHOLE, Crowd
-from tests.faults.disk import Disk
+from tests.faults.disk import DiskHere
 from tests.faults.night import Night
 from tests.faults.troupe import KEYS, NIGHT, Troupe
 from tests.proxy.certificates import Authority
@@ -139,7 +139,7 @@ async def under_fire(
     async def fill() -> None:
         """Fill the disk until somebody has noticed; from then on it is full at times."""
         if app.batches is not None:
-            disk = Disk(app.batches)
+            disk = DiskHere(app.batches)
             await disk.is_missed(CALM_S)
             troupe.disk = disk
 

@@ -159,7 +159,7 @@ class Troupe:
         self._no_names = no_names  # a file, for a router that is another process
         self.dice = random.Random(seed + 1)
         self.fakes: dict[str, FakeWorker] = {}
-        self.disk: Disk | None = None  # of a router in this process, once it may fill up
+        self.disk: Disk | None = None  # once it may fill up
         self.names_resolve = True
         self.befell: dict[str, int] = {}
         self._struck: set[str] = set()
