@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterator
 
 import pytest
 from hypothesis import settings
 
 from tests.programs import untested
+
+# What a shell, a CI service or a proxy tells all programs is not meant for those under test: what
+# they print is plain and as wide as ever, and what listens on this machine is asked straight.
+for told in ("COLUMNS", "LINES", "FORCE_COLOR", "CLICOLOR_FORCE", "TTY_COMPATIBLE"):
+    os.environ.pop(told, None)
+for told in ("no_proxy", "NO_PROXY"):
+    os.environ[told] = ",".join(filter(None, (os.environ.get(told), "localhost,127.0.0.1,::1")))
 
 # Tests that choose at random choose the same in each run, so that a change is judged by itself;
 # `make explore` has them choose anew.

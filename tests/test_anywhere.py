@@ -1,0 +1,34 @@
+"""The tests are the same whatever the shell, a CI service or a proxy tells all programs."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+NOWHERE = "http://127.0.0.1:9"
+PROXY = dict.fromkeys(("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"), NOWHERE)
+
+
+@pytest.mark.parametrize(
+    ("told", "test"),
+    [
+        ({"FORCE_COLOR": "1", "COLUMNS": "40"}, "bench/test_contest.py"),
+        (PROXY, "proxy/wire/test_openai.py::test_a_chat"),
+        (PROXY, "proxy/control/test_admin_server.py"),
+    ],
+)
+def test_what_is_told_to_all_programs_is_not_told_to_these(told: dict[str, str], test: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"tests/{test}"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        env={name: value for name, value in os.environ.items() if name.upper() != "NO_PROXY"}
+        | told,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
