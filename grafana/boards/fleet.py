@@ -182,7 +182,12 @@ FIRST = (
     Panel(
         "Real over predicted", "1 is right, 2 is twice as long as was thought; five minutes.",
         "short",
-        (Query('pool:proxy_ttft_real_to_predicted:ratio_rate5m{job=~"$job"}', "{{pool}}"),),
+        (
+            Query(
+                'pool:proxy_ttft_real_to_predicted:ratio_rate5m{job=~"$job",model=~"$model"}',
+                "{{pool}} {{model}}",
+            ),
+        ),
         bad_above=2,
     ),
     Panel(

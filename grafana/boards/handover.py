@@ -104,7 +104,9 @@ TAKES = (
     Panel(
         "Transfer, predicted against real", "Means. The prediction decides what is worth it.", "s",
         (
-            Query(mean("proxy_predicted_transfer_seconds", OF_MODEL, "model"), "predicted"),
+            Query(
+                mean("proxy_predicted_transfer_seconds", OF_MODEL, "model"), "{{model}} predicted"
+            ),
             Query(mean("proxy_transfer_seconds", OF_MODEL, "model"), "{{model}} real"),
         ),
     ),
