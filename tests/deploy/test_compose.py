@@ -104,6 +104,20 @@ def test_the_admin_api_wants_the_key_that_the_container_is_given() -> None:
     assert fleet.router.admin.key_env in services["router"]["environment"]
 
 
+@pytest.mark.parametrize("text", ["README.md", "deploy/README.md", "deploy/compose/compose.yaml"])
+def test_what_it_wants_is_made_once_and_kept_for_every_command(text: str, tmp_path: Path) -> None:
+    wanted = set(re.findall(r"\$\{(\w+):\?", (COMPOSE / "compose.yaml").read_text()))
+    lines = (ROOT / text).read_text().replace("\n#", "\n")
+    (made,) = re.findall(r"^ *(\(umask .*?\.env\))\n", lines, re.DOTALL | re.MULTILINE)
+    kept = tmp_path / "deploy" / "compose" / ".env"
+    kept.parent.mkdir(parents=True)
+    told = ["bash", "-ec", f"openssl() {{ printf '%s\\n' key; }}; {made}"]
+    subprocess.run(told, cwd=tmp_path, check=True)
+    assert sorted(kept.read_text().split()) == sorted(f"{name}=key" for name in wanted)
+    assert kept.stat().st_mode & 0o077 == 0
+    assert str(kept.relative_to(tmp_path)) in (ROOT / ".gitignore").read_text().split()
+
+
 def test_the_fleet_is_the_services() -> None:
     assert {worker.url for worker in fleet.workers} == {f"http://{name}:8000" for name in workers()}
     for worker in fleet.workers:
