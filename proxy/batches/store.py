@@ -41,8 +41,8 @@ from proxy.batches.types import (
 
 PIECE_BYTES = 1 << 20  # of a file, read at a time
 FETCH_BYTES = 1 << 20  # of lines to run
-# That are forgotten, or given up, in one go, so that nobody waits long for the disk. Results may be
-# of any size; of files there are fewer if they are large; pages are given back to the disk.
+# That are forgotten, or given up, in one go, so that nobody waits long for the disk. Of results and
+# files there are fewer if they are large; pages are given back to the disk.
 MOST_LINES, MOST_RESULTS, MOST_FILES, MOST_PAGES = 1000, 200, 10, 1000
 LARGE = 4 << 20  # bytes
 FILE_COLUMNS = "id, tenant, name, purpose, created, expires, bytes, batch, ok"
@@ -173,21 +173,26 @@ class Store:
         """
         if file.batch is None:
             return None
-        run = self.connection.execute
         with full_disk_told(), transaction(self.connection):
-            some = run(
-                "SELECT number FROM results WHERE batch = ? AND ok = ? AND number > ? "
-                "ORDER BY number LIMIT ?",
-                (file.batch, file.ok, after, MOST_RESULTS),
-            ).fetchall()
-            if len(some) < MOST_RESULTS:
+            where, values = "batch = ? AND ok = ? AND number > ?", (file.batch, file.ok, after)
+            some, more = self._few_results(where, values)
+            if not more:
                 return None
-            last: int = some[-1][0]
-            run(
-                "DELETE FROM results WHERE batch = ? AND ok = ? AND number > ? AND number <= ?",
-                (file.batch, file.ok, after, last),
+            self.connection.execute(
+                f"DELETE FROM results WHERE {where} AND number <= ?",  # noqa: S608
+                (*values, some[-1]),
             )
-        return last
+        return some[-1]
+
+    def _few_results(self, where: str, values: Sequence[Any]) -> tuple[list[int], bool]:
+        """Name the lines of the first of these, and say whether there are more."""
+        rows = self.connection.execute(
+            "SELECT number, length(content) FROM results "  # noqa: S608
+            f"WHERE {where} ORDER BY number LIMIT ?",
+            (*values, MOST_RESULTS),
+        ).fetchall()
+        some: list[int] = few(rows)
+        return some, len(some) == MOST_RESULTS or len(some) < len(rows)
 
     def _reads(self, file_id: str) -> bool:
         found = self.connection.execute(
@@ -302,15 +307,15 @@ class Store:
     def forget_lines(self, batch: Batch) -> bool:
         """Forget some of a batch's lines, the first; whether there are more."""
         with full_disk_told(), transaction(self.connection):
-            return self._forget_some("lines", batch, MOST_LINES)
+            return self._forget_lines(batch)
 
-    def _forget_some(self, table: str, batch: Batch, most: int) -> bool:
+    def _forget_lines(self, batch: Batch) -> bool:
         gone = self.connection.execute(
-            f"DELETE FROM {table} WHERE batch = ? AND number IN "  # noqa: S608
-            f"(SELECT number FROM {table} WHERE batch = ? ORDER BY number LIMIT ?)",
-            (batch.id, batch.id, most),
+            "DELETE FROM lines WHERE batch = ? AND number IN "
+            "(SELECT number FROM lines WHERE batch = ? ORDER BY number LIMIT ?)",
+            (batch.id, batch.id, MOST_LINES),
         )
-        return gone.rowcount >= most
+        return gone.rowcount >= MOST_LINES
 
     def add_lines(self, batch: Batch, lines: Iterable[Line]) -> None:
         """Keep where lines are."""
@@ -464,23 +469,20 @@ class Store:
             "(expires < ? OR created < ?) AND id NOT IN "
             f"(SELECT input FROM batches WHERE status IN ({marks(ACTIVE)})) LIMIT ?",
             (now, since, *ACTIVE, MOST_FILES),
-        )
-        found: list[str] = []
-        left = LARGE
-        for file_id, size in rows:
-            left -= size
-            if found and left < 0:
-                break
-            found.append(file_id)
-        return found
+        ).fetchall()
+        return few(rows)
 
     def _forget(self, batch: Batch) -> None:
         """Forget a batch, or some of what is kept of it."""
-        if self._forget_some("lines", batch, MOST_LINES):
+        if self._forget_lines(batch):
             return
-        if self._forget_some("results", batch, MOST_RESULTS):
-            return
-        self.connection.execute("DELETE FROM batches WHERE id = ?", (batch.id,))
+        some, more = self._few_results("batch = ?", (batch.id,))
+        if some:
+            self.connection.execute(
+                "DELETE FROM results WHERE batch = ? AND number <= ?", (batch.id, some[-1])
+            )
+        if not more:
+            self.connection.execute("DELETE FROM batches WHERE id = ?", (batch.id,))
 
     def _give_back(self) -> bool:
         """Give some pages that nothing is in back to the disk; whether there are more."""
@@ -493,3 +495,15 @@ class Store:
     def _free_pages(self) -> int:
         (free,) = self.connection.execute("PRAGMA freelist_count").fetchone()
         return int(free)
+
+
+def few(rows: Iterable[Sequence[Any]]) -> list[Any]:
+    """Name the first of these, each of which has a size: of large ones, one."""
+    found: list[Any] = []
+    left = LARGE
+    for name, size in rows:
+        left -= size
+        if found and left < 0:
+            break
+        found.append(name)
+    return found

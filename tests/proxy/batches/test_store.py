@@ -330,6 +330,31 @@ def test_a_file_of_many_results_is_emptied_a_slice_at_a_time(
     assert store.empty_file(own, 0) is None
 
 
+def test_large_results_are_forgotten_one_at_a_time(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "LARGE", 1000)
+    for _ in range(2):
+        batch = batch_of(store, 4)
+        body = b'"%b"' % (b"x" * 800)
+        store.save([result(batch, n, body=body) for n in range(1, 5)])
+        store.end(batch.id, Status.COMPLETED, NOW)
+    over = store.batch("t", batch.id)
+    assert over is not None
+    file = store.file("t", over.output or "")
+    assert file is not None
+    left, last = [8], 0
+    while (after := store.empty_file(file, last)) is not None:
+        last = after
+        left.append(rows(store)["results"])
+    assert store.delete_file("t", file.id)
+    left.append(rows(store)["results"])
+    assert left == [8, 7, 6, 5, 4]
+    while store.purge(NOW + 3 * KEEP_S):
+        left.append(rows(store)["results"])
+    assert left[4:9] == [4, 3, 2, 1, 0]
+
+
 def test_another_releases_folder_is_left_alone(tmp_path: Path) -> None:
     store = Store(tmp_path, KEEP_S)
     store.connection.execute("PRAGMA user_version = 99")
