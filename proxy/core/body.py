@@ -191,9 +191,19 @@ def _prompt(extent: Extent, prompt: JSON) -> None:
 
 
 def _completion(extent: Extent, body: dict[str, JSON]) -> None:
-    prompt = body.get("prompt")
-    _prompt(extent, prompt)
-    extent.plain = type(prompt) is str
+    prompt, embedded = body.get("prompt"), body.get(EMBEDDED)
+    if not embedded:
+        _prompt(extent, prompt)
+        extent.plain = type(prompt) is str
+        return
+    # Each is a prompt, beside those that are text or token ids.
+    blobs = embedded if type(embedded) is list else [embedded]
+    prompts = [{"type": EMBEDDED, "data": blob} for blob in blobs]
+    if type(prompt) is list and prompt and type(prompt[0]) is not int:
+        prompts += prompt
+    elif prompt is not None:
+        prompts.append(prompt)
+    _many(extent, prompts, _one)
 
 
 def _input(extent: Extent, body: dict[str, JSON]) -> None:

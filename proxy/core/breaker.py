@@ -83,10 +83,11 @@ class Breaker:
         rest = min(FIRST_REST_S * 2.0 ** min(self._openings, 16), LONGEST_REST_S)
         if asked is not None:
             rest = min(asked, LONGEST_ASKED_S)
+        if self.closed or self._tried_at is not None:  # else it was sent before
+            self._openings += 1
         self.closed = False
         self.busy = busy
         self._tried_at = None
-        self._openings += 1
         self.until = max(self.until, now + rest)
 
     def told(self) -> Told:

@@ -71,6 +71,8 @@ def give(lease: Lease) -> None:
         stems.let_go(lease.holds)
         worker.kv_tokens -= before - stems.tokens
         lease.holds = None
+        # Each of those that stay takes no more than it would alone, be there another page or not.
+        worker.kv_spare = max(worker.kv_spare, -stems.saved)
 
 
 def _join(lease: Lease) -> None:

@@ -213,8 +213,10 @@ class Reader:
         holder = self._holder(route.response_id, tenant)
         if tenant is not None and not holder:
             return refusals.no_response(route.response_id)
-        worker = self._fleet.get(holder)
-        model = worker.model if worker else next(iter(self._fleet.models()), "")
+        fleet = self._fleet
+        worker, models = fleet.get(holder), fleet.models()
+        live = (each for each in models if fleet.pool(each).all)
+        model = worker.model if worker else next(live, next(iter(models), ""))
         ask = self._sizer.ask(route, model, {}, 0, request_id)
         ask.pinned = holder
         if tenant is not None:

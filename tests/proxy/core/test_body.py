@@ -69,6 +69,18 @@ def test_what_is_no_text_is_known_by_its_keys_too(part: dict[str, Any], tokens: 
     assert (extent.text, extent.tokens, extent.vague) == (0, TEMPLATE + tokens, tokens)
 
 
+def test_embedded_prompts_are_prompts_beside_the_others() -> None:
+    blob = "A" * 9 * EMBEDDED_BYTES
+    extent = measure(Shape.PROMPT, {"prompt": None, "prompt_embeds": blob})
+    assert (extent.text, extent.tokens, extent.vague, extent.prompts) == (0, 10, 10, 1)
+    both = {"prompt": ["ab", "c"], "prompt_embeds": [blob, blob + blob]}
+    extent = measure(Shape.PROMPT, both)
+    assert (extent.text, extent.tokens, extent.prompts) == (3, 29, 4)
+    assert (extent.largest_text, extent.largest_tokens) == (0, 19)
+    assert not measure(Shape.PROMPT, {"prompt": "ab", "prompt_embeds": blob}).plain
+    assert measure(Shape.PROMPT, {"prompt": [1, 2], "prompt_embeds": blob}).prompts == 2
+
+
 def test_a_tools_output_may_be_a_picture() -> None:
     parts = [{"type": "input_text", "text": "seen:"}, {"type": "input_image", "image_url": PICTURE}]
     item = {"type": "function_call_output", "call_id": "c1", "output": parts}
@@ -165,7 +177,7 @@ def test_a_number_is_sane_or_none(value: object) -> None:
 KEYS = [
     *("messages", "prompt", "input", "texts", "inputs", "images", "token_ids", "query", "queries"),
     *("documents", "items", "data_1", "text_1", "tools", "system", "instructions", "state"),
-    *("questions", "content", "text", "type", "role", "tool_calls"),
+    *("questions", "content", "text", "type", "role", "tool_calls", "prompt_embeds"),
 ]
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5),

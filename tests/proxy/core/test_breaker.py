@@ -75,6 +75,15 @@ def test_failures_of_requests_sent_before_do_not_lengthen_it() -> None:
     assert breaker.until == until
 
 
+def test_a_plea_is_heard_once_however_many_requests_bring_it() -> None:
+    breaker = Breaker()
+    for _ in range(30):
+        breaker.failed(0.0, 1.0, busy=True)
+    assert breaker.sent(1.0)
+    breaker.failed(1.0)
+    assert breaker.until == 1.0 + 2 * FIRST_REST_S
+
+
 def test_busy_opens_it_at_once() -> None:
     breaker = Breaker()
     breaker.failed(0.0, busy=True)

@@ -182,6 +182,20 @@ def test_what_was_thought_to_be_shared_is_not_where_the_page_says_so() -> None:
     assert not worker.full
 
 
+def test_one_whose_pages_stop_has_room_again_once_it_has_less_to_do() -> None:
+    here = one()
+    leases = [placed(here.submit(ask(PROMPT, OUTPUT, prefix=SHARED), 0.0)) for _ in range(40)]
+    for lease in leases:
+        here.first_token(lease, 0.5)
+    worker = page(here, 1.0, 1.0, running=13, waiting=27)
+    assert worker.full
+    for lease in leases[1:]:
+        here.finish(lease, 2.0, Outcome.DONE)
+    assert worker.kv_held == worker.kv_tokens
+    assert not worker.full
+    placed(here.submit(ask(PROMPT, OUTPUT, prefix=SHARED), 99.0))
+
+
 def test_it_is_learnt_what_a_worker_does_not_share() -> None:
     here = one()
     worker = worker_of(here, "a")

@@ -232,6 +232,16 @@ def test_an_unknown_response_is_left_to_any_worker_to_deny() -> None:
     placed(router.submit(get, 0.0))
 
 
+def test_it_is_denied_by_a_worker_that_is_there_whatever_its_model() -> None:
+    router = router_of(spec("a", model="m0"), spec("b", model="m1"))
+    router.fleet.expect(["m2"])
+    for _ in range(3):
+        router.fleet.probe_failed("a", 0.0)
+    get = router.read(route("/v1/responses/resp_x", "GET"), b"", b"", "id")
+    assert isinstance(get, Ask)
+    assert placed(router.submit(get, 0.0)).worker.name == "b"
+
+
 def test_a_response_of_a_worker_that_left_is_not_pinned() -> None:
     router = router_of(spec("a"), spec("b"))
     router.remember("resp_1", "a")
