@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING
 from proxy.core.prefix import COVERED
 
 if TYPE_CHECKING:
-    from proxy.core.types import Gauges, Lease
+    from proxy.core.types import Ask, Gauges, Lease
     from proxy.core.worker import Worker
 
 KV_FULL = 0.95  # of a KV cache: beyond it a request would wait for room
@@ -73,6 +73,15 @@ def give(lease: Lease) -> None:
         lease.holds = None
         # Each of those that stay takes no more than it would alone, be there another page or not.
         worker.kv_spare = max(worker.kv_spare, -stems.saved)
+
+
+def shares(worker: Worker, ask: Ask) -> int:
+    """Reckon how many tokens of a prompt a worker's cache holds for others, and need not twice."""
+    prefix = ask.prefix
+    if len(prefix) < FEW:
+        return 0
+    found = worker.stems.shared(prefix)
+    return found - int(found * max(worker.pace.missing, worker.kv_apart))
 
 
 def _join(lease: Lease) -> None:

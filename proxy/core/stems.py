@@ -30,9 +30,7 @@ class Stem:
 
     def split(self, above: Stem, at: int) -> Stem:
         """Cut off what is in front of a block; return that."""
-        begin = self.begin
-        size = COVERED[self.end] - COVERED[begin]
-        tokens = self.tokens * (COVERED[at] - COVERED[begin]) // size
+        begin, tokens = self.begin, self.share(at)
         front = Stem(above, self.blocks, begin, at, tokens)
         front.holders = self.holders
         front.below[self.blocks[at]] = self
@@ -40,6 +38,11 @@ class Stem:
         self.above, self.begin = front, at
         self.tokens -= tokens
         return front
+
+    def share(self, at: int) -> int:
+        """Say how many of its tokens are in front of a block."""
+        begin = COVERED[self.begin]
+        return self.tokens * (COVERED[at] - begin) // (COVERED[self.end] - begin)
 
 
 class Stems:
@@ -72,6 +75,17 @@ class Stems:
             stem, depth = below, below.end
         self.saved += found
         return stem, found
+
+    def shared(self, blocks: tuple[int, ...]) -> int:
+        """Say how many tokens of one that begins so are held already."""
+        stem, depth, last, found = self._root, 0, len(blocks), 0
+        while depth < last and (below := stem.below.get(blocks[depth])) is not None:
+            end = below.end
+            if end > last or below.blocks[end - 1] != blocks[end - 1]:
+                return found + below.share(_alike(below.blocks, blocks, depth + 1, min(end, last)))
+            found += below.tokens
+            stem, depth = below, end
+        return found
 
     def let_go(self, stem: Stem) -> None:
         """Count one less that ends there."""

@@ -31,9 +31,9 @@ from __future__ import annotations
 from operator import attrgetter
 
 from proxy.core.handover import Handing, fits
-from proxy.core.holding import KV_FULL
+from proxy.core.holding import KV_FULL, shares
 from proxy.core.routing.view import DECODE, WRONG, Rule, View, reason_for
-from proxy.core.types import Decision, Reason, Score
+from proxy.core.types import Ask, Decision, Reason, Score
 from proxy.core.worker import Worker
 
 SAME, SAME_S = 0.03, 0.001  # costs this close are equal
@@ -112,7 +112,7 @@ def reckon(candidates: list[Worker], view: View) -> tuple[list[float], list[floa
         if worker.prefill_tokens or worker.strange_tokens:
             cost += worker.wait_s(now, for_long=long)
         if worker.kv_capacity:
-            cost += kv_wait_s(worker, prompt + output)
+            cost += kv_wait_s(worker, ask, prompt + output)
         if mixed:
             cost += misfit_s(worker, view)
         if held:
@@ -128,9 +128,10 @@ def offers(candidates: list[Worker], costs: list[float], view: View) -> set[Work
     handed: set[Worker] = set()
     if handing is None:
         return handed
-    need = view.ask.prompt_tokens + view.ask.expected_output * view.ask.samples
+    ask = view.ask
+    need = ask.prompt_tokens + ask.expected_output * ask.samples
     for at, worker in enumerate(candidates):
-        wait_s = kv_wait_s(worker, need)  # for room, which either way takes
+        wait_s = kv_wait_s(worker, ask, need)  # for room, which either way takes
         if (cost_s := handing.offer(worker, view, costs[at] - wait_s)) is not None:
             costs[at] = cost_s + wait_s
             handed.add(worker)
@@ -162,7 +163,7 @@ def score(worker: Worker, view: View) -> Score:
     cached = worker.cached(view.held)
     prefill = pace.first_token_s(ask.prompt_tokens - cached, 0.0, cached) - pace.fixed_s
     wait = worker.wait_s(now, for_long=ask.long)
-    wait += kv_wait_s(worker, ask.prompt_tokens + ask.expected_output * ask.samples)
+    wait += kv_wait_s(worker, ask, ask.prompt_tokens + ask.expected_output * ask.samples)
     return Score(worker.name, total, wait, prefill, total - wait - prefill - pace.fixed_s, cached)
 
 
@@ -180,8 +181,12 @@ def misfit_s(worker: Worker, view: View) -> float:
     return share * ask.expected_output * worker.pace.step_s(worker.decoding)
 
 
-def kv_wait_s(worker: Worker, need: int) -> float:
-    """Reckon how long until enough of the KV cache is free, as far as its size is known."""
+def kv_wait_s(worker: Worker, ask: Ask, need: int) -> float:
+    """Reckon how long until enough of the KV cache is free, as far as its size is known.
+
+    What others there begin with takes no more room: or else, when caches are full, those who share
+    a beginning would be parted, and with what each takes alone the caches would stay full.
+    """
     capacity = worker.kv_capacity
     room = KV_FULL * capacity - need
     # What `kv_held` says, without the call: this is asked of every candidate.
@@ -190,7 +195,9 @@ def kv_wait_s(worker: Worker, need: int) -> float:
     held = worker.kv_held
     if held <= 0:
         return 0.0
-    over = held - room
+    over = held - room - shares(worker, ask)
+    if over <= 0:
+        return 0.0
     left_each = worker.decode_tokens / max(worker.decoding, 1)
     return min(over / held, 1.0) * left_each * worker.pace.step_s(worker.decoding)
 

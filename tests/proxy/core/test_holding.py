@@ -63,7 +63,7 @@ def test_those_who_begin_alike_are_charged_for_that_once() -> None:
     assert worker.kv_tokens == COVERED[BLOCKS] // 4 + 120 * alone
     assert worker.stems.saved == 119 * (COVERED[BLOCKS] // 4)
     assert not worker.full
-    assert kv_wait_s(worker, PROMPT) == 0.0
+    assert kv_wait_s(worker, ask(PROMPT), PROMPT) == 0.0
     here.finish(leases.pop(0), 1.0, Outcome.DONE)  # who brought it is not missed
     assert worker.kv_tokens == COVERED[BLOCKS] // 4 + 119 * alone
     for lease in leases:
@@ -77,6 +77,27 @@ def test_no_agent_waits_for_a_cache_that_is_nearly_empty() -> None:
     answers = [agent(here, 0.0) for _ in range(120)]
     assert sum(isinstance(answer, Ticket) for answer in answers) == 0
     assert worker_of(here, "a").kv_held < 0.6 * CACHE
+
+
+def test_who_begins_as_others_do_waits_for_no_more_room_than_its_own() -> None:
+    """Parted from them it would take more, and caches that are full stay so for that alone."""
+    here = router_of(spec("a"), spec("b"))
+    begins = {"a": tuple(range(100, 134)), "b": tuple(range(200, 234))}  # 5,120 tokens
+    for name, number in (("a", 40), ("b", 38)):
+        here.fleet.set_gauges(name, Gauges(0.0, kv_capacity_tokens=85_000))
+        worker = worker_of(here, name)
+        for _ in range(number):
+            agents = ask(5500, 1500, prefix=begins[name])
+            lease = here.fleet.charge(agents, Decision(worker, Reason.ONLY_CHOICE), 0.0)
+            here.fleet.first_token(lease, 0.1)
+        assert worker.kv_held > 0.9 * worker.kv_capacity
+    here.prefixes.record(begins["a"], worker_of(here, "a").index)
+    one_more = ask(5500, 1500, prefix=begins["a"])
+    told = {score.worker: score.wait_s for score in here.explain(one_more, 1.0).scores}
+    assert 0.0 < told["a"] < told["b"]
+    assert placed(here.submit(one_more, 1.0)).worker.name == "a"
+    worker_of(here, "a").kv_apart = 1.0  # what was thought to be shared is not
+    assert placed(here.submit(ask(5500, 1500, prefix=begins["a"]), 1.0)).worker.name == "b"
 
 
 def test_prompts_that_only_begin_alike_take_what_is_their_own() -> None:

@@ -40,8 +40,9 @@ def test_each_block_is_counted_once_while_anybody_holds_it(
     ends: dict[tuple[int, ...], list[Stem]] = {}
     holders: Counter[int] = Counter()
     for chain in chains(prompts):
+        shared = stems.shared(chain)
         stem, found = stems.hold(chain, 1.0)
-        assert found == held(chain, holders)
+        assert found == shared == held(chain, holders)
         holders.update(chain)
         ends.setdefault(chain, []).append(stem)
         agrees(stems, holders, ends)
