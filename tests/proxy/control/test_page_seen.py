@@ -55,7 +55,8 @@ LONG_NAMES = """
 (() => {
   const model = 'meta-llama/Llama-3.3-70B-Instruct-FP8-dynamic';
   const why = "GET /health: [Errno 111] Connect call failed ('10.120.30.113', 8000)";
-  const latency = { what: 'TTFT', pool: 'general', size: 'short', model, count: 99999,
+  const wide = 'W'.repeat(34);
+  const latency = { what: 'TTFT', pool: 'general', size: 'short', model: wide, count: 99999,
     p50_s: 12, p99_s: 99 };
   const worker = { name: 'worker-short-10', model, state: 'down', why, most: 1024, requests: 1024,
     prefill_tokens: 1234567, decode_tokens: 1234567, wait_s: 99, running: 1024, waiting: 1024,
