@@ -32,6 +32,7 @@ def test_what_a_step_did() -> None:
     result = end(steps, step, 10.5).result
     assert list(result.chunks) == [Chunk(40, 60), Chunk(7, 0)]
     assert (result.decode_tokens, result.decodes, result.context_tokens) == (3, 3, 300)
+    assert result.index == step.number
     assert result.seconds == 0.5
 
 

@@ -249,6 +249,38 @@ def test_one_turned_away_by_a_policy_was_not_refused_for_room() -> None:
     assert queue.refused is None
 
 
+def test_who_is_held_is_counted_for_all_policies_but_the_one_that_holds() -> None:
+    doorman = Doorman()
+    queue = LaneQueue(
+        by_priority=False,
+        lanes_of=lambda request: (*doorman.lanes_of(request), ""),
+        gate_of=lambda lane, head, waited: doorman.gate_of(lane[:1], head, waited),
+        urgency_of=lambda *_: (),
+        clock=lambda: doorman.now,
+        num_policies=2,
+    )
+    for tokens in (5, 20, 30):
+        queue.add_request(make_request(tokens))
+
+    def held() -> tuple[int, int, int]:
+        first, second = queue.counts
+        return first["short"].held, first["long"].held, second[""].held
+
+    queue.held(("long", ""), 0)
+    queue.begin_step(1.0)
+    assert held() == (0, 0, 2)
+    queue.held(("long", ""), 1)
+    queue.held(("short", ""), 0)
+    queue.ask_gates()
+    assert held() == (0, 2, 1)
+    queue.held(("short", ""), None)
+    queue.begin_step(2.0)
+    assert held() == (0, 2, 0)
+    assert queue.counts[0]["long"].asking == 0
+    queue.begin_step(3.0)  # nobody was asked
+    assert held() == (0, 0, 0)
+
+
 def test_the_urgent_go_first_whenever_they_came() -> None:
     doorman = Doorman()
     queue = doorman.queue()

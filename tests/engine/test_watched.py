@@ -108,7 +108,7 @@ def test_each_is_held_by_one(registry: CollectorRegistry) -> None:
     held = values(registry, "requests_held")
     assert held == {
         ("long_prompt", "long_limit"): 3, ("long_prompt", "shorts_first"): 0,
-        ("lanes", "others_wait"): 2, ("lanes", "reserve"): 0,
+        ("lanes", "others_wait"): 2, ("lanes", "others_prefill"): 0, ("lanes", "reserve"): 0,
     }  # fmt: skip
 
 

@@ -13,9 +13,13 @@ from typing import Any
 import pytest
 
 from tests.engine.schedulers import answer
+from tests.policies.closed_loop import FakeRequest
 from tests.policies.making import Bench
+from vllm_sched.cost.pace import Chunk
 from vllm_sched.cost.profiles import find
 from vllm_sched.cost.step_time import StepShape, StepTime
+from vllm_sched.policies import registry
+from vllm_sched.policies.types import EngineFacts, Step, StepResult
 
 # A decode step of four takes 5 ms, a prefill token 50 us at first and 90 us after 10k tokens.
 MACHINE = StepTime(
@@ -359,6 +363,22 @@ def test_nothing_ahead_means_nothing_to_spend() -> None:
     run.bench.add("long", 12_000, output=2, arrival=run.wall())
     run.until_decoding("long")
     assert run.policy.counters()["slack_steps"] == 0
+
+
+def test_a_step_is_long_by_what_it_was_allowed_itself() -> None:
+    """With steps in flight another is allowed when its result comes."""
+    facts = EngineFacts(32_768, 2048, 32)
+    (policy,) = registry.build({"chunk_budget": {"itl_ms": 10.0, "ttft_ms": 100.0}}, facts)
+    ahead, late = FakeRequest("ahead", arrival_time=5.0), FakeRequest("late", arrival_time=0.0)
+    for index, prefills in ((1, [late]), (2, [])):
+        step = Step(index=index, now=5.0, budget=2048, decodes=1, prefills=prefills)
+        step.decoding = [ahead]
+        policy.begin_step(step, {})
+        policy.budget(step)
+    assert policy.counters()["slack_steps"] == 1
+    for index, long in ((1, 0), (2, 1)):
+        policy.observe(StepResult(0.03, [Chunk(64, 0)], 1, 1, 10, index))
+        assert policy.counters()["long_steps"] == long
 
 
 def test_what_it_learnt_is_shown() -> None:

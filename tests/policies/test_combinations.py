@@ -9,6 +9,7 @@ from itertools import combinations
 import pytest
 
 from tests.policies.making import Bench
+from vllm_sched.cost.pace import StepPace
 from vllm_sched.errors import UsageError
 from vllm_sched.policies import registry
 
@@ -128,6 +129,124 @@ def test_no_turn_is_kept_for_one_of_a_lesser_lane(
     got = bench.steps(12)
     assert sum(tokens["normal"] for tokens in got) >= 0.8 * 12 * 63
     assert not any("batch" in tokens for tokens in got)
+
+
+def test_no_turn_is_kept_for_an_overdue_one_of_a_lesser_lane() -> None:
+    """However long it has waited, it is given nothing while others are in prefill."""
+    bench = Bench({"lanes": {}, "rotation": {"max_wait_s": 1.0}})
+    bench.add("d", 10, output=500)
+    bench.step()
+    bench.add("batch", 1500, output=2, lane="batch")
+    bench.steps(3)
+    assert "batch" in bench.running
+    for name in "AB":
+        bench.add(name, 1500, output=2)
+    got = [bench.step(0.1) for _ in range(40)]
+    assert sum(tokens.get(name, 0) for tokens in got for name in "AB") >= 0.95 * 40 * 63
+
+
+def test_a_turn_is_shared_with_nobody_of_a_lesser_lane() -> None:
+    """Each had the part of a step that there is for so many, and most of it was nobody's."""
+    bench = Bench({"lanes": {}, "rotation": {"chunk": 16}}, budget=256, max_num_seqs=32)
+    for number in range(10):
+        bench.add(f"b{number}", 900, output=2, lane="batch")
+    bench.steps(3)
+    assert len(bench.running) == 10
+    bench.add("A", 1900, output=2)
+    assert bench.steps(3) == [{"A": 256}] * 3
+
+
+def test_a_turn_is_shared_with_nobody_whom_another_policy_holds() -> None:
+    longs = {"long_prefill_token_threshold": 400}
+    bench = Bench({"long_prompt": longs, "rotation": {"chunk": 16}}, budget=256, max_num_seqs=32)
+    bench.add("d", 10, output=500)
+    bench.step()
+    bench.add("A", 1900, output=2)
+    bench.step()
+    for number in range(10):
+        bench.add(f"b{number}", 1200, output=2)
+    bench.steps(2)
+    bench.add("s", 20, output=2)
+    assert bench.step() == {"d": 1, "A": 128, "s": 20}
+
+
+def test_nobody_waits_for_kv_blocks_that_one_of_a_lesser_lane_will_take() -> None:
+    lanes = {"reserve_kv": 0.0, "reserve_slots": 0.0}
+    bench = Bench({"lanes": lanes, "rotation": {}}, num_blocks=63)  # 62 blocks of 16: 992 tokens
+    bench.add("batch", 900, output=4, lane="batch")
+    bench.steps(2)
+    bench.add("urgent", 200, output=4, lane="urgent")
+    assert bench.step() == {"urgent": 64}
+    bench.drain()
+
+
+@pytest.mark.parametrize(
+    ("beside", "lane"),
+    [
+        ({"static_batching": {"size": 2}}, None),
+        ({"lanes": {}}, "batch"),
+        ({"deferred_prefill": {"departures": 4, "max_delay_ms": 1e6}}, None),
+    ],
+    ids=["static_batching", "lanes", "deferred_prefill"],
+)
+def test_a_long_prompt_makes_no_room_for_shorts_that_another_policy_holds(
+    beside: dict[str, dict[str, object]], lane: str | None
+) -> None:
+    """It would have a fourth of a step, and stand back in four of five."""
+    alone: dict[str, int] = {}
+    for held in (0, 6):
+        bench = Bench({**beside, "long_prompt": {}}, max_num_seqs=6, num_blocks=1000)
+        bench["long_prompt"].pace = StepPace(base=0.01, per_token=1e-3)
+        for number in range(4 if "deferred_prefill" in beside else 1):
+            bench.add(f"d{number}", 3, output=900)
+        if "deferred_prefill" in beside:
+            bench.add("leaves", 3, output=9)
+        bench.add("long", 1800, output=2)
+        bench.steps(3)
+        for number in range(held):
+            bench.add(f"s{number}", 30, lane=lane)
+        if "deferred_prefill" in beside:
+            while "leaves" in bench.running:
+                bench.step()
+        bench.steps(3)
+        got = sum(tokens.get("long", 0) for tokens in bench.steps(8))
+        assert not any(name.startswith("s") for name in bench.running)
+        assert got >= alone.setdefault("long", got)
+
+
+def test_a_long_prompt_makes_room_for_shorts_as_soon_as_they_are_let_in() -> None:
+    deferred = {"departures": 3, "max_delay_ms": 200.0}
+    bench = Bench({"long_prompt": {}, "deferred_prefill": deferred}, max_num_seqs=6)
+    for number in range(4):
+        bench.add(f"d{number}", 3, output=900)
+    bench.add("leaves", 3, output=5)
+    bench.add("long", 1800, output=2)
+    bench.steps(3)
+    for number in range(5):
+        bench.add(f"s{number}", 12)
+    while "leaves" in bench.running:
+        bench.step()
+    bench.step()
+    assert bench["deferred_prefill"].holding
+    while bench["deferred_prefill"].holding:
+        tokens = bench.step()
+    assert tokens["s0"] == 12
+
+
+def test_those_whom_lanes_hold_make_nobody_wait_for_departures() -> None:
+    """Of those who may come too few wait to fill a batch."""
+    deferred = {"departures": 4, "max_delay_ms": 1e6}
+    bench = Bench({"lanes": {}, "deferred_prefill": deferred}, max_num_seqs=8, num_blocks=1000)
+    for number in range(8):
+        bench.add(f"n{number}", 3, output=900 if number else 12)
+    bench.steps(3)
+    for number in range(20):
+        bench.add(f"b{number}", 30, lane="batch")
+    bench.add("urgent", 10, lane="urgent", output=900)
+    while "n0" in bench.running:
+        bench.step()
+    bench.steps(3)
+    assert "urgent" in bench.running
 
 
 @pytest.mark.parametrize("seed", [1, 3, 5, 6, 8, 9])

@@ -87,6 +87,19 @@ def test_batch_enters_only_while_nobody_else_waits() -> None:
     bench.drain()
 
 
+def test_batch_is_held_while_a_prompt_of_others_is_computed() -> None:
+    """It would be given nothing; other policies are to know that it doesn't come."""
+    bench = Bench(laned(reserve_slots=0))
+    bench.add("n", 300)
+    bench.step()
+    bench.add("b", 10, lane="batch")
+    bench.steps(2)
+    assert "b" not in bench.running
+    assert bench["lanes"].held_reason("batch") == "others_prefill"
+    bench.steps(3)
+    assert "b" in bench.running
+
+
 def test_batch_does_not_pass_an_urgent_one_that_finds_no_room() -> None:
     bench = Bench(laned(reserve_kv=0, reserve_slots=0), num_blocks=41, budget=256)
     bench.add("n", 300, output=100)

@@ -24,6 +24,11 @@ def test_build_resolves_the_threshold() -> None:
     assert policy.resolved()["long_prefill_token_threshold"] == 655  # 4 % of 16,384
 
 
+def test_a_whole_number_will_do_where_any_is_meant() -> None:
+    policies = {"lanes": {"reserve_kv": 0}, "long_prompt": {"long_prefill_share": 1}}
+    assert len(registry.build(policies, FACTS)) == 2
+
+
 def test_nothing_configured_builds_nothing() -> None:
     assert registry.build({}, FACTS) == []
 
@@ -36,12 +41,17 @@ def test_nothing_configured_builds_nothing() -> None:
         (["long_prompt"], ["nosuch.max=1"], ["'nosuch'", "valid: "]),
         (["rotation"], ["rotation.chunk=true"], ["rotation.chunk=True", "tokens", "default 0"]),
         (["deferred_prefill"], ["deferred_prefill.departures=true"], ["departures=True", "auto"]),
+        (["deferred_prefill"], ["deferred_prefill.departures=2.0"], ["departures=2.0", "integer"]),
+        (["rotation"], ['rotation.chunk="16"'], ["rotation.chunk='16'", "integer"]),
+        (["prefill_first"], ["prefill_first.pause_decodes=1"], ["pause_decodes=1", "boolean"]),
+        (["long_prompt"], ["long_prompt.long_prefill_share=true"], ["share=True", "number"]),
         ([], ["long_prompt.max_wait_s=1"], ["is off", "--policy long_prompt"]),
         (["long_prompt"], ["max_wait_s=1"], ["NAME.KEY=VALUE"]),
         (["long_prompt"], ["long_prompt.max_wait_s"], ["NAME.KEY=VALUE"]),
         (["long_prompt"], ["long_prompt.max_wait_s=-1"], ["max_wait_s=-1", "greater than 0", "60"]),
         (["long_prompt"], ["long_prompt.max_wait_s=soon"], ["max_wait_s='soon'", "number"]),
-        (["long_prompt"], ["long_prompt.max_wait_s=nan"], ["max_wait_s='nan'", "finite"]),
+        (["long_prompt"], ["long_prompt.max_wait_s=nan"], ["max_wait_s='nan'", "number"]),
+        (["long_prompt"], ["long_prompt.max_wait_s=NaN"], ["max_wait_s=nan", "finite"]),
         (["long_prompt"], ["long_prompt.max_num_partial_prefills=0"], ["=0", "equal to 1"]),
         (["long_prompt"], ["long_prompt.long_prefill_share=1.5"], ["1.5", "0 < share <= 1"]),
         (

@@ -87,7 +87,9 @@ class InFlight:
         chunks = list(step.chunks.values())
         decode_tokens = output.total_num_scheduled_tokens - sum([chunk.tokens for chunk in chunks])
         seconds = max(end - since, LEAST_STEP_S)
-        result = StepResult(seconds, chunks, decode_tokens, decodes, step.context_tokens)
+        result = StepResult(
+            seconds, chunks, decode_tokens, decodes, step.context_tokens, step.number
+        )
         return Done(step, start, end, result)
 
 

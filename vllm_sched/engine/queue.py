@@ -80,6 +80,10 @@ class LaneQueue(RequestQueue):
         ]
         # How many wait where all policies' lanes meet, which is what a gate is asked for.
         self.here: Counter[LaneKey] = Counter()
+        # And which policy holds them: the first that did when it was asked last, in this step.
+        self._held_by: dict[LaneKey, int] = {}
+        self._offers = False  # whether upstream looked for who enters, in this step
+        self.offered = False  # and in the one before
 
     # What the scheduler does with it around a step
 
@@ -95,6 +99,9 @@ class LaneQueue(RequestQueue):
             self._bury(heap)
             for counts, name in zip(self.counts, lane, strict=True) if heap else ():
                 counts[name].waited = max(counts[name].waited, now - heap[0].owed_since)
+        self._count_held()
+        self._held_by.clear()
+        self.offered, self._offers = self._offers, False
 
     def end_step(self) -> None:
         """Remember a request that was looked at and not taken."""
@@ -116,6 +123,18 @@ class LaneQueue(RequestQueue):
     def could_begin(self, request: Request) -> bool:
         """Tell whether it was not turned away of late: for LoRA slots, its grammar, its input."""
         return request not in self._turned_away
+
+    def held(self, lane: LaneKey, by: int | None) -> None:
+        """Hear which policy's gate was closed to this lane's front, if one was."""
+        if by is None:
+            self._held_by.pop(lane, None)
+        else:
+            self._held_by[lane] = by
+
+    def ask_gates(self) -> None:
+        """Count anew who is held, by what all gates say now."""
+        self.first_choice()
+        self._count_held()
 
     def first_choice(self) -> Request | None:
         """Return who would be offered now; not kept on offer, for the gate may close again."""
@@ -233,11 +252,21 @@ class LaneQueue(RequestQueue):
             count.requests += requests
             count.tokens += tokens
 
+    def _count_held(self) -> None:
+        for counts in self.counts:
+            for count in counts.values():
+                count.held = 0
+        for lane, by in self._held_by.items():
+            if requests := self.here[lane]:
+                for number, (counts, name) in enumerate(zip(self.counts, lane, strict=True)):
+                    counts[name].held += requests if number != by else 0
+
     def _forget_offer(self) -> None:
         self._offer = None
         self._peeked = False
 
     def _offered(self) -> Request | None:
+        self._offers = True
         if self._offer is None and self._live:
             self._offer = self._choose()
         return self._offer

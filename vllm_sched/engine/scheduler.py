@@ -208,6 +208,7 @@ class PolicySteps(Upstream):
             paused_s=0.0 if self._paused_since is None else now - self._paused_since,
             paused_steps=self._paused_steps,
             may_enter=self._may_enter,
+            ask_gates=self._ask_gates,
             class_of=self._class_of,
         )
         self._departed = 0
@@ -319,11 +320,20 @@ class PolicySteps(Upstream):
         return known
 
     def _may_enter(self) -> Request | None:
-        full = self._slots_taken() >= self.max_num_active_reqs
-        if full or self.pause_state != PauseState.UNPAUSED:
+        if not self._admits():
             return None
         choice: Request | None = self.waiting.first_choice()
         return choice if choice is not None and self.waiting.could_begin(choice) else None
+
+    def _ask_gates(self) -> None:
+        # Where upstream had tokens left for those who wait, what was found then will do: this step
+        # has some too. And where one policy alone has gates nobody is held by another.
+        if len(self._ask_gate) > 1 and not self.waiting.offered and self._admits():
+            self.waiting.ask_gates()
+
+    def _admits(self) -> bool:
+        full = self._slots_taken() >= self.max_num_active_reqs
+        return not full and self.pause_state == PauseState.UNPAUSED
 
     def _gate_of(self, lanes: LaneKey, head: Request, waited: float) -> Gate:
         self._note_admissions()
@@ -335,6 +345,7 @@ class PolicySteps(Upstream):
                     # Who comes after holds nobody, and need not be told of one that it lets in.
                     closed_by = number
                     break
+        self.waiting.held(lanes, closed_by)
         if self._seen is not None:
             self._seen.gate(lanes, closed_by)
         return strictest

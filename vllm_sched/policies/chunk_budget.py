@@ -112,7 +112,7 @@ class ChunkBudget(Policy):
         self._fitting = math.inf  # tokens that would have fitted into the last step with a full one
         self._tokens = facts.max_num_batched_tokens  # of prefill, as last decided
         self._predicted_s = 0.0
-        self._allowed_s = self._itl_s  # as last decided
+        self._limits: deque[tuple[int, float]] = deque(maxlen=KEPT)  # of steps not back yet
         self._spent_steps = 0
         self._long_steps = 0
 
@@ -142,7 +142,8 @@ class ChunkBudget(Policy):
             return step.decodes + settings.chunk
         new_ground = self._new_ground(step)
         tokens = int(min(self._bound, self._fitting / new_ground))
-        allowed = self._allowed_s = self._allowed(step)
+        allowed = self._allowed(step)
+        self._limits.append((step.index, allowed))
         if (model := self.fit.model) is not None:
             self._seconds = allowed / (self.margin * self.drift * new_ground)
             self._decodes, self._context_tokens = len(step.decoding), step.context_tokens
@@ -239,24 +240,33 @@ class ChunkBudget(Policy):
         """Learn from the step, and from how far off the prediction was."""
         if not self.learns:
             return
+        allowed = self._limit_of(result.index)
         shape = result.shape
         tokens = shape.prefill_tokens
         for chunk in result.chunks:
             self._furthest = max(self._furthest, chunk.context + chunk.tokens / 2)
         if tokens >= ENOUGH_TOKENS and result.decodes:
-            self._compare(tokens, shape, result.seconds)
+            self._compare(tokens, shape, result.seconds, allowed)
         self.fit.observe(shape, result.seconds)
 
-    def _compare(self, tokens: int, shape: StepShape, seconds: float) -> None:
+    def _limit_of(self, index: int) -> float:
+        """Return what was allowed to a step; one whose result never came is forgotten."""
+        allowed = self._itl_s
+        while self._limits and self._limits[0][0] <= index:
+            number, limit = self._limits.popleft()
+            allowed = limit if number == index else allowed
+        return allowed
+
+    def _compare(self, tokens: int, shape: StepShape, seconds: float, allowed: float) -> None:
         if (model := self.fit.model) is not None:
             self._predicted_s = model.seconds(shape)
             # Full in tokens, or in time as it was meant: a correction that leaves room for small
             # chunks alone would never be unlearnt otherwise.
             meant = self._predicted_s * self.margin * self.drift
-            full = tokens >= SHRINK * self._bound or meant >= MEANT_FULL * self._allowed_s
+            full = tokens >= SHRINK * self._bound or meant >= MEANT_FULL * allowed
             if full and self._predicted_s > 0:
                 self._learn_error(seconds / self._predicted_s)
-        self._long_steps += seconds > self._allowed_s
+        self._long_steps += seconds > allowed
         # In proportion, as if nothing of a step were fixed: that errs to the short side.
         fitted = tokens * self._itl_s / (self.margin * seconds)
         if tokens < SHRINK * self._bound and seconds <= self._itl_s:

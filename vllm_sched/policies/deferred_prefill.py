@@ -224,7 +224,7 @@ class DeferredPrefill(Policy):
 
     def begin_step(self, step: Step, lanes: Mapping[str, LaneCount]) -> None:
         """Begin a hold, or end it."""
-        waiting = lanes.get(DEFERRABLE, NOBODY).requests
+        waiting = lanes.get(DEFERRABLE, NOBODY).asking
         free_before, self._free_left = self._free_left, step.free_slots
         before, self._step = self._step, step
         here, then = ([r.request_id for r in each.prefills] for each in (step, before))

@@ -80,7 +80,7 @@ class Lanes(Policy):
 
     name: ClassVar[str] = "lanes"
     settings_type: ClassVar[type[Settings]] = LanesSettings
-    held_reasons = ("others_wait", "reserve")
+    held_reasons = ("others_wait", "others_prefill", "reserve")
     settings: LanesSettings
     arranges = True
     classes = True
@@ -113,6 +113,7 @@ class Lanes(Policy):
         self._free_slots = facts.max_num_seqs
         self._kv_free = 1.0
         self._batch_left = facts.max_num_batched_tokens
+        self._others_in_prefill = False
         self._shares = False  # whether the last chunk was of that
 
     # Who waits where
@@ -148,7 +149,9 @@ class Lanes(Policy):
             self._others_at = step.now
         alone = step.now - self._others_at > self.settings.recent_s
         share = 1.0 if alone else self.settings.batch_share
-        self._batch_left = max(int(share * step.budget), 1)
+        self._others_in_prefill = any(self._lane(request) != BATCH for request in step.prefills)
+        # Who would be given nothing is held, so that other policies see that he doesn't come.
+        self._batch_left = 0 if self._others_in_prefill else max(int(share * step.budget), 1)
         self._step = step
 
     def _forget_preempted(self, step: Step) -> None:
@@ -260,7 +263,7 @@ class Lanes(Policy):
             self._batch_left += tokens
 
     def _others_prefill(self, step: Step) -> bool:
-        if any(self._lane(request) != BATCH for request in step.prefills):
+        if self._others_in_prefill:
             return True
         # One that was refused for want of KV blocks may be so again, and then nobody would move.
         entering = step.may_enter()
@@ -287,4 +290,6 @@ class Lanes(Policy):
 
     def held_reason(self, lane: str) -> str:
         """Say what batch waits for."""
-        return "others_wait" if self._others_wait() else "reserve"
+        if self._others_wait():
+            return "others_wait"
+        return "others_prefill" if self._others_in_prefill else "reserve"

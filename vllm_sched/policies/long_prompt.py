@@ -130,10 +130,15 @@ class LongPrompt(Policy):
         self._last_arrival = -math.inf  # when a short was last seen waiting
         self._releases = 0
         self._stood_back = 0  # steps in a row in which the longs had nothing, for the shorts' sake
+        self._stands_back = False  # and whether they have nothing in this one
 
         # What follows is of the current step alone.
         self._step = Step(index=0, now=0.0, budget=0, decodes=0, prefills=())
         self._classes: list[float] = []  # of service, theirs
+        self._shorts = EMPTY  # that wait
+        self._awaited = False  # whether no other policy holds some of them
+        self._longs_coming = 0
+        self._sure = True  # that it is so many: none waits, or it was asked whom others hold
         self._budget = facts.max_num_batched_tokens  # tokens that were divided
         self._sharing = 1  # among so many prefills
         self._slot = facts.max_num_batched_tokens  # tokens for one prefill
@@ -209,6 +214,9 @@ class LongPrompt(Policy):
         """Divide the budget between long and short prefills."""
         if not self.active:
             return
+        if self._awaited:
+            self._last_arrival = self._step.now
+        self._stood_back = self._stood_back + 1 if self._stands_back else 0
         # The cache grows as prefills come and go: only then is a long prompt looked up again.
         prefilling = [request.request_id for request in step.prefills]
         if prefilling != self._prefilling:
@@ -217,24 +225,39 @@ class LongPrompt(Policy):
         self._step = step
         self._overdue.clear()
         self._beside = step.decodes
-        settings = self.settings
         longs = [r for r in step.prefills if self._in_long(r)]
         self._classes = [step.class_of(r) for r in longs]
 
-        held = lanes.get(LONG, EMPTY)
-        overdue = held.waited >= settings.max_wait_s
+        held, self._shorts = lanes.get(LONG, EMPTY), lanes.get(SHORT, EMPTY)
+        overdue = held.waited >= self.settings.max_wait_s
         places = self._places_overdue if overdue else self._places
-        waiting = lanes.get(SHORT, EMPTY)
-        if waiting.requests:
-            self._last_arrival = step.now
-        num_shorts = len(step.prefills) - self._longs
-        num_shorts += min(waiting.requests, max(step.free_slots, 0))
-        num_longs = self._longs + min(held.requests, max(places - self._longs, 0))
+        self._longs_coming = min(held.asking, max(places - self._longs, 0))
+        self._sure = step.free_slots <= 0 or not self._shorts.requests
+        self._divide(step, longs)
+
+    def _make_sure(self) -> None:
+        """Divide anew where other policies hold other shorts than they did."""
+        self._sure = True
+        asking = self._shorts.asking
+        self._step.ask_gates()
+        if self._shorts.asking != asking:
+            self._divide(self._step, [r for r in self._step.prefills if self._in_long(r)])
+
+    def _divide(self, step: Step, longs: Sequence[RequestView]) -> None:
+        settings = self.settings
+        asking = self._shorts.asking
+        self._awaited = asking > 0
+        best = min(self._classes, default=math.inf)
+        # Shorts of a lesser class than the longs come after them, if they are given anything.
+        num_shorts = sum(step.class_of(r) <= best for r in step.prefills if not self._in_long(r))
+        num_shorts += min(asking, max(step.free_slots, 0))
+        num_longs = self._longs + self._longs_coming
         sharing = max(min(num_shorts + num_longs, settings.max_num_partial_prefills), 1)
         self._sharing = sharing
         self._longs_due = num_longs
         self._slot = max(step.budget // sharing, 1)
         self._fit_s = None
+        self._stands_back = False
         if num_shorts + num_longs <= 1 and not step.decodes:
             self._long_left = step.budget  # nobody else is about
         elif settings.long_prefill_share != "auto":
@@ -258,14 +281,13 @@ class LongPrompt(Policy):
     def _size_by_time(self, step: Step, num_shorts: int, sharing: int) -> int:
         """Divide a step's time among those in prefill, like the budget's tokens."""
         stands_back = bool(self._longs and num_shorts) and self._is_slow(step)
-        stands_back = stands_back and self._stood_back < STAND_BACK
-        self._stood_back = self._stood_back + 1 if stands_back else 0
+        self._stands_back = stands_back = stands_back and self._stood_back < STAND_BACK
         if stands_back:
             self._sharing = sharing = min(num_shorts, sharing)
             self._slot = max(step.budget // sharing, 1)
         if (base := self.pace.base) is not None:
             stretch = self.settings.long_step_stretch
-            if step.now - self._last_arrival > QUIET_S:
+            if not self._awaited and step.now - self._last_arrival > QUIET_S:
                 stretch *= QUIET_STRETCH
             longest = max(stretch * base, SHORTEST_STEP_S)
             self._fit_s = base + (longest - base) / sharing
@@ -274,7 +296,7 @@ class LongPrompt(Policy):
 
     def _is_slow(self, step: Step) -> bool:
         """Whether an uncut chunk of the prompt furthest on would be felt."""
-        context = max(request.num_computed_tokens for request in step.prefills)
+        context = max([request.num_computed_tokens for request in step.prefills], default=0)
         fitting = self.pace.chunk_within(SHORTEST_STEP_S, context)
         return fitting is not None and fitting < self._slot
 
@@ -292,6 +314,8 @@ class LongPrompt(Policy):
         """One slot of the budget and of the step's time each; longs have one limit besides."""
         if not self.active:
             return tokens
+        if not self._sure:
+            self._make_sure()
         if self._step.budget < self._budget:  # another policy's doing, since the step began
             self._slot = max(self._step.budget // self._sharing, 1)
             self._keep_for([r for r in self._step.prefills if self._in_long(r)])

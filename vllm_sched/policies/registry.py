@@ -75,9 +75,6 @@ def settings_of(name: str, given: object) -> Settings:
                 f"unknown key {name}.{key}; valid: {', '.join(kind.model_fields)}; "
                 "correct the name or leave it out"
             )
-        if isinstance(given[key], bool) and kind.model_fields[key].annotation is not bool:
-            what = "Input should not be true or false"  # it would be taken for 1 or 0
-            raise UsageError(_about(name, key, kind, given[key], what))
     try:
         return kind.model_validate(dict(given))
     except ValidationError as error:
@@ -88,13 +85,10 @@ def _explain(name: str, kind: type[Settings], error: Any) -> str:
     what = error["msg"].removeprefix("Value error, ")
     if not error["loc"]:
         return f"policy {name}: {what}; change one of them"
-    return _about(name, str(error["loc"][0]), kind, error["input"], what)
-
-
-def _about(name: str, key: str, kind: type[Settings], given: object, what: str) -> str:
+    key = str(error["loc"][0])
     field = kind.model_fields[key]
     meaning = f" ({field.description})" if field.description else ""
-    return f"{name}.{key}={given!r}: {what}{meaning}; default {field.default}"
+    return f"{name}.{key}={error['input']!r}: {what}{meaning}; default {field.default}"
 
 
 def parse_settings(names: Sequence[str], sets: Sequence[str]) -> dict[str, dict[str, Any]]:

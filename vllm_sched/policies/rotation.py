@@ -10,7 +10,9 @@ if fewer are about, so that no step is left half empty.
 included, which makes the mean time to first token shortest and the longest prompt wait. In whatever
 order, after `max_wait_s` without a chunk a prompt in prefill has a turn kept for it, whatever other
 policies' order is; and one that has waited as long for the KV blocks that those in prefill will
-take is passed by nobody. Beside a policy with classes of service rounds are of one class each.
+take is passed by nobody. Beside a policy with classes of service all of this is for each class: a
+turn is of the best one that is about, others have what it leaves, and nobody waits for the KV
+blocks of a lesser one.
 
 Cost per step: O(running prefills). How it fails: prompts that share the prefill all finish late,
 where one after the other the first would have finished early; KV blocks are held for longer.
@@ -18,7 +20,7 @@ where one after the other the first would have finished early; KV blocks are hel
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import ClassVar, Final, Literal
 
 from pydantic import Field
@@ -73,7 +75,9 @@ class Rotation(Policy):
         # What follows is of the current step alone.
         self._step = Step(index=0, now=0.0, budget=0, decodes=0, prefills=())
         self._head_since = 0.0  # when the one in front began to wait
-        self._needed = 0  # tokens of KV cache that those in prefill, and admitted now, will take
+        # Tokens of KV cache that those in prefill, and admitted now, will take, by class.
+        self._needed: dict[float, int] = {}
+        self._coming = 0  # who wait, and are held by no other policy
         self._slot = facts.max_num_batched_tokens  # tokens of a turn
         self._left: int | None = None  # tokens for running prefills; None until it is asked for
         self._kept_for: dict[str, int] = {}  # those of overdue prefills
@@ -95,8 +99,15 @@ class Rotation(Policy):
         self._computed = {r.request_id: r.num_computed_tokens for r in step.prefills}
         self._step = step
         self._head_since = step.now - max((lane.waited for lane in lanes.values()), default=0.0)
-        self._needed = sum([r.num_tokens - r.num_computed_tokens for r in step.prefills])
+        self._needed = {}
+        for request in step.prefills:
+            self._will_take(request, request.num_tokens - request.num_computed_tokens)
+        self._coming = sum([lane.asking for lane in lanes.values()])
         self._left = None
+
+    def _will_take(self, request: RequestView, tokens: int) -> None:
+        own = self._step.class_of(request)
+        self._needed[own] = self._needed.get(own, 0) + tokens
 
     # Who waits
 
@@ -109,8 +120,10 @@ class Rotation(Policy):
     def gate(self, lane: str, head: RequestView, waited: float) -> Gate:
         """Hold a prompt that those in prefill leave no KV blocks for: they'd preempt each other."""
         facts = self.facts
-        fits = self._needed + head.num_tokens <= self._step.kv_free * facts.kv_tokens
-        if fits or not self._needed or not facts.kv_tokens:
+        own = self._step.class_of(head)
+        needed = sum([tokens for each, tokens in self._needed.items() if each <= own])
+        fits = needed + head.num_tokens <= self._step.kv_free * facts.kv_tokens
+        if fits or not needed or not facts.kv_tokens:
             return Gate.OPEN
         if waited < self.settings.max_wait_s:
             return Gate.CLOSED
@@ -126,7 +139,7 @@ class Rotation(Policy):
 
     def admitted(self, request: RequestView) -> None:
         """Count what it will take."""
-        self._needed += request.num_tokens
+        self._will_take(request, request.num_tokens)
         if request.request_id in self._let_in:
             self._let_in.remove(request.request_id)
             self._releases += 1
@@ -189,19 +202,18 @@ class Rotation(Policy):
         step, chunk = self._step, self.settings.chunk
         tokens = max(step.budget - step.decodes, 1)
         head = self._entering()
-        newcomers = min(step.waiting, step.free_slots) if head else 0
+        newcomers = max(min(self._coming, step.free_slots), 1) if head else 0
         turns = max(tokens // chunk, 1) if chunk else 1
-        serving = min(turns, max(len(step.prefills) + newcomers, 1))
+        like = self._of_best_class([head] if head else [])
+        serving = min(turns, max(len(like) + newcomers, 1))
         self._slot = -(-tokens // serving)
         # Whatever other policies' order is: who has gone without for too long has its turn.
-        overdue = [name for name in self._last if self._is_overdue(name)][:serving]
+        overdue = [r.request_id for r in like if self._is_overdue(r.request_id)][:serving]
         self._kept_for = dict.fromkeys(overdue, self._slot)
         self._kept = self._slot * len(overdue)
         if head is None:
             return tokens
         turns = serving - len(overdue)
-        own = step.class_of(head)
-        like = [r for r in step.prefills if step.class_of(r) == own]
         ahead = [r for r in like if r.request_id not in self._kept_for]
         if self._shortest:
             lefts = [r.num_tokens - r.num_computed_tokens for r in ahead]
@@ -211,6 +223,12 @@ class Rotation(Policy):
             shorter = 0
         wanted = min(self._slot, head.num_tokens) * min(newcomers, max(turns, 0))
         return tokens - min(wanted, max(tokens - self._kept - shorter, 0))
+
+    def _of_best_class(self, entering: Sequence[RequestView]) -> list[RequestView]:
+        """Return those in prefill whose turn it can be: others may be given nothing."""
+        class_of, prefills = self._step.class_of, self._step.prefills
+        best = min(map(class_of, [*prefills, *entering]), default=0.0)
+        return [r for r in prefills if class_of(r) == best]
 
     def _entering(self) -> RequestView | None:
         """Return who enters and has its turn; others have what is left over, if anything is."""

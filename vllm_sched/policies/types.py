@@ -68,6 +68,12 @@ class LaneCount:
     requests: int = 0
     tokens: int = 0  # as each had when it began to wait
     waited: float = 0.0  # seconds, of the one in front, when the step began
+    held: int = 0  # of them, by other policies, as gates were found in the step before
+
+    @property
+    def asking(self) -> int:
+        """How many would come if this policy lets them."""
+        return self.requests - self.held
 
 
 def nobody() -> None:
@@ -106,6 +112,9 @@ class Step:
     # Who would be admitted now, room in the KV cache aside; None where nobody may. Ask it in
     # `budget`, `pauses_decodes` or `chunk`, when all policies have seen the step; it asks gates.
     may_enter: Callable[[], RequestView | None] = nobody
+    # Counts anew who is `held` in each lane, unless it is known from the step before. When to: as
+    # above.
+    ask_gates: Callable[[], object] = nobody
     # Which class of service a request is of, the first lowest, where a policy has classes.
     class_of: Callable[[RequestView], float] = one_class
 
@@ -121,6 +130,7 @@ class StepResult:
     decode_tokens: int
     decodes: int = 0  # how many decoded
     context_tokens: int = 0  # tokens before the new one, of all that decoded
+    index: int = 0  # its step's
 
     @cached_property
     def shape(self) -> StepShape:
@@ -129,9 +139,9 @@ class StepResult:
 
 
 class Settings(BaseModel):
-    """A policy's settings: frozen, and strict about keys it does not know."""
+    """A policy's settings: frozen, and strict about types and about keys it does not know."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
 
 
 @dataclass(slots=True, frozen=True)
