@@ -285,7 +285,7 @@ def test_a_model_that_is_right_is_off_by_nothing(
             seconds = 0.0
             if output.total_num_scheduled_tokens:
                 steps += 1
-                note = scheduler._in_flight.newest
+                note = scheduler._in_flight._steps[-1]
                 chunks = list(note.chunks.values())
                 shape = StepShape.of(chunks, note.decodes, note.context_tokens)
                 seconds = right.seconds(shape)

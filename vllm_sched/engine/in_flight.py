@@ -57,11 +57,6 @@ class InFlight:
         self._steps: deque[Begun] = deque(maxlen=MOST)
         self._last_end = 0.0
 
-    @property
-    def newest(self) -> Begun:
-        """The one that was scheduled last."""
-        return self._steps[-1]
-
     def begin(self, step: Begun) -> None:
         """Note a step that was scheduled; an empty one takes no time and is not noted."""
         self._steps.append(step)
