@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
+from vllm_sched.cli.main import main
 from vllm_sched.workers import tiny_model
 
 
@@ -62,3 +63,27 @@ def test_the_tokenizer_uses_the_whole_vocabulary_and_gives_text_back() -> None:
         [{"role": "user", "content": "hi"}], tokenize=False, add_generation_prompt=True
     )
     assert chat == "<|user|>hi<|end|><|assistant|>"
+
+
+def test_where_it_can_not_be_kept_a_line_says_what_to_set(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("VLLM_SCHED_CACHE", str(tmp_path / "file" / "cache"))
+    assert main(["serve", "tiny", "--dry-run"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert str(tmp_path / "file") in line
+    assert line.endswith("set VLLM_SCHED_CACHE to a folder that can be written to")
+
+
+def test_whoever_has_no_home_is_told_so_too(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def homeless() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    for name in ("VLLM_SCHED_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(Path, "home", homeless)
+    assert main(["compare", "--rounds", "1"]) == 2
+    assert "home directory" in capsys.readouterr().err
