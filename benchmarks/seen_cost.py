@@ -4,9 +4,9 @@ One scheduler steps with its metrics and without, in pairs whose order is drawn 
 blocks of all who run are due in the same steps. What is timed is processor time of `schedule()` and
 of taking the result in; what counts is the median of the pairs' differences. What was done is
 counted and shown five times a second whatever a step takes, so a writing is timed by itself, after
-as many steps as come in a fifth of a second, which share it. Held against the scheduler's own time,
-and against what a GPU takes for a step of that shape by published figures: the shortest there are,
-unless told otherwise.
+as many steps as come in a fifth of a second (13, if those are more), which share it. Held against
+the scheduler's own time, and against what a GPU takes for a step of that shape by published
+figures: the shortest there are, unless told otherwise.
 
     python -m benchmarks.seen_cost [--sets long_prompt every] [--step-ms 10]
 """

@@ -44,6 +44,7 @@ from vllm_sched.workers.launch import free_port
 T = TypeVar("T")
 
 ROW_S, READY_S, CALM_S = 60.0, 60.0, 60.0
+NIGHT_S = 300.0  # for a file of requests: a line that fails rests for up to a minute
 WIDTH = 10
 COLUMNS = (
     "minute", "sent", "whole", "refused", "torn", "left", "nobody", "wrong", "slowest", "rss MiB",
@@ -193,12 +194,15 @@ async def night(router: Router, seed: int) -> str:
     assert router.tls is not None
     one = Night(url_of(router.port, router.tls), seed, router.tls)
     try:
-        await asked(one.begin)
-        while not await asked(one.over):  # noqa: ASYNC110  # another asks, of another
-            await asyncio.sleep(0.5)
-        await asked(one.judge)
+        async with asyncio.timeout(NIGHT_S):
+            await asked(one.begin)
+            while not await asked(one.over):  # noqa: ASYNC110  # another asks, of another
+                await asyncio.sleep(0.5)
+            await asked(one.judge)
     except (AssertionError, openai.APIStatusError) as error:
         return repr(error)[:500]
+    except TimeoutError:
+        return f"a file of requests had no end within {NIGHT_S:g} s"
     finally:
         await one.leave()
     return ""
@@ -358,7 +362,7 @@ async def _verdict(
     )
     if nights:
         full = log.count(disk.SEEN)
-        print(f"{len(nights)} files of requests were run; the disk was full for {full} spells")
+        print(f"{len(nights)} files of requests were run; without room they paused {full} times")
     if router.lost:
         print(f"of the router's processes {router.lost} were killed")
     # Of processes that are killed, those that come after them are younger.

@@ -55,8 +55,8 @@ index=${PIP_INDEX_URL:-$($venv/bin/python -m pip config get global.index-url 2>/
 # It knows the PyTorch CPU index by name; a folder of wheels, where there is one, comes first.
 torch=(--torch-backend cpu)
 tag=cp${version/./}
-for folder in ${PIP_FIND_LINKS:-}; do
-    if compgen -G "${folder%/}/torch-*+cpu-$tag-*.whl" >/dev/null; then
+for folder in "${PIP_FIND_LINKS:-}" ${PIP_FIND_LINKS:-}; do  # one with spaces, or several
+    if [ -n "$folder" ] && compgen -G "${folder%/}/torch-*+cpu-$tag-*.whl" >/dev/null; then
         torch=(--find-links "$folder")
         break
     fi

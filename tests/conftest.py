@@ -15,8 +15,10 @@ from tests.programs import untested
 # they print is plain and as wide as ever, and what listens on this machine is asked straight.
 for told in ("COLUMNS", "LINES", "FORCE_COLOR", "CLICOLOR_FORCE", "TTY_COMPATIBLE"):
     os.environ.pop(told, None)
-for told in ("no_proxy", "NO_PROXY"):
-    os.environ[told] = ",".join(filter(None, (os.environ.get(told), "localhost,127.0.0.1,::1")))
+# Of the two spellings the first counts where both are there; `*` only where it is alone.
+if (straight := os.environ.get("no_proxy") or os.environ.get("NO_PROXY", "")) != "*":
+    straight = ",".join(filter(None, (straight, "localhost,127.0.0.1,::1")))
+    os.environ |= {"no_proxy": straight, "NO_PROXY": straight}
 
 # Tests that choose at random choose the same in each run, so that a change is judged by itself;
 # `make explore` has them choose anew.

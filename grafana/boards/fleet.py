@@ -175,8 +175,11 @@ FIRST = (
         "Mean time to first token as predicted when requests were placed, and as it was. The "
         "router compares workers by these predictions.", "s",
         (
-            Query(mean("proxy_predicted_ttft_seconds", OF_MODEL, "pool"), "{{pool}} predicted"),
-            Query(mean("proxy_ttft_seconds", OF_MODEL, "pool"), "{{pool}} real"),
+            Query(
+                mean("proxy_predicted_ttft_seconds", OF_MODEL, "pool, model"),
+                "{{pool}} {{model}} predicted",
+            ),
+            Query(mean("proxy_ttft_seconds", OF_MODEL, "pool, model"), "{{pool}} {{model}} real"),
         ),
     ),
     Panel(

@@ -21,7 +21,7 @@ def enter(ask: Ask, now: float, *, again: bool, uncounted: bool = False) -> Refu
     """Let a request in, or say which limit keeps it out; `again`: another worker is to try it.
 
     `uncounted`: a worker is to count its prompt first, and then it is asked about once more. To
-    count is work, so all limits hold for it but that of a prompt.
+    count is work, so all limits hold for it; that of a prompt, as far as no count could help.
     """
     tenant = ask.tenant
     if tenant is None:
@@ -34,7 +34,7 @@ def enter(ask: Ask, now: float, *, again: bool, uncounted: bool = False) -> Refu
     elif again:
         ledger.enter_again(now, tokens)
     else:
-        breach = ledger.enter(now, tokens, 0 if uncounted else _sure(ask))
+        breach = ledger.enter(now, tokens, ask.least_prompt if uncounted else _sure(ask))
     if breach is not None:
         leave(ask, now)
         _count(tenant, breach)

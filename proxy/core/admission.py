@@ -42,9 +42,12 @@ def placed_too_late(
         return None
     cached = decision.cached_tokens if halves is None else halves.cached_tokens
     own_s = worker.pace.first_token_s(ask.prompt_tokens - cached, 0.0, cached)
+    wait_s = worker.wait_s(now, for_long=ask.long)
     if halves is not None:
         own_s += halves.transfer_s
-    return _judged(target_s, worker.wait_s(now, for_long=ask.long), own_s)
+        # What the decode worker prefills itself comes first there.
+        wait_s += max(decision.worker.wait_s(now, for_long=ask.long) - halves.prefill_s, 0.0)
+    return _judged(target_s, wait_s, own_s)
 
 
 def queued_too_late(

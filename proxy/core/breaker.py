@@ -83,7 +83,8 @@ class Breaker:
         rest = min(FIRST_REST_S * 2.0 ** min(self._openings, 16), LONGEST_REST_S)
         if asked is not None:
             rest = min(asked, LONGEST_ASKED_S)
-        if self.closed or self._tried_at is not None:  # else it was sent before
+        # A plea may come with what was sent before: thirty that bring one are one opening.
+        if asked is None or self.closed or self._tried_at is not None:
             self._openings += 1
         self.closed = False
         self.busy = busy

@@ -117,6 +117,11 @@ def test_what_a_file_of_flags_says_counts_too(
     file.write_text("scheduler-cls: x.Y\n")
     assert main(["serve", "m", "--config", str(file)]) == 2
     assert "--scheduler-cls" in capsys.readouterr().err
+    # What is false there `vllm serve` passes over.
+    file.write_text("async-scheduling: false\n")
+    assert "vllm_sched.PolicyScheduler" in dry_run(capsys, "m", "--config", str(file))
+    file.write_text("additional-config: {since: 2026-01-01}\n")
+    dry_run(capsys, "m", "--config", str(file))  # what vLLM will say of it, it will
 
 
 def test_a_file_of_flags_beats_those_of_the_tiny_model(
@@ -124,11 +129,11 @@ def test_a_file_of_flags_beats_those_of_the_tiny_model(
 ) -> None:
     monkeypatch.setattr(launch, "on_cpu", lambda: True)
     file = tmp_path / "flags.yaml"
-    file.write_text("block_size: 64\nshutdown-timeout: 30\n")
+    file.write_text("block_size: 64\nshutdown-timeout: 30\nserved-model-name: small\n")
     given = ["--config", str(file), "--trace", str(tmp_path / "out.json")]
     words = dry_run(capsys, "tiny", *given)
     assert "--dtype" in words
-    assert not {"--block-size", "--shutdown-timeout"} & {*words}
+    assert not {"--block-size", "--shutdown-timeout", "--served-model-name"} & {*words}
 
 
 @pytest.mark.parametrize(

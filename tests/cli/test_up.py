@@ -186,6 +186,28 @@ def test_what_this_machine_has_not_is_told_before_anything_starts(
     assert "another port" in lines[1]
 
 
+def test_what_a_file_of_flags_may_not_say_is_told_before_anything_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Ours would come after it, and take its place."""
+    flags = tmp_path / "flags.yaml"
+    flags.write_text("port: 8000\napi-key: hush\nadditional-config: {other: 1}\n")
+    args = ["--config", str(flags)]
+    path = written(
+        tmp_path,
+        {"name": "a", "launch": {"args": args, "policies": {"long_prompt": {}}}},
+        {"name": "b", "launch": {"args": args}},
+    )
+    assert main(["up", path]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.split(": ")[2] for line in lines] == [
+        "workers[0].launch.args", "workers[0].launch.args", "workers[1].launch.args"
+    ]  # fmt: skip
+    assert "'--additional-config': is where launch.policies is written to" in lines[0]
+    assert "'--api-key': comes from the worker's api_key" in lines[1]
+    assert "hush" not in "".join(lines)
+
+
 def test_nothing_to_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["up", written(tmp_path, {"name": "a", "url": "http://a"})]) == 2
     assert "use `vllm-sched router`" in capsys.readouterr().err
@@ -254,6 +276,16 @@ def test_a_model_beside_the_file_is_found(tmp_path: Path) -> None:
 def test_tiny_is_the_built_in_model(tmp_path: Path) -> None:
     made = worker_of(tmp_path, {"name": "a", "launch": {"model": "tiny"}})
     assert (Path(value(made, "--model")) / "model.safetensors").is_file()
+
+
+def test_where_it_can_not_be_made_a_line_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("VLLM_SCHED_CACHE", str(tmp_path / "file" / "cache"))
+    with pytest.raises(launch.WorkerError, match="set VLLM_SCHED_CACHE to a folder") as caught:
+        worker_of(tmp_path, {"name": "a", "launch": {"model": "tiny"}})
+    assert len(str(caught.value).splitlines()) == 1
 
 
 def test_a_key_reaches_the_worker_where_nobody_else_sees_it(tmp_path: Path) -> None:

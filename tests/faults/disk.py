@@ -35,7 +35,8 @@ async def on_that_disk(self, what, *args, **named):
 
 Keeper.__call__ = on_that_disk
 """
-SEEN = "no room on the disk"  # in the router's log, once for each time that it begins
+# In the router's log, each time that the lane pauses for it; not what uploads are told.
+SEEN = "batches: paused: there is no room on the disk"
 
 
 class Disk(Protocol):

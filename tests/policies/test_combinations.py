@@ -214,6 +214,42 @@ def test_a_long_prompt_makes_no_room_for_shorts_that_another_policy_holds(
         assert got >= alone.setdefault("long", got)
 
 
+def test_the_first_prompt_of_the_batch_lane_makes_room_for_shorts_of_that_lane() -> None:
+    """What it took of the lane's share does not hold them."""
+    bench = Bench({"lanes": {}, "long_prompt": {}})
+    bench.add("long", 1800, lane="batch")
+    bench.steps(2)
+    bench.add("short", 12, lane="batch")
+    assert "short" in bench.step()
+
+
+def test_a_long_prompt_of_the_batch_lane_does_not_keep_its_share_from_shorts() -> None:
+    bench = Bench({"lanes": {}, "long_prompt": {}}, max_num_seqs=20, num_blocks=1000)
+    bench["long_prompt"].pace = StepPace(base=0.01, per_token=1e-3)
+    bench.add("d", 3, output=900)
+    bench.step()
+    bench.add("long", 1800, lane="batch")
+    bench.steps(3)
+    for number in range(6):
+        bench.add(f"s{number}", 12, lane="batch")
+    begun = {name for tokens in bench.steps(60) for name in tokens}
+    assert begun >= {f"s{number}" for number in range(6)}
+    assert "long" in bench.running
+
+
+def test_longs_that_lanes_hold_have_no_part_of_a_step() -> None:
+    got = []
+    for held in (0, 3):
+        bench = Bench({"lanes": {}, "long_prompt": {"max_wait_s": 0.1}}, num_blocks=1000)
+        bench.add("long", 1800)
+        bench.steps(2)
+        for number in range(held):
+            bench.add(f"b{number}", 1500, lane="batch")
+        bench.steps(4)
+        got.append(bench.steps(8))
+    assert got[0] == got[1]
+
+
 def test_a_long_prompt_makes_room_for_shorts_as_soon_as_they_are_let_in() -> None:
     deferred = {"departures": 3, "max_delay_ms": 200.0}
     bench = Bench({"long_prompt": {}, "deferred_prefill": deferred}, max_num_seqs=6)

@@ -50,7 +50,7 @@ def test_nothing_configured_builds_nothing() -> None:
         (["long_prompt"], ["long_prompt.max_wait_s"], ["NAME.KEY=VALUE"]),
         (["long_prompt"], ["long_prompt.max_wait_s=-1"], ["max_wait_s=-1", "greater than 0", "60"]),
         (["long_prompt"], ["long_prompt.max_wait_s=soon"], ["max_wait_s='soon'", "number"]),
-        (["long_prompt"], ["long_prompt.max_wait_s=nan"], ["max_wait_s='nan'", "number"]),
+        (["long_prompt"], ["long_prompt.max_wait_s=nan"], ["max_wait_s=nan", "finite"]),
         (["long_prompt"], ["long_prompt.max_wait_s=NaN"], ["max_wait_s=nan", "finite"]),
         (["long_prompt"], ["long_prompt.max_num_partial_prefills=0"], ["=0", "equal to 1"]),
         (["long_prompt"], ["long_prompt.long_prefill_share=1.5"], ["1.5", "0 < share <= 1"]),

@@ -185,6 +185,23 @@ def test_the_command_is_the_servers_with_extra_flags_last() -> None:
     assert "--enforce-eager" in made.command
 
 
+@pytest.mark.usefixtures("_cpu")
+def test_what_a_cpu_needs_overrules_no_flag_and_no_file(tmp_path: Path) -> None:
+    file = tmp_path / "flags.yaml"
+    file.write_text("block-size: 64\n")
+    command = worker(model="m", flags=["--config", str(file), "--dtype=half"]).command
+    assert "--enforce-eager" in command
+    assert not {"--block-size", "--dtype"} & {*command}
+
+
+def test_the_scheduler_is_of_the_kind_that_all_flags_together_ask_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(launch, "on_cpu", lambda: False)
+    command = worker("long_prompt", model="m", flags=["--no-async-scheduling"]).command
+    assert "vllm_sched.SyncPolicyScheduler" in command
+
+
 def test_off_the_cpu_nothing_is_slowed_down(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "on_cpu", lambda: False)
     assert "--enforce-eager" not in worker(model="m").command

@@ -182,13 +182,5 @@ def _tiny_flags(model: str, flags: Sequence[str]) -> list[str]:
     """Return what the tiny model needs to run on any CPU, unless the user said otherwise."""
     if model != TINY:
         return []
-    kept = ["--served-model-name", TINY]
-    given = names(flags)
-    wanted = launch.CPU_FLAGS if launch.on_cpu() else ()
-    skipping = False
-    for word in wanted:
-        if word.startswith("--"):
-            skipping = word in given
-        if not skipping:
-            kept.append(word)
-    return kept
+    name = [] if "--served-model-name" in names(flags) else ["--served-model-name", TINY]
+    return name + (launch.cpu_flags(flags) if launch.on_cpu() else [])

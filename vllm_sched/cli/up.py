@@ -15,11 +15,14 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from proxy.config import FleetConfig, LaunchConfig, WorkerConfig
+from proxy.config.checks import FOR_POLICIES, OURS
 from proxy.errors import ConfigError, Problem
 from vllm_sched.cli.progress import Progress
 from vllm_sched.cli.wiring import absent, wiring_of
 from vllm_sched.errors import UsageError
 from vllm_sched.workers import launch
+from vllm_sched.workers.flags import names
+from vllm_sched.workers.flags_file import CONFIG, expanded
 from vllm_sched.workers.launch import Side, Worker, WorkerError
 from vllm_sched.workers.supervise import Supervisor
 from vllm_sched.workers.transfer import Wiring
@@ -33,6 +36,18 @@ DEADLINE_S = 1800.0
 INTERRUPTED = 130
 # Probes ask every second: each would be a line in the log.
 QUIET_FLAGS = ("--disable-uvicorn-access-log",)
+# What a file of vLLM's flags may not say either: the router would not know of it. Of most else that
+# is written here what is written here counts, and a file made for `vllm serve` has it by right.
+IN_NO_FILE = {name: OURS[name] for name in ("--api-key",)}
+MAKE_TINY = """
+import sys
+from vllm_sched.errors import VllmSchedError
+from vllm_sched.workers.tiny_model import tiny_model
+try:
+    print(tiny_model())
+except VllmSchedError as error:
+    sys.exit(str(error))
+"""
 
 
 def add_options(command: argparse.ArgumentParser) -> None:
@@ -113,6 +128,12 @@ def _problems_here(config: FleetConfig) -> Iterator[Problem]:
             continue
         if worker.launch is None:
             continue
+        ours = IN_NO_FILE | (FOR_POLICIES if worker.launch.policies else {})
+        for flag in sorted(ours.keys() & names(expanded(worker.launch.args))):
+            yield Problem(
+                f"workers[{index}].launch.args",
+                f"{CONFIG}: that file has {flag!r}: {ours[flag]}; take it out there",
+            )
         if missing := set(worker.launch.cpus) - offered:
             yield Problem(
                 f"workers[{index}].launch.cpus",
@@ -184,10 +205,9 @@ def _model(name: str, folder: Path) -> str:
         beside = folder.absolute() / name
         return str(beside) if beside.is_dir() else name
     # In a process of its own: torch, once imported, would stay in the router's.
-    code = "from vllm_sched.workers.tiny_model import tiny_model; print(tiny_model())"
-    made = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    made = subprocess.run([sys.executable, "-c", MAKE_TINY], capture_output=True, text=True)
     if made.returncode:
-        raise WorkerError(f"the tiny model could not be made:\n{made.stderr.strip()}")
+        raise WorkerError(f"the tiny model could not be made: {made.stderr.strip()}")
     return made.stdout.splitlines()[-1]
 
 

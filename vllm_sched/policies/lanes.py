@@ -164,19 +164,24 @@ class Lanes(Policy):
         return any(waiting.get(lane, EMPTY).requests for lane in (URGENT, NORMAL))
 
     def gate(self, lane: str, head: RequestView, waited: float) -> Gate:
-        """Hold batch while somebody else waits, or there is no room but the reserve."""
+        """Hold batch while somebody else waits or is in prefill, or there is but the reserve.
+
+        Where a step's share is used up it is not held: others of the lane are to leave it some.
+        """
         if lane != BATCH:
             return Gate.OPEN
         if self._is_due(lane, head, waited):
             return Gate.OPEN
-        if self._batch_left <= 0:
+        if self._others_in_prefill:
             return Gate.CLOSED
         return Gate.CLOSED if self._others_wait() or not self._has_room(head) else Gate.OPEN
 
     def _has_room(self, head: RequestView) -> bool:
         share = head.num_tokens / self.facts.kv_tokens if self.facts.kv_tokens else 0.0
         return (
-            self._free_slots > self._reserve and self._kv_free - share >= self.settings.reserve_kv
+            # With no slot nobody comes, and what counts is who would if there were one.
+            max(self._free_slots, 1) > self._reserve
+            and self._kv_free - share >= self.settings.reserve_kv
         )
 
     def urgency(self, lane: str, head: RequestView, waited: float) -> float:

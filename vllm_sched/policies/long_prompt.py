@@ -131,12 +131,15 @@ class LongPrompt(Policy):
         self._releases = 0
         self._stood_back = 0  # steps in a row in which the longs had nothing, for the shorts' sake
         self._stands_back = False  # and whether they have nothing in this one
+        self._probes = False  # and whether that is to see how long a step takes without them
 
         # What follows is of the current step alone.
         self._step = Step(index=0, now=0.0, budget=0, decodes=0, prefills=())
         self._classes: list[float] = []  # of service, theirs
         self._shorts = EMPTY  # that wait
-        self._awaited = False  # whether no other policy holds some of them
+        self._awaited = False  # whether some of them are held by no other policy
+        self._held = EMPTY  # longs that wait
+        self._free_places = 0  # for them
         self._longs_coming = 0
         self._sure = True  # that it is so many: none waits, or it was asked whom others hold
         self._budget = facts.max_num_batched_tokens  # tokens that were divided
@@ -217,6 +220,8 @@ class LongPrompt(Policy):
         if self._awaited:
             self._last_arrival = self._step.now
         self._stood_back = self._stood_back + 1 if self._stands_back else 0
+        if self._probes:
+            self._slow_steps, self._probed_at = 0, self._step.now
         # The cache grows as prefills come and go: only then is a long prompt looked up again.
         prefilling = [request.request_id for request in step.prefills]
         if prefilling != self._prefilling:
@@ -228,19 +233,21 @@ class LongPrompt(Policy):
         longs = [r for r in step.prefills if self._in_long(r)]
         self._classes = [step.class_of(r) for r in longs]
 
-        held, self._shorts = lanes.get(LONG, EMPTY), lanes.get(SHORT, EMPTY)
-        overdue = held.waited >= self.settings.max_wait_s
+        self._held, self._shorts = lanes.get(LONG, EMPTY), lanes.get(SHORT, EMPTY)
+        overdue = self._held.waited >= self.settings.max_wait_s
         places = self._places_overdue if overdue else self._places
-        self._longs_coming = min(held.asking, max(places - self._longs, 0))
-        self._sure = step.free_slots <= 0 or not self._shorts.requests
+        self._free_places = max(places - self._longs, 0)
+        self._longs_coming = min(self._held.asking, self._free_places)
+        self._sure = step.free_slots <= 0 or not (self._shorts.requests or self._longs_coming)
         self._divide(step, longs)
 
     def _make_sure(self) -> None:
-        """Divide anew where other policies hold other shorts than they did."""
+        """Divide anew where other policies hold others than they did."""
         self._sure = True
-        asking = self._shorts.asking
+        asking, coming = self._shorts.asking, self._longs_coming
         self._step.ask_gates()
-        if self._shorts.asking != asking:
+        self._longs_coming = min(self._held.asking, self._free_places)
+        if (self._shorts.asking, self._longs_coming) != (asking, coming):
             self._divide(self._step, [r for r in self._step.prefills if self._in_long(r)])
 
     def _divide(self, step: Step, longs: Sequence[RequestView]) -> None:
@@ -257,7 +264,7 @@ class LongPrompt(Policy):
         self._longs_due = num_longs
         self._slot = max(step.budget // sharing, 1)
         self._fit_s = None
-        self._stands_back = False
+        self._stands_back = self._probes = False
         if num_shorts + num_longs <= 1 and not step.decodes:
             self._long_left = step.budget  # nobody else is about
         elif settings.long_prefill_share != "auto":
@@ -291,8 +298,9 @@ class LongPrompt(Policy):
                 stretch *= QUIET_STRETCH
             longest = max(stretch * base, SHORTEST_STEP_S)
             self._fit_s = base + (longest - base) / sharing
-        probes = self._longs and not num_shorts and step.decodes and self._probe_due(step.now)
-        return 0 if stands_back or probes else step.budget
+        alone = bool(self._longs and not num_shorts and step.decodes)
+        self._probes = alone and self._probe_due(step.now)
+        return 0 if stands_back or self._probes else step.budget
 
     def _is_slow(self, step: Step) -> bool:
         """Whether an uncut chunk of the prompt furthest on would be felt."""
@@ -305,10 +313,7 @@ class LongPrompt(Policy):
 
         What steps took while others kept the machine busy would size chunks for long after.
         """
-        if self._slow_steps < PROBE_EVERY or now - self._probed_at < PROBE_S:
-            return False
-        self._slow_steps, self._probed_at = 0, now
-        return True
+        return self._slow_steps >= PROBE_EVERY and now - self._probed_at >= PROBE_S
 
     def chunk(self, request: RequestView, computed: int, tokens: int) -> int:
         """One slot of the budget and of the step's time each; longs have one limit besides."""

@@ -11,8 +11,9 @@ says, room in the KV cache (of what running requests share, once), prefixes (who
 longest), transfers one after another, and that the next step is scheduled while one runs.
 
 What it leaves out: blocks and what of them is lost by rounding; preemption (room for the whole
-answer is kept from the start, where vLLM would admit more and take some of it back); all that
-`ways` leaves out.
+answer is kept from the start, where vLLM would admit more and take some of it back); what the
+cache gains or loses while one waits, for what of its prompt is cached is settled as it comes; all
+that `ways` leaves out.
 
 Cost per request: a few runs, each O(log n) in its worker's requests. How it fails: near a full KV
 cache it admits too few, and where many answers are of unlike lengths runs are short.

@@ -21,11 +21,11 @@ def expanded(args: Sequence[str]) -> list[str]:
         return list(args)
     try:
         read = yaml.safe_load(Path(name).read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError):
+        if not isinstance(read, dict):
+            return list(args)
+        words = [word for key, value in read.items() for word in _words(f"--{key}", value)]
+    except (OSError, ValueError, TypeError, yaml.YAMLError):  # dates are no JSON
         return list(args)
-    if not isinstance(read, dict):
-        return list(args)
-    words = [word for key, value in read.items() for word in _words(f"--{key}", value)]
     rest = [word for flag in parse(args) if flag.name != CONFIG for word in flag.words]
     return words + rest
 
@@ -47,7 +47,8 @@ def readable(args: Sequence[str]) -> list[str]:
 
 def _words(name: str, value: object) -> Iterator[str]:
     if isinstance(value, bool):
-        yield name if value else f"--no-{name.removeprefix('--')}"
+        if value:  # `vllm serve` passes over what is false
+            yield name
         return
     values = value if isinstance(value, list) else [value]
     if not values:

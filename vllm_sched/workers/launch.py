@@ -118,11 +118,14 @@ class Side:
         knobs = [f"{p}.{k}={v}" for p, keys in self.settings.items() for k, v in keys.items()]
         return " ".join([self.name, *knobs, *self.extra])
 
-    def flags(self) -> list[str]:
-        """Return the vLLM flags that select this scheduler; extra flags last, so that they win."""
+    def flags(self, beside: Sequence[str] = ()) -> list[str]:
+        """Return the vLLM flags that select this scheduler; extra flags last, so that they win.
+
+        `beside`: what else the worker is started with.
+        """
         if self.name == DEFAULT:
             return [*self.extra]
-        flags = ["--scheduler-cls", scheduler_cls(self.extra)]
+        flags = ["--scheduler-cls", scheduler_cls([*beside, *self.extra])]
         if self.settings:
             flags += ["--additional-config", json.dumps({"vllm_sched": self.settings})]
         return [*flags, *self.extra]
@@ -326,9 +329,9 @@ def worker(
         side = Side.parse(side)
     on_a_cpu = on_cpu()
     port = free_port() if port is None else port
-    flags = readable([*flags, *side.flags()])
+    flags = readable([*flags, *side.flags(flags)])
     where = ["--model", model, "--host", host, "--port", str(port)]
-    built_in = CPU_FLAGS if on_a_cpu else ()
+    built_in = cpu_flags(flags) if on_a_cpu else []
     return Worker(
         [sys.executable, "-m", SERVER_MODULE, *where, *built_in, *flags],
         port=port,
@@ -355,6 +358,12 @@ def trace_flags(flags: Sequence[str]) -> list[str]:
     if SHUTDOWN in names(expanded(flags)):
         return []
     return [SHUTDOWN, str(TRACE_SHUTDOWN_S)]
+
+
+def cpu_flags(given: Sequence[str]) -> list[str]:
+    """Return what a worker needs to run on any CPU, but for what its flags or their file say."""
+    said = names(expanded(given))
+    return [word for flag in parse(CPU_FLAGS) if flag.name not in said for word in flag.words]
 
 
 def scheduler_cls(flags: Sequence[str] = ()) -> str:

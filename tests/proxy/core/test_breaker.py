@@ -67,6 +67,20 @@ def test_a_trial_that_fails_opens_it_for_longer() -> None:
     assert rests[-1] == LONGEST_REST_S
 
 
+def test_so_does_one_that_is_blamed_only_after_its_trial_was_over() -> None:
+    """A worker's 500 is its fault once another worker has answered the same request."""
+    breaker = opened()
+    now, rests = 0.0, []
+    for _ in range(10):
+        rests.append(breaker.until - now)
+        now = breaker.until
+        assert breaker.sent(now)
+        breaker.abandoned()
+        breaker.failed(now)
+    assert rests[:3] == [FIRST_REST_S, 2 * FIRST_REST_S, 4 * FIRST_REST_S]
+    assert rests[-1] == LONGEST_REST_S
+
+
 def test_failures_of_requests_sent_before_do_not_lengthen_it() -> None:
     breaker = opened()
     until = breaker.until

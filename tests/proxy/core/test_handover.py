@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 
+from proxy.core.admission import AdmissionSettings
 from proxy.core.fleet import Fleet
 from proxy.core.handover import Why
 from proxy.core.router import Router
+from proxy.core.tenants import Rank
 from proxy.core.types import Ask, Decision, Gauges, Lease, Outcome, Reason, Role, Usage
 from proxy.core.worker import WorkerSpec
 from tests.proxy.core.making import (
@@ -171,6 +173,22 @@ def test_one_that_takes_longer_is_waited_for_and_foreseen() -> None:
     assert wait_s > 2 * halves.prefill_s
     foreseen_s = wait_s + halves.transfer_s + worker.pace.step_s(0)
     assert lease.decision.predicted_ttft_s == pytest.approx(foreseen_s)
+
+
+def test_who_would_wait_for_it_too_long_is_refused_early() -> None:
+    early = AdmissionSettings({Rank.STANDARD: 2.0})
+    for ahead in (0, 6 * LONG):  # what the decode worker prefills: 7.2 s
+        here = router(disaggregate_above=1, admission=early)
+        for each in here.fleet:
+            each.pace.prefills, each.pace.token_s, each.pace.fixed_s = 100, 1e-4, 0.0
+            each.reprice()
+        if ahead:
+            long = ask(ahead)
+            long.whole = "samples"
+            assert placed(here.submit(long, 0.0)).worker.name == "d0"
+            assert refused(here.submit(ask(LONG), 0.0)).reason is Reason.TOO_SLOW
+        else:
+            assert placed(here.submit(ask(LONG), 0.0)).prefill is not None
 
 
 def test_an_idle_general_worker_is_as_good_as_two_others() -> None:

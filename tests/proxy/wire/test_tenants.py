@@ -320,6 +320,12 @@ async def test_who_is_over_a_limit_has_no_worker_count_its_prompts(start: Start)
     assert counts(site) == 2
 
 
+async def test_what_is_too_long_whatever_its_words_is_counted_by_nobody(start: Start) -> None:
+    site = await counting(start, Limits(max_prompt_tokens=100))
+    assert (await site.ask(NEAR)).status == 400
+    assert counts(site) == 0
+
+
 async def test_what_is_counted_has_a_place_until_its_client_leaves(start: Start) -> None:
     site = await counting(start, Limits(concurrency=1))
     for fake in site.fakes.values():

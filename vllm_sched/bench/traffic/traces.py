@@ -80,7 +80,7 @@ class Trace(Source):
     def _request(self, line: str) -> Request:
         try:
             entry = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             raise _BadLineError(f"is not JSON: {line.strip()[:60]!r}") from None
         if not isinstance(entry, dict):
             raise _BadLineError(f"is not a JSON object: {line.strip()[:60]!r}")
