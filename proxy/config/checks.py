@@ -131,7 +131,7 @@ def launches(draft: Draft) -> Iterator[Problem]:
         path = f"workers[{index}].launch.args"
         ours = OURS | (FOR_POLICIES if worker.launch.policies else {})
         for place, flag in enumerate(worker.launch.args):
-            name = flag.partition("=")[0].replace("_", "-")
+            name = flag.partition("=")[0].replace("_", "-").partition(".")[0]
             if name in ours:
                 yield Problem(f"{path}[{place}]", f"{name!r}: {ours[name]}; leave it out here")
             elif apart := ONE_WORD.fullmatch(flag):

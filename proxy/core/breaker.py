@@ -8,12 +8,14 @@ opens it again. A trial that has told nothing yet after a while does not bar the
 
 from __future__ import annotations
 
+import math
 from enum import StrEnum
 
 FAILURES = 3
 FIRST_REST_S, LONGEST_REST_S = 0.5, 30.0
 TRIAL_S = 2.0
 LONGEST_ASKED_S = 300.0  # a worker's Retry-After beyond this is not believed
+LONG_AGO = -math.inf  # when a trial was sent that told nothing: it keeps no other from being sent
 
 
 # Closed, busy, until, failures, openings, tried at (0: no trial is out).
@@ -83,8 +85,9 @@ class Breaker:
         rest = min(FIRST_REST_S * 2.0 ** min(self._openings, 16), LONGEST_REST_S)
         if asked is not None:
             rest = min(asked, LONGEST_ASKED_S)
-        # A plea may come with what was sent before: thirty that bring one are one opening.
-        if asked is None or self.closed or self._tried_at is not None:
+        # What was sent before fails too, or asks for the same: thirty of these are one opening. But
+        # a trial that told nothing may be blamed yet.
+        if self.closed or self._tried_at is not None:
             self._openings += 1
         self.closed = False
         self.busy = busy
@@ -103,4 +106,4 @@ class Breaker:
 
     def abandoned(self) -> None:
         """Note that the trial ended without telling anything: another may be sent."""
-        self._tried_at = None
+        self._tried_at = LONG_AGO

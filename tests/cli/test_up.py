@@ -186,12 +186,13 @@ def test_what_this_machine_has_not_is_told_before_anything_starts(
     assert "another port" in lines[1]
 
 
+@pytest.mark.parametrize("ours", ["additional-config: {other: 1}", "additional-config.other: 1"])
 def test_what_a_file_of_flags_may_not_say_is_told_before_anything_starts(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], ours: str
 ) -> None:
     """Ours would come after it, and take its place."""
     flags = tmp_path / "flags.yaml"
-    flags.write_text("port: 8000\napi-key: hush\nadditional-config: {other: 1}\n")
+    flags.write_text(f"port: 8000\napi-key: hush\n{ours}\n")
     args = ["--config", str(flags)]
     path = written(
         tmp_path,

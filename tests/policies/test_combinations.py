@@ -250,6 +250,21 @@ def test_longs_that_lanes_hold_have_no_part_of_a_step() -> None:
     assert got[0] == got[1]
 
 
+def test_longs_that_find_no_slot_have_no_part_of_a_step() -> None:
+    got = []
+    for waiting in (0, 3):
+        bench = Bench({"long_prompt": {"max_wait_s": 0.1}}, max_num_seqs=2, num_blocks=1000)
+        bench.add("d", 3, output=900)
+        bench.step()
+        bench.add("long", 1800)
+        bench.steps(2)
+        for number in range(waiting):
+            bench.add(f"l{number}", 1500)
+        bench.steps(4)
+        got.append(bench.steps(8))
+    assert got[0] == got[1]
+
+
 def test_a_long_prompt_makes_room_for_shorts_as_soon_as_they_are_let_in() -> None:
     deferred = {"departures": 3, "max_delay_ms": 200.0}
     bench = Bench({"long_prompt": {}, "deferred_prefill": deferred}, max_num_seqs=6)

@@ -100,6 +100,14 @@ def test_batch_is_held_while_a_prompt_of_others_is_computed() -> None:
     assert "b" in bench.running
 
 
+def test_so_it_is_in_the_step_in_which_that_one_comes() -> None:
+    bench = Bench(laned(reserve_slots=0))
+    bench.add("n", 40)
+    bench.add("b", 10, lane="batch")
+    assert bench.step() == {"n": 40}
+    assert "b" in bench.step()
+
+
 def test_batch_does_not_pass_an_urgent_one_that_finds_no_room() -> None:
     bench = Bench(laned(reserve_kv=0, reserve_slots=0), num_blocks=41, budget=256)
     bench.add("n", 300, output=100)

@@ -129,7 +129,9 @@ def _problems_here(config: FleetConfig) -> Iterator[Problem]:
         if worker.launch is None:
             continue
         ours = IN_NO_FILE | (FOR_POLICIES if worker.launch.policies else {})
-        for flag in sorted(ours.keys() & names(expanded(worker.launch.args))):
+        # vLLM makes an object of `--name.key value` and has that one replace ours.
+        given = {name.partition(".")[0] for name in names(expanded(worker.launch.args))}
+        for flag in sorted(ours.keys() & given):
             yield Problem(
                 f"workers[{index}].launch.args",
                 f"{CONFIG}: that file has {flag!r}: {ours[flag]}; take it out there",

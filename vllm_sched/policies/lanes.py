@@ -150,8 +150,7 @@ class Lanes(Policy):
         alone = step.now - self._others_at > self.settings.recent_s
         share = 1.0 if alone else self.settings.batch_share
         self._others_in_prefill = any(self._lane(request) != BATCH for request in step.prefills)
-        # Who would be given nothing is held, so that other policies see that he doesn't come.
-        self._batch_left = 0 if self._others_in_prefill else max(int(share * step.budget), 1)
+        self._batch_left = max(int(share * step.budget), 1)
         self._step = step
 
     def _forget_preempted(self, step: Step) -> None:
@@ -206,6 +205,8 @@ class Lanes(Policy):
         """Note where everybody is, and what room is left."""
         name = request.request_id
         lane = self._lane(request)
+        if lane != BATCH:
+            self._others_in_prefill = True
         if lane == URGENT:
             self._urgents_turn = False
         elif (overdue := self._due.pop(name, None)) is not None:

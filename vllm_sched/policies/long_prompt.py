@@ -236,7 +236,7 @@ class LongPrompt(Policy):
         self._held, self._shorts = lanes.get(LONG, EMPTY), lanes.get(SHORT, EMPTY)
         overdue = self._held.waited >= self.settings.max_wait_s
         places = self._places_overdue if overdue else self._places
-        self._free_places = max(places - self._longs, 0)
+        self._free_places = max(min(places - self._longs, step.free_slots), 0)
         self._longs_coming = min(self._held.asking, self._free_places)
         self._sure = step.free_slots <= 0 or not (self._shorts.requests or self._longs_coming)
         self._divide(step, longs)

@@ -362,7 +362,7 @@ def trace_flags(flags: Sequence[str]) -> list[str]:
 
 def cpu_flags(given: Sequence[str]) -> list[str]:
     """Return what a worker needs to run on any CPU, but for what its flags or their file say."""
-    said = names(expanded(given))
+    said = {name.replace("--no-", "--", 1) for name in names(expanded(given))}
     return [word for flag in parse(CPU_FLAGS) if flag.name not in said for word in flag.words]
 
 

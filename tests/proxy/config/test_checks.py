@@ -64,7 +64,12 @@ def test_a_worker_that_nobody_starts_needs_a_url() -> None:
 
 @pytest.mark.parametrize(
     ("flag", "words"),
-    [("--port", "the worker's url"), ("--scheduler_cls=x", "policies"), ("--api-key", "api_key")],
+    [
+        ("--port", "the worker's url"),
+        ("--scheduler_cls=x", "policies"),
+        ("--additional_config.x=1", "policies"),
+        ("--api-key", "api_key"),
+    ],
 )
 def test_flags_that_up_sets_itself(flag: str, words: str) -> None:
     launch = {"args": ["--x", flag], "policies": {"p": {}}}

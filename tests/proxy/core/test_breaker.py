@@ -89,6 +89,14 @@ def test_failures_of_requests_sent_before_do_not_lengthen_it() -> None:
     assert breaker.until == until
 
 
+def test_late_failures_of_requests_sent_before_do_not_make_each_rest_longer() -> None:
+    breaker = opened()
+    for _ in range(8):
+        now = breaker.until + 0.1
+        breaker.failed(now)
+        assert breaker.until == now + 2 * FIRST_REST_S
+
+
 def test_a_plea_is_heard_once_however_many_requests_bring_it() -> None:
     breaker = Breaker()
     for _ in range(30):
