@@ -31,6 +31,7 @@ class FakeOpenAI:
     failing: tuple[int, ...] = ()  # completions that are refused, by their number
     retry_after: str = ""  # said with them
     hangs: bool = False
+    streams: bool = True
     slots: int = 1000  # requests it works on at once; the others wait
     url: str = ""
     bodies: list[dict[str, Any]] = field(default_factory=list)
@@ -92,6 +93,8 @@ class FakeOpenAI:
             self.under_way -= 1
 
     async def _streamed(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        if not self.streams:
+            return web.json_response({"choices": [{"text": "a"}], "usage": {"prompt_tokens": 2}})
         chat = "messages" in body
         headers = {"Content-Type": "text/event-stream"}
         if self.workers and "X-Explain" in request.headers:

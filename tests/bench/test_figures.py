@@ -127,6 +127,15 @@ def test_the_table_has_a_column_per_class() -> None:
     assert " all " not in single.splitlines()[1]
 
 
+def test_of_many_classes_the_commonest_have_a_column() -> None:
+    many = [outcome(0.0, [0.5, 0.6], klass=f"app-{n % 50}") for n in range(100)]
+    text = shown([*many, *(outcome(1.0, [1.5], klass="app-49") for _ in range(9))], Targets())
+    assert text.splitlines()[1].split() == [
+        *(f"app-{n}" for n in (49, 0, 1, 2, 3, 4)), "all",
+    ]  # fmt: skip
+    assert "44 classes more are in what --save writes" in text
+
+
 def test_a_table_of_nothing_is_a_table() -> None:
     assert "- / -" in shown([FAILED], Targets(ttft=1.0))
 

@@ -79,3 +79,14 @@ def test_the_json_has_every_run() -> None:
 def test_nobody_served_is_a_gap_in_the_line() -> None:
     nobody = Point("a", RATE, 2.0, 0, figures(0.0, 0.0, p99_ttft_ms=None, completed=0))
     assert nobody.ttft_p99_ms != pytest.approx(nobody.ttft_p99_ms)
+
+
+def test_who_served_nobody_has_no_latency() -> None:
+    none = figures(0.0, 0.0, completed=0, p99_ttft_ms=None, p99_itl_ms=None)
+    some = [Point("b", RATE, 1.0, seed, figures(1.0, 9.0) if seed else none) for seed in (0, 1)]
+    console = Console(file=io.StringIO(), width=80)
+    console.print(Sweep([Point("a", RATE, 1.0, 0, none), *some]).table(targets=True))
+    assert isinstance(console.file, io.StringIO)
+    one, other = (line.split() for line in console.file.getvalue().splitlines() if "1/s" in line)
+    assert one == ["a", "1/s", "0%", "-", "-", "0"]
+    assert "100 ms 10 ms" in " ".join(other)  # of the run that served

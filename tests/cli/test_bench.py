@@ -121,7 +121,7 @@ def test_the_key_comes_from_the_environment(
     with served(FakeOpenAI(key="k-123")) as fake:
         assert main(["bench", "--url", fake.url, *words]) == 2
         assert "401" in capsys.readouterr().err
-        monkeypatch.setenv("OPENAI_API_KEY", "k-123")
+        monkeypatch.setenv("OPENAI_API_KEY", "k-123\r")  # as of a file with such lines
         assert main(["bench", "--url", fake.url, *words]) == 0
         assert "k-123" not in "".join(capsys.readouterr())
 

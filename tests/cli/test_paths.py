@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 
 import pytest
 
-from vllm_sched.cli.paths import require_folders, require_place
+from vllm_sched.cli.paths import require_folders, require_place, writing
 from vllm_sched.errors import UsageError
 
 
@@ -52,3 +53,9 @@ def test_where_nobody_may_look_is_no_folder(
     monkeypatch.setattr(Path, "is_dir", hidden)
     with pytest.raises(UsageError, match="there is no folder"):
         require_folders(tmp_path / "a.json")
+
+
+def test_a_disk_that_is_full_by_now_is_said_in_a_line() -> None:
+    full = pytest.raises(UsageError, match=r"^a\.json: No space left on device$")
+    with full, writing(Path("a.json")):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -153,16 +153,28 @@ def test_a_class_is_shown_as_it_is_called(
     trace, plot = tmp_path / "trace.jsonl", tmp_path / "pictures"
     lines = (
         {"timestamp": 1000 * at, "input_length": 700, "output_length": 5, "class": name}
-        for at, name in enumerate(("[/b]", "$\\frac$", "[red]"))
+        for at, name in enumerate(("[/b]", "$\\frac$", "[red]", "_x", "\U0001fae0"))
     )
     trace.write_text("\n".join(map(json.dumps, lines)))
     words = ["--workload", str(trace), "--engine", "fluid", "--plot", str(plot)]
     assert main(["simulate", str(fleet), *words]) == 0
     said = capsys.readouterr().out
     drawn = (plot / "ttft.svg").read_text()
-    for name in ("[/b]", "$\\frac$", "[red]"):
+    for name in ("[/b]", "$\\frac$", "[red]", "_x", "\U0001fae0"):
         assert name in said
         assert f"{name} (1)" in drawn
+    assert "missing from" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--save", "--trace"])
+def test_a_full_disk_is_said_in_a_line_after_the_figures(
+    option: str, fleet: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--workload", "100x5", "--num-requests", "5", "--engine", "fluid"]
+    assert main(["simulate", str(fleet), *words, option, "/dev/full"]) == 2
+    said = capsys.readouterr()
+    assert "requests done" in said.out
+    assert said.err == "vllm-sched simulate: /dev/full: No space left on device\n"
 
 
 def test_a_failed_request_is_said_and_told_by_the_status(

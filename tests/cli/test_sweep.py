@@ -87,7 +87,9 @@ def test_nothing_but_failures_is_a_failure(capsys: pytest.CaptureFixture[str]) -
     with served(FakeOpenAI(failing=tuple(range(100)))) as fake:
         words = ["--workload", "20x3", "--request-rates", "20", "--seeds", "1", "--duration", "0.2"]
         assert main(["sweep", "--url", fake.url, *words]) == 1
-    assert "no rate was kept up with" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "no rate was kept up with" in out
+    assert "nan" not in out
 
 
 @pytest.mark.parametrize(
@@ -96,6 +98,8 @@ def test_nothing_but_failures_is_a_failure(capsys: pytest.CaptureFixture[str]) -
         (["--request-rates", "1,two"], "--request-rates 1,two: 'two' is no load"),
         (["--concurrencies", "1.5"], "'1.5' is no load; give whole numbers"),
         (["--request-rates", "0"], "'0' is no load"),
+        (["--concurrencies", "1" + 400 * "0"], "is no load; give whole numbers"),
+        (["--concurrencies", "1,99999999"], "--concurrency: one run has at most 10,000,000"),
         (["--seeds", "0"], "--seeds 0"),
         (["--start", "0"], "--start 0"),
         (["--request-rates", "0.001,1"], "at 0.001 requests/s no request arrives"),

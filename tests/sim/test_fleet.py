@@ -114,6 +114,20 @@ def test_what_nobody_holds_is_cut_and_counted() -> None:
     assert_whole(played.outcomes, 1)
 
 
+def test_what_is_held_is_what_the_router_would_tell_of_the_model() -> None:
+    """Neither another model's context, nor that of who only prefills."""
+    fleet = simulated(
+        {"max_model_len": 4000, "role": "decode"},
+        {"max_model_len": 5000, "role": "prefill"},
+        {"max_model_len": 6000, "model": "other"},
+        transfer="nixl",
+    )
+    assert fleet.longest == 4000
+    played = play(fleet, Request(0, "a", 9000, 10))
+    assert (played.cut, played.outcomes[0].prompt_tokens) == (1, 3990)
+    assert_whole(played.outcomes, 1)
+
+
 def test_what_is_refused_says_why() -> None:
     fleet = simulated({"max_requests": 1}, router={"queue": {"max_requests": 1}})
     played = play(fleet, *(Request(0.0, "a", 1000, 50) for _ in range(4)))

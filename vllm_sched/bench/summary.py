@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 PERCENTILES: Final = (50, 90, 95, 99)
 ALL: Final = "all"
 BUCKET_S: Final = 1.0
+MOST_SHOWN: Final = 6  # classes that a table has room for
 SHOWN: Final = {
     "TTFT p50 / p99": ("median_ttft_ms", "p99_ttft_ms"),
     "TPOT p50 / p99": ("median_tpot_ms", "p99_tpot_ms"),
@@ -102,17 +103,24 @@ def by_class(
     outcomes: Sequence[Outcome], duration: float, targets: Targets
 ) -> dict[str, dict[str, Any]]:
     """Summarise each class, in the order they first came; all together last."""
-    names = dict.fromkeys(each.klass for each in outcomes)
-    parts = {
-        name: summary([o for o in outcomes if o.klass == name], duration, targets) for name in names
-    }
-    return parts | {ALL: summary(outcomes, duration, targets)}
+    parts: dict[str, list[Outcome]] = {}
+    for each in outcomes:
+        parts.setdefault(each.klass, []).append(each)
+    found = {name: summary(some, duration, targets) for name, some in parts.items()}
+    return found | {ALL: summary(outcomes, duration, targets)}
 
 
 def table(classes: dict[str, dict[str, Any]], targets: Targets) -> Table:
-    """Lay out one column per class; a single class is all there is."""
-    shown = classes if len(classes) > 2 else {ALL: classes[ALL]}
+    """Lay out one column per class, of many the commonest; a single class is all there is."""
+    named = [name for name in classes if name != ALL]
+    if left_out := max(len(named) - MOST_SHOWN, 0):
+        named.sort(key=lambda name: -classes[name]["completed"])
+        del named[MOST_SHOWN:]
+    shown = {name: classes[name] for name in (*(named if len(named) > 1 else ()), ALL)}
     layout = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_header=len(shown) > 1)
+    if left_out:
+        layout.caption = f"{left_out} classes more are in what --save writes"
+        layout.caption_justify = "left"
     layout.add_column("", no_wrap=True)
     for name in shown:
         layout.add_column(name, justify="right", overflow="fold")

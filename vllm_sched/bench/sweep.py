@@ -16,7 +16,7 @@ from vllm_sched.bench.stats import interval
 from vllm_sched.bench.summary import milliseconds
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
 RATE: Final = "request_rate"
 CONCURRENCY: Final = "max_concurrency"
@@ -111,8 +111,8 @@ class Sweep:
                     name,
                     f"{load:g}{unit}",
                     _percent([run.share for run in runs]),
-                    milliseconds(interval([run.ttft_p99_ms for run in runs])[0]),
-                    milliseconds(fmean(run.figures["p99_itl_ms"] or 0.0 for run in runs)),
+                    milliseconds(_mean(run.figures["p99_ttft_ms"] for run in runs)),
+                    milliseconds(_mean(run.figures["p99_itl_ms"] for run in runs)),
                     _with_interval([run.tokens for run in runs]),
                     style="bold" if load == knees[name] else "",
                     end_section=last,
@@ -135,6 +135,12 @@ class Sweep:
             "served_request_rate": self.knees(RATE),
             "knee_concurrency": self.knees(CONCURRENCY),
         }
+
+
+def _mean(values: Iterable[float | None]) -> float | None:
+    """Take the mean over the runs in which somebody was served."""
+    found = [value for value in values if value is not None]
+    return fmean(found) if found else None
 
 
 def _percent(shares: Sequence[float]) -> str:

@@ -21,7 +21,7 @@ from vllm_sched.bench.client.player import TIMEOUT_S
 from vllm_sched.bench.traffic.catalogue import FORMS, NAMES, find
 from vllm_sched.bench.traffic.schedule import Schedule
 from vllm_sched.bench.traffic.traces import BLOCK_TOKENS
-from vllm_sched.cli.paths import require_folders, require_place
+from vllm_sched.cli.paths import require_folders, require_place, writing
 from vllm_sched.errors import UsageError
 
 if TYPE_CHECKING:
@@ -170,7 +170,8 @@ def asked(args: argparse.Namespace, *, explain: bool = False) -> Asked:
     """Collect what the command line says of the endpoint."""
     if not args.timeout > 0:
         raise UsageError(f"--timeout {args.timeout:g}: must be more than 0 seconds")
-    key = args.api_key or os.environ.get(KEY_VARIABLE, "")
+    # A file with a key in it often ends in a carriage return: no header may have one.
+    key = (args.api_key or os.environ.get(KEY_VARIABLE, "")).strip()
     return Asked(args.url, args.model, args.endpoint, key, args.ignore_eos, explain)
 
 
@@ -187,12 +188,15 @@ def check_outputs(save: Path | None, plot: Path | None) -> None:
 def keep(result: Result, args: argparse.Namespace, console: Console) -> None:
     """Write and draw a run, where that was asked for."""
     if args.save:
-        result.save(args.save)
+        with writing(args.save):
+            result.save(args.save)
         console.print(f"saved {args.save}", style="dim", highlight=False)
     if args.plot:
         from vllm_sched.bench.plots import draw_run
 
-        for path in draw_run(result, args.plot):
+        with writing(args.plot):
+            drawn = draw_run(result, args.plot)
+        for path in drawn:
             console.print(f"drew {path}", style="dim", highlight=False)
 
 

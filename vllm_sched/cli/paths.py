@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from vllm_sched.errors import UsageError
@@ -25,6 +27,15 @@ def require_place(folder: Path) -> None:
     if not _is_folder(there):
         raise UsageError(f"--plot {folder}: {there} is a file; give a folder for the pictures")
     _require_writable(folder, there)
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Say in a line what can't be written after all: the disk may be full by now."""
+    try:
+        yield
+    except OSError as error:
+        raise UsageError(f"{path}: {error.strerror or error}") from None
 
 
 def _is_there(path: Path) -> bool:

@@ -21,7 +21,7 @@ from vllm_sched.bench.traffic.catalogue import find
 from vllm_sched.bench.traffic.sampled import Sampled
 from vllm_sched.bench.traffic.traces import BLOCK_TOKENS
 from vllm_sched.cli.load import WORKLOAD_HELP, add_block_tokens
-from vllm_sched.cli.paths import require_folders
+from vllm_sched.cli.paths import require_folders, writing
 from vllm_sched.cli.simulate import MIXED_HELP
 from vllm_sched.cost import profiles
 from vllm_sched.errors import UsageError
@@ -123,7 +123,8 @@ def run_plan(args: argparse.Namespace) -> int:
     if args.save:
         command = shlex.join(["vllm-sched", "plan", *_said(args)])
         traffic = shlex.join(_traffic(args, found.best.rate))
-        planning.write(found, args.save, model=args.model, command=command, traffic=traffic)
+        with writing(args.save):
+            planning.write(found, args.save, model=args.model, command=command, traffic=traffic)
         console.print(f"saved {args.save}", style="dim", highlight=False)
     return 0
 

@@ -25,7 +25,7 @@ from vllm_sched.bench.summary import table
 from vllm_sched.cli import fleet as fleet_file
 from vllm_sched.cli.bench import complain
 from vllm_sched.cli.load import add_traffic, add_workload, check_outputs, keep, schedule_of
-from vllm_sched.cli.paths import require_folders
+from vllm_sched.cli.paths import require_folders, writing
 from vllm_sched.cost import profiles
 from vllm_sched.errors import UsageError
 from vllm_sched.sim.exact import ExactEngine
@@ -157,12 +157,15 @@ def run_simulate(args: argparse.Namespace) -> int:
     _tell(console, result, run)
     keep(result, args, console)
     if args.plot:
-        for path in draw_steps_of(run.fleet, played_until=run.played.duration, folder=args.plot):
+        with writing(args.plot):
+            drawn = draw_steps_of(run.fleet, played_until=run.played.duration, folder=args.plot)
+        for path in drawn:
             console.print(f"drew {path}", style="dim", highlight=False)
     if args.trace:
         from vllm_sched.sim.perfetto import write
 
-        write(args.trace, run.fleet.engines, result.outcomes, run.played.duration)
+        with writing(args.trace):
+            write(args.trace, run.fleet.engines, result.outcomes, run.played.duration)
         console.print(f"wrote {args.trace}: open it at ui.perfetto.dev", style="dim")
     return int(any(each.error for each in result.outcomes))
 
@@ -314,7 +317,7 @@ def as_result(
         f"simulated-{args.engine}",
         config.model,
         {
-            "max_model_len": max(model.max_model_len for model in models.values()),
+            "max_model_len": run.fleet.longest,
             "cut_requests": cut,
             "simulator": {
                 "engine": args.engine,

@@ -34,6 +34,7 @@ from vllm_sched.cli.load import (
     traffic_of,
     watched,
 )
+from vllm_sched.cli.paths import writing
 from vllm_sched.errors import UsageError
 
 if TYPE_CHECKING:
@@ -102,20 +103,22 @@ def run_sweep(args: argparse.Namespace) -> int:
     console.print(sweep.table(targets=bool(targets)))
     _tell_knees(sweep, console, targets=bool(targets))
     if args.save:
-        args.save.write_text(
-            json.dumps(sweep.to_json() | {"goodput_targets_ms": targets.as_ms()}) + "\n"
-        )
+        content = sweep.to_json() | {"goodput_targets_ms": targets.as_ms()}
+        with writing(args.save):
+            args.save.write_text(json.dumps(content) + "\n")
         console.print(f"saved {args.save}", style="dim", highlight=False)
     if args.plot:
         from vllm_sched.bench.plots import draw_sweep
 
-        for path in draw_sweep(
-            args.plot,
-            goodput=sweep.curves(RATE, "goodput"),
-            ttft=sweep.curves(RATE, "ttft_p99_ms"),
-            throughput=sweep.curves(CONCURRENCY, "tokens"),
-            targets=targets.as_ms(),
-        ):
+        with writing(args.plot):
+            drawn = draw_sweep(
+                args.plot,
+                goodput=sweep.curves(RATE, "goodput"),
+                ttft=sweep.curves(RATE, "ttft_p99_ms"),
+                throughput=sweep.curves(CONCURRENCY, "tokens"),
+                targets=targets.as_ms(),
+            )
+        for path in drawn:
             console.print(f"drew {path}", style="dim", highlight=False)
     if stopped:
         return INTERRUPTED
@@ -236,6 +239,8 @@ def _plans(args: argparse.Namespace) -> list[_Plan]:
             plans.append(_Plan(schedule, RATE, loads))
         if concurrencies is not None:
             loads = _loads("--concurrencies", concurrencies, whole=True)
+            for load in loads:
+                schedule.at_concurrency(int(load))
             plans.append(_Plan(schedule, CONCURRENCY, loads))
     return plans
 
@@ -247,7 +252,7 @@ def _loads(option: str, words: str, *, whole: bool) -> tuple[float, ...]:
     for word in words.split(","):
         try:
             load = float(int(word)) if whole else float(word)
-        except ValueError:
+        except (ValueError, OverflowError):
             load = 0.0
         if not 0 < load < float("inf"):
             kind = "whole numbers" if whole else "numbers"

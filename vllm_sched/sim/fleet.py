@@ -108,6 +108,8 @@ class SimulatedFleet:
             self.router.fleet.set_served(spec.name, (spec.model,), models[spec.name].max_model_len)
         take_tenants(self.router.tenants, config, {})
         self._model = config.model
+        # Of the model, as clients are told; not looked up with each request, for workers are many.
+        self.longest = _longest(self.router.fleet, config.model)
         self._probe_s = config.router.probe.interval_s
         self._timeout_s = timeout_s
         self._outcome = Coarse if coarse else Outcome
@@ -174,8 +176,7 @@ class SimulatedFleet:
             self._agenda.at(0.0, following, rank=COMES)
 
     def _comes(self, request: Request, now: float, ended: Callable[[float], None] | None) -> None:
-        longest = max(model.max_model_len for model in self.models.values())
-        fitted = request.fitted(longest)
+        fitted = request.fitted(self.longest)
         self._cut += fitted is not request
         fitted = apart(self.router, fitted)
         number = len(self._outcomes)
@@ -377,3 +378,9 @@ class SimulatedFleet:
             "handovers": dict(sorted(handovers.items())),
             "transfers": dict(sorted(self._transfers.items())),
         }
+
+
+def _longest(fleet: Fleet, model: str) -> int:
+    """Give the longest context that a worker offers, as the router's list of models does."""
+    served = (each for each in fleet if each.role.serves_whole and model in each.models)
+    return max((each.max_model_len or 0 for each in served), default=0)

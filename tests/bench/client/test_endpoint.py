@@ -74,6 +74,9 @@ async def test_what_is_no_endpoint_is_said_in_a_line() -> None:
     async with serving(fake):
         with pytest.raises(EndpointError, match="HTTP 404"):
             await learn(Asked(fake.url + "/elsewhere"))
+    async with serving(FakeOpenAI(streams=False)) as fake:
+        with pytest.raises(EndpointError, match="/v1/completions does not stream"):
+            await learn(Asked(fake.url))
 
 
 def test_odd_names_are_escaped() -> None:

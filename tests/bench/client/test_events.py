@@ -65,8 +65,31 @@ def test_usage_beside_a_token_counts_too() -> None:
     assert (len(outcome.ticks), outcome.completed, outcome.prompt_tokens) == (1, 1, 1)
 
 
-@pytest.mark.parametrize("payload", [b'{"error":{"message":"engine died"}}', b"gibberish"])
-def test_an_error_in_the_stream_is_kept(payload: bytes) -> None:
-    outcome, _ = read(event({"text": "a"}), b"data: " + payload + b"\n\n")
+@pytest.mark.parametrize(
+    "end", [b"data:[DONE]\n\n", b"data: [DONE] \n\n", b"id: 7\nevent: done\ndata: [DONE]\n\n"]
+)
+def test_an_answer_may_end_in_other_words(end: bytes) -> None:
+    usage = b"event: usage\n" + USAGE + b"\nretry: 10\n\n"
+    outcome, done = read(event({"text": "a"}), b"retry: 10\n\n", usage, end)
+    assert (outcome.error, done, outcome.completed) == ("", True, 4)
+
+
+PAYLOADS = [
+    b'{"error":{"message":"engine died"}}', b"gibberish", b'{"choices": null}', b'{"choices": [7]}',
+    b"[1, 2, 3]", b"[" * 100_000,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("payload", PAYLOADS)
+@pytest.mark.parametrize("named", [b"", b"event: error\n"])
+def test_an_error_in_the_stream_is_kept(payload: bytes, named: bytes) -> None:
+    outcome, _ = read(event({"text": "a"}), named + b"data: " + payload + b"\n\n")
     assert payload.decode()[:9] in outcome.error
     assert len(outcome.ticks) == 1
+
+
+def test_a_usage_that_is_no_number_counts_for_nothing() -> None:
+    usage = {"prompt_tokens": "9", "completion_tokens": [4]}
+    said = b"data: " + dumped({"choices": [], "usage": usage}) + b"\n\n"
+    outcome, _ = read(event({"text": "a"}), said)
+    assert (outcome.error, outcome.completed, outcome.prompt_tokens) == ("", 0, 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
@@ -103,6 +104,31 @@ async def test_a_connection_closed_while_idle_is_replaced() -> None:
         for i in range(3):
             assert await wire.ask("/", b"%d" % i, 5) == b"%d" % i
     assert connections == 3
+
+
+async def test_hints_are_no_answer() -> None:
+    async def handler(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await request(reader)
+        writer.write(b"HTTP/1.1 103 Early Hints\r\nLink: </a>\r\n\r\n" + answered(b"a"))
+        await reader.read()
+
+    async with talking_to(handler) as wire:
+        assert await wire.ask("/", b"{}", 5) == b"a"
+
+
+async def test_a_connection_that_is_closed_as_it_is_used_again_leaves_no_error_behind(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def handler(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await request(reader)
+        writer.write(answered(b"a") + b"what nobody asked for")
+
+    async with talking_to(handler) as wire:
+        for _ in range(20):
+            assert await wire.ask("/", b"{}", 5) == b"a"
+        await asyncio.sleep(0)
+    gc.collect()
+    assert "never retrieved" not in caplog.text
 
 
 async def test_pieces_come_as_they_are_sent_and_headers_before_them() -> None:
@@ -207,7 +233,9 @@ def test_urls(url: str, address: Address, written: str) -> None:
     assert str(address) == written
 
 
-@pytest.mark.parametrize("url", ["", "ftp://a", "http://", "http://a:x", "http://a:99999"])
+@pytest.mark.parametrize(
+    "url", ["", "ftp://a", "http://", "http://a:x", "http://a:99999", "http://[::1"]
+)
 def test_what_is_no_url_is_refused(url: str) -> None:
     with pytest.raises(UsageError, match="is not a URL"):
         Address.parse(url)

@@ -134,6 +134,39 @@ def test_tenants_beyond_the_busiest_are_taken_together(tmp_path: Path) -> None:
     assert len(dashes(marked(path, "line"))) >= 5  # and the markers differ
 
 
+def test_classes_beyond_the_commonest_are_taken_together(tmp_path: Path) -> None:
+    outcomes = crowd()
+    for number, each in enumerate(outcomes):
+        each.klass = f"app-{number % 9}" if number < 40 else "app-0"
+    draw_run(run(outcomes), tmp_path)
+    for name in ("ttft.svg", "itl.svg"):
+        assert len(marked(tmp_path / name, "line")) == 6
+    said = texts(tmp_path / "ttft.svg")
+    assert {"app-0 (25)", "app-1 (5)", "the others (16)"} <= set(said)
+
+
+def test_a_name_that_begins_with_an_underscore_is_in_the_legend(tmp_path: Path) -> None:
+    outcomes = crowd()
+    for each in outcomes:
+        each.klass, each.tenant = f"_{each.klass}", f"_{each.tenant}"
+    draw_run(run(outcomes), tmp_path)
+    assert {"_short (40)", "_long (20)"} <= set(texts(tmp_path / "ttft.svg"))
+    assert "_tenant-1" in texts(tmp_path / "tenants.svg")
+    curves = {f"_{name}": curve for name, curve in CURVES.items()}
+    draw_sweep(tmp_path, goodput=curves, ttft=curves, throughput=curves)
+    for name in ("goodput", "ttft-by-rate", "throughput"):
+        assert {"_short", "_long"} <= set(texts(tmp_path / f"{name}.svg"))
+
+
+def test_of_very_many_workers_some_are_named(tmp_path: Path) -> None:
+    outcomes = crowd()
+    for number, each in enumerate(outcomes):
+        each.worker = f"p{number % 12}>d{number % 5}"
+    draw_run(run(outcomes), tmp_path)
+    named = [text for text in texts(tmp_path / "router.svg") if ">" in text]
+    assert named == sorted({each.worker for each in outcomes})[::2]
+
+
 def test_no_token_of_any_tenant_is_lost() -> None:
     outcomes = crowd()
     served = served_by_tenant(outcomes)

@@ -136,6 +136,9 @@ def test_prefixes_can_be_asked_for_and_forbidden() -> None:
         ({"concurrency": 1, "burstiness": 1}, "a closed loop draws no gaps"),
         ({"prefix_hit": 0.9}, "--prefix-hit 0.9"),
         ({"tenants": -1}, "--tenants -1"),
+        ({"tenants": 10**9}, "--tenants: one run has at most 1,000,000; give a smaller number"),
+        ({"count": 10**400}, "--num-requests: one run has at most 10,000,000"),
+        ({"concurrency": 10**400}, "--concurrency: one run has at most 10,000,000"),
     ],
 )
 def test_settings_out_of_range_are_refused(settings: dict[str, Any], said: str) -> None:

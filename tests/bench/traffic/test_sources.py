@@ -39,6 +39,8 @@ def test_every_name_in_the_list_is_found() -> None:
         ("azure-conv:1,azure-conv:1", r"azure-conv is named twice"),
         ("azure-conv:1,long-blocks-short:1", r"has times of its own"),
         ("0x100", r"0x100: PROMPTxOUTPUT takes two numbers"),
+        ("999999999x1", r"999999999x1: PROMPTxOUTPUT takes .* each 1 to 100,000,000"),
+        (f"1x{'9' * 5000}", r"unknown workload"),
         ("nowhere/to-be-found.jsonl", r"No such file"),
     ],
 )
@@ -119,6 +121,12 @@ def test_the_first_tenant_sends_most() -> None:
     assert counts["tenant-1"] / counts["tenant-4"] == pytest.approx(4, rel=0.15)
 
 
+def test_very_many_tenants_are_many_and_no_more_work() -> None:
+    """Not the square of their number: that would take minutes."""
+    requests = list(among_tenants(iter(drawn("10x1", 50)), 300_000, random.Random(0)))
+    assert len({r.tenant for r in requests}) > 30
+
+
 def test_scaling_keeps_at_least_a_token_and_shared_within_the_prompt() -> None:
     request = Request(0, "a", 1000, 3, shared=(("x", 600), ("y", 400)))
     small = request.scaled(0.1)
@@ -129,6 +137,8 @@ def test_scaling_keeps_at_least_a_token_and_shared_within_the_prompt() -> None:
     )
     tiny = request.scaled(0.0001)
     assert (tiny.prompt_tokens, tiny.shared) == (1, (("x", 1),))
+    largest = request.scaled(1e308)
+    assert (largest.prompt_tokens, largest.output_tokens) == (100_000_000, 100_000_000)
 
 
 @pytest.mark.parametrize(

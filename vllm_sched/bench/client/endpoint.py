@@ -177,4 +177,6 @@ async def _usage(endpoint: Endpoint, wire: Wire, text: str) -> int:
     )
     if outcome.error:
         raise WireError(f"answered a small request with: {excerpt(outcome.error)}")
+    if not stream.done:
+        raise WireError(f"{endpoint.path} does not stream: a small request got no data: [DONE]")
     return outcome.prompt_tokens

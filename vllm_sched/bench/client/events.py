@@ -42,22 +42,37 @@ class EventStream:
                 self._outcome.ticks.append(now)
             elif event.startswith(b"data: [DONE]"):
                 self.done = True
-            elif event.startswith(b"data:"):
-                self._rare(event[5:], now)
+            elif event:
+                self._rare(event, now)
 
-    def _rare(self, payload: bytes, now: float) -> None:
+    def _rare(self, event: bytes, now: float) -> None:
+        data = [line[5:] for line in event.split(b"\n") if line.startswith(b"data:")]
+        if not data:
+            return  # a comment, to keep the connection open
+        payload = b"\n".join(data).strip()
+        if payload == b"[DONE]":
+            self.done = True
+            return
         try:
             message = json.loads(payload)
-        except ValueError:
+        except (ValueError, RecursionError):
             message = None
-        if not isinstance(message, dict) or "choices" not in message:
+        choices = message.get("choices") if isinstance(message, dict) else None
+        if not (isinstance(choices, list) and all(isinstance(each, dict) for each in choices)):
             self._outcome.error = excerpt(payload)
             return
-        if any(map(_carries_a_token, message["choices"])):
+        if any(map(_carries_a_token, choices)):
             self._outcome.ticks.append(now)
         if isinstance(usage := message.get("usage"), dict):
-            self._outcome.completed = usage.get("completion_tokens") or 0
-            self._outcome.prompt_tokens = usage.get("prompt_tokens") or self._outcome.prompt_tokens
+            self._outcome.completed = _count(usage, "completion_tokens")
+            self._outcome.prompt_tokens = (
+                _count(usage, "prompt_tokens") or self._outcome.prompt_tokens
+            )
+
+
+def _count(usage: dict[str, Any], key: str) -> int:
+    value = usage.get(key)
+    return value if type(value) is int and value > 0 else 0
 
 
 def _carries_a_token(choice: dict[str, Any]) -> bool:

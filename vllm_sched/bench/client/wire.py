@@ -40,16 +40,16 @@ class Address:
     @classmethod
     def parse(cls, url: str) -> Self:
         """Read a URL, with or without the `/v1` that OpenAI's clients want at its end."""
-        parts = urlsplit(url if "://" in url else f"http://{url}")
         try:
-            port = parts.port
+            parts = urlsplit(url if "://" in url else f"http://{url}")
+            port, host = parts.port, parts.hostname
         except ValueError:
-            port = -1
-        if parts.scheme not in ("http", "https") or not parts.hostname or port == -1:
+            host = None
+        if not host or parts.scheme not in ("http", "https"):
             raise UsageError(f"--url {url}: is not a URL; write http://HOST:PORT")
         tls = parts.scheme == "https"
         root = parts.path.rstrip("/").removesuffix("/v1")
-        return cls(parts.hostname, port or (443 if tls else 80), tls, root)
+        return cls(host, port or (443 if tls else 80), tls, root)
 
     def __str__(self) -> str:
         """Write it as a URL."""
@@ -152,13 +152,13 @@ class _Connection(asyncio.Protocol):
 
     async def exchange(self, data: bytes, on_header: OnHeader, on_body: OnBody) -> None:
         """Send a request and hand out its answer."""
+        if self._transport.is_closing():
+            raise _UnansweredError("the connection is closed")
         self._parser = httptools.HttpResponseParser(self)
         self._on_header, self._deliver = on_header, on_body
         self._begun = self._headed = self._framed = False
         self._refusal: list[bytes] = []
         done = self._done = asyncio.get_running_loop().create_future()
-        if self._transport.is_closing():
-            raise _UnansweredError("the connection is closed")
         self._transport.write(data)
         try:
             await done
@@ -230,6 +230,8 @@ class _Connection(asyncio.Protocol):
     def on_message_complete(self) -> None:
         """End an answer."""
         status = self._parser.get_status_code()
+        if status < OK:
+            return  # early hints: the answer itself is still to come
         if status != OK:
             words = excerpt(b"".join(self._refusal))
             self._end(WireError(f"HTTP {status}: {words}"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from typing import TYPE_CHECKING, Final
 
-from vllm_sched.bench.plots.style import INCHES, legend, looks, picture
+from vllm_sched.bench.plots.style import INCHES, label, legend, looks, picture
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -17,6 +17,7 @@ TENANTS: Final = 6
 OTHERS: Final = "the others"
 NOBODY: Final = "no tenant"
 BINS: Final = 60
+NAMED: Final = 40  # workers that a picture has room to name
 
 
 def draw_tenants(stem: Path, outcomes: Sequence[Outcome]) -> None:
@@ -31,7 +32,7 @@ def draw_tenants(stem: Path, outcomes: Sequence[Outcome]) -> None:
             axes.plot(
                 [at for at, _ in steps],
                 [tokens for _, tokens in steps],
-                label=name,
+                label=label(name),
                 drawstyle="steps-post",
                 markevery=0.15,
                 gid="line",
@@ -78,8 +79,9 @@ def draw_router(stem: Path, outcomes: Sequence[Outcome]) -> None:
             rows, aspect="auto", cmap="Greys", interpolation="nearest", vmin=0,
             extent=(0, seconds, len(workers) - 0.5, -0.5), gid="strip",
         )  # fmt: skip
-        axes.set_yticks(range(len(workers)), workers)
-        for edge in range(1, len(workers)):
+        every = -(-len(workers) // NAMED)
+        axes.set_yticks(range(0, len(workers), every), workers[::every])
+        for edge in range(1, len(workers) if every == 1 else 0):
             axes.axhline(edge - 0.5, color="white", linewidth=2)
         axes.figure.colorbar(strip, ax=axes, label="prompt tokens/s")
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from vllm_sched.bench.plots.style import MUTED, legend, limit, looks, picture, plain_log
+from vllm_sched.bench.plots.style import MUTED, label, legend, limit, looks, picture, plain_log
 from vllm_sched.bench.stats import interval
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ def _draw(axes: Any, curves: Mapping[str, Curve]) -> None:
             yerr=[half for _, half in found],
             capsize=3,
             elinewidth=1,
-            label=name,
+            label=label(name),
             gid="line",
             **look,
         )

@@ -2,36 +2,40 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections import Counter, defaultdict
+from typing import TYPE_CHECKING, Final
 
-from vllm_sched.bench.plots.crowd import draw_router, draw_tenants
+from vllm_sched.bench.plots.crowd import OTHERS, draw_router, draw_tenants
 from vllm_sched.bench.plots.curves import draw_goodput, draw_latency, draw_throughput
 from vllm_sched.bench.plots.style import files
 from vllm_sched.bench.plots.tails import draw_tail
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
+    from vllm_sched.bench.outcome import Outcome
     from vllm_sched.bench.plots.curves import Curve
     from vllm_sched.bench.result import Result
+
+CLASSES: Final = 6  # lines that a picture of a run tells apart
 
 
 def draw_run(result: Result, folder: Path) -> list[Path]:
     """Draw a run: the tails always; tenants and workers where it had any."""
     good = [each for each in result.outcomes if each.good]
-    names = list(dict.fromkeys(each.klass for each in good))
+    classes = _by_class(good)
     name = result.schedule.source.name
     drawn: list[Path] = []
     draw_tail(
         folder / "ttft",
         f"Time to first token, {name}",
         "TTFT",
-        {klass: [o.ttft for o in good if o.klass == klass] for klass in names},
+        {name: [each.ttft for each in some] for name, some in classes.items()},
         result.targets.ttft,
     )
     drawn += files(folder / "ttft")
-    gaps = {klass: [gap for o in good if o.klass == klass for gap in o.itls] for klass in names}
+    gaps = {name: [gap for each in some for gap in each.itls] for name, some in classes.items()}
     if any(gaps.values()):  # answers of one token, or of which no more was told, have none
         title = f"Gaps between tokens, {name}"
         draw_tail(folder / "itl", title, "ITL", gaps, result.targets.itl)
@@ -43,6 +47,17 @@ def draw_run(result: Result, folder: Path) -> list[Path]:
         draw_router(folder / "router", result.outcomes)
         drawn += files(folder / "router")
     return drawn
+
+
+def _by_class(outcomes: Sequence[Outcome]) -> Mapping[str, Sequence[Outcome]]:
+    """Tell classes apart, in the order they came; of many the commonest, and the rest together."""
+    counts = Counter(each.klass for each in outcomes)
+    most = len(counts) if len(counts) <= CLASSES else CLASSES - 1
+    named = {name for name, _ in counts.most_common(most)}
+    found: dict[str, list[Outcome]] = defaultdict(list)
+    for each in outcomes:
+        found[each.klass if each.klass in named else OTHERS].append(each)
+    return found
 
 
 def draw_sweep(

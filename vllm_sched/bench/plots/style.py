@@ -6,6 +6,7 @@ and Ito's, told apart by nearly everybody). An SVG keeps its text as text, in th
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -86,14 +87,22 @@ def picture(
         axes.set_ylabel(y)
         yield axes
         stem.parent.mkdir(parents=True, exist_ok=True)
-        for path in files(stem):
-            dated = {"Date": None} if path.suffix == ".svg" else {}
-            figure.savefig(path, dpi=DPI, metadata={"Creator": "vllm-sched", **dated})
+        with warnings.catch_warnings():
+            # A class may be named by signs that its font lacks: a PNG shows a box for each.
+            warnings.filterwarnings("ignore", "Glyph .* missing from")
+            for path in files(stem):
+                dated = {"Date": None} if path.suffix == ".svg" else {}
+                figure.savefig(path, dpi=DPI, metadata={"Creator": "vllm-sched", **dated})
 
 
 def files(stem: Path) -> Sequence[Path]:
     """Name the files of a picture."""
     return [stem.with_name(f"{stem.name}{suffix}") for suffix in (".svg", ".png")]
+
+
+def label(name: str) -> str:
+    """Name a line; what begins with an underscore would have no place in a legend."""
+    return f" {name}" if name.startswith("_") else name
 
 
 def legend(axes: Any, lines: int) -> None:

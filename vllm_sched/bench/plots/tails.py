@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from vllm_sched.bench.plots.style import legend, limit, looks, picture, plain_log
+from vllm_sched.bench.plots.style import label, legend, limit, looks, picture, plain_log
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -31,7 +31,7 @@ def draw_tail(
             axes.plot(
                 [max(LEAST_MS, value * 1000) for value in x],
                 y,
-                label=f"{name} ({len(ordered):,})",
+                label=label(f"{name} ({len(ordered):,})"),
                 drawstyle="steps-post",
                 markevery=0.12,
                 gid="line",

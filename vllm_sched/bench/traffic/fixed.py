@@ -5,14 +5,14 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Final
 
-from vllm_sched.bench.traffic.types import Request, Source
+from vllm_sched.bench.traffic.types import MOST_TOKENS, Request, Source
 from vllm_sched.errors import UsageError
 
 if TYPE_CHECKING:
     import random
     from collections.abc import Iterator
 
-LENGTHS: Final = re.compile(r"(\d+)x(\d+)")
+LENGTHS: Final = re.compile(r"(\d{1,9})x(\d{1,9})")
 
 
 class Fixed(Source):
@@ -25,8 +25,10 @@ class Fixed(Source):
         found = LENGTHS.fullmatch(name)
         self.name = name
         self.prompt, self.output = (int(each) for each in found.groups()) if found else (0, 0)
-        if not (self.prompt and self.output):
-            raise UsageError(f"{name}: PROMPTxOUTPUT takes two numbers of tokens, both 1 or more")
+        if not all(1 <= each <= MOST_TOKENS for each in (self.prompt, self.output)):
+            raise UsageError(
+                f"{name}: PROMPTxOUTPUT takes two numbers of tokens, each 1 to {MOST_TOKENS:,}"
+            )
 
     def requests(self, rng: random.Random) -> Iterator[Request]:
         """Repeat the one request; there is nothing to draw from `rng`."""

@@ -56,7 +56,8 @@ def among_tenants(
 ) -> Iterator[Request]:
     """Give each request to a tenant: the first sends most, the n-th an n-th of that."""
     weights = [1 / (i + 1) for i in range(tenants)]
-    steps = list(accumulate(weight / sum(weights) for weight in weights))
+    whole = sum(weights)
+    steps = list(accumulate(weight / whole for weight in weights))
     names = [f"tenant-{i + 1}" for i in range(tenants)]
     for request in requests:
         yield replace(request, tenant=names[min(tenants - 1, bisect_right(steps, rng.random()))])

@@ -24,6 +24,7 @@ DEFAULT_DURATION_S = 60.0
 AGAIN_S: Final = 0.1
 # The times of an open loop are drawn before it begins: more would take long, and memory.
 MOST_DRAWN: Final = 10_000_000
+MOST_TENANTS: Final = 1_000_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +60,13 @@ class Schedule:
                 raise UsageError(f"--{field} {value:g}: must be more than 0")
             if value == math.inf:
                 raise UsageError(f"--{field} inf: give a number; --concurrency keeps all busy")
+        for field, number, most in (
+            ("concurrency", self.concurrency, MOST_DRAWN),
+            ("num-requests", self.count, MOST_DRAWN),
+            ("tenants", self.tenants, MOST_TENANTS),
+        ):
+            if number is not None and number > most:
+                raise UsageError(f"--{field}: one run has at most {most:,}; give a smaller number")
         if self.rate is not None and self.concurrency is not None:
             raise UsageError("--request-rate and --concurrency: an open or a closed loop, not both")
         if self.burstiness is not None and self.timed:

@@ -14,7 +14,7 @@ from dataclasses import replace
 from sys import float_info
 from typing import TYPE_CHECKING, Any, Final
 
-from vllm_sched.bench.traffic.types import Piece, Request, Source
+from vllm_sched.bench.traffic.types import MOST_TOKENS, Piece, Request, Source
 from vllm_sched.errors import UsageError
 
 if TYPE_CHECKING:
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 BLOCK_TOKENS: Final = 512
-MOST_TOKENS: Final = 100_000_000  # longer than any context
 TOKENS: Final = f"a number of tokens, 1 to {MOST_TOKENS:,}"
 
 

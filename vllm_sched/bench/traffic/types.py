@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 if TYPE_CHECKING:
     import random
@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 # A text's name and how many of its first tokens are meant. Two prompts that begin with pieces of
 # the same names share those tokens: what a prefix cache can gain.
 Piece: TypeAlias = tuple[int | str, int]
+MOST_TOKENS: Final = 100_000_000  # of a prompt or an answer: longer than any context
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,18 +34,18 @@ class Request:
 
     def scaled(self, factor: float) -> Request:
         """Return it with lengths multiplied, none of them below one token."""
-        prompt = max(1, round(self.prompt_tokens * factor))
+        prompt = _scaled(self.prompt_tokens, factor)
         pieces = []
         left = prompt
         for name, tokens in self.shared:
-            pieces.append((name, min(left, max(1, round(tokens * factor)))))
+            pieces.append((name, min(left, _scaled(tokens, factor))))
             left -= pieces[-1][1]
             if not left:
                 break
         return replace(
             self,
             prompt_tokens=prompt,
-            output_tokens=max(1, round(self.output_tokens * factor)),
+            output_tokens=_scaled(self.output_tokens, factor),
             shared=tuple(pieces),
         )
 
@@ -62,6 +63,10 @@ class Request:
             pieces.append((name, min(left, tokens)))
             left -= pieces[-1][1]
         return replace(self, prompt_tokens=prompt, output_tokens=output, shared=tuple(pieces))
+
+
+def _scaled(tokens: int, factor: float) -> int:
+    return max(1, round(min(tokens * factor, MOST_TOKENS)))
 
 
 class Source(ABC):
