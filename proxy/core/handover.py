@@ -26,7 +26,7 @@ from math import inf
 from typing import TYPE_CHECKING
 
 from proxy.core import seats
-from proxy.core.holding import KV_FULL
+from proxy.core.holding import KV_FULL, more
 from proxy.core.links import Links
 from proxy.core.transfer_time import TransferTimes
 from proxy.core.types import Ask, Decision, Handover, Lease, Reason, Role
@@ -146,6 +146,10 @@ class Handing:
         """Whether a decode worker has a seat by the time that the prefill is done."""
         return self.stands or not seats.are_taken(worker, view.now, self.prefill_s)
 
+    def may_begin(self, worker: Worker, view: View) -> bool:
+        """Whether a decode worker has room now, and a seat by the time that the prefill is done."""
+        return self.is_seated(worker, view) and fits(worker, view.ask, view.now)
+
     def decision(self, worker: Worker, view: View) -> Decision:
         """Write down a hand-over to a decode worker."""
         tokens, transfer_s = self.tokens(worker, view), self.transfer_s(worker, view)
@@ -165,13 +169,13 @@ def whole_s(worker: Worker, view: View) -> float:
     return cost - worker.cached_price * worker.cached(held) if held else cost
 
 
-def fits(worker: Worker, ask: Ask) -> bool:
+def fits(worker: Worker, ask: Ask, now: float) -> bool:
     """Whether a decode worker's cache has room for a request right now, as far as is known."""
     capacity = worker.kv_capacity
     if not capacity or not worker.requests or not (held := worker.kv_held):
         return True
     need = ask.prompt_tokens + ask.expected_output * ask.samples
-    return held + need <= KV_FULL * capacity
+    return held + more(worker, now) + need <= KV_FULL * capacity
 
 
 def may_queue(worker: Worker, ask: Ask) -> bool:
@@ -237,7 +241,7 @@ def instead(
         and worker.takes(now)
         and worker.may_hold(ask)
         and not seats.are_taken(worker, now)
-        and fits(worker, ask)
+        and fits(worker, ask, now)
         and not links.is_shut(first.worker, worker, now)
         and (wait_s := worker.wait_s(now, for_long=ask.long)) + halves.transfer_s <= within_s
     ]
@@ -258,7 +262,7 @@ def refine(decision: Decision, view: View) -> Decision | None:
         return decision
     if handing.offer(worker, view, whole_s(worker, view)) is None:
         return decision
-    if not (handing.is_seated(worker, view) and fits(worker, view.ask)):
+    if not handing.may_begin(worker, view):
         return None
     return replace(handing.decision(worker, view), scores=decision.scores)
 

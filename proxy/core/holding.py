@@ -13,7 +13,9 @@ All this is belief, and the worker's own page decides. While none wait there, it
 says, what is still to be written, and what has not shown a first token yet; if that is less than
 what is charged, so much is spare. While some wait and its cache is full, each of those is taken to
 need as much as one that runs: if that is more than what is charged, what was thought to be shared
-is not. So it is learnt what part of it each has for itself all the same.
+is not. So it is learnt what part of it each has for itself all the same. Where it holds more than
+is charged though none wait, that is strangers', or of answers longer than was foreseen: so much
+less room is there for a hand-over.
 
 Cost: that of the stems, and nothing for prompts of less than 2 KB, which share none, nor where a
 worker does not tell how large its cache is. How it fails: blocks are coarse further in, and of
@@ -75,6 +77,15 @@ def give(lease: Lease) -> None:
         worker.kv_spare = max(worker.kv_spare, -stems.saved)
 
 
+def more(worker: Worker, now: float) -> int:
+    """Say how many tokens a worker's cache holds beyond what is charged, by its last page.
+
+    They are strangers', or of answers that are longer than was foreseen.
+    """
+    gauges = worker.gauges
+    return worker.kv_more if gauges is not None and now - gauges.at <= HEEDED_S else 0
+
+
 def shares(worker: Worker, ask: Ask) -> int:
     """Reckon how many tokens of a prompt a worker's cache holds for others, and need not twice."""
     prefix = ask.prefix
@@ -101,15 +112,16 @@ def _join(lease: Lease) -> None:
 
 def learn(worker: Worker, gauges: Gauges, queued: int) -> None:
     """Take what a page says of the cache, and how many wait for room there."""
-    worker.kv_spare = 0
+    worker.kv_spare = worker.kv_more = 0
     capacity = worker.kv_capacity
-    if not capacity or not gauges.kv_usage or not worker.requests:
+    if not capacity or not gauges.kv_usage:
         return
     charged, inside = worker.kv_tokens, gauges.kv_usage * capacity
     saved = worker.stems.saved
     if not queued:
         told = inside + worker.decode_tokens + worker.kv_coming
         worker.kv_spare = max(charged - int(told), 0)
+        worker.kv_more = max(int(inside) - charged, 0)
     elif gauges.kv_usage > KV_FULL:
         there = max(gauges.running + gauges.waiting, 1)
         told = inside * (1.0 + queued / max(gauges.running, 1)) * min(worker.sequences / there, 1.0)

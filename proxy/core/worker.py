@@ -68,6 +68,7 @@ class Worker:
         "kv_apart",
         "kv_capacity",
         "kv_coming",
+        "kv_more",
         "kv_spare",
         "kv_tokens",
         "long_tokens",
@@ -141,6 +142,7 @@ class Worker:
         self.kv_tokens = 0  # in its cache, or promised to be
         self.kv_coming = 0  # of those, of requests without a first token
         self.kv_spare = 0  # of them all, that it does not hold, by its own page; < 0: it holds more
+        self.kv_more = 0  # that its page shows beyond what is charged
         self.stems = Stems()  # that prompts on it begin with, and so share
         self.kv_apart = 0.0  # of what they should share, the part that is each one's own, learnt
         self.pinned = 0  # hand-overs whose blocks here nobody has fetched yet, as far as is known

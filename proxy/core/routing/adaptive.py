@@ -30,7 +30,7 @@ from __future__ import annotations
 
 from operator import attrgetter
 
-from proxy.core.handover import Handing, fits
+from proxy.core.handover import Handing
 from proxy.core.holding import KV_FULL, shares
 from proxy.core.routing.view import DECODE, WRONG, Rule, View, reason_for
 from proxy.core.types import Ask, Decision, Reason, Score
@@ -64,11 +64,12 @@ class Adaptive(Rule):
         worker = cheapest(candidates, costs, long=ask.long)
         if view.handing is not None and worker in handed:
             handing = view.handing
-            if handing.is_seated(worker, view):
+            if handing.may_begin(worker, view):
                 return self._hand_over(worker, handing, view)
-            # To a hand-over it is as good as full: whoever else there is may do it sooner.
+            # Its prefill would be done before there is anywhere to put it. So to a hand-over it is
+            # as good as full: whoever else there is may do it sooner.
             view.candidates = [
-                w for w in candidates if w not in handed or handing.is_seated(w, view)
+                w for w in candidates if w not in handed or handing.may_begin(w, view)
             ]
             return self.choose(view) if view.candidates else None
         reason = reason_for(worker, view)
@@ -80,9 +81,7 @@ class Adaptive(Rule):
         scores = tuple(score(w, view) for w in candidates) if view.explain else ()
         return Decision(worker, reason, ttft_s, scores, cached)
 
-    def _hand_over(self, worker: Worker, handing: Handing, view: View) -> Decision | None:
-        if not fits(worker, view.ask):
-            return None  # its prefill would be done before there is anywhere to put it
+    def _hand_over(self, worker: Worker, handing: Handing, view: View) -> Decision:
         decision = handing.decision(worker, view)
         if view.explain:
             decision.scores = tuple(score(w, view) for w in view.candidates)

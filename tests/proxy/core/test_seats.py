@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from proxy.core import seats
+from proxy.core import holding, seats
 from proxy.core.router import Router
-from proxy.core.types import Decision, Gauges, Lease, Outcome, Role
+from proxy.core.types import Decision, Gauges, Lease, Outcome, Reason, Role
 from proxy.core.worker import Worker
 from tests.proxy.core.making import ask, placed, router_of, spec, waits, worker_of
 
@@ -208,6 +208,60 @@ def test_so_has_one_of_which_it_said_that_it_holds_more_than_is_charged() -> Non
     here.finish(lease, 2.0, Outcome.DONE)
     [(_, lease)] = here.due(2.0)
     assert placed(lease).prefill is not None
+
+
+def spread(here: Router, now: float, usage: float) -> Worker:
+    """Let a decode worker with room for 100,000 tokens say how full it is."""
+    told = Gauges(now, 1, kv_usage=usage, kv_capacity_tokens=100_000)
+    here.fleet.set_gauges("d0", told)
+    return worker_of(here, "d0")
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_what_a_page_shows_beyond_what_is_charged_takes_room(rule: str) -> None:
+    """Be it strangers', or an answer that is longer than was foreseen."""
+    here = router(policy=rule)
+    handed(here, 1)
+    assert spread(here, 1.0, 0.8).kv_more == 80_000 - LONG - 50
+    assert placed(here.submit(ask(1000), 1.0)).prefill is not None  # there is room for that
+    ticket = waits(here.submit(ask(20_000), 1.0))
+    assert worker_of(here, "p0").requests == 1
+    assert here.due(1.5) == []
+    spread(here, 2.0, 0.6)
+    [(ended, lease)] = here.due(2.0)
+    assert (ended, placed(lease).decision.route) == (ticket, "p0>d0")
+
+
+def test_so_it_does_while_none_of_ours_is_there() -> None:
+    here = router()
+    spread(here, 1.0, 0.9)
+    handed(here, 1, 1.0)  # there may be nobody else: its engine keeps the order
+    waits(here.submit(ask(LONG), 1.0))
+
+
+def test_a_page_of_long_ago_takes_no_room() -> None:
+    here = router()
+    handed(here, 1)
+    spread(here, 1.0, 0.9)
+    waits(here.submit(ask(LONG), 1.0))
+    [(_, lease)] = here.due(1.1 + holding.HEEDED_S)
+    assert placed(lease).prefill is not None
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_where_one_is_full_by_its_page_another_takes_it(rule: str) -> None:
+    here = router("d0", "d1", policy=rule)
+    busy = handed(here, 6)
+    for lease in busy:
+        if lease.worker.name == "d0":
+            here.finish(lease, 1.0, Outcome.DONE)
+    first, second = worker_of(here, "d0"), worker_of(here, "d1")
+    here.fleet.charge(ask(10), Decision(first, Reason.ONLY_CHOICE), 1.0)
+    page(here, 1.0, 3, name="d1")
+    spread(here, 1.0, 0.9)
+    assert (first.requests, second.requests) == (1, 3)
+    for _ in range(3):
+        assert placed(here.submit(ask(LONG), 1.0)).decision.route == "p0>d1"
 
 
 # As the file says
