@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from proxy.core.breaker import LONG_AGO
 from proxy.core.elsewhere import NO_LOAD, Load, own
 from proxy.core.fleet import Fleet
 from proxy.core.types import Gauges, Outcome, Role
@@ -192,7 +193,7 @@ def test_a_trial_given_up_is_told() -> None:
     others = router.fleet.others = Noted()
     router.finish(lease, 5.1, Outcome.CLIENT_GONE)
     assert worker in others.told
-    assert worker.breaker.told()[-1] == 0.0
+    assert worker.breaker.told()[-1] == LONG_AGO
 
 
 def test_a_fleet_without_others_is_alone() -> None:
