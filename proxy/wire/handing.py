@@ -94,7 +94,7 @@ class HandOver:
     def decode(self, now: float, exchange: Exchange, answer: bytes) -> bool:
         """Have the rest decoded, with what the prefill answered; False if nobody is well enough."""
         wire, lease, request, connector = self._wire, self._lease, self._request, self._connector
-        self._leg = None
+        leg, self._leg = self._leg, None
         fields = read(answer)
         taken = self._taken = connector.taken(self._pair, fields)
         exchange.once = holds = taken.params is not None
@@ -114,6 +114,8 @@ class HandOver:
         pool = wire.pools.of(lease.worker)
         self._pair = self._pair._replace(decode=pool.side)
         late_s = decode_patience_s(lease, connector.within_s if holds else inf)
+        if leg is not None:  # as long as its answer took to come, the blocks have been kept
+            late_s -= now - leg.begun_at
         exchange.patience_s = min(late_s, answer_patience_s(lease, wire.settings.first_byte_s))
         self.late_at = now + late_s
         self._is_sent = True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import inf
 from typing import TYPE_CHECKING, Protocol
 
 from proxy.wire.response import OK
@@ -13,6 +14,8 @@ if TYPE_CHECKING:
     from proxy.wire.worker_connection import WorkerConnection
 
 MAX_ANSWER = 64 << 20  # it may repeat a long prompt's token ids
+# It is written in one go, and what it tells of is not kept for long.
+REST_S = 10.0
 
 
 class Owner(Protocol):
@@ -34,14 +37,15 @@ class Owner(Protocol):
 
 
 class PrefillLeg:
-    """One of them. Its owner hears of it, or `abandoned` does what is left to be done."""
+    """One of them. Its owner hears of it, or whoever it is left to."""
 
-    __slots__ = ("_owner", "_passes", "_pieces", "_size", "connection", "patience_s")
+    __slots__ = ("_owner", "_passes", "_pieces", "_size", "begun_at", "connection", "patience_s")
     once = False
 
     def __init__(self, owner: Owner, patience_s: float) -> None:
         self.connection: WorkerConnection | None = None
         self.patience_s = patience_s
+        self.begun_at = inf  # by then the prefill was done
         self._owner = owner
         self._pieces: list[bytes] = []
         self._size = -1  # until an answer has begun
@@ -69,6 +73,8 @@ class PrefillLeg:
         """See whether it is an answer for us."""
         if head.status == OK:
             self._size = 0
+            self.begun_at = now
+            self._hurry()
             return
         self._passes = True
         self._owner.connection = self.connection
@@ -87,6 +93,14 @@ class PrefillLeg:
         elif self._size > MAX_ANSWER and self.connection is not None:
             self.connection.drop()
             self.lost(now, Trouble.BROKEN)
+        else:
+            self._hurry()
+
+    def _hurry(self) -> None:
+        """Wait for the rest no longer than that may take."""
+        if self.connection is not None:
+            deadline = self.connection.deadline
+            self.connection.deadline = min(deadline, self.begun_at + REST_S)
 
     def late(self, now: float) -> float:  # noqa: ARG002
         """Wait no longer."""

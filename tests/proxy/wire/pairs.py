@@ -48,6 +48,11 @@ class Pairs:
         """List who was asked for what, in order."""
         return [f"{_kind(call.json())} {name}" for name, call in self._calls()]
 
+    def has_begun(self) -> bool:
+        """Whether the router has part of a prefill's answer."""
+        handings = [exchange._handing for exchange in self.site.wire.exchanges]
+        return any(each is not None and each.is_answering for each in handings)
+
     def _calls(self) -> list[tuple[str, Any]]:
         calls = [(name, call) for name, f in self.site.fakes.items() for call in f.served]
         return sorted(calls, key=lambda each: each[1].arrived)

@@ -130,7 +130,7 @@ async def outcome_of(here: Pairs, victim: FakeWorker, body: bytes, case: Case) -
     if stalls:
         await victim.got(calls + 1)
     if begins and case.role is P:
-        await eventually(lambda: begun(here))
+        await eventually(here.has_begun)
     if stalls and not (begins and case.role is D):
         here.site.skip(LONG_AGO_S)
     head = await client.head()
@@ -151,12 +151,6 @@ async def outcome_of(here: Pairs, victim: FakeWorker, body: bytes, case: Case) -
         return TORN
     assert words(answer) == expected(body)
     return WHOLE
-
-
-def begun(here: Pairs) -> bool:
-    """Whether the router has part of a prefill's answer."""
-    all_of_them = [exchange._handing for exchange in here.site.wire.exchanges]
-    return any(each is not None and each.is_answering for each in all_of_them)
 
 
 def is_torn(answer: Answer, body: bytes) -> None:

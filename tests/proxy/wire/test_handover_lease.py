@@ -18,13 +18,16 @@ from proxy.wire.patience import (
     decode_patience_s,
     more_patience_s,
 )
+from proxy.wire.prefill_leg import REST_S
 from tests.proxy.core.making import ask as ask_of
 from tests.proxy.core.making import placed, router_of, spec, worker_of
 from tests.proxy.wire import scripts
-from tests.proxy.wire.client import Answer, request
+from tests.proxy.wire.client import Answer, Client, request
 from tests.proxy.wire.conftest import Start
+from tests.proxy.wire.fake_worker import Call
 from tests.proxy.wire.kv import Faults
 from tests.proxy.wire.pairs import Pairs, chat_body, expected, pairs, words
+from tests.proxy.wire.site import eventually
 
 # Of NIXL's 30 s; with the time that four tokens may take.
 SURELY_S, TOO_LATE_S = 15.0, 26.5
@@ -55,6 +58,54 @@ async def test_somebody_else_computes_it_whole(start: Start, stream: bool) -> No
     assert here.site.metrics.handovers.ends["late_failed"] == 1
     assert "decode_failed" not in here.site.metrics.handovers.ends
     assert here.site.worker(victim).breaker.spotless  # it may have been the transfer
+
+
+async def half(here: Pairs, body: bytes, rest: asyncio.Event) -> Client:
+    """Ask, and let half of the prefill's answer come; the rest when it is said."""
+    fake = here.victim(Role.PREFILL, body)
+    usual = fake.script_for
+
+    async def in_two(call: Call) -> None:
+        send = call.send
+
+        async def sends(data: bytes) -> None:
+            await send(data[: len(data) // 2])
+            await rest.wait()
+            await send(data[len(data) // 2 :])
+
+        call.send = sends  # type: ignore[method-assign]
+        await usual(call)(call)
+
+    fake.then(in_two)
+    client = await here.site.client()
+    await client.send(request(body))
+    await eventually(here.has_begun)
+    return client
+
+
+async def test_half_an_answer_of_a_prefill_is_not_waited_for(start: Start) -> None:
+    here = await pairs(start)
+    body = chat_body(stream=True)
+    client = await half(here, body, asyncio.Event())
+    here.site.skip(REST_S + 1.0)
+    assert words(await client.answer()) == expected(body)
+    await here.settled(left=1)
+
+
+async def test_the_time_it_took_to_come_is_not_left_for_the_transfer(start: Start) -> None:
+    here = await pairs(start)
+    body, rest = chat_body(stream=True), asyncio.Event()
+    victim = here.victim(Role.DECODE, body)
+    here.kv.wrong(victim.name, Faults(before=scripts.stall))
+    client = await half(here, body, rest)
+    here.site.skip(REST_S - 1.0)
+    rest.set()
+    await victim.got(1)
+    here.site.skip(TOO_LATE_S - REST_S)
+    assert words(await client.answer()) == expected(body)
+    await here.settled()
+    assert here.kv.ends() == ["released"]
+    assert here.site.metrics.handovers.ends["late_failed"] == 1
 
 
 async def test_before_that_it_is_left_alone(start: Start) -> None:

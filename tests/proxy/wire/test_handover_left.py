@@ -22,7 +22,6 @@ from tests.proxy.wire.fake_worker import Call, Script
 from tests.proxy.wire.kv import Faults
 from tests.proxy.wire.pairs import ask, chat_body, expected, pairs, words
 from tests.proxy.wire.site import Fake, eventually
-from tests.proxy.wire.test_handover_faults import begun
 
 WAYS = ["close", "reset"]
 
@@ -74,7 +73,7 @@ async def test_while_the_prefill_answers(start: Start, way: str, pieces: int) ->
     fake.then(slowly)
     client = await here.site.client()
     await client.send(request(chat_body()))
-    await eventually(lambda: begun(here))
+    await eventually(here.has_begun)
     await leave(client, way)
     await eventually(lambda: not here.site.wire.exchanges)
     assert here.kv.ends() == [""]

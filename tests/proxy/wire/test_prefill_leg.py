@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import inf
 from typing import cast
 
 import pytest
@@ -36,6 +37,7 @@ class Connection:
     """One that can be dropped."""
 
     dropped = False
+    deadline = inf
 
     def drop(self) -> None:
         self.dropped = True
@@ -92,6 +94,17 @@ def test_an_answer_without_end_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     leg.received(1.1, b"x" * 11, ended=False)
     assert owner.heard == [(1.1, Trouble.BROKEN)]
     assert connection.dropped
+
+
+def test_what_is_missing_of_an_answer_is_not_waited_for_as_long_as_for_one() -> None:
+    leg, connection = leg_of(Owner())
+    connection.deadline = 9.0
+    leg.begun(1.0, head(200))
+    assert connection.deadline == 9.0
+    for at in (1.1, 8.0):
+        connection.deadline = at + 300.0  # as after a piece of any answer
+        leg.received(at, b"x", ended=False)
+        assert connection.deadline == 1.0 + module.REST_S
 
 
 def test_the_rest_may_be_somebody_elses() -> None:
