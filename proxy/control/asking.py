@@ -69,8 +69,10 @@ class Asker:
                 return answer
         self.close()
         host, port = self._where
-        _, self._line = await connect(lambda: Line(tls), host, port, tls)
-        answer = await self._line.ask(request, most)
+        # Known before it is made: whoever gives up has to close it, however far it has come.
+        self._line = line = Line(tls)
+        await connect(lambda: line, host, port, tls)
+        answer = await line.ask(request, most)
         if answer is None:
             raise AnswerError("it closed the connection instead of answering")
         return answer

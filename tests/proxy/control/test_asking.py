@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import socket
+import ssl
 import subprocess
 import sys
+import threading
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, closing
+from contextlib import asynccontextmanager, closing, suppress
 from pathlib import Path
 
 import pytest
-import uvloop
 
 from proxy.config import WorkerTlsConfig
 from proxy.control.asking import AnswerError, Asker
@@ -18,13 +20,9 @@ from proxy.control.tls import server_context
 from tests.proxy.certificates import Authority
 from tests.proxy.wire.fake_worker import FakeWorker
 
-MOST = 1 << 20
+ON = ("uvloop",)  # as the router
+MOST, DEADLINE_S = 1 << 20, 20.0
 GOOD = b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nhello"
-
-
-def pytest_asyncio_loop_factories() -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
-    """Run on what the router runs on."""
-    return {"uvloop": uvloop.new_event_loop}
 
 
 class Server:
@@ -198,6 +196,69 @@ async def test_over_tls_and_with_new_files_over_a_new_connection(tmp_path: Path)
             await stranger.get("/health", MOST)
     finally:
         await worker.stop()
+
+
+def answers_hello(listening: socket.socket, shown: ssl.SSLContext, told: threading.Event) -> None:
+    """Be a server as far as what a client's last word of a handshake answers; wait for the end."""
+    connection, _ = listening.accept()
+    with connection:
+        connection.settimeout(DEADLINE_S)
+        came, said = ssl.MemoryBIO(), ssl.MemoryBIO()
+        tls = shown.wrap_bio(came, said, server_side=True)
+        while not said.pending:
+            came.write(connection.recv(1 << 16))
+            with suppress(ssl.SSLWantReadError):
+                tls.do_handshake()
+        connection.sendall(said.read())
+        told.set()
+        while connection.recv(1 << 16):
+            pass
+
+
+class Holds(asyncio.Protocol):
+    """Keeps the loop from going on, once it is connected, until something is so."""
+
+    def __init__(self, until: Callable[[], None]) -> None:
+        self.until = until
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.until()
+        transport.close()
+
+
+async def test_who_gives_up_as_tls_is_agreed_on_leaves_nothing_to_be_written(
+    tmp_path: Path,
+) -> None:
+    """A busy loop connects, and reads what answers its hello, before it goes on: it is too late.
+
+    uvloop closes the connection then, and would write the last word of the handshake to it.
+    """
+    authority = Authority(tmp_path / "certificates")
+    shown, told = server_context(authority.port("worker", host="127.0.0.1")), threading.Event()
+    wrong: list[object] = []
+    loop = asyncio.get_running_loop()
+    loop.set_exception_handler(lambda _, context: wrong.append(context))
+    with (
+        socket.create_server(("127.0.0.1", 0)) as worker,
+        socket.create_server(("127.0.0.1", 0)) as other,
+    ):
+        serving = threading.Thread(target=answers_hello, args=(worker, shown, told), daemon=True)
+        serving.start()
+        url = f"https://127.0.0.1:{worker.getsockname()[1]}"
+        with closing(Asker(url, None, authority.meeting())) as asker:
+            asking = asyncio.create_task(asker.get("/health", MOST))
+
+            def give_up() -> None:
+                assert told.wait(DEADLINE_S)
+                asking.cancel()
+
+            await asyncio.sleep(0)  # it asks first
+            await loop.create_connection(lambda: Holds(give_up), *other.getsockname())
+            with pytest.raises(asyncio.CancelledError):
+                await asking
+            await asyncio.to_thread(serving.join, DEADLINE_S)
+            assert not serving.is_alive()
+    assert wrong == []
 
 
 def test_a_router_reads_in_no_client_library() -> None:

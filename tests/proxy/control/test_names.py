@@ -6,12 +6,11 @@ import asyncio
 import errno
 import socket
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import closing, suppress
 from pathlib import Path
 
 import pytest
-import uvloop
 
 from proxy.control import names
 from proxy.control.asking import Asker
@@ -23,14 +22,10 @@ from tests.proxy.wire.client import chat
 from tests.proxy.wire.fake_worker import FakeWorker
 from tests.proxy.wire.site import Fake, Site, eventually, spec_of
 
+ON = ("asyncio", "uvloop")  # which has look-ups and connections of its own
 MOST = 1 << 20
 NO_SUCH_NAME = socket.gaierror(socket.EAI_NONAME, "Name or service not known")
 NO_ANSWER = socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution")
-
-
-def pytest_asyncio_loop_factories() -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
-    """Run on either: uvloop has look-ups and connections of its own."""
-    return {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}
 
 
 class Resolver:

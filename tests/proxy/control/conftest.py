@@ -1,0 +1,20 @@
+"""On which event loops these tests run."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import pytest
+import uvloop
+
+LOOPS = {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}
+
+
+def pytest_asyncio_loop_factories(
+    item: pytest.Item,
+) -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
+    """Run on those that the module names: to pytest a hook of its own would be no hook."""
+    module = item.getparent(pytest.Module)
+    names = getattr(module and module.obj, "ON", ("asyncio",))
+    return {name: LOOPS[name] for name in names}
