@@ -10,9 +10,12 @@ import asyncio
 import select
 import socket
 import struct
+from array import array
 from collections.abc import Callable
+from fcntl import ioctl
 from functools import partial
 from math import inf
+from termios import TIOCOUTQ
 from typing import TYPE_CHECKING, cast
 
 from proxy.core import refusals
@@ -43,11 +46,13 @@ class ClientConnection(asyncio.Protocol):
         "_ahead",
         "_exchange",
         "_last_words",
+        "_leave_by",
         "_leaving",
         "_reader",
         "_reading_paused",
         "_taking",
         "_transport",
+        "_unsent",
         "_waits_for",
         "_wire",
         "deadline",
@@ -71,6 +76,8 @@ class ClientConnection(asyncio.Protocol):
         self._exchange: Conversation | None = None
         self._last_words: Refusal | None = None  # to say once what came before is answered
         self._leaving = False
+        self._leave_by = -inf  # however much of the last answer it has by then
+        self._unsent = True  # as far as was seen since it was to leave
         self._taking = False
         self._reading_paused = False
         self._ahead = 0
@@ -101,8 +108,9 @@ class ClientConnection(asyncio.Protocol):
             self._read_no_more()
 
     def eof_received(self) -> None:
-        """Take the client for gone; the transport closes itself."""
+        """Take the client for gone; the transport closes itself, once it has nothing to send."""
         self._gone()
+        self._bear_with(self._wire.clock())
 
     def connection_lost(self, error: Exception | None) -> None:  # noqa: ARG002
         """Drop what was done for the client."""
@@ -160,7 +168,7 @@ class ClientConnection(asyncio.Protocol):
         """Close, once everything written is sent."""
         self._leaving = True
         self._reader.drop()
-        self.deadline = now + self._wire.settings.idle_s
+        self._bear_with(now)
         self._wire.outbox.flush()
         self._transport.close()
 
@@ -178,13 +186,33 @@ class ClientConnection(asyncio.Protocol):
 
     def expire(self, now: float) -> None:
         """Act on a deadline that has passed."""
-        if self._leaving or self._exchange is not None or not self.writable:
+        if self._still_takes(now):
+            self.deadline = now + self._wire.settings.linger_s
+        elif self._leaving or self._exchange is not None or not self.writable:
             self._gone()
             self._transport.abort()
         elif self._reader.state is Reading.NOTHING:
             self.leave(now)
         else:
             self._part(now, Refusal(408, Reason.BAD_REQUEST, "the request took too long to come"))
+
+    def _bear_with(self, now: float) -> None:
+        """Let a client that is to leave take what it was sent, for as long as it does."""
+        self._leave_by = self.deadline = now + self._wire.settings.idle_s
+        if self._wire.tls is not None:
+            self.deadline = now  # for a look
+
+    def _still_takes(self, now: float) -> bool:
+        """Whether a client that is to leave has yet to take something, as far as is known.
+
+        TLS waits for its word that it has heard of the end; one that keeps a connection for later
+        does not look at it, and says nothing. Two looks: in between the kernel is given what the
+        loop still had.
+        """
+        if now >= self._leave_by:
+            return False
+        before, self._unsent = self._unsent, unsent(self._transport) > 0
+        return before or self._unsent
 
     def look(self) -> None:
         """See whether a client has left that we don't read from: nobody else would tell us."""
@@ -300,3 +328,15 @@ class ClientConnection(asyncio.Protocol):
         exchange, self._exchange = self._exchange, None
         if exchange is not None:
             exchange.gone(self._wire.clock())
+
+
+def unsent(transport: asyncio.Transport) -> int:
+    """Count the bytes that the other side has not taken; one of what is not known."""
+    raw, size = transport.get_extra_info("socket"), array("i", [0])
+    if raw is None or raw.fileno() < 0:
+        return 1
+    try:
+        ioctl(raw.fileno(), TIOCOUTQ, size)
+    except OSError:  # not on every system
+        return 1
+    return size[0] + transport.get_write_buffer_size()

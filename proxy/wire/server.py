@@ -120,10 +120,19 @@ class Wire:
             self._ring(SWEEP_S)
 
     def _tls(self) -> dict[str, Any]:
-        """Say how connections are encrypted; a handshake takes no longer than a head may."""
+        """Say how connections are encrypted.
+
+        A handshake takes no longer than a head may, and an end no longer than a client may take to
+        read: before that clients are looked after.
+        """
         if self.tls is None:
             return {}
-        return {"ssl": self.tls, "ssl_handshake_timeout": self.settings.client_header_s}
+        settings = self.settings
+        return {
+            "ssl": self.tls,
+            "ssl_handshake_timeout": settings.client_header_s,
+            "ssl_shutdown_timeout": settings.idle_s,
+        }
 
     async def drain(self, deadline_s: float) -> None:
         """Take nothing new, let the old finish until the deadline, then close.

@@ -6,6 +6,7 @@ Cancels that never reach the engine are the complaint about every peer.
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import Callable
 from typing import Any
 
@@ -93,6 +94,27 @@ async def test_while_tokens_keep_coming(site: Site, leave: Callable[[Client], No
     leave(client)
     await lost(await site.fake.got())
     await site.settled()
+
+
+async def test_who_takes_nothing_more_is_not_waited_for_without_end(start: Start) -> None:
+    """It closes its half; what lies here of its answer is less than would have its worker wait."""
+    site = await start()
+    go = asyncio.Event()
+    site.fake.then(scripts.gated(go, scripts.stream(1, text="x" * 60_000, end="stall")))
+    client = await site.client(limit=1024, rcvbuf=4096)
+    await client.send(chat(stream=True))
+    call = await site.fake.got()
+    [theirs] = site.wire.clients
+    raw = theirs._transport.get_extra_info("socket")
+    raw.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    go.set()
+    await eventually(lambda: theirs._transport.get_write_buffer_size() > 0)
+    assert theirs.writable
+    client.half_close()
+    await lost(call)
+    assert site.wire.clients == {theirs}
+    site.skip(site.wire.settings.idle_s + 1.0)
+    await eventually(lambda: not site.wire.clients)
 
 
 async def test_in_the_middle_of_a_body_without_events(

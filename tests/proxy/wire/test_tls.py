@@ -8,6 +8,7 @@ import socket
 import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -305,6 +306,59 @@ async def test_a_drain_ends_connections(begin: Begin, authority: Authority) -> N
     await site.wire.drain(1.0)
     async with asyncio.timeout(DEADLINE_S):
         assert await client.reader.read() == b""
+
+
+async def kept(site: Site, authority: Authority, data: bytes) -> ssl.SSLSocket:
+    """Ask as a client of threads does, which looks at its connection when it reads alone."""
+
+    def ask() -> ssl.SSLSocket:
+        raw = socket.socket()
+        raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        raw.settimeout(DEADLINE_S)
+        raw.connect(("127.0.0.1", site.port))
+        client = authority.client().wrap_socket(raw, server_hostname="127.0.0.1")
+        client.sendall(data)
+        return client
+
+    return await asyncio.to_thread(ask)
+
+
+async def test_a_drain_waits_for_no_word_of_who_has_it_all(
+    begin: Begin, authority: Authority
+) -> None:
+    site = await begin(wire={"linger_s": 0.1})
+    with await kept(site, authority, get("/health")) as client:
+        assert (await asyncio.to_thread(client.recv, 1 << 16)).startswith(b"HTTP/1.1 200")
+        async with asyncio.timeout(DEADLINE_S):
+            await site.wire.drain(3600.0)
+        assert not site.wire.clients
+
+
+async def test_who_has_yet_to_read_the_end_of_an_answer_is_given_time(
+    begin: Begin, authority: Authority
+) -> None:
+    site = await begin(wire={"linger_s": 0.1})
+    go, content = asyncio.Event(), b"x" * 60_000
+    site.fake.always(scripts.gated(go, scripts.answer(200, content)))
+    with await kept(site, authority, chat("hi", b"Connection: close")) as client:
+        await site.fake.got()
+        (theirs,) = site.wire.clients
+        raw = theirs._transport.get_extra_info("socket")
+        raw.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        go.set()
+        await eventually(lambda: theirs._leaving)
+        for _ in range(5):  # looks
+            theirs.deadline = -inf
+            await eventually(lambda: theirs.deadline > 0)
+        assert site.wire.clients == {theirs}
+        pieces = [piece async for piece in pieces_of(client)]
+        assert b"".join(pieces).endswith(b"\r\n\r\n" + content)
+
+
+async def pieces_of(client: ssl.SSLSocket) -> AsyncIterator[bytes]:
+    """Read to the end."""
+    while piece := await asyncio.to_thread(client.recv, 1 << 16):
+        yield piece
 
 
 async def test_a_plain_fleet_knows_nothing_of_it(start: Start) -> None:
