@@ -20,6 +20,7 @@ from array import array
 from collections.abc import MutableSequence
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Protocol
 
 MINUTE = 60.0
 CELLS = 2  # that one tenant's ledger takes
@@ -102,14 +103,25 @@ class Bucket:
         return self.per_minute, max(int(self.left(now)), 0), self.reset_s(now)
 
 
+class Others(Protocol):
+    """Other processes, which count for the same limit."""
+
+    def running(self) -> int:
+        """Say how many they have in flight at this moment."""
+
+    def told(self, running: int) -> None:
+        """Hear how many this one has."""
+
+
 class Ledger:
     """What one tenant has taken, and has in flight."""
 
-    __slots__ = ("_cells", "_limits", "_requests", "_tokens", "elsewhere", "running")
+    __slots__ = ("_cells", "_limits", "_requests", "_tokens", "elsewhere", "others", "running")
 
     def __init__(self, limits: Limits, cells: MutableSequence[float] | None = None) -> None:
         self.running = 0  # in flight and waiting, in this process
         self.elsewhere = 0  # the same in others, as far as they have told
+        self.others: Others | None = None
         self._cells = array("d", [0.0] * CELLS) if cells is None else cells
         self.limit(limits)
 
@@ -136,8 +148,11 @@ class Ledger:
         if (breach := self.too_long(prompt)) is not None:
             return breach
         most = self._limits.concurrency
-        if most is not None and self.running + self.elsewhere >= most:
-            return self._breach(now, Limit.CONCURRENCY, most, AGAIN_S)
+        if most is not None:
+            if self.others is not None:  # at once: of a crowd each process has a part
+                self.elsewhere = self.others.running()
+            if self.running + self.elsewhere >= most:
+                return self._breach(now, Limit.CONCURRENCY, most, AGAIN_S)
         # Both are asked before either is taken from.
         if requests is not None and (wait := requests.wait_s(now, 1)) > 0:
             return self._breach(now, Limit.REQUESTS, requests.per_minute, wait)
@@ -145,8 +160,13 @@ class Ledger:
             return self._breach(now, Limit.TOKENS, bucket.per_minute, wait)
         if requests is not None:
             requests.charge(now, 1)
-        self.running += 1
+        self._count(1)
         return None
+
+    def _count(self, more: int) -> None:
+        self.running += more
+        if self.others is not None and self._limits.concurrency is not None:
+            self.others.told(self.running)
 
     def too_long(self, prompt: int) -> Breach | None:
         """Say whether a prompt that has at least so many tokens may have as many."""
@@ -167,12 +187,12 @@ class Ledger:
 
     def enter_again(self, now: float, tokens: int) -> None:
         """Let one in that was in before: another worker is to try."""
-        self.running += 1
+        self._count(1)
         if self._tokens is not None:
             self._tokens.charge(now, tokens)
 
     def leave(self, now: float, taken: int, used: int) -> None:
         """Let one out: of the tokens taken for it, so many were used."""
-        self.running -= 1
+        self._count(-1)
         if self._tokens is not None and taken != used:
             self._tokens.charge(now, used - taken)

@@ -283,6 +283,17 @@ class Sheet:
         a, b, c, d, e, f = served
         return Taken(running, waits, (a, b, c), (d, e, f))
 
+    def write_running(self, row: int, running: int) -> None:
+        """Say how many requests a tenant has in flight here."""
+        place = self._tenants + row * TENANT_WORDS * WORD
+        _store(self._memory, place, ONE_COUNT.pack(running))
+
+    def read_running(self, row: int) -> int:
+        """Read that."""
+        place = self._tenants + row * TENANT_WORDS * WORD
+        running: int = ONE_COUNT.unpack_from(self._memory, place)[0]
+        return running
+
     def write_idle(self, row: int) -> None:
         """Say that a tenant has nothing here any more, and leave what it was served."""
         place = self._tenants + row * TENANT_WORDS * WORD

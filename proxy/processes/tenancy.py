@@ -1,7 +1,8 @@
 """Tenants' limits and shares, for all processes together.
 
 What a tenant has taken of its limits per minute lies in memory that all write. What it has in
-flight each process counts for itself, and adds what the others say.
+flight each process counts for itself, and adds what the others say; where that is limited, it is
+said and read at once, and not at the end of a turn as all else is.
 
 Where it stands among others is the same number in all processes, as far as they have told: what
 each has charged it, added up, and the most that it was lifted by in any. Both stay in the table
@@ -12,7 +13,7 @@ Who comes back is lifted to the least of those that wait in any process.
 from __future__ import annotations
 
 import logging
-from collections.abc import MutableSequence
+from collections.abc import MutableSequence, Sequence
 from typing import TYPE_CHECKING, cast
 
 from xxhash import xxh3_64_intdigest
@@ -49,6 +50,23 @@ class Peer:
             self.life = life
             return None
         return rows
+
+
+class Flights:
+    """What a tenant has in flight, told and read at once: see `Others` of limits."""
+
+    def __init__(self, row: int, own: Sheet, theirs: Sequence[Sheet]) -> None:
+        self._row = row
+        self._own = own
+        self._theirs = theirs
+
+    def running(self) -> int:
+        """Say how many other processes have at this moment."""
+        return sum(sheet.read_running(self._row) for sheet in self._theirs)
+
+    def told(self, running: int) -> None:
+        """Say how many this one has."""
+        self._own.write_running(self._row, running)
 
 
 class Tenancy:
@@ -150,6 +168,7 @@ class Tenancy:
         for tenant in self._rows.keys() - rows.keys():
             del self._told[tenant], self._theirs[tenant]
             tenant.watches.discard(self._watch)
+            tenant.ledger.others = None
             self._turns.waits_elsewhere(tenant, 0)
         self._rows = rows
         self._tenant_of = {row: tenant for tenant, row in rows.items()}
@@ -158,6 +177,8 @@ class Tenancy:
         """Take up the books of a tenant, where it or a process was gone for a while."""
         cells = self._table.tenant_cells(row)
         tenant.ledger.share(cast("MutableSequence[float]", cells))
+        theirs = [peer.sheet for peer in self._peers]
+        tenant.ledger.others = Flights(row, self._sheet, theirs)
         before = self._sheet.read_taken(row)
         for rank, share in enumerate(before.charged):
             tenant.charged[rank] += share

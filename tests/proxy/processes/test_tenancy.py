@@ -58,6 +58,38 @@ def test_what_is_in_flight_counts_everywhere(crews: Crews) -> None:
     assert refused(submit(crew, 1)).status == 429
 
 
+def test_a_crowd_that_comes_to_all_at_once_is_counted_as_one(crews: Crews) -> None:
+    """No turn ends, and nobody looks, while it does."""
+    crew = opened(crews, TenantSpec("t", limits=Limits(concurrency=3)))
+    crew.look()
+    answers = []
+    for index in (0, 1, 0, 1, 0, 1):
+        asked = ask(100, 50)
+        asked.tenant, asked.rank = tenant(crew, index), Rank.STANDARD
+        answers.append(crew.routers[index].submit(asked, crew.now))
+    assert [type(answer) for answer in answers] == [Lease] * 3 + [Refusal] * 3
+    crew.routers[1].finish(placed(answers[1]), crew.now, Outcome.DONE)
+    asked = ask(100, 50)
+    asked.tenant, asked.rank = tenant(crew, 0), Rank.STANDARD
+    placed(crew.routers[0].submit(asked, crew.now))
+
+
+def test_who_leaves_says_no_more_of_who_comes_after_it_by_the_same_name(crews: Crews) -> None:
+    specs = [TenantSpec("t", limits=Limits(concurrency=3))]
+    crew = opened(crews, *specs)
+    lease = placed(submit(crew, 0))
+    for present in ([], specs):
+        for router in crew.routers:
+            router.tenants.replace(present, {})
+        crew.now += 1.0
+        crew.look()
+    placed(submit(crew, 0))
+    placed(submit(crew, 0))
+    crew.routers[0].finish(lease, crew.now, Outcome.DONE)  # the first one's
+    placed(submit(crew, 1))
+    assert refused(submit(crew, 1)).status == 429
+
+
 def test_requests_per_minute_are_counted_together(crews: Crews) -> None:
     crew = opened(crews, TenantSpec("t", limits=Limits(requests_per_minute=6)))
     answers = [submit(crew, n % 2) for n in range(8)]
