@@ -104,6 +104,7 @@ class Visit:
         self._task: asyncio.Task[None] | None = None
         self._began = 0.0
         self._held = 0  # bytes of the body, which lie in memory until the store has them
+        self._sent = 0  # bytes
         self._part: str | None = None  # of what is held, in which they are counted
 
     def start(self, now: float) -> None:
@@ -167,12 +168,13 @@ class Visit:
     def cut(self, now: float) -> None:
         """End it, because the router does."""
         self._stop()
-        self._count(503, Reason.DRAINING)
         if self._begun:
+            self._count(503, Reason.DRAINING)
             self._client.break_off()
-        else:
-            self._client.write(refuse(refusals.draining(), self._request, keep_alive=False))
-            self._client.done(now, keep_alive=False)
+            return
+        self._write(refuse(refusals.draining(), self._request, keep_alive=False))
+        self._count(503, Reason.DRAINING)
+        self._client.done(now, keep_alive=False)
 
     def _stop(self) -> None:
         if self._task is not None:
@@ -202,8 +204,7 @@ class Visit:
             self._refuse(SaidNoError(500, message).refusal)
         else:
             if body is not None:
-                self._count(200)
-                self._end(answer(200, body, headers=self._headers, keep_alive=self._keeps))
+                self._end(200, answer(200, body, headers=self._headers, keep_alive=self._keeps))
 
     @property
     def _keeps(self) -> bool:
@@ -215,22 +216,27 @@ class Visit:
 
     def _count(self, status: int, reason: Reason = Reason.OWN) -> None:
         noun = FILES if self._request.head.path.startswith(UPLOADS) else BATCHES
-        self._desk.wire.answered(noun.name, status, reason, self._request, self._began)
+        wire = self._desk.wire
+        wire.answered(noun.name, status, reason, self._request, self._began, self._sent)
 
     def _refuse(self, refusal: Refusal) -> None:
-        self._count(refusal.status, refusal.reason)
         if self._begun:
+            self._count(refusal.status, refusal.reason)
             self._over()
             self._client.break_off()
             return
-        self._end(refuse(refusal, self._request, keep_alive=self._keeps))
+        data = refuse(refusal, self._request, keep_alive=self._keeps)
+        self._end(refusal.status, data, refusal.reason)
 
-    def _end(self, data: bytes = b"") -> None:
-        wire = self._desk.wire
+    def _end(self, status: int, data: bytes, reason: Reason = Reason.OWN) -> None:
         self._over()
-        if data:
-            self._client.write(data)
-        self._client.done(wire.clock(), keep_alive=self._keeps)
+        self._write(data)
+        self._count(status, reason)
+        self._client.done(self._desk.wire.clock(), keep_alive=self._keeps)
+
+    def _write(self, data: bytes) -> None:
+        self._sent += len(data)
+        self._client.write(data)
 
     async def _do(self) -> bytes | None:
         """Do what is asked; returns the answer's body, None where it is written already."""
@@ -327,7 +333,7 @@ class Visit:
             if not self._begun:
                 self._begun = True
                 piece = b"".join((*head, piece))
-            self._client.write(piece)
+            self._write(piece)
             if not self._client.writable:
                 self._flows.clear()
             await self._flows.wait()

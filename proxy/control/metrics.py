@@ -154,9 +154,9 @@ class Metrics:
 
         `worker` and `pool` (its role) are `none` if it was refused, `size` (its class) if it was
         never read. `ttft_s`, from its arrival, is None where no first token was seen; the
-        prediction was made when it was placed, and counts only beside a real one. `tpot_s` is the
-        mean time between its tokens, None where there were not two. `stream` is None where nothing
-        was to be computed; `leg` is another worker and pool than these that a client waited for.
+        prediction, counted from there too, counts only beside a real one. `tpot_s` is the mean
+        time between its tokens, None where there were not two. `stream` is None where nothing was
+        to be computed; `leg` is another worker and pool than these that a client waited for.
         """
         key = route, model, worker, pool, reason, status, size
         series = self.requests.get(key) or self._series(key)
@@ -166,7 +166,7 @@ class Metrics:
         if ttft_s is not None:
             series.ttft.observe(ttft_s)
             if predicted_ttft_s is not None:
-                series.predicted.observe(queue_s + predicted_ttft_s)
+                series.predicted.observe(predicted_ttft_s)
             if tpot_s is not None:
                 series.tpot.observe(tpot_s)
         elif stream is not None:

@@ -271,8 +271,9 @@ class ClientConnection(asyncio.Protocol):
             self.write(local_answer(wire, request, keep_alive=keep_alive))
         else:
             refusal = head.refusal or refusals.draining()
-            wire.refused(refusal, request)
-            self.write(refuse(refusal, request, keep_alive=keep_alive))
+            answer = refuse(refusal, request, keep_alive=keep_alive)
+            wire.refused(refusal, answer, request)
+            self.write(answer)
         self.done(now, keep_alive=keep_alive)
 
     def _read_no_more(self) -> None:
@@ -312,11 +313,12 @@ class ClientConnection(asyncio.Protocol):
     def _part(self, now: float, refusal: Refusal) -> None:
         """Say why, and close; listen a little longer, or the answer may be lost to a reset."""
         self._leaving = True
-        self._wire.refused(refusal)
         request_id = self._reader.request_id or self._wire.new_id()
+        answer = refuse(refusal, None, keep_alive=False, request_id=request_id)
+        self._wire.refused(refusal, answer)
         self._reader.drop()
         self._read_on()
-        self.write(refuse(refusal, None, keep_alive=False, request_id=request_id))
+        self.write(answer)
         self.deadline = now + self._wire.settings.linger_s
         self._wire.outbox.flush()
         if self._transport.can_write_eof():  # there is no half of TLS to close

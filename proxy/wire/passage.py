@@ -11,7 +11,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from proxy.wire.sse import USAGE
+from proxy.wire.sse import USAGE, tokens_in
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from proxy.core.types import Lease
     from proxy.wire.record import Record
 
-END, CHUNK_END = b"\n\n", b"\n\n\r\n"
+CHUNK_END = b"\n\n\r\n"
 MOST_DIGITS = 4
 
 
@@ -38,7 +38,16 @@ def size_line(length: int) -> bytes:
 class Passage:
     """The way of one stream's pieces, from its first token on."""
 
-    __slots__ = ("_keep", "_lease", "_metrics", "_record", "_recounts", "_router", "_write")
+    __slots__ = (
+        "_keep",
+        "_lease",
+        "_metrics",
+        "_named",
+        "_record",
+        "_recounts",
+        "_router",
+        "_write",
+    )
 
     def __init__(
         self,
@@ -48,7 +57,9 @@ class Passage:
         record: Record,
         keep: Callable[[bytes], None],
         write: Callable[[bytes], None],
+        *,
         recounts: bool,
+        named: bool,
     ) -> None:
         self._router = router
         self._lease = lease
@@ -57,6 +68,7 @@ class Passage:
         self._keep = keep  # for its usage
         self._write = write
         self._recounts = recounts  # whether its usage is not to pass as it is
+        self._named = named  # whether its events have types
 
     def take(self, now: float, data: bytes) -> bool:
         """Pass on what was read; False if it is not for here."""
@@ -66,10 +78,10 @@ class Passage:
         if self._recounts and USAGE in data:
             return False
         self._keep(data)
-        tokens = data.count(END)
-        self._router.tokens(self._lease, tokens)
         record = self._record
-        record.saw_tokens(now, self._metrics, tokens)
+        if tokens := tokens_in(data, named=self._named):
+            self._router.tokens(self._lease, tokens)
+            record.saw_tokens(now, self._metrics, tokens)
         record.sent_bytes += len(data)
         self._write(data)
         return True

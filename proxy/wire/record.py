@@ -120,6 +120,9 @@ class Record:
         if decision is not None:
             worker, pool = decision.worker.name, decision.worker.role
             predicted = decision.predicted_ttft_s
+            if predicted is not None and self.placed_at is not None:
+                # What had passed by then, its wait or a leg that failed, is in the real one too.
+                predicted += self.placed_at - self.started
             if decision.handover is not None and self.prefilled_at is None:
                 prefill = decision.handover.prefill
                 leg = prefill.name, prefill.role

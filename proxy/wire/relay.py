@@ -331,9 +331,16 @@ class Exchange:
         if connection is None or lease is None or stream is None:
             return
         if (passage := self._passage) is None:
-            keep, write, recounts = stream.keep, self._client.write, answering.recounts
-            passage = Passage(wire.router, lease, wire.metrics, self.record, keep, write, recounts)
-            self._passage = passage
+            passage = self._passage = Passage(
+                wire.router,
+                lease,
+                wire.metrics,
+                self.record,
+                stream.keep,
+                self._client.write,
+                recounts=answering.recounts,
+                named=stream.named,
+            )
         connection.open_passage(passage)
 
     def _failed_first(self, now: float) -> bool:
@@ -518,6 +525,7 @@ class Exchange:
 
     def _break_off(self, now: float, last_words: bytes | None) -> None:
         """End an answer that will never be whole, so that it can be seen."""
+        self.record.sent_bytes += len(last_words or b"")
         self._books(now, BAD_GATEWAY)
         if last_words is None:
             self._client.break_off()
@@ -528,8 +536,10 @@ class Exchange:
 
     def _refuse(self, now: float, refusal: Refusal) -> None:
         keep_alive = self._request.head.keep_alive and not self._wire.draining
+        answer = refuse(refusal, self._request, keep_alive=keep_alive)
+        self.record.sent_bytes += len(answer)
         self._books(now, refusal.status, refusal.reason)
-        self._client.write(refuse(refusal, self._request, keep_alive=keep_alive))
+        self._client.write(answer)
         self._client.done(now, keep_alive=keep_alive)
 
     def pause(self) -> None:

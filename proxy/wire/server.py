@@ -239,19 +239,26 @@ class Wire:
                 self.metrics.connects_failed,
             )
 
-    def refused(self, refusal: Refusal, request: Request | None = None) -> None:
+    def refused(self, refusal: Refusal, answer: bytes, request: Request | None = None) -> None:
         """Count a request that came to nothing before it was read."""
-        self.answered(NONE, refusal.status, refusal.reason, request, self.clock())
+        now, sent = self.clock(), len(answer)
+        self.answered(NONE, refusal.status, refusal.reason, request, now, sent)
 
     def answered(
-        self, route: str, status: int, reason: Reason, request: Request | None, began: float
+        self,
+        route: str,
+        status: int,
+        reason: Reason,
+        request: Request | None,
+        began: float,
+        sent_bytes: int,
     ) -> None:
         """Count a request that no worker was asked for."""
         metrics, now = self.metrics, self.clock()
         metrics.request_done(route, "", NONE, reason, status, None, now - began, 0.0)
         for tell in metrics.at_end:
             record = Record()
-            record.started, record.request = began, request
+            record.started, record.request, record.sent_bytes = began, request, sent_bytes
             tell(record, now, route, status, reason)
 
     def exchange_over(self, exchange: Exchange) -> None:

@@ -4,7 +4,8 @@ Only whole events are let through. So a client never sees half of one followed b
 the error event that tells it of a worker's death always starts on a line of its own.
 
 An event counts as a token once it carries text. Chat streams open with a delta that names the role
-and has no text; typed streams (responses, messages) say `delta` in the name of those that have.
+and has no text, and end with usage, perhaps, and a last word; typed streams (responses, messages)
+say `delta` in the name of those that have.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ PROMPT = re.compile(rb'"(?:prompt|input)_tokens"\s*:\s*(\d+)')
 WRITTEN = re.compile(rb'"(?:completion|output)_tokens"\s*:\s*(\d+)')
 NO_CHOICES = re.compile(rb'"choices"\s*:\s*\[\s*\]')
 CACHED = re.compile(rb'"cached_tokens"\s*:\s*(\d+)')
+EMPTY = b"[]"
+LAST_WORDS = b"[DONE]\n\n", b"[DONE]\n\n\r\n", b"[DONE]\r\n\r\n"  # the second as a chunk
 
 
 class EventStream:
@@ -68,8 +71,9 @@ class EventStream:
             self.tokens = 0
             return data
         self._last.append(data)
-        self.tokens = data.count(b"\n\n") or data.count(b"\r\n\r\n")
-        if not self._started:
+        if self._started:
+            self.tokens = tokens_in(data, named=self.named)
+        else:
             self._open(data)
         return data
 
@@ -94,8 +98,19 @@ class EventStream:
         self.named = self.named or data.startswith(b"event:")
         while events and not carries_token(events[0]):
             del events[0]
-        self.tokens = len(events)
+        self.tokens = tokens_in(b"\n\n".join((*events, b"")), named=self.named)
         self._started = bool(events)
+
+
+def tokens_in(events: bytes, *, named: bool) -> int:
+    """Count those that carry a token, once one has; `events` may be framed as a chunk."""
+    if named:
+        deltas = events.count(b"delta\n") or events.count(b"delta\r\n")
+        return deltas - events.count(b"event: message_delta")  # which says why it ends
+    count = events.count(b"\n\n") or events.count(b"\r\n\r\n")
+    if EMPTY in events:
+        count -= len(NO_CHOICES.findall(events))
+    return count - 1 if events.endswith(LAST_WORDS) else count
 
 
 def carries_token(event: bytes) -> bool:

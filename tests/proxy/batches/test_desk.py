@@ -54,6 +54,15 @@ async def test_what_it_answers_is_counted_and_told(office: Office) -> None:
     assert counted == {("files", 200): 1, ("files", 404): 1, ("batches", 200): 1}
 
 
+@pytest.mark.parametrize("path", ["/v1/files", "/v1/files/file-1/content", "/v1/batches"])
+async def test_how_much_it_sends_is_told(office: Office, path: str) -> None:
+    site, sent = office.site, list[int]()
+    site.metrics.at_end = (lambda seen, *_: sent.append(seen.sent_bytes),)
+    client = await site.client()
+    await client.send(get(path, b"Connection: close"))
+    assert [len(await client.closed())] == sent
+
+
 @pytest.mark.parametrize("path", ["/v1/files", "/v1/batches", "/v1/batches/batch_1/cancel"])
 async def test_without_a_folder_it_is_said_who_turns_them_on(start: Start, path: str) -> None:
     site = await start()

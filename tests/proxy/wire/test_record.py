@@ -9,7 +9,7 @@ from proxy.core.types import Decision, Reason
 from proxy.wire.record import Record
 from tests.proxy.core.making import ask
 from tests.proxy.wire import scripts
-from tests.proxy.wire.client import chat
+from tests.proxy.wire.client import chat, get
 from tests.proxy.wire.site import Site, eventually
 
 
@@ -45,12 +45,58 @@ async def test_one_token_has_no_time_between(metrics: Metrics) -> None:
     assert tpot.cumulative()[-1] == 0
 
 
+async def test_what_had_passed_when_it_was_placed_is_in_both_times_to_first_token(
+    site: Site, metrics: Metrics
+) -> None:
+    record = Record()
+    record.ask = ask()
+    record.started = 1.0
+    record.queue_s = 0.5
+    for placed in (1.5, 3.0):  # that leg failed
+        record.place(placed, Decision(site.worker(), Reason.ONLY_CHOICE, 0.25))
+    record.saw_tokens(3.5, metrics)
+    record.close(5.0, metrics, "completions", 200, None)
+    [real], [predicted] = metrics.ttft.values(), metrics.predicted.values()
+    assert (real.total, predicted.total) == (2.5, 2.25)
+
+
 async def test_a_stream_shows_in_the_metrics(site: Site, metrics: Metrics) -> None:
     site.always(scripts.stream(3, gap_s=0.02))
     assert (await site.ask(chat(stream=True))).status == 200
     await site.settled()
     assert sum(each.cumulative()[-1] for each in metrics.tpot.values()) == 1
     assert {key[2] for key in metrics.ttft} == {"short"}
+
+
+@pytest.mark.parametrize("count", [1, 2, 9])
+@pytest.mark.parametrize("with_usage", [False, True])
+@pytest.mark.parametrize("gap_s", [0.0, 0.01])
+async def test_what_ends_a_stream_is_no_token(
+    site: Site, metrics: Metrics, count: int, gap_s: float, *, with_usage: bool
+) -> None:
+    tokens: list[int] = []
+    metrics.at_end = (lambda seen, *_: tokens.append(seen.opening + seen.tokens),)
+    site.always(scripts.stream(count, gap_s=gap_s, with_usage=with_usage))
+    assert (await site.ask(chat(stream=True))).status == 200
+    await site.settled()
+    assert tokens == [count]
+    assert sum(each.cumulative()[-1] for each in metrics.gaps.values()) <= count - 1
+    if count == 1:
+        assert sum(each.cumulative()[-1] for each in metrics.tpot.values()) == 0
+
+
+async def test_what_the_client_was_sent_is_told_of_refusals_too(site: Site) -> None:
+    sent: list[int] = []
+    site.metrics.at_end = (lambda seen, *_: sent.append(seen.sent_bytes),)
+    close = b"Connection: close"
+    refused = chat("hi", close, model="nope"), get("/v1/nothing", close), b"nonsense\r\n\r\n"
+    for data in (chat("hi", close), *refused):
+        client = await site.client()
+        await client.send(data)
+        got = await client.closed()
+        assert got
+        assert sent.pop() == len(got)
+    assert sent == []
 
 
 async def test_how_late_the_loop_is_is_asked_all_the_time(metrics: Metrics) -> None:

@@ -13,6 +13,7 @@ from proxy.wire.sse import (
     EventStream,
     carries_token,
     recounted,
+    tokens_in,
     usage_in,
     without_usage,
 )
@@ -35,8 +36,52 @@ def test_only_whole_events_pass_and_nothing_is_lost(size: int) -> None:
         out += passed
         tokens += stream.tokens
     assert out + stream.rest() == whole
-    assert tokens == 5 + 2  # the two that end it count too: they cost nothing and tell nothing
+    assert tokens == 5
     assert stream.usage() == Usage(7, 3, 4)
+
+
+def named(*names: str) -> bytes:
+    """Write events of a typed stream."""
+    return b"".join(b'event: %b\ndata: {"delta":"x"}\n\n' % name.encode() for name in names)
+
+
+RESPONSES = (
+    named("response.created", "response.output_item.added"),
+    5 * [named("response.output_text.delta")],
+    [
+        named(f"response.{each}")
+        for each in ("output_text.done", "content_part.done", "output_item.done", "completed")
+    ],
+)
+MESSAGES = (
+    named("message_start", "content_block_start"),
+    5 * [named("content_block_delta")],
+    [named("content_block_stop"), named("message_delta", "message_stop")],
+)
+CHAT = (ROLE, 5 * [TOKEN], [USAGE.replace(b":[]", b": []"), DONE])
+
+
+@pytest.mark.parametrize("whole", [RESPONSES, MESSAGES, CHAT])
+@pytest.mark.parametrize("together", [False, True])
+@pytest.mark.parametrize("framed", [False, True])
+def test_what_opens_and_ends_a_stream_is_no_token(
+    whole: tuple[bytes, list[bytes], list[bytes]], *, together: bool, framed: bool
+) -> None:
+    opening, tokens, ends = whole
+    stream = EventStream()
+    stream.feed(opening)
+    seen = stream.tokens
+    pieces = [b"".join([*tokens, *ends])] if together else [*tokens, *ends]
+    stream.feed(pieces[0])
+    seen += stream.tokens
+    for each in pieces[1:]:
+        if framed:
+            chunk = b"%x\r\n%b\r\n" % (len(each), each)
+            seen += tokens_in(chunk, named=stream.named)
+        else:
+            stream.feed(each)
+            seen += stream.tokens
+    assert seen == 5
 
 
 @pytest.mark.parametrize("before", [b"", TOKEN, ROLE + TOKEN])
