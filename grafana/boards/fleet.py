@@ -308,7 +308,8 @@ WORKERS = (
     ),
     Panel(
         "How much each pool is in use",
-        "Share of time that workers prefill; of decode pools, how full their caches are.",
+        "Share of time that workers prefill; of decode pools, how full their caches are, or how "
+        "many of their seats are taken where that is more.",
         "percentunit", (Query('role:proxy_use:ratio5m{job=~"$job",model=~"$model"}', POOL),),
         most=1, bad_above=0.8,
     ),

@@ -143,7 +143,8 @@ SIDES_ROW = (
     Panel(
         "How much each side is in use",
         "Prefill workers: share of the time in which they prefill. Decode workers: how full their "
-        "caches are. One high and the other low: a worker should change sides.", "percentunit",
+        "caches are, or how many of their seats are taken where that is more. One high and the "
+        "other low: a worker should change sides.", "percentunit",
         (Query(f'role:proxy_use:ratio5m{{{USED},role=~"prefill|decode"}}', "{{role}} {{model}}"),),
         most=1, bad_above=0.8,
     ),
@@ -167,6 +168,14 @@ SIDES_ROW = (
                 "{{role}} {{worker}}",
             ),
         ),
+        most=1, bad_above=0.9,
+    ),
+    Panel(
+        "Seats taken",
+        "Of the sequences that a decode worker runs at once (`--max-num-seqs`), as far as the "
+        "fleet file or its own queue tells. For want of one hand-overs wait in the router.",
+        "percentunit",
+        (Query(f"max by (worker) (proxy_worker_seats_taken_ratio{{{DECODE}}})", "{{worker}}"),),
         most=1, bad_above=0.9,
     ),
     Panel(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from importlib import metadata
@@ -11,6 +12,7 @@ from prometheus_client import ProcessCollector
 
 from proxy.control.exposition import Family, Page
 from proxy.control.histogram import Histogram
+from proxy.core.seats import share_taken
 from proxy.core.worker import Worker
 
 if TYPE_CHECKING:
@@ -178,6 +180,10 @@ DECODE = gauge("decode_tokens", "Output tokens charged that it has yet to write.
 KV = gauge("kv_tokens", "Tokens that the requests charged to it may hold in its cache.")
 PINNED = gauge("held_prompts", "Prompts it has prefilled that decode workers are yet to fetch.")
 KV_USAGE = gauge("kv_usage_ratio", "How full its KV cache is, as it says itself.")
+SEATS = gauge(
+    "seats_taken_ratio",
+    "Share taken of the sequences that it runs at once; 0 where nothing tells how many that is.",
+)
 KV_CAPACITY = gauge("kv_capacity_tokens", "Tokens that its KV cache holds, where it tells.")
 UP = gauge("up", "Whether its probes succeed, and its own model is among those that it lists.")
 BREAKER = gauge("breaker_open", "Whether requests are kept from it because others failed.")
@@ -259,6 +265,8 @@ def _workers(page: Page, workers: list[Worker]) -> None:
     page.values(KV, ((labels, w.kv_tokens) for labels, w in rows))
     page.values(PINNED, ((labels, w.pinned) for labels, w in rows))
     page.values(KV_USAGE, ((labels, w.gauges.kv_usage) for labels, w in rows if w.gauges))
+    now = time.monotonic()
+    page.values(SEATS, ((labels, share_taken(w, now)) for labels, w in rows if w.gauges))
     page.values(KV_CAPACITY, ((labels, w.kv_capacity) for labels, w in rows if w.kv_capacity))
     page.values(UP, ((labels, w.up and not w.strays) for labels, w in rows))
     page.values(BREAKER, ((labels, not w.breaker.closed) for labels, w in rows))

@@ -174,6 +174,21 @@ def test_caches_as_workers_tell_of_them(metrics: Metrics, router: Router) -> Non
     assert value(metrics, "proxy_worker_kv_capacity_tokens", **s0) == 16000
 
 
+def test_seats_as_far_as_anything_tells_how_many_there_are(
+    metrics: Metrics, router: Router
+) -> None:
+    for name, seats in (("d0", 4), ("d1", None)):
+        spec = WorkerSpec(name, f"http://{name}:1", Role.DECODE, "tiny", seats=seats)
+        worker = router.fleet.add(spec)
+        labels = of_worker(router, name)
+        assert value(metrics, "proxy_worker_seats_taken_ratio", **labels) is None
+        router.fleet.set_gauges(name, Gauges(1.0))
+        for _ in range(3):
+            router.fleet.charge(ask(), Decision(worker, Reason.ONLY_CHOICE), 1.0)
+        taken = value(metrics, "proxy_worker_seats_taken_ratio", **labels)
+        assert taken == (0.75 if seats else 0)
+
+
 def test_gaps_and_retries(metrics: Metrics) -> None:
     metrics.gaps_of(Role.SHORT, LONG).observe(0.0123)
     metrics.gaps_of(Role.SHORT, LONG).observe(0.0125)
@@ -402,6 +417,7 @@ def test_every_family_is_there_in_both_formats(
         "proxy_time_per_output_token_seconds", "proxy_queue_limit_requests",
         "proxy_loop_lag_seconds", "proxy_discovery_up", "proxy_discovery_workers",
         "proxy_worker_kv_usage_ratio", "proxy_worker_kv_capacity_tokens",
+        "proxy_worker_seats_taken_ratio",
         "proxy_worker_held_prompts", "proxy_handover_bars", "proxy_connects_without_room",
         "proxy_processes", "proxy_process_restarts", "proxy_log_lines_dropped",
         "proxy_left_seconds", "proxy_whole_answer_seconds", "proxy_prefill_legs",
