@@ -27,7 +27,6 @@ DEADLINE_S = 60.0
 A_SECOND = 5000 / 60
 SECONDS = 3
 TOKENS, GAP_S = 20, 0.03
-EVENTS = TOKENS + 2  # what begins and ends a stream is a token to who does not read it
 
 
 @pytest.fixture
@@ -58,7 +57,7 @@ class Page:
     def __init__(self) -> None:
         self.messages = 0
         self.dropped = 0
-        self.written: dict[str, int] = {}  # events of requests that are over
+        self.written: dict[str, int] = {}  # tokens of requests that are over
 
     async def follow(self, answer: aiohttp.ClientResponse) -> None:
         """Read on until nobody wants it any more."""
@@ -113,7 +112,7 @@ async def test_streams_are_whole_and_every_page_is_told_of_all(app: App) -> None
             await asyncio.sleep(max(began + len(asked) / A_SECOND - clock(), 0))
         assert set(await asyncio.gather(*asked)) == {(200, TOKENS, True)}
 
-        want = dict.fromkeys(names, EVENTS)
+        want = dict.fromkeys(names, TOKENS)
         await eventually(lambda: all(page.written == want for page in pages), within=DEADLINE_S)
         assert [page.dropped for page in pages] == [0] * MOST_VIEWERS
         assert not any(reader.done() for reader in readers)
