@@ -160,8 +160,8 @@ class ClientConnection(asyncio.Protocol):
         self._exchange = None
         self._reader.drop()
         # A plain close ends a body whose end is the connection's: as if it were complete.
-        raw = self._transport.get_extra_info("socket")
-        raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET_ON_CLOSE)
+        if (raw := socket_of(self._transport)) is not None:
+            raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET_ON_CLOSE)
         self._transport.abort()
 
     def leave(self, now: float) -> None:
@@ -216,8 +216,7 @@ class ClientConnection(asyncio.Protocol):
 
     def look(self) -> None:
         """See whether a client has left that we don't read from: nobody else would tell us."""
-        raw = self._transport.get_extra_info("socket")
-        if raw is None or raw.fileno() < 0:
+        if (raw := socket_of(self._transport)) is None:
             return
         poll = select.poll()
         poll.register(raw.fileno(), LEFT)
@@ -332,10 +331,16 @@ class ClientConnection(asyncio.Protocol):
             exchange.gone(self._wire.clock())
 
 
+def socket_of(transport: asyncio.Transport) -> socket.socket | None:
+    """Return what is underneath; None once it is closed, which is heard of a little later."""
+    raw: socket.socket | None = transport.get_extra_info("socket")
+    return raw if raw is not None and raw.fileno() >= 0 else None
+
+
 def unsent(transport: asyncio.Transport) -> int:
     """Count the bytes that the other side has not taken; one of what is not known."""
-    raw, size = transport.get_extra_info("socket"), array("i", [0])
-    if raw is None or raw.fileno() < 0:
+    raw, size = socket_of(transport), array("i", [0])
+    if raw is None:
         return 1
     try:
         ioctl(raw.fileno(), TIOCOUTQ, size)

@@ -262,6 +262,29 @@ async def test_an_end_that_nobody_announced_is_no_end(
         await client.ask(chat())
 
 
+async def test_an_answer_breaks_off_just_when_its_client_has_gone(
+    begin: Begin, authority: Authority
+) -> None:
+    """There is no socket any more then, and nobody has been told."""
+    site, loop = await begin(), asyncio.get_running_loop()
+    client = await site.client(tls=authority.client())
+    assert (await client.ask(get("/health"))).status == 200
+    (theirs,) = site.wire.clients
+    broken_off = loop.create_future()
+
+    def look() -> None:
+        if theirs._transport.get_extra_info("socket") is not None:
+            loop.call_soon(look)
+            return
+        assert theirs in site.wire.clients
+        theirs.break_off()
+        broken_off.set_result(None)
+
+    look()
+    client.reset()
+    await asyncio.wait_for(broken_off, DEADLINE_S)
+
+
 async def test_what_can_not_be_read_is_refused_in_words(begin: Begin, authority: Authority) -> None:
     site = await begin(wire={"linger_s": 0.2})
     client = await site.client(tls=authority.client())
