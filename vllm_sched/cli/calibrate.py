@@ -30,8 +30,8 @@ from vllm_sched.errors import UsageError
 from vllm_sched.sim.capacity import prefill_seconds
 from vllm_sched.workers import launch
 from vllm_sched.workers.launch import WorkerError
+from vllm_sched.workers.tiny_model import TINY, loadable
 
-TINY: Final = "tiny"
 INTERRUPTED = 130
 # Weights may have to be fetched first, and graphs to be compiled.
 DEADLINE_S: Final = 1800.0
@@ -224,10 +224,8 @@ def _kv_token_bytes(root: str) -> int | None:
 
 
 def _worker(args: argparse.Namespace) -> launch.Worker:
-    from vllm_sched.workers.tiny_model import tiny_model
-
-    model = str(tiny_model()) if args.model == TINY else args.model
     flags = ["--max-num-batched-tokens", str(args.budget), *args.args]
+    model = loadable(args.model)
     return launch.worker(model=model, flags=flags, name="worker", deadline_s=DEADLINE_S)
 
 

@@ -17,7 +17,7 @@ from vllm_sched.bench.workloads import WORKLOADS, build
 from vllm_sched.cli.paths import require_folders
 from vllm_sched.errors import UsageError
 from vllm_sched.workers.launch import DEFAULT, NONE, Side, WorkerError
-from vllm_sched.workers.tiny_model import tiny_model
+from vllm_sched.workers.tiny_model import TINY, loadable
 
 if TYPE_CHECKING:
     import argparse
@@ -43,7 +43,12 @@ def add_compare(subparsers: argparse._SubParsersAction[argparse.ArgumentParser])
             "print the figures by class of request and draw what happened."
         ),
     )
-    parser.add_argument("--model", help="a model vLLM can serve (default: a tiny random Llama)")
+    parser.add_argument(
+        "--model",
+        default=TINY,
+        metavar="M",
+        help="a model vLLM can serve; %(default)r, the default, is a random one",
+    )
     parser.add_argument("--baseline", default=DEFAULT, metavar="SIDE", help=SIDE_HELP)
     parser.add_argument("--candidate", default="long_prompt", metavar="SIDE", help=SIDE_HELP)
     parser.add_argument(
@@ -99,12 +104,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run_compare(args: argparse.Namespace) -> int:
     """Run the command; 1 when a worker or a request failed."""
     check(args)
+    require_folders(args.trace)
     baseline = Side.parse(args.baseline, extra=args.baseline_arg)
     candidate = Side.parse(args.candidate, sets=args.sets, extra=args.candidate_arg)
     workload = build(args.workload, longs=args.longs, seed=args.seed)
-    plan = Plan(args.model or str(tiny_model()), workload, args.rounds)
-    if args.trace is not None and not args.trace.parent.is_dir():
-        raise UsageError(f"--trace {args.trace}: there is no folder {args.trace.parent}; make it")
+    plan = Plan(loadable(args.model), workload, args.rounds)
     return measured(partial(compare, baseline, candidate, plan, trace=args.trace), args)
 
 

@@ -18,10 +18,10 @@ from vllm_sched.policies.types import EngineFacts
 from vllm_sched.workers import launch
 from vllm_sched.workers.flags import names, number, parse
 from vllm_sched.workers.flags_file import expanded, readable
+from vllm_sched.workers.tiny_model import TINY, tiny_model
 
 DEFAULT_POLICY = "long_prompt"
 NO_POLICY = "none"
-TINY = "tiny"
 ADDITIONAL = "--additional-config"
 # Of an engine that is not known yet: nothing is refused for being too much.
 ANY = sys.maxsize
@@ -171,11 +171,7 @@ def _context_length(model: str) -> int | None:
 
 
 def _model_path(model: str) -> str:
-    if model != TINY:
-        return model
-    from vllm_sched.workers.tiny_model import tiny_model
-
-    return str(tiny_model())
+    return model if model != TINY else str(tiny_model())
 
 
 def _tiny_flags(model: str, flags: Sequence[str]) -> list[str]:

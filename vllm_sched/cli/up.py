@@ -25,12 +25,12 @@ from vllm_sched.workers.flags import names
 from vllm_sched.workers.flags_file import CONFIG, expanded
 from vllm_sched.workers.launch import Side, Worker, WorkerError
 from vllm_sched.workers.supervise import Supervisor
+from vllm_sched.workers.tiny_model import TINY
 from vllm_sched.workers.transfer import Wiring
 
 if TYPE_CHECKING:
     import argparse
 
-TINY = "tiny"
 # Weights may have to be fetched first, and graphs to be compiled.
 DEADLINE_S = 1800.0
 INTERRUPTED = 130

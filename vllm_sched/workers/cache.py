@@ -17,7 +17,7 @@ VARIABLE: Final = "VLLM_SCHED_CACHE"
 def cache_dir() -> Path:
     """Where made things are kept: `VLLM_SCHED_CACHE`, else the user's cache folder."""
     if explicit := os.environ.get(VARIABLE):
-        return Path(explicit)
+        return Path(explicit).absolute()  # workers start elsewhere
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "vllm-sched"
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from vllm_sched.workers.cache import cached_folder
 
+TINY = "tiny"  # what commands call it
 CONTEXT = 32768
 VOCABULARY = 512
 
@@ -46,6 +47,13 @@ RECIPE: dict[str, Any] = {
     ),
 }
 SPECIAL_TOKENS = ["<|bos|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>", "<|tool|>"]
+
+
+def loadable(model: str) -> str:
+    """Name a model so that vLLM finds it, wherever that starts: a folder by its whole path."""
+    if model == TINY:
+        return str(tiny_model())
+    return str(Path(model).absolute()) if Path(model).is_dir() else model
 
 
 def tiny_model() -> Path:
