@@ -153,6 +153,35 @@ def test_a_prefix_is_looked_up_once_while_nothing_changes(
     assert len(asked) == 2
 
 
+def test_while_no_slot_is_free_a_prefix_is_not_looked_up_in_every_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    scheduler = loaded(options={}, prefix_caching=True, budget=256, max_num_seqs=2)
+    document = list(range(10, 510))
+    scheduler.add_request(make_request(document, output=1))
+    drain(scheduler)
+    for _ in range(2):
+        scheduler.add_request(make_request(8, output=40))
+    step(scheduler)
+    coordinator = scheduler.kv_cache_manager.coordinator
+    lookup = coordinator.find_longest_cache_hit
+    asked: list[int] = []
+
+    def counted(*arguments: Any) -> Any:
+        asked.append(len(arguments[0]))
+        return lookup(*arguments)
+
+    monkeypatch.setattr(coordinator, "find_longest_cache_hit", counted)
+    scheduler.add_request(make_request([*document, 3], name="cached"))
+    for _ in range(30):
+        step(scheduler)
+    assert len(asked) == 1
+    # Before it enters it is.
+    while "cached" not in step(scheduler):
+        pass
+    assert len(asked) > 1
+
+
 def test_one_held_with_the_same_prefix_enters_once_that_is_cached() -> None:
     scheduler = loaded(options={}, prefix_caching=True, budget=256)
     document = list(range(10, 810))

@@ -198,6 +198,42 @@ def test_one_who_moves_to_the_front_of_another_lane_does_not_confuse_the_pop() -
     assert not len(queue)
 
 
+def test_of_thousands_whose_lane_changed_at_once_a_few_move_in_a_step() -> None:
+    doorman = Doorman()
+    queue = doorman.queue()
+    requests = [make_request(20, hashed=False) for _ in range(1000)]
+    for request in requests:
+        queue.add_request(request)
+    doorman.gates["long",] = Gate.CLOSED
+    queue.begin_step(1.0)
+    assert not queue
+    doorman.limit = 30  # what they begin with is cached
+    queue.begin_step(2.0)
+    assert queue.peek_request() is requests[0]
+    assert queue.counts[0]["short"].requests <= 32
+    # All the same each is judged by where it belongs.
+    assert admit_all(queue)[:500] == requests[:500]
+    assert not len(queue)
+
+
+def test_one_who_has_yet_to_move_is_held_where_it_belongs() -> None:
+    doorman = Doorman()
+    queue = doorman.queue()
+    requests = [make_request(8, hashed=False) for _ in range(100)]
+    for request in (*requests, make_request(5)):
+        queue.add_request(request)
+    doorman.limit = 6  # and now they are evicted
+    doorman.gates["long",] = Gate.CLOSED
+    steps = 0
+    while not queue:
+        steps += 1
+        queue.begin_step(float(steps))
+    assert 1 < steps < 6
+    assert queue.pop_request().num_tokens == 5
+    doorman.gates["long",] = Gate.OPEN
+    assert admit_all(queue) == requests
+
+
 def test_counts_follow_every_change() -> None:
     queue = Doorman().queue()
     requests = [make_request(n) for n in (5, 6, 20, 30)]
@@ -279,6 +315,30 @@ def test_who_is_held_is_counted_for_all_policies_but_the_one_that_holds() -> Non
     assert queue.counts[0]["long"].asking == 0
     queue.begin_step(3.0)  # nobody was asked
     assert held() == (0, 0, 0)
+
+
+def test_who_was_turned_away_asks_nobody_to_be_let_in() -> None:
+    doorman = Doorman()
+    queue = doorman.queue()
+    away, other = make_request(5), make_request(6)
+    queue.add_request(away)
+    queue.add_request(other)
+    queue.begin_step(0.0)
+    assert queue.pop_request() is away
+    queue.prepend_request(away)
+    queue.end_step()
+    queue.begin_step(1.0)
+    count = queue.counts[0]["short"]
+    assert (count.requests, count.barred, count.asking) == (2, 1, 1)
+    # Of who is held by another policy besides it is said once.
+    queue.held(("short",), 1)
+    queue.begin_step(2.0)
+    assert (count.held, count.barred, count.asking) == (2, 0, 0)
+    for step in range(3, 12):
+        queue.begin_step(float(step))
+        queue.end_step()
+    queue.begin_step(12.0)
+    assert (count.barred, count.asking) == (0, 2)
 
 
 def test_the_urgent_go_first_whenever_they_came() -> None:

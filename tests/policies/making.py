@@ -17,6 +17,7 @@ class Bench:
         self.scheduler.clock = lambda: self.now
         self.scheduler.waiting._clock = lambda: self.now
         self.policies = {policy.name: policy for policy in self.scheduler._policies}
+        self.barred: set[str] = set()
 
     def __getitem__(self, name: str) -> Any:
         return self.policies[name]
@@ -47,7 +48,10 @@ class Bench:
     def turn_away(self, name: str) -> None:
         """Have vLLM put this one back whenever it is looked at, as one whose grammar compiles."""
         ask = self.scheduler._handle_blocked_waiting_request
-        self.scheduler._handle_blocked_waiting_request = lambda r: r.request_id != name and ask(r)
+        self.barred.add(name)
+        self.scheduler._handle_blocked_waiting_request = lambda r: (
+            r.request_id not in self.barred and ask(r)
+        )
 
     @property
     def running(self) -> set[str]:

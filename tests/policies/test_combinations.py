@@ -265,6 +265,28 @@ def test_longs_that_find_no_slot_have_no_part_of_a_step() -> None:
     assert got[0] == got[1]
 
 
+@pytest.mark.parametrize("beside", [{}, {"lanes": {}}, {"rotation": {}}], ids=" ".join)
+def test_a_long_prompt_makes_no_room_for_shorts_that_cannot_begin(
+    beside: dict[str, dict[str, object]],
+) -> None:
+    """For want of a LoRA slot, which may be for minutes; it had a twentieth of its tokens."""
+    bench = Bench({**beside, "long_prompt": {}}, num_blocks=1000)
+    bench["long_prompt"].pace = StepPace(base=0.01, per_token=1e-3)
+    bench.add("d", 3, output=900)
+    bench.step()
+    bench.add("long", 1900, output=2)
+    bench.steps(2)
+    for number in range(6):
+        bench.turn_away(f"lora{number}")
+        bench.add(f"lora{number}", 30)
+    bench.steps(2)
+    assert bench.steps(12) == [{"d": 1, "long": 62}] * 12
+    # It is seen at once when one of them can.
+    bench.barred.remove("lora3")
+    assert bench.step()["lora3"] == 1
+    assert bench.step()["lora3"] == 29
+
+
 def test_a_long_prompt_makes_room_for_shorts_as_soon_as_they_are_let_in() -> None:
     deferred = {"departures": 3, "max_delay_ms": 200.0}
     bench = Bench({"long_prompt": {}, "deferred_prefill": deferred}, max_num_seqs=6)
@@ -354,6 +376,17 @@ def test_while_decodes_pause_for_batch_it_has_the_whole_step(
     bench.add("b", 160, lane="batch")
     assert bench.steps(3) == [{"b": 64}, {"b": 64}, {"b": 32}]
     assert bench.step() == {"d": 1, "b": 1}
+
+
+def test_while_decodes_pause_for_a_long_prompt_it_has_the_whole_step() -> None:
+    """And none is made without it, to see what decodes take: they aren't there."""
+    exclusive = {"departures": 1, "exclusive": True, "max_delay_ms": 4000.0}
+    bench = Bench({"long_prompt": {}, "deferred_prefill": exclusive}, num_blocks=1000)
+    bench["long_prompt"].pace = StepPace(base=0.01, per_token=1e-3)
+    bench.add("d", 3, output=900)
+    bench.step()
+    bench.add("long", 1900, output=2)
+    assert [bench.step(0.1) for _ in range(28)] == [{"long": 64}] * 28
 
 
 def test_two_that_pause_decodes_keep_the_bound_of_one() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from vllm.v1.request import RequestStatus
 
+from tests.engine.schedulers import make_request
 from tests.policies.making import Bench
 
 
@@ -106,6 +107,19 @@ def test_so_it_is_in_the_step_in_which_that_one_comes() -> None:
     bench.add("b", 10, lane="batch")
     assert bench.step() == {"n": 40}
     assert "b" in bench.step()
+
+
+def test_a_session_asleep_does_not_hold_batch_beside_an_idle_engine() -> None:
+    """It keeps its blocks until its client says more, which may be never."""
+    bench = Bench(laned(reserve_kv=0.5), num_blocks=60)
+    session = make_request(600, output=2)
+    session.resumable = True
+    bench.scheduler.add_request(session)
+    bench.steps(12)
+    assert not bench.running
+    assert bench.scheduler.kv_cache_manager.usage > 0.5
+    bench.add("b", 10, lane="batch")
+    assert bench.step() == {"b": 10}
 
 
 def test_batch_does_not_pass_an_urgent_one_that_finds_no_room() -> None:

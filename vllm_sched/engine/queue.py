@@ -29,6 +29,9 @@ LaneKey = tuple[str, ...]  # a lane for each policy
 SWEEP = 64
 # For so many steps one that could not begin is not thought to be able to.
 RETRY_STEPS = 8
+# Of those who belong elsewhere so many move in a step, at most. A prefix that thousands share can
+# be cached from one step to the next.
+MOST_MOVES = 32
 
 
 class Entry(NamedTuple):
@@ -71,6 +74,9 @@ class LaneQueue(RequestQueue):
         # Those whom upstream popped and put back, for they could not begin: in which step.
         self._turned_away: dict[Request, int] = {}
         self._steps = 0
+        self._moves = 0  # in this step
+        # The lanes whose fronts belong to another that they have yet to move to.
+        self._strays: dict[LaneKey, LaneKey] = {}
         self._offer: Request | None = None
         self._peeked = False
         self._now = 0.0
@@ -91,6 +97,7 @@ class LaneQueue(RequestQueue):
         """Let gates be asked anew."""
         self._now = now
         self._steps += 1
+        self._moves = 0
         self._forget_offer()
         for counts in self.counts:
             for count in counts.values():
@@ -255,11 +262,15 @@ class LaneQueue(RequestQueue):
     def _count_held(self) -> None:
         for counts in self.counts:
             for count in counts.values():
-                count.held = 0
-        for lane, by in self._held_by.items():
-            if requests := self.here[lane]:
-                for number, (counts, name) in enumerate(zip(self.counts, lane, strict=True)):
-                    counts[name].held += requests if number != by else 0
+                count.held = count.barred = 0
+        barred = Counter(self._live[r][1] for r in self._turned_away if r in self._live)
+        for lane in self._held_by.keys() | barred.keys():
+            by = self._held_by.get(lane)
+            for number, (counts, name) in enumerate(zip(self.counts, lane, strict=True)):
+                if by is None or by == number:
+                    counts[name].barred += barred[lane]
+                else:
+                    counts[name].held += self.here[lane]
 
     def _forget_offer(self) -> None:
         self._offer = None
@@ -274,6 +285,7 @@ class LaneQueue(RequestQueue):
     def _choose(self) -> Request | None:
         # First everybody in front gets to the lane he belongs to, then the fronts are compared:
         # one who moves can become the front of a lane that was looked at before.
+        self._strays.clear()
         for lane in tuple(self._heaps):
             self._settle(lane)
         best: tuple[Gate, tuple[float, ...], Any] | None = None
@@ -281,10 +293,11 @@ class LaneQueue(RequestQueue):
         for lane, heap in self._heaps.items():
             head = heap[0]
             waited = self._now - head.owed_since
-            gate = self._gate_of(lane, head.request, waited)
+            where = self._strays.get(lane, lane)
+            gate = self._gate_of(where, head.request, waited)
             if gate is Gate.CLOSED:
                 continue
-            place = (gate, self._urgency_of(lane, head.request, waited), head.order)
+            place = (gate, self._urgency_of(where, head.request, waited), head.order)
             if best is None or place < best:
                 best = place
                 chosen = head.request
@@ -309,6 +322,10 @@ class LaneQueue(RequestQueue):
             belongs = self._lanes_of(entry.request)
             if belongs == lane:
                 return
+            if self._moves >= MOST_MOVES:
+                self._strays[lane] = belongs
+                return
+            self._moves += 1
             heapq.heappop(heap)
             self._drop(entry.request)
             self._place(entry, belongs)

@@ -183,7 +183,9 @@ class PolicySteps(Upstream):
             running[:] = prefills + decoding if self._prefills_lead else decoding + prefills
             self._decode_last = self._put_decode_last(prefills[-1], decoding)
         self.waiting.begin_step(now)
-        self._idle = not running and not self.kv_holding_waiting
+        # Sessions that wait for their client's next input keep theirs, for who knows how long.
+        asleep = self.num_waiting_for_streaming_input
+        self._idle = not running and len(self.kv_holding_waiting) <= asleep
         self._counted = len(running)
         kv_free = 1.0 - self.kv_cache_manager.usage
         refused = self.waiting.refused
@@ -305,10 +307,11 @@ class PolicySteps(Upstream):
         if not manager.prefix_cache_lookup_enabled(request):
             return 0
         # What is cached changes as blocks are taken, and between steps: asked again before that,
-        # which a held front is several times in a step, the answer is the same.
+        # which a held front is several times in a step, the answer is the same. And while nobody
+        # may enter, whose prompt was long in the cache need not be read through in every step.
         free = manager.block_pool.get_num_free_blocks()
         state = self.current_step, len(self.running), free
-        if self._looked_up_in != state:
+        if self._looked_up_in != state and self._admits():
             self._looked_up_in = state
             self._looked_up.clear()
         if (known := self._looked_up.get(request.request_id)) is None:

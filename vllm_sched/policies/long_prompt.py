@@ -142,6 +142,7 @@ class LongPrompt(Policy):
         self._free_places = 0  # for them
         self._longs_coming = 0
         self._sure = True  # that it is so many: none waits, or it was asked whom others hold
+        self._decodes = 0  # that go before; none any more where another policy pauses them
         self._budget = facts.max_num_batched_tokens  # tokens that were divided
         self._sharing = 1  # among so many prefills
         self._slot = facts.max_num_batched_tokens  # tokens for one prefill
@@ -229,7 +230,6 @@ class LongPrompt(Policy):
             self._prefilling = prefilling
         self._step = step
         self._overdue.clear()
-        self._beside = step.decodes
         longs = [r for r in step.prefills if self._in_long(r)]
         self._classes = [step.class_of(r) for r in longs]
 
@@ -242,16 +242,17 @@ class LongPrompt(Policy):
         self._divide(step, longs)
 
     def _make_sure(self) -> None:
-        """Divide anew where other policies hold others than they did."""
+        """Divide anew where other policies hold others than they did, or pause the decodes."""
         self._sure = True
-        asking, coming = self._shorts.asking, self._longs_coming
+        before = self._shorts.asking, self._longs_coming, self._decodes
         self._step.ask_gates()
         self._longs_coming = min(self._held.asking, self._free_places)
-        if (self._shorts.asking, self._longs_coming) != (asking, coming):
+        if (self._shorts.asking, self._longs_coming, self._step.decodes) != before:
             self._divide(self._step, [r for r in self._step.prefills if self._in_long(r)])
 
     def _divide(self, step: Step, longs: Sequence[RequestView]) -> None:
         settings = self.settings
+        self._decodes = self._beside = step.decodes
         asking = self._shorts.asking
         self._awaited = asking > 0
         best = min(self._classes, default=math.inf)
@@ -272,10 +273,13 @@ class LongPrompt(Policy):
             self._long_left = max(share, num_longs, 1)  # a token each, the overdue one too
         else:
             self._long_left = self._size_by_time(step, num_shorts, sharing)
+        # Decodes are served first, so it is the rest that is divided.
+        room = max(step.budget - step.decodes, 0)
         if num_shorts:
-            # Decodes are served first, so it is the rest that is divided.
-            room = max(step.budget - step.decodes, 0)
             self._long_left = min(self._long_left, room - max(room // sharing, min(room, 1)))
+        elif self._shorts.barred and step.free_slots > 0:
+            # A token, so that the engine sees when one of them may begin after all.
+            self._long_left = min(self._long_left, max(room - 1, 1))
         self._keep_for(longs)
 
     def _keep_for(self, longs: Sequence[RequestView]) -> None:
@@ -319,7 +323,7 @@ class LongPrompt(Policy):
         """One slot of the budget and of the step's time each; longs have one limit besides."""
         if not self.active:
             return tokens
-        if not self._sure:
+        if not self._sure or self._step.decodes != self._decodes:
             self._make_sure()
         if self._step.budget < self._budget:  # another policy's doing, since the step began
             self._slot = max(self._step.budget // self._sharing, 1)

@@ -69,11 +69,12 @@ class LaneCount:
     tokens: int = 0  # as each had when it began to wait
     waited: float = 0.0  # seconds, of the one in front, when the step began
     held: int = 0  # of them, by other policies, as gates were found in the step before
+    barred: int = 0  # of the rest, by the engine: for want of a LoRA slot, or a grammar
 
     @property
     def asking(self) -> int:
         """How many would come if this policy lets them."""
-        return self.requests - self.held
+        return self.requests - self.held - self.barred
 
 
 def nobody() -> None:
