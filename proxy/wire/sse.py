@@ -105,8 +105,12 @@ class EventStream:
 def tokens_in(events: bytes, *, named: bool) -> int:
     """Count those that carry a token, once one has; `events` may be framed as a chunk."""
     if named:
+        # No line of JSON ends so, whatever text is in it.
         deltas = events.count(b"delta\n") or events.count(b"delta\r\n")
-        return deltas - events.count(b"event: message_delta")  # which says why it ends
+        if not deltas:
+            return 0
+        # Which says why it ends.
+        return deltas - (events.count(b"message_delta\n") or events.count(b"message_delta\r\n"))
     count = events.count(b"\n\n") or events.count(b"\r\n\r\n")
     if EMPTY in events:
         count -= len(NO_CHOICES.findall(events))

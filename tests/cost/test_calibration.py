@@ -49,6 +49,13 @@ def test_the_intervals_hold_the_truth_and_grow_with_noise() -> None:
     assert held_out(found) < 0.05
 
 
+def test_steps_take_together_what_they_took() -> None:
+    steps = measured(TRUE, noise=0.2, count=600)
+    time = calibrate(steps).time
+    together = sum(time.seconds(each.shape) for each in steps)
+    assert together == pytest.approx(sum(each.seconds for each in steps), rel=0.015)
+
+
 def test_hiccups_are_outvoted() -> None:
     steps = measured(TRUE, noise=0.01)
     steps = [replace(m, seconds=m.seconds * 10) if n % 20 == 0 else m for n, m in enumerate(steps)]

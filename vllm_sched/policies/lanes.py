@@ -205,8 +205,8 @@ class Lanes(Policy):
         """Note where everybody is, and what room is left."""
         name = request.request_id
         lane = self._lane(request)
-        if lane != BATCH:
-            self._others_in_prefill = True
+        if lane != BATCH and request.num_tokens - request.num_computed_tokens > 1:
+            self._others_in_prefill = True  # one whose KV came from elsewhere decodes at once
         if lane == URGENT:
             self._urgents_turn = False
         elif (overdue := self._due.pop(name, None)) is not None:

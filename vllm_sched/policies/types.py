@@ -74,7 +74,8 @@ class LaneCount:
     @property
     def asking(self) -> int:
         """How many would come if this policy lets them."""
-        return self.requests - self.held - self.barred
+        # Within a step those who were held or barred may have gone already.
+        return max(self.requests - self.held - self.barred, 0)
 
 
 def nobody() -> None:

@@ -116,6 +116,16 @@ async def test_hints_are_no_answer() -> None:
         assert await wire.ask("/", b"{}", 5) == b"a"
 
 
+async def test_hints_and_then_nothing_is_an_answer_that_broke_off() -> None:
+    async def handler(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await request(reader)
+        writer.write(b"HTTP/1.1 103 Early Hints\r\nLink: </a>\r\n\r\n")
+
+    async with talking_to(handler) as wire:
+        with pytest.raises(WireError, match="broke off"):
+            await wire.ask("/", b"{}", 5)
+
+
 async def test_a_connection_that_is_closed_as_it_is_used_again_leaves_no_error_behind(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

@@ -41,8 +41,9 @@ def test_only_whole_events_pass_and_nothing_is_lost(size: int) -> None:
 
 
 def named(*names: str) -> bytes:
-    """Write events of a typed stream."""
-    return b"".join(b'event: %b\ndata: {"delta":"x"}\n\n' % name.encode() for name in names)
+    """Write events of a typed stream, in which the talk is of such streams."""
+    said = b'{"delta":"event: message_delta"}'
+    return b"".join(b"event: %b\ndata: %b\n\n" % (name.encode(), said) for name in names)
 
 
 RESPONSES = (

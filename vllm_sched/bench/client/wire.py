@@ -231,6 +231,7 @@ class _Connection(asyncio.Protocol):
         """End an answer."""
         status = self._parser.get_status_code()
         if status < OK:
+            self._headed = False
             return  # early hints: the answer itself is still to come
         if status != OK:
             words = excerpt(b"".join(self._refusal))
