@@ -14,6 +14,10 @@ from pathlib import Path
 import httpx
 import pytest
 import schemathesis
+
+# Now, not once it is first needed: by then a router runs in a thread of its own, and CPython before
+# 3.11.5 may fail to compile while another thread does (SystemError: AST constructor recursion ...).
+import schemathesis.specs.openapi.schemas
 import uvloop
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from schemathesis.checks import CHECKS
