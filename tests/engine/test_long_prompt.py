@@ -128,13 +128,8 @@ def test_a_cached_prefix_does_not_count() -> None:
     assert scheduler.waiting.counts[0]["long"].requests == 0
 
 
-def test_a_prefix_is_looked_up_once_while_nothing_changes(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    scheduler = loaded(options={}, prefix_caching=True, budget=256)
-    document = list(range(10, 510))
-    scheduler.add_request(make_request(document, output=1))
-    drain(scheduler)
+def lookups_of(scheduler: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Note each look through the prefix cache from now on, as it is made: for how many blocks."""
     coordinator = scheduler.kv_cache_manager.coordinator
     lookup = coordinator.find_longest_cache_hit
     asked: list[int] = []
@@ -144,6 +139,17 @@ def test_a_prefix_is_looked_up_once_while_nothing_changes(
         return lookup(*arguments)
 
     monkeypatch.setattr(coordinator, "find_longest_cache_hit", counted)
+    return asked
+
+
+def test_a_prefix_is_looked_up_once_while_nothing_changes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    scheduler = loaded(options={}, prefix_caching=True, budget=256)
+    document = list(range(10, 510))
+    scheduler.add_request(make_request(document, output=1))
+    drain(scheduler)
+    asked = lookups_of(scheduler, monkeypatch)
     request = make_request([*document, *[3] * 400])
     assert [scheduler._cached_tokens(request) for _ in range(3)] == [496] * 3
     assert len(asked) == 1
@@ -163,22 +169,17 @@ def test_while_no_slot_is_free_a_prefix_is_not_looked_up_in_every_step(
     for _ in range(2):
         scheduler.add_request(make_request(8, output=40))
     step(scheduler)
-    coordinator = scheduler.kv_cache_manager.coordinator
-    lookup = coordinator.find_longest_cache_hit
-    asked: list[int] = []
-
-    def counted(*arguments: Any) -> Any:
-        asked.append(len(arguments[0]))
-        return lookup(*arguments)
-
-    monkeypatch.setattr(coordinator, "find_longest_cache_hit", counted)
+    asked = lookups_of(scheduler, monkeypatch)
     scheduler.add_request(make_request([*document, 3], name="cached"))
     for _ in range(30):
         step(scheduler)
     assert len(asked) == 1
     # Before it enters it is.
-    while "cached" not in step(scheduler):
-        pass
+    for _ in range(100):
+        if "cached" in step(scheduler):
+            break
+    else:
+        pytest.fail("it never entered")
     assert len(asked) > 1
 
 

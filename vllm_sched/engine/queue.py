@@ -283,8 +283,9 @@ class LaneQueue(RequestQueue):
         return self._offer
 
     def _choose(self) -> Request | None:
-        # First everybody in front gets to the lane he belongs to, then the fronts are compared:
-        # one who moves can become the front of a lane that was looked at before.
+        # First everybody in front gets to the lane he belongs to, or is judged by it until a later
+        # step has a move for him. Then the fronts are compared: one who moves can become the front
+        # of a lane that was looked at before.
         self._strays.clear()
         for lane in tuple(self._heaps):
             self._settle(lane)
@@ -312,7 +313,10 @@ class LaneQueue(RequestQueue):
             self._dead -= 1
 
     def _settle(self, lane: LaneKey) -> None:
-        """Make the front of this lane one who waits and belongs here, or remove the lane."""
+        """Make the front of this lane one who waits and belongs here, or remove the lane.
+
+        Where the step has no move left, who belongs elsewhere stays and is noted as a stray.
+        """
         heap = self._heaps[lane]
         while heap:
             self._bury(heap)

@@ -65,7 +65,7 @@ class PolicySteps(Upstream):
         self._room: int | None = None  # then: what they may have
         self._looked_up: dict[str, int] = {}  # cached tokens of who waits, in one state of things
         self._looked_up_in = (-1, -1, -1)
-        self._idle = False  # nothing runs and nothing holds blocks: every gate is open
+        self._idle = False  # nothing runs, none awake holds blocks: every gate is open
         self._lenient = False  # the last step came out empty: none is cut short or paused in this
         self._paused_decodes = False  # in this step
         self._paused_since: float | None = None  # the step in which they were paused first

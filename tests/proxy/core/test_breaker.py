@@ -55,27 +55,17 @@ def test_then_one_is_let_through_and_closes_it() -> None:
     assert not breaker.sent(now)
 
 
-def test_a_trial_that_fails_opens_it_for_longer() -> None:
+@pytest.mark.parametrize("blamed_late", [False, True])
+def test_a_trial_that_fails_opens_it_for_longer(*, blamed_late: bool) -> None:
+    """Late: a worker's 500 is its fault once another worker has answered the same request."""
     breaker = opened()
     now, rests = 0.0, []
     for _ in range(10):
         rests.append(breaker.until - now)
         now = breaker.until
         assert breaker.sent(now)
-        breaker.failed(now)
-    assert rests[:3] == [FIRST_REST_S, 2 * FIRST_REST_S, 4 * FIRST_REST_S]
-    assert rests[-1] == LONGEST_REST_S
-
-
-def test_so_does_one_that_is_blamed_only_after_its_trial_was_over() -> None:
-    """A worker's 500 is its fault once another worker has answered the same request."""
-    breaker = opened()
-    now, rests = 0.0, []
-    for _ in range(10):
-        rests.append(breaker.until - now)
-        now = breaker.until
-        assert breaker.sent(now)
-        breaker.abandoned()
+        if blamed_late:
+            breaker.abandoned()
         breaker.failed(now)
     assert rests[:3] == [FIRST_REST_S, 2 * FIRST_REST_S, 4 * FIRST_REST_S]
     assert rests[-1] == LONGEST_REST_S
