@@ -38,7 +38,7 @@ HOST = re.compile(r"[\w.:-]+", re.ASCII)
 
 
 def _worker_url(url: str) -> str:
-    """Check that it is `https://host:port` or like it; return it without a final slash."""
+    """Check that it is `https://host:port` or like it; return it as that."""
     parts = urlsplit(url)
     example = "write it as http://host:port"
     if parts.scheme not in PORTS:
@@ -56,7 +56,8 @@ def _worker_url(url: str) -> str:
         raise ValueError(f"the port must be 1 to 65535; {example}") from None
     if port == 0:
         raise ValueError(f"nobody listens on port 0; {example}")
-    return url.rstrip("/")
+    # Without blanks, and its scheme in small letters: by that it is told whether TLS is spoken.
+    return f"{parts.scheme}://{parts.netloc}"
 
 
 def _names_host(text: str) -> bool:

@@ -165,6 +165,13 @@ def test_bad_urls(url: str, words: str) -> None:
     assert words in found["workers[0].url"]
 
 
+@pytest.mark.parametrize("url", ["HTTPS://h:1", "  https://h:1/", "hTTps://h:1"])
+def test_a_scheme_is_one_however_it_is_written(url: str) -> None:
+    config = parse(worker(url=url), "fleet.yaml")
+    assert config.workers[0].url == "https://h:1"
+    assert config.tls_of(config.workers[0]) is not None  # a key would go out in the clear else
+
+
 def test_ipv6_has_an_address() -> None:
     config = parse(worker(url="http://[::1]:9001"), "fleet.yaml")
     assert config.workers[0].address == ("::1", 9001)
