@@ -118,6 +118,8 @@ def hopeless(fleet: Fleet, ask: Ask, now: float, tried: frozenset[str]) -> Refus
     holders = [w for w in workers if w.may_hold(ask)]
     if workers and not holders:  # not even one that is down or drains, and comes back
         return refusals.too_long(ask, max(w.limit for w in workers))
+    if any(not w.probed and not w.draining and w.name not in tried for w in holders):
+        return None  # its first probe will tell in a moment
     live = [w for w in holders if w.up and (ask.pinned or not w.draining)]
     left = [w for w in live if w.name not in tried]
     if live and not left:
@@ -140,6 +142,7 @@ def note(worker: Worker, ask: Ask, now: float) -> str:
     reasons = (
         (not worker.role.serves_whole, "prefills only"),
         (worker.draining, "draining"),
+        (not worker.probed, "not probed yet"),
         (not worker.up, f"down: {worker.trouble}" if worker.trouble else "down"),
         (not breaker.lets_pass(now), "busy" if breaker.busy else "failed lately"),
         (not worker.may_hold(ask), f"too small: holds {worker.limit} tokens"),

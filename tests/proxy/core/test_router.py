@@ -165,10 +165,27 @@ def test_nobody_live_is_503_and_says_when() -> None:
     assert refused(Router(RouterSettings(), Fleet()).submit(ask(), 0.0)).status == 503
 
 
-def test_a_worker_never_probed_is_given_nothing() -> None:
+def test_a_worker_never_probed_is_given_nothing_and_waited_for() -> None:
     fleet = Fleet()
     fleet.add(spec("a"))
-    assert refused(Router(RouterSettings(), fleet).submit(ask(), 0.0)).status == 503
+    router = Router(RouterSettings(), fleet)
+    ticket = waits(router.submit(ask(), 0.0))
+    assert router.due(0.1) == []
+    fleet.probe_ok("a", 0.2)
+    assert [(t, placed(end).worker.name) for t, end in router.due(0.2)] == [(ticket, "a")]
+
+
+def test_nobody_waits_for_one_whose_first_probe_failed_or_that_drains() -> None:
+    fleet = Fleet()
+    fleet.add(spec("a"))
+    router = Router(RouterSettings(), fleet)
+    waits(router.submit(ask(), 0.0))
+    fleet.probe_failed("a", 0.1)
+    assert [refused(end).status for _, end in router.due(0.1)] == [503]
+    fleet.add(spec("b"))
+    waits(router.submit(ask(), 0.2))
+    fleet.drain("b")
+    assert [refused(end).status for _, end in router.due(0.2)] == [503]
 
 
 def test_draining_refuses_the_new_and_ends_the_old() -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 
+from proxy.core.router import RouterSettings
 from proxy.core.types import Lease, Refusal
 from proxy.wire.relay import Exchange
 from tests.proxy.wire import scripts
@@ -128,9 +130,23 @@ async def test_no_worker_is_503(start: Start) -> None:
 
 async def test_a_worker_not_yet_probed_gets_nothing(start: Start) -> None:
     site = await start(Fake("w0", up=False))
-    assert (await site.ask(chat())).status == 503
+    asking = asyncio.create_task(site.ask(chat()))
+    await eventually(lambda: len(site.router.queue) == 1)
+    assert site.fake.served == []
     site.up("w0")
+    assert (await asking).status == 200
+
+
+async def test_a_reload_to_workers_elsewhere_costs_nobody_a_request(start: Start) -> None:
+    site = await start(Fake("w0"), Fake("w1"))
     assert (await site.ask(chat())).status == 200
+    moved = replace(site.worker("w0").spec, name="green")
+    site.router.reconfigure(RouterSettings(), [moved])
+    site.charged.append(site.worker("green"))
+    asking = asyncio.create_task(site.ask(chat()))
+    await eventually(lambda: len(site.router.queue) == 1)
+    site.up("green")
+    assert (await asking).status == 200
 
 
 async def test_who_waits_for_a_worker_that_goes_down_is_told(start: Start) -> None:
