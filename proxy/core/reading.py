@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 from typing import Any
 
 import orjson
@@ -66,9 +67,29 @@ def values_in(body: bytes) -> int:
     return body.count(b"[") + body.count(b"{") + body.count(b",")
 
 
+def lenient(body: bytes) -> Any:
+    """Parse what vLLM takes though it is not quite JSON: a byte order mark, NaN, Infinity.
+
+    None if a worker would not take it either, as text that ends in half a character.
+    """
+    try:
+        found = json.loads(body.decode("utf-8-sig"))
+        orjson.dumps(found)
+    except (ValueError, TypeError, RecursionError):
+        return None
+    return found
+
+
 def parsed(body: bytes) -> Any:
     """Parse JSON; the collector would walk all that is made of a large text again and again."""
-    if len(body) <= LARGE or not gc.isenabled():
+    if len(body) <= LARGE:
+        try:
+            return orjson.loads(body)
+        except orjson.JSONDecodeError:
+            if (found := lenient(body)) is None:
+                raise
+            return found
+    if not gc.isenabled():
         return orjson.loads(body)
     gc.disable()
     try:

@@ -31,11 +31,46 @@ from tests.proxy.core.making import (
 
 
 @pytest.mark.parametrize(
-    "body", [b"", b"{", b"\xff\xfe", b"[]", b"null", b'"m"', b"{'model': 'm'}", b"[" * 5000]
+    "body",
+    [
+        b"",
+        b"{",
+        b"\xff\xfe",
+        b"[]",
+        b"null",
+        b'"m"',
+        b"{'model': 'm'}",
+        b"[" * 5000,
+        b"NaN",
+        b'{"x": "\\ud83d", "seed": NaN}',
+        '{"model": "m"}'.encode("utf-16"),
+    ],
 )
 def test_what_is_no_json_object_is_400(body: bytes) -> None:
     refusal = refused(read(router_of(spec("w")), body))
     assert (refusal.status, refusal.reason) == (400, Reason.BAD_REQUEST)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'\xef\xbb\xbf{"messages": [], "max_tokens": 7}',  # as some editors write files
+        b'{"messages": [], "max_tokens": 7, "logit_bias": {"5": -Infinity}}',
+        b'{"temperature": NaN, "messages": [], "max_tokens": 7}',
+    ],
+)
+def test_what_workers_read_though_it_is_not_quite_json_is_read(body: bytes) -> None:
+    found = read(router_of(spec("w")), body)
+    assert isinstance(found, Ask)
+    assert found.output_tokens == 7
+
+
+@pytest.mark.parametrize("start", [b"\xef\xbb\xbf{", b'{"seed": NaN, '])
+def test_nothing_steers_for_being_not_quite_json(start: bytes) -> None:
+    body = start + b'"kv_transfer_params": {"remote_host": "h"}, "messages": []}'
+    assert refused(read(router_of(spec("w")), body)).code == "forbidden_parameter"
+    body = start + b'"kv_transfer\\u005fparams": {"remote_host": "h"}, "messages": []}'
+    assert refused(read(router_of(spec("w")), body)).code == "forbidden_parameter"
 
 
 def test_a_body_of_countless_values_is_400_at_once() -> None:
