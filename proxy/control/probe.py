@@ -162,6 +162,8 @@ class Watch:
         if gauges:
             self._gauges = gauges
             self._fleet.set_gauges(name, gauges)
+        else:
+            self._fleet.no_gauges(name, self._prober.clock())
         if self._fleet.probe_ok(name, self._prober.clock()):
             logger.info("worker %s is up", name)
             self._been_up = True

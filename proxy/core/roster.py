@@ -283,6 +283,26 @@ class Roster:
         worker.reprice()
         self.moved(worker)
 
+    def no_gauges(self, name: str, now: float) -> None:
+        """Note that a worker is well and tells no gauges; soon the last say nothing of now."""
+        worker = self._workers.get(name)
+        if worker is None or worker.gauges is None:
+            return
+        if now - worker.gauges.at > seats.HEEDED_S:
+            self.forget_gauges(worker)
+
+    def forget_gauges(self, worker: Worker) -> None:
+        """Forget what only a worker's page tells; what its cache holds in all stays known."""
+        if worker.gauges is None:
+            return
+        worker.gauges = None
+        worker.strangers = worker.strangers_before = 0
+        worker.strange_tokens = worker.strange_tokens_before = worker.strange_long = 0.0
+        worker.kv_spare = 0
+        seats.forget(worker)
+        worker.reprice()
+        self.moved(worker)
+
     def _forgive(self, worker: Worker) -> None:
         """Let a worker that looks slow be tried again: it may have been a bad moment."""
         peers = [w.pace for w in self.of(worker.model) if w.pace.prefills]

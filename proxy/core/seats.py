@@ -45,6 +45,12 @@ def learn(worker: Worker, gauges: Gauges) -> None:
         worker.seats = MORE * worker.seats + ONE_MORE
 
 
+def forget(worker: Worker) -> None:
+    """Forget a queue that no page tells of any more."""
+    worker.queued = worker.queued_before = 0
+    worker.seats = inf
+
+
 def wait_s(worker: Worker, now: float) -> float:
     """Reckon how long until a worker has a seat for one more; inf where nothing tells.
 

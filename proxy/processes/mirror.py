@@ -186,7 +186,9 @@ class Mirror:
             worker.reprice()
         if (known.models, known.told_max_model_len) != (worker.models, worker.told_max_model_len):
             fleet.set_served(spec.name, known.models, known.told_max_model_len)
-        if known.gauges is not None and (not worker.gauges or known.gauges.at > worker.gauges.at):
+        if known.gauges is None:
+            fleet.forget_gauges(worker)
+        elif not worker.gauges or known.gauges.at > worker.gauges.at:
             fleet.set_gauges(spec.name, known.gauges)
         fleet.follow(
             worker,

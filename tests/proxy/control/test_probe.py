@@ -16,6 +16,7 @@ from proxy.config import ProbeConfig
 from proxy.control import questions
 from proxy.control.probe import MODELS_EVERY_S, Prober, Watch
 from proxy.core.fleet import Fleet
+from proxy.core.seats import HEEDED_S
 from proxy.core.types import Role
 from proxy.core.worker import Worker, WorkerSpec
 from tests.proxy.control.vllm_page import Engine, vllm_page
@@ -232,6 +233,16 @@ async def test_garbage_for_models_is_no_health(bench: Bench, garbage: bytes) -> 
 @pytest.mark.parametrize("page", [b"", b"<html>", b"\xff\0" * 9, b"vllm:num_requests_running{} x"])
 async def test_garbage_for_metrics_is_none_of_health_s_business(bench: Bench, page: bytes) -> None:
     bench.double.metrics = page
+    assert await bench.ups(1) == [True]
+    assert bench.worker.gauges is None
+
+
+async def test_a_page_that_comes_no_more_is_believed_for_a_while(bench: Bench) -> None:
+    await bench.ups(1)
+    bench.double.metrics = b""
+    assert await bench.ups(1) == [True]
+    assert bench.worker.gauges is not None
+    bench.prober.clock = lambda: time.monotonic() + 2 * HEEDED_S
     assert await bench.ups(1) == [True]
     assert bench.worker.gauges is None
 

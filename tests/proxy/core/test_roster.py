@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from proxy.core.fleet import Fleet
 from proxy.core.prefix import BLOCKS
 from proxy.core.roster import STALE_S
+from proxy.core.seats import HEEDED_S
 from proxy.core.types import Decision, Gauges, Reason
 from proxy.core.worker import WORKS_S
 from tests.proxy.core.making import LONG, MODEL, SHORT, ask, fleet_of, members, spec
@@ -183,6 +186,29 @@ def test_a_backlog_without_strangers_is_our_own() -> None:
     for second in (1.0, 2.0):  # it was reckoned too small, or is not cached after all
         fleet.set_gauges("a", backlog(second, 1, 5000))
     assert worker.strange_tokens == 0
+
+
+def test_what_only_a_page_told_is_forgotten_once_none_comes_any_more() -> None:
+    fleet = fleet_of(spec("a"))
+    worker = members(fleet)[0]
+    prices = worker.prompt_price, worker.output_price
+    fleet.charge(ask(samples=2), Decision(worker, Reason.ONLY_CHOICE), 0.0)
+    own = worker.wait_s(0.0, for_long=True)
+    for second in (1.0, 2.0):
+        fleet.set_gauges(
+            "a",
+            Gauges(second, 6, 2, 0.9, 8000, extra={"backlog": 9000.0, "backlog_long": 3000.0}),
+        )
+    fleet.no_gauges("a", 2.0 + HEEDED_S)  # it may come yet
+    assert (worker.strangers, worker.queued, worker.seats) == (6, 2, 6)
+    assert worker.wait_s(0.0, for_long=True) > own
+    fleet.no_gauges("a", 2.1 + HEEDED_S)
+    assert (worker.gauges, worker.strangers, worker.queued, worker.seats) == (None, 0, 0, math.inf)
+    assert worker.wait_s(0.0, for_long=True) == own
+    assert (worker.prompt_price, worker.output_price) == prices
+    assert worker.kv_capacity == 8000
+    fleet.set_gauges("a", Gauges(40.0, running=8))
+    assert worker.strangers == 0  # which takes two pages again
 
 
 def test_what_is_learnt_of_a_pace_knows_of_strangers_work() -> None:

@@ -88,6 +88,9 @@ def test_workers_come_change_and_go(pair: tuple[Process, Process]) -> None:
     assert pass_on(leader, other)
     b = other.worker("b")
     assert (b.up, b.models, b.max_model_len, b.kv_capacity) == (True, ("m", "adapter"), 4096, 1000)
+    leader.fleet.no_gauges("b", 100.0)
+    assert pass_on(leader, other)
+    assert b.gauges is None
     assert other.worker("a").draining
     assert [worker.name for worker in other.fleet.pool("adapter").all] == ["b"]
     leader.fleet.drain("a", draining=False)
