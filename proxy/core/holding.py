@@ -13,9 +13,9 @@ All this is belief, and the worker's own page decides. While none wait there, it
 says, what is still to be written, and what has not shown a first token yet; if that is less than
 what is charged, so much is spare. While some wait and its cache is full, each of those is taken to
 need as much as one that runs: if that is more than what is charged, what was thought to be shared
-is not. So it is learnt what part of it each has for itself all the same. Where it holds more than
-is charged though none wait, that is strangers', or of answers longer than was foreseen: so much
-less room is there for a hand-over.
+is not. So it is learnt what part of it each has for itself all the same. What it holds beyond that,
+whoever waits, is strangers', or of answers longer than was foreseen: so much less room is there for
+a hand-over.
 
 Cost: that of the stems, and nothing for prompts of less than 2 KB, which share none, nor where a
 worker does not tell how large its cache is. How it fails: blocks are coarse further in, and of
@@ -121,12 +121,12 @@ def learn(worker: Worker, gauges: Gauges, queued: int) -> None:
     if not queued:
         told = inside + worker.decode_tokens + worker.kv_coming
         worker.kv_spare = max(charged - int(told), 0)
-        worker.kv_more = max(int(inside) - charged, 0)
     elif gauges.kv_usage > KV_FULL:
         there = max(gauges.running + gauges.waiting, 1)
         told = inside * (1.0 + queued / max(gauges.running, 1)) * min(worker.sequences / there, 1.0)
         most = charged + saved * (1.0 - max(worker.pace.missing, worker.kv_apart))
         worker.kv_spare = min(charged - int(min(told, most)), 0)
+    worker.kv_more = max(int(inside) - charged + worker.kv_spare, 0)
     if saved:
         apart = worker.kv_apart - HASTE * worker.kv_spare / saved
         worker.kv_apart = min(max(apart, 0.0), 1.0)

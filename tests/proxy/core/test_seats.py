@@ -210,9 +210,9 @@ def test_so_has_one_of_which_it_said_that_it_holds_more_than_is_charged() -> Non
     assert placed(lease).prefill is not None
 
 
-def spread(here: Router, now: float, usage: float) -> Worker:
+def spread(here: Router, now: float, usage: float, queued: int = 0) -> Worker:
     """Let a decode worker with room for 100,000 tokens say how full it is."""
-    told = Gauges(now, 1, kv_usage=usage, kv_capacity_tokens=100_000)
+    told = Gauges(now, 1, queued, kv_usage=usage, kv_capacity_tokens=100_000)
     here.fleet.set_gauges("d0", told)
     return worker_of(here, "d0")
 
@@ -230,6 +230,18 @@ def test_what_a_page_shows_beyond_what_is_charged_takes_room(rule: str) -> None:
     spread(here, 2.0, 0.6)
     [(ended, lease)] = here.due(2.0)
     assert (ended, placed(lease).decision.route) == (ticket, "p0>d0")
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_it_does_so_whoever_waits_there(rule: str) -> None:
+    here = router(policy=rule)
+    handed(here, 1)
+    spread(here, 1.0, 0.8)
+    ticket = waits(here.submit(ask(20_000), 1.0))
+    spread(here, 2.0, 0.8, queued=1)
+    assert here.due(2.0) == []
+    spread(here, 3.0, 0.6)
+    assert [ended for ended, _ in here.due(3.0)] == [ticket]
 
 
 def test_so_it_does_while_none_of_ours_is_there() -> None:
