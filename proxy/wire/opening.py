@@ -15,7 +15,8 @@ END = re.compile(rb"\n\r?\n")
 ROLE = re.compile(rb'data: [^\n]*"role": ?"assistant", ?"content": ?(?:""|null)')
 # The events of typed streams that come of something: text, an end, an error.
 TELLS = re.compile(rb"event: ?\S*(?:delta|done|stop|completed|incomplete|failed|error)")
-COHERE = b'data: {"type":"message-start"'  # whose events have no names
+# Cohere's events have no names; vLLM writes the type last.
+COHERE = re.compile(rb'data: ?\{[^\n]*"type": ?"message-start"')
 FAILED = re.compile(
     rb'event: ?(?:error|response\.failed)\r?\n|data: ?\{"(?:error"|type": ?"error")'
     rb'|data: ?\{"type": ?"message-end"[^\n]*"error"'
@@ -37,8 +38,9 @@ def after(text: bytes) -> int:
 def _is_quiet(text: bytes, at: int, end: int) -> bool:
     if text.startswith(b"event:", at):
         return TELLS.match(text, at, end) is None
-    quiet = text.startswith((b":", COHERE), at)
-    return quiet or ROLE.match(text, at, end) is not None
+    if text.startswith(b":", at):
+        return True
+    return any(says.match(text, at, end) for says in (ROLE, COHERE))
 
 
 def says_failed(text: bytes) -> bool:

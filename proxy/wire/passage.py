@@ -11,7 +11,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from proxy.wire.sse import USAGE, tokens_in
+from proxy.wire.sse import USAGE
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from proxy.core.router import Router
     from proxy.core.types import Lease
     from proxy.wire.record import Record
+    from proxy.wire.sse import EventStream
 
 CHUNK_END = b"\n\n\r\n"
 MOST_DIGITS = 4
@@ -39,10 +40,10 @@ class Passage:
     """The way of one stream's pieces, from its first token on."""
 
     __slots__ = (
+        "_count",
         "_keep",
         "_lease",
         "_metrics",
-        "_named",
         "_record",
         "_recounts",
         "_router",
@@ -55,20 +56,19 @@ class Passage:
         lease: Lease,
         metrics: Metrics,
         record: Record,
-        keep: Callable[[bytes], None],
+        stream: EventStream,
         write: Callable[[bytes], None],
         *,
         recounts: bool,
-        named: bool,
     ) -> None:
         self._router = router
         self._lease = lease
         self._metrics = metrics
         self._record = record
-        self._keep = keep  # for its usage
+        self._keep = stream.keep  # for its usage
+        self._count = stream.count
         self._write = write
         self._recounts = recounts  # whether its usage is not to pass as it is
-        self._named = named  # whether its events have types
 
     def take(self, now: float, data: bytes) -> bool:
         """Pass on what was read; False if it is not for here."""
@@ -79,7 +79,7 @@ class Passage:
             return False
         self._keep(data)
         record = self._record
-        if tokens := tokens_in(data, named=self._named):
+        if tokens := self._count(data):
             self._router.tokens(self._lease, tokens)
             record.saw_tokens(now, self._metrics, tokens)
         record.sent_bytes += len(data)

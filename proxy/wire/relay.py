@@ -336,10 +336,9 @@ class Exchange:
                 lease,
                 wire.metrics,
                 self.record,
-                stream.keep,
+                stream,
                 self._client.write,
                 recounts=answering.recounts,
-                named=stream.named,
             )
         connection.open_passage(passage)
 

@@ -4,14 +4,15 @@ Only whole events are let through. So a client never sees half of one followed b
 the error event that tells it of a worker's death always starts on a line of its own.
 
 An event counts as a token once it carries text. Chat streams open with a delta that names the role
-and has no text, and end with usage, perhaps, and a last word; typed streams (responses, messages)
-say `delta` in the name of those that have.
+and has no text, and end with usage or an error, perhaps, and a last word; typed streams say `delta`
+of those that have, in the event's name (responses, messages) or in its data (cohere).
 """
 
 from __future__ import annotations
 
 import re
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import orjson
@@ -32,17 +33,25 @@ PROMPT = re.compile(rb'"(?:prompt|input)_tokens"\s*:\s*(\d+)')
 WRITTEN = re.compile(rb'"(?:completion|output)_tokens"\s*:\s*(\d+)')
 NO_CHOICES = re.compile(rb'"choices"\s*:\s*\[\s*\]')
 CACHED = re.compile(rb'"cached_tokens"\s*:\s*(\d+)')
-EMPTY = b"[]"
-LAST_WORDS = b"[DONE]\n\n", b"[DONE]\n\n\r\n", b"[DONE]\r\n\r\n"  # the second as a chunk
+# How a piece ends, the second as a chunk: with a choice, as nearly all do, or with the last word.
+CHOICE = b"}]}\n\n", b"}]}\n\n\r\n", b"}]}\r\n\r\n"
+LAST_WORDS = b"[DONE]\n\n", b"[DONE]\n\n\r\n", b"[DONE]\r\n\r\n"
+ERROR, EMPTY = b'data: {"error"', b"[]"
+# Of typed streams, what ends an answer and what signs a thought; both end as no other delta does.
+NO_TEXT, SIGNATURE = b"e_delta", re.compile(rb'"type"\s*:\s*"signature_delta"')
+COHERE = b'"type":"message-start"'
+CONTENT, TOOL_CALL = b'"type":"content-delta"', b'"type":"tool-call-delta"'
+TOOL_PLAN = b'"type":"tool-plan-delta"'
 
 
 class EventStream:
     """The events of one answer."""
 
-    __slots__ = ("_held", "_last", "_started", "keep", "named", "tokens", "torn")
+    __slots__ = ("_held", "_last", "_started", "count", "keep", "named", "tokens", "torn")
 
     def __init__(self) -> None:
         self.named = False  # whether its events have types, as `event: response.created`
+        self.count: Callable[[bytes], int] = choices_in  # tokens in whole events
         self.torn = False  # an event too large to hold back has passed in part
         self.tokens = 0  # carried by what `feed` returned last
         self._held = b""
@@ -72,7 +81,7 @@ class EventStream:
             return data
         self._last.append(data)
         if self._started:
-            self.tokens = tokens_in(data, named=self.named)
+            self.tokens = self.count(data)
         else:
             self._open(data)
         return data
@@ -94,37 +103,58 @@ class EventStream:
 
     def _open(self, data: bytes) -> None:
         """Count no token before the first event that carries one."""
-        events = data.replace(b"\r\n", b"\n").split(b"\n\n")[:-1]
-        self.named = self.named or data.startswith(b"event:")
-        while events and not carries_token(events[0]):
-            del events[0]
-        self.tokens = tokens_in(b"\n\n".join((*events, b"")), named=self.named)
-        self._started = bool(events)
+        if data.startswith(b"event:"):
+            self.named, self.count = True, deltas_in
+        elif COHERE in data:
+            self.count = cohere_deltas_in
+        if self.count is choices_in:
+            events = data.replace(b"\r\n", b"\n").split(b"\n\n")[:-1]
+            while events and not carries_token(events[0]):
+                del events[0]
+            data = b"\n\n".join((*events, b""))
+        self.tokens = self.count(data)
+        self._started = self.tokens > 0
 
 
-def tokens_in(events: bytes, *, named: bool) -> int:
-    """Count those that carry a token, once one has; `events` may be framed as a chunk."""
-    if named:
-        # No line of JSON ends so, whatever text is in it.
-        deltas = events.count(b"delta\n") or events.count(b"delta\r\n")
-        if not deltas:
-            return 0
-        # Which says why it ends.
-        return deltas - (events.count(b"message_delta\n") or events.count(b"message_delta\r\n"))
+# Each counts the events that carry a token, once one has; they may be framed as a chunk. To search
+# every piece for what is rare would cost as much as all the rest, so what is usual is known first.
+
+
+def choices_in(events: bytes) -> int:
+    """Count tokens of a stream without types."""
     count = events.count(b"\n\n") or events.count(b"\r\n\r\n")
+    if events.endswith(CHOICE):
+        return count
     if EMPTY in events:
         count -= len(NO_CHOICES.findall(events))
+    count -= events.count(ERROR)
     return count - 1 if events.endswith(LAST_WORDS) else count
 
 
+def deltas_in(events: bytes) -> int:
+    """Count tokens of a stream whose events have names."""
+    # No line of JSON ends so, whatever text is in it.
+    deltas = events.count(b"delta\n") or events.count(b"delta\r\n")
+    if not deltas or NO_TEXT not in events:
+        return deltas
+    deltas -= events.count(b"message_delta\n") or events.count(b"message_delta\r\n")
+    return deltas - len(SIGNATURE.findall(events))
+
+
+def cohere_deltas_in(events: bytes) -> int:
+    """Count tokens of a stream whose events say in JSON what they are."""
+    # Quotes in a text are escaped.
+    return events.count(CONTENT) + events.count(TOOL_CALL) + events.count(TOOL_PLAN)
+
+
 def carries_token(event: bytes) -> bool:
-    """Whether an event has text in it, or whatever else was generated."""
-    if event.startswith(b"event:"):
-        return b"delta" in event.partition(b"\n")[0]
+    """Whether an event without a type has text in it, or whatever else was generated."""
     opens = b'"role":"assistant"' in event and (
         b'"content":""' in event or b'"content":null' in event
     )
-    return event.startswith(b"data:") and (not opens or b'"tool_calls":[{' in event)
+    if opens and b'"tool_calls":[{' not in event:
+        return False
+    return event.startswith(b"data:") and not event.startswith(ERROR)
 
 
 def usage_in(text: bytes) -> Usage | None:

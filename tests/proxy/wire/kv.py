@@ -33,7 +33,7 @@ OPENINGS = {
     RESPONSES: b'event: response.created\ndata: {"type":"response.created","response":{}}\n\n'
     b'event: response.in_progress\ndata: {"type":"response.in_progress","response":{}}\n\n',
     MESSAGES: b'event: message_start\ndata: {"type":"message_start","message":{}}\n\n',
-    COHERE: b'data: {"type":"message-start","id":"c"}\n\n',
+    COHERE: b'data: {"id":"c","delta":{"message":{"role":"assistant"}},"type":"message-start"}\n\n',
 }
 DELTAS = {
     RESPONSES: (b"event: response.output_text.delta\n", "response.output_text.delta"),

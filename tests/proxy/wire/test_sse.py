@@ -13,7 +13,6 @@ from proxy.wire.sse import (
     EventStream,
     carries_token,
     recounted,
-    tokens_in,
     usage_in,
     without_usage,
 )
@@ -60,9 +59,55 @@ MESSAGES = (
     [named("content_block_stop"), named("message_delta", "message_stop")],
 )
 CHAT = (ROLE, 5 * [TOKEN], [USAGE.replace(b":[]", b": []"), DONE])
+ERROR = b'data: {"error": {"message": "no KV", "type": "InternalServerError", "code": 500}}\n\n'
+FAILED = (ROLE, 5 * [TOKEN], [ERROR, DONE])
 
 
-@pytest.mark.parametrize("whole", [RESPONSES, MESSAGES, CHAT])
+def delta(kind: str, **said: str) -> bytes:
+    """Write a delta of Anthropic's streams."""
+    data = {"type": "content_block_delta", "index": 0, "delta": {"type": kind, **said}}
+    return b"event: content_block_delta\ndata: %b\n\n" % compact(data)
+
+
+def compact(data: object) -> bytes:
+    return json.dumps(data, separators=(",", ":")).encode()
+
+
+# Text that is about such streams is text.
+TALK = 'e_delta "type":"signature_delta" "type":"content-delta" "type":"message-end"'
+THOUGHT = (
+    named("message_start", "content_block_start"),
+    4 * [delta("thinking_delta", thinking=TALK)]
+    + [delta("signature_delta", signature="5e")]
+    + [named("content_block_stop", "content_block_start")]
+    + [delta("text_delta", text=TALK)],
+    [named("content_block_stop"), named("message_delta", "message_stop")],
+)
+
+
+def cohere(kind: str, delta: object = None) -> bytes:
+    """Write an event of Cohere's streams, which have no names, as vLLM does."""
+    return b"data: %b\n\n" % compact({"index": 0, "delta": {"message": delta}, "type": kind})
+
+
+COHERE = (
+    cohere("message-start", {"role": "assistant"}) + cohere("content-start"),
+    3 * [cohere("content-delta", {"content": {"text": TALK}})]
+    + [cohere("content-end"), cohere("citation-start"), cohere("citation-end")]
+    + [cohere("tool-plan-delta", {"tool_plan": "a"}), cohere("tool-call-start")]
+    + [cohere("tool-call-delta", {"tool_calls": {"function": {"arguments": "{"}}})],
+    [cohere("tool-call-end"), cohere("message-end"), DONE],
+)
+COHERE_FAILED = (
+    COHERE[0],
+    5 * [cohere("content-delta")],
+    [b'data: {"type": "message-end", "delta": {"error": "no KV"}}\n\n', DONE],
+)
+
+
+@pytest.mark.parametrize(
+    "whole", [RESPONSES, MESSAGES, THOUGHT, CHAT, FAILED, COHERE, COHERE_FAILED]
+)
 @pytest.mark.parametrize("together", [False, True])
 @pytest.mark.parametrize("framed", [False, True])
 def test_what_opens_and_ends_a_stream_is_no_token(
@@ -78,7 +123,7 @@ def test_what_opens_and_ends_a_stream_is_no_token(
     for each in pieces[1:]:
         if framed:
             chunk = b"%x\r\n%b\r\n" % (len(each), each)
-            seen += tokens_in(chunk, named=stream.named)
+            seen += stream.count(chunk)
         else:
             stream.feed(each)
             seen += stream.tokens
@@ -115,6 +160,18 @@ def test_the_event_that_opens_a_chat_is_no_token() -> None:
     assert stream.tokens == 1
 
 
+@pytest.mark.parametrize("opening", [ROLE, COHERE[0], RESPONSES[0], b": ping\n\n", b""])
+@pytest.mark.parametrize("together", [False, True])
+def test_a_stream_that_fails_before_its_first_token_has_none(
+    opening: bytes, *, together: bool
+) -> None:
+    stream, pieces = EventStream(), (opening, ERROR, DONE)
+    for each in (b"".join(pieces),) if together else pieces:
+        stream.feed(each)
+        assert stream.tokens == 0
+    assert not stream.flows
+
+
 def test_carriage_returns_are_understood() -> None:
     stream = EventStream()
     event = TOKEN.replace(b"\n", b"\r\n")
@@ -146,10 +203,7 @@ def test_an_endless_event_passes_in_part_and_is_known_as_torn() -> None:
         ),
         (b'data: {"choices":[{"text":"a"}]}', True),
         (b": ping", False),
-        (b"event: response.created\ndata: {}", False),
-        (b"event: response.output_text.delta\ndata: {}", True),
-        (b'event: message_start\ndata: {"delta":1}', False),
-        (b"event: content_block_delta\ndata: {}", True),
+        (b'data: {"error":{"message":"no KV"}}', False),
     ],
 )
 def test_which_events_carry_a_token(event: bytes, carries: bool) -> None:
