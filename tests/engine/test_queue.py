@@ -23,6 +23,7 @@ class Doorman:
         self.asked = 0
         self.now = 0.0
         self.limit = 10
+        self.read = 0
 
     def lanes_of(self, request: Request) -> LaneKey:
         return ("long" if request.num_tokens > self.limit else "short",)
@@ -38,6 +39,7 @@ class Doorman:
             lanes_of=self.lanes_of,
             gate_of=self.gate_of,
             urgency_of=lambda lane, _head, _waited: (self.urgency[lane],),
+            blocks_read=lambda: self.read,
             clock=lambda: self.now,
             num_policies=1,
         )
@@ -154,6 +156,7 @@ def test_one_put_in_front_does_not_begin_the_wait_of_those_behind_anew() -> None
         lanes_of=doorman.lanes_of,
         gate_of=lambda _lane, _head, seconds: (waited.append(seconds), Gate.OPEN)[1],
         urgency_of=lambda *_: (),
+        blocks_read=lambda: 0,
         clock=lambda: doorman.now,
         num_policies=1,
     )
@@ -216,22 +219,57 @@ def test_of_thousands_whose_lane_changed_at_once_a_few_move_in_a_step() -> None:
     assert not len(queue)
 
 
-def test_one_who_has_yet_to_move_is_held_where_it_belongs() -> None:
-    doorman = Doorman()
+def after_an_eviction(doorman: Doorman, evicted: int) -> tuple[LaneQueue, list[Request]]:
+    """Make a queue with so many, and a short one behind them, who turn out to be long."""
     queue = doorman.queue()
-    requests = [make_request(8, hashed=False) for _ in range(100)]
-    for request in (*requests, make_request(5)):
+    requests = [make_request(8, hashed=False) for _ in range(evicted)]
+    for request in (*requests, make_request(5, hashed=False)):
         queue.add_request(request)
-    doorman.limit = 6  # and now they are evicted
+    doorman.limit = 6
     doorman.gates["long",] = Gate.CLOSED
-    steps = 0
-    while not queue:
-        steps += 1
-        queue.begin_step(float(steps))
-    assert 1 < steps < 6
+    return queue, requests
+
+
+def steps_until_somebody_enters(queue: LaneQueue, most: int) -> int:
+    """Count the steps that find nobody to offer."""
+    for steps in range(most):
+        queue.begin_step(float(steps + 1))
+        if queue:
+            return steps
+    raise AssertionError(f"nobody may enter in {most} steps")
+
+
+@pytest.mark.parametrize(("evicted", "steps"), [(100, 0), (1000, 3)])
+def test_those_who_may_not_enter_are_put_aside_many_in_a_step(evicted: int, steps: int) -> None:
+    doorman = Doorman()
+    queue, requests = after_an_eviction(doorman, evicted)
+    assert steps_until_somebody_enters(queue, most=10) == steps
     assert queue.pop_request().num_tokens == 5
     doorman.gates["long",] = Gate.OPEN
     assert admit_all(queue) == requests
+
+
+def test_one_who_has_yet_to_move_is_held_where_it_belongs() -> None:
+    doorman = Doorman()
+    doorman.read = 10_000  # the most of their prefixes is still there, and was read through
+    queue, requests = after_an_eviction(doorman, 100)
+    assert 1 < steps_until_somebody_enters(queue, most=10) < 6
+    assert queue.pop_request().num_tokens == 5
+    doorman.gates["long",] = Gate.OPEN
+    assert admit_all(queue) == requests
+
+
+def test_one_who_has_yet_to_move_enters_from_where_it_belongs() -> None:
+    doorman = Doorman()
+    queue = doorman.queue()
+    requests = [make_request(20, hashed=False) for _ in range(100)]
+    for request in requests:
+        queue.add_request(request)
+    doorman.limit = 30  # what they begin with is cached
+    queue.begin_step(1.0)
+    assert admit_all(queue) == requests
+    queue.end_step()
+    assert {lane for _, lane in queue.entered.values()} == {("short",)}
 
 
 def test_counts_follow_every_change() -> None:
@@ -292,6 +330,7 @@ def test_who_is_held_is_counted_for_all_policies_but_the_one_that_holds() -> Non
         lanes_of=lambda request: (*doorman.lanes_of(request), ""),
         gate_of=lambda lane, head, waited: doorman.gate_of(lane[:1], head, waited),
         urgency_of=lambda *_: (),
+        blocks_read=lambda: 0,
         clock=lambda: doorman.now,
         num_policies=2,
     )

@@ -32,6 +32,9 @@ RETRY_STEPS = 8
 # Of those who belong elsewhere so many move in a step, at most. A prefix that thousands share can
 # be cached from one step to the next.
 MOST_MOVES = 32
+# Out of the way of those behind them so many, who may not enter themselves, while what was read of
+# their prefixes is no more than so many blocks: a prefix that is gone is soon looked up.
+MOST_PUT_ASIDE, MOST_READ = 256, 2048
 
 
 class Entry(NamedTuple):
@@ -54,6 +57,7 @@ class LaneQueue(RequestQueue):
         lanes_of: Callable[[Request], LaneKey],
         gate_of: Callable[[LaneKey, Request, float], Gate],
         urgency_of: Callable[[LaneKey, Request, float], tuple[float, ...]],
+        blocks_read: Callable[[], int],
         clock: Callable[[], float],
         num_policies: int,
     ) -> None:
@@ -61,6 +65,7 @@ class LaneQueue(RequestQueue):
         self._lanes_of = lanes_of
         self._gate_of = gate_of
         self._urgency_of = urgency_of
+        self._blocks_read = blocks_read  # of cached prefixes, to tell lanes in this step
         self._clock = clock
         self._heaps: dict[LaneKey, list[Entry]] = {}
         self._live: dict[Request, tuple[Entry, LaneKey]] = {}
@@ -180,7 +185,7 @@ class LaneQueue(RequestQueue):
         entry, lane = self._live[request]
         heapq.heappop(self._heaps[lane])  # it is the head: that is how it came to be offered
         self._drop(request)
-        self._popped[request] = entry.since, lane
+        self._popped[request] = entry.since, self._strays.get(lane, lane)
         if self.refused is request:
             self.refused = None
         self._forget_offer()
@@ -326,7 +331,7 @@ class LaneQueue(RequestQueue):
             belongs = self._lanes_of(entry.request)
             if belongs == lane:
                 return
-            if self._moves >= MOST_MOVES:
+            if not self._may_move(entry, belongs):
                 self._strays[lane] = belongs
                 return
             self._moves += 1
@@ -334,6 +339,15 @@ class LaneQueue(RequestQueue):
             self._drop(entry.request)
             self._place(entry, belongs)
         del self._heaps[lane]
+
+    def _may_move(self, entry: Entry, belongs: LaneKey) -> bool:
+        if self._moves < MOST_MOVES:
+            return True
+        if self._moves >= MOST_PUT_ASIDE or self._blocks_read() >= MOST_READ:
+            return False
+        # Who may enter can do so from here; who may not keeps those behind him from it.
+        waited = self._now - entry.owed_since
+        return self._gate_of(belongs, entry.request, waited) is Gate.CLOSED
 
     def _sweep(self) -> None:
         heaps: dict[LaneKey, list[Entry]] = {}

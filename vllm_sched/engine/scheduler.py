@@ -65,6 +65,7 @@ class PolicySteps(Upstream):
         self._room: int | None = None  # then: what they may have
         self._looked_up: dict[str, int] = {}  # cached tokens of who waits, in one state of things
         self._looked_up_in = (-1, -1, -1)
+        self._blocks_read = 0  # of cached prefixes, by the look-ups of this step
         self._idle = False  # nothing runs, none awake holds blocks: every gate is open
         self._lenient = False  # the last step came out empty: none is cut short or paused in this
         self._paused_decodes = False  # in this step
@@ -100,6 +101,7 @@ class PolicySteps(Upstream):
             lanes_of=self._lanes_of,
             gate_of=self._gate_of,
             urgency_of=self._urgency_of,
+            blocks_read=lambda: self._blocks_read,
             clock=self.clock,
             num_policies=len(self._policies),
         )
@@ -178,6 +180,7 @@ class PolicySteps(Upstream):
         running = self.running
         prefills, decoding = self._prefills_and_decodes()
         self._decode_last = False
+        self._blocks_read = 0
         if prefills and self._arranges:
             prefills.sort(key=self._rank)
             running[:] = prefills + decoding if self._prefills_lead else decoding + prefills
@@ -320,6 +323,7 @@ class PolicySteps(Upstream):
                 request.block_hashes, request.num_tokens - 1
             )
             known = self._looked_up[request.request_id] = int(hit[1])
+            self._blocks_read += known // self.block_size
         return known
 
     def _may_enter(self) -> Request | None:
