@@ -52,12 +52,13 @@ class Leases(Placer):
         if usage is not None:
             learning.saw_cached(first.worker, halves.cached_tokens, usage)
 
-    def reconsider(self, lease: Lease, now: float, *, may_move: bool) -> bool:
+    def reconsider(self, lease: Lease, now: float, *, may_move: bool, spent_s: float = 0.0) -> bool:
         """Between the legs, look at the decode worker again; False if none is good for the rest.
 
-        `may_move`: whether what the prefill left behind is there for any decode worker.
+        `may_move`: whether what the prefill left behind is there for any decode worker. `spent_s`:
+        for how long it has been there.
         """
-        worker, within_s = lease.worker, self.settings.transfer_within_s
+        worker, within_s = lease.worker, self.settings.transfer_within_s - spent_s
         stands = handover.stands(lease, now, within_s)
         if stands and not worker.draining:
             return True
@@ -67,7 +68,9 @@ class Leases(Placer):
             other = handover.instead(workers, lease, now, self.links, within_s)
         if other is None:
             # To be down may be a probe's mistake: where there is nobody else, it is asked.
-            return stands or not (handover.is_well(lease) or self.has_another(lease))
+            return stands or not (
+                within_s <= 0.0 or handover.is_well(lease) or self.has_another(lease)
+            )
         self.fleet.move(lease, other, now)
         if lease.ask.prefix:
             self.prefixes.record(lease.ask.prefix, other.index)

@@ -109,13 +109,14 @@ class HandOver:
             self._strike(now, None)
         else:
             wire.router.links.worked(self._first, None)
-        if not wire.router.reconsider(lease, now, may_move=not connector.names_decode):
+        # As long as its answer took to come, the blocks have been kept.
+        spent_s = now - leg.begun_at if holds and leg is not None else 0.0
+        may_move = not connector.names_decode
+        if not wire.router.reconsider(lease, now, may_move=may_move, spent_s=spent_s):
             return False
         pool = wire.pools.of(lease.worker)
         self._pair = self._pair._replace(decode=pool.side)
-        late_s = decode_patience_s(lease, connector.within_s if holds else inf)
-        if leg is not None:  # as long as its answer took to come, the blocks have been kept
-            late_s -= now - leg.begun_at
+        late_s = decode_patience_s(lease, connector.within_s if holds else inf) - spent_s
         exchange.patience_s = min(late_s, answer_patience_s(lease, wire.settings.first_byte_s))
         self.late_at = now + late_s
         self._is_sent = True

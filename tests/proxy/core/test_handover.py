@@ -541,6 +541,36 @@ def test_a_transfer_that_takes_longer_than_blocks_are_kept_is_none(above: int | 
     assert placed(here.submit(ask(LONG // 2), 0.0)).prefill is not None or above is None
 
 
+def test_what_has_been_kept_for_a_while_has_less_time_left_to_be_fetched() -> None:
+    here = router(decodes=2, disaggregate_above=1, transfer_within_s=24.0)
+    lease = placed(here.submit(ask(LONG), 0.0))
+    busy_one, halves = lease.worker, lease.decision.handover
+    assert halves is not None
+    halves.transfer_s = 5.0
+    here.prefilled(lease, 1.0, None)
+    assert here.reconsider(lease, 1.0, may_move=False, spent_s=18.0)
+    assert not here.reconsider(lease, 1.0, may_move=True, spent_s=20.0)
+    busy_one.pace.token_s = 1e-3
+    whole = ask(10_000)
+    whole.whole = "samples"
+    placed(here.submit(whole, 1.0, tried=others(here, busy_one.name)))
+    assert here.reconsider(lease, 1.0, may_move=False, spent_s=8.0)
+    assert not here.reconsider(lease, 1.0, may_move=False, spent_s=10.0)
+    assert here.reconsider(lease, 1.0, may_move=True, spent_s=10.0)
+    assert lease.worker is not busy_one
+
+
+@pytest.mark.parametrize(("spent_s", "is_asked"), [(8.0, True), (24.5, False)])
+def test_one_that_seems_down_is_asked_where_nobody_else_is_but_not_too_late(
+    spent_s: float, is_asked: bool
+) -> None:
+    here = router(disaggregate_above=1, transfer_within_s=24.0)
+    lease = placed(here.submit(ask(LONG), 0.0))
+    here.prefilled(lease, 1.0, None)
+    lease.worker.up = False
+    assert here.reconsider(lease, 1.0, may_move=True, spent_s=spent_s) is is_asked
+
+
 def test_a_link_that_fails_is_left_alone_for_a_while() -> None:
     here = router(disaggregate_above=1)
     first, second = worker_of(here, "p0"), worker_of(here, "d0")

@@ -12,6 +12,7 @@ import pytest
 
 from proxy.core.links import STRIKES
 from proxy.core.types import Role
+from proxy.transfer.types import LEASE_USED
 from proxy.wire.patience import (
     SLOW_STEP_S,
     answer_patience_s,
@@ -106,6 +107,26 @@ async def test_the_time_it_took_to_come_is_not_left_for_the_transfer(start: Star
     await here.settled()
     assert here.kv.ends() == ["released"]
     assert here.site.metrics.handovers.ends["late_failed"] == 1
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_who_could_not_fetch_in_time_any_more_is_not_asked_to(
+    start: Start, stream: bool
+) -> None:
+    """Where blocks are kept for little longer than the rest of an answer may take."""
+    lease_s = REST_S
+    here = await pairs(start, transfer_within_s=LEASE_USED * lease_s)
+    connector = here.site.wire.connector
+    assert connector is not None
+    connector.lease_s = lease_s
+    body, rest = chat_body(stream=stream), asyncio.Event()
+    client = await half(here, body, rest)
+    here.site.skip(REST_S - 1.0)
+    rest.set()
+    assert words(await client.answer()) == expected(body)
+    await here.settled()
+    assert sorted(leg.split()[0] for leg in here.legs()) == ["prefill", "release", "whole"]
+    assert here.kv.ends() == ["released"]
 
 
 async def test_before_that_it_is_left_alone(start: Start) -> None:
