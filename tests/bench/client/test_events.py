@@ -11,6 +11,7 @@ from vllm_sched.bench.client.events import EventStream
 from vllm_sched.bench.outcome import Outcome
 
 USAGE = b"data: " + dumped({"choices": [], "usage": {"prompt_tokens": 9, "completion_tokens": 4}})
+LAST_WORD = b"data: [DONE]\n\n"
 ANSWER = b"".join(
     (
         b": ping\n\n",
@@ -21,7 +22,7 @@ ANSWER = b"".join(
         event({"delta": {"content": "role"}, "finish_reason": "length"}),
         event({"delta": {}, "finish_reason": "stop"}),
         USAGE + b"\n\n",
-        b"data: [DONE]\n\n",
+        LAST_WORD,
     )
 )
 
@@ -72,6 +73,25 @@ def test_an_answer_may_end_in_other_words(end: bytes) -> None:
     usage = b"event: usage\n" + USAGE + b"\nretry: 10\n\n"
     outcome, done = read(event({"text": "a"}), b"retry: 10\n\n", usage, end)
     assert (outcome.error, done, outcome.completed) == ("", True, 4)
+
+
+@pytest.mark.parametrize("data", [b"{}", b'{"type": "ping"}', b"2026-11-23 01:00"])
+@pytest.mark.parametrize("name", [b"event: ping\n", b"event:ping\r\n"])
+def test_a_named_ping_is_no_error(name: bytes, data: bytes) -> None:
+    ping = name + b"data: " + data + b"\n\n"
+    outcome, done = read(ping, event({"text": "a"}), ping, event({"text": "b"}), LAST_WORD)
+    assert (outcome.error, len(outcome.ticks), done) == ("", 2, True)
+
+
+@pytest.mark.parametrize("end", [b"", b"\n", b"\r\n", b"\r"])
+@pytest.mark.parametrize("cut", range(1, len(LAST_WORD)))
+def test_the_last_word_needs_no_empty_line(end: bytes, cut: int) -> None:
+    text, word = event({"text": "[DONE]"}), LAST_WORD.rstrip() + end
+    assert read(text, word)[1]
+    assert read(text + word[:cut], word[cut:])[1]
+    assert read(text, b"event: end\n" + word)[1]
+    assert not read(text, word.replace(b"]", b""))[1]
+    assert not read(text, text[:cut])[1]
 
 
 PAYLOADS = [

@@ -8,12 +8,16 @@ role that opens a chat's answer, or its end, are parsed.
 from __future__ import annotations
 
 import json
+import re
 from typing import TYPE_CHECKING, Any
 
 from vllm_sched.bench.excerpt import excerpt
 
 if TYPE_CHECKING:
     from vllm_sched.bench.outcome import Outcome
+
+DONE = re.compile(rb"^data: ?\[DONE\]\s*\Z", re.MULTILINE)
+PING = re.compile(rb"^event: ?ping *$", re.MULTILINE)
 
 
 class EventStream:
@@ -22,7 +26,12 @@ class EventStream:
     def __init__(self, outcome: Outcome) -> None:
         self._outcome = outcome
         self._rest = b""
-        self.done = False
+        self._done = False
+
+    @property
+    def done(self) -> bool:
+        """Whether its last word has come, for which some servers write no empty line."""
+        return self._done or DONE.search(self._rest) is not None
 
     def feed(self, chunk: bytes, now: float) -> None:
         """Take in what arrived at `now`."""
@@ -41,17 +50,17 @@ class EventStream:
             ):
                 self._outcome.ticks.append(now)
             elif event.startswith(b"data: [DONE]"):
-                self.done = True
+                self._done = True
             elif event:
                 self._rare(event, now)
 
     def _rare(self, event: bytes, now: float) -> None:
         data = [line[5:] for line in event.split(b"\n") if line.startswith(b"data:")]
-        if not data:
-            return  # a comment, to keep the connection open
+        if not data or PING.search(event):
+            return  # to keep the connection open
         payload = b"\n".join(data).strip()
         if payload == b"[DONE]":
-            self.done = True
+            self._done = True
             return
         try:
             message = json.loads(payload)
