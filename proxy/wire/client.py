@@ -109,8 +109,10 @@ class ClientConnection(asyncio.Protocol):
 
     def eof_received(self) -> None:
         """Take the client for gone; the transport closes itself, once it has nothing to send."""
+        leaves = self._leaving  # then it has all the time that it gets
         self._gone()
-        self._bear_with(self._wire.clock())
+        if not leaves:
+            self._bear_with(self._wire.clock())
 
     def connection_lost(self, error: Exception | None) -> None:  # noqa: ARG002
         """Drop what was done for the client."""

@@ -117,6 +117,24 @@ async def test_who_takes_nothing_more_is_not_waited_for_without_end(start: Start
     await eventually(lambda: not site.wire.clients)
 
 
+async def test_who_was_refused_is_waited_for_no_longer_because_it_leaves(start: Start) -> None:
+    """Part of an earlier answer lies here, and why the connection ends."""
+    site = await start()
+    site.fake.then(scripts.answer(200, b"x" * 60_000))
+    client = await site.client(limit=1024, rcvbuf=4096)
+    [theirs] = site.wire.clients
+    raw = theirs._transport.get_extra_info("socket")
+    raw.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    await client.send(chat() + b"NONSENSE\r\n\r\n")
+    await eventually(lambda: theirs._leaving)
+    assert theirs._transport.get_write_buffer_size() > 0
+    client.half_close()
+    await eventually(theirs._transport.is_closing)  # it has heard of that
+    assert site.wire.clients == {theirs}
+    site.skip(site.wire.settings.linger_s + 1.0)
+    await eventually(lambda: not site.wire.clients)
+
+
 async def test_in_the_middle_of_a_body_without_events(
     site: Site, leave: Callable[[Client], None]
 ) -> None:
