@@ -368,6 +368,7 @@ def test_alone_a_long_gets_the_whole_budget() -> None:
     assert step(taught(loaded(1200, options={}, budget=512))) == {"0": 512}
 
 
+@pytest.mark.usefixtures("clock")  # after a quarter of a second no short is thought to come
 def test_beside_decodes_it_gets_what_the_stretch_allows() -> None:
     scheduler = taught(loaded(8, options={"long_step_stretch": 6}, budget=512))
     step(scheduler)

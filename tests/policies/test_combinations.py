@@ -287,6 +287,37 @@ def test_a_long_prompt_makes_no_room_for_shorts_that_cannot_begin(
     assert bench.step()["lora3"] == 29
 
 
+@pytest.mark.parametrize("tokens", [30, 500])
+@pytest.mark.parametrize(
+    "beside", [{}, {"rotation": {}}, {"chunk_budget": {"chunk": 24}}], ids=" ".join
+)
+def test_one_who_could_not_begin_is_seen_in_the_step_in_which_he_can(
+    beside: dict[str, dict[str, object]], tokens: int
+) -> None:
+    bench = Bench({"long_prompt": {"max_long_partial_prefills": 2}, **beside}, num_blocks=1000)
+    bench.add("d", 3, output=900)
+    bench.step()
+    bench.add("long", 1900)
+    bench.steps(2)
+    bench.turn_away("lora")
+    bench.add("lora", tokens)
+    bench.steps(3)
+    bench.barred.clear()
+    assert set(bench.step()) == {"d", "long", "lora"}
+
+
+def test_longs_leave_shorts_room_in_a_step_that_another_policy_made_smaller() -> None:
+    limits = {"max_num_partial_prefills": 2, "max_long_partial_prefills": 2}
+    bench = Bench({"long_prompt": limits, "chunk_budget": {"chunk": 24}}, num_blocks=1000)
+    bench.add("d", 3, output=900)
+    bench.step()
+    for name in ("long1", "long2"):
+        bench.add(name, 1900)
+    bench.steps(2)
+    bench.add("short", 30)
+    assert "short" in bench.step()
+
+
 def test_a_long_prompt_makes_room_for_shorts_as_soon_as_they_are_let_in() -> None:
     deferred = {"departures": 3, "max_delay_ms": 200.0}
     bench = Bench({"long_prompt": {}, "deferred_prefill": deferred}, max_num_seqs=6)

@@ -145,8 +145,10 @@ class LongPrompt(Policy):
         self._decodes = 0  # that go before; none any more where another policy pauses them
         self._budget = facts.max_num_batched_tokens  # tokens that were divided
         self._sharing = 1  # among so many prefills
+        self._num_shorts = 0  # of them, and of those who come
         self._slot = facts.max_num_batched_tokens  # tokens for one prefill
         self._long_left = self._slot  # for all long prefills together
+        self._kept_of_longs = 0  # of that, for one who could not begin and may by now
         self._longs_due = 1  # how many of them are still to get their part
         self._overdue: set[str] = set()  # who is let in for a long wait, in front of each lane
         self._short_left = self._slot
@@ -273,21 +275,27 @@ class LongPrompt(Policy):
             self._long_left = max(share, num_longs, 1)  # a token each, the overdue one too
         else:
             self._long_left = self._size_by_time(step, num_shorts, sharing)
-        # Decodes are served first, so it is the rest that is divided.
-        room = max(step.budget - step.decodes, 0)
-        if num_shorts:
-            self._long_left = min(self._long_left, room - max(room // sharing, min(room, 1)))
-        elif self._shorts.barred and step.free_slots > 0:
-            # A token, so that the engine sees when one of them may begin after all.
-            self._long_left = min(self._long_left, max(room - 1, 1))
-        self._keep_for(longs)
+        self._num_shorts = num_shorts
+        self._keep_room(longs)
 
-    def _keep_for(self, longs: Sequence[RequestView]) -> None:
-        # Shorts stand before longs in `running`: what the longs are due is kept from them here.
+    def _keep_room(self, longs: Sequence[RequestView]) -> None:
+        """Keep shorts their part of the tokens, and longs what they are due."""
         step = self._step
         self._budget = step.budget
+        # Decodes are served first, so it is the rest that is divided.
+        room = max(step.budget - step.decodes, 0)
+        if self._num_shorts:
+            kept = max(room // self._sharing, min(room, 1))
+            self._long_left = min(self._long_left, room - kept)
+        else:
+            # A token, so that the engine sees when one of them may begin after all.
+            kept = int(self._shorts.barred > 0 and step.free_slots > 0)
+            self._long_left = min(self._long_left, max(room - kept, 1))
+        has_place = self._free_places > self._longs_coming
+        self._kept_of_longs = int(self._held.barred > 0 and has_place)
+        # Shorts stand before longs in `running`: what the longs are due is kept from them here.
         due = sum(self._fit(r, r.num_computed_tokens, step.budget) for r in longs)
-        self._short_left = max(step.budget - step.decodes - min(due, self._long_left), 1)
+        self._short_left = max(room - min(due, self._long_left), 1)
 
     def _size_by_time(self, step: Step, num_shorts: int, sharing: int) -> int:
         """Divide a step's time among those in prefill, like the budget's tokens."""
@@ -327,7 +335,7 @@ class LongPrompt(Policy):
             self._make_sure()
         if self._step.budget < self._budget:  # another policy's doing, since the step began
             self._slot = max(self._step.budget // self._sharing, 1)
-            self._keep_for([r for r in self._step.prefills if self._in_long(r)])
+            self._keep_room([r for r in self._step.prefills if self._in_long(r)])
         granted = self._fit(request, computed, tokens)
         # Who was let in as a short one has a short one's part, or it would stop those behind it:
         # one whose KV should have come from elsewhere may have to be computed here.
@@ -335,7 +343,8 @@ class LongPrompt(Policy):
         entered_long = name in self._seen_long or name in self._prefilling
         self._gave_long = entered_long and self._counts_as_long(request, computed)
         if self._gave_long:
-            granted = min(granted, math.ceil(self._long_left / max(self._longs_due, 1)))
+            left = max(self._long_left - self._kept_of_longs, min(self._long_left, 1))
+            granted = min(granted, math.ceil(left / max(self._longs_due, 1)))
             if self._fit_s is not None and granted < request.num_tokens - computed:
                 granted = tiled(granted, self._beside, computed)
             self._long_left -= granted
