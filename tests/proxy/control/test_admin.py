@@ -85,6 +85,12 @@ class State:
             while not worker.up:
                 self.router.fleet.probe_ok(worker.name, NOW)
 
+    def go_down(self) -> None:
+        """Have no worker answer."""
+        for worker in self.router.fleet:
+            while worker.up or not worker.probed:
+                self.router.fleet.probe_failed(worker.name, NOW)
+
 
 @pytest.fixture
 def state() -> State:
@@ -290,7 +296,9 @@ async def test_explain_tells_where_and_what_each_worker_offers(
 async def test_explain_tells_what_a_client_would_be_told(
     state: State, api: httpx.AsyncClient, question: dict[str, Any], status: int, reason: str
 ) -> None:
-    if reason != "no_worker":
+    if reason == "no_worker":
+        state.go_down()
+    else:
         state.come_up()
     told = (await api.post("/admin/explain", json=question)).json()
     assert (told["worker"], told["status"], told["reason"]) == (None, status, reason)

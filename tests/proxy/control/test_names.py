@@ -6,6 +6,7 @@ import asyncio
 import errno
 import socket
 import threading
+import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import closing, suppress
 from pathlib import Path
@@ -56,6 +57,11 @@ def resolver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Resolver]:
     yield here
     for rest in here.slow.values():
         rest.set()
+    for _ in range(1000):  # or a thread that is about to end tells the next test what it found
+        if not fresh._under_way:
+            break
+        time.sleep(0.01)
+    assert not fresh._under_way
 
 
 def age(host: str) -> None:

@@ -8,7 +8,7 @@ import json
 import pytest
 
 from proxy.core.limits import Limits
-from proxy.core.reading import MOST_VALUES, prompt_start
+from proxy.core.reading import LARGE, MOST_VALUES, prompt_start
 from proxy.core.routes import Shape
 from proxy.core.stored import MOST_RESPONSES
 from proxy.core.tenants import Tenant, TenantSpec
@@ -57,6 +57,7 @@ def test_what_is_no_json_object_is_400(body: bytes) -> None:
         b'\xef\xbb\xbf{"messages": [], "max_tokens": 7}',  # as some editors write files
         b'{"messages": [], "max_tokens": 7, "logit_bias": {"5": -Infinity}}',
         b'{"temperature": NaN, "messages": [], "max_tokens": 7}',
+        b'\xef\xbb\xbf{"max_tokens": 7, "messages": [], "user": "%b"}' % (b"u" * LARGE),
     ],
 )
 def test_what_workers_read_though_it_is_not_quite_json_is_read(body: bytes) -> None:
