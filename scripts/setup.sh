@@ -16,9 +16,15 @@ say() { printf 'setup: %s\n' "$*" >&2; }
 
 # Of two commands at once the second would build it anew under the first one's feet.
 if command -v flock >/dev/null; then
-    exec 9<scripts/setup.sh
-    flock -n 9 ||
-        { say "another command is building $venv; waiting for it" && flock 9; } || true
+    # Over NFS a lock is for who may write; where there are none at all flock says other than 1.
+    { exec 9<>pyproject.toml; } 2>/dev/null || exec 9<pyproject.toml
+    refused=0
+    flock -n 9 2>/dev/null || refused=$?
+    case $refused in
+        0) ;;
+        1) say "another command is building $venv; waiting for it"; flock 9 || true ;;
+        *) say "files can't be locked here: let no other command build $venv meanwhile" ;;
+    esac
     is_built && exit 0
 fi
 

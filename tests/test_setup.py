@@ -9,13 +9,15 @@ import os
 import shutil
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[1]
 FILES = ("pyproject.toml", "scripts/setup.sh", "scripts/cpu-excludes.txt")
+# What takes longer than this hangs.
+BOUND_S = 60.0
 TOOLS = ("bash", "dirname", "sha256sum", "cut", "cat", "rm", "mkdir", "cp", "ln", "grep", "flock")
 # A Python of one version, which makes environments of itself; $LACKS is what it can't import.
 PYTHON = """#!{bash}
@@ -47,6 +49,7 @@ class Machine:
     def __init__(self, folder: Path) -> None:
         self.clone, self.bin, self._told = folder / "a clone", folder / "bin", folder / "told"
         self._uv = folder / "uv"
+        self._started: list[subprocess.Popen[str]] = []
         self.bin.mkdir()
         self._told.touch()
         for name in TOOLS:
@@ -72,8 +75,8 @@ class Machine:
     def setup(self, **more: str) -> subprocess.CompletedProcess[str]:
         """Run it, with nothing of this machine's but the tools that it needs."""
         self._told.write_text("")
-        with self.start(**more) as started:
-            out, err = started.communicate()
+        started = self.start(**more)
+        out, err = started.communicate(timeout=BOUND_S)
         return subprocess.CompletedProcess(started.args, started.returncode, out, err)
 
     def start(self, **more: str) -> subprocess.Popen[str]:
@@ -81,13 +84,26 @@ class Machine:
         here = {"PATH": self.bin, "HOME": self.clone, "TOLD": self._told, "UV": self._uv}
         # A Python of this machine's own would come before those on the PATH.
         environment = {"PYTHON": str(next(self.bin.glob("python*"), "")), **more}
-        return subprocess.Popen(
+        started = subprocess.Popen(
             [str(self.clone / "scripts/setup.sh")],
             env=environment | {name: str(value) for name, value in here.items()},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
         )
+        self._started.append(started)
+        return started
+
+    def stop(self) -> None:
+        """Leave nothing running, nor open."""
+        for each in self._started:
+            each.kill()
+            each.communicate()
+
+    def has_no_locks(self) -> None:
+        """Have flock answer as where the file system knows no locks."""
+        (self.bin / "flock").unlink()
+        self._write(self.bin / "flock", f"#!{shutil.which('bash')}\nexit 71\n")
 
     @property
     def told(self) -> Sequence[str]:
@@ -96,8 +112,10 @@ class Machine:
 
 
 @pytest.fixture
-def machine(tmp_path: Path) -> Machine:
-    return Machine(tmp_path)
+def machine(tmp_path: Path) -> Iterator[Machine]:
+    machine = Machine(tmp_path)
+    yield machine
+    machine.stop()
 
 
 def test_it_is_built_once(machine: Machine) -> None:
@@ -147,18 +165,32 @@ def test_one_whose_python_is_gone_is_built_anew(machine: Machine) -> None:
 def test_of_two_at_once_one_builds(machine: Machine, tmp_path: Path) -> None:
     machine.python("3.11")
     os.mkfifo(gate := tmp_path / "gate")
-    first = machine.start(GATE=str(gate))
-    while len(machine.told) < 2 and first.poll() is None:
-        time.sleep(0.01)
-    with gate.open("w"):
+    # For both ends, or it would be waited for somebody who reads.
+    with os.fdopen(os.open(gate, os.O_RDWR)):
+        first = machine.start(GATE=str(gate))
+        until = time.monotonic() + BOUND_S
+        while len(machine.told) < 2:
+            assert first.poll() is None
+            assert time.monotonic() < until
+            time.sleep(0.01)
         second = machine.start()
         assert second.stderr is not None
         said = second.stderr.readline()
     assert "waiting" in said
     for each in (first, second):
-        each.communicate()
+        each.communicate(timeout=BOUND_S)
         assert each.returncode == 0
     assert [line.split()[0] for line in machine.told] == ["venv", "uv"]
+
+
+def test_where_files_have_no_locks_it_says_so_and_builds(machine: Machine) -> None:
+    machine.python("3.11")
+    machine.has_no_locks()
+    done = machine.setup()
+    assert done.returncode == 0, done.stderr
+    assert machine.told[0] == "venv 3.11"
+    assert done.stderr.count("locked") == 1
+    assert "another command is building" not in done.stderr
 
 
 def test_a_library_that_is_missing_is_named_before_anything_is_fetched(machine: Machine) -> None:
