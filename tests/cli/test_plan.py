@@ -57,7 +57,11 @@ def test_a_trace_may_have_blocks_of_another_length(tmp_path: Path) -> None:
     [
         (["--goodput", "ttft:1"], "ask for ttft:"),
         ([*TARGETS, "--gpus", "0"], "--gpus 0: must be more than 0"),
+        ([*TARGETS, "--gpus", "9" * 322], "--gpus: a plan has at most 1,000,000"),
+        ([*TARGETS, "--gpus", "-" + "9" * 322], "--gpus: a plan has at most 1,000,000"),
         ([*TARGETS, "--bandwidth", "-1"], "--bandwidth -1: must be more than 0"),
+        (["--goodput", "tpot:200", "--mixed-ms", "1e300"], "--mixed-ms 1e+300: must be"),
+        ([*TARGETS, "--scale", "1e308"], "--scale 1e+308: must be more than 0, at most 1e+12"),
         ([*TARGETS, "--profile", "h100-70b-tp4"], "--gpus 2: a worker of h100-70b-tp4 takes 4"),
         ([*TARGETS, "--profile", "b300"], "unknown profile 'b300'"),
         ([*TARGETS, "--workload", "nothing"], "unknown workload 'nothing'"),

@@ -208,6 +208,7 @@ def test_a_failed_request_is_said_and_told_by_the_status(
         (FLEET, ["--front-ms", "nan"], "--front-ms nan: must be a number, 0 or more"),
         (FLEET, ["--mixed-ms", "inf"], "--mixed-ms inf: must be a number, 0 or more"),
         (FLEET, ["--front-ms", "-1"], "--front-ms -1: must be"),
+        (FLEET, ["--mixed-ms", "1e300"], "--mixed-ms 1e+300: must be a number, 0 or more, at most"),
         (FLEET, ["--goodput", "speed:3"], "unknown target"),
         (FLEET, ["--save", "nowhere/at/all.json"], "there is no folder nowhere/at"),
         (FLEET, ["--trace", "nowhere/at/all.json"], "there is no folder nowhere/at"),

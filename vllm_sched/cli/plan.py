@@ -19,6 +19,7 @@ from vllm_sched.bench import goodput
 from vllm_sched.bench.summary import milliseconds
 from vllm_sched.bench.traffic.catalogue import find
 from vllm_sched.bench.traffic.sampled import Sampled
+from vllm_sched.bench.traffic.schedule import MOST
 from vllm_sched.bench.traffic.traces import BLOCK_TOKENS
 from vllm_sched.cli.load import WORKLOAD_HELP, add_block_tokens
 from vllm_sched.cli.paths import require_folders, writing
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from vllm_sched.sim.plan import Plan
     from vllm_sched.sim.search import Tell
 
+MOST_GPUS: Final = 1_000_000
 UNEVEN: Final = 1.5  # a part of a trace against all: worth a word
 
 
@@ -132,11 +134,15 @@ def run_plan(args: argparse.Namespace) -> int:
 def _check(args: argparse.Namespace) -> None:
     """Refuse what would only fail after minutes."""
     require_folders(args.save)
+    if abs(args.gpus) > MOST_GPUS:
+        raise UsageError(f"--gpus: a plan has at most {MOST_GPUS:,}; give a smaller number")
     for name in ("gpus", "bandwidth", "scale", "request_rate", "burstiness", "mixed_ms"):
         value = getattr(args, name)
         least = 0.0 if name == "mixed_ms" else 1e-12
-        if value is not None and not least <= value < float("inf"):
-            raise UsageError(f"--{name.replace('_', '-')} {value:g}: must be more than 0")
+        if value is not None and not least <= value <= MOST:
+            raise UsageError(
+                f"--{name.replace('_', '-')} {value:g}: must be more than 0, at most {MOST:g}"
+            )
     if args.exact:
         planning.require_vllm()
 

@@ -22,6 +22,7 @@ from proxy.errors import ConfigError, Problem
 from vllm_sched.bench import goodput
 from vllm_sched.bench.result import Result
 from vllm_sched.bench.summary import table
+from vllm_sched.bench.traffic.schedule import MOST
 from vllm_sched.cli import fleet as fleet_file
 from vllm_sched.cli.bench import complain
 from vllm_sched.cli.load import add_traffic, add_workload, check_outputs, keep, schedule_of
@@ -177,10 +178,12 @@ def _checked(
     config = fleet_file.read(args.fleet)
     for name in ("front_ms", "mixed_ms", "timeout", "bandwidth"):
         value, may_be_none = getattr(args, name), name in ("front_ms", "mixed_ms")
-        if value is None or 0 < value < float("inf") or (may_be_none and not value):
+        if value is None or 0 < value <= MOST or (may_be_none and not value):
             continue
         least = "0 or more" if may_be_none else "more than 0"
-        raise UsageError(f"--{name.replace('_', '-')} {value:g}: must be a number, {least}")
+        raise UsageError(
+            f"--{name.replace('_', '-')} {value:g}: must be a number, {least}, at most {MOST:g}"
+        )
     front_s = None if args.front_ms is None else args.front_ms / 1000
     bandwidth, mixed_s = in_si(args.bandwidth, args.mixed_ms)
     assumed = Assumed(profile=args.profile, front_s=front_s, bandwidth=bandwidth, mixed_s=mixed_s)

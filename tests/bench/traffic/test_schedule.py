@@ -138,6 +138,8 @@ def test_prefixes_can_be_asked_for_and_forbidden() -> None:
         ({"tenants": -1}, "--tenants -1"),
         ({"tenants": 10**9}, "--tenants: one run has at most 1,000,000; give a smaller number"),
         ({"count": 10**400}, "--num-requests: one run has at most 10,000,000"),
+        ({"count": -(10**400)}, "--num-requests: one run has at most 10,000,000"),
+        ({"scale": 1e308}, r"--scale 1e\+308: must be at most 1e\+12"),
         ({"concurrency": 10**400}, "--concurrency: one run has at most 10,000,000"),
     ],
 )

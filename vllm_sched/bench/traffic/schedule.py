@@ -25,6 +25,7 @@ AGAIN_S: Final = 0.1
 # The times of an open loop are drawn before it begins: more would take long, and memory.
 MOST_DRAWN: Final = 10_000_000
 MOST_TENANTS: Final = 1_000_000
+MOST: Final = 1e12  # of whatever is measured: beyond it sums and products end in infinity
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,25 +49,27 @@ class Schedule:
 
     def __post_init__(self) -> None:
         """Refuse what cannot be played."""
-        for field, value, least in (
-            ("request-rate", self.rate, 0.0),
-            ("burstiness", self.burstiness, 0.0),
-            ("concurrency", self.concurrency, 0.0),
-            ("duration", self.duration_s, 0.0),
-            ("num-requests", self.count, 0.0),
-            ("scale", self.scale, 0.0),
-        ):
-            if value is not None and not value > least:
-                raise UsageError(f"--{field} {value:g}: must be more than 0")
-            if value == math.inf:
-                raise UsageError(f"--{field} inf: give a number; --concurrency keeps all busy")
         for field, number, most in (
             ("concurrency", self.concurrency, MOST_DRAWN),
             ("num-requests", self.count, MOST_DRAWN),
             ("tenants", self.tenants, MOST_TENANTS),
         ):
-            if number is not None and number > most:
+            if number is not None and abs(number) > most:
                 raise UsageError(f"--{field}: one run has at most {most:,}; give a smaller number")
+        for field, value in (
+            ("request-rate", self.rate),
+            ("burstiness", self.burstiness),
+            ("concurrency", self.concurrency),
+            ("duration", self.duration_s),
+            ("num-requests", self.count),
+            ("scale", self.scale),
+        ):
+            if value is not None and not value > 0:
+                raise UsageError(f"--{field} {value:g}: must be more than 0")
+            if value == math.inf:
+                raise UsageError(f"--{field} inf: give a number; --concurrency keeps all busy")
+            if value is not None and value > MOST:
+                raise UsageError(f"--{field} {value:g}: must be at most {MOST:g}")
         if self.rate is not None and self.concurrency is not None:
             raise UsageError("--request-rate and --concurrency: an open or a closed loop, not both")
         if self.burstiness is not None and self.timed:
