@@ -117,3 +117,21 @@ def test_what_running_requests_begin_with_is_in_the_cache_once(tokens: int) -> N
         for engine in (ExactEngine(model), Fluid(model, each_token=True))
     )
     assert plain == pytest.approx(exact, rel=0.1)
+
+
+def test_what_ran_longest_is_in_the_cache_longest() -> None:
+    """What another has begun with since, and left, is forgotten first: in either engine."""
+    model = worker(
+        TIME, max_num_seqs=24, max_num_batched_tokens=1024, max_model_len=16_384, kv_tokens=20_000
+    )
+    jobs = [
+        (0.0, Job("stays", 8016, 400, 1, (("a", 8000),))),
+        (2.0, Job("leaves", 8016, 20, 2, (("b", 8000),))),
+        (60.0, Job("large", 6000, 2, 3)),
+        (70.0, Job("again", 8016, 2, 4, (("a", 8000),))),
+    ]
+    for engine in (ExactEngine(model), Fluid(model, each_token=True)):
+        told = run(engine, jobs)
+        done = ends(told)
+        assert done["leaves"] < done["stays"] < 60
+        assert max(event.cached_tokens for event in told if event.job_id == "again") == 8000

@@ -68,6 +68,20 @@ def test_what_runs_is_not_forgotten_before_what_does_not() -> None:
     room.give(large)
 
 
+def test_whoever_left_last_is_forgotten_last() -> None:
+    """However long ago it came."""
+    room = room_of(2000)
+    stays, leaves = task(700, ("stays", 600)), task(700, ("leaves", 600))
+    for each in (stays, leaves):
+        room.take(each)
+        room.computed(each)
+    room.give(leaves)
+    room.give(stays)
+    room.computed(_taken(room, task(1200)))
+    assert room.prefixes.held((("stays", 600),)) == 600
+    assert room.prefixes.held((("leaves", 600),)) == 0
+
+
 def test_of_a_prompt_its_end_is_forgotten_first() -> None:
     prefixes = Prefixes(1000)
     chain = (("a", 300), ("b", 300), ("c", 300))

@@ -82,6 +82,11 @@ class Prefixes:
             found += tokens
         return found
 
+    def left(self, name: int | str) -> None:
+        """Keep a piece for longer that nobody has any more who runs."""
+        if name in self._held:
+            self._held.move_to_end(name)
+
     def keep(self, shared: Sequence[Piece], room: int, running: Container[int | str] = ()) -> None:
         """Remember a prompt that was computed, as far as there is room beside what runs.
 
@@ -156,12 +161,13 @@ class Room:
     def give(self, task: Task) -> None:
         """Let go of what was kept for a request."""
         self._own -= task.own
-        for name, _ in task.begins:
+        for name, _ in reversed(task.begins):
             users = self._users[name]
             users[0] -= 1
             if not users[0]:
                 self._shared -= users[1]
                 del self._users[name]
+                self.prefixes.left(name)
         task.own, task.begins = 0, ()
 
     def computed(self, task: Task) -> None:
