@@ -68,8 +68,8 @@ class Schedule:
                 raise UsageError(f"--{field} {value:g}: must be more than 0")
             if value == math.inf:
                 raise UsageError(f"--{field} inf: give a number; --concurrency keeps all busy")
-            if value is not None and value > MOST:
-                raise UsageError(f"--{field} {value:g}: must be at most {MOST:g}")
+        if self.scale > MOST:
+            raise UsageError(f"--scale {self.scale:g}: must be at most {MOST:g}")
         if self.rate is not None and self.concurrency is not None:
             raise UsageError("--request-rate and --concurrency: an open or a closed loop, not both")
         if self.burstiness is not None and self.timed:
