@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -146,6 +146,15 @@ def step(scheduler: Any) -> dict[str, int]:
     output = scheduler.schedule()
     scheduler.update_from_output(output, answer(scheduler, output))
     return dict(output.num_scheduled_tokens)
+
+
+def until(scheduler: Any, over: Callable[[], object], most: int = 10_000) -> None:
+    """Run steps until that is so."""
+    for _ in range(most):
+        if over():
+            return
+        step(scheduler)
+    raise AssertionError(f"it was never so in {most} steps")
 
 
 def drain(scheduler: Any, most: int = 10_000) -> int:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.engine.schedulers import answer, drain, make_request, make_scheduler, step
+from tests.engine.schedulers import answer, drain, make_request, make_scheduler, step, until
 from vllm_sched import (
     LongPromptScheduler,
     PolicyScheduler,
@@ -109,10 +109,11 @@ def test_any_number_of_shorts_pass_any_number_of_longs() -> None:
 def test_held_longs_keep_their_order() -> None:
     scheduler = loaded(100, 300, 200, 150, options={})
     order = []
-    while scheduler.has_unfinished_requests():
+    for _ in range(200):
         before = {r.request_id for r in scheduler.running}
         step(scheduler)
         order += [r.request_id for r in scheduler.running if r.request_id not in before]
+    assert not scheduler.has_unfinished_requests()
     assert order == ["0", "1", "2", "3"]
 
 
@@ -192,8 +193,7 @@ def test_one_held_with_the_same_prefix_enters_once_that_is_cached() -> None:
     for _ in range(3):
         assert set(step(scheduler)) == {"a"}
     # 32 of the first are left, so it is not long now; the others find 50 blocks of 16 cached.
-    while "b" not in step(scheduler):
-        pass
+    until(scheduler, lambda: "b" in {r.request_id for r in scheduler.running})
     assert {r.request_id for r in scheduler.running} >= {"b", "c"}
     drain(scheduler)
 
@@ -339,8 +339,7 @@ def test_a_short_has_its_part_beside_any_number_of_decodes(shorts: int) -> None:
     scheduler = loaded(options={}, budget=64, max_num_seqs=64)
     for _ in range(50):
         scheduler.add_request(make_request(4, output=500))
-    while sum(not r.is_prefill_chunk for r in scheduler.running) < 50:
-        step(scheduler)
+    until(scheduler, lambda: sum(not r.is_prefill_chunk for r in scheduler.running) == 50)
     scheduler.add_request(make_request(1500, name="long"))
     assert step(scheduler)["long"] == 14
     for number in range(shorts):
@@ -441,8 +440,7 @@ def test_with_fewer_tokens_than_prefills_each_step_has_some() -> None:
 def test_a_small_chunk_is_left_as_it_is(decodes: int) -> None:
     options = {"long_step_stretch": 2}
     scheduler = loaded(*[8] * decodes, options=options, budget=512, max_num_seqs=64)
-    while any(request.is_prefill_chunk for request in scheduler.running) or scheduler.waiting:
-        step(scheduler)
+    until(scheduler, lambda: sum(not r.is_prefill_chunk for r in scheduler.running) == decodes)
     scheduler.add_request(make_request(1900, name="long"))
     step(scheduler)
     policy(scheduler).pace = StepPace(base=0.02, per_token=2e-3)
@@ -456,8 +454,12 @@ def test_with_the_decodes_its_chunks_are_whole_tiles(decodes: int) -> None:
     request = make_request(1900, name="long")
     scheduler.add_request(request)
     totals = []
-    while request.num_tokens - request.num_computed_tokens > 512:
+    for _ in range(100):
+        if request.num_tokens - request.num_computed_tokens <= 512:
+            break
         totals.append(sum(step(scheduler).values()))
+    else:
+        pytest.fail("it gets nowhere")
     assert len(totals) > 3
     assert [total % TILE for total in totals] == [0] * len(totals)
 
@@ -512,11 +514,14 @@ def test_a_step_without_the_chunk_is_made_to_measure_one(clock: list[float]) -> 
     step(scheduler)
     scheduler.add_request(make_request(1900, name="long", output=1))
     got = []
-    while scheduler.requests.get("long"):
+    for _ in range(1000):
+        if "long" not in scheduler.requests:
+            break
         output = scheduler.schedule()
         clock[0] += 0.05
         scheduler.update_from_output(output, answer(scheduler, output))
         got.append(output.num_scheduled_tokens.get("long", 0))
+    assert "long" not in scheduler.requests
     assert 0 in got[:6]
     assert policy(scheduler).pace.base == pytest.approx(0.05)
     assert got.count(0) <= 2 + len(got) // 64

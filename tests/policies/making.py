@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tests.engine.schedulers import answer, make_request, make_scheduler
@@ -44,6 +44,15 @@ class Bench:
     def steps(self, count: int) -> list[dict[str, int]]:
         """Run so many."""
         return [self.step() for _ in range(count)]
+
+    def until(self, over: Callable[[], object], most: int = 10_000) -> dict[str, int]:
+        """Run steps until that is so, and return the last one's tokens."""
+        tokens: dict[str, int] = {}
+        for _ in range(most):
+            if over():
+                return tokens
+            tokens = self.step()
+        raise AssertionError(f"it was never so in {most} steps")
 
     def turn_away(self, name: str) -> None:
         """Have vLLM put this one back whenever it is looked at, as one whose grammar compiles."""

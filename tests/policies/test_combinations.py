@@ -18,6 +18,10 @@ DEFINED = [pair for pair in PAIRS if pair not in registry.CONFLICTS]
 EVERY = ["lanes", "long_prompt", "deferred_prefill", "rotation", "chunk_budget"]
 
 
+def _until_gone(bench: Bench, name: str) -> None:
+    bench.until(lambda: name not in bench.running)
+
+
 def test_conflicts_are_named_in_the_registrys_order() -> None:
     assert set(registry.CONFLICTS) <= set(PAIRS)
 
@@ -86,8 +90,7 @@ def test_nobody_waits_for_a_long_prompt_of_a_lesser_lane() -> None:
     bench.step()
     assert "urgent" in bench.running
     assert "normal" not in bench.running  # that one waits for the urgent, not for the batch
-    while "urgent" in bench.scheduler.requests:
-        bench.step()
+    bench.until(lambda: "urgent" not in bench.scheduler.requests)
     bench.step()
     assert "normal" in bench.running or "normal" not in bench.scheduler.requests
     bench.drain()
@@ -206,8 +209,7 @@ def test_a_long_prompt_makes_no_room_for_shorts_that_another_policy_holds(
         for number in range(held):
             bench.add(f"s{number}", 30, lane=lane)
         if "deferred_prefill" in beside:
-            while "leaves" in bench.running:
-                bench.step()
+            _until_gone(bench, "leaves")
         bench.steps(3)
         got = sum(tokens.get("long", 0) for tokens in bench.steps(8))
         assert not any(name.startswith("s") for name in bench.running)
@@ -328,12 +330,10 @@ def test_a_long_prompt_makes_room_for_shorts_as_soon_as_they_are_let_in() -> Non
     bench.steps(3)
     for number in range(5):
         bench.add(f"s{number}", 12)
-    while "leaves" in bench.running:
-        bench.step()
+    _until_gone(bench, "leaves")
     bench.step()
     assert bench["deferred_prefill"].holding
-    while bench["deferred_prefill"].holding:
-        tokens = bench.step()
+    tokens = bench.until(lambda: not bench["deferred_prefill"].holding)
     assert tokens["s0"] == 12
 
 
@@ -347,8 +347,7 @@ def test_those_whom_lanes_hold_make_nobody_wait_for_departures() -> None:
     for number in range(20):
         bench.add(f"b{number}", 30, lane="batch")
     bench.add("urgent", 10, lane="urgent", output=900)
-    while "n0" in bench.running:
-        bench.step()
+    _until_gone(bench, "n0")
     bench.steps(3)
     assert "urgent" in bench.running
 

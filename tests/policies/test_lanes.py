@@ -274,8 +274,7 @@ def test_a_released_one_that_is_preempted_need_not_wait_again() -> None:
     bench.now += 6
     for number in range(2, 40):
         bench.add(f"u{number}", 10, lane="urgent", output=3)
-    while "b" not in bench.running:
-        bench.step()
+    bench.until(lambda: "b" in bench.running)
     bench.scheduler.running.remove(victim)
     bench.scheduler._preempt_request(victim, 0.0)
     bench.step()
@@ -298,7 +297,9 @@ def test_a_released_one_that_stands_behind_others_stops_nobody(priorities: bool)
     under_load(0.01)
     released = bench.add("released", 10, lane="batch", output=200, priority=9)
     bench.now += 6
-    while "released" not in bench.running:
+    for _ in range(100):
+        if "released" in bench.running:
+            break
         under_load(0.01)
     for victim in (released, earlier):
         bench.scheduler.running.remove(victim)
