@@ -173,7 +173,8 @@ SIDES_ROW = (
     Panel(
         "Seats taken",
         "Of the sequences that a decode worker runs at once (`--max-num-seqs`), as far as the "
-        "fleet file or its own queue tells. For want of one hand-overs wait in the router.",
+        "fleet file or its own queue tells. For want of one hand-overs wait in the router. Those "
+        "for prompts that are still prefilled elsewhere are not taken yet.",
         "percentunit",
         (Query(f"max by (worker) (proxy_worker_seats_taken_ratio{{{DECODE}}})", "{{worker}}"),),
         most=1, bad_above=0.9,

@@ -182,7 +182,7 @@ PINNED = gauge("held_prompts", "Prompts it has prefilled that decode workers are
 KV_USAGE = gauge("kv_usage_ratio", "How full its KV cache is, as it says itself.")
 SEATS = gauge(
     "seats_taken_ratio",
-    "Share taken of the sequences that it runs at once; 0 where nothing tells how many that is.",
+    "Share of the sequences that it runs at once that are there; 0 where nothing tells how many.",
 )
 KV_CAPACITY = gauge("kv_capacity_tokens", "Tokens that its KV cache holds, where it tells.")
 UP = gauge("up", "Whether its probes succeed, and its own model is among those that it lists.")

@@ -67,9 +67,16 @@ def wait_s(worker: Worker, now: float) -> float:
 
 
 def share_taken(worker: Worker, now: float) -> float:
-    """Say what part of a worker's seats is taken; 0 where nothing tells how many it has."""
-    taken, seats = _taken(worker, now)
-    return min(taken / seats, 1.0) if taken else 0.0
+    """Say what part of a worker's seats is taken; 0 where nothing tells how many it has.
+
+    By those who are there: a seat for who is prefilled elsewhere is promised, and still free.
+    """
+    here, gauges = worker.sequences, worker.gauges
+    if gauges is not None and now - gauges.at <= HEEDED_S:
+        here += worker.strangers
+        if here and (worker.queued or gauges.kv_usage > KV_FULL):
+            return 1.0  # nobody finds one
+    return min(here / _taken(worker, now)[1], 1.0) if here else 0.0
 
 
 def are_taken(worker: Worker, now: float, within_s: float = 0.0) -> bool:

@@ -147,9 +147,20 @@ def test_a_decode_worker_is_as_busy_as_its_seats_are_taken(seats: int | None) ->
     if seats == 4:
         waits(leases[4])
     [shown] = watched(here, 200).shown()
-    busy = {4: 1.0, 16: 0.5, None: 0.0}[seats]
+    busy = {4: 1.0, 16: 0.25, None: 0.0}[seats]
     assert shown.decode.busy == pytest.approx(busy, abs=0.01)
     assert shown.short == ("decode" if seats == 4 else "prefill")
+
+
+def test_seats_that_prompts_will_want_once_they_are_prefilled_are_free_till_then() -> None:
+    """Prefill alone is short, however many of them the prefill worker has."""
+    decode = replace(spec("d0", Role.DECODE), seats=4)
+    here = router_of(spec("p0", Role.PREFILL), decode, transfer=True, disaggregate_above=1)
+    for _ in range(4):
+        placed(here.submit(ask(1000), 0.0))
+    [shown] = watched(here, 200).shown()
+    assert shown.decode.busy == 0
+    assert shown.short == "prefill"
 
 
 def test_a_queue_of_long_ago_is_none() -> None:

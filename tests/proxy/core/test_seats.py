@@ -426,3 +426,36 @@ def test_a_page_that_is_old_keeps_nobody_back() -> None:
     assert here.due(2.0 + seats.HEEDED_S) == []
     [(_, lease)] = here.due(2.1 + seats.HEEDED_S)
     assert placed(lease).prefill is not None
+
+
+# What is told of it
+
+
+def test_a_seat_is_taken_by_who_is_there() -> None:
+    here = stated(4)
+    worker = worker_of(here, "d0")
+    [lease, _] = [placed(here.submit(ask(LONG), 0.0)) for _ in range(2)]
+    assert seats.share_taken(worker, 0.0) == 0
+    page(here, 0.0, 0, usage=0.99)  # a cache may be full of what nobody uses
+    assert seats.share_taken(worker, 0.0) == 0
+    here.prefilled(lease, 0.0, None)
+    page(here, 0.5, 1)
+    assert seats.share_taken(worker, 0.5) == 0.25
+    for second in (1.0, 2.0):  # strangers
+        page(here, second, 3)
+    assert seats.share_taken(worker, 2.0) == 0.75
+    page(here, 3.0, 2, usage=0.99)
+    assert seats.share_taken(worker, 3.0) == 1
+    assert seats.share_taken(worker, 3.1 + seats.HEEDED_S) == 0.25
+
+
+def test_where_some_wait_all_seats_are_taken_however_many_are_on_their_way() -> None:
+    here = router()
+    handed(here, 4)
+    worker = worker_of(here, "d0")
+    for _ in range(6):
+        placed(here.submit(ask(LONG), 0.0))
+    assert seats.share_taken(worker, 0.0) == 0  # nothing tells how many there are
+    for second in (1.0, 2.0):
+        page(here, second, 2, 2)
+    assert seats.share_taken(worker, 2.0) == 1
