@@ -239,6 +239,33 @@ def test_a_long_prompt_of_the_batch_lane_does_not_keep_its_share_from_shorts() -
     assert "long" in bench.running
 
 
+@pytest.mark.parametrize("share", ["auto", 0.25, 1.0])
+@pytest.mark.parametrize("budget", [64, 512])
+def test_of_its_lanes_share_too_a_long_prompt_has_but_a_part_beside_shorts(
+    share: str | float, budget: int
+) -> None:
+    """Whatever its part of a whole step may be: that of one in eight is smaller."""
+    policies = {"lanes": {}, "long_prompt": {"long_prefill_share": share}}
+    bench = Bench(policies, max_num_seqs=20, num_blocks=1000, budget=budget)
+    bench.add("d", 3, output=900)
+    bench.step()
+    bench.add("long", 1800, lane="batch")
+    bench.steps(3)
+    names = {f"s{number}" for number in range(6)}
+    for name in names:
+        bench.add(name, 12, lane="batch")
+    begun = {name for tokens in bench.steps(10) for name in tokens}
+    assert begun >= names
+    # And under a steady stream of them it goes on.
+    long = bench.scheduler.requests["long"]
+    for number in range(400):
+        if not long.is_prefill_chunk:
+            break
+        bench.add(f"more{number}", 12, lane="batch", output=1)
+        bench.steps(3)
+    assert not long.is_prefill_chunk
+
+
 def test_longs_that_lanes_hold_have_no_part_of_a_step() -> None:
     got = []
     for held in (0, 3):

@@ -40,6 +40,7 @@ from vllm_sched.policies.types import (
     Settings,
     Step,
     StepResult,
+    one_class,
 )
 
 SHORT, LONG = "short", "long"
@@ -343,6 +344,8 @@ class LongPrompt(Policy):
         entered_long = name in self._seen_long or name in self._prefilling
         self._gave_long = entered_long and self._counts_as_long(request, computed)
         if self._gave_long:
+            if self._num_shorts and self._is_of_a_share(request, computed, tokens):
+                granted = min(granted, max(tokens // self._sharing, 1))
             left = max(self._long_left - self._kept_of_longs, min(self._long_left, 1))
             granted = min(granted, math.ceil(left / max(self._longs_due, 1)))
             if self._fit_s is not None and granted < request.num_tokens - computed:
@@ -364,6 +367,12 @@ class LongPrompt(Policy):
             self._long_left += tokens
         else:
             self._short_left += tokens
+
+    def _is_of_a_share(self, request: RequestView, computed: int, tokens: int) -> bool:
+        """Whether its class has but a share of the step: shorts of that class have none besides."""
+        if self._step.class_of is one_class:
+            return False
+        return tokens < min(request.num_tokens - computed, self._step.budget - self._beside)
 
     def _fit(self, request: RequestView, computed: int, tokens: int) -> int:
         """Cut a chunk to the slot, and to the time that it takes at its place in the prompt."""
