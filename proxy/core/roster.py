@@ -61,6 +61,17 @@ class Roster:
         """Every model some worker is for, live or not, or is expected to be."""
         return tuple(self._by_model)
 
+    def contexts(self) -> dict[str, int | None]:
+        """Name what workers that are up serve, with the longest context that one offers."""
+        found: dict[str, int | None] = {}
+        for worker in self:
+            if not worker.up or not worker.role.serves_whole:
+                continue
+            for model in worker.models:
+                limits = [limit for limit in (found.get(model), worker.max_model_len) if limit]
+                found[model] = max(limits, default=None)
+        return found
+
     def serves(self, model: str) -> bool:
         """Whether some worker is for a model, live or not, or is expected to be."""
         return model in self._by_model

@@ -76,15 +76,6 @@ def models(fleet: Fleet, tenant: Tenant | None = None) -> bytes:
 
     To a tenant, those that it may use.
     """
-    longest: dict[str, int | None] = {}
-    for worker in fleet:
-        if not worker.up or not worker.role.serves_whole:
-            continue
-        for model in worker.models:
-            if tenant is not None and not tenant.may_use(model):
-                continue
-            limits = [limit for limit in (longest.get(model), worker.max_model_len) if limit]
-            longest[model] = max(limits, default=None)
     cards: list[dict[str, Any]] = [
         {
             "id": model,
@@ -96,6 +87,7 @@ def models(fleet: Fleet, tenant: Tenant | None = None) -> bytes:
             "max_model_len": limit,
             "permission": [],
         }
-        for model, limit in longest.items()
+        for model, limit in fleet.contexts().items()
+        if tenant is None or tenant.may_use(model)
     ]
     return orjson.dumps({"object": "list", "data": cards})

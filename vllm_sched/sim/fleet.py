@@ -109,7 +109,7 @@ class SimulatedFleet:
         take_tenants(self.router.tenants, config, {})
         self._model = config.model
         # Of the model, as clients are told; not looked up with each request, for workers are many.
-        self.longest = _longest(self.router.fleet, config.model)
+        self.longest = self.router.fleet.contexts().get(config.model) or 0
         self._probe_s = config.router.probe.interval_s
         self._timeout_s = timeout_s
         self._outcome = Coarse if coarse else Outcome
@@ -378,9 +378,3 @@ class SimulatedFleet:
             "handovers": dict(sorted(handovers.items())),
             "transfers": dict(sorted(self._transfers.items())),
         }
-
-
-def _longest(fleet: Fleet, model: str) -> int:
-    """Give the longest context that a worker offers, as the router's list of models does."""
-    served = (each for each in fleet if each.role.serves_whole and model in each.models)
-    return max((each.max_model_len or 0 for each in served), default=0)

@@ -10,7 +10,7 @@ from proxy.core.fleet import Fleet
 from proxy.core.prefix import BLOCKS
 from proxy.core.roster import STALE_S
 from proxy.core.seats import HEEDED_S
-from proxy.core.types import Decision, Gauges, Reason
+from proxy.core.types import Decision, Gauges, Reason, Role
 from proxy.core.worker import WORKS_S
 from tests.proxy.core.making import LONG, MODEL, SHORT, ask, fleet_of, members, spec
 
@@ -68,6 +68,19 @@ def test_what_a_worker_says_it_serves_counts() -> None:
     assert fleet.serves(MODEL)  # the fleet file says so: 503, not 404
     fleet.set_served("a", [])
     assert fleet.of(MODEL) == [members(fleet)[0]]
+
+
+def test_a_model_s_context_is_the_longest_that_is_offered_now() -> None:
+    prefill, others = spec("p", Role.PREFILL), [spec(name) for name in "abc"]
+    fleet = fleet_of(prefill, *others)
+    for name, limit in (("a", 4096), ("b", None), ("c", 8192), ("p", 16384)):
+        fleet.set_served(name, [MODEL, "adapter"] if name == "a" else [MODEL], limit)
+    assert fleet.contexts() == {MODEL: 8192, "adapter": 4096}
+    for _ in range(3):
+        fleet.probe_failed("c", 0.0)
+    assert fleet.contexts() == {MODEL: 4096, "adapter": 4096}
+    fleet.remove("a")
+    assert fleet.contexts() == {MODEL: None}  # nobody knows
 
 
 def test_a_length_that_the_operator_states_stands() -> None:
