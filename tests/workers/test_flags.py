@@ -20,6 +20,11 @@ def test_what_is_parsed_can_be_put_together_again() -> None:
     assert names(words) == {"--a-b", "--c-d", "--switch", "--e"}
 
 
+def test_a_key_belongs_to_its_flag() -> None:
+    words = ["model", "--a.b_c", "1", "--d_e.f.g=2", "--a-b", "3.5", "x.y"]
+    assert [flag.whole for flag in parse(words)] == ["", "--a", "--d-e", "--a-b", ""]
+
+
 def test_the_last_of_several_counts() -> None:
     words = ["--max-model-len", "10", "--max_model_len=20"]
     assert last(words, "--max-model-len") == "20"

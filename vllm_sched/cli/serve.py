@@ -129,7 +129,7 @@ def _take_additional_config(words: Sequence[str]) -> tuple[list[str], dict[str, 
     kept: list[str] = []
     found: dict[str, Any] = {}
     for flag in parse(words):
-        if flag.name.startswith(f"{ADDITIONAL}."):
+        if flag.whole == ADDITIONAL != flag.name:
             # vLLM would put it after ours, as an object of its own that replaces ours.
             raise UsageError(
                 f"{flag.words[0]}: give {ADDITIONAL} as one JSON object, "

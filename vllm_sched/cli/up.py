@@ -21,7 +21,7 @@ from vllm_sched.cli.progress import Progress
 from vllm_sched.cli.wiring import absent, wiring_of
 from vllm_sched.errors import UsageError
 from vllm_sched.workers import launch
-from vllm_sched.workers.flags import names
+from vllm_sched.workers.flags import parse
 from vllm_sched.workers.flags_file import CONFIG, expanded
 from vllm_sched.workers.launch import Side, Worker, WorkerError
 from vllm_sched.workers.supervise import Supervisor
@@ -130,11 +130,11 @@ def _problems_here(config: FleetConfig) -> Iterator[Problem]:
             continue
         ours = IN_NO_FILE | (FOR_POLICIES if worker.launch.policies else {})
         # vLLM makes an object of `--name.key value` and has that one replace ours.
-        given = {name.partition(".")[0] for name in names(expanded(worker.launch.args))}
-        for flag in sorted(ours.keys() & given):
+        given = {flag.whole for flag in parse(expanded(worker.launch.args))}
+        for name in sorted(ours.keys() & given):
             yield Problem(
                 f"workers[{index}].launch.args",
-                f"{CONFIG}: that file has {flag!r}: {ours[flag]}; take it out there",
+                f"{CONFIG}: that file has {name!r}: {ours[name]}; take it out there",
             )
         if missing := set(worker.launch.cpus) - offered:
             yield Problem(

@@ -26,6 +26,11 @@ class Flag(NamedTuple):
     value: str | None  # None where nothing follows
     words: list[str]  # as they stood there
 
+    @property
+    def whole(self) -> str:
+        """The flag that is an object of which this is a key, as `--name` of `--name.key`, or it."""
+        return self.name.partition(".")[0]
+
 
 def parse(words: Sequence[str]) -> Iterator[Flag]:
     """Go through a command line; what belongs to no flag has the name ''."""
@@ -81,7 +86,7 @@ def fields(words: Sequence[str], name: str) -> dict[str, Any] | None:
     What is no JSON object counts as empty: vLLM will say so.
     """
     text = last(words, name)
-    keys = [flag for flag in parse(words) if flag.name.startswith(f"{name}.")]
+    keys = [flag for flag in parse(words) if flag.whole == name != flag.name]
     if text is None and not keys:
         return None
     read = _json(text or "{}")
