@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -90,6 +92,7 @@ class Machine:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
+            start_new_session=True,  # which ends as one
         )
         self._started.append(started)
         return started
@@ -97,7 +100,8 @@ class Machine:
     def stop(self) -> None:
         """Leave nothing running, nor open."""
         for each in self._started:
-            each.kill()
+            with suppress(ProcessLookupError):
+                os.killpg(each.pid, signal.SIGKILL)
             each.communicate()
 
     def has_no_locks(self) -> None:
@@ -166,7 +170,7 @@ def test_of_two_at_once_one_builds(machine: Machine, tmp_path: Path) -> None:
     machine.python("3.11")
     os.mkfifo(gate := tmp_path / "gate")
     # For both ends, or it would be waited for somebody who reads.
-    with os.fdopen(os.open(gate, os.O_RDWR)):
+    with os.fdopen(os.open(gate, os.O_RDWR)) as opened:
         first = machine.start(GATE=str(gate))
         until = time.monotonic() + BOUND_S
         while len(machine.told) < 2:
@@ -175,11 +179,11 @@ def test_of_two_at_once_one_builds(machine: Machine, tmp_path: Path) -> None:
             time.sleep(0.01)
         second = machine.start()
         assert second.stderr is not None
-        said = second.stderr.readline()
-    assert "waiting" in said
-    for each in (first, second):
-        each.communicate(timeout=BOUND_S)
-        assert each.returncode == 0
+        assert "waiting" in second.stderr.readline()
+        os.write(opened.fileno(), b"\n")
+        for each in (first, second):
+            each.communicate(timeout=BOUND_S)
+            assert each.returncode == 0
     assert [line.split()[0] for line in machine.told] == ["venv", "uv"]
 
 

@@ -193,16 +193,16 @@ def _queue(worker: Worker, now: float) -> float:
 
 
 def _filled(worker: Worker, now: float) -> float:
-    """Say what of a decode worker is in use."""
+    """Say what of a decode worker is in use; what is prefilled elsewhere is not there yet."""
     gauges = worker.gauges
     kv_usage = 0.0 if gauges is None else gauges.kv_usage
     shares = [kv_usage, float(_prefills(worker)), share_taken(worker, now)]
     if _queue(worker, now):
         return 1.0
     if worker.kv_capacity:
-        shares.append(worker.kv_tokens / worker.kv_capacity)
+        shares.append((worker.kv_tokens - worker.kv_coming) / worker.kv_capacity)
     if worker.max_requests:
-        shares.append(worker.requests / worker.max_requests)
+        shares.append(min(worker.requests, worker.sequences) / worker.max_requests)
     if worker.pace.steps:
         base_s = worker.pace.step_s(0)
         shares.append((worker.pace.step_s(worker.decoding) - base_s) / max(STEP_S - base_s, base_s))

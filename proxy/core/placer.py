@@ -187,7 +187,7 @@ class Placer:
         if decision is not None:
             return replace(decision, scores=scores)
         if (refusal := placing.hopeless(self.fleet, ask, now, NOBODY)) is None:
-            message = "Every worker that can hold it is full: it would wait in the queue."
+            message = "It would wait: every worker that can hold it is full, or not probed yet."
             refusal = Refusal(429, Reason.FLEET_FULL, message)
         return replace(refusal, scores=scores)
 

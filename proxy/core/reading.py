@@ -90,8 +90,8 @@ def _parsed(body: bytes) -> Any:
 def _lenient(body: bytes) -> Any:
     """Parse what vLLM takes though it is not quite JSON: a byte order mark, NaN, Infinity.
 
-    None if a worker would not take it either, as text that ends in half a character. At most two to
-    four times as long as for JSON that is whole.
+    None if it is not UTF-8, or a worker would not take it either, as text that ends in half a
+    character. That takes two to four times as long as JSON that is whole.
     """
     try:
         found = json.loads(body.decode("utf-8-sig"))

@@ -166,7 +166,7 @@ class Router(Leases):
         if refusal is None and not queue.room_for(ask):
             give_way = queue.make_room(ask)
             if not give_way:
-                refusal = refusals.queue_full(queue.retry_after_s(now))
+                refusal = self._no_room(ask, now)
         if refusal is None and strict is not None:
             likely = next(iter(self.fleet.pool(ask.model).all), None)
             refusal = queued_too_late(strict, ask, queue, likely, now)
@@ -175,6 +175,11 @@ class Router(Leases):
         self._evict(give_way, now)
         self._count(ask.model, Reason.FLEET_FULL)
         return queue.push(ask, now, tried, explain=explain)
+
+    def _no_room(self, ask: Ask, now: float) -> Refusal:
+        if self.fleet.pool(ask.model).all:
+            return refusals.queue_full(self.queue.retry_after_s(now))
+        return refusals.no_worker(ask.model)  # none was probed yet, which takes but a moment
 
     def _evict(self, tickets: Iterable[Ticket], now: float) -> None:
         for ticket in tickets:

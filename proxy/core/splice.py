@@ -16,6 +16,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import NamedTuple
 
 import orjson
@@ -61,7 +62,8 @@ def _walk(body: bytes, start: int) -> list[Member] | None:
         end = _value_end(masked, value)
         name = text[begin:close]
         if b"\\" in name:
-            name = orjson.loads(b'"%b"' % name).encode()
+            with suppress(orjson.JSONDecodeError):  # half a character: no name that anybody knows
+                name = orjson.loads(b'"%b"' % name).encode()
         found.append(Member(name, start + begin - 1, start + value, start + end))
         comma = COMMA.match(masked, end)
         if comma is None:

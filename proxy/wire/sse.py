@@ -37,11 +37,13 @@ CACHED = re.compile(rb'"cached_tokens"\s*:\s*(\d+)')
 CHOICE = b"}]}\n\n", b"}]}\n\n\r\n", b"}]}\r\n\r\n"
 LAST_WORDS = b"[DONE]\n\n", b"[DONE]\n\n\r\n", b"[DONE]\r\n\r\n"
 ERROR, EMPTY = b'data: {"error"', b"[]"
+COMMENT = b"\n:"  # as keeps a connection alive; no line of JSON begins so
 # Of typed streams, what ends an answer and what signs a thought; both end as no other delta does.
 NO_TEXT, SIGNATURE = b"e_delta", re.compile(rb'"type"\s*:\s*"signature_delta"')
 COHERE = b'"type":"message-start"'
 CONTENT, TOOL_CALL = b'"type":"content-delta"', b'"type":"tool-call-delta"'
 TOOL_PLAN = b'"type":"tool-plan-delta"'
+CALLS = b'"type":"tool-call-start"'  # with the name, which was generated; often with all arguments
 
 
 class EventStream:
@@ -127,7 +129,7 @@ def choices_in(events: bytes) -> int:
         return count
     if EMPTY in events:
         count -= len(NO_CHOICES.findall(events))
-    count -= events.count(ERROR)
+    count -= events.count(ERROR) + events.count(COMMENT) + events.startswith(COMMENT[1:])
     return count - 1 if events.endswith(LAST_WORDS) else count
 
 
@@ -144,7 +146,8 @@ def deltas_in(events: bytes) -> int:
 def cohere_deltas_in(events: bytes) -> int:
     """Count tokens of a stream whose events say in JSON what they are."""
     # Quotes in a text are escaped.
-    return events.count(CONTENT) + events.count(TOOL_CALL) + events.count(TOOL_PLAN)
+    deltas = events.count(CONTENT) + events.count(TOOL_CALL) + events.count(TOOL_PLAN)
+    return deltas + events.count(CALLS)
 
 
 def carries_token(event: bytes) -> bool:

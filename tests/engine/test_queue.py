@@ -369,6 +369,15 @@ def test_who_was_turned_away_asks_nobody_to_be_let_in() -> None:
     queue.begin_step(1.0)
     count = queue.counts[0]["short"]
     assert (count.requests, count.barred, count.asking) == (2, 1, 1)
+    # It could begin, had a policy given it anything.
+    assert queue.peek_request() is away
+    queue.excuse()
+    queue.end_step()
+    queue.begin_step(1.5)
+    assert (count.requests, count.barred, count.asking) == (2, 0, 2)
+    assert queue.pop_request() is away
+    queue.prepend_request(away)
+    queue.end_step()
     # Of who is held by another policy besides it is said once.
     queue.held(("short",), 1)
     queue.begin_step(2.0)

@@ -131,6 +131,8 @@ class LaneQueue(RequestQueue):
     def excuse(self) -> None:
         """Hear that the one on offer was turned away by a policy, not for want of room."""
         self._peeked = False
+        if self._offer is not None:
+            self._turned_away.pop(self._offer, None)  # it came as far as one who can begin
 
     def could_begin(self, request: Request) -> bool:
         """Tell whether it was not turned away of late: for LoRA slots, its grammar, its input."""

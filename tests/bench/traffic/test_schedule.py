@@ -99,6 +99,7 @@ def test_a_trace_that_is_through_too_soon_says_so(tmp_path: Path) -> None:
     (told,) = schedule(str(path), rate=3000, duration_s=20).falls_short
     assert told.startswith("t ended after 0.02 s: it has 60 requests, and 60,000 were asked for")
     assert schedule(str(path), rate=3, count=61).falls_short
+    assert schedule(str(path), rate=1e308, duration_s=100).falls_short
     for asked in ({"rate": 3, "duration_s": 20}, {"rate": 3, "count": 60}, {"rate": 3000}, {}):
         assert not schedule(str(path), **asked).falls_short
     assert not schedule(rate=3000, duration_s=20).falls_short

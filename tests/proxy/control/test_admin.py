@@ -305,6 +305,13 @@ async def test_explain_tells_what_a_client_would_be_told(
     assert told["message"]
 
 
+async def test_before_the_first_probe_a_client_would_wait(api: httpx.AsyncClient) -> None:
+    told = (await api.post("/admin/explain", json={"prompt_tokens": 10})).json()
+    assert (told["worker"], told["reason"]) == (None, "fleet_full")
+    assert "not probed yet" in told["message"]
+    assert {score["note"] for score in told["scores"]} == {"not probed yet"}
+
+
 @pytest.mark.parametrize("question", [{}, {"prompt_tokens": 0}, {"prompt_tokens": 1, "n": 1}])
 async def test_questions_that_make_no_sense(
     api: httpx.AsyncClient, question: dict[str, int]

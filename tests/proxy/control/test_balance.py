@@ -154,8 +154,9 @@ def test_a_decode_worker_is_as_busy_as_its_seats_are_taken(seats: int | None) ->
 
 def test_seats_that_prompts_will_want_once_they_are_prefilled_are_free_till_then() -> None:
     """Prefill alone is short, however many of them the prefill worker has."""
-    decode = replace(spec("d0", Role.DECODE), seats=4)
+    decode = replace(spec("d0", Role.DECODE), seats=4, max_requests=8)
     here = router_of(spec("p0", Role.PREFILL), decode, transfer=True, disaggregate_above=1)
+    here.fleet.set_gauges("d0", Gauges(0.0, 0, kv_capacity_tokens=5000))
     for _ in range(4):
         placed(here.submit(ask(1000), 0.0))
     [shown] = watched(here, 200).shown()

@@ -43,6 +43,7 @@ from tests.proxy.core.making import (
         b"[" * 5000,
         b"NaN",
         b'{"x": "\\ud83d", "seed": NaN}',
+        b'{"messages": [], "vllm_xargs": {"\\ud83d": 1}}',
         '{"model": "m"}'.encode("utf-16"),
     ],
 )
@@ -64,6 +65,11 @@ def test_what_workers_read_though_it_is_not_quite_json_is_read(body: bytes) -> N
     found = read(router_of(spec("w")), body)
     assert isinstance(found, Ask)
     assert found.output_tokens == 7
+
+
+def test_half_a_character_that_a_later_key_does_away_with_is_none() -> None:
+    body = b'{"messages": [], "vllm_xargs": {"\\ud83d": 1}, "vllm_xargs": 1}'
+    assert isinstance(read(router_of(spec("w")), body), Ask)
 
 
 @pytest.mark.parametrize("start", [b"\xef\xbb\xbf{", b'{"seed": NaN, '])

@@ -175,6 +175,14 @@ def test_a_worker_never_probed_is_given_nothing_and_waited_for() -> None:
     assert [(t, placed(end).worker.name) for t, end in router.due(0.2)] == [(ticket, "a")]
 
 
+def test_where_nobody_may_wait_a_worker_never_probed_is_503_and_not_busy() -> None:
+    fleet = Fleet()
+    fleet.add(spec("a"))
+    router = Router(RouterSettings(queue_requests=0), fleet)
+    refusal = refused(router.submit(ask(), 0.0))
+    assert (refusal.status, refusal.retry_after_s) == (503, 1.0)
+
+
 def test_nobody_waits_for_one_whose_first_probe_failed_or_that_drains() -> None:
     fleet = Fleet()
     fleet.add(spec("a"))

@@ -70,6 +70,8 @@ def test_an_escaped_key_is_that_key() -> None:
     body = rb'{"max\u005ftokens":5,"a\/b":1}'
     assert spliced(body, {"max_tokens": b"1"}) == rb'{"max\u005ftokens":1,"a\/b":1}'
     assert spliced(body, {"a/b": None}) == rb'{"max\u005ftokens":5}'
+    half = rb'{"\ud83d":1,"a":2}'  # a character, as nobody's name ends
+    assert spliced(half, {"a": b"9"}) == rb'{"\ud83d":1,"a":9}'
 
 
 @pytest.mark.parametrize(

@@ -59,6 +59,8 @@ MESSAGES = (
     [named("content_block_stop"), named("message_delta", "message_stop")],
 )
 CHAT = (ROLE, 5 * [TOKEN], [USAGE.replace(b":[]", b": []"), DONE])
+BEAT = b": keep-alive\n\n"
+SLOW = (BEAT + ROLE + BEAT, [TOKEN, BEAT, BEAT, *4 * [TOKEN]], [BEAT, USAGE, DONE])
 ERROR = b'data: {"error": {"message": "no KV", "type": "InternalServerError", "code": 500}}\n\n'
 FAILED = (ROLE, 5 * [TOKEN], [ERROR, DONE])
 
@@ -92,7 +94,7 @@ def cohere(kind: str, delta: object = None) -> bytes:
 
 COHERE = (
     cohere("message-start", {"role": "assistant"}) + cohere("content-start"),
-    3 * [cohere("content-delta", {"content": {"text": TALK}})]
+    2 * [cohere("content-delta", {"content": {"text": TALK}})]
     + [cohere("content-end"), cohere("citation-start"), cohere("citation-end")]
     + [cohere("tool-plan-delta", {"tool_plan": "a"}), cohere("tool-call-start")]
     + [cohere("tool-call-delta", {"tool_calls": {"function": {"arguments": "{"}}})],
@@ -106,7 +108,7 @@ COHERE_FAILED = (
 
 
 @pytest.mark.parametrize(
-    "whole", [RESPONSES, MESSAGES, THOUGHT, CHAT, FAILED, COHERE, COHERE_FAILED]
+    "whole", [RESPONSES, MESSAGES, THOUGHT, CHAT, SLOW, FAILED, COHERE, COHERE_FAILED]
 )
 @pytest.mark.parametrize("together", [False, True])
 @pytest.mark.parametrize("framed", [False, True])

@@ -118,7 +118,7 @@ class Schedule:
             return []
         wanted = [] if self.count is None else [float(self.count)]
         wanted += [] if self.duration_s is None else [rate * self.duration_s]
-        if not wanted or round(min(wanted)) <= held:
+        if not wanted or min(wanted) <= held + 0.5:  # which may be more than any int
             return []
         return [
             f"{self.source.name} ended after {held / rate:.3g} s: it has {held:,} requests, and "
