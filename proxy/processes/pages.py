@@ -7,10 +7,12 @@ has a part; what all of them know alike is taken from the leader.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from proxy.control.exposition import OPENMETRICS, TEXT, number
+from proxy.control.exposition import NONE, OPENMETRICS, OTHER, TEXT, number
+from proxy.control.handovers import ANY
 
 # Each process has its own part of these.
 ADDED = frozenset(
@@ -34,6 +36,11 @@ ADDED = frozenset(
 # Counters that are no process's own: workers tell them, to everybody.
 ALIKE = frozenset(["proxy_transfer_bytes_total"])
 
+FLEET = "proxy_worker_up"  # has a series for each worker that there is
+NOBODYS = frozenset([NONE, OTHER, ANY])
+# A quote in a label's value is escaped, so this is never part of one.
+NAMED = re.compile(r'[{,](?:worker|prefill|decode)="((?:[^"\\]|\\.)*)"')
+
 
 @dataclass(slots=True)
 class Family:
@@ -45,6 +52,7 @@ class Family:
 
 
 Page = dict[str, Family]
+NOTHING = Family("untyped", "")
 
 
 def read(text: str) -> Page:
@@ -85,6 +93,29 @@ def lasting(page: Page) -> Page:
         for name, family in page.items()
         if family.kind != "gauge" and name not in ALIKE
     }
+
+
+def without_strangers(past: Page, present: Page) -> Page:
+    """Leave out series of workers that are gone, unless a process that is there has them too.
+
+    Those would fall, and not end. Where no worker is known, as may be while all begin anew, all
+    stay.
+    """
+    workers = present.get(FLEET, NOTHING).series
+    fleet = {name for series in workers for name in NAMED.findall(series)}
+    if not fleet:
+        return past
+    known = fleet | NOBODYS
+    left: Page = {}
+    for name, family in past.items():
+        shown = present.get(name, NOTHING).series
+        series = {
+            each: value
+            for each, value in family.series.items()
+            if each in shown or known.issuperset(NAMED.findall(each))
+        }
+        left[name] = Family(family.kind, family.help, series)
+    return left
 
 
 def write(page: Page, *, openmetrics: bool) -> tuple[bytes, str]:

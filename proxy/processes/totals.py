@@ -1,4 +1,8 @@
-"""The metrics of all processes together, of those that are late or no more too."""
+"""The metrics of all processes together, of those that are late or no more too.
+
+What the dead counted of workers that are gone as well is dropped once no process shows it: each pod
+is a name of its own, and nobody else would ever forget it.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +40,9 @@ class Totals:
         told = {index: pages.read(text) for index, text in found.items()}
         late = [page for index, page in self._pages.items() if index not in told]
         self._pages.update(told)
-        total = pages.add_up([*told.values(), *late, self._past])
+        total = pages.add_up([*told.values(), *late])
+        self._past = pages.without_strangers(self._past, total)
+        total = pages.add_up([total, self._past])
         for family, name, value in (
             (PROCESSES, PROCESSES.name, serving),
             (RESTARTS, f"{RESTARTS.name}_total", restarts),
