@@ -12,6 +12,7 @@ times. Lines under way when the router stops have no result, and are run by the 
 from __future__ import annotations
 
 import asyncio
+import errno
 import fcntl
 import logging
 import os
@@ -55,6 +56,7 @@ AT_HAND = 8  # batches of one tenant that have lines at hand
 MOST_TRIES = 3  # of a line on workers that fail
 NOBODY_COULD = (429, 503)  # no verdict on the line
 SERVER_ERROR = 500
+LOCKED = (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES)  # by another; the last as NFS may say it
 
 
 class Lane:
@@ -134,12 +136,15 @@ class Lane:
     def _lead(self) -> bool:
         """Whether this is the one that runs the folder's lines."""
         if self._lock is None:
-            lock = os.open(self._path / "lane.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            path = self._path / "lane.lock"
+            lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
+            except OSError as error:
                 os.close(lock)
-                return False
+                if error.errno in LOCKED:
+                    return False
+                raise OSError(error.errno, error.strerror, str(path)) from None
             self._lock = lock
         return True
 
@@ -182,8 +187,10 @@ class Lane:
         except StoreFullError as error:
             self._pause(str(error))
         except Exception as error:  # whatever it is, the lane must go on
-            logger.exception("batches: a turn failed")
-            self._pause(f"{type(error).__name__}: {error}")
+            why = f"{type(error).__name__}: {error}"
+            if why != self.paused:  # it is tried every few seconds
+                logger.exception("batches: a turn failed")
+            self._pause(why)
 
     def _pause(self, why: str) -> None:
         if why != self.paused:

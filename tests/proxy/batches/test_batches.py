@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import fcntl
 import json
+import os
+import sqlite3
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -405,6 +409,53 @@ async def test_a_folder_has_one_lane(office: Office) -> None:
     office.batches.lane.stop()
     assert second._lead()
     second.stop()
+
+
+async def test_a_folder_without_locks_is_told_of(
+    office: Office, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lane = office.batches.lane
+    why = errno.ENOLCK
+
+    def flock(lock: int, how: int) -> None:  # noqa: ARG001
+        raise OSError(why, os.strerror(why))
+
+    with monkeypatch.context() as without:
+        without.setattr(fcntl, "flock", flock)
+        lane.stop()
+        await lane.turn()
+        assert "lane.lock" in lane.paused
+        assert lane.counts.paused
+        why = errno.EAGAIN  # another one leads
+        assert not lane._lead()
+        why = errno.EACCES
+        assert not lane._lead()
+    batch = await office.begin(lines(1))
+    office.skip(10)
+    assert (await office.until(batch)).status == "completed"
+    assert lane.paused == ""
+
+
+async def test_turns_that_fail_alike_are_told_of_once(
+    office: Office, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    lane = office.batches.lane
+    why = "attempt to write a readonly database"
+
+    async def look() -> None:
+        raise sqlite3.OperationalError(why)
+
+    monkeypatch.setattr(lane, "_look", look)
+
+    async def fail() -> tuple[int, int]:
+        office.skip(10)
+        await lane.turn()
+        said = [record for record in caplog.records if record.name == lane_module.__name__]
+        return len(said), sum(record.exc_info is not None for record in said)
+
+    assert [await fail() for _ in range(3)] == [(2, 1)] * 3
+    why = "disk I/O error"
+    assert await fail() == (4, 2)
 
 
 async def test_a_turn_that_fails_is_not_the_last(
