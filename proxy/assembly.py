@@ -28,6 +28,7 @@ from proxy.control.logs import Logs
 from proxy.control.metrics import Metrics
 from proxy.control.probe import Prober
 from proxy.control.recent import Entry, Recent
+from proxy.control.starting import as_started, takes_a_restart
 from proxy.control.tenancy import (
     admission_settings,
     fairness_settings,
@@ -53,8 +54,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# What only a start can change.
-BOUND = ("host", "port", "tls", "admin", "processes", "tracing")
 LOOK_S = 0.25
 
 
@@ -77,11 +76,13 @@ class App:
         source: Path | None = None,
         *,
         read: Callable[[Path], FleetConfig] = load,
+        started_with: FleetConfig | None = None,  # where the file was read again since
     ) -> None:
         self.config = config
         self.source = source
         self._read = read  # the file again, as it was read the first time
-        self._started_with = config
+        self._started_with = started_with or config
+        config = as_started(config, self._started_with)
         probe = config.router.probe
         self.fleet = Fleet(down_after=probe.down_after, up_after=probe.up_after)
         for spec in specs(config):
@@ -151,7 +152,7 @@ class App:
         """Listen for clients, on sockets of the caller's if there are any."""
         remembering = self._minute.run(self.wire.clock)
         self._tasks.append(asyncio.create_task(remembering, name="the last minute"))
-        if self.config.transfer is not None:  # each process has served its own
+        if self._started_with.transfer is not None:  # each process has served its own
             self._tasks.append(asyncio.create_task(self._tell_aggregated(), name="served whole"))
         if self.batches is not None:
             await self.batches.start()
@@ -177,7 +178,7 @@ class App:
         ]
         if self.warmup is not None:
             self._tasks.append(asyncio.create_task(self.warmup.run(), name="warm-up"))
-        if self.config.transfer is not None:
+        if self._started_with.transfer is not None:
             self._tasks.append(asyncio.create_task(self._watch_sides(), name="sides"))
         if self._admin is not None:
             self._admin_task = asyncio.create_task(self._admin.run(), name="admin")
@@ -257,27 +258,29 @@ class App:
 
     def take(self, config: FleetConfig) -> list[str]:
         """Become what a fleet file says; return what will change only with the next start."""
-        late = self._takes_a_restart(config)
+        late = takes_a_restart(config, self._started_with)
         check_tls(config, str(self.source))
+        said, config = config, as_started(config, self._started_with)
         keys = read_keys(config, str(self.source))
-        keep_strangers_out(config, self._started_with.router.host, str(self.source))
-        admin_key = key_of(self._started_with.router.admin, str(self.source))
+        keep_strangers_out(config, config.router.host, str(self.source))
+        admin_key = key_of(config.router.admin, str(self.source))
         found = self.discovery.reconfigure(config)
-        self.config = config
+        # Nothing can fail any more.
+        self.config = said
         probe = self.prober.settings = config.router.probe
         self.fleet.down_after, self.fleet.up_after = probe.down_after, probe.up_after
-        # Legs are under way that the connector has begun: that one stays.
-        moves = self._started_with.transfer
-        settings = router_settings(config.model_copy(update={"transfer": moves}))
         follows = self.siblings is not None and not self.leads
         # Who does so is told by the leader who the workers are.
         workers = [w.spec for w in self.fleet] if follows else [*found, *specs(config)]
-        self.router.reconfigure(settings, workers)
+        self.router.reconfigure(router_settings(config), workers)
         take_tenants(self.router.tenants, config, keys)
         self._admin_key.take(admin_key)
-        for shown in (self._tls, self._admin_tls):
-            if shown is not None:
-                shown.renew()
+        for shown, tls in (
+            (self._tls, config.router.tls),
+            (self._admin_tls, config.router.admin.tls),
+        ):
+            if shown is not None and tls is not None:
+                shown.renew(tls)
         if self.leads:
             self.discovery.reloaded()
         self.wire.reconfigure(wire_settings(config))
@@ -285,27 +288,6 @@ class App:
         if self.batches is not None:
             self.batches.reconfigure(config.router.batches)
         return late
-
-    def _takes_a_restart(self, config: FleetConfig) -> list[str]:
-        before = self._started_with
-        late = [
-            f"router.{name}"
-            for name in BOUND
-            if getattr(config.router, name) != getattr(before.router, name)
-        ]
-        if config.router.batches.path != before.router.batches.path:
-            late.append("router.batches.path")
-        if config.transfer != before.transfer:
-            late.append("transfer")
-        launched = {worker.name: worker.launch for worker in before.workers}
-        late += [
-            f"workers[{index}].launch"
-            for index, worker in enumerate(config.workers)
-            if worker.launch != launched.get(worker.name)
-        ]
-        here = {worker.name for worker in config.workers}
-        gone = [name for name, launch in launched.items() if launch and name not in here]
-        return late + [f"workers: {name}, if `up` started it, still runs" for name in gone]
 
     def _placed(self, config: FleetConfig) -> FleetConfig:
         """Give workers without a URL the one that they were started with."""

@@ -32,16 +32,18 @@ class Shown:
     """The context of a port."""
 
     def __init__(self, config: TlsConfig) -> None:
-        self.config = config
         self.context = server_context(config)
 
-    def renew(self) -> None:
+    def renew(self, config: TlsConfig) -> None:
         """Show what is in the files now. Authorities are added; one that left stays until a start.
 
-        Raises `TlsError`, and then nothing has changed.
+        Files that can't be used leave what was shown before.
         """
-        server_context(self.config)  # all of it is tried on another first
-        _take(self.context, self.config)
+        try:
+            server_context(config)  # all of it is tried on another first
+            _take(self.context, config)
+        except TlsError as error:
+            logger.warning("TLS of a port: %s; what was shown before stays", error)
 
 
 def server_context(config: TlsConfig) -> ssl.SSLContext:

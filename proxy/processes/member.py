@@ -57,10 +57,9 @@ class Member:
 
     def __init__(self, begin: Begin, index: int, table: int, channel: Channel) -> None:
         loop = asyncio.get_running_loop()
-        self.app = App(begin.started_with, begin.source, read=begin.read)
+        first = begin.started_with
+        self.app = App(begin.config, begin.source, read=begin.read, started_with=first)
         self.app.logs.take_over(f"[{index}] ")
-        if begin.config != begin.started_with:
-            self.app.take(begin.config)
         self.app.siblings = self
         self.app.wire.pages = self.page
         self.app.live.ask_all = self.minute

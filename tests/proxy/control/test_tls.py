@@ -7,10 +7,12 @@ import json
 import os
 import shutil
 import ssl
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import aiohttp
 import pytest
+from cryptography import x509
 from cryptography.hazmat.primitives import serialization
 
 from proxy.app import App
@@ -95,15 +97,19 @@ def test_old_tls_is_not_spoken_and_everything_is_verified(authority: Authority) 
         assert client_context(config).check_hostname is config.verify_hostname
 
 
-def test_a_renewal_that_fails_changes_nothing(authority: Authority) -> None:
+def test_a_renewal_that_fails_changes_nothing(
+    authority: Authority, caplog: pytest.LogCaptureFixture
+) -> None:
     config = authority.port("a")
     shown = Shown(config)
     other = authority.issue("b")
     shutil.copy(other[0], config.cert_file)  # its key is yet to come
-    with pytest.raises(TlsError):
-        shown.renew()
+    shown.renew(config)
+    assert "what was shown before stays" in caplog.text
+    caplog.clear()
     shutil.copy(other[1], config.key_file)
-    shown.renew()
+    shown.renew(config)
+    assert not caplog.text
 
 
 def test_what_workers_are_met_with_is_read_again_when_it_changes(authority: Authority) -> None:
@@ -240,3 +246,109 @@ async def test_a_whole_router_with_tls_everywhere(
         app.reload()
     await app.stop()
     await fake.stop()
+
+
+class Moving:
+    """A router whose certificates and operator's key lie in one place, then in another."""
+
+    def __init__(self, authority: Authority, folder: Path, url: str) -> None:
+        self.authority = authority
+        self.folder = folder
+        self.url = url
+        self.source = folder / "fleet.yaml"
+        self.write("first")
+        self.app = App(load(self.source), self.source)
+
+    def write(self, place: str, *, tls: bool = True, workers: str = "a") -> None:
+        """Make certificates and a key there, and a fleet file that names them."""
+        port = self.authority.port(place)
+        (self.folder / f"{place}.admin").write_text(self.key(place))
+        shown = {"cert_file": str(port.cert_file), "key_file": str(port.key_file)}
+        block = {"tls": shown} if tls else {}
+        admin = {"port": 0, "key_file": str(self.folder / f"{place}.admin"), **block}
+        router = {"port": 0, "probe": {"interval_s": 0.05}, "admin": admin, **block}
+        self.source.write_text(
+            f"model: tiny\nworkers: [{{name: {workers}, url: '{self.url}'}}]\n"
+            f"router: {json.dumps(router)}\n"
+        )
+
+    def key(self, place: str) -> str:
+        """Return the operator's key of that place."""
+        return f"{place}-{'k' * 32}"
+
+    def forget(self, place: str) -> None:
+        """Have nothing there any more."""
+        for path in (f"certificates/{place}.pem", f"certificates/{place}.key", f"{place}.admin"):
+            (self.folder / path).unlink()
+
+    async def shows(self, url: str) -> int:
+        """Return the number of the certificate that a port shows."""
+        host, port = url.removeprefix("https://").split(":")
+        _, writer = await asyncio.open_connection(host, int(port), ssl=self.authority.client())
+        number = writer.get_extra_info("ssl_object").getpeercert()["serialNumber"]
+        writer.close()
+        return int(number, 16)
+
+    def number(self, place: str) -> int:
+        """Return the number of the certificate of that place."""
+        path = self.folder / f"certificates/{place}.pem"
+        return x509.load_pem_x509_certificate(path.read_bytes()).serial_number
+
+    async def asked(self, place: str) -> int:
+        """Ask the admin API with the key of that place; return the status."""
+        connector = aiohttp.TCPConnector(ssl=self.authority.client())
+        headers = {"Authorization": f"Bearer {self.key(place)}"}
+        async with (
+            aiohttp.ClientSession(connector=connector) as session,
+            session.get(f"{self.app.admin_url}/admin/workers", headers=headers) as answer,
+        ):
+            return answer.status
+
+
+@pytest.fixture
+async def moving(authority: Authority, tmp_path: Path) -> AsyncIterator[Moving]:
+    """Start one."""
+    fake = FakeWorker("a")
+    await fake.listen()
+    moving = Moving(authority, tmp_path, fake.url)
+    await moving.app.start()
+    yield moving
+    await moving.app.stop()
+    await fake.stop()
+
+
+async def test_certificates_and_the_operators_key_may_move(moving: Moving) -> None:
+    app = moving.app
+    assert [await moving.asked(place) for place in ("first", "second")] == [200, 401]
+    moving.write("second")
+    moving.forget("first")
+    assert app.reload() == []
+    for url in (app.url, app.admin_url):
+        assert await moving.shows(url) == moving.number("second")
+    assert [await moving.asked(place) for place in ("first", "second")] == [401, 200]
+
+
+async def test_what_only_a_start_takes_away_is_no_half_a_reload(
+    moving: Moving, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whether TLS is spoken takes a restart; until then what was shown last goes on."""
+    before = moving.number("first")
+    moving.write("second", tls=False, workers="b")
+    moving.forget("first")
+    assert moving.app.reload() == ["router.tls", "router.admin"]
+    assert "what was shown before stays" in caplog.text
+    assert [worker.name for worker in moving.app.fleet] == ["b"]
+    assert await moving.shows(moving.app.url) == before
+    assert await moving.asked("second") == 200
+
+
+async def test_another_process_begins_as_the_others_are(moving: Moving) -> None:
+    """It is told of the first file too, which may name what is there no longer."""
+    first = moving.app.config
+    moving.write("second", workers="b")
+    moving.forget("first")
+    moving.app.reload()
+    another = App(moving.app.config, moving.source, started_with=first)
+    assert [worker.name for worker in another.fleet] == ["b"]
+    assert another.wire.tls is not None
+    assert another.reload() == []

@@ -33,12 +33,14 @@ class Crew:
         *,
         listens: tuple[int, int] = (0, 0),
         drain_s: float = 5.0,
+        more: str = "",
     ) -> None:
         self.ports = {name: free_port() for name in workers}
         self.file = folder / "fleet.yaml"
         self.count = count
         self.listens = listens  # clients' port and operators', as asked for
         self.drain_s = drain_s
+        self.more = more  # of the fleet file
         self.write(*workers)
         self.said: list[str] = []
         self.spoke = threading.Condition()
@@ -64,7 +66,7 @@ class Crew:
         self.file.write_text(
             f"model: tiny\nworkers:\n{lines}routing: {routing}\n"
             f"router: {{port: {port}, admin: {{port: {admin}}}, processes: {self.count}, "
-            f"drain_s: {self.drain_s}, probe: {{interval_s: 0.05}}}}\n"
+            f"drain_s: {self.drain_s}, probe: {{interval_s: 0.05}}}}\n{self.more}"
         )
 
     def _read(self) -> None:

@@ -231,6 +231,50 @@ async def test_a_file_with_a_mistake_changes_nothing_anywhere(
     assert all(fake.served for fake in fakes.values())
 
 
+async def test_one_that_dies_is_begun_again_by_the_file_that_was_read_last(tmp_path: Path) -> None:
+    """What only the first one named may be there no longer."""
+    stays, goes = "k" * 32, "g" * 32
+    (tmp_path / "stays").write_text(stays)
+    (tmp_path / "goes").write_text(goes)
+    tenant = "- {{name: {0}, keys_file: {1}/{0}}}\n"
+    first, second = (tenant.format(name, tmp_path) for name in ("stays", "goes"))
+    crew = Crew(tmp_path, ("a",), more=f"tenants:\n{first}{second}")
+    fake = FakeWorker("a")
+    fake.port = crew.ports["a"]
+    await fake.listen()
+    try:
+        await crew.until(lambda workers: workers["a"]["state"] == "up")
+        crew.more = f"tenants:\n{first}"
+        crew.write("a")
+        crew.tell(signal.SIGHUP)
+        for client in (await crew.each()).values():
+            async with asyncio.timeout(DEADLINE_S):
+                while await with_key(client, goes) != 401:
+                    pass
+            client.close()
+        (tmp_path / "goes").unlink()
+        for victim, old in crew.pids.items():
+            os.kill(old, signal.SIGKILL)
+            await eventually(
+                lambda victim=victim, old=old: crew.pids.get(victim, old) != old,
+                within=DEADLINE_S,
+            )
+            for client in (await crew.each()).values():
+                async with asyncio.timeout(DEADLINE_S):
+                    while await with_key(client, stays) != 200:
+                        pass
+                assert await with_key(client, goes) == 401
+                client.close()
+    finally:
+        crew.close()
+        await fake.stop()
+
+
+async def with_key(client: Client, key: str) -> int:
+    """Ask with a key; return the status."""
+    return (await client.ask(chat("hi", f"Authorization: Bearer {key}".encode()))).status
+
+
 async def test_a_breaker_that_one_opens_keeps_all_away(
     crew: Crew, fakes: dict[str, FakeWorker]
 ) -> None:

@@ -310,7 +310,7 @@ async def test_a_renewed_certificate_is_shown_and_nobody_is_cut_off(
     before = await site.client(tls=authority.client())
     assert (await before.ask(get("/health"))).status == 200
     authority.issue("renewed")  # into the same files
-    shown.renew()
+    shown.renew(config)
     after = await site.client(tls=authority.client())
     first, second = (
         each.writer.get_extra_info("ssl_object").getpeercert()["serialNumber"]
