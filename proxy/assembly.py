@@ -103,7 +103,8 @@ class App:
         self.metrics.discovered = self.discovery.counts
         self._minute = LiveState(self.metrics, lambda: self.wire.draining)
         self.live = Live(self.metrics, self._minute, self.wire.clock)
-        self.logs = Logs(config, self.metrics)
+        admin_key = key_of(config.router.admin, str(source))
+        self.logs = Logs(config, self.metrics, keys=self._keys_read(admin_key))
         self.metrics.log_lines_dropped = lambda: self.logs.writer.dropped
         self.tracing = Tracing(config.router.tracing) if config.router.tracing else None
         if self.tracing is not None:
@@ -113,7 +114,7 @@ class App:
         self.siblings: Siblings | None = None  # other processes that serve the same
         self.leads = False
         self._admin_key = AdminKey()
-        self._admin_key.take(key_of(config.router.admin, str(source)))
+        self._admin_key.take(admin_key)
         check_tls(config, str(source))
         own, admin = config.router.tls, config.router.admin.tls
         self._tls = Shown(own) if own else None
@@ -284,10 +285,15 @@ class App:
         if self.leads:
             self.discovery.reloaded()
         self.wire.reconfigure(wire_settings(config))
-        self.logs.reconfigure(config)
+        self.logs.reconfigure(config, self._keys_read(admin_key))
         if self.batches is not None:
             self.batches.reconfigure(config.router.batches)
         return late
+
+    def _keys_read(self, admin_key: str | None) -> list[str]:
+        """List the keys that stand in no fleet file, plain ones; tenants' are hashes by now."""
+        keys = (admin_key, *(pool.key for pool in self.discovery.pools))
+        return [key for key in keys if key is not None]
 
     def _placed(self, config: FleetConfig) -> FleetConfig:
         """Give workers without a URL the one that they were started with."""

@@ -1,14 +1,15 @@
 """The router's log: a line for each request at its end, and the router's own lines.
 
-Nobody's secret is in it: keys never come near a request's line, and those of the fleet file are cut
-out of all others. A prompt is in it only where the fleet file says so.
+Nobody's secret is in it: keys never come near a request's line, and those of the fleet file, and of
+the files and variables that it names, are cut out of all others. Tenants' keys are not known here:
+of them there are only hashes. A prompt is in it only where the fleet file says so.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
@@ -41,6 +42,8 @@ class Logs:
         metrics: Metrics | None = None,
         writer: LogWriter | None = None,
         wall: Callable[[], float] = time.time,
+        *,
+        keys: Iterable[str] = (),
     ) -> None:
         self.writer = writer or LogWriter()
         self.settings = config.router.logs
@@ -52,7 +55,7 @@ class Logs:
         self._handler: Handler | None = None
         self._before: list[logging.Handler] = []  # who wrote until this took over
         self._secrets: tuple[str, ...] = ()
-        self.reconfigure(config)
+        self.reconfigure(config, keys)
 
     # The router's own lines
 
@@ -65,10 +68,15 @@ class Logs:
         root.handlers[:] = [self._handler]
         self._set_level(self.settings.level)
 
-    def reconfigure(self, config: FleetConfig) -> None:
-        """Be as the fleet file says; levels that were changed by hand are forgotten."""
+    def reconfigure(self, config: FleetConfig, keys: Iterable[str] = ()) -> None:
+        """Be as the fleet file says; levels that were changed by hand are forgotten.
+
+        `keys` are those that stand elsewhere, and are to be cut out too.
+        """
         self.settings = config.router.logs
-        self._secrets = tuple({*secrets_in(config.model_dump(mode="json"))})
+        secrets = {*secrets_in(config.model_dump(mode="json")), *long_enough(keys)}
+        # Of one that is the beginning of another, nothing may be left either.
+        self._secrets = tuple(sorted(secrets, key=len, reverse=True))
         self.log_requests(self.settings.requests)
         for name in self.levels():
             if name:
@@ -258,5 +266,10 @@ def secrets_in(data: object, name: str = "") -> Iterator[str]:
     elif isinstance(data, list):
         for value in data:
             yield from secrets_in(value, name)
-    elif isinstance(data, str) and len(data) >= LEAST_SECRET and is_secret(name):
-        yield data
+    elif isinstance(data, str) and is_secret(name):
+        yield from long_enough([data])
+
+
+def long_enough(secrets: Iterable[str]) -> Iterator[str]:
+    """Yield those that can be cut out of a text, and leave words whole."""
+    return (each for each in secrets if len(each) >= LEAST_SECRET)

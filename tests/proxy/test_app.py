@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import resource
 import signal
@@ -147,6 +148,29 @@ async def test_a_reload_says_what_takes_a_restart(app: App, tmp_path: Path) -> N
     source = tmp_path / "fleet.yaml"
     source.write_text(source.read_text().replace("{port: 0, admin", "{port: 9, admin"))
     assert app.reload() == ["router.port"]
+
+
+async def test_keys_that_the_file_only_names_are_in_no_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, file = tmp_path / "fleet.yaml", tmp_path / "pool.key"
+    source.write_text(
+        "model: tiny\nrouter: {port: 0, admin: {port: 0, key_env: THE_KEY}}\n"
+        f"discovery: {{pools: [{{name: p, dns: h, port: 1, api_key_file: {file}}}]}}\n"
+    )
+
+    def said(app: App) -> bytes:
+        record = logging.makeLogRecord({"msg": f"{file.read_text()} {os.environ['THE_KEY']}"})
+        return app.logs.line_of(record, "").rstrip()
+
+    file.write_text("of-the-pool")
+    monkeypatch.setenv("THE_KEY", "of-the-operator-1")
+    app = App(load(source), source)
+    assert said(app).endswith(b" *** ***")
+    file.write_text("another-of-the-pool")
+    monkeypatch.setenv("THE_KEY", "of-the-operator-2")
+    app.reload()
+    assert said(app).endswith(b" *** ***")
 
 
 async def test_what_takes_a_restart_is_judged_by_what_runs(app: App, tmp_path: Path) -> None:

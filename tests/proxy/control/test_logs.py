@@ -164,6 +164,14 @@ def test_the_routers_own_lines_have_no_secrets(site: Site, form: str) -> None:
         assert "INFO [3] sent" in text
 
 
+def test_keys_that_stand_elsewhere_are_cut_out_too(site: Site) -> None:
+    config = parse(FLEET % "", "fleet.yaml")
+    site.logs.reconfigure(config, ["its-key", "its-key-of-old", "a"])
+    site.logs.take_over()
+    logging.getLogger("proxy.control.test").info("met a thing with its-key, its-key-of-old")
+    assert site.lines()[0].endswith("met a thing with ***, ***")
+
+
 def test_others_write_again_once_it_is_closed(site: Site) -> None:
     before = logging.getLogger().handlers[:]
     site.logs.take_over()
