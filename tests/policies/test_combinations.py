@@ -96,6 +96,36 @@ def test_nobody_waits_for_a_long_prompt_of_a_lesser_lane() -> None:
     bench.drain()
 
 
+@pytest.mark.parametrize("decodes", [0, 1])
+@pytest.mark.parametrize("share", ["auto", 0.5, 1.0])
+@pytest.mark.parametrize("beside", [{}, {"rotation": {}}, {"chunk_budget": {"chunk": 24}}], ids=str)
+def test_a_long_prompt_of_a_lesser_lane_leaves_one_of_a_better_its_part_of_the_step(
+    beside: dict[str, dict[str, object]], share: str | float, decodes: int
+) -> None:
+    """It took the whole of it, for as long as it was computed."""
+    bench = Bench({"lanes": {}, "long_prompt": {"long_prefill_share": share}, **beside})
+    for number in range(decodes):
+        bench.add(f"d{number}", 3, output=900)
+        bench.step()
+    bench.add("normal", 1900)
+    bench.steps(2)
+    bench.add("later", 900)
+    bench.add("urgent", 900, lane="urgent")
+    first, *after = bench.steps(5)
+    assert first["urgent"] > 1
+    assert all(step["urgent"] >= step["normal"] > 1 for step in after)
+    assert "later" not in bench.running  # that one waits for its like
+
+
+def test_none_keeps_a_part_of_the_step_for_one_of_a_better_lane_that_finds_no_room() -> None:
+    bench = Bench({"lanes": {}, "long_prompt": {}}, num_blocks=125, scheduler_reserve_full_isl=True)
+    bench.add("normal", 1900)
+    bench.steps(18)
+    bench.add("urgent", 900, lane="urgent")
+    bench.steps(2)
+    assert bench.steps(8) == [{"normal": 64}] * 8
+
+
 def test_the_least_chunk_holds() -> None:
     bench = Bench({"rotation": {"chunk": 16}, "chunk_budget": {"chunk": 10}})
     bench.add("d", 10)
@@ -254,7 +284,8 @@ def test_of_its_lanes_share_too_a_long_prompt_has_but_a_part_beside_shorts(
     names = {f"s{number}" for number in range(6)}
     for name in names:
         bench.add(name, 12, lane="batch")
-    begun = {name for tokens in bench.steps(10) for name in tokens}
+    # Of the smaller share they have 6 tokens in a step, so five of them are done after ten.
+    begun = {name for tokens in bench.steps(11) for name in tokens}
     assert begun >= names
     # And under a steady stream of them it goes on.
     long = bench.scheduler.requests["long"]
@@ -264,6 +295,31 @@ def test_of_its_lanes_share_too_a_long_prompt_has_but_a_part_beside_shorts(
         bench.add(f"more{number}", 12, lane="batch", output=1)
         bench.steps(3)
     assert not long.is_prefill_chunk
+
+
+@pytest.mark.parametrize("longs", [1, 3])
+@pytest.mark.parametrize("tokens", [30, 58, 64, 80])
+def test_shorts_of_its_lane_leave_a_long_prompt_its_part_of_the_lanes_share(
+    tokens: int, longs: int
+) -> None:
+    """However many come. It had a fourth of what they left of it, which may be next to nothing."""
+    policies = {"lanes": {}, "long_prompt": {"max_long_partial_prefills": longs}}
+    bench = Bench(policies, max_num_seqs=20, num_blocks=10_000, budget=512)
+    bench.add("d", 3, output=900)
+    bench.step()
+    for number in range(longs):
+        bench.add(f"long{number}", 1800, lane="batch")
+    bench.steps(3)
+    for number in range(300):
+        bench.add(f"s{number}", tokens, lane="batch", output=1)
+    got = bench.steps(80)
+    of_longs = [sum(step.get(f"long{number}", 0) for number in range(longs)) for step in got]
+    of_shorts = [sum(step.values()) - long - 1 for step, long in zip(got, of_longs, strict=True)]
+    # The share is 64 tokens, for the long and three shorts; one whose last 64 they are has all.
+    assert sum(of_longs) >= 0.6 * 80 * 16
+    assert all(of_shorts)
+    assert sum(of_shorts) >= 0.4 * 80 * 64
+    assert {sum(step.values()) for step in got} == {65}
 
 
 def test_longs_that_lanes_hold_have_no_part_of_a_step() -> None:

@@ -153,6 +153,10 @@ class LongPrompt(Policy):
         self._longs_due = 1  # how many of them are still to get their part
         self._overdue: set[str] = set()  # who is let in for a long wait, in front of each lane
         self._short_left = self._slot
+        self._due = 0  # tokens that longs in prefill can use and may have
+        # Where a class of service has but a share of the step:
+        self._shorts_took: dict[float, int] = {}  # of each class
+        self._longs_behind: list[float] = []  # classes of longs that are yet to get their part
         self._gave_long = False  # whether the last chunk was a long one's
         self._beside = 0  # tokens of decodes, and of chunks that were sized
         self._fit_s: float | None = None  # the length of a step that one prefill may cause
@@ -241,7 +245,8 @@ class LongPrompt(Policy):
         places = self._places_overdue if overdue else self._places
         self._free_places = max(min(places - self._longs, step.free_slots), 0)
         self._longs_coming = min(self._held.asking, self._free_places)
-        self._sure = step.free_slots <= 0 or not (self._shorts.requests or self._longs_coming)
+        awaited = self._shorts.requests or self._longs_coming or self._one_may_pass()
+        self._sure = step.free_slots <= 0 or not awaited
         self._divide(step, longs)
 
     def _make_sure(self) -> None:
@@ -249,9 +254,23 @@ class LongPrompt(Policy):
         self._sure = True
         before = self._shorts.asking, self._longs_coming, self._decodes
         self._step.ask_gates()
-        self._longs_coming = min(self._held.asking, self._free_places)
+        self._longs_coming = min(self._held.asking, self._free_places) or self._one_passes()
         if (self._shorts.asking, self._longs_coming, self._step.decodes) != before:
             self._divide(self._step, [r for r in self._step.prefills if self._in_long(r)])
+
+    def _one_may_pass(self) -> bool:
+        """Whether a long that waits may be of a better class than one in prefill."""
+        return bool(self._held.asking and self._classes) and self._step.class_of is not one_class
+
+    def _one_passes(self) -> int:
+        """Count one that enters past longs of lesser classes, which have taken all places.
+
+        It needs no place but some tokens. One that finds no room in the KV cache needs neither.
+        """
+        head = self._step.may_enter() if self._one_may_pass() else None
+        if head is None or head.request_id == self._step.refused:
+            return 0
+        return int(head.request_id in self._seen_long)
 
     def _divide(self, step: Step, longs: Sequence[RequestView]) -> None:
         settings = self.settings
@@ -266,6 +285,8 @@ class LongPrompt(Policy):
         sharing = max(min(num_shorts + num_longs, settings.max_num_partial_prefills), 1)
         self._sharing = sharing
         self._longs_due = num_longs
+        self._shorts_took.clear()
+        self._longs_behind = self._classes.copy()
         self._slot = max(step.budget // sharing, 1)
         self._fit_s = None
         self._stands_back = self._probes = False
@@ -296,7 +317,8 @@ class LongPrompt(Policy):
         self._kept_of_longs = int(self._held.barred > 0 and has_place)
         # Shorts stand before longs in `running`: what the longs are due is kept from them here.
         due = sum(self._fit(r, r.num_computed_tokens, step.budget) for r in longs)
-        self._short_left = max(room - min(due, self._long_left), 1)
+        self._due = min(due, self._long_left)
+        self._short_left = max(room - self._due, 1)
 
     def _size_by_time(self, step: Step, num_shorts: int, sharing: int) -> int:
         """Divide a step's time among those in prefill, like the budget's tokens."""
@@ -343,9 +365,9 @@ class LongPrompt(Policy):
         name = request.request_id
         entered_long = name in self._seen_long or name in self._prefilling
         self._gave_long = entered_long and self._counts_as_long(request, computed)
+        if self._step.class_of is not one_class:
+            granted = min(granted, self._part_of_share(request, computed, tokens))
         if self._gave_long:
-            if self._num_shorts and self._is_of_a_share(request, computed, tokens):
-                granted = min(granted, max(tokens // self._sharing, 1))
             left = max(self._long_left - self._kept_of_longs, min(self._long_left, 1))
             granted = min(granted, math.ceil(left / max(self._longs_due, 1)))
             if self._fit_s is not None and granted < request.num_tokens - computed:
@@ -355,6 +377,7 @@ class LongPrompt(Policy):
         else:
             granted = min(granted, self._short_left)
             self._short_left -= granted
+            self._count_short(request, granted)
         self._beside += granted
         return granted
 
@@ -367,12 +390,29 @@ class LongPrompt(Policy):
             self._long_left += tokens
         else:
             self._short_left += tokens
+            self._count_short(request, -tokens)
 
-    def _is_of_a_share(self, request: RequestView, computed: int, tokens: int) -> bool:
-        """Whether its class has but a share of the step: shorts of that class have none besides."""
-        if self._step.class_of is one_class:
-            return False
-        return tokens < min(request.num_tokens - computed, self._step.budget - self._beside)
+    def _count_short(self, request: RequestView, tokens: int) -> None:
+        if (class_of := self._step.class_of) is not one_class:
+            own = class_of(request)
+            self._shorts_took[own] = self._shorts_took.get(own, 0) + tokens
+
+    def _part_of_share(self, request: RequestView, computed: int, tokens: int) -> int:
+        """Divide a share of the step, where its class has no more, as a whole one is divided.
+
+        That there is one is seen where it is too small for what the prompt could use. A short one
+        that it is enough for is done in this step, and need leave longs nothing.
+        """
+        own = self._step.class_of(request)
+        if self._gave_long and own in self._longs_behind:
+            self._longs_behind.remove(own)
+        if tokens >= min(request.num_tokens - computed, self._step.budget - self._beside):
+            return tokens
+        slot = (tokens + self._shorts_took.get(own, 0)) // self._sharing
+        if self._gave_long:
+            return max(slot, 1) if self._num_shorts else tokens
+        longs = min(self._longs_behind.count(own), self._sharing - 1)
+        return max(tokens - min(longs * slot, self._due), 0)
 
     def _fit(self, request: RequestView, computed: int, tokens: int) -> int:
         """Cut a chunk to the slot, and to the time that it takes at its place in the prompt."""
