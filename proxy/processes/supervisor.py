@@ -58,6 +58,7 @@ GRACE_S = 5.0  # for what was told to end
 STILL_S, LOOK_S = 30.0, 1.0  # a loop that stands still so long; between two looks
 BORN_S = 120.0  # that one may take from its beginning until it serves, on whatever machine
 MOST_LATE = 5  # looks that one may come late, before it was the machine that stood still
+NOBODYS = 0  # a question whose answer nobody waits for
 MUCH = 8 << 20  # bytes that a process may leave unread before it is told no more of workers
 
 
@@ -86,6 +87,7 @@ class Supervisor:
         self._all_serve = asyncio.Event()
         self._questions = Questions()
         self._totals = Totals()
+        self._logs: Ask | None = None  # what was changed of them since the file was read
 
     @property
     def pids(self) -> list[int]:
@@ -230,6 +232,8 @@ class Supervisor:
             self._ports.addresses,
         )
         child.channel.say(begin)
+        if self._logs is not None:
+            child.channel.say(self._logs)
         if self._ending:
             child.channel.say(Stop())
         return child
@@ -294,9 +298,11 @@ class Supervisor:
             case Remembered():
                 self._say_all(message, but=child)
             case Reloaded(config):
-                self._config = config
+                self._config, self._logs = config, None
                 self._say_all(message, but=child)
             case Ask():
+                if message.what == "logs":
+                    self._note_logs(message)
                 task = asyncio.create_task(self._ask(child, message))
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)
@@ -336,6 +342,17 @@ class Supervisor:
                 openmetrics=bool(question.given),
             )
         child.channel.say(Answer(question.number, answer))
+
+    def _note_logs(self, change: Ask) -> None:
+        """Keep what is to be logged for processes that begin later; tell those that do now."""
+        requests, levels = change.given
+        if self._logs is not None:
+            earlier, others = self._logs.given
+            requests, levels = earlier if requests is None else requests, {**others, **levels}
+        self._logs = Ask(NOBODYS, "logs", (requests, levels))
+        for child in self._children.values():
+            if not child.serving:
+                child.channel.say(self._logs)
 
     async def gather(self, question: Ask) -> dict[int, Any]:
         """Ask all that serve, the leader first; who does not answer in time is left out."""

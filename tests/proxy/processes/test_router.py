@@ -270,6 +270,27 @@ async def test_one_that_dies_is_begun_again_by_the_file_that_was_read_last(tmp_p
         await fake.stop()
 
 
+async def test_one_that_is_begun_again_logs_what_was_asked_for(crew: Crew) -> None:
+    probe, retries = "proxy.control.probe", "proxy.core.retries"
+    for change in (
+        {"levels": {probe: "error", retries: "debug"}, "requests": True},
+        {"levels": {probe: "debug"}},
+    ):
+        await crew.ask_admin("/logs", "PUT", json=change)
+    led = sum(" leads" in line for line in crew.said)
+    for pid in crew.pids.values():
+        os.kill(pid, signal.SIGKILL)
+    crew.says(" leads", led + 1)
+    shown = await crew.ask_admin("/logs")
+    assert shown["requests"]
+    assert shown["levels"] == {"": "info", probe: "debug", retries: "debug"}
+    crew.tell(signal.SIGHUP)
+    async with asyncio.timeout(DEADLINE_S):
+        while (shown := await crew.ask_admin("/logs"))["requests"]:
+            pass
+    assert shown["levels"] == {"": "info"}
+
+
 async def with_key(client: Client, key: str) -> int:
     """Ask with a key; return the status."""
     return (await client.ask(chat("hi", f"Authorization: Bearer {key}".encode()))).status

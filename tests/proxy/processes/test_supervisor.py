@@ -9,7 +9,7 @@ import signal
 import socket
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
@@ -18,12 +18,18 @@ from proxy.config import FleetConfig, parse
 from proxy.errors import ProxyError
 from proxy.processes import questions
 from proxy.processes import supervisor as module
+from proxy.processes.child import Child
 from proxy.processes.member import Member
-from proxy.processes.messages import Ask
+from proxy.processes.messages import Ask, Reloaded
 from proxy.processes.supervisor import Supervisor
 from proxy.processes.table import ALIVE, Table
 from proxy.wire import listening
 from tests.proxy.wire.site import eventually
+
+if TYPE_CHECKING:
+    from asyncio.subprocess import Process
+
+    from proxy.processes.channel import Channel
 
 DEADLINE_S = 60.0
 
@@ -56,6 +62,32 @@ async def test_one_that_stands_still_is_killed_and_another_begins(
     finally:
         await kept.stop()
     assert kept.pids == []
+
+
+async def test_who_begins_is_told_what_is_logged_until_the_file_is_read_again() -> None:
+    told: dict[int, list[object]] = {0: [], 1: []}
+    kept = Supervisor(config(), None)
+    for index, heard in told.items():
+        child = Child(index, cast("Process", SimpleNamespace(pid=index)))
+        child.channel = cast("Channel", SimpleNamespace(say=heard.append))
+        child.serving = index == 0
+        kept._children[index] = child
+    leader = kept._children[0]
+    kept._heard(leader, Ask(1, "logs", (True, {"": "debug"})))
+    kept._heard(leader, Ask(2, "logs", (None, {"proxy": "error"})))
+    kept._heard(leader, Ask(3, "logs", (False, {})))
+    assert told[1] == [
+        Ask(0, "logs", (True, {"": "debug"})),
+        Ask(0, "logs", (True, {"": "debug", "proxy": "error"})),
+        Ask(0, "logs", (False, {"": "debug", "proxy": "error"})),
+    ]
+    kept._heard(leader, Reloaded(config()))
+    kept._heard(leader, Ask(4, "logs", (None, {"proxy": "info"})))
+    assert told[1][-1] == Ask(0, "logs", (None, {"proxy": "info"}))
+    for task in kept._tasks:
+        task.cancel()
+    await asyncio.gather(*kept._tasks, return_exceptions=True)
+    assert told[0] == []
 
 
 async def test_one_that_is_killed_while_others_have_yet_to_begin_is_followed_by_another(
