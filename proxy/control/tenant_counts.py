@@ -1,8 +1,8 @@
 """What is counted of each tenant, and how a scrape shows it.
 
 Names are the operator's, so there are only so many; beyond `MOST` they share one, `other`, so that
-nobody's scrape grows with a list of customers. Who left keeps its name: were another given its place,
-what was counted of the two would have to fall, or be added to `other`'s.
+nobody's scrape grows with a list of customers. Who left keeps its name: were another given its
+place, what was counted of the two would have to fall, or be added to `other`'s.
 """
 
 from __future__ import annotations
