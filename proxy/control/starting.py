@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from proxy.config import FleetConfig, TlsConfig
+    from proxy.config import FleetConfig, TlsConfig, WorkerConfig
     from proxy.config.admin import AdminConfig
 
 BOUND = ("host", "port", "tls", "admin", "processes", "tracing")  # of the block `router`
+# Of a worker that `up` starts; and its model's name.
+LAUNCHED = ("launch", "url", "role", "max_model_len", "api_key")
 
 
 def as_started(config: FleetConfig, started: FleetConfig) -> FleetConfig:
@@ -28,6 +30,17 @@ def as_started(config: FleetConfig, started: FleetConfig) -> FleetConfig:
     return config.model_copy(
         update={"router": router.model_copy(update=held), "transfer": started.transfer}
     )
+
+
+def _launched_otherwise(
+    config: FleetConfig, worker: WorkerConfig, started: FleetConfig, before: WorkerConfig | None
+) -> list[str]:
+    """Name what of a worker `up` gave it when it began, and would give it otherwise now."""
+    if before is None:
+        return ["launch"] if worker.launch else []
+    same = {"url"} if worker.url is None else set()  # any port
+    told = [n for n in LAUNCHED if n not in same and getattr(worker, n) != getattr(before, n)]
+    return told + ["model"] * (config.model_of(worker) != started.model_of(before))
 
 
 def _admin(now: AdminConfig, before: AdminConfig) -> AdminConfig:
@@ -61,12 +74,12 @@ def takes_a_restart(config: FleetConfig, started: FleetConfig) -> list[str]:
         late.append("router.batches.path")
     if config.transfer != held.transfer:
         late.append("transfer")
-    launched = {worker.name: worker.launch for worker in started.workers}
+    launched = {worker.name: worker for worker in started.workers if worker.launch}
     late += [
-        f"workers[{index}].launch"
+        f"workers[{index}].{what}"
         for index, worker in enumerate(config.workers)
-        if worker.launch != launched.get(worker.name)
+        for what in _launched_otherwise(config, worker, started, launched.get(worker.name))
     ]
     here = {worker.name for worker in config.workers}
-    gone = [name for name, launch in launched.items() if launch and name not in here]
+    gone = [name for name in launched if name not in here]
     return late + [f"workers: {name}, if `up` started it, still runs" for name in gone]

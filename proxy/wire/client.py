@@ -26,6 +26,7 @@ from proxy.wire.own_answers import refuse
 from proxy.wire.page import PageVisit
 from proxy.wire.request import Request
 from proxy.wire.request_reader import Reading, RequestReader
+from proxy.wire.silence import notice_silence
 
 if TYPE_CHECKING:
     from proxy.wire.desk import Conversation
@@ -89,6 +90,8 @@ class ClientConnection(asyncio.Protocol):
         if self._wire.tls is not None:  # which keeps eight times as much by itself
             self._transport.set_write_buffer_limits(high=MOST_UNSENT)
         self.write = partial(self._wire.outbox.write, self._transport)
+        # How long it may take nothing is for `idle_s` to say: who reads slowly is there.
+        notice_silence(transport)
         self._wire.client_came(self)
         self._rest(self._wire.clock())
 

@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 from proxy.control.names import connect
 from proxy.control.tls import TlsError, to_worker
 from proxy.transfer.types import Side
+from proxy.wire.silence import notice_silence
 from proxy.wire.worker_connection import Caller, Trouble, WorkerConnection
 
 if TYPE_CHECKING:
@@ -26,13 +27,7 @@ OURS = frozenset([errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno
 HANDSHAKE_S = 60.0
 # A machine that lost its power or its network says nothing: idle for 15 s it is asked three times,
 # and what it is sent it has to confirm.
-SILENCE = (
-    (socket.SOL_SOCKET, "SO_KEEPALIVE", 1),
-    (socket.IPPROTO_TCP, "TCP_KEEPIDLE", 15),
-    (socket.IPPROTO_TCP, "TCP_KEEPINTVL", 5),
-    (socket.IPPROTO_TCP, "TCP_KEEPCNT", 3),
-    (socket.IPPROTO_TCP, "TCP_USER_TIMEOUT", 60_000),
-)
+TAKES_NOTHING = (socket.IPPROTO_TCP, "TCP_USER_TIMEOUT", 60_000)
 
 
 class Pool:
@@ -89,22 +84,9 @@ class Pool:
             tls = to_worker(self.spec.tls)
             # The connection's own deadline comes first.
             transport, _ = await connect(lambda: connection, host, port, tls, HANDSHAKE_S)
-            notice_silence(transport)
+            notice_silence(transport, TAKES_NOTHING)
         except (OSError, UnicodeError, TlsError) as error:  # the second: a host that can be no name
             connection.fail(self.clock(), Trouble.OURS if is_ours(error) else Trouble.CONNECT)
-
-
-def notice_silence(transport: asyncio.BaseTransport) -> None:
-    """Have the kernel end a connection whose other machine is gone, and can't say so.
-
-    It answers probes of the kernel's however busy its process is.
-    """
-    if transport.is_closing():  # nobody waits for it any more
-        return
-    raw = transport.get_extra_info("socket")
-    for level, name, value in SILENCE:
-        if hasattr(socket, name):  # not everywhere
-            raw.setsockopt(level, getattr(socket, name), value)
 
 
 def is_ours(error: Exception) -> bool:

@@ -97,6 +97,18 @@ async def test_one_bad_run_does_not_end_the_search() -> None:
     assert throughput_knee(found) == 32
 
 
+async def test_where_nothing_is_answered_the_search_ends_and_finds_no_knee() -> None:
+    found: dict[float, float] = {}
+
+    async def measure(concurrency: float) -> float:
+        found[concurrency] = 0.0
+        return 0.0
+
+    await explore_concurrencies(measure)
+    assert list(found) == [1, 2]
+    assert throughput_knee(found) is None
+
+
 def test_a_rate_counts_only_if_all_below_it_are_served() -> None:
     assert served_rate({1: 1.0, 2: 0.5, 4: 0.95}) == 1
     assert served_rate({}) is None

@@ -35,7 +35,7 @@ class StepServer:
     max_model_len: int = 4096
     budget: int = 2048
     metrics: str | None = None
-    card: dict[str, Any] | None = None
+    card: dict[str, Any] | str | None = None  # text: a page that is not about models at all
     status: int = 200
     ends_after: int | None = None  # tokens, whatever was asked for
     _waiting: list[Running] = field(default_factory=list)
@@ -43,6 +43,8 @@ class StepServer:
 
     async def models(self, _: web.Request) -> web.Response:
         """Name the model."""
+        if isinstance(self.card, str):
+            return web.Response(text=self.card, content_type="text/html")
         card = {"id": "fake", "max_model_len": self.max_model_len}
         return web.json_response({"data": [card if self.card is None else self.card]})
 

@@ -116,12 +116,13 @@ def test_nobody_listens(capsys: pytest.CaptureFixture[str]) -> None:
     ("server", "said"),
     [
         (StepServer(TIME, card={"id": "x"}), "names no model with a max_model_len"),
+        (StepServer(TIME, card="<html>log in"), "names no model with a max_model_len"),
         (StepServer(TIME, status=503), "answered 503"),
         (StepServer(TIME, ends_after=3), "an answer ended after 3 of 44 tokens"),
         (StepServer(TIME, max_model_len=150), "leaves a prompt 58 beside 2 decodes"),
         (StepServer(TIME, budget=64, max_model_len=700), "--budget 128 must be the worker's"),
     ],
-    ids=["no vLLM", "refuses", "ends early", "small context", "another budget"],
+    ids=["no vLLM", "a login page", "refuses", "ends early", "small context", "another budget"],
 )
 def test_a_worker_that_cannot_be_measured(
     server: StepServer, said: str, capsys: pytest.CaptureFixture[str]

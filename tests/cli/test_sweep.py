@@ -102,6 +102,7 @@ def test_nothing_but_failures_is_a_failure(capsys: pytest.CaptureFixture[str]) -
         (["--concurrencies", "1,99999999"], "--concurrency: one run has at most 10,000,000"),
         (["--seeds", "0"], "--seeds 0"),
         (["--start", "0"], "--start 0"),
+        (["--start", "inf"], "--start inf"),
         (["--request-rates", "0.001,1"], "at 0.001 requests/s no request arrives"),
         (["--request-rates", "1,1e6"], "60,000,000 requests: one run has at most 10,000,000"),
         (["--workload", "quake"], "unknown workload 'quake'"),

@@ -66,7 +66,7 @@ async def explore_concurrencies(measure: Measure, start: float = 1.0) -> None:
     concurrency = start
     for _ in range(DOUBLINGS):
         found = await measure(concurrency)
-        stale = stale + 1 if found < GAIN * best else 0
+        stale = stale + 1 if found <= GAIN * best else 0
         if stale == 2:
             return
         best = max(best, found)
@@ -86,9 +86,11 @@ def served_rate(shares: Mapping[float, float]) -> float | None:
 def throughput_knee(throughputs: Mapping[float, float]) -> float | None:
     """Return the least concurrency with nearly the best throughput.
 
-    None if only the last has it: nobody knows then where throughput levels off.
+    None if only the last has it, for nobody knows then where it levels off, or if there is none.
     """
     best = max(throughputs.values(), default=0.0)
+    if best <= 0:
+        return None
     knee = min((x for x, found in throughputs.items() if found >= SHARE * best), default=None)
     return None if knee == max(throughputs, default=None) else knee
 

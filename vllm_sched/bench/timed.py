@@ -101,9 +101,9 @@ class Api:
 
     async def meet(self) -> None:
         """Ask for the model's name and limits."""
-        content = json.loads(await self._get("/v1/models"))
+        content = await self._get("/v1/models")
         try:
-            card = content["data"][0]
+            card = json.loads(content)["data"][0]
             self.model, self.max_model_len = card["id"], int(card["max_model_len"])
             self.root = str(card.get("root") or "")
         except (KeyError, IndexError, TypeError, ValueError):

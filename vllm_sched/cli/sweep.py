@@ -89,8 +89,8 @@ def run_sweep(args: argparse.Namespace) -> int:
     targets = goodput.parse(args.goodput)
     if args.seeds < 1:
         raise UsageError(f"--seeds {args.seeds}: at least 1 is needed; leave it out for 3")
-    if not args.start > 0:
-        raise UsageError(f"--start {args.start:g}: must be more than 0")
+    if not 0 < args.start < math.inf:
+        raise UsageError(f"--start {args.start:g}: must be a number of more than 0")
     plans = _plans(args)
     check_outputs(args.save, args.plot)
     console = Console(markup=False)
@@ -270,6 +270,9 @@ def _tell_knees(sweep: Sweep, console: Console, *, targets: bool) -> None:
         if concurrency is not None:
             words = f"more than {concurrency:g} at once gain less than a tenth"
         else:
-            most = max(p.load for p in sweep.points if (p.workload, p.axis) == (name, CONCURRENCY))
+            points = [p for p in sweep.points if (p.workload, p.axis) == (name, CONCURRENCY)]
+            most = max(p.load for p in points)
             words = f"throughput still grows at {most:g} at once, the most that was measured"
+            if not any(p.tokens for p in points):
+                words = "nothing was answered"
         console.print(f"{name}: {words}", highlight=False)

@@ -75,3 +75,29 @@ def test_where_the_operators_key_is(before: str, now: str, held: str) -> None:
     started, later = (fleet(f"admin: {{{each}}}") for each in (before, now))
     assert as_started(later, started) == fleet(f"admin: {{{held}}}")
     assert takes_a_restart(later, started) == ([] if now == held else ["router.admin"])
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        ({"max_model_len": 16384}, "max_model_len"),
+        ({"model": "other"}, "model"),
+        ({"role": "decode"}, "role"),
+        ({"api_key": "k"}, "api_key"),
+        ({"url": "http://127.0.0.1:9002"}, "url"),
+        ({"launch": {"args": ["--seed", "1"]}}, "launch"),
+        ({"max_requests": 7}, None),
+        ({"url": None}, None),
+    ],
+)
+def test_what_up_gave_a_worker_is_as_it_was_until_it_is_started_again(
+    change: dict[str, object], what: str | None
+) -> None:
+    """The router is not to believe that a worker took what only its command line says."""
+
+    def one(**more: object) -> FleetConfig:
+        worker = {"name": "a", "url": "http://127.0.0.1:9001", "launch": {}, "max_model_len": 8192}
+        return FleetConfig.model_validate({"model": "m", "workers": [worker | more]})
+
+    late = [] if what is None else [f"workers[0].{what}"]
+    assert takes_a_restart(one(**change), one()) == late

@@ -277,3 +277,16 @@ async def test_a_machine_that_is_gone_is_noticed_by_the_kernel(start: Start) -> 
     assert raw.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
     assert raw.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == 15
     assert raw.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 60_000
+
+
+async def test_a_client_whose_machine_is_gone_is_noticed_by_the_kernel(start: Start) -> None:
+    """But who reads slowly is there: for that `idle_s` is the bound."""
+    site = await start()
+    client = await site.client()
+    await eventually(lambda: len(site.wire.clients) == 1)
+    [theirs] = site.wire.clients
+    raw = theirs._transport.get_extra_info("socket")
+    assert raw.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+    assert raw.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == 15
+    assert raw.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 0
+    client.close()
