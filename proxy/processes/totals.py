@@ -41,8 +41,9 @@ class Totals:
         late = [page for index, page in self._pages.items() if index not in told]
         self._pages.update(told)
         total = pages.add_up([*told.values(), *late])
-        self._past = pages.without_strangers(self._past, total)
-        total = pages.add_up([total, self._past])
+        if self._past:
+            self._past = pages.without_strangers(self._past, total)
+            total = pages.add_up([total, self._past])
         for family, name, value in (
             (PROCESSES, PROCESSES.name, serving),
             (RESTARTS, f"{RESTARTS.name}_total", restarts),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import socket
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
@@ -12,7 +11,7 @@ from urllib.parse import urlsplit
 from proxy.control.names import connect
 from proxy.control.tls import TlsError, to_worker
 from proxy.transfer.types import Side
-from proxy.wire.silence import notice_silence
+from proxy.wire.silence import CONFIRMS, notice_silence
 from proxy.wire.worker_connection import Caller, Trouble, WorkerConnection
 
 if TYPE_CHECKING:
@@ -25,9 +24,6 @@ PORTS = {"http": 80, "https": 443}
 # No more files, here or on the whole machine; no memory for sockets; no port left to call from.
 OURS = frozenset([errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL])
 HANDSHAKE_S = 60.0
-# A machine that lost its power or its network says nothing: idle for 15 s it is asked three times,
-# and what it is sent it has to confirm.
-TAKES_NOTHING = (socket.IPPROTO_TCP, "TCP_USER_TIMEOUT", 60_000)
 
 
 class Pool:
@@ -84,7 +80,7 @@ class Pool:
             tls = to_worker(self.spec.tls)
             # The connection's own deadline comes first.
             transport, _ = await connect(lambda: connection, host, port, tls, HANDSHAKE_S)
-            notice_silence(transport, TAKES_NOTHING)
+            notice_silence(transport, CONFIRMS)
         except (OSError, UnicodeError, TlsError) as error:  # the second: a host that can be no name
             connection.fail(self.clock(), Trouble.OURS if is_ours(error) else Trouble.CONNECT)
 

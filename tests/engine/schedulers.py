@@ -148,12 +148,18 @@ def step(scheduler: Any) -> dict[str, int]:
     return dict(output.num_scheduled_tokens)
 
 
-def until(scheduler: Any, over: Callable[[], object], most: int = 10_000) -> None:
-    """Run steps until that is so."""
+def until(
+    scheduler: Any,
+    over: Callable[[], object],
+    most: int = 10_000,
+    run: Callable[[Any], dict[str, int]] = step,
+) -> dict[str, int]:
+    """Run steps until that is so, and return the last one's tokens."""
+    tokens: dict[str, int] = {}
     for _ in range(most):
         if over():
-            return
-        step(scheduler)
+            return tokens
+        tokens = run(scheduler)
     raise AssertionError(f"it was never so in {most} steps")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from tests.engine.schedulers import answer, make_request, make_scheduler
+from tests.engine.schedulers import answer, make_request, make_scheduler, until
 
 
 class Bench:
@@ -47,12 +47,7 @@ class Bench:
 
     def until(self, over: Callable[[], object], most: int = 10_000) -> dict[str, int]:
         """Run steps until that is so, and return the last one's tokens."""
-        tokens: dict[str, int] = {}
-        for _ in range(most):
-            if over():
-                return tokens
-            tokens = self.step()
-        raise AssertionError(f"it was never so in {most} steps")
+        return until(self, over, most, Bench.step)
 
     def turn_away(self, name: str) -> None:
         """Have vLLM put this one back whenever it is looked at, as one whose grammar compiles."""

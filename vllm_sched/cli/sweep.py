@@ -267,12 +267,12 @@ def _tell_knees(sweep: Sweep, console: Console, *, targets: bool) -> None:
         words = f"{rate:g} requests/s are {what}" if rate else f"no rate was {what}"
         console.print(f"{name}: {words}", highlight=False)
     for name, concurrency in sweep.knees(CONCURRENCY).items():
+        points = [p for p in sweep.points if (p.workload, p.axis) == (name, CONCURRENCY)]
         if concurrency is not None:
             words = f"more than {concurrency:g} at once gain less than a tenth"
-        else:
-            points = [p for p in sweep.points if (p.workload, p.axis) == (name, CONCURRENCY)]
+        elif any(p.tokens for p in points):
             most = max(p.load for p in points)
             words = f"throughput still grows at {most:g} at once, the most that was measured"
-            if not any(p.tokens for p in points):
-                words = "nothing was answered"
+        else:
+            words = "nothing was answered"
         console.print(f"{name}: {words}", highlight=False)
