@@ -9,8 +9,8 @@ DECISIONS = "proxy_handover_decisions_total"
 HANDED_OVER = f'{OF_MODEL},why="handed_over"'
 WANTED = f'{OF_MODEL},why=~"handed_over|no_prefill_worker|prefill_busy"'
 ENDS = "proxy_handovers_total"
-LEGS = f'{ROUTER},outcome=~"transferred|.*_failed|client_left_.*"'
-BLOCKS = f'{ROUTER},outcome!~"transferred|prefilled.*|.*_failed|client_left_.*"'
+LEGS = f'{ROUTER},outcome=~"transferred|given_up|.*_failed|client_left_.*"'
+BLOCKS = f'{ROUTER},outcome!~"transferred|prefilled.*|given_up|.*_failed|client_left_.*"'
 SIDES = f'{ROUTER},role=~"prefill|decode"'
 PREFILL, DECODE = f'{ROUTER},role="prefill"', f'{ROUTER},role="decode"'
 USED = 'job=~"$job",model=~"$model"'  # of what is recorded of all routers together

@@ -190,9 +190,13 @@ class Metrics:
         key = worker, why
         self.retries[key] = self.retries.get(key, 0) + 1
 
-    def handover_failed(self, lease: Lease) -> None:
-        """Count a leg of a hand-over that failed before the client got anything."""
-        self.handovers.ended("decode_failed" if lease.sent else "prefill_failed")
+    def handover_failed(self, lease: Lease, *, was_asked: bool) -> None:
+        """Count a hand-over that failed before the client got anything.
+
+        `was_asked`: a decode worker. Between the legs it is given up without that.
+        """
+        after = "decode_failed" if was_asked else "given_up"
+        self.handovers.ended(after if lease.sent else "prefill_failed")
 
     def handover_left(self, lease: Lease) -> None:
         """Count a hand-over whose client left."""

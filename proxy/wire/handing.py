@@ -207,7 +207,7 @@ class HandOver:
         if late:
             self._wire.metrics.handover_ended("late_failed")
         else:
-            self._wire.metrics.handover_failed(lease)
+            self._wire.metrics.handover_failed(lease, was_asked=was_sent)
         if self._taken is None:
             self.is_suspect = bool(self._refused)
             return lease.under_way.worker.name, outcome

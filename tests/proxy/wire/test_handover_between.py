@@ -87,7 +87,8 @@ async def test_where_there_is_no_other_decode_worker_it_is_begun_anew(
     assert words(answer) == expected(body)
     await here.settled(left=1)  # nobody is there who could give them back
     assert here.legs() == ["prefill p0", "whole s0"]
-    assert here.site.metrics.handovers.ends["left_to_expire"] == 1
+    ends = here.site.metrics.handovers.ends
+    assert ends == {"prefilled": 1, "given_up": 1, "left_to_expire": 1}
 
 
 @pytest.mark.parametrize("how", ["down", "draining", "gone"])
@@ -113,6 +114,8 @@ async def test_one_that_would_fetch_it_too_late_is_spared(start: Start) -> None:
     assert words(answer) == expected(body)
     await here.settled()
     assert sorted(here.legs()) == ["prefill p0", "release d0", "whole d0"]
+    ends = here.site.metrics.handovers.ends
+    assert ends == {"prefilled": 1, "given_up": 1, "released": 1}
 
 
 async def test_where_a_prefill_is_told_who_comes_nobody_else_does(start: Start) -> None:
