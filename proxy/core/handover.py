@@ -188,7 +188,7 @@ def choose_prefill(
     ask: Ask,
     now: float,
     held: Held,
-    tried: frozenset[str],
+    tried: frozenset[Worker],
     links: Links,
     decodes: Iterable[Worker],
 ) -> tuple[Worker, float, int] | None:
@@ -198,7 +198,7 @@ def choose_prefill(
     """
     best: tuple[Worker, float, int] | None = None
     for worker in workers:
-        if not worker.takes(now) or worker.name in tried or not _may_prefill(worker, ask):
+        if not worker.takes(now) or worker in tried or not _may_prefill(worker, ask):
             continue
         if links.bars and links.is_barred(worker, None, now):
             continue

@@ -142,7 +142,7 @@ class Leases(Placer):
         """Whether somebody but a lease's prefill worker could do its prefill."""
         ask, first = lease.ask, lease.prefill
         pool = self.fleet.pool(ask.model)
-        tried = frozenset(() if first is None else (first.worker.name,))
+        tried = frozenset(() if first is None else (first.worker,))
         best = handover.choose_prefill(pool.prefills, ask, now, [], tried, self.links, pool.all)
         return best is not None
 

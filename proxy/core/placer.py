@@ -22,7 +22,7 @@ from proxy.core.types import Ask, Decision, Lease, Reason, Refusal, Score
 from proxy.core.worker import Worker
 
 BATCH = Rank.BATCH
-NOBODY: frozenset[str] = frozenset()
+NOBODY: frozenset[Worker] = frozenset()
 
 
 class Placer:
@@ -51,7 +51,7 @@ class Placer:
         self,
         ask: Ask,
         now: float,
-        tried: frozenset[str],
+        tried: frozenset[Worker],
         *,
         explain: bool,
         aged: bool = False,
@@ -123,7 +123,7 @@ class Placer:
             ask.whole = handover.Why.NO_ROOM
         return decision
 
-    def _look(self, ask: Ask, now: float, tried: frozenset[str], *, explain: bool) -> View:
+    def _look(self, ask: Ask, now: float, tried: frozenset[Worker], *, explain: bool) -> View:
         queue = self.queue
         about = queue.length > 0 or queue.elsewhere is not None
         waiting = about and queue.waiting(ask.model, long=True) > 0

@@ -20,7 +20,7 @@ def look(
     ask: Ask,
     now: float,
     traffic: Traffic,
-    tried: frozenset[str],
+    tried: frozenset[Worker],
     *,
     longs_waiting: bool,
     explain: bool,
@@ -43,7 +43,7 @@ def look(
     else:
         found = pool.open_to(ask, now, fleet.resting, holders)
     if tried:
-        found = [worker for worker in found if worker.name not in tried]
+        found = [worker for worker in found if worker not in tried]
     if not found and ask.prompt_error and not ask.pinned:
         found = _those_that_may_do(pool, ask, now, tried)
     return View(ask, now, found, pool, traffic, held, longs_waiting, tried, explain)
@@ -95,9 +95,9 @@ def leaves_room(worker: Worker, ask: Ask, now: float, settings: FairnessSettings
     return worker.wait_s(now, for_long=False) <= settings.batch_gap_s
 
 
-def _those_that_may_do(pool: Pool, ask: Ask, now: float, tried: frozenset[str]) -> list[Worker]:
+def _those_that_may_do(pool: Pool, ask: Ask, now: float, tried: frozenset[Worker]) -> list[Worker]:
     """Where those that surely hold it have failed: the others that may, if the estimate is high."""
-    left = [w for w in pool.all if w.may_hold(ask) and w.name not in tried]
+    left = [w for w in pool.all if w.may_hold(ask) and w not in tried]
     if any(w.surely_holds(ask) and (w.breaker.closed or w.breaker.busy) for w in left):
         return []  # full, or busy: worth the wait
     return [w for w in left if w.takes(now)]
@@ -108,7 +108,7 @@ def _is_ready(worker: Worker, ask: Ask, now: float) -> bool:
     return worker.up and worker.takes(now) and worker.may_hold(ask)
 
 
-def hopeless(fleet: Fleet, ask: Ask, now: float, tried: frozenset[str]) -> Refusal | None:
+def hopeless(fleet: Fleet, ask: Ask, now: float, tried: frozenset[Worker]) -> Refusal | None:
     """Say why waiting would not help; None if it would."""
     if not ask.pinned and any(_will_do(w, ask, tried) for w in fleet.pool(ask.model).all):
         return None
@@ -118,10 +118,10 @@ def hopeless(fleet: Fleet, ask: Ask, now: float, tried: frozenset[str]) -> Refus
     holders = [w for w in workers if w.may_hold(ask)]
     if workers and not holders:  # not even one that is down or drains, and comes back
         return refusals.too_long(ask, max(w.limit for w in workers))
-    if any(not w.probed and not w.draining and w.name not in tried for w in holders):
+    if any(not w.probed and not w.draining and w not in tried for w in holders):
         return None  # its first probe will tell in a moment
     live = [w for w in holders if w.up and (ask.pinned or not w.draining)]
-    left = [w for w in live if w.name not in tried]
+    left = [w for w in live if w not in tried]
     if live and not left:
         return refusals.nobody_left("no other worker can take it")
     if any(_will_do(w, ask, tried) for w in left):
@@ -130,10 +130,10 @@ def hopeless(fleet: Fleet, ask: Ask, now: float, tried: frozenset[str]) -> Refus
     return refusals.no_worker(ask.model, soonest)
 
 
-def _will_do(worker: Worker, ask: Ask, tried: frozenset[str]) -> bool:
+def _will_do(worker: Worker, ask: Ask, tried: frozenset[Worker]) -> bool:
     """Whether a live worker is at most busy."""
     well = worker.breaker.closed or worker.breaker.busy
-    return well and worker.name not in tried and worker.may_hold(ask)
+    return well and worker not in tried and worker.may_hold(ask)
 
 
 def note(worker: Worker, ask: Ask, now: float) -> str:

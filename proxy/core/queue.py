@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator
 from heapq import heapify, heappop, heappush
 from itertools import count
 from math import ceil, inf
+from typing import TYPE_CHECKING
 
 from proxy.core.fairness import FairnessSettings, Turns
 from proxy.core.lines import LONG, SHORT, Elsewhere, Lines, Place, Turn, place_of
@@ -30,6 +31,9 @@ from proxy.core.passing import End, Overtaking, Round
 from proxy.core.room import NOTHING, Amounts, Room, amounts
 from proxy.core.tenants import Rank
 from proxy.core.types import Ask, Ticket
+
+if TYPE_CHECKING:
+    from proxy.core.worker import Worker
 
 SPAN_S = 5.0  # over which places that became free are counted
 LONGEST_RETRY_S = 120
@@ -170,7 +174,7 @@ class Queue:
         return above + lines.ahead(place, ask.rank, ask.tenant)
 
     def push(
-        self, ask: Ask, now: float, tried: frozenset[str] = frozenset(), *, explain: bool = False
+        self, ask: Ask, now: float, tried: frozenset[Worker] = frozenset(), *, explain: bool = False
     ) -> Ticket:
         """Let one wait."""
         wait_s = self.fairness.batch_wait_s if ask.rank is BATCH else self.max_wait_s

@@ -119,12 +119,12 @@ class Router(Leases):
         ask: Ask,
         now: float,
         *,
-        tried: frozenset[str] = NOBODY,
+        tried: frozenset[Worker] = NOBODY,
         after: Lease | None = None,
         free: bool = False,
         explain: bool = False,
     ) -> Lease | Ticket | Refusal:
-        """Place a request, let it wait, or refuse it. `tried` names the workers that failed it.
+        """Place a request, let it wait, or refuse it. `tried` are the workers that failed it.
 
         `after`: the leg that failed, so that those who fall with one worker need no budget each.
         `free`: a prefill is all that came to nothing. To do it elsewhere costs no retry, and is no
@@ -151,7 +151,7 @@ class Router(Leases):
         return answer
 
     def _submit(
-        self, ask: Ask, now: float, tried: frozenset[str], *, explain: bool
+        self, ask: Ask, now: float, tried: frozenset[Worker], *, explain: bool
     ) -> Lease | Ticket | Refusal:
         # Whoever waits goes first.
         queue = self.queue
@@ -229,7 +229,7 @@ class Router(Leases):
         self,
         ask: Ask,
         now: float,
-        tried: frozenset[str],
+        tried: frozenset[Worker],
         after: Lease | None,
         *,
         free: bool,
@@ -244,14 +244,14 @@ class Router(Leases):
         why = "too many requests are being retried"
         return self._refused(ask.model, refusals.nobody_left(why, RETRY_AFTER_S))
 
-    def may_go_over(self, lease: Lease, now: float, tried: frozenset[str]) -> bool:
+    def may_go_over(self, lease: Lease, now: float, tried: frozenset[Worker]) -> bool:
         """Whether a request would be tried elsewhere if the leg failed that is under way."""
         ask, leg = lease.ask, lease.under_way
-        tried |= {leg.worker.name}
+        tried |= {leg.worker}
         free = leg is not lease  # a prefill: see `submit`
         if not free and len(tried) >= self.settings.max_attempts:
             return False
-        others = (w for w in self.fleet.pool(ask.model).all if w.name not in tried)
+        others = (w for w in self.fleet.pool(ask.model).all if w not in tried)
         if ask.pinned or not any(
             w.may_hold(ask) and (w.breaker.closed or w.takes(now)) for w in others
         ):
@@ -261,7 +261,9 @@ class Router(Leases):
         spared = len(tried) == 1 and self._falls.would_spare(leg.worker.name, leg.charged_at, now)
         return spared or self._retries.affords(now)
 
-    def _fell_with(self, ask: Ask, now: float, tried: frozenset[str], after: Lease | None) -> bool:
+    def _fell_with(
+        self, ask: Ask, now: float, tried: frozenset[Worker], after: Lease | None
+    ) -> bool:
         """Whether a request failed with its worker, for the first time."""
         if after is None or not self._retries.share:
             return False

@@ -245,7 +245,7 @@ class Ticket:
     ask: Ask
     since: float
     deadline: float
-    tried: frozenset[str] = frozenset()
+    tried: frozenset[Worker] = frozenset()
     explain: bool = False
     left: bool = False  # withdrawn, placed or refused: no longer queued
     aged: bool = False  # its turn came for how long it waited

@@ -197,7 +197,7 @@ class HandOver:
         if status not in ITS_OWN or again or not router.has_other_prefill(lease, now):
             lease.ask.whole = REFUSED_PREFILL
 
-    def failed(self, now: float, outcome: Outcome, trouble: Trouble) -> tuple[str, Outcome]:
+    def failed(self, now: float, outcome: Outcome, trouble: Trouble) -> tuple[Worker, Outcome]:
         """Give up; tell who need not be asked again, and what the leg under way says of it."""
         lease, first, was_sent = self._lease, self._first, self._is_sent
         if self.is_answering:  # blocks are held, and where was in the part that is missing
@@ -210,13 +210,13 @@ class HandOver:
             self._wire.metrics.handover_failed(lease, was_asked=was_sent)
         if self._taken is None:
             self.is_suspect = bool(self._refused)
-            return lease.under_way.worker.name, outcome
+            return lease.under_way.worker, outcome
         stale = trouble is Trouble.STALE
         well = stale or trouble is Trouble.STATUS if was_sent else is_well(lease)
         self.give_back(now, well=well)
         erred = stale or late or outcome is Outcome.ERRED
         if not (erred if was_sent else well):
-            return lease.worker.name, outcome
+            return lease.worker, outcome
         # It may be the transfer that failed, or the worker be well and its connection old: then
         # nobody need be left out for it. Where it took, or would take, too long, another is better.
         self._was_late = late
@@ -226,7 +226,7 @@ class HandOver:
             self._strike(now, lease.worker)
         self.is_suspect = was_sent and not late and not stale
         spared = late and self._wire.router.has_another(lease)
-        return (lease.worker if spared else first).name, Outcome.MOOT
+        return lease.worker if spared else first, Outcome.MOOT
 
     def blame(self, now: float) -> None:
         """Hold its failure against the link, now that the request could be served without it.

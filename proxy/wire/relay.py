@@ -109,7 +109,7 @@ class Exchange:
         self._passage: Passage | None = None  # for the pieces of its stream
         self._last_refusal: Refusal | None = None  # of another try, while an error passes on
         self._said: bytes | None = None  # of a 400, while a larger worker may be asked instead
-        self._tried: frozenset[str] = frozenset()
+        self._tried: frozenset[Worker] = frozenset()
         self._held = 0  # bytes of the body, which lies in memory while another may be asked
         self._whose: str | None = None  # in whose part of what is held they are counted
         self.record = Record()
@@ -449,20 +449,20 @@ class Exchange:
         if lease is None or ask is None:
             return self._last_refusal
         failed = lease.under_way
-        name = failed.worker.name
+        worker = failed.worker
         self._suspect = None  # what fails whole too was not the transfer's fault
         if (handing := self._handing) is not None:
-            name, outcome = handing.failed(now, outcome, trouble)
+            worker, outcome = handing.failed(now, outcome, trouble)
             self._suspect = handing if handing.is_suspect else None
             free = free or handing.is_free
         self._handing = self._lease = None
         wire.router.finish(lease, now, outcome, None, retry_after_s)
-        self._tried |= {name}
+        self._tried |= {worker}
         explain = self._request.head.explain
         tried = self._tried
         placed = wire.router.submit(ask, now, tried=tried, after=failed, free=free, explain=explain)
         if not isinstance(placed, Refusal):
-            wire.metrics.retried(name, trouble.value)
+            wire.metrics.retried(worker.name, trouble.value)
             connection, self.connection = self.connection, None
             if connection is not None:
                 connection.drop()

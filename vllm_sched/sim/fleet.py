@@ -301,7 +301,7 @@ class SimulatedFleet:
         else:  # nobody is good for the rest: it is begun anew
             self._let_go(flight, now)
             router.finish(lease, now, core.Outcome.MOOT)
-            tried = frozenset({lease.worker.name})
+            tried = frozenset({lease.worker})
             self._placed(flight, router.submit(lease.ask, now, tried=tried), now)
         self._settle(now)
 

@@ -30,7 +30,7 @@ class View:
     traffic: Traffic
     held: Held  # how much of the prompt is cached, and where
     longs_waiting: bool  # in the router's queue, for this model
-    tried: frozenset[str]
+    tried: frozenset[Worker]
     explain: bool  # whether somebody wants to see the scores
     handing: Handing | None = None  # what a hand-over would be, where there may be one
 
@@ -82,6 +82,6 @@ def own_pool_is_full(view: View) -> bool:
         and worker.limit in fitting
         and worker.full
         and worker.breaker.lets_pass(view.now)
-        and worker.name not in view.tried
+        and worker not in view.tried
         for worker in view.pool.members
     )

@@ -130,6 +130,11 @@ def waits(answer: Lease | Ticket | Refusal) -> Ticket:
     return answer
 
 
+def those(router: Router, *names: str) -> frozenset[Worker]:
+    """Name workers that have failed a request."""
+    return frozenset(worker_of(router, name) for name in names)
+
+
 def refused(answer: object) -> Refusal:
     """Insist on a refusal."""
     assert isinstance(answer, Refusal), answer

@@ -395,7 +395,7 @@ def test_a_retry_goes_on_as_the_same_request() -> None:
     one = of(who)
     lease = placed(router.submit(one, 0.0))
     router.finish(lease, 0.0, Outcome.FAILED)
-    again = router.submit(one, 0.0, tried=frozenset({lease.worker.name}), free=True)
+    again = router.submit(one, 0.0, tried=frozenset({lease.worker}), free=True)
     assert isinstance(again, Lease)
     assert who.ledger.running == 1
     assert who.virtual == 200

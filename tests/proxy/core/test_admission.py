@@ -10,6 +10,7 @@ from proxy.core.admission import AdmissionSettings
 from proxy.core.router import Router
 from proxy.core.tenants import Rank
 from proxy.core.types import Lease, Outcome, Reason, Ticket
+from proxy.core.worker import Worker
 from tests.proxy.core.making import ask, placed, refused, router_of, spec, waits, worker_of
 
 TARGET_S = 2.0
@@ -142,4 +143,4 @@ def test_who_waits_already_is_not_turned_away_again() -> None:
 def test_a_retry_is_let_in() -> None:
     site = router()
     placed(site.submit(ask(50_000), 0.0))
-    assert isinstance(site.submit(ask(10), 0.0, tried=frozenset({"gone"})), Lease)
+    assert isinstance(site.submit(ask(10), 0.0, tried=frozenset({Worker(spec("gone"), 9)})), Lease)

@@ -12,7 +12,7 @@ from proxy.core.handover import Why
 from proxy.core.router import Router
 from proxy.core.tenants import Rank
 from proxy.core.types import Ask, Decision, Gauges, Lease, Outcome, Reason, Role, Usage
-from proxy.core.worker import WorkerSpec
+from proxy.core.worker import Worker, WorkerSpec
 from tests.proxy.core.making import (
     GENERAL,
     MODEL,
@@ -23,6 +23,7 @@ from tests.proxy.core.making import (
     refused,
     router_of,
     spec,
+    those,
     waits,
     worker_of,
 )
@@ -50,8 +51,8 @@ def busy(here: Router, name: str = "d0", count: int = 4) -> list[Lease]:
     return leases
 
 
-def others(here: Router, name: str) -> frozenset[str]:
-    return frozenset(w.name for w in here.fleet if w.name != name)
+def others(here: Router, name: str) -> frozenset[Worker]:
+    return frozenset(w for w in here.fleet if w.name != name)
 
 
 def why(here: Router) -> dict[str, int]:
@@ -149,7 +150,7 @@ def test_a_prefill_on_the_decode_worker_has_until_then_to_be_done() -> None:
     here = router()
     busy(here, count=4)
     worker = worker_of(here, "d0")
-    placed(here.submit(ask(5000), 0.0, tried=frozenset(["p0"])))
+    placed(here.submit(ask(5000), 0.0, tried=those(here, "p0")))
     assert worker.wait_s(0.0, for_long=False) > 0.1
     told = here.explain(ask(LONG), 0.0)
     assert isinstance(told, Decision)
@@ -248,7 +249,7 @@ def test_a_prefill_worker_that_holds_the_prefix() -> None:
     assert lease.prefill is not None
     where = lease.prefill.worker
     here.prefilled(lease, 1.0, Usage(1000))
-    again = placed(here.submit(ask(1000, prefix=prefix), 2.0, tried=frozenset([lease.worker.name])))
+    again = placed(here.submit(ask(1000, prefix=prefix), 2.0, tried=frozenset([lease.worker])))
     assert again.prefill is not None
     assert again.prefill.worker is where
 
@@ -310,7 +311,7 @@ def test_a_link_that_fails_is_counted_where_it_was_wanted() -> None:
     for _ in range(3):
         here.links.failed(worker_of(here, "p0"), worker_of(here, "d0"), 1.0)
     for size in (10, LONG):
-        lease = placed(here.submit(ask(size), 1.0, tried=frozenset(["d1"])))
+        lease = placed(here.submit(ask(size), 1.0, tried=those(here, "d1")))
         assert (lease.prefill, lease.worker.name) == (None, "d0")
     assert why(here) == {Why.NOT_WORTH_IT: 1, Why.PREFILL_BUSY: 1}
 
@@ -351,7 +352,7 @@ def test_a_fleet_without_a_connector_never_hands_over() -> None:
 
 def test_a_prefill_worker_that_fails_is_replaced_then_done_without() -> None:
     here = router(prefills=3, disaggregate_above=1)
-    one, tried = ask(LONG), frozenset[str]()
+    one, tried = ask(LONG), frozenset[Worker]()
     names = []
     for attempt in range(3):
         lease = placed(here.submit(one, 0.0, tried=tried))
@@ -359,7 +360,7 @@ def test_a_prefill_worker_that_fails_is_replaced_then_done_without() -> None:
         names.append(leg.worker.name)
         if attempt < 2:
             here.finish(lease, 0.0, Outcome.FAILED)
-            tried |= {leg.worker.name}
+            tried |= {leg.worker}
     assert len(set(names)) == 3
     assert names[2] == "d0"
     failures = [not w.breaker.spotless for w in here.fleet if w.role is P]
@@ -374,7 +375,7 @@ def test_a_decode_worker_that_fails_means_a_new_prefill() -> None:
     here.prefilled(lease, 1.0, None)
     assert lease.under_way is lease
     here.finish(lease, 1.1, Outcome.FAILED)
-    again = placed(here.submit(one, 1.1, tried=frozenset([lease.worker.name])))
+    again = placed(here.submit(one, 1.1, tried=frozenset([lease.worker])))
     assert again.prefill is not None
     assert again.worker is not lease.worker
     assert not lease.worker.breaker.spotless

@@ -12,7 +12,8 @@ from proxy.core.passing import End
 from proxy.core.queue import LONGEST_RETRY_S, SPAN_S, Queue
 from proxy.core.tenants import Tenant, TenantSpec
 from proxy.core.types import Ask, Reason, Refusal, Ticket
-from tests.proxy.core.making import ask
+from proxy.core.worker import Worker
+from tests.proxy.core.making import ask, spec
 
 END = Refusal(429, Reason.QUEUE_FULL, "over")
 
@@ -75,7 +76,7 @@ def test_models_wait_apart() -> None:
 
 def test_a_retry_that_waits_for_another_worker_holds_nobody_up() -> None:
     waiting = queue()
-    waiting.push(ask(), 0.0, frozenset({"w"}))
+    waiting.push(ask(), 0.0, frozenset({Worker(spec("w"), 0)}))
     pinned = ask()
     pinned.pinned = "v"
     b, c = waiting.push(pinned, 1.0), waiting.push(ask(), 2.0)
@@ -168,9 +169,10 @@ def test_a_drain_of_long_ago_counts_for_less() -> None:
 
 def test_tickets_are_what_was_asked() -> None:
     one = ask()
-    ticket = queue().push(one, 1.0, frozenset({"w"}), explain=True)
+    tried = frozenset({Worker(spec("w"), 0)})
+    ticket = queue().push(one, 1.0, tried, explain=True)
     assert ticket.ask is one
-    assert (ticket.since, ticket.tried, ticket.explain) == (1.0, frozenset({"w"}), True)
+    assert (ticket.since, ticket.tried, ticket.explain) == (1.0, tried, True)
 
 
 TENANTS = [Tenant(TenantSpec(name)) for name in "abcd"]

@@ -20,6 +20,7 @@ from tests.proxy.core.making import (
     router_of,
     sized,
     spec,
+    those,
     waits,
     worker_of,
 )
@@ -146,7 +147,7 @@ def test_where_the_sure_one_has_failed_the_other_may_try() -> None:
     lease = placed(router.submit(one, 0.0))
     assert lease.worker.name == "l"
     waits(router.submit(ask(8000, 50, error=500), 0.0))  # full is worth the wait
-    assert placed(router.submit(one, 0.0, tried=frozenset({"l"}))).worker.name == "s"
+    assert placed(router.submit(one, 0.0, tried=those(router, "l"))).worker.name == "s"
     router.fleet.failed(lease.worker, 0.0, 60.0)
     assert [placed(end).worker.name for _, end in router.due(0.1)] == ["s"]
 
@@ -201,7 +202,7 @@ def test_draining_refuses_the_new_and_ends_the_old() -> None:
     lease, ticket = placed(router.submit(ask(), 0.0)), waits(router.submit(ask(), 0.0))
     router.draining = True
     assert refused(router.submit(ask(), 0.0)).reason is Reason.DRAINING
-    assert refused(router.submit(ask(), 0.0, tried=frozenset({"a"}))).status == 502  # an old one
+    assert refused(router.submit(ask(), 0.0, tried=those(router, "a"))).status == 502  # an old one
     router.finish(lease, 1.0, Outcome.DONE)
     assert [(t, placed(end).worker.name) for t, end in router.due(1.0)] == [(ticket, "a")]
 
@@ -296,34 +297,34 @@ def test_a_retry_goes_to_another_and_says_so() -> None:
     router = router_of(spec("a"), spec("b"))
     first = placed(router.submit(ask(), 0.0))
     router.finish(first, 0.1, Outcome.FAILED)
-    second = placed(router.submit(first.ask, 0.1, tried=frozenset({first.worker.name})))
+    second = placed(router.submit(first.ask, 0.1, tried=frozenset({first.worker})))
     assert second.worker is not first.worker
     assert second.decision.reason is Reason.RETRY
 
 
 def test_with_nobody_left_to_try_it_is_502() -> None:
     router = router_of(spec("a"), spec("b"))
-    refusal = refused(router.submit(ask(), 0.0, tried=frozenset({"a", "b"})))
+    refusal = refused(router.submit(ask(), 0.0, tried=those(router, "a", "b")))
     assert (refusal.status, refusal.reason) == (502, Reason.NO_WORKER)
 
 
 def test_attempts_are_bounded() -> None:
     router = router_of(*(spec(name) for name in "abcde"), max_attempts=2)
-    placed(router.submit(ask(), 0.0, tried=frozenset({"a"})))
-    assert refused(router.submit(ask(), 0.0, tried=frozenset({"a", "b"}))).status == 502
+    placed(router.submit(ask(), 0.0, tried=those(router, "a")))
+    assert refused(router.submit(ask(), 0.0, tried=those(router, "a", "b"))).status == 502
 
 
 def test_so_are_all_retries_together() -> None:
     router = router_of(*(spec(name) for name in "abcde"), retry_budget=0.1)
-    ends = [router.submit(ask(), 0.0, tried=frozenset({"a"})) for _ in range(30)]
+    ends = [router.submit(ask(), 0.0, tried=those(router, "a")) for _ in range(30)]
     assert sum(isinstance(end, Lease) for end in ends) == 10
     assert all(refused(end).status == 502 for end in ends[10:])
 
 
 def test_a_retry_waits_for_a_full_fleet_like_others() -> None:
     router = router_of(spec("a"), spec("b", most=1))
-    lease = placed(router.submit(ask(), 0.0, tried=frozenset({"a"})))
-    ticket = waits(router.submit(ask(), 0.0, tried=frozenset({"a"})))
+    lease = placed(router.submit(ask(), 0.0, tried=those(router, "a")))
+    ticket = waits(router.submit(ask(), 0.0, tried=those(router, "a")))
     assert router.due(0.1) == []  # a is idle, but has failed it
     router.finish(lease, 1.0, Outcome.DONE)
     [(gone, end)] = router.due(1.0)

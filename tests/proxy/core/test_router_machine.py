@@ -138,7 +138,7 @@ class RouterMachine(RuleBasedStateMachine):
         stream=st.booleans(),
         generates=OFTEN,
         prefix=st.sampled_from([(), (1,), (1, 2, 3, 4), (1, 2, 3, 4, 5, 6), (3, 4, 5, 6, 7)]),
-        tried=st.one_of(st.just(frozenset[str]()), st.frozensets(NAMES, max_size=2)),
+        failed=st.one_of(st.just(frozenset[str]()), st.frozensets(NAMES, max_size=2)),
         pinned=st.sampled_from(["", "", "", "w0"]),
         splits=OFTEN,
         who=st.integers(0, 5),
@@ -152,7 +152,7 @@ class RouterMachine(RuleBasedStateMachine):
         stream: bool,
         generates: bool,
         prefix: tuple[int, ...],
-        tried: frozenset[str],
+        failed: frozenset[str],
         pinned: str,
         splits: bool,
         who: int,
@@ -178,6 +178,7 @@ class RouterMachine(RuleBasedStateMachine):
             for t in self.waiting
             if t.ask.long == one.long and plain(t) and t.ask.rank <= one.rank
         ]
+        tried = frozenset(w for w in self.fleet if w.name in failed)
         placed = self.router.submit(one, self.now, tried=tried)
         if isinstance(placed, Lease):
             self.check_placed(placed, tried)
@@ -187,13 +188,13 @@ class RouterMachine(RuleBasedStateMachine):
         else:
             assert placed.status in (400, 429, 502, 503)
 
-    def check_placed(self, lease: Lease, tried: frozenset[str]) -> None:
+    def check_placed(self, lease: Lease, tried: frozenset[Worker]) -> None:
         worker, one = lease.worker, lease.ask
         assert self.fleet.get(worker.name) is worker
         assert worker.up
         assert worker.role.serves_whole or one.pinned
         assert not worker.draining or one.pinned
-        assert worker.name not in tried
+        assert worker not in tried
         assert one.pinned in ("", worker.name)
         assert worker.max_requests is None or worker.requests <= worker.max_requests
         limit = worker.max_model_len
@@ -202,14 +203,14 @@ class RouterMachine(RuleBasedStateMachine):
             assert all(
                 w.max_model_len is not None and w.max_model_len <= limit
                 for w in self.fleet
-                if w.live and w.name not in tried and w.breaker.closed
+                if w.live and w not in tried and w.breaker.closed
             )
         assert worker.breaker.closed or (lease.trial and self.now >= worker.breaker.until)
         if lease.prefill is not None:
             self.check_handed_over(lease, lease.prefill, tried)
         self.leases.append(lease)
 
-    def check_handed_over(self, lease: Lease, first: Lease, tried: frozenset[str]) -> None:
+    def check_handed_over(self, lease: Lease, first: Lease, tried: frozenset[Worker]) -> None:
         prefill, decode, one = first.worker, lease.worker, lease.ask
         assert self.transfer
         assert not one.whole
@@ -217,7 +218,7 @@ class RouterMachine(RuleBasedStateMachine):
         assert self.fleet.get(prefill.name) is prefill
         assert prefill.up
         assert not prefill.draining
-        assert prefill.name not in tried
+        assert prefill not in tried
         assert prefill.max_requests is None or prefill.requests <= prefill.max_requests
         assert prefill.breaker.closed or (first.trial and self.now >= prefill.breaker.until)
         told = decode.gauges

@@ -12,7 +12,7 @@ from proxy.core import holding, seats
 from proxy.core.router import Router
 from proxy.core.types import Decision, Gauges, Lease, Outcome, Reason, Role
 from proxy.core.worker import Worker
-from tests.proxy.core.making import ask, placed, router_of, spec, waits, worker_of
+from tests.proxy.core.making import ask, placed, router_of, spec, those, waits, worker_of
 
 P, D = Role.PREFILL, Role.DECODE
 RULES = ["adaptive", "length", "least_loaded", "round_robin"]
@@ -177,7 +177,7 @@ def test_so_is_one_that_serves_it_whole() -> None:
     for _ in range(4):
         one = ask(10, 1000)
         one.whole = "samples"
-        here.first_token(placed(here.submit(one, 0.0, tried=frozenset(["g0"]))), 0.0)
+        here.first_token(placed(here.submit(one, 0.0, tried=those(here, "g0"))), 0.0)
     general = worker_of(here, "g0")
     general.pace.token_s = 1e-2  # not as good as d0, but for its queue
     general.reprice()

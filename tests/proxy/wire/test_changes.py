@@ -70,6 +70,20 @@ async def test_a_worker_that_moves_is_asked_where_it_is_now(start: Start) -> Non
     assert len(other.served) == before + 1
 
 
+async def test_a_namesake_elsewhere_has_not_failed_what_another_did(start: Start) -> None:
+    site = await start(Fake("w0"), Fake("w1", up=False))
+    gate = asyncio.Event()
+    site.fakes["w0"].always(scripts.gated(gate, scripts.reset))
+    asking = asyncio.create_task(site.ask(chat()))
+    await site.fakes["w0"].got()
+    spec = replace(site.worker("w0").spec, url=site.fakes["w1"].url)
+    site.router.reconfigure(RouterSettings(), [spec])
+    site.charged.append(site.worker("w0"))
+    site.up("w0")
+    gate.set()
+    assert (await asking).status == 200
+
+
 @asynccontextmanager
 async def probing(site: Site, settings: ProbeConfig = PROBES) -> AsyncIterator[None]:
     """Let the real probes run."""

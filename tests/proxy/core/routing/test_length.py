@@ -3,7 +3,17 @@
 from __future__ import annotations
 
 from proxy.core.types import Outcome, Reason
-from tests.proxy.core.making import LONG, SHORT, ask, placed, router_of, spec, waits, worker_of
+from tests.proxy.core.making import (
+    LONG,
+    SHORT,
+    ask,
+    placed,
+    router_of,
+    spec,
+    those,
+    waits,
+    worker_of,
+)
 
 
 def test_each_size_keeps_to_its_pool() -> None:
@@ -37,7 +47,7 @@ def test_a_pool_with_nobody_left_is_not() -> None:
     router.fleet.failed(worker_of(router, "s"), 0.0, 60.0)
     lease = placed(router.submit(ask(), 0.0))
     assert (lease.worker.name, lease.decision.reason) == ("l", Reason.ONLY_CHOICE)
-    retry = placed(router.submit(ask(), 0.0, tried=frozenset({"s"})))
+    retry = placed(router.submit(ask(), 0.0, tried=those(router, "s")))
     assert retry.worker.name == "l"
 
 
