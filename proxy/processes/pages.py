@@ -95,6 +95,17 @@ def lasting(page: Page) -> Page:
     }
 
 
+def less(page: Page, other: Page) -> Page:
+    """Leave out series that another page has too."""
+    left: Page = {}
+    for name, family in page.items():
+        told = other.get(name, NOTHING).series
+        if not family.series.keys() <= told.keys():
+            series = {each: value for each, value in family.series.items() if each not in told}
+            left[name] = Family(family.kind, family.help, series)
+    return left
+
+
 def without_strangers(past: Page, present: Page) -> Page:
     """Leave out series of workers that are gone, unless a process that is there has them too.
 

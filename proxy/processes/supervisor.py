@@ -20,6 +20,7 @@ import sys
 import time
 from collections.abc import Callable
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +88,7 @@ class Supervisor:
         self._all_serve = asyncio.Event()
         self._questions = Questions()
         self._totals = Totals()
+        self._numbers = count(1)  # of questions
         self._logs: Ask | None = None  # what was changed of them since the file was read
 
     @property
@@ -332,11 +334,13 @@ class Supervisor:
 
     async def _ask(self, child: Child, question: Ask) -> None:
         """Put a question to all, and give whoever asked the answers, the leader's first."""
+        number = next(self._numbers)
         found = await self.gather(question)
         answer: object = [*found.values()]
         if question.what == "page":
             answer = self._totals.page(
                 found,
+                number=number,
                 serving=self._serving,
                 restarts=self.restarts,
                 openmetrics=bool(question.given),

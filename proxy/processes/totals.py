@@ -1,7 +1,9 @@
 """The metrics of all processes together, of those that are late or no more too.
 
 What the dead counted of workers that are gone as well is dropped once no process shows it: each pod
-is a name of its own, and nobody else would ever forget it.
+is a name of its own, and nobody else would ever forget it. Processes drop such series one by one,
+each when it looks; until the last one has, what the others counted stays in the sum, or it would
+fall.
 """
 
 from __future__ import annotations
@@ -16,14 +18,16 @@ if TYPE_CHECKING:
 
 
 class Totals:
-    """What each process said last, and what those said that ended."""
+    """What each process said last, and what it, or one that ended, said once and no more."""
 
     def __init__(self) -> None:
         self._pages: dict[int, pages.Page] = {}
+        self._asked: dict[int, int] = {}  # the number of the question that each of these answers
         self._past: pages.Page = {}
 
     def gone(self, index: int) -> None:
         """Keep what a process had counted when it ended."""
+        self._asked.pop(index, None)
         last = self._pages.pop(index, None)
         if last is not None:
             self._past = pages.add_up([self._past, pages.lasting(last)])
@@ -32,15 +36,22 @@ class Totals:
         self,
         found: Mapping[int, str],
         *,
+        number: int,
         serving: int,
         restarts: int,
         openmetrics: bool,
     ) -> tuple[bytes, str]:
-        """Add up what those that are there say now, or said last where they did not answer."""
-        told = {index: pages.read(text) for index, text in found.items()}
-        late = [page for index, page in self._pages.items() if index not in told]
-        self._pages.update(told)
-        total = pages.add_up([*told.values(), *late])
+        """Add up what those that are there say now, or said last where they did not answer.
+
+        `number` grows with each question, as they may be answered in another order.
+        """
+        dropped = [self._told(index, number, pages.read(text)) for index, text in found.items()]
+        # The leader's first.
+        order = [*found, *(index for index in self._pages if index not in found)]
+        total = pages.add_up(self._pages[index] for index in order)
+        if no_more := pages.add_up(dropped):
+            self._past = pages.add_up([self._past, no_more])
+            self._past = pages.less(self._past, pages.less(no_more, total))
         if self._past:
             self._past = pages.without_strangers(self._past, total)
             total = pages.add_up([total, self._past])
@@ -50,3 +61,11 @@ class Totals:
         ):
             total[name] = pages.Family(family.kind, family.help, {name: value})
         return pages.write(total, openmetrics=openmetrics)
+
+    def _told(self, index: int, number: int, page: pages.Page) -> pages.Page:
+        """Take what a process says now; return what counted on and it says no more."""
+        if self._asked.get(index, 0) > number:
+            return {}
+        self._asked[index] = number
+        before, self._pages[index] = self._pages.get(index), page
+        return {} if before is None else pages.less(pages.lasting(before), page)

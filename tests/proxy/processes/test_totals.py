@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+from itertools import count
+
+import pytest
+
+from proxy.control.exposition import Family, Page
 from proxy.control.metrics import Metrics
 from proxy.core.types import Reason
 from proxy.processes.totals import Totals
 from tests.proxy.core.making import router_of, spec
 from tests.proxy.processes.test_pages import page
 
+NUMBERS = count(1)
 
-def summed(totals: Totals, found: dict[int, str]) -> dict[str, str]:
+
+def summed(totals: Totals, found: dict[int, str], number: int = 0) -> dict[str, str]:
     """Add up what was said, and read the lines."""
-    written, _ = totals.page(found, serving=2, restarts=4, openmetrics=False)
+    number = number or next(NUMBERS)
+    written, _ = totals.page(found, number=number, serving=2, restarts=4, openmetrics=False)
     lines = written.decode().splitlines()
     return dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
 
@@ -119,3 +127,61 @@ def test_a_name_with_quotes_is_one_of_the_fleet() -> None:
     totals.gone(0)
     found = summed(totals, {0: told(process(name))})
     assert any("requests_total" in series for series in found if "a,worker" in series)
+
+
+def counted(found: dict[str, str], what: str) -> list[float]:
+    """Find what was counted of one worker or model."""
+    return [
+        float(n) for series, n in found.items() if "requests_total" in series and what in series
+    ]
+
+
+A_100 = page({"a": 100, "b": 1}, 1, 1)
+A_50, A_51 = page({"a": 50, "b": 1}, 1, 1), page({"a": 51, "b": 1}, 1, 1)
+NO_A = page({"b": 2}, 1, 1)
+
+
+def test_a_sum_does_not_fall_while_processes_drop_series_one_by_one() -> None:
+    totals = Totals()
+    assert counted(summed(totals, {0: A_100, 1: A_50}), '"a"') == [150]
+    assert counted(summed(totals, {0: NO_A, 1: A_50}), '"a"') == [150]
+    found = summed(totals, {0: NO_A, 1: A_51})
+    assert (counted(found, '"a"'), counted(found, '"b"')) == ([151], [3])
+    assert counted(summed(totals, {0: NO_A}), '"a"') == [151]  # the other is late
+    assert counted(summed(totals, {0: NO_A, 1: NO_A}), '"a"') == []
+    assert counted(summed(totals, {0: A_50, 1: NO_A}), '"a"') == [50]  # it begins anew
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_what_the_last_one_drops_is_gone_with_what_the_dead_counted(at_once: bool) -> None:
+    """Models too, of which nobody lists those that there are."""
+
+    def told(model: str) -> str:
+        told = Page(openmetrics=False)
+        told.values(Family("proxy_requests", "counter", "R.", ("model",)), [((model,), 7)])
+        told.values(Family("proxy_worker_up", "gauge", "U.", ("worker",)), [(("w",), 1)])
+        return told.finish()[0].decode()
+
+    totals = Totals()
+    summed(totals, {0: told("m"), 1: told("m"), 2: told("m")})
+    totals.gone(2)
+    if not at_once:
+        assert counted(summed(totals, {0: told("n"), 1: told("m")}), '"m"') == [21]
+    found = summed(totals, {0: told("n"), 1: told("n")})
+    assert (counted(found, '"m"'), counted(found, '"n"')) == ([], [14])
+
+
+def test_an_answer_that_was_overtaken_by_a_later_one_is_not_taken() -> None:
+    totals = Totals()
+    summed(totals, {0: A_100, 1: A_50})
+    first, second = next(NUMBERS), next(NUMBERS)
+    assert counted(summed(totals, {0: NO_A, 1: A_50}, second), '"a"') == [150]
+    assert counted(summed(totals, {0: A_100, 1: A_50}, first), '"a"') == [150]
+    assert counted(summed(totals, {0: NO_A, 1: A_50}), '"a"') == [150]
+
+
+def test_a_worker_that_came_back_counts_on_from_what_is_there_still() -> None:
+    totals = Totals()
+    summed(totals, {0: A_100, 1: A_50})
+    summed(totals, {0: NO_A, 1: A_50})
+    assert counted(summed(totals, {0: page({"a": 1}, 1, 1), 1: A_50}), '"a"') == [151]
