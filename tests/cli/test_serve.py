@@ -60,6 +60,7 @@ def test_synchronous_scheduling_gets_the_synchronous_class(
     [
         (["--speculative-config", '{"method": "ngram"}'], "SyncPolicyScheduler"),
         (["--speculative-config.method=suffix"], "SyncPolicyScheduler"),
+        (["--enforce-eager", "-sc.method=ngram"], "SyncPolicyScheduler"),
         (["--speculative_config", '{"method": "eagle3"}'], "PolicyScheduler"),
     ],
 )
@@ -193,9 +194,17 @@ def test_the_tiny_model_brings_what_a_cpu_needs(
     assert words[words.index("--block-size") + 1] == "64"
 
 
-def test_a_flag_before_the_model_is_not_taken_for_it(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["serve", "--max-model-len", "4096", "m"]) == 2
+@pytest.mark.parametrize(
+    "flags", ["--max-model-len 4096", "-tp 2", "-tp=2", "-O3", "-cc.mode 3", "--middleware a b"]
+)
+def test_a_flag_before_the_model_is_not_taken_for_it(
+    capsys: pytest.CaptureFixture[str], flags: str
+) -> None:
+    assert main(["serve", *flags.split(), "m", "--dry-run"]) == 2
     assert "MODEL comes first" in capsys.readouterr().err
+    assert dry_run(capsys, "m", *flags.split())[: 3 + len(flags.split())] == [
+        "vllm", "serve", "m", *flags.split()
+    ]  # fmt: skip
 
 
 def test_a_trace_is_asked_for_by_the_environment(

@@ -43,6 +43,19 @@ def test_short_names_are_known() -> None:
     ]  # fmt: skip
 
 
+def test_a_short_name_is_one_in_all_spellings_and_no_flags_value() -> None:
+    words = ["--enforce-eager", "-O3", "--seed", "-.5", "-sc.num_x=3", "-cc.mode", "3", "-q", "-n"]
+    flags = list(parse(words))
+    assert [word for flag in flags for word in flag.words] == words
+    assert [(flag.name, flag.value) for flag in flags] == [
+        ("--enforce-eager", None), ("-O3", None), ("--seed", "-.5"),
+        ("--speculative-config.num-x", "3"), ("--compilation-config.mode", "3"),
+        ("--quantization", None), ("-n", None),
+    ]  # fmt: skip
+    assert last(["--chat-template", "-a b"], "--chat-template") == "-a b"
+    assert key(["--enable-lora", "-sc.num_x=3"], "--speculative-config", "num_x") == 3
+
+
 @pytest.mark.parametrize(
     ("words", "method"),
     [

@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return the exit status."""
     argv = sys.argv[1:] if argv is None else argv
     first = argv[1] if argv[:1] == ["serve"] and len(argv) > 1 else ""
-    if first.startswith("--") and first != "--help":
+    if first.startswith("-") and first not in ("-h", "--help"):
         # Else the value of a flag that only vLLM knows would pass for the model.
         print("vllm-sched serve: MODEL comes first, then the flags", file=sys.stderr)
         return BAD_USAGE

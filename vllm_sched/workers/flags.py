@@ -1,12 +1,14 @@
 """vLLM's command line, as far as we must understand it: flags in any of its spellings.
 
 vLLM takes underscores for hyphens, `--flag value` and `--flag=value`, the last of several,
-`--flag.key value` for a key inside a flag that is an object, and some short names.
+`--flag.key value` for a key inside a flag that is an object, and some short names, for which
+all of that holds too: `-sc.method=ngram`.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
@@ -17,6 +19,8 @@ SHORT: Final[Mapping[str, str]] = {
     "-pcp": "--prefill-context-parallel-size", "-q": "--quantization",
     "-sc": "--speculative-config", "-cc": "--compilation-config", "-ac": "--attention-config",
 }  # fmt: skip
+# No value begins so, for vLLM's parser takes it for a flag, known or not: -O3, -n. Numbers do.
+NAME: Final = re.compile(r"--|-[A-Za-z][^ =]*(=|$)")
 
 
 class Flag(NamedTuple):
@@ -38,21 +42,18 @@ def parse(words: Sequence[str]) -> Iterator[Flag]:
     while position < len(words):
         word = words[position]
         position += 1
-        if not _is_name(word):
+        if not NAME.match(word):
             yield Flag("", word, [word])
             continue
         name, equals, value = word.partition("=")
         taken = [word]
         found: str | None = value if equals else None
-        if not equals and position < len(words) and not _is_name(words[position]):
+        if not equals and position < len(words) and not NAME.match(words[position]):
             found = words[position]
             taken.append(found)
             position += 1
-        yield Flag(SHORT.get(name) or name.replace("_", "-"), found, taken)
-
-
-def _is_name(word: str) -> bool:
-    return word.startswith("--") or word.partition("=")[0] in SHORT
+        whole, dot, inner = name.partition(".")
+        yield Flag((SHORT.get(whole, whole) + dot + inner).replace("_", "-"), found, taken)
 
 
 def names(words: Sequence[str]) -> set[str]:
