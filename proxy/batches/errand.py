@@ -29,6 +29,7 @@ class Errand:
     __slots__ = (
         "_exchange", "_over", "_reader", "_request", "_size", "_wire", "broken", "job",
     )  # fmt: skip
+    writable = True
 
     def __init__(
         self,

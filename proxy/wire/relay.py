@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from proxy.core.routes import Route
     from proxy.core.types import Ask
     from proxy.core.worker import Worker
-    from proxy.wire.desk import Recipient
+    from proxy.wire.desk import Client
     from proxy.wire.request import Request
     from proxy.wire.response import Head
     from proxy.wire.server import Wire
@@ -90,7 +90,7 @@ class Exchange:
         "record",
     )
 
-    def __init__(self, wire: Wire, client: Recipient, request: Request, route: Route) -> None:
+    def __init__(self, wire: Wire, client: Client, request: Request, route: Route) -> None:
         self.connection: WorkerConnection | None = None
         self.once = False
         self.patience_s = inf
@@ -214,6 +214,8 @@ class Exchange:
         """Pass the answer on, unless it says that another worker should be asked."""
         status, handing = head.status, self._handing
         self._head = self._said = None
+        if not self._client.writable:
+            self.pause()  # since before there was a connection that could have been paused
         if status == OK and handing is None:
             self._head = head  # until some of the body is there: that may be all of it
             return

@@ -86,6 +86,32 @@ async def test_a_client_that_does_not_read_stalls_its_worker(start: Start) -> No
     assert [event.removeprefix(b"data: ").rstrip() for event in events] == expected()
 
 
+async def test_so_does_one_that_took_no_more_before_its_worker_was_asked(start: Start) -> None:
+    """As it may by the answers to requests that it sent before."""
+    site = await start(Fake("w0", max_requests=1))
+    gate = asyncio.Event()
+    site.fake.then(scripts.gated(gate, scripts.answer()))
+    site.fake.always(flood())
+    first, client = await site.client(), await site.client(limit=1024, rcvbuf=8192)
+    await first.send(chat())
+    await site.fake.got()
+    await client.send(chat(stream=True))
+    await eventually(lambda: site.wire.queued)
+    [waiting] = site.wire.queued.values()
+    connection = waiting._client
+    before = b"." * (16 << 20)
+    connection.write(before)
+    await eventually(lambda: not connection.writable)
+    gate.set()
+    assert await stalled(await site.fake.got(2)) < IN_BETWEEN
+    client.read_on()
+    async with asyncio.timeout(10):
+        assert await client.reader.readexactly(len(before)) == before
+    answer = await client.answer(within=20.0)
+    events = answer.body.split(b"\n\n")[:-1]
+    assert [event.removeprefix(b"data: ").rstrip() for event in events] == expected()
+
+
 async def test_a_client_that_reads_slowly_gets_everything(start: Start) -> None:
     total = 8 << 20
     site = await start(wire={"idle_s": 0.5})

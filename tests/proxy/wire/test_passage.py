@@ -54,6 +54,8 @@ class Transport:
 class Client:
     """Who gets the stream."""
 
+    writable = True
+
     def __init__(self) -> None:
         self.got = b""
         self.is_over = False
