@@ -36,6 +36,7 @@ CACHED = re.compile(rb'"cached_tokens"\s*:\s*(\d+)')
 # How a piece ends, the second as a chunk: with a choice, as nearly all do, or with the last word.
 CHOICE = b"}]}\n\n", b"}]}\n\n\r\n", b"}]}\r\n\r\n"
 LAST_WORDS = b"[DONE]\n\n", b"[DONE]\n\n\r\n", b"[DONE]\r\n\r\n"
+DONE = b"data: [DONE]\n\n"
 ERROR, EMPTY = b'data: {"error"', b"[]"
 COMMENT = b"\n:"  # as keeps a connection alive; no line of JSON begins so
 # Of typed streams, what ends an answer and what signs a thought; both end as no other delta does.
@@ -98,6 +99,9 @@ class EventStream:
 
     def error_event(self, message: str, code: str) -> bytes:
         """Write the event that ends a stream whose worker is gone, in the stream's own manner."""
+        if self.count is cohere_deltas_in:
+            end = {"type": "message-end", "delta": {"error": message, "finish_reason": "ERROR"}}
+            return b"data: %b\n\n%b" % (orjson.dumps(end), DONE)
         body: dict[str, Any] = {"type": "error"} if self.named else {}
         body["error"] = {"message": message, "type": error_type(502), "param": None, "code": code}
         name = b"event: error\n" if self.named else b""

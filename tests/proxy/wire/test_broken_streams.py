@@ -81,6 +81,24 @@ async def test_events_with_types_get_one_of_their_kind(site: Site) -> None:
     assert parsed["error"]["message"]
 
 
+@pytest.mark.parametrize("began", [False, True])
+async def test_cohere_s_ends_as_such_streams_do(site: Site, began: bool) -> None:
+    """Its events have no names: whoever reads them looks at their types."""
+    said = b'data: {"delta":{},"type":"message-start"}\n\n'
+    if began:
+        said += b'data: {"index":0,"delta":{},"type":"content-delta"}\n\n'
+    site.fake.then(scripts.raw(SSE_HEAD + scripts.chunk(said), end="reset"))
+    body = b'{"model": "tiny", "messages": [], "stream": true}'
+    client = await site.client()
+    await client.send(request(body, path="/cohere/v2/chat"))
+    *_, last, done = await read_events(client)
+    end = json.loads(last.removeprefix(b"data: "))
+    assert end["type"] == "message-end"
+    assert end["delta"]["finish_reason"] == "ERROR"
+    assert end["delta"]["error"]
+    assert done == b"data: [DONE]"
+
+
 async def test_a_stream_that_ended_well_gets_no_error(site: Site) -> None:
     """Some close the connection after [DONE] and the last chunk."""
     tail = scripts.chunk(scripts.DONE) + scripts.LAST_CHUNK

@@ -225,6 +225,11 @@ def test_an_error_event_in_the_stream_s_own_manner() -> None:
     name, data = stream.error_event("gone", "worker_reset").split(b"\n", 1)
     assert name == b"event: error"
     assert json.loads(data[6:]) == {"type": "error", "error": error}
+    stream = EventStream()
+    stream.feed(COHERE[0])
+    end, done = stream.error_event("gone", "worker_reset").split(b"\n\n", 1)
+    said = {"error": "gone", "finish_reason": "ERROR"}
+    assert (json.loads(end[6:]), done) == ({"type": "message-end", "delta": said}, DONE)
 
 
 @pytest.mark.parametrize(
