@@ -31,6 +31,7 @@ from proxy.wire.silence import notice_silence
 if TYPE_CHECKING:
     from proxy.wire.desk import Conversation
     from proxy.wire.server import Wire
+    from proxy.wire.settings import WireSettings
 
 # Sent ahead of its turn; beyond that the client has to wait.
 MAX_AHEAD, MANY_AHEAD = 256 << 10, 256  # bytes, requests
@@ -94,6 +95,10 @@ class ClientConnection(asyncio.Protocol):
         notice_silence(transport)
         self._wire.client_came(self)
         self._rest(self._wire.clock())
+
+    def limit(self, settings: WireSettings) -> None:
+        """Take new bounds for what else the client asks."""
+        self._reader.limit(settings.max_header_bytes, settings.max_body_bytes)
 
     def data_received(self, data: bytes) -> None:
         """Read requests, and take their turns."""

@@ -93,6 +93,11 @@ class RequestReader:
         self._known_as = self._head
         self._missing = 0  # bytes of the body of a request whose head was known
 
+    def limit(self, max_head: int, max_body: int) -> None:
+        """Take new bounds, for heads that come from now on."""
+        self._max_head, self._max_body = max_head, max_body
+        self._known = None  # it may be too long now
+
     @property
     def request_id(self) -> bytes:
         """What the client calls the request that is being read, as far as that was said."""

@@ -175,6 +175,8 @@ class Wire:
         self.settings = settings
         self.collecting.limit(settings.max_collected_bytes, settings.max_body_bytes)
         self.pools.reconfigure(settings)
+        for client in self.clients:
+            client.limit(settings)
 
     # For clients and exchanges
 

@@ -8,6 +8,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
+import pytest
+
 from proxy.config import ProbeConfig
 from proxy.control.probe import Prober
 from proxy.core.router import RouterSettings
@@ -82,6 +84,34 @@ async def test_a_namesake_elsewhere_has_not_failed_what_another_did(start: Start
     site.up("w0")
     gate.set()
     assert (await asking).status == 200
+
+
+@pytest.mark.parametrize(
+    ("limit", "large", "status"),
+    [
+        ("max_body_bytes", chat("x" * 2000), 413),
+        ("max_header_bytes", chat("hi", b"X-Long: " + b"x" * 2000), 431),
+    ],
+    ids=["body", "header"],
+)
+async def test_new_limits_hold_on_connections_there_are(
+    start: Start, limit: str, large: bytes, status: int
+) -> None:
+    """And not for a request that has begun to come."""
+    site = await start()
+    known, begun = await site.client(), await site.client()
+    for _ in range(2):
+        assert (await known.ask(large)).status == 200
+    half = len(large) - 10
+    await begun.send(large[:half])
+    await eventually(lambda: site.wire.collecting.held)
+    before = site.wire.settings
+    site.wire.reconfigure(replace(before, linger_s=0.1, **{limit: 1000}))
+    assert (await known.ask(large)).status == status
+    await begun.send(large[half:])
+    assert (await begun.answer()).status == 200
+    site.wire.reconfigure(before)
+    assert (await begun.ask(large)).status == 200
 
 
 @asynccontextmanager
