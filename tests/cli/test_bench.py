@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.bench.fake_openai import FakeOpenAI, serving
+from vllm_sched.bench.traffic.traces import Trace
 from vllm_sched.cli.main import main
 
 
@@ -88,6 +89,23 @@ def test_a_trace_is_played_by_its_own_times(tmp_path: Path) -> None:
     assert result["workload"] == {
         "name": "t", "seed": 0, "scale": 1.0, "timed": True, "tenants": 0,
     }  # fmt: skip
+
+
+def test_a_run_without_a_request_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace = tmp_path / "t.jsonl"
+    trace.write_text('{"timestamp": 0, "input_length": 9, "output_length": 2}\n')
+    with served(FakeOpenAI()) as fake:
+        bench = ["bench", "--url", fake.url]
+        words = ["--workload", "20x2", "--concurrency", "1", "--duration", "1e-9"]
+        assert main([*bench, *words]) == 2
+        assert "--duration 1e-09: was over before a request was sent" in capsys.readouterr().err
+        monkeypatch.setattr(Trace, "requests", lambda *_: iter(()))  # emptied since it was read
+        assert main([*bench, "--workload", str(trace)]) == 2
+    said = capsys.readouterr()
+    assert said.err == "vllm-sched bench: t: no request was sent, as none is left in it\n"
+    assert "requests done" not in said.out
 
 
 @pytest.mark.parametrize(

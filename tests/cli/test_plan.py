@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from typing import TYPE_CHECKING
 
@@ -50,6 +51,15 @@ def test_a_trace_may_have_blocks_of_another_length(tmp_path: Path) -> None:
     head = path.read_text()
     assert head.count("--block-tokens=16") == 2  # of plan, and of simulate
     assert "--model=m --goodput" in head
+
+
+def test_a_plan_for_a_trace_whose_name_is_no_text_is_saved(tmp_path: Path) -> None:
+    trace, path = tmp_path / os.fsdecode(b"t\xff.jsonl"), tmp_path / "fleet.yaml"
+    trace.write_text('{"timestamp": 0, "input_length": 600, "output_length": 5}\n')
+    words = ["--workload", str(trace), "--gpus", "1", "--policies", "default"]
+    assert main([*ASK, *words, "--save", str(path), *TARGETS]) == 0
+    assert "t\\udcff.jsonl" in path.read_text(encoding="utf-8")
+    assert main(["check", str(path)]) == 0
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import Path
 
@@ -247,6 +248,21 @@ def test_a_trace_is_played_by_its_own_times(fleet: Path, tmp_path: Path) -> None
     result = json.loads(save.read_text())
     assert result["start_times"] == [0.0, 0.5, 2.0]
     assert result["output_lens"] == [5, 5, 5]
+
+
+def test_files_may_have_names_that_are_no_text(
+    fleet: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace, save, plot = (
+        tmp_path / os.fsdecode(name) for name in (b"t\xff.jsonl", b"s\xff.json", b"p\xff")
+    )
+    trace.write_text('{"timestamp": 0, "input_length": 700, "output_length": 5}\n')
+    words = ["--workload", str(trace), "--engine", "fluid", "--save", str(save)]
+    assert main(["simulate", str(fleet), *words, "--plot", str(plot)]) == 0
+    said = capsys.readouterr().out
+    assert "s\\udcff.json" in said
+    assert json.loads(save.read_text())["label"] == r"t\xff"
+    assert (plot / "ttft.svg").exists()
 
 
 def test_a_model_that_nobody_serves(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

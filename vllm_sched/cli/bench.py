@@ -21,6 +21,7 @@ from vllm_sched.cli.load import (
     asked,
     check_outputs,
     keep,
+    require_some,
     run_interruptibly,
     salt_of,
     schedule_of,
@@ -70,6 +71,8 @@ def run_bench(args: argparse.Namespace) -> int:
     )
     notes = {"prompt_salt": args.prompt_salt}
     result = as_result(played, endpoint, schedule, targets, notes)
+    if not played.interrupted:
+        require_some(result)
     tell(result, played, console)
     keep(result, args, console)
     if played.interrupted:

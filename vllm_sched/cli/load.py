@@ -185,6 +185,16 @@ def check_outputs(save: Path | None, plot: Path | None) -> None:
         check_available()
 
 
+def require_some(result: Result) -> None:
+    """Refuse a run in which nothing was sent: there is nothing to tell of it."""
+    if result.outcomes:
+        return
+    schedule = result.schedule
+    if schedule.concurrency is not None and (end := schedule.ends_after_s) is not None:
+        raise UsageError(f"--duration {end:g}: was over before a request was sent; make it longer")
+    raise UsageError(f"{schedule.source.name}: no request was sent, as none is left in it")
+
+
 def keep(result: Result, args: argparse.Namespace, console: Console) -> None:
     """Write and draw a run, where that was asked for."""
     if args.save:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from io import TextIOWrapper
 
 from proxy.errors import ProxyError
 from vllm_sched import __version__
@@ -51,6 +52,9 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return the exit status."""
     argv = sys.argv[1:] if argv is None else argv
+    if isinstance(sys.stdout, TextIOWrapper):
+        # Any bytes name a file, and what came of one is told all the same; so stderr does it.
+        sys.stdout.reconfigure(errors="backslashreplace")
     first = argv[1] if argv[:1] == ["serve"] and len(argv) > 1 else ""
     if first.startswith("-") and first not in ("-h", "--help"):
         # Else the value of a flag that only vLLM knows would pass for the model.

@@ -25,7 +25,14 @@ from vllm_sched.bench.summary import table
 from vllm_sched.bench.traffic.schedule import MOST
 from vllm_sched.cli import fleet as fleet_file
 from vllm_sched.cli.bench import complain
-from vllm_sched.cli.load import add_traffic, add_workload, check_outputs, keep, schedule_of
+from vllm_sched.cli.load import (
+    add_traffic,
+    add_workload,
+    check_outputs,
+    keep,
+    require_some,
+    schedule_of,
+)
 from vllm_sched.cli.paths import require_folders, writing
 from vllm_sched.cost import profiles
 from vllm_sched.errors import UsageError
@@ -154,6 +161,7 @@ def run_simulate(args: argparse.Namespace) -> int:
     console = Console(markup=False)
     run = _run(args, config, models, schedule, console)
     result = as_result(run, args, config, schedule, targets)
+    require_some(result)
     console.print(table(result.classes(), targets))
     _tell(console, result, run)
     keep(result, args, console)

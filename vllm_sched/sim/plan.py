@@ -293,4 +293,6 @@ def write(found: Plan, path: Path, *, model: str, command: str, traffic: str) ->
         "# its own of them under launch.env (CUDA_VISIBLE_DEVICES), and `vllm-sched up`.",
     ]
     content = yaml.safe_dump(fleet_of(found, model), sort_keys=False, width=100)
-    path.write_text("\n".join(head) + "\n" + content)
+    text = "\n".join(head) + "\n" + content
+    # Names of files, which may be of any bytes, are among the words of the command.
+    path.write_text(text, encoding="utf-8", errors="backslashreplace")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,25 @@ def test_a_trace_is_read_as_it_is(tmp_path: Path) -> None:
     assert (third.tenant, third.klass, first.klass) == ("a", "chat", "some")
     assert (trace.count, trace.timed) == (3, True)
     assert trace.rate == pytest.approx(3 / 1.5005)
+
+
+def test_what_a_pipe_brings_once_is_played_as_often_as_a_file(tmp_path: Path) -> None:
+    beside = written(tmp_path, *(line | {"class": "chat"} for line in GOOD))
+    reading, writing = os.pipe()
+    os.write(writing, beside.read_bytes())
+    os.close(writing)
+    trace = Trace(Path(f"/dev/fd/{reading}"))
+    for _ in range(2):
+        assert [*trace.requests(random.Random())] == [*Trace(beside).requests(random.Random())]
+    os.close(reading)
+    assert trace.count == 3
+
+
+def test_a_name_that_is_no_text_is_one_that_can_be_told(tmp_path: Path) -> None:
+    path = written(tmp_path, *GOOD).rename(tmp_path / os.fsdecode(b"a\xff.jsonl"))
+    trace = Trace(path)
+    assert trace.name == r"a\xff"
+    assert next(trace.requests(random.Random())).klass == trace.name
 
 
 def test_what_is_null_is_left_out(tmp_path: Path) -> None:
@@ -97,6 +117,8 @@ def test_an_empty_trace_and_one_that_is_no_text_are_refused(tmp_path: Path) -> N
         Trace(path)
     with pytest.raises(UsageError, match="Is a directory"):
         Trace(tmp_path)
+    with pytest.raises(UsageError, match="the trace is empty"):
+        Trace(Path(os.devnull))  # read once too
 
 
 @pytest.mark.parametrize("tokens", [0, -512])

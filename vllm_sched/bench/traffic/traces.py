@@ -9,6 +9,8 @@ one as long as is left), the same name where the text up to its end is the same.
 from __future__ import annotations
 
 import json
+import os
+import stat
 from collections.abc import Callable
 from dataclasses import replace
 from sys import float_info
@@ -27,7 +29,10 @@ TOKENS: Final = f"a number of tokens, 1 to {MOST_TOKENS:,}"
 
 
 class Trace(Source):
-    """A file of requests with their times; read line by line, whenever it is played."""
+    """A file of requests with their times; read line by line, whenever it is played.
+
+    A pipe brings them once: they are kept.
+    """
 
     timed = True
 
@@ -37,11 +42,13 @@ class Trace(Source):
             raise UsageError(
                 f"--block-tokens {block_tokens}: must be 1 or more; Mooncake's have {BLOCK_TOKENS}"
             )
-        self.name = path.stem
+        # Any bytes name a file: this name is shown, drawn and saved.
+        self.name = os.fsencode(path.stem).decode(errors="backslashreplace")
         self._path = path
         self._block = block_tokens
+        self._kept = list(self._read()) if _comes_once(path) else None
         count, seconds = 0, 0.0
-        for request in self._read():
+        for request in self._again():
             count += 1
             seconds = request.at
         if not count:
@@ -52,7 +59,10 @@ class Trace(Source):
     def requests(self, rng: random.Random) -> Iterator[Request]:
         """Read the requests in their order; nothing is left to chance."""
         del rng
-        return self._read()
+        return self._again()
+
+    def _again(self) -> Iterator[Request]:
+        return self._read() if self._kept is None else iter(self._kept)
 
     def _read(self) -> Iterator[Request]:
         first, latest, number = None, 0.0, 0
@@ -111,6 +121,13 @@ class Trace(Source):
 
 class _BadLineError(Exception):
     """What is wrong with a line."""
+
+
+def _comes_once(path: Path) -> bool:
+    try:
+        return not stat.S_ISREG(path.stat().st_mode)
+    except OSError:  # reading it says why
+        return False
 
 
 def _field(entry: dict[str, Any], key: str, valid: Callable[[Any], bool], takes: str) -> Any:
