@@ -84,6 +84,18 @@ def test_it_saves_and_draws(calls: Calls, tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("calls")
+@pytest.mark.parametrize("option", ["--save", "--plot"])
+def test_a_full_disk_is_said_in_a_line_after_the_figures(
+    option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "full.svg"
+    path.symlink_to("/dev/full")
+    with pytest.raises(UsageError, match=rf"^{path}: No space left on device$"):
+        run(option, str(path))
+    assert "short prompts" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("calls")
 def test_failed_requests_are_shown_and_make_the_exit_code_1(
     result: Comparison, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from tests.cli.step_server import StepServer, serving
-from vllm_sched.bench.steps import Lone, Plan
+from tests.cost.test_calibration import measured as steps_of
+from vllm_sched.bench.steps import Lone, Plan, Seen
 from vllm_sched.bench.timed import MeasureError, Stream
-from vllm_sched.cli.calibrate import Whole
+from vllm_sched.cli.calibrate import Source, Whole
 from vllm_sched.cli.main import main
 from vllm_sched.cost.step_time import StepTime
 from vllm_sched.workers import launch
@@ -97,6 +98,25 @@ def test_a_server_of_known_steps(tmp_path: Path, capsys: pytest.CaptureFixture[s
     lengths = ("--slots", "32", "--mean-output", "64", "--mean-prompt", "200")
     assert main(["threshold", *lengths, "--cost", str(cost)]) == 0
     assert str(cost) in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("option", ["--save", "--plot"])
+def test_a_full_disk_is_said_in_a_line_after_the_figures(
+    option: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    async def measured(*_: object) -> tuple[Source, Seen]:
+        return Source("m", "here"), Seen(steps_of(TIME), [])
+
+    monkeypatch.setattr("vllm_sched.cli.calibrate._measure", measured)
+    path = tmp_path / "full.svg"
+    path.symlink_to("/dev/full")
+    assert main(["calibrate", "--url", "http://x", option, str(path)]) == 2
+    said = capsys.readouterr()
+    assert "median error of held-out steps" in said.out
+    assert said.err == f"vllm-sched calibrate: {path}: No space left on device\n"
 
 
 def failed(capsys: pytest.CaptureFixture[str], status: int, *arguments: str) -> str:

@@ -121,6 +121,18 @@ def test_errors_are_one_line(
     assert error.count("\n") == 1
 
 
+@pytest.mark.parametrize("option", ["--save", "--plot"])
+def test_a_full_disk_is_said_in_a_line_after_the_figures(
+    option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "full.svg"
+    path.symlink_to("/dev/full")
+    assert main(["threshold", *PAPER, "--profile", "a100-8b", option, str(path)]) == 2
+    said = capsys.readouterr()
+    assert "K* = 25 by formula" in said.out
+    assert said.err == f"vllm-sched threshold: {path}: No space left on device\n"
+
+
 @pytest.mark.parametrize(
     ("content", "said"),
     [

@@ -21,7 +21,7 @@ from vllm_sched.bench.compare import Narrator
 from vllm_sched.bench.steps import Lone, Plan, Seen, meter
 from vllm_sched.bench.timed import MeasureError
 from vllm_sched.cli import chart
-from vllm_sched.cli.paths import require_folders
+from vllm_sched.cli.paths import require_folders, writing
 from vllm_sched.cost.calibration import Calibration, calibrate
 from vllm_sched.cost.fit import PLACES, Kind, kind_of
 from vllm_sched.cost.kv_size import kv_bytes_per_token
@@ -162,10 +162,12 @@ def run_calibrate(args: argparse.Namespace) -> int:
     _tell(console, found)
     _tell_whole(console, whole)
     if args.save:
-        args.save.write_text(json.dumps(to_json(source, found, whole), indent=1) + "\n")
+        with writing(args.save):
+            args.save.write_text(json.dumps(to_json(source, found, whole), indent=1) + "\n")
         console.print(f"saved {args.save}", style="dim", highlight=False)
     if args.plot:
-        args.plot.write_text(chart.draw(picture(source, found)))
+        with writing(args.plot):
+            args.plot.write_text(chart.draw(picture(source, found)))
         console.print(f"drew {args.plot}", style="dim", highlight=False)
     return 0
 

@@ -14,7 +14,7 @@ from vllm_sched.bench import report, swimlane
 from vllm_sched.bench.compare import Narrator, Plan, compare
 from vllm_sched.bench.contest import Contest
 from vllm_sched.bench.workloads import WORKLOADS, build
-from vllm_sched.cli.paths import require_folders
+from vllm_sched.cli.paths import require_folders, writing
 from vllm_sched.errors import UsageError
 from vllm_sched.workers.launch import DEFAULT, NONE, Side, WorkerError
 from vllm_sched.workers.tiny_model import TINY, loadable
@@ -129,11 +129,14 @@ def measured(
         return INTERRUPTED
     _tell(result, console)
     if args.save:
-        result.save(args.save)
+        with writing(args.save):
+            result.save(args.save)
         console.print(f"saved {args.save}", style="dim", highlight=False)
     if args.plot:
         # Of several the last one: it has all that the others have.
-        swimlane.write(result.pairs[-1] if isinstance(result, Contest) else result, args.plot)
+        pair = result.pairs[-1] if isinstance(result, Contest) else result
+        with writing(args.plot):
+            swimlane.write(pair, args.plot)
         console.print(f"drew {args.plot}", style="dim", highlight=False)
     return int(result.failed)
 

@@ -16,7 +16,7 @@ from rich.table import Table
 
 from vllm_sched.bench.report import show
 from vllm_sched.cli import chart
-from vllm_sched.cli.paths import require_folders
+from vllm_sched.cli.paths import require_folders, writing
 from vllm_sched.cost import profiles
 from vllm_sched.cost.events import Played, play
 from vllm_sched.cost.recursion import Recursion
@@ -150,10 +150,12 @@ def run_threshold(args: argparse.Namespace) -> int:
         console.print(_table(finding))
         console.print(f"{finding.name}: {finding.verdict}", highlight=False, soft_wrap=True)
     if args.save:
-        _save(args.save, source, time, args, findings)
+        with writing(args.save):
+            _save(args.save, source, time, args, findings)
         console.print(f"saved {args.save}", style="dim", highlight=False)
     if args.plot:
-        args.plot.write_text(chart.draw(_chart(findings, source, args)))
+        with writing(args.plot):
+            args.plot.write_text(chart.draw(_chart(findings, source, args)))
         console.print(f"drew {args.plot}", style="dim", highlight=False)
     return 0
 

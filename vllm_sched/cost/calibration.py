@@ -66,8 +66,9 @@ def calibrate(measured: Sequence[Measured], *, seed: int = 0) -> Calibration:
     for kind, steps in by_kind.items():
         if len(steps) < LEAST_STEPS:
             raise UsageError(
-                f"only {len(steps)} {kind} steps were seen, {LEAST_STEPS} are needed; "
-                "measure for longer"
+                f"only {len(steps)} {kind} steps were seen, {LEAST_STEPS} are needed; measure "
+                "again while nobody else asks the worker, and with tokens sent one by one (no "
+                "speculative decoding, no --stream-interval)"
             )
     rng = random.Random(seed)
     fitted: list[Measured] = []
