@@ -17,11 +17,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from proxy.config import BatchesConfig, FleetConfig, TlsConfig, WorkerConfig, load
 from proxy.control.admin import admin_app
-from proxy.control.admin_key import AdminKey, key_of
+from proxy.control.admin_key import AdminKey
 from proxy.control.admin_server import AdminServer, admin_socket
 from proxy.control.balance import Balance
 from proxy.control.discovery import Discovery
 from proxy.control.handovers import Aggregated
+from proxy.control.keys import Keys
 from proxy.control.live import Live
 from proxy.control.live_state import LiveState
 from proxy.control.logs import Logs
@@ -33,7 +34,6 @@ from proxy.control.tenancy import (
     admission_settings,
     fairness_settings,
     keep_strangers_out,
-    read_keys,
     take_tenants,
 )
 from proxy.control.tls import Shown, check_tls, to_worker
@@ -60,7 +60,7 @@ LOOK_S = 0.25
 class Siblings(Protocol):
     """Other processes that serve the same fleet on the same port."""
 
-    def reloaded(self, config: FleetConfig) -> None:
+    def reloaded(self, config: FleetConfig, keys: Keys) -> None:
         """Have them take what was read."""
 
     async def decisions(self, limit: int, wanted: Mapping[str, Any]) -> list[Entry]:
@@ -77,6 +77,7 @@ class App:
         *,
         read: Callable[[Path], FleetConfig] = load,
         started_with: FleetConfig | None = None,  # where the file was read again since
+        keys: Keys | None = None,  # where they were read already
     ) -> None:
         self.config = config
         self.source = source
@@ -88,7 +89,8 @@ class App:
         for spec in specs(config):
             self.fleet.add(spec)
         self.router = Router(router_settings(config), self.fleet)
-        take_tenants(self.router.tenants, config, read_keys(config, str(source)))
+        keys = self._keys = keys or Keys.read(config, str(source))
+        take_tenants(self.router.tenants, config, keys.tenants)
         self.metrics = Metrics(self.router)
         moves = connector(config.transfer) if config.transfer is not None else None
         self.wire = Wire(self.router, wire_settings(config), self.metrics, connector=moves)
@@ -99,12 +101,11 @@ class App:
             from proxy.control.warmup import Warmup  # it reads in a client library of 10 MB
 
             self.warmup = Warmup(self.router, moves, self.metrics.handovers)
-        self.discovery = Discovery(self.fleet, config, _spec)
+        self.discovery = Discovery(self.fleet, config, keys.pools, _spec)
         self.metrics.discovered = self.discovery.counts
         self._minute = LiveState(self.metrics, lambda: self.wire.draining)
         self.live = Live(self.metrics, self._minute, self.wire.clock)
-        admin_key = key_of(config.router.admin, str(source))
-        self.logs = Logs(config, self.metrics, keys=self._keys_read(admin_key))
+        self.logs = Logs(config, self.metrics, keys=keys.plain)
         self.metrics.log_lines_dropped = lambda: self.logs.writer.dropped
         self.tracing = Tracing(config.router.tracing) if config.router.tracing else None
         if self.tracing is not None:
@@ -114,7 +115,7 @@ class App:
         self.siblings: Siblings | None = None  # other processes that serve the same
         self.leads = False
         self._admin_key = AdminKey()
-        self._admin_key.take(admin_key)
+        self._admin_key.take(keys.admin)
         check_tls(config, str(source))
         own, admin = config.router.tls, config.router.admin.tls
         self._tls = Shown(own) if own else None
@@ -251,31 +252,33 @@ class App:
             raise ProxyError("this router was not started from a file; there is nothing to reload")
         late = self.take(self._placed(self._read(self.source)))
         if self.siblings is not None:
-            self.siblings.reloaded(self.config)
+            self.siblings.reloaded(self.config, self._keys)
         logger.info("read %s again: %d workers", self.source, len(self.fleet))
         if late:
             logger.warning("%s: the change takes a restart", ", ".join(late))
         return late
 
-    def take(self, config: FleetConfig) -> list[str]:
-        """Become what a fleet file says; return what will change only with the next start."""
+    def take(self, config: FleetConfig, keys: Keys | None = None) -> list[str]:
+        """Become what a fleet file says; return what will change only with the next start.
+
+        `keys` are those that it names, where they were read already.
+        """
         late = takes_a_restart(config, self._started_with)
         check_tls(config, str(self.source))
         said, config = config, as_started(config, self._started_with)
-        keys = read_keys(config, str(self.source))
+        keys = keys or Keys.read(config, str(self.source))
         keep_strangers_out(config, config.router.host, str(self.source))
-        admin_key = key_of(config.router.admin, str(self.source))
-        found = self.discovery.reconfigure(config)
+        found = self.discovery.reconfigure(config, keys.pools)
         # Nothing can fail any more.
-        self.config = said
+        self.config, self._keys = said, keys
         probe = self.prober.settings = config.router.probe
         self.fleet.down_after, self.fleet.up_after = probe.down_after, probe.up_after
         follows = self.siblings is not None and not self.leads
         # Who does so is told by the leader who the workers are.
         workers = [w.spec for w in self.fleet] if follows else [*found, *specs(config)]
         self.router.reconfigure(router_settings(config), workers)
-        take_tenants(self.router.tenants, config, keys)
-        self._admin_key.take(admin_key)
+        take_tenants(self.router.tenants, config, keys.tenants)
+        self._admin_key.take(keys.admin)
         for shown, tls in (
             (self._tls, config.router.tls),
             (self._admin_tls, config.router.admin.tls),
@@ -285,15 +288,10 @@ class App:
         if self.leads:
             self.discovery.reloaded()
         self.wire.reconfigure(wire_settings(config))
-        self.logs.reconfigure(config, self._keys_read(admin_key))
+        self.logs.reconfigure(config, keys.plain)
         if self.batches is not None:
             self.batches.reconfigure(config.router.batches)
         return late
-
-    def _keys_read(self, admin_key: str | None) -> list[str]:
-        """List the keys that stand in no fleet file, plain ones; tenants' are hashes by now."""
-        keys = (admin_key, *(pool.key for pool in self.discovery.pools))
-        return [key for key in keys if key is not None]
 
     def _placed(self, config: FleetConfig) -> FleetConfig:
         """Give workers without a URL the one that they were started with."""

@@ -18,7 +18,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 
-from proxy.config import PoolConfig
+from proxy.config import FleetConfig, PoolConfig
 from proxy.control.endpoints import Endpoint, Endpoints
 from proxy.errors import ProxyError
 
@@ -81,6 +81,12 @@ class Pool:
         somebody = any(each.ready and not each.leaving for each in self.known.values())
         for each in self.known.values():
             yield each, not each.leaving and (each.ready or not somebody)
+
+
+def keys_of(config: FleetConfig) -> dict[str, str | None]:
+    """Return the key that each pool's workers want, by the pool's name."""
+    pools = () if config.discovery is None else config.discovery.pools
+    return {pool.name: key_of(pool) for pool in pools}
 
 
 def key_of(pool: PoolConfig) -> str | None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 from pydantic import ValidationError
 
 from proxy.config import DiscoveryConfig, FleetConfig, PoolConfig, WorkerConfig
-from proxy.control.discovered import Pool, key_of
+from proxy.control.discovered import Pool
 from proxy.control.dns import Dns
 from proxy.control.endpoints import Endpoints, Listener
 
@@ -41,6 +41,7 @@ class Discovery:
         self,
         fleet: Fleet,
         config: FleetConfig,
+        keys: Mapping[str, str | None],
         spec_of: Callable[[WorkerConfig, FleetConfig], WorkerSpec],
         source_of: Callable[[DiscoveryConfig, PoolConfig], Source] | None = None,
     ) -> None:
@@ -53,7 +54,7 @@ class Discovery:
         self._refused: set[str] = set()  # names and why, as they were logged
         self._sources: dict[Pool, Source] = {}
         self._tasks: dict[Pool, asyncio.Task[None]] = {}
-        self._take(config)
+        self._take(config, keys)
 
     @property
     def pools(self) -> tuple[Pool, ...]:
@@ -94,13 +95,13 @@ class Discovery:
                 task.cancel()
             await asyncio.gather(*self._tasks.values(), return_exceptions=True)
 
-    def reconfigure(self, config: FleetConfig) -> list[WorkerSpec]:
-        """Take a new fleet file; return the workers that were found, as it describes them.
+    def reconfigure(self, config: FleetConfig, keys: Mapping[str, str | None]) -> list[WorkerSpec]:
+        """Take a new fleet file, and each pool's key; return the workers found, as it has them.
 
         Pools that are looked for as before keep their workers. Raises `ProxyError` if the file
         can't be used, and then nothing has changed.
         """
-        self._take(config)
+        self._take(config, keys)
         return [self._spec_of(worker, config) for worker, _ in self._wanted().values()]
 
     def reloaded(self) -> None:
@@ -111,17 +112,17 @@ class Discovery:
         self._refused.clear()
         self.sync()
 
-    def _take(self, config: FleetConfig) -> None:
+    def _take(self, config: FleetConfig, keys: Mapping[str, str | None]) -> None:
         taken = []
         if (discovery := config.discovery) is not None:
-            taken = [(pool, key_of(pool), self._known(discovery, pool)) for pool in discovery.pools]
+            taken = [(pool, self._known(discovery, pool)) for pool in discovery.pools]
         # Nothing can fail any more.
-        for pool, key, (known, _) in taken:
-            known.config, known.key = pool, key
-        self._sources = dict(known for _, _, known in taken)
+        for pool, (known, _) in taken:
+            known.config, known.key = pool, keys[pool.name]
+        self._sources = dict(known for _, known in taken)
         self._config = config
         # To somebody who asks while nobody is there: 503, and not that there is no such model.
-        self._fleet.expect(pool.model or config.model for pool, _, _ in taken)
+        self._fleet.expect(pool.model or config.model for pool, _ in taken)
 
     def _known(self, discovery: DiscoveryConfig, pool: PoolConfig) -> tuple[Pool, Source]:
         """Find a pool among those that were, or begin to look for it."""

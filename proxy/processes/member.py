@@ -14,6 +14,7 @@ from typing import Any
 
 from proxy.assembly import App
 from proxy.config import FleetConfig
+from proxy.control.keys import Keys
 from proxy.control.live_notes import Part, Wanted
 from proxy.control.recent import Entry
 from proxy.errors import ProxyError
@@ -58,7 +59,9 @@ class Member:
     def __init__(self, begin: Begin, index: int, table: int, channel: Channel) -> None:
         loop = asyncio.get_running_loop()
         first = begin.started_with
-        self.app = App(begin.config, begin.source, read=begin.read, started_with=first)
+        self.app = App(
+            begin.config, begin.source, read=begin.read, started_with=first, keys=begin.keys
+        )
         self.app.logs.take_over(f"[{index}] ")
         self.app.siblings = self
         self.app.wire.pages = self.page
@@ -119,9 +122,9 @@ class Member:
                     self.app.router.recall(*response)
             case Reload():
                 self._reload()
-            case Reloaded(config):
+            case Reloaded(config, keys):
                 try:
-                    self.app.take(config)
+                    self.app.take(config, keys)
                 except ProxyError as error:
                     logger.error("process %d goes on as it was:\n%s", self._index, error)
             case Drain():
@@ -148,9 +151,9 @@ class Member:
 
     # As the app needs it
 
-    def reloaded(self, config: FleetConfig) -> None:
+    def reloaded(self, config: FleetConfig, keys: Keys) -> None:
         """Have the others take what was read."""
-        self._channel.say(Reloaded(config))
+        self._channel.say(Reloaded(config, keys))
 
     async def decisions(self, limit: int, wanted: Mapping[str, Any]) -> list[Entry]:
         """Return the last requests of all processes, the newest first."""

@@ -13,6 +13,7 @@ from typing import Any, Literal, TypeAlias
 
 from proxy.config import FleetConfig
 from proxy.control.endpoints import Endpoints
+from proxy.control.keys import Keys
 from proxy.core.types import Gauges
 from proxy.core.worker import WorkerSpec
 
@@ -26,6 +27,7 @@ class Begin:
     processes: int
     started_with: FleetConfig
     config: FleetConfig  # as it was read last
+    keys: Keys  # and what the files that it names held then
     source: Path | None
     read: Callable[[Path], FleetConfig]
     addresses: tuple[Address, ...]
@@ -53,9 +55,10 @@ class Reload:
 
 @dataclass(frozen=True, slots=True)
 class Reloaded:
-    """The leader did; the others are to take it."""
+    """The leader did; the others are to take it, and the keys that it read."""
 
     config: FleetConfig
+    keys: Keys
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,6 +26,7 @@ from typing import Any
 
 from proxy.assembly import url_of
 from proxy.config import FleetConfig, load
+from proxy.control.keys import Keys
 from proxy.errors import ProxyError
 from proxy.processes.channel import Channel
 from proxy.processes.child import Child
@@ -77,6 +78,7 @@ class Supervisor:
         self.processes = how_many(config)
         self.restarts = 0
         self._started_with = self._config = config
+        self._keys = Keys.read(config, str(source))
         self._source = source
         self._table: Table
         self._ports = Ports()
@@ -229,6 +231,7 @@ class Supervisor:
             self.processes,
             self._started_with,
             self._config,
+            self._keys,
             self._source,
             self._read,
             self._ports.addresses,
@@ -299,8 +302,8 @@ class Supervisor:
                         self._pass_on(other, message)
             case Remembered():
                 self._say_all(message, but=child)
-            case Reloaded(config):
-                self._config, self._logs = config, None
+            case Reloaded(config, keys):
+                self._config, self._keys, self._logs = config, keys, None
                 self._say_all(message, but=child)
             case Ask():
                 if message.what == "logs":

@@ -14,6 +14,7 @@ import pytest
 from proxy.app import App
 from proxy.config import DiscoveryConfig, FleetConfig, PoolConfig, load, parse
 from proxy.control import discovery as module
+from proxy.control.discovered import keys_of
 from proxy.control.discovery import Discovery, source
 from proxy.control.dns import Dns
 from proxy.control.endpoints import Listener
@@ -65,7 +66,7 @@ class Site:
         config = parse(text, "fleet.yaml")
         for spec in specs(config):
             self.fleet.add(spec)
-        self.discovery = Discovery(self.fleet, config, _spec, self._source)
+        self.discovery = Discovery(self.fleet, config, keys_of(config), _spec, self._source)
 
     def _source(self, _: DiscoveryConfig, pool: PoolConfig) -> FakeSource:
         self.sources.append(FakeSource(pool.name))
@@ -80,7 +81,7 @@ class Site:
         from proxy.app import specs
 
         config = parse(text, "fleet.yaml")
-        found = self.discovery.reconfigure(config)
+        found = self.discovery.reconfigure(config, keys_of(config))
         self.fleet.replace([*found, *specs(config)])
         self.discovery.reloaded()
 
@@ -160,7 +161,7 @@ def test_another_process_goes_on_from_what_one_knew(site: Site) -> None:
     other.sources, config = [], parse(POOLS, "fleet.yaml")
     from proxy.assembly import _spec
 
-    other.discovery = Discovery(other.fleet, config, _spec, other._source)
+    other.discovery = Discovery(other.fleet, config, keys_of(config), _spec, other._source)
     other.discovery.adopt(site.discovery.known())
     workers = list(other.fleet)
     other.told("s-1", "s-2")  # the other pool has yet to be heard of

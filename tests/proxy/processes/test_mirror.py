@@ -34,7 +34,7 @@ class Process:
         self.later: list[Callable[[], None]] = []
         self.sharing = Sharing(table, index, self.fleet, lambda: self.now, self.later.append)
         self.fleet.others = self.sharing
-        discovery = Discovery(self.fleet, CONFIG, _spec)
+        discovery = Discovery(self.fleet, CONFIG, {}, _spec)
         self.mirror = Mirror(self.router, discovery, self.sharing, lambda: self.now)
 
     def up(self, name: str) -> Worker:

@@ -232,8 +232,8 @@ async def test_a_file_with_a_mistake_changes_nothing_anywhere(
 
 
 async def test_one_that_dies_is_begun_again_by_the_file_that_was_read_last(tmp_path: Path) -> None:
-    """What only the first one named may be there no longer."""
-    stays, goes = "k" * 32, "g" * 32
+    """What only the first one named may be there no longer, and keys be others by now."""
+    stays, goes, comes = "k" * 32, "g" * 32, "c" * 32
     (tmp_path / "stays").write_text(stays)
     (tmp_path / "goes").write_text(goes)
     tenant = "- {{name: {0}, keys_file: {1}/{0}}}\n"
@@ -253,6 +253,7 @@ async def test_one_that_dies_is_begun_again_by_the_file_that_was_read_last(tmp_p
                     pass
             client.close()
         (tmp_path / "goes").unlink()
+        (tmp_path / "stays").write_text(comes)
         for victim, old in crew.pids.items():
             os.kill(old, signal.SIGKILL)
             await eventually(
@@ -264,7 +265,15 @@ async def test_one_that_dies_is_begun_again_by_the_file_that_was_read_last(tmp_p
                     while await with_key(client, stays) != 200:
                         pass
                 assert await with_key(client, goes) == 401
+                assert await with_key(client, comes) == 401
                 client.close()
+        crew.tell(signal.SIGHUP)
+        for client in (await crew.each()).values():
+            async with asyncio.timeout(DEADLINE_S):
+                while await with_key(client, comes) != 200:
+                    pass
+            assert await with_key(client, stays) == 401
+            client.close()
     finally:
         crew.close()
         await fake.stop()

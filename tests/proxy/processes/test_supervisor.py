@@ -15,6 +15,7 @@ import pytest
 
 from proxy.app import supervise
 from proxy.config import FleetConfig, parse
+from proxy.control.keys import Keys
 from proxy.errors import ProxyError
 from proxy.processes import questions
 from proxy.processes import supervisor as module
@@ -81,7 +82,7 @@ async def test_who_begins_is_told_what_is_logged_until_the_file_is_read_again() 
         Ask(0, "logs", (True, {"": "debug", "proxy": "error"})),
         Ask(0, "logs", (False, {"": "debug", "proxy": "error"})),
     ]
-    kept._heard(leader, Reloaded(config()))
+    kept._heard(leader, Reloaded(config(), Keys({}, None, {})))
     kept._heard(leader, Ask(4, "logs", (None, {"proxy": "info"})))
     assert told[1][-1] == Ask(0, "logs", (None, {"proxy": "info"}))
     for task in kept._tasks:
