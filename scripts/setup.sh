@@ -2,6 +2,7 @@
 # Builds .venv with everything that `make demo`, `make test` and `make lint` need.
 # Quick when nothing changed: the stamp holds a hash of what the environment is made from.
 set -euo pipefail
+unset CDPATH  # with which cd looks elsewhere first
 cd "$(dirname "$0")/.."
 
 venv=.venv
@@ -55,39 +56,73 @@ python=$(find_python) || {
     exit 1
 }
 say "building $venv with $("$python" --version) (3.5 GB; 15 s to 2 min)"
-# One that was cut off while it was made has a Python and no pip; with one of another Python the same
-# may fail again that the one found now was installed for; and the commands of one that was copied or
-# moved here with its folder run what lies where it was made.
+# One that was cut off while it was made has a Python and no pip, or packages of which there are but
+# some files, and who installs takes them for whole; with one of another Python the same may fail again
+# that the one found now was installed for; and the commands of one that was copied or moved here with
+# its folder run what lies where it was made.
 version=$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')
+begun=$venv/.setup-begun
 {
-    grep -qF "$here/$venv/bin/" $venv/bin/pip &&
+    [ ! -e $begun ] && grep -qF "$here/$venv/bin/" $venv/bin/pip &&
         $venv/bin/python -c "import pip, sys; sys.exit('%d.%d' % sys.version_info[:2] != '$version')"
 } >/dev/null 2>&1 || "$python" -m venv --clear $venv
 rm -f "$stamp"
-$venv/bin/python -m pip install --quiet --upgrade pip uv || {
+# Who ends by himself leaves what is whole; bash would go on after a Ctrl-C that pip has answered.
+trap 'exit 130' INT
+unless_cut_off() {
+    local code=0
+    : >$begun
+    "$@" || code=$?
+    [ $code -ge 128 ] || rm -f $begun
+    return $code
+}
+PIP_USER=0 unless_cut_off $venv/bin/python -m pip install --quiet --upgrade pip uv || {
     say "pip could not reach a package index; check the network or PIP_INDEX_URL"
     exit 1
 }
 
 # uv reads nothing of what pip was told, and a mirror may be all that this machine reaches.
-index=${PIP_INDEX_URL:-$($venv/bin/python -m pip config get global.index-url 2>/dev/null || true)}
-[ -z "$index" ] || export UV_DEFAULT_INDEX="${UV_DEFAULT_INDEX:-${UV_INDEX_URL:-$index}}"
+told() {
+    local variable=${1^^}
+    variable=PIP_${variable//-/_}
+    printf '%s' "${!variable:-$($venv/bin/python -m pip config get "global.$1" 2>/dev/null || true)}"
+}
+index=$(told index-url)
+if [ -n "$index" ]; then
+    export UV_DEFAULT_INDEX="${UV_DEFAULT_INDEX:-${UV_INDEX_URL:-$index}}"
+    more=($(told extra-index-url))  # the public one lacks nothing, a mirror may
+    if [ ${#more[@]} -gt 0 ] && [ -z "${UV_INDEX:-${UV_EXTRA_INDEX_URL:-}}" ]; then
+        # The newest of all of them, as pip does.
+        export UV_INDEX="${more[*]}" UV_INDEX_STRATEGY="${UV_INDEX_STRATEGY:-unsafe-best-match}"
+    fi
+fi
+cert=$(told cert)
+[ -z "$cert" ] || export SSL_CERT_FILE="${SSL_CERT_FILE:-$cert}"
+# Where it can't write one it fails; pip goes on.
+cache=$($venv/bin/uv cache dir 2>/dev/null || true)
+{ mkdir -p "$cache" && [ -w "$cache" ]; } 2>/dev/null || export UV_NO_CACHE=1
 # It knows the PyTorch CPU index by name; a folder of wheels, where there is one, comes first.
-torch=(--torch-backend cpu)
+from=(--torch-backend cpu)
 tag=cp${version/./}
-for folder in "${PIP_FIND_LINKS:-}" ${PIP_FIND_LINKS:-}; do  # one with spaces, or several
+links=$(told find-links)
+for folder in "$links" $links; do  # one with spaces, or several
     if [ -n "$folder" ] && compgen -G "${folder%/}/torch-*+cpu-$tag-*.whl" >/dev/null; then
-        torch=(--find-links "$folder")
+        from=(--find-links "$folder")
         break
     fi
 done
+case $(told no-index) in
+    1 | [Tt]rue | [Yy]es | [Oo]n)
+        from=(--no-index)
+        for place in $links; do from+=(--find-links "$place"); done ;;
+esac
 install() {
     # Compiled now, once: where Python may not write beside its sources, each engine's three
     # processes would compile vLLM and torch anew.
-    $venv/bin/uv pip install --quiet --compile-bytecode --python $venv/bin/python "${torch[@]}" \
+    $venv/bin/uv pip install --quiet --compile-bytecode --python $venv/bin/python "${from[@]}" \
         --excludes scripts/cpu-excludes.txt "$@"
 }
-install --editable '.[cpu,plots]' --group test --group lint || {
+unless_cut_off install --editable '.[cpu,plots]' --group test --group lint || {
     say "the installation failed; what is above says which package, and"
     say "  a folder with torch's CPU wheel can be given as PIP_FIND_LINKS"
     exit 1

@@ -33,13 +33,23 @@ case "$*" in
     echo venv {version} >>"$TOLD"
     rm -rf .venv; mkdir -p .venv/bin; cp "$0" .venv/bin/python
     echo "#!$PWD/.venv/bin/python" >.venv/bin/pip ;;
-  "-m pip config get global.index-url") [ -n "${{CONFIGURED:-}}" ] && echo "$CONFIGURED" ;;
-  "-m pip install"*) ln -sf "$UV" .venv/bin/uv ;;
+  "-m pip config get global."*)
+    name=CONFIGURED_${{*: -1}}; name=${{name/global./}}; name=${{name//-/_}}
+    [ -n "${{!name:-}}" ] && echo "${{!name}}" ;;
+  "-m pip install"*)
+    [ "${{PIP_USER:-}}" != 1 ] || exit 1
+    # As pip does, it answers a Ctrl-C, which its whole group gets.
+    if [ "${{CUT_OFF:-}}" = pip ]; then trap "" INT; kill -INT -- -$PPID; exit 1; fi
+    ln -sf "$UV" .venv/bin/uv ;;
   *) echo "unexpected: $*" >&2; exit 9 ;;
 esac
 """
+# It does not tell which settings it has but those that TELL names.
 UV = """#!{bash}
+[ "$*" != "cache dir" ] || {{ echo "$HOME/.cache/uv"; exit; }}
 echo "uv ${{UV_DEFAULT_INDEX:-}} $*" >>"$TOLD"
+for name in ${{TELL:-}}; do echo "$name=${{!name:-}}" >>"$TOLD"; done
+[ "${{CUT_OFF:-}}" != uv ] || kill -KILL $$
 [ -z "${{GATE:-}}" ] || read -r _ <"$GATE"
 exit ${{FAILS:-0}}
 """
@@ -51,6 +61,7 @@ class Machine:
     def __init__(self, folder: Path) -> None:
         self.clone, self.bin, self._told = folder / "a clone", folder / "bin", folder / "told"
         self._uv = folder / "uv"
+        self.script = str(self.clone / "scripts/setup.sh")
         self._started: list[subprocess.Popen[str]] = []
         self.bin.mkdir()
         self._told.touch()
@@ -87,7 +98,8 @@ class Machine:
         # A Python of this machine's own would come before those on the PATH.
         environment = {"PYTHON": str(next(self.bin.glob("python*"), "")), **more}
         started = subprocess.Popen(
-            [str(self.clone / "scripts/setup.sh")],
+            [self.script],
+            cwd=self.clone,
             env=environment | {name: str(value) for name, value in here.items()},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -152,6 +164,7 @@ def test_one_that_was_moved_with_its_folder_is_built_anew(machine: Machine, tmp_
     assert machine.setup().returncode == 0
     # Its commands would run what lies, or lay, in the folder where it was made.
     machine.clone = machine.clone.rename(tmp_path / "elsewhere")
+    machine.script = str(machine.clone / "scripts/setup.sh")
     assert machine.setup().returncode == 0
     assert machine.told[0] == "venv 3.11"
     again = machine.setup()
@@ -164,6 +177,30 @@ def test_one_whose_python_is_gone_is_built_anew(machine: Machine) -> None:
     (machine.clone / ".venv/bin/python").unlink()
     assert machine.setup().returncode == 0
     assert machine.told[0] == "venv 3.11"
+
+
+@pytest.mark.parametrize("what", ["pip", "uv"])
+def test_one_that_was_cut_off_is_built_anew(machine: Machine, what: str) -> None:
+    machine.python("3.11")
+    assert machine.setup(CUT_OFF=what).returncode != 0
+    # Of what was installed then half the files may be there, and it is taken for whole.
+    assert machine.setup().returncode == 0
+    assert [line.split()[0] for line in machine.told] == ["venv", "uv"]
+    (machine.clone / ".venv/.setup-stamp").unlink()
+    assert machine.setup().returncode == 0
+    assert [line.split()[0] for line in machine.told] == ["uv"]
+
+
+def test_settings_of_the_users_shell_change_nothing(machine: Machine, tmp_path: Path) -> None:
+    machine.python("3.11")
+    (other := tmp_path / "other/scripts").mkdir(parents=True)
+    shutil.copy(machine.clone / "scripts/setup.sh", other)
+    # make calls it by this name, for which cd would look where CDPATH says.
+    machine.script = "scripts/setup.sh"
+    done = machine.setup(PIP_USER="1", CDPATH=str(other.parent))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == ""
+    assert (machine.clone / ".venv/.setup-stamp").exists()
 
 
 def test_of_two_at_once_one_builds(machine: Machine, tmp_path: Path) -> None:
@@ -211,8 +248,8 @@ def test_a_library_that_is_missing_is_named_before_anything_is_fetched(machine: 
     [
         ({}, ""),
         ({"PIP_INDEX_URL": "https://mirror/simple"}, "https://mirror/simple"),
-        ({"CONFIGURED": "https://written/simple"}, "https://written/simple"),
-        ({"CONFIGURED": "https://w/", "PIP_INDEX_URL": "https://said/"}, "https://said/"),
+        ({"CONFIGURED_index_url": "https://written/simple"}, "https://written/simple"),
+        ({"CONFIGURED_index_url": "https://w/", "PIP_INDEX_URL": "https://said/"}, "https://said/"),
         ({"PIP_INDEX_URL": "https://pip/", "UV_DEFAULT_INDEX": "https://uv/"}, "https://uv/"),
         ({"PIP_INDEX_URL": "https://pip/", "UV_INDEX_URL": "https://uv/"}, "https://uv/"),
     ],
@@ -236,3 +273,45 @@ def test_a_folder_with_torch_comes_before_the_index(
     assert machine.setup(PIP_FIND_LINKS=given).returncode == 0
     assert f"--find-links {wheels}" in machine.told[1]
     assert "--torch-backend" not in machine.told[1]
+
+
+def test_uv_has_the_certificates_and_the_other_indexes_that_pip_has(machine: Machine) -> None:
+    machine.python("3.11")
+    names = "UV_INDEX UV_INDEX_STRATEGY SSL_CERT_FILE"
+    given = {"TELL": names, "PIP_CERT": "/c.pem", "PIP_EXTRA_INDEX_URL": "https://a/ https://b/"}
+    assert machine.setup(**given, PIP_INDEX_URL="https://m/").returncode == 0
+    assert machine.told[2:] == [
+        "UV_INDEX=https://a/ https://b/", "UV_INDEX_STRATEGY=unsafe-best-match",
+        "SSL_CERT_FILE=/c.pem",
+    ]  # fmt: skip
+    (machine.clone / ".venv/.setup-stamp").unlink()
+    # Beside the public index, and over what uv itself was told, it has none of them.
+    assert machine.setup(**given).returncode == 0
+    assert machine.told[1:3] == ["UV_INDEX=", "UV_INDEX_STRATEGY="]
+    (machine.clone / ".venv/.setup-stamp").unlink()
+    own = {"PIP_INDEX_URL": "https://m/", "UV_INDEX": "https://u/", "SSL_CERT_FILE": "/own.pem"}
+    assert machine.setup(**given, **own).returncode == 0
+    assert machine.told[1:] == [
+        "UV_INDEX=https://u/", "UV_INDEX_STRATEGY=", "SSL_CERT_FILE=/own.pem"
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("said", [{"PIP_NO_INDEX": "1"}, {"CONFIGURED_no_index": "true"}])
+def test_without_an_index_all_comes_from_the_places_that_pip_knows(
+    machine: Machine, said: dict[str, str]
+) -> None:
+    machine.python("3.11")
+    assert machine.setup(**said, CONFIGURED_find_links="/wheels https://w/").returncode == 0
+    assert "--no-index --find-links /wheels --find-links https://w/" in machine.told[1]
+    assert "--torch-backend" not in machine.told[1]
+
+
+def test_without_a_cache_that_can_be_written_uv_does_without(machine: Machine) -> None:
+    machine.python("3.11")
+    assert machine.setup(TELL="UV_NO_CACHE").returncode == 0
+    assert machine.told[2:] == ["UV_NO_CACHE="]
+    (machine.clone / ".venv/.setup-stamp").unlink()
+    shutil.rmtree(machine.clone / ".cache")
+    (machine.clone / ".cache").touch()
+    assert machine.setup(TELL="UV_NO_CACHE").returncode == 0
+    assert machine.told[1:] == ["UV_NO_CACHE=1"]
