@@ -25,6 +25,7 @@ from pathlib import Path
 from sys import maxsize
 from typing import TYPE_CHECKING
 
+from proxy.batches.almanac import Almanac
 from proxy.batches.chores import Chores, close, take_in
 from proxy.batches.errand import Errand
 from proxy.batches.gaps import gap, within_limits
@@ -77,6 +78,7 @@ class Lane:
         self._keep = keeper
         self._path = path
         self._wall = wall
+        self._almanac = Almanac(wire.clock, wall)
         self._lock: int | None = None
         self._running: dict[str, Running] = {}
         self._chores = Chores(keeper)
@@ -161,7 +163,7 @@ class Lane:
         try:
             if not self._lead():
                 return
-            more = clock() >= self._next_purge
+            more = self._almanac.is_believed() and clock() >= self._next_purge
             if more:  # first: it may be what makes room for all else
                 self._next_purge = clock() + PURGE_S
                 try:

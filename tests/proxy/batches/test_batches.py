@@ -17,7 +17,9 @@ import pytest
 
 from proxy.batches import lane as lane_module
 from proxy.batches import store as store_module
+from proxy.batches.almanac import DOUBT_S
 from proxy.batches.lane import Lane
+from proxy.batches.service import DAY_S
 from proxy.batches.store import Store
 from proxy.batches.types import StoreFullError
 from proxy.core.types import Gauges
@@ -382,6 +384,41 @@ async def test_forgetting_that_failed_is_tried_again_at_once(
     await eventually(lambda: len(tried) >= 1)
     office.skip(10)
     await eventually(lambda: len(tried) >= 2)
+
+
+async def kept(office: Office) -> int:
+    """Let the lane forget what it may; return how many results there are still."""
+    for _ in range(4):  # a batch, files, and their room
+        office.batches.lane.purge_soon()  # as a reload does
+        await office.batches.lane.turn()
+    return await office.batches.keeper(
+        lambda store: store.connection.execute("SELECT count(*) FROM results").fetchone()[0]
+    )
+
+
+async def test_when_the_clock_jumps_ahead_nothing_is_forgotten_for_a_day(
+    office: Office, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It may be set wrong, and results are not to be had again."""
+    keep_s = office.settings.keep_days * DAY_S
+    await office.until(await office.begin(lines(2)))
+    office.ahead += 2 * keep_s
+    assert await kept(office) == 2
+    assert caplog.text.count("jumped ahead") == 1
+    office.ahead -= 2 * keep_s  # it is set right
+    office.skip(DOUBT_S)
+    assert await kept(office) == 2
+    office.skip(2 * keep_s)
+    assert await kept(office) == 0
+
+
+async def test_a_clock_that_stays_ahead_is_believed_in_the_end(office: Office) -> None:
+    """As that of a machine that slept."""
+    await office.until(await office.begin(lines(2)))
+    office.ahead += 2 * office.settings.keep_days * DAY_S
+    assert await kept(office) == 2
+    office.skip(DOUBT_S)
+    assert await kept(office) == 0
 
 
 async def test_lines_whose_model_has_no_room_hold_up_none_of_another(office: Office) -> None:
