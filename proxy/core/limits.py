@@ -144,15 +144,28 @@ class Ledger:
 
         `prompt` is the least that its largest prompt may have.
         """
-        requests, bucket = self._requests, self._tokens
         if (breach := self.too_long(prompt)) is not None:
             return breach
         most = self._limits.concurrency
-        if most is not None:
-            if self.others is not None:  # at once: of a crowd each process has a part
-                self.elsewhere = self.others.running()
-            if self.running + self.elsewhere >= most:
-                return self._breach(now, Limit.CONCURRENCY, most, AGAIN_S)
+        others = None if most is None else self.others
+        if others is not None:
+            # Of a crowd each process has a part. Whoever would enter says so before it looks: of
+            # two at the same moment neither passes unseen, though both may find no room.
+            others.told(self.running + 1)
+            self.elsewhere = others.running()
+        if most is not None and self.running + self.elsewhere >= most:
+            breach = self._breach(now, Limit.CONCURRENCY, most, AGAIN_S)
+        else:
+            breach = self._take(now, tokens)
+        if breach is None:
+            self.running += 1
+        elif others is not None:
+            others.told(self.running)
+        return breach
+
+    def _take(self, now: float, tokens: int) -> Breach | None:
+        """Take what a request will have a minute, or say what keeps it out."""
+        requests, bucket = self._requests, self._tokens
         # Both are asked before either is taken from.
         if requests is not None and (wait := requests.wait_s(now, 1)) > 0:
             return self._breach(now, Limit.REQUESTS, requests.per_minute, wait)
@@ -160,7 +173,6 @@ class Ledger:
             return self._breach(now, Limit.TOKENS, bucket.per_minute, wait)
         if requests is not None:
             requests.charge(now, 1)
-        self._count(1)
         return None
 
     def _count(self, more: int) -> None:

@@ -74,6 +74,44 @@ def test_a_crowd_that_comes_to_all_at_once_is_counted_as_one(crews: Crews) -> No
     placed(crew.routers[0].submit(asked, crew.now))
 
 
+def test_two_that_come_at_the_same_moment_are_not_one_too_many(
+    crews: Crews, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second comes to another process when the first has just seen that there is room."""
+    crew = opened(crews, TenantSpec("t", limits=Limits(concurrency=1)))
+    crew.look()
+    answers: list[Lease | Ticket | Refusal] = []
+
+    def come(index: int) -> None:
+        asked = ask(100, 50)
+        asked.tenant, asked.rank = tenant(crew, index), Rank.STANDARD
+        answers.append(crew.routers[index].submit(asked, crew.now))
+
+    others = tenant(crew, 0).ledger.others
+    assert others is not None
+    look = others.running
+
+    def meanwhile() -> int:
+        found = look()
+        come(1)
+        return found
+
+    monkeypatch.setattr(others, "running", meanwhile)
+    come(0)
+    assert [type(answer) for answer in answers] == [Refusal, Lease]
+
+
+def test_who_is_kept_out_is_counted_nowhere(crews: Crews) -> None:
+    limits = Limits(concurrency=2, requests_per_minute=1, tokens_per_minute=5000)
+    crew = opened(crews, TenantSpec("t", limits=limits))
+    placed(submit(crew, 0))
+    for prompt in (100, 10_000):
+        assert refused(submit(crew, 1, prompt=prompt)).status == 429
+    others = tenant(crew, 0).ledger.others
+    assert others is not None
+    assert others.running() == 0
+
+
 def test_who_leaves_says_no_more_of_who_comes_after_it_by_the_same_name(crews: Crews) -> None:
     specs = [TenantSpec("t", limits=Limits(concurrency=3))]
     crew = opened(crews, *specs)
