@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from math import inf
 from pathlib import Path
@@ -237,7 +237,12 @@ class App:
         """Take in a worker until the next reload."""
         spec = _spec(worker, self.config)
         to_worker(spec.tls)  # files that can't be used are whose fault that asks, now
+        self.hide_keys([spec])
         self.fleet.add(spec)
+
+    def hide_keys(self, workers: Iterable[WorkerSpec]) -> None:
+        """Keep keys of workers out of the log that no file tells of."""
+        self.logs.hide(spec.api_key for spec in workers if spec.api_key is not None)
 
     def remove_worker(self, name: str) -> None:
         """Take out a worker until the next reload; its requests in flight finish."""

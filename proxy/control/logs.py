@@ -1,8 +1,9 @@
 """The router's log: a line for each request at its end, and the router's own lines.
 
-Nobody's secret is in it: keys never come near a request's line, and those of the fleet file, and of
-the files and variables that it names, are cut out of all others. Tenants' keys are not known here:
-of them there are only hashes. A prompt is in it only where the fleet file says so.
+Nobody's secret is in it: keys never come near a request's line, and those of the fleet file, of the
+files and variables that it names, and of workers that an operator adds are cut out of all others.
+Tenants' keys are not known here: of them there are only hashes. A prompt is in it only where the
+fleet file says so.
 """
 
 from __future__ import annotations
@@ -74,15 +75,20 @@ class Logs:
         `keys` are those that stand elsewhere, and are to be cut out too.
         """
         self.settings = config.router.logs
-        secrets = {*secrets_in(config.model_dump(mode="json")), *long_enough(keys)}
-        # Of one that is the beginning of another, nothing may be left either.
-        self._secrets = tuple(sorted(secrets, key=len, reverse=True))
+        self._secrets = ()
+        self.hide([*secrets_in(config.model_dump(mode="json")), *keys])
         self.log_requests(self.settings.requests)
         for name in self.levels():
             if name:
                 logging.getLogger(name).setLevel(logging.NOTSET)
         if self._handler is not None:
             self._set_level(self.settings.level)
+
+    def hide(self, keys: Iterable[str]) -> None:
+        """Cut these out too, until the fleet file is read again."""
+        secrets = {*self._secrets, *long_enough(keys)}
+        # Of one that is the beginning of another, nothing may be left either.
+        self._secrets = tuple(sorted(secrets, key=len, reverse=True))
 
     def levels(self) -> dict[str, str]:
         """Return the levels that are set, by logger; the one without a name is for all others."""

@@ -112,6 +112,7 @@ class Member:
                 self._lead()
             case Workers():
                 if not self.app.leads:
+                    self.app.hide_keys(known.spec for known in message.known)
                     self._mirror.take(message)
                     self._begin_to_listen()
             case Joined():

@@ -17,7 +17,7 @@ import aiohttp
 import pytest
 
 from proxy.app import App, allow_connections, serve
-from proxy.config import FleetConfig, load
+from proxy.config import FleetConfig, WorkerConfig, load
 from proxy.core.handover import Why
 from proxy.errors import ConfigError, Problem, ProxyError
 from proxy.wire import listening as waiting
@@ -171,6 +171,17 @@ async def test_keys_that_the_file_only_names_are_in_no_log(
     monkeypatch.setenv("THE_KEY", "of-the-operator-2")
     app.reload()
     assert said(app).endswith(b" *** ***")
+
+
+async def test_the_key_of_a_worker_that_is_added_is_in_no_log(app: App) -> None:
+    def said() -> bytes:
+        record = logging.makeLogRecord({"msg": "of-this-worker of-this"})
+        return app.logs.line_of(record, "").rstrip()
+
+    assert said().endswith(b" of-this-worker of-this")
+    for name, key in (("c", "of-this"), ("d", "of-this-worker")):
+        app.add_worker(WorkerConfig(name=name, url=f"http://{name}", api_key=key))
+    assert said().endswith(b" *** ***")
 
 
 async def test_what_takes_a_restart_is_judged_by_what_runs(app: App, tmp_path: Path) -> None:

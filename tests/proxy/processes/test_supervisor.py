@@ -7,13 +7,14 @@ import logging
 import os
 import signal
 import socket
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
-from proxy.app import supervise
+from proxy.app import App, supervise
 from proxy.config import FleetConfig, parse
 from proxy.control.keys import Keys
 from proxy.errors import ProxyError
@@ -21,10 +22,11 @@ from proxy.processes import questions
 from proxy.processes import supervisor as module
 from proxy.processes.child import Child
 from proxy.processes.member import Member
-from proxy.processes.messages import Ask, Reloaded
+from proxy.processes.messages import Ask, Known, Reloaded, Workers
 from proxy.processes.supervisor import Supervisor
 from proxy.processes.table import ALIVE, Table
 from proxy.wire import listening
+from tests.proxy.core.making import spec
 from tests.proxy.wire.site import eventually
 
 if TYPE_CHECKING:
@@ -235,6 +237,18 @@ async def test_a_process_that_looks_no_more_ends_and_says_why(
     assert member.failed
     assert "Traceback" in caplog.text
     assert "a mistake of ours" in caplog.text
+
+
+async def test_keys_of_workers_that_the_leader_was_given_are_in_no_log() -> None:
+    member = Member.__new__(Member)
+    stub: Any = member
+    stub.app, stub._listens = App(config()), True
+    stub._mirror = SimpleNamespace(take=lambda _: None)
+    added = replace(spec("added"), api_key="of-this-worker")
+    known = Known(added, None, 0.0, True, True, 0.0, False, (), None, None, None)
+    member.heard(Workers((known,)))
+    record = logging.makeLogRecord({"msg": "sent of-this-worker"})
+    assert stub.app.logs.line_of(record, "").endswith(b"sent ***\n")
 
 
 async def test_ports_that_are_let_go_in_time_are_waited_for(
