@@ -11,21 +11,27 @@ from itertools import pairwise
 
 import pytest
 
-from benchmarks.agreement import TIME, WAYS, both, by_job, crowd, figures
+from benchmarks.agreement import (
+    FAR_ON,
+    GROWING,
+    TIME,
+    WAYS,
+    both,
+    by_job,
+    crowd,
+    figures,
+)
 from tests.sim.making import ends, firsts, run, worker
 from vllm_sched.sim.exact import ExactEngine
 from vllm_sched.sim.fluid import Fluid
 from vllm_sched.sim.types import Job
 
 
-@pytest.mark.parametrize("name", WAYS)
+@pytest.mark.parametrize("name", [*WAYS, *FAR_ON])
 def test_a_plain_worker_is_near_a_real_scheduler(name: str) -> None:
-    exact, plain = both(WAYS[name])
-    assert plain == pytest.approx(exact, rel=WAYS[name].near)
-
-
-# What is read again and what is attended to makes each step of a long prompt longer than the last.
-GROWING = replace(TIME, prefill_s=2e-5, pair_s=2e-8, context_s=2e-7, read_s=1e-6)
+    way = (WAYS | FAR_ON)[name]
+    exact, plain = both(way)
+    assert plain == pytest.approx(exact, rel=way.near)
 
 
 CHUNKS = ("chunk_budget",)
