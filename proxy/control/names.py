@@ -6,6 +6,9 @@ has a thread of its own, one at a time, whoever asks. Where that takes long or f
 before has to do, unless the answer is that there is no such name; and where nothing was found, the
 last failure is one again. What is older than a moment is looked up anew, and so is where nobody
 took a connection: a worker that was started again may be elsewhere.
+
+Of several addresses one that nobody answers at takes no time from the others: after a moment the
+next one is tried beside it, and whichever answers first is it (RFC 8305).
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ from typing import Any, NamedTuple, TypeVar
 
 FRESH_S = 1.0  # what was found is good for
 WAIT_S = 0.25  # for a look-up, where something was found before
+HEAD_START_S = 0.25  # of an address, before the next one is tried beside it
 MOST_THREADS = 64
 MOST_KNOWN = 4096
 NOBODY = (socket.EAI_NONAME, getattr(socket, "EAI_NODATA", socket.EAI_NONAME))
@@ -170,7 +174,7 @@ async def connect(
     tls: ssl.SSLContext | None,
     handshake_s: float | None = None,
 ) -> tuple[asyncio.BaseTransport, P]:
-    """Connect, to one of a name's addresses after the other.
+    """Connect, to whichever of a name's addresses answers first.
 
     Raises an `OSError`, or for a host that can be no name a `UnicodeError`.
     """
@@ -179,9 +183,13 @@ async def connect(
         options = {"ssl": tls, "server_hostname": host, "ssl_handshake_timeout": handshake_s}
     loop = asyncio.get_running_loop()
     errors: list[OSError] = []
-    for address in await NAMES.find(host):
+    left = deque(await NAMES.find(host))
+    while left:
         try:
-            return await loop.create_connection(protocol, address, port, **options)
+            if len(left) == 1:
+                return await loop.create_connection(protocol, left.popleft(), port, **options)
+            if (raw := await _first(left, port, errors)) is not None:
+                return await loop.create_connection(protocol, sock=raw, **options)
         except ssl.SSLError:
             raise  # somebody is there
         except OSError as error:
@@ -193,6 +201,51 @@ async def connect(
     if len(errors) == 1:
         raise errors[0]
     raise OSError("; ".join(str(error) for error in errors))
+
+
+async def _first(left: deque[str], port: int, errors: list[OSError]) -> socket.socket | None:
+    """Take addresses until one of them answers; None if none does, and why not is in `errors`."""
+    loop = asyncio.get_running_loop()
+    trying: set[asyncio.Task[socket.socket]] = set()
+    try:
+        while left or trying:
+            if left:
+                trying.add(loop.create_task(_reach(left.popleft(), port)))
+            done, _ = await asyncio.wait(
+                trying,
+                timeout=HEAD_START_S if left else None,
+                return_when=asyncio.FIRST_COMPLETED,
+            )
+            for each in done:
+                trying.discard(each)
+                try:
+                    return each.result()
+                except OSError as error:
+                    errors.append(error)
+    finally:
+        for each in trying:
+            each.cancel()
+            each.add_done_callback(_drop)
+    return None
+
+
+async def _reach(address: str, port: int) -> socket.socket:
+    found = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)
+    family, kind, protocol, _, where = found[0]
+    raw = socket.socket(family, kind, protocol)
+    try:
+        raw.setblocking(False)
+        await asyncio.get_running_loop().sock_connect(raw, where)
+    except BaseException:
+        raw.close()
+        raise
+    return raw
+
+
+def _drop(tried: asyncio.Task[socket.socket]) -> None:
+    """Close what was reached when another had been reached already."""
+    if not tried.cancelled() and tried.exception() is None:
+        tried.result().close()
 
 
 def _is_address(host: str) -> bool:

@@ -21,7 +21,7 @@ from tests.proxy.certificates import Authority
 from tests.proxy.wire import scripts
 from tests.proxy.wire.client import chat
 from tests.proxy.wire.fake_worker import FakeWorker
-from tests.proxy.wire.site import Fake, Site, eventually, spec_of
+from tests.proxy.wire.site import Fake, Site, eventually, sockets, spec_of
 
 ON = ("asyncio", "uvloop")  # which has look-ups and connections of its own
 MOST = 1 << 20
@@ -238,6 +238,59 @@ async def test_each_address_of_a_name_is_tried(resolver: Resolver, worker: FakeW
     resolver.known["none.test"] = ("127.0.0.2", "127.0.0.3")
     with pytest.raises(OSError, match=r"Errno 111.*; .*Errno 111"):
         await connect(asyncio.Protocol, "none.test", port_of(worker), None)
+
+
+@pytest.fixture
+async def hole() -> AsyncIterator[FakeWorker]:
+    """Let connections to a port of 127.0.0.1 hang."""
+    fake = FakeWorker()
+    await fake.listen()
+    await fake.hang()
+    yield fake
+    await fake.stop()
+
+
+async def test_an_address_that_does_not_answer_leaves_the_next_its_time(
+    resolver: Resolver, hole: FakeWorker
+) -> None:
+    loop = asyncio.get_running_loop()
+    server = await loop.create_server(asyncio.Protocol, "127.0.0.2", hole.port)
+    resolver.known["w0.test"] = ("127.0.0.1", "127.0.0.2", "127.0.0.3")
+    try:
+        async with asyncio.timeout(10):
+            transport, _ = await connect(asyncio.Protocol, "w0.test", hole.port, None)
+    finally:
+        server.close()
+    assert transport.get_extra_info("peername")[0] == "127.0.0.2"
+    raw = transport.get_extra_info("socket")
+    assert raw.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+    transport.close()
+
+
+async def test_one_that_is_slow_to_answer_is_waited_for(
+    resolver: Resolver, hole: FakeWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(names, "HEAD_START_S", 0.0)
+    resolver.known["w0.test"] = ("127.0.0.1", "127.0.0.2")
+    connecting = asyncio.create_task(connect(asyncio.Protocol, "w0.test", hole.port, None))
+    await asyncio.wait([connecting], timeout=0.1)  # by then the other has refused
+    await hole.wake()
+    transport, _ = await connecting
+    assert transport.get_extra_info("peername")[0] == "127.0.0.1"
+    transport.close()
+
+
+async def test_nothing_is_left_of_one_that_nobody_waits_for(
+    resolver: Resolver, hole: FakeWorker
+) -> None:
+    resolver.known["w0.test"] = ("127.0.0.1", "127.0.0.1")
+    before = sockets()
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.4):
+            await connect(asyncio.Protocol, "w0.test", hole.port, None)
+    await eventually(lambda: sockets() == before)
+    assert len(asyncio.all_tasks()) == 1
+    assert not NAMES._known["w0.test"].until
 
 
 async def test_a_worker_that_was_started_elsewhere_is_found(
