@@ -135,7 +135,9 @@ class WorkerConfig(Block):
     role: WorkerRole = Field("general", description="what it is for")
     url: Url | None = Field(None, description="http://host:port; with launch, a free port if none")
     model: Name | None = Field(None, description="what clients call its model, if not the fleet's")
-    max_model_len: Count | None = Field(None, description="asked of the worker if not given")
+    max_model_len: Count | None = Field(
+        None, description="asked of the worker; stated here it may be less than that, not more"
+    )
     max_requests: Count | None = Field(None, description="in flight at once; no own limit if none")
     api_key: Key | None = Field(
         None, repr=False, description="sent to this worker in place of the client's Authorization"
@@ -204,7 +206,9 @@ class PoolConfig(Block):
     )
     role: WorkerRole = Field("general", description="what they are for")
     model: Name | None = Field(None, description="what clients call their model, if not as above")
-    max_model_len: Count | None = Field(None, description="asked of each worker if not given")
+    max_model_len: Count | None = Field(
+        None, description="asked of each worker; stated here it may be less than that, not more"
+    )
     max_requests: Count | None = Field(None, description="in flight at once, on each")
     api_key: Key | None = Field(
         None, repr=False, description="sent to them in place of the client's Authorization"

@@ -181,6 +181,14 @@ class Watch:
         lengths = [length for length in models.values() if length is not None]
         length = models.get(worker.model) or min(lengths, default=None)
         self._fleet.set_served(worker.name, models, length)
+        stated = worker.spec.max_model_len or 0
+        if length is not None and stated > length:
+            logger.warning(
+                "worker %s holds %d tokens, not the %d that are stated of it",
+                worker.name,
+                length,
+                stated,
+            )
         if worker.model not in models:
             names = ", ".join(models)
             logger.warning("worker %s serves %s, not %s", worker.name, names, worker.model)

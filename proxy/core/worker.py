@@ -170,7 +170,8 @@ class Worker:
         self.role = spec.role
         self.misfit_short, self.misfit_long = MISFIT.get(spec.role, (1, 1))
         self.most = NO_LIMIT if spec.max_requests is None else spec.max_requests
-        self.max_model_len = spec.max_model_len or self.told_max_model_len
+        lengths = [length for length in (spec.max_model_len, self.told_max_model_len) if length]
+        self.max_model_len = min(lengths, default=None)
 
     @property
     def url(self) -> str:

@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import AsyncIterator
 from contextlib import closing, suppress
+from math import inf
 from types import SimpleNamespace
 from typing import Any
 
@@ -166,6 +167,20 @@ async def test_a_length_that_was_stated_stands() -> None:
         worker = fleet.add(spec(double.url, max_model_len=1000))
         await once(fleet, worker)
     assert worker.max_model_len == 1000
+
+
+async def test_unless_the_worker_holds_less_which_is_said_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    fleet = Fleet()
+    async with worker_double() as double:
+        worker = fleet.add(spec(double.url, max_model_len=8000))
+        with closing(Watch(prober_of(fleet), worker)) as watch:
+            for _ in range(3):
+                watch._models_known_at = -inf
+                await watch.once()
+    assert worker.max_model_len == 4096
+    assert caplog.text.count("worker s0 holds 4096 tokens, not the 8000 that are stated of it") == 1
 
 
 async def test_the_length_is_that_of_its_own_model(bench: Bench) -> None:

@@ -87,6 +87,8 @@ def test_a_length_that_the_operator_states_stands() -> None:
     fleet = fleet_of(spec("a", limit=1000))
     fleet.set_served("a", [MODEL], 4096)
     assert members(fleet)[0].max_model_len == 1000
+    fleet.set_served("a", [MODEL], 512)  # unless that is more than there is
+    assert members(fleet)[0].max_model_len == 512
 
 
 def test_an_index_is_used_again_only_when_nothing_is_in_flight() -> None:
