@@ -171,7 +171,7 @@ class Roster:
     def set_served(
         self, name: str, models: Iterable[str], max_model_len: int | None = None
     ) -> None:
-        """Take what a worker's /v1/models says; a shorter context stated in the fleet file stands."""
+        """Take what a worker's /v1/models says; a shorter context that is stated stands."""
         worker = self._workers.get(name)
         if worker is not None:
             worker.models = tuple(models) or (worker.model,)
