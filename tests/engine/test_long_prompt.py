@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from vllm.v1.request import RequestStatus
 
 from tests.engine.schedulers import answer, drain, make_request, make_scheduler, step, until
 from vllm_sched import (
@@ -253,6 +254,32 @@ def test_a_long_that_does_not_fit_lets_shorts_pass() -> None:
     assert step(scheduler).get("short")
     assert "stuck" not in {r.request_id for r in scheduler.running}
     drain(scheduler)
+
+
+def test_hundreds_that_turn_out_long_and_do_not_fit_let_a_short_pass_soon() -> None:
+    # 23 blocks: a long needs 14 of them, or 4 while what it begins with is cached.
+    prefix, own = [9] * 160, 60
+    scheduler = loaded(
+        options={"long_prefill_token_threshold": 100},
+        num_blocks=24,
+        budget=64,
+        max_num_seqs=2,
+        prefix_caching=True,
+    )
+    scheduler.add_request(make_request([*prefix, 1], output=1))
+    drain(scheduler)
+    scheduler.add_request(make_request(16, name="leaves", output=400))
+    step(scheduler)
+    scheduler.add_request(make_request(270, name="stays", output=100))
+    step(scheduler)
+    for number in range(600):
+        scheduler.add_request(make_request([*prefix, *[100 + number] * own]))
+    scheduler.add_request(make_request(20, name="short"))
+    until(scheduler, lambda: scheduler.requests["stays"].num_output_tokens)
+    assert scheduler.waiting.counts[0]["long"].requests == 0
+    scheduler.finish_requests("leaves", RequestStatus.FINISHED_ABORTED)
+    until(scheduler, lambda: "short" in {r.request_id for r in scheduler.running}, most=8)
+    assert scheduler.waiting.counts[0]["long"].requests == 600
 
 
 def test_the_preemption_victim_is_the_long_prefill() -> None:

@@ -347,7 +347,10 @@ class LaneQueue(RequestQueue):
             return True
         if self._moves >= MOST_PUT_ASIDE or self._blocks_read() >= MOST_READ:
             return False
-        # Who may enter can do so from here; who may not keeps those behind him from it.
+        # Who may enter can do so from here; who may not keeps those behind him from it, and so does
+        # one for whose kind there was no room.
+        if self.refused is not None and self._lanes_of(self.refused) == belongs:
+            return True
         waited = self._now - entry.owed_since
         return self._gate_of(belongs, entry.request, waited) is Gate.CLOSED
 
