@@ -62,10 +62,14 @@ class Roster:
         return tuple(self._by_model)
 
     def contexts(self) -> dict[str, int | None]:
-        """Name what workers that are up serve, with the longest context that one offers."""
+        """Name what live workers serve, with the longest context that one offers.
+
+        What nobody can be given now is left out, whether its workers are down or drain: who asks
+        for it even so hears 503, and when to come again.
+        """
         found: dict[str, int | None] = {}
         for worker in self:
-            if not worker.up or not worker.role.serves_whole:
+            if not worker.live:
                 continue
             for model in worker.models:
                 limits = [limit for limit in (found.get(model), worker.max_model_len) if limit]

@@ -79,8 +79,14 @@ def test_a_model_s_context_is_the_longest_that_is_offered_now() -> None:
     for _ in range(3):
         fleet.probe_failed("c", 0.0)
     assert fleet.contexts() == {MODEL: 4096, "adapter": 4096}
-    fleet.remove("a")
+    fleet.drain("a")
     assert fleet.contexts() == {MODEL: None}  # nobody knows
+    fleet.drain("a", draining=False)
+    assert fleet.contexts() == {MODEL: 4096, "adapter": 4096}
+    fleet.remove("a")
+    assert fleet.contexts() == {MODEL: None}
+    fleet.drain("b")
+    assert fleet.contexts() == {}
 
 
 def test_a_length_that_the_operator_states_stands() -> None:
