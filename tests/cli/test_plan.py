@@ -69,6 +69,11 @@ def test_a_plan_for_a_trace_whose_name_is_no_text_is_saved(tmp_path: Path) -> No
         ([*TARGETS, "--gpus", "0"], "--gpus 0: must be more than 0"),
         ([*TARGETS, "--gpus", "9" * 322], "--gpus: a plan has at most 1,000,000"),
         ([*TARGETS, "--gpus", "-" + "9" * 322], "--gpus: a plan has at most 1,000,000"),
+        (
+            [*TARGETS, "--gpus", "1000000"],
+            "--gpus 1000000: one simulation of all that they compute would have",
+        ),
+        (["--goodput", "ttft:1e9"], "requests, and has at most 10,000,000; give a shorter"),
         ([*TARGETS, "--bandwidth", "-1"], "--bandwidth -1: must be more than 0"),
         (["--goodput", "tpot:200", "--mixed-ms", "1e300"], "--mixed-ms 1e+300: must be"),
         ([*TARGETS, "--scale", "1e308"], "--scale 1e+308: must be more than 0, at most 1e+12"),
@@ -96,6 +101,19 @@ def test_a_worker_takes_several_gpus(capsys: pytest.CaptureFixture[str]) -> None
     assert "3 of 7 GPUs are over: a worker takes 4" in text
     assert "a single GPU more or fewer changes nothing" in text
     assert "4 GPUs (one worker) fewer: there is no such fleet" in text
+
+
+def test_how_far_it_is_is_told_without_a_terminal_too(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("vllm_sched.cli.plan.TOLD_EVERY_S", 0.0)
+    assert main([*ASK, "--policies", "default", *TARGETS]) == 0
+    began, *told = capsys.readouterr().err.splitlines()
+    assert began == "planning for 2000x20"
+    assert any(re.search(r"; 2 general; no policy: [\d,]+ requests$", each) for each in told)
+    shares = [int(each.split("planning: ")[1].split("%")[0]) for each in told]
+    assert shares == sorted(shares)
+    assert shares[-1] == 100
 
 
 def test_ctrl_c_is_said_in_a_line(

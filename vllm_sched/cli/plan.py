@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,7 +24,7 @@ from vllm_sched.bench.traffic.schedule import MOST
 from vllm_sched.bench.traffic.traces import BLOCK_TOKENS
 from vllm_sched.cli.load import WORKLOAD_HELP, add_block_tokens
 from vllm_sched.cli.paths import require_folders, writing
-from vllm_sched.cli.simulate import MIXED_HELP
+from vllm_sched.cli.simulate import MIXED_HELP, TOLD_EVERY_S
 from vllm_sched.cost import profiles
 from vllm_sched.errors import UsageError
 from vllm_sched.sim import plan as planning
@@ -186,15 +187,27 @@ def _lengths(args: argparse.Namespace) -> list[str]:
 
 @contextmanager
 def _watched(console: Console, question: Question) -> Iterator[Tell]:
-    """Show how far it is, where there is a terminal to show it on."""
+    """Show how far it is: on a terminal at once, else in a line now and then."""
     if not console.is_terminal:
         print(f"planning for {question.source.name}", file=sys.stderr)
-        yield lambda _what, _share: None
+        yield _in_lines()
         return
     columns = (BarColumn(30), TimeElapsedColumn(), TextColumn("{task.description}", style="dim"))
     with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task("", total=1.0)
         yield lambda what, share: progress.update(task, description=what, completed=share)
+
+
+def _in_lines() -> Tell:
+    latest = time.monotonic()
+
+    def tell(what: str, share: float) -> None:
+        nonlocal latest
+        if (at := time.monotonic()) >= latest + TOLD_EVERY_S:
+            latest = at
+            print(f"planning: {share:.0%} done; {what}", file=sys.stderr)
+
+    return tell
 
 
 # What is shown

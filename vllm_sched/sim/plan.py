@@ -6,6 +6,7 @@ its real schedulers, and are then ordered by what those say.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import yaml
 
 from vllm_sched.bench.goodput import Targets
+from vllm_sched.bench.traffic.schedule import MOST_DRAWN
 from vllm_sched.bench.trend import Trend
 from vllm_sched.errors import UsageError
 from vllm_sched.sim.capacity import Capacity
@@ -108,7 +110,8 @@ def plan(
         raise UsageError("--goodput: name the targets to plan for, as in ttft:3000 tpot:100")
     workers = workers_of(gpus, gpus_each, question.machine.profile)
     search = Search(question, tell)
-    tell("an idle worker", 0.0)
+    _check_size(search, workers, gpus, gpus_each)
+    search.tell("an idle worker", 0.0)
     search.check()
     ranking = search.best(workers, (0.02, SEARCHED))
     if not ranking:
@@ -122,9 +125,9 @@ def plan(
     plainly = {each.shape: each.rate for each in ranking}
     if exact:
         require_vllm()
-        ranking, played = _exactly(search, ranking, tell)
+        ranking, played = _exactly(search, ranking)
     best = ranking[0]
-    tell("one worker more, and one fewer", EXACTED)
+    search.tell("one worker more, and one fewer", EXACTED)
     more = search.resized(best, workers + 1)
     fewer = search.resized(best, workers - 1)
     if fewer is None and workers > 1:  # one worker is no two pools
@@ -133,7 +136,7 @@ def plan(
     off = best.rate / plainly[best.shape]
     more, fewer = (each and replace(each, rate=each.rate * off) for each in (more, fewer))
     traffic = search.traffic
-    tell("done", 1.0)
+    search.tell("done", 1.0)
     return Plan(
         question,
         gpus_each,
@@ -148,6 +151,23 @@ def plan(
         traffic.output,
         search.runs,
         played,
+    )
+
+
+def _check_size(search: Search, workers: int, gpus: int, gpus_each: int) -> None:
+    """Refuse what is too large to be simulated now, not once the search comes so far."""
+    most = workers * search.traffic.most_each
+    if math.isinf(most) or (count := search.count(most, fine=True)) <= MOST_DRAWN:
+        return
+    fits = gpus * MOST_DRAWN // count
+    remedy = (
+        f"plan for {fits:,} at most, and take that fleet several times over"
+        if fits >= gpus_each
+        else "give a shorter --goodput ttft"
+    )
+    raise UsageError(
+        f"--gpus {gpus}: one simulation of all that they compute would have {count:,} requests, "
+        f"and has at most {MOST_DRAWN:,}; {remedy}"
     )
 
 
@@ -180,14 +200,13 @@ def require_vllm() -> None:
         )
 
 
-def _exactly(
-    search: Search, ranking: list[Served], tell: Tell
-) -> tuple[list[Served], dict[str, Proof]]:
+def _exactly(search: Search, ranking: list[Served]) -> tuple[list[Served], dict[str, Proof]]:
     """Lower the rates of the best of each kind until real schedulers serve them too."""
     played: dict[str, Proof] = {}
     again: list[Served] = []
     for at, served in enumerate(ranking):
-        tell(f"exactly: {served.shape}", SEARCHED + (EXACTED - SEARCHED) * at / len(ranking))
+        done = SEARCHED + (EXACTED - SEARCHED) * at / len(ranking)
+        search.tell(f"exactly: {served.shape}", done)
         rate = served.rate
         run = play_exactly(search, served.shape, rate)
         for _ in range(EXACT_TRIES - 1):

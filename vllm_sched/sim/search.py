@@ -121,7 +121,7 @@ class Search:
             raise UsageError(f"{source.name}: there is no request in it to plan for")
         self.traffic = Traffic.of(sample, question.machine)
         self.runs = 0
-        self._tell = tell
+        self._told, self._done = tell, 0.0
         self._start = self._by_hand()
         prompts = self.traffic.prompts
         self._longest = prompts[int(LONGEST * (len(prompts) - 1))]
@@ -139,6 +139,11 @@ class Search:
         machine, traffic = self.question.machine, self.traffic
         return capacity.Capacity.of(machine, traffic.prompt, traffic.output).requests_per_s
 
+    def tell(self, what: str, share: float) -> None:
+        """Say what is done now, and how much of all that was asked for is."""
+        self._done = share
+        self._told(what, share)
+
     # One fleet
 
     def count(self, rate: float, *, fine: bool) -> int:
@@ -154,6 +159,8 @@ class Search:
         """Play a fleet at a rate; unless the `whole` is asked for, a failed run not to its end."""
         question = self.question
         total = self.count(rate, fine=fine)
+        # Of a large fleet one run takes long.
+        self._told(f"{shape}: {total:,} requests", self._done)
         requests = self._requests(question.schedule(rate, total))
         flow = Flow(
             shape.placed(question.machine), shape.settings(), question.targets, self.borne_s
@@ -307,7 +314,7 @@ class Search:
         start = self._start * workers * 0.5
         for at, shape in enumerate(tried):
             done = share[0] + (share[1] - share[0]) * at / max(len(tried), 1)
-            self._tell(str(shape), done)
+            self.tell(str(shape), done)
             best = max((each.rate for each in found), default=0.0)
             least = best * (1 - SAME)
             served = self.rate_of(shape, least or start, least=least)
