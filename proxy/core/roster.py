@@ -121,26 +121,38 @@ class Roster:
         """Take in a worker; it has to be probed before it is given anything."""
         if spec.name in self._workers:
             raise ValueError(f"worker {spec.name!r} is in the fleet already")
-        taken = {*self.by_index, *(worker.index for worker in self._leaving)}
-        worker = Worker(spec, next(i for i in count() if i not in taken))
-        worker.served = next(self._numbers)
-        self._workers[spec.name] = self.by_index[worker.index] = worker
+        worker = self._take_in(spec, next(self._free()))
         self._changed()
+        return worker
+
+    def _free(self) -> Iterator[int]:
+        """Name indexes that are nobody's."""
+        taken = {*self.by_index, *(worker.index for worker in self._leaving)}
+        return (index for index in count() if index not in taken)
+
+    def _take_in(self, spec: WorkerSpec, index: int) -> Worker:
+        worker = Worker(spec, index)
+        worker.served = next(self._numbers)
+        self._workers[spec.name] = self.by_index[index] = worker
         return worker
 
     def remove(self, name: str) -> Worker | None:
         """Take a worker out; its leases in flight are still released to it."""
-        worker = self._workers.pop(name, None)
+        worker = self._workers.get(name)
         if worker is not None:
-            worker.draining = True
-            self.resting.discard(worker)
-            del self.by_index[worker.index]
-            self.prefixes.forget(worker.index)
-            replace(worker, NO_LOAD, worker.free_at)
-            if worker.requests:
-                self._leaving.add(worker)
+            self._take_out(worker)
             self._changed()
         return worker
+
+    def _take_out(self, worker: Worker) -> None:
+        del self._workers[worker.name]
+        worker.draining = True
+        self.resting.discard(worker)
+        del self.by_index[worker.index]
+        self.prefixes.forget(worker.index)
+        replace(worker, NO_LOAD, worker.free_at)
+        if worker.requests:
+            self._leaving.add(worker)
 
     def replace(self, specs: Iterable[WorkerSpec]) -> None:
         """Become these workers; one whose address and model stay keeps all that is known of it."""
@@ -148,13 +160,15 @@ class Roster:
         for worker in list(self):
             spec = wanted.get(worker.name)
             if spec is None or (spec.url, spec.model) != (worker.url, worker.model):
-                self.remove(worker.name)
+                self._take_out(worker)
+        free = self._free()
         for name, spec in wanted.items():
             known = self._workers.get(name)
             if known is None:
-                self.add(spec)
+                self._take_in(spec, next(free))
             else:
-                self.respecify(known, spec)
+                known.respecify(spec)
+                self.moved(known)
         self._changed()
 
     def respecify(self, worker: Worker, spec: WorkerSpec) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import ItemsView
 from itertools import takewhile
 
 from hypothesis import given
@@ -93,7 +94,32 @@ def test_a_worker_is_forgotten_wholly() -> None:
     index.forget(0)
     assert held(index, text("a", "b")) == {1: 2}
     assert held(index, text("q")) == {}
-    assert len(index) == 2
+    index.record(index.hashes("m", text("z")), 0)  # another in its place, or itself, started anew
+    assert held(index, text("a", "b")) == {1: 2}
+    assert held(index, text("q")) == {}
+    assert held(index, text("z")) == {0: 1}
+    assert len(index) == 3
+
+
+def test_a_thousand_that_go_at_once_are_as_good_as_one() -> None:
+    class Counted(dict[int, int]):
+        """Knows how often all of it was looked at."""
+
+        times = 0
+
+        def items(self) -> ItemsView[int, int]:
+            self.times += 1
+            return super().items()
+
+    index = PrefixIndex()
+    blocks = index._young = Counted()
+    for worker in range(1000):
+        index.record((worker,), worker)
+    for worker in range(1000):
+        index.forget(worker)
+    index.record((1000,), 0)
+    assert list(blocks) == [1000]
+    assert blocks.times == 1
 
 
 def test_what_is_used_stays_and_what_is_not_goes() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -136,6 +137,18 @@ def test_a_new_list_keeps_what_is_known_of_those_that_stay() -> None:
     assert not members(fleet)[1].up
     fleet.release(lease)
     assert a.requests == 0
+
+
+def test_many_that_change_at_once_are_one_change() -> None:
+    fleet = fleet_of(*(spec(f"w{number}") for number in range(20)))
+    before, places = fleet.version, {worker.index for worker in fleet}
+    moved = [replace(spec(f"w{number}"), url="http://elsewhere") for number in range(10)]
+    fleet.replace([*moved, *(spec(f"w{number}") for number in range(15, 30))])
+    assert fleet.version == before + 1
+    assert [worker.name for worker in fleet.of(MODEL)] == [worker.name for worker in fleet]
+    assert len(fleet) == len(fleet.by_index) == 25
+    assert all(fleet.by_index[worker.index] is worker for worker in fleet)
+    assert {worker.index for worker in fleet} == places | set(range(20, 25))
 
 
 def test_a_length_no_longer_stated_is_the_workers_own() -> None:
