@@ -8,8 +8,11 @@ from collections.abc import Iterator
 from multiprocessing.connection import Connection
 
 import pytest
+from vllm.engine.arg_utils import EngineArgs
 
-from vllm_sched.engine.server import pass_on
+from vllm_sched.engine.server import check_before_loading, pass_on
+from vllm_sched.errors import UsageError
+from vllm_sched.workers.tiny_model import tiny_model
 
 USR1 = signal.SIGUSR1
 
@@ -53,3 +56,29 @@ def test_a_signal_reaches_the_engines_and_nobody_else(name: str) -> None:
     for child in children:
         child.join(30)
         assert child.exitcode == 0
+
+
+def test_settings_are_checked_before_the_model_loads(monkeypatch: pytest.MonkeyPatch) -> None:
+    # What it puts in the place of this goes with the test.
+    monkeypatch.setattr(EngineArgs, "create_engine_config", EngineArgs.create_engine_config)
+    check_before_loading()
+
+    def configure(threshold: int) -> None:
+        # The context is of the model, stretched: none of its files says how far.
+        EngineArgs(
+            model=str(tiny_model()),
+            dtype="float32",
+            hf_overrides={
+                "max_position_embeddings": 1024,
+                "rope_parameters": {
+                    "rope_type": "linear", "factor": 2.0, "rope_theta": 10_000.0,
+                },
+            },
+            additional_config={
+                "vllm_sched": {"long_prompt": {"long_prefill_token_threshold": threshold}}
+            },
+        ).create_engine_config()  # fmt: skip
+
+    configure(2048)
+    with pytest.raises(UsageError, match="max_model_len=2048"):
+        configure(2049)

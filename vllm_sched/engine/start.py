@@ -9,6 +9,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Final
 
+from vllm.config import VllmConfig
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
@@ -25,10 +26,7 @@ logger = logging.getLogger("vllm.vllm_sched")
 
 def configured(scheduler: Scheduler, defaults: Mapping[str, Mapping[str, object]]) -> list[Policy]:
     """Make the policies that a scheduler's configuration switches on, or its class."""
-    additional = scheduler.vllm_config.additional_config
-    given = additional.get(CONFIG_KEY, {}) if isinstance(additional, Mapping) else {}
-    if not isinstance(given, Mapping):
-        raise UsageError(f"additional_config.{CONFIG_KEY} must be an object, got {given!r}")
+    given = _given(scheduler.vllm_config)
     facts = EngineFacts(
         max_model_len=scheduler.max_model_len,
         max_num_batched_tokens=scheduler.max_num_scheduled_tokens,
@@ -36,6 +34,24 @@ def configured(scheduler: Scheduler, defaults: Mapping[str, Mapping[str, object]
         kv_tokens=(scheduler.cache_config.num_gpu_blocks or 0) * scheduler.block_size,
     )
     return registry.build({**defaults, **given}, facts)
+
+
+def check(config: VllmConfig) -> None:
+    """Refuse what a configuration asks for, as far as can be said before the model loads."""
+    facts = EngineFacts(
+        max_model_len=config.model_config.max_model_len,
+        max_num_batched_tokens=config.scheduler_config.max_num_batched_tokens,
+        max_num_seqs=config.scheduler_config.max_num_seqs,
+    )
+    registry.build(_given(config), facts)
+
+
+def _given(config: VllmConfig) -> Mapping[str, object]:
+    additional = config.additional_config
+    given = additional.get(CONFIG_KEY, {}) if isinstance(additional, Mapping) else {}
+    if not isinstance(given, Mapping):
+        raise UsageError(f"additional_config.{CONFIG_KEY} must be an object, got {given!r}")
+    return given
 
 
 def refuse_unsupported(scheduler: Scheduler) -> None:
