@@ -318,12 +318,14 @@ async def test_one_on_ipv6(resolver: Resolver) -> None:
     server.close()
 
 
+@pytest.mark.parametrize("before", [(), ("127.0.0.2",)], ids=["one", "two"])
 async def test_a_certificate_is_for_the_name_and_not_for_its_address(
-    resolver: Resolver, tmp_path: Path
+    resolver: Resolver, tmp_path: Path, before: Addresses
 ) -> None:
     authority = Authority(tmp_path)
     met = client_context(authority.meeting())
-    resolver.known |= {"w0.test": ("127.0.0.1",), "w1.test": ("127.0.0.1",)}
+    addresses = (*before, "127.0.0.1")
+    resolver.known |= {"w0.test": addresses, "w1.test": addresses}
     fake = FakeWorker()
     fake.tls = server_context(authority.port("w0", host="w0.test"))
     await fake.listen()
