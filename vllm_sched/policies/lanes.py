@@ -18,8 +18,10 @@ than they are served would shut everybody out. A prompt that has been in prefill
 the urgent.
 
 Cost per step: O(running prefills). How it fails: a batch request that decodes for long keeps its
-slot and its share of each step; only those who enter are chosen. With `lane` in its hands a client
-may call everything urgent: set it in the gateway.
+slot and its share of each step; only those who enter are chosen. By itself it cuts the prompts of
+batch alone: an urgent one that comes while a normal one is computed, waits until all of that is, as
+in vLLM. With `long_prompt` or `rotation` beside it, it begins in the next step. With `lane` in its
+hands a client may call everything urgent: set it in the gateway.
 """
 
 from __future__ import annotations
