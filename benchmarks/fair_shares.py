@@ -15,10 +15,11 @@ import random
 from collections import Counter, defaultdict
 from itertools import count
 
+from proxy.core.decisions import Lease
 from proxy.core.fleet import Fleet
 from proxy.core.router import Router, RouterSettings
 from proxy.core.tenants import Rank, Tenant, TenantSpec
-from proxy.core.types import Ask, Lease, Outcome, Refusal, Role, Ticket, Usage
+from proxy.core.types import Ask, Outcome, Refusal, Role, Ticket, Usage
 from proxy.core.worker import WorkerSpec
 
 MODEL, WORKERS, PLACES = "m", 4, 16

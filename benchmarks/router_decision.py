@@ -15,12 +15,13 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
+from proxy.core.decisions import Lease
 from proxy.core.fleet import Fleet
 from proxy.core.limits import Limits
 from proxy.core.router import Router, RouterSettings
 from proxy.core.routes import Route, find
 from proxy.core.tenants import Tenant, TenantSpec
-from proxy.core.types import Ask, Lease, Outcome, Role, Usage
+from proxy.core.types import Ask, Outcome, Role, Usage
 from proxy.core.worker import WorkerSpec
 
 MODEL = "tiny"

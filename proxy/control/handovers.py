@@ -10,8 +10,8 @@ from proxy.control.histogram import TTFT_BOUNDS, Histogram
 from proxy.core.handover import Why
 
 if TYPE_CHECKING:
+    from proxy.core.decisions import Handover, Lease
     from proxy.core.router import Router
-    from proxy.core.types import Handover, Lease
 
 logger = logging.getLogger(__name__)
 

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from proxy.control.live_state import Figures
     from proxy.control.metrics import Metrics
     from proxy.control.trace import Trace
-    from proxy.core.types import Ask, Decision, Reason
+    from proxy.core.decisions import Decision
+    from proxy.core.types import Ask, Reason
 
 WINDOW_S = 60.0
 TICK_S = 0.02  # a pixel of the picture is 50 ms

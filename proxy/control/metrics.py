@@ -32,8 +32,9 @@ from proxy.core.tenants import Rank
 if TYPE_CHECKING:
     from proxy.control.live_notes import Notes, Seen
     from proxy.control.trace import Trace
+    from proxy.core.decisions import Lease
     from proxy.core.router import Router
-    from proxy.core.types import Ask, Lease, Reason
+    from proxy.core.types import Ask, Reason
 
 MAX_MODELS = 100
 # More series of this kind than so many, and those of workers that left are dropped. Where nobody

@@ -7,7 +7,8 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from proxy.core.types import Ask, Decision, Reason
+from proxy.core.decisions import Decision
+from proxy.core.types import Ask, Reason
 
 # A minute at 6,000 requests a minute, which is what the status page begins with; some 6 MB.
 KEPT = 6000

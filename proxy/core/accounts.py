@@ -5,10 +5,11 @@ from __future__ import annotations
 from math import inf
 
 from proxy.core import refusals
+from proxy.core.decisions import Lease
 from proxy.core.fairness import FairnessSettings, charge_output, charge_prompt, give_back
 from proxy.core.limits import Breach
 from proxy.core.tenants import Tenant
-from proxy.core.types import Ask, Lease, Outcome, Refusal, Usage
+from proxy.core.types import Ask, Outcome, Refusal, Usage
 from proxy.core.worker import Worker
 
 DONE = Outcome.DONE  # looked up once: see reading.py

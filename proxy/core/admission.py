@@ -16,9 +16,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from proxy.core import refusals
+from proxy.core.decisions import Decision
 from proxy.core.queue import Queue
 from proxy.core.tenants import Rank
-from proxy.core.types import Ask, Decision, Refusal
+from proxy.core.types import Ask, Refusal
 from proxy.core.worker import Worker
 
 LEAST_RETRY_S, LONGEST_RETRY_S = 1.0, 120.0

@@ -10,8 +10,9 @@ from __future__ import annotations
 from heapq import heappop, heappush
 
 from proxy.core import holding
+from proxy.core.decisions import Decision, Handover, Lease
 from proxy.core.roster import Roster
-from proxy.core.types import Ask, Decision, Handover, Lease, Role
+from proxy.core.types import Ask, Role
 from proxy.core.worker import Worker
 
 # A request without a stream shows no first token; it is taken to come at so many times the

@@ -23,13 +23,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from math import inf
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from proxy.core import seats
+from proxy.core.decisions import Decision, Handover, Lease
 from proxy.core.holding import KV_FULL, more
 from proxy.core.links import Links
 from proxy.core.transfer_time import TransferTimes
-from proxy.core.types import Ask, Decision, Handover, Lease, Reason, Role
+from proxy.core.types import Ask, Reason, Role
 from proxy.core.worker import STALL, Held, Worker
 
 if TYPE_CHECKING:
@@ -46,13 +47,14 @@ class Why:
     No enum: its members hash in Python, and one is counted with every request.
     """
 
-    HANDED_OVER = "handed_over"
-    ELSEWHERE = "elsewhere"  # whole, on a worker that is neither for prefill nor for decode
-    NOT_WORTH_IT = "not_worth_it"  # whole on a decode worker: little to prefill
-    CACHED = "cached"  # the same, because most of it should be cached there
-    NO_PREFILL = "no_prefill_worker"  # none is live
-    NO_ROOM = "no_room"  # no decode worker had any for so long that one was given all of it
-    PREFILL_BUSY = "prefill_busy"  # none that is live takes more, or is connected to who decodes
+    HANDED_OVER: Final = "handed_over"
+    ELSEWHERE: Final = "elsewhere"  # whole, on a worker that is neither for prefill nor for decode
+    NOT_WORTH_IT: Final = "not_worth_it"  # whole on a decode worker: little to prefill
+    CACHED: Final = "cached"  # the same, because most of it should be cached there
+    NO_PREFILL: Final = "no_prefill_worker"  # none is live
+    NO_ROOM: Final = "no_room"  # no decode worker had any for so long that one was given all of it
+    # None that is live takes more, or is connected to who decodes.
+    PREFILL_BUSY: Final = "prefill_busy"
     # Or else why it can't be split: see `splitting`.
 
 

@@ -29,7 +29,8 @@ from typing import TYPE_CHECKING
 from proxy.core.prefix import COVERED
 
 if TYPE_CHECKING:
-    from proxy.core.types import Ask, Gauges, Lease
+    from proxy.core.decisions import Lease
+    from proxy.core.types import Ask, Gauges
     from proxy.core.worker import Worker
 
 KV_FULL = 0.95  # of a KV cache: beyond it a request would wait for room

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from proxy.core.accounts import shown_since
+from proxy.core.decisions import Lease
 from proxy.core.fleet import Fleet
-from proxy.core.types import Ask, Lease, Outcome, Usage
+from proxy.core.types import Ask, Outcome, Usage
 from proxy.core.worker import Worker
 
 ENOUGH_STEPS = 4  # fewer say little of a step's time

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from proxy.core import accounts, fairness, handover, learning
+from proxy.core.decisions import Lease
 from proxy.core.fleet import Fleet
 from proxy.core.placer import Placer
 from proxy.core.settings import RouterSettings
 from proxy.core.sizing import Sizer
-from proxy.core.types import Lease, Outcome, Usage
+from proxy.core.types import Outcome, Usage
 
 DONE, CLIENT_GONE = Outcome.DONE, Outcome.CLIENT_GONE  # looked up once: see reading.py
 

@@ -8,11 +8,12 @@ from heapq import merge
 from itertools import islice
 from sys import maxsize
 
+from proxy.core.decisions import Lease
 from proxy.core.lines import IN_ORDER, LOOK, Elsewhere, Last, Late, Line, Lines, Place
 from proxy.core.order import Entry
 from proxy.core.room import APART
 from proxy.core.tenants import Rank
-from proxy.core.types import Lease, Refusal, Ticket
+from proxy.core.types import Refusal, Ticket
 
 BATCH = Rank.BATCH
 End = Lease | Refusal

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from proxy.core import fairness, handover, placing
 from proxy.core.admission import AdmissionSettings, placed_too_late
+from proxy.core.decisions import Decision, Lease
 from proxy.core.fleet import Fleet
 from proxy.core.links import Links
 from proxy.core.queue import Queue
@@ -18,7 +19,7 @@ from proxy.core.settings import RouterSettings
 from proxy.core.tenants import Rank
 from proxy.core.traffic import Traffic
 from proxy.core.transfer_time import TransferTimes
-from proxy.core.types import Ask, Decision, Lease, Reason, Refusal, Score
+from proxy.core.types import Ask, Reason, Refusal, Score
 from proxy.core.worker import Worker
 
 BATCH = Rank.BATCH

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from proxy.core import refusals
+from proxy.core.decisions import Decision
 from proxy.core.fairness import FairnessSettings
 from proxy.core.fleet import Fleet
 from proxy.core.pool import HOLDERS, Pool
 from proxy.core.prefix import COVERED, deepest
 from proxy.core.routing.view import View
 from proxy.core.traffic import Traffic
-from proxy.core.types import Ask, Decision, Refusal, Role
+from proxy.core.types import Ask, Refusal, Role
 from proxy.core.worker import Held, Worker
 
 DECODE = Role.DECODE

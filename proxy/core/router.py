@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Iterator
 from proxy.core import accounts, placing, refusals
 from proxy.core.admission import queued_too_late
 from proxy.core.client_fields import ClientFields
+from proxy.core.decisions import Lease
 from proxy.core.fleet import Fleet
 from proxy.core.handover import PATIENCE
 from proxy.core.leases import Leases
@@ -30,7 +31,7 @@ from proxy.core.routes import Route
 from proxy.core.routing.registry import rule
 from proxy.core.settings import RouterSettings
 from proxy.core.tenants import Tenant, Tenants
-from proxy.core.types import Ask, Lease, Reason, Refusal, Ticket
+from proxy.core.types import Ask, Reason, Refusal, Ticket
 from proxy.core.worker import Worker, WorkerSpec
 
 __all__ = ["Router", "RouterSettings"]

@@ -15,7 +15,8 @@ from proxy.wire.response import NO_CONTENT, NOT_MODIFIED, OK
 from proxy.wire.sse import TAIL, USAGE, EventStream, recounted, usage_in, without_usage
 
 if TYPE_CHECKING:
-    from proxy.core.types import Decision, Usage
+    from proxy.core.decisions import Decision
+    from proxy.core.types import Usage
     from proxy.wire.request import Request
     from proxy.wire.response import Head
 

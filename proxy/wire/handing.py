@@ -25,7 +25,7 @@ from proxy.wire.sending import to_worker
 from proxy.wire.worker_connection import Trouble
 
 if TYPE_CHECKING:
-    from proxy.core.types import Lease
+    from proxy.core.decisions import Lease
     from proxy.core.worker import Worker
     from proxy.wire.relay import Exchange
     from proxy.wire.request import Request

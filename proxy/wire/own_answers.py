@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 import orjson
 
 from proxy.control.exposition import NONE
-from proxy.core.types import Decision, Reason, Refusal, Score
+from proxy.core.decisions import Decision
+from proxy.core.types import Reason, Refusal, Score
 from proxy.wire.http import JSON, status_line
 
 if TYPE_CHECKING:

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from proxy.control.metrics import Metrics
+    from proxy.core.decisions import Lease
     from proxy.core.router import Router
-    from proxy.core.types import Lease
     from proxy.wire.record import Record
     from proxy.wire.sse import EventStream
 

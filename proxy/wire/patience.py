@@ -13,7 +13,7 @@ from math import inf
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from proxy.core.types import Lease
+    from proxy.core.decisions import Lease
 
 SLOW_STEP_S = 0.5  # of a worker of whose steps nothing is known
 LATE = 4.0  # times what was predicted, a prefill or an answer is

@@ -12,7 +12,8 @@ from proxy.core.types import Reason
 if TYPE_CHECKING:
     from proxy.control.histogram import Histogram
     from proxy.control.metrics import Metrics
-    from proxy.core.types import Ask, Decision
+    from proxy.core.decisions import Decision
+    from proxy.core.types import Ask
     from proxy.wire.request import Request
 
 TRACE = b"traceparent"

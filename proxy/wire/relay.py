@@ -22,8 +22,9 @@ from typing import TYPE_CHECKING
 from proxy.control.metrics import CLIENT_GONE
 from proxy.core import refusals
 from proxy.core.client_fields import OPTIONS
+from proxy.core.decisions import Lease
 from proxy.core.splice import spliced
-from proxy.core.types import Lease, Outcome, Reason, Refusal, Ticket
+from proxy.core.types import Outcome, Reason, Refusal, Ticket
 from proxy.wire.answering import Answering, response_id_in, usage_of
 from proxy.wire.counting import TokenCount
 from proxy.wire.handing import HandOver

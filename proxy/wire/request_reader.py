@@ -237,7 +237,7 @@ class RequestReader:
         """Remember the one head in these bytes, which begin with it."""
         head = self._head
         self._known = None
-        if head.keep_alive and head.refusal is None and not NEVER_KNOWN & head.special.keys():
+        if head.keep_alive and head.refusal is None and NEVER_KNOWN.isdisjoint(head.special):
             self._known = get_to_know(data, head.special.get(b"content-length", b""))
             self._known_as = head
 

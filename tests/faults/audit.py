@@ -7,7 +7,8 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from proxy.core.types import Ask, Lease, Ticket
+from proxy.core.decisions import Lease
+from proxy.core.types import Ask, Ticket
 from proxy.wire import desk
 from proxy.wire.client import ClientConnection
 from proxy.wire.counting import TokenCount

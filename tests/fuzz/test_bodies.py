@@ -10,10 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from proxy.config import TransferConfig
+from proxy.core.decisions import Lease
 from proxy.core.fleet import Fleet
 from proxy.core.router import Router, RouterSettings
 from proxy.core.routes import ROUTES, Route, Shape
-from proxy.core.types import Ask, Lease, Outcome, Refusal, Role
+from proxy.core.types import Ask, Outcome, Refusal, Role
 from proxy.core.worker import Worker, WorkerSpec
 from proxy.transfer.legs import decode_body, prefill_body
 from proxy.transfer.registry import connector

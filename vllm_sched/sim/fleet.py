@@ -21,6 +21,7 @@ from typing import Any, Final
 
 from proxy.config import FleetConfig
 from proxy.core import types as core
+from proxy.core.decisions import Lease
 from proxy.core.fleet import Fleet
 from proxy.core.router import Router
 from proxy.core.seats import QUEUED
@@ -45,7 +46,7 @@ class Flight:
     number: int
     outcome: Outcome
     ended: Callable[[float], None] | None  # whom to tell: a closed loop
-    lease: core.Lease | None = None
+    lease: Lease | None = None
     ticket: core.Ticket | None = None
     cached_tokens: int = 0
     priority: int = 0
@@ -193,7 +194,7 @@ class SimulatedFleet:
         self._placed(flight, router.submit(ask, now), now)
 
     def _placed(
-        self, flight: Flight, answer: core.Lease | core.Ticket | core.Refusal, now: float
+        self, flight: Flight, answer: Lease | core.Ticket | core.Refusal, now: float
     ) -> None:
         if isinstance(answer, core.Refusal):
             flight.outcome.error = answer.message
@@ -263,7 +264,7 @@ class SimulatedFleet:
                 self._happened(flight, flight.lease, event, now)
         self._plan(name)
 
-    def _happened(self, flight: Flight, lease: core.Lease, event: Event, now: float) -> None:
+    def _happened(self, flight: Flight, lease: Lease, event: Event, now: float) -> None:
         first = lease.prefill
         if first is not None and not first.released:
             if event.finished:
@@ -287,7 +288,7 @@ class SimulatedFleet:
             router.finish(lease, now, core.Outcome.DONE, usage)
             self._over(flight, now)
 
-    def _handed_over(self, flight: Flight, lease: core.Lease, event: Event, now: float) -> None:
+    def _handed_over(self, flight: Flight, lease: Lease, event: Event, now: float) -> None:
         first = lease.prefill
         if first is None:
             return

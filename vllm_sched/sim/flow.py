@@ -16,10 +16,11 @@ from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from typing import TYPE_CHECKING
 
+from proxy.core.decisions import Lease
 from proxy.core.fleet import Fleet
 from proxy.core.router import Router, RouterSettings
 from proxy.core.seats import QUEUED
-from proxy.core.types import Gauges, Lease, Outcome, Refusal, Role, Ticket, Usage
+from proxy.core.types import Gauges, Outcome, Refusal, Role, Ticket, Usage
 from proxy.core.worker import WorkerSpec
 from vllm_sched.bench.trend import Trend
 from vllm_sched.sim.asking import ask_of

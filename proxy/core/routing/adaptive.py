@@ -30,10 +30,11 @@ from __future__ import annotations
 
 from operator import attrgetter
 
+from proxy.core.decisions import Decision
 from proxy.core.handover import Handing
 from proxy.core.holding import KV_FULL, shares
 from proxy.core.routing.view import DECODE, WRONG, Rule, View, reason_for
-from proxy.core.types import Ask, Decision, Reason, Score
+from proxy.core.types import Ask, Reason, Score
 from proxy.core.worker import Worker
 
 SAME, SAME_S = 0.03, 0.001  # costs this close are equal

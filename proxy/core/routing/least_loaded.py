@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from operator import attrgetter
 
+from proxy.core.decisions import Decision
 from proxy.core.routing.view import Rule, View
-from proxy.core.types import Decision, Reason
+from proxy.core.types import Reason
 from proxy.core.worker import Worker
 
 load = attrgetter("requests", "prefill_tokens", "served")

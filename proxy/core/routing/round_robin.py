@@ -7,8 +7,9 @@ load, so a short prompt waits behind a long one as often as not. It is here to b
 
 from __future__ import annotations
 
+from proxy.core.decisions import Decision
 from proxy.core.routing.view import Rule, View
-from proxy.core.types import Decision, Reason
+from proxy.core.types import Reason
 from proxy.core.worker import Worker
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from proxy.core.decisions import Decision
 from proxy.core.handover import Handing
 from proxy.core.pool import Pool
 from proxy.core.traffic import Traffic
-from proxy.core.types import Ask, Decision, Reason, Role
+from proxy.core.types import Ask, Reason, Role
 from proxy.core.worker import Held, Worker
 
 WRONG = 2  # the misfit of the other size's pool

@@ -16,9 +16,10 @@ from proxy.control.live_state import LiveState
 from proxy.control.logs import Logs
 from proxy.control.metrics import Metrics
 from proxy.control.recent import Entry, Recent
+from proxy.core.decisions import Decision
 from proxy.core.fleet import Fleet
 from proxy.core.router import Router, RouterSettings
-from proxy.core.types import Ask, Decision, Gauges, Reason, Role
+from proxy.core.types import Ask, Gauges, Reason, Role
 from proxy.core.worker import Worker, WorkerSpec
 from proxy.errors import ConfigError, Problem, ProxyError
 

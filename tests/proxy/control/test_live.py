@@ -13,8 +13,9 @@ from proxy.control.live import Live, Viewer
 from proxy.control.live_notes import Part, Wanted
 from proxy.control.live_state import LiveState
 from proxy.control.metrics import Metrics
+from proxy.core.decisions import Decision, Handover
 from proxy.core.tenants import Rank
-from proxy.core.types import Decision, Handover, Reason
+from proxy.core.types import Reason
 from proxy.wire.record import Record
 from proxy.wire.request import Request, RequestHead
 from tests.proxy.core.making import LONG, SHORT, ask, router_of, spec, worker_of

@@ -18,7 +18,8 @@ from proxy.control.log_routes import log_routes
 from proxy.control.log_writer import LogWriter
 from proxy.control.logs import Logs, one_line
 from proxy.control.metrics import Metrics
-from proxy.core.types import Decision, Handover, Reason
+from proxy.core.decisions import Decision, Handover
+from proxy.core.types import Reason
 from proxy.wire.record import Record
 from proxy.wire.request import Request, RequestHead
 from tests.proxy.core.making import LONG, SHORT, ask, router_of, spec, worker_of

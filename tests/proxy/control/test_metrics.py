@@ -14,11 +14,12 @@ from prometheus_client.parser import text_string_to_metric_families as read_text
 from proxy.control import metrics as metrics_module
 from proxy.control.exposition import NONE
 from proxy.control.metrics import BATCH, LONG, MAX_MODELS, SHORT, Metrics, class_of
+from proxy.core.decisions import Decision, Handover, Lease
 from proxy.core.fleet import Fleet
 from proxy.core.handover import Why
 from proxy.core.router import Router, RouterSettings
 from proxy.core.tenants import Rank
-from proxy.core.types import Ask, Decision, Gauges, Handover, Lease, Reason, Role
+from proxy.core.types import Ask, Gauges, Reason, Role
 from proxy.core.worker import WorkerSpec
 from tests.prometheus.tools import promtool
 

@@ -12,7 +12,8 @@ import pytest
 
 from proxy.assembly import App
 from proxy.config import load
-from proxy.core.types import Decision, Reason
+from proxy.core.decisions import Decision
+from proxy.core.types import Reason
 from proxy.wire.record import Record
 from tests.proxy.control.browser import Page, browser
 from tests.proxy.core.making import ask

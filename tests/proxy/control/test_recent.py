@@ -5,7 +5,8 @@ from __future__ import annotations
 from itertools import count
 
 from proxy.control.recent import MAX_TEXT, Recent
-from proxy.core.types import Ask, Decision, Handover, Reason, Role
+from proxy.core.decisions import Decision, Handover
+from proxy.core.types import Ask, Reason, Role
 from proxy.core.worker import Worker, WorkerSpec
 
 WORKERS = {

@@ -12,7 +12,8 @@ from proxy.control.exposition import NONE
 from proxy.control.histogram import DURATION_BOUNDS, LEFT_BOUNDS, TTFT_BOUNDS
 from proxy.control.metrics import SHORT, Metrics
 from proxy.control.unseen import Unseen
-from proxy.core.types import Decision, Handover, Reason, Role
+from proxy.core.decisions import Decision, Handover
+from proxy.core.types import Reason, Role
 from proxy.wire.record import Record
 from tests.proxy.control.scraped import shown
 from tests.proxy.core.making import ask, router_of, spec

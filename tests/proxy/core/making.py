@@ -7,11 +7,12 @@ from collections.abc import Iterable
 from itertools import count
 from typing import Any
 
+from proxy.core.decisions import Lease
 from proxy.core.fleet import Fleet
 from proxy.core.prefix import COVERED
 from proxy.core.router import Router, RouterSettings
 from proxy.core.routes import Route, find
-from proxy.core.types import Ask, Lease, Refusal, Role, Ticket
+from proxy.core.types import Ask, Refusal, Role, Ticket
 from proxy.core.worker import Worker, WorkerSpec
 
 MODEL = "m"

@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 
 from proxy.core.admission import AdmissionSettings
+from proxy.core.decisions import Lease
 from proxy.core.router import Router
 from proxy.core.tenants import Rank
-from proxy.core.types import Lease, Outcome, Reason, Ticket
+from proxy.core.types import Outcome, Reason, Ticket
 from proxy.core.worker import Worker
 from tests.proxy.core.making import ask, placed, refused, router_of, spec, waits, worker_of
 

@@ -6,9 +6,10 @@ from math import inf
 
 import pytest
 
+from proxy.core.decisions import Decision, Handover, Lease
 from proxy.core.fleet import Fleet
 from proxy.core.learning import judge
-from proxy.core.types import Ask, Decision, Handover, Lease, Outcome, Reason, Role
+from proxy.core.types import Ask, Outcome, Reason, Role
 from tests.proxy.core.making import ask, fleet_of, idle, members, spec
 
 

@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 
 from proxy.core.admission import AdmissionSettings
+from proxy.core.decisions import Decision, Lease
 from proxy.core.fleet import Fleet
 from proxy.core.handover import Why
 from proxy.core.router import Router
 from proxy.core.tenants import Rank
-from proxy.core.types import Ask, Decision, Gauges, Lease, Outcome, Reason, Role, Usage
+from proxy.core.types import Ask, Gauges, Outcome, Reason, Role, Usage
 from proxy.core.worker import Worker, WorkerSpec
 from tests.proxy.core.making import (
     GENERAL,

@@ -6,13 +6,14 @@ from itertools import permutations
 
 import pytest
 
+from proxy.core.decisions import Decision, Handover, Lease
 from proxy.core.elsewhere import NO_LOAD, Load
 from proxy.core.fleet import Fleet
 from proxy.core.holding import HEEDED_S
 from proxy.core.prefix import COVERED
 from proxy.core.router import Router
 from proxy.core.routing.adaptive import kv_wait_s
-from proxy.core.types import Decision, Gauges, Handover, Lease, Outcome, Reason, Role, Ticket
+from proxy.core.types import Gauges, Outcome, Reason, Role, Ticket
 from proxy.core.worker import Worker
 from tests.proxy.core.making import (
     ask,

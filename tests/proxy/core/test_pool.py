@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import random
 
+from proxy.core.decisions import Decision, Lease
 from proxy.core.fleet import Fleet
 from proxy.core.pool import FIRST, SMALL, Pool
-from proxy.core.types import Ask, Decision, Lease, Reason, Role
+from proxy.core.types import Ask, Reason, Role
 from proxy.core.worker import NO_LIMIT, Worker
 from tests.proxy.core.making import LONG, MODEL, SHORT, ask, fleet_of, members, spec
 

@@ -8,10 +8,11 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from proxy.core.decisions import Lease
 from proxy.core.limits import Limits
 from proxy.core.queue import Queue
 from proxy.core.tenants import Rank, Tenant, TenantSpec
-from proxy.core.types import Ask, Lease, Outcome, Reason, Ticket
+from proxy.core.types import Ask, Outcome, Reason, Ticket
 from tests.proxy.core.making import ask, placed, refused, router_of, spec, waits
 
 INTERACTIVE, STANDARD, BATCH = Rank

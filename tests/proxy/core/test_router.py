@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from proxy.core.decisions import Lease
 from proxy.core.fleet import Fleet
 from proxy.core.router import Router, RouterSettings
-from proxy.core.types import Gauges, Lease, Outcome, Reason, Refusal, Score, Usage
+from proxy.core.types import Gauges, Outcome, Reason, Refusal, Score, Usage
 from tests.proxy.core.making import (
     GENERAL,
     LONG,

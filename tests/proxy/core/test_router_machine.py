@@ -15,13 +15,14 @@ from hypothesis.stateful import (
 )
 
 from proxy.core.admission import AdmissionSettings
+from proxy.core.decisions import Lease
 from proxy.core.fairness import FairnessSettings
 from proxy.core.fleet import Fleet
 from proxy.core.holding import HEEDED_S
 from proxy.core.limits import Limits
 from proxy.core.router import Router, RouterSettings
 from proxy.core.tenants import Rank, Tenant, TenantSpec
-from proxy.core.types import Gauges, Lease, Outcome, Refusal, Role, Ticket, Usage
+from proxy.core.types import Gauges, Outcome, Refusal, Role, Ticket, Usage
 from proxy.core.worker import Worker, WorkerSpec
 from tests.proxy.core.making import MODEL, ask, idle
 

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from proxy.core import holding, seats
+from proxy.core.decisions import Decision, Lease
 from proxy.core.router import Router
-from proxy.core.types import Decision, Gauges, Lease, Outcome, Reason, Role
+from proxy.core.types import Gauges, Outcome, Reason, Role
 from proxy.core.worker import Worker
 from tests.proxy.core.making import ask, placed, router_of, spec, those, waits, worker_of
 

@@ -9,9 +9,10 @@ from itertools import count
 from statistics import quantiles
 from typing import Any
 
+from proxy.core.decisions import Lease
 from proxy.core.fleet import Fleet
 from proxy.core.router import Router, RouterSettings
-from proxy.core.types import Ask, Lease, Outcome, Refusal, Ticket, Usage
+from proxy.core.types import Ask, Outcome, Refusal, Ticket, Usage
 from proxy.core.worker import WorkerSpec
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from random import Random
 
+from proxy.core.decisions import Lease
 from proxy.core.tenants import Tenant
-from proxy.core.types import Ask, Lease, Outcome
+from proxy.core.types import Ask, Outcome
 from tests.proxy.core.making import ask, placed
 from tests.proxy.processes.making import Crew
 

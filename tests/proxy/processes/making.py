@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from proxy.core.types import Lease, Outcome, Ticket
+from proxy.core.decisions import Lease
+from proxy.core.types import Outcome, Ticket
 from proxy.core.worker import Worker, WorkerSpec
 from proxy.processes.prefixes import Prefixes
 from proxy.processes.queues import Queues

@@ -15,9 +15,10 @@ from statistics import mean
 
 import pytest
 
+from proxy.core.decisions import Lease
 from proxy.core.fleet import Fleet
 from proxy.core.router import Router, RouterSettings
-from proxy.core.types import Ask, Lease, Outcome, Refusal, Ticket, Usage
+from proxy.core.types import Ask, Outcome, Refusal, Ticket, Usage
 from proxy.core.worker import WorkerSpec
 from proxy.processes.queues import Queues
 from proxy.processes.sharing import Sharing

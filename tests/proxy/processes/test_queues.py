@@ -7,8 +7,9 @@ from collections.abc import Callable
 import pytest
 
 from proxy.batches.gaps import gap
+from proxy.core.decisions import Lease
 from proxy.core.tenants import Rank, TenantSpec
-from proxy.core.types import Lease, Outcome, Refusal, Ticket
+from proxy.core.types import Outcome, Refusal, Ticket
 from proxy.processes.queues import BEAT_S
 from tests.proxy.core.making import MODEL, ask, placed, refused, spec, waits
 from tests.proxy.processes.making import Crew

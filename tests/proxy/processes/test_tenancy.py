@@ -7,9 +7,10 @@ from collections.abc import Callable
 
 import pytest
 
+from proxy.core.decisions import Lease
 from proxy.core.limits import Limits
 from proxy.core.tenants import Rank, Tenant, TenantSpec
-from proxy.core.types import Lease, Outcome, Refusal, Ticket
+from proxy.core.types import Outcome, Refusal, Ticket
 from proxy.processes import tenancy
 from proxy.processes.table import Sheet, Taken
 from proxy.processes.tenancy import SURE_S, TAKE_S

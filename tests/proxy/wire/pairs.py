@@ -9,8 +9,9 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from proxy.core import routes
+from proxy.core.decisions import Decision
 from proxy.core.routes import Route
-from proxy.core.types import Decision, Role
+from proxy.core.types import Role
 from tests.proxy.wire.client import Answer, request
 from tests.proxy.wire.conftest import Start
 from tests.proxy.wire.fake_worker import FakeWorker

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from proxy.core.decisions import Decision, Handover
 from proxy.core.fleet import Fleet
-from proxy.core.types import Decision, Handover, Reason, Role, Score, Usage
+from proxy.core.types import Reason, Role, Score, Usage
 from proxy.core.worker import WorkerSpec
 from proxy.wire.answering import Answering, response_id_in
 from proxy.wire.request import Request, RequestHead

@@ -7,8 +7,9 @@ from dataclasses import replace
 
 import pytest
 
+from proxy.core.decisions import Lease
 from proxy.core.router import RouterSettings
-from proxy.core.types import Lease, Refusal
+from proxy.core.types import Refusal
 from proxy.wire.relay import Exchange
 from tests.proxy.wire import scripts
 from tests.proxy.wire.client import Answer, Client, chat

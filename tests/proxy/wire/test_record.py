@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from proxy.control.metrics import Metrics
-from proxy.core.types import Decision, Reason
+from proxy.core.decisions import Decision
+from proxy.core.types import Reason
 from proxy.wire.record import Record
 from tests.proxy.core.making import ask
 from tests.proxy.wire import scripts

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from proxy.core.decisions import Decision, Lease
 from proxy.core.pool import SMALL
 from proxy.core.prefix import BLOCKS
-from proxy.core.types import Ask, Decision, Gauges, Lease, Outcome, Reason
+from proxy.core.types import Ask, Gauges, Outcome, Reason
 from tests.proxy.core.making import (
     GENERAL,
     LONG,
