@@ -9,6 +9,7 @@ from contextlib import ExitStack
 import pytest
 
 from proxy.config import FleetConfig, LaunchConfig, TransferConfig, WorkerConfig
+from tests.fleet.collector import Collector
 from vllm_sched.cli.up import described, placed
 from vllm_sched.workers.launch import Side, Worker, worker
 from vllm_sched.workers.tiny_model import tiny_model
@@ -25,6 +26,11 @@ ENDS = (
     "--num-gpu-blocks-override=512",
     "--enable-prefix-caching",
 )
+# Each span is sent as soon as there is one.
+TELLS = {
+    "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf",
+    "OTEL_BSP_MAX_EXPORT_BATCH_SIZE": "1",
+}
 # Above 1,000 tokens is long; the structured-output backend starts with the first request.
 SETTINGS = {"long_prompt": {"long_prefill_token_threshold": 1000}}
 
@@ -55,15 +61,26 @@ def workers() -> Iterator[dict[str, Worker]]:
 
 
 @pytest.fixture(scope="session")
-def fleet() -> FleetConfig:
+def collector() -> Iterator[Collector]:
+    """Listen for spans."""
+    with Collector() as listening:
+        yield listening
+
+
+@pytest.fixture(scope="session")
+def fleet(collector: Collector) -> FleetConfig:
     """Describe a prefill and a decode worker, a processor each where there are two."""
     cpus = sorted(os.sched_getaffinity(0))
+    traced = f"--otlp-traces-endpoint={collector.url}"
     workers = [
         WorkerConfig(
             name=f"{role}-0",
             role=role,
             launch=LaunchConfig(
-                model="tiny", args=ENDS, cpus=(cpu,), env={"VLLM_LOGGING_LEVEL": "INFO"}
+                model="tiny",
+                args=(*ENDS, traced),
+                cpus=(cpu,),
+                env={"VLLM_LOGGING_LEVEL": "INFO", **TELLS, "OTEL_SERVICE_NAME": f"{role}-0"},
             ),
         )
         for role, cpu in (("prefill", cpus[0]), ("decode", cpus[-1]))

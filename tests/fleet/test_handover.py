@@ -23,8 +23,10 @@ import pytest
 from openai import AsyncOpenAI
 
 from proxy.config import FleetConfig
-from tests.fleet.test_router import VLLM_BENCH_SERVE, Router, routing, threads
+from tests.fleet.collector import Collector
+from tests.fleet.test_router import PORTS, VLLM_BENCH_SERVE, Router, routing, threads
 from tests.fleet.test_worker import DEADLINE_S, complete, gauges, prompt, settled
+from tests.proxy.wire.site import eventually
 from vllm_sched.workers.launch import Worker
 from vllm_sched.workers.tiny_model import tiny_model
 from vllm_sched.workers.transfer import LEASE_S
@@ -296,6 +298,32 @@ async def test_a_client_can_not_read_anothers_blocks(router: Router, ends: Ends)
     async with direct(ends[DECODE]) as client:
         assert await tokens(client, some, kv_transfer_params=theirs) != right
     await freed(ends[PREFILL])
+
+
+async def test_a_hand_over_is_one_trace_in_router_and_engines(
+    ends: Ends, fleet: FleetConfig, collector: Collector, tmp_path: Path
+) -> None:
+    """What each engine did is told of below the router's leg on it."""
+    trace, own = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
+    workers: list[dict[str, object]] = [
+        {"name": worker.name, "role": worker.role, "url": worker.url} for worker in fleet.workers
+    ]
+    blocks = {"router": {**PORTS, "tracing": {"endpoint": collector.url}}, "transfer": "nixl"}
+    with routing(tmp_path, workers, {"disaggregate_above": ABOVE}, **blocks) as router:
+        connected(router)
+        async with router.client() as client:
+            traced = client.with_options(default_headers={"traceparent": f"00-{trace}-{own}-01"})
+            await complete(traced, prompt(47_000, 1000), 4)
+        assert handed_over(router) == [True]
+    await eventually(
+        lambda: {*ends} <= {span.service for span in collector.of(trace)}, within=DEADLINE_S
+    )
+    name_of = {span.id: span.name for span in collector.of(trace)}
+    assert {
+        (span.service, name_of[span.parent]) for span in collector.of(trace) if span.service in ends
+    } == {(PREFILL, "prefill leg"), (DECODE, "decode leg")}
+    for worker in ends.values():
+        await freed(worker)
 
 
 def test_vllms_own_benchmark(router: Router, ends: Ends, tmp_path: Path) -> None:

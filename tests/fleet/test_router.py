@@ -63,6 +63,9 @@ class Router:
         return found
 
 
+PORTS = {"port": 0, "admin": {"port": 0}, "drain_s": 2.0}
+
+
 @contextmanager
 def routing(
     folder: Path, workers: list[dict[str, object]], rules: dict[str, object], **blocks: object
@@ -71,7 +74,7 @@ def routing(
     fleet = {
         "model": "tiny",
         "workers": workers,
-        "router": {"port": 0, "admin": {"port": 0}, "drain_s": 2.0},
+        "router": PORTS,
         "routing": rules,
         **blocks,
     }
