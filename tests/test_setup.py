@@ -179,10 +179,14 @@ def test_one_whose_python_is_gone_is_built_anew(machine: Machine) -> None:
     assert machine.told[0] == "venv 3.11"
 
 
-@pytest.mark.parametrize("what", ["pip", "uv"])
-def test_one_that_was_cut_off_is_built_anew(machine: Machine, what: str) -> None:
+# uv ends so with what it can't solve, with what is its own mistake, and where a disk is full.
+@pytest.mark.parametrize(
+    "ended",
+    [{"CUT_OFF": "pip"}, {"CUT_OFF": "uv"}, {"FAILS": "1"}, {"FAILS": "2"}, {"FAILS": "101"}],
+)
+def test_one_that_did_not_end_well_is_built_anew(machine: Machine, ended: dict[str, str]) -> None:
     machine.python("3.11")
-    assert machine.setup(CUT_OFF=what).returncode != 0
+    assert machine.setup(**ended).returncode != 0
     # Of what was installed then half the files may be there, and it is taken for whole.
     assert machine.setup().returncode == 0
     assert [line.split()[0] for line in machine.told] == ["venv", "uv"]
@@ -234,6 +238,17 @@ def test_where_files_have_no_locks_it_says_so_and_builds(machine: Machine) -> No
     assert "another command is building" not in done.stderr
 
 
+def test_where_there_is_no_flock_it_says_so_and_builds(machine: Machine) -> None:
+    machine.python("3.11")
+    (machine.bin / "flock").unlink()
+    done = machine.setup()
+    assert done.returncode == 0, done.stderr
+    assert machine.told[0] == "venv 3.11"
+    assert done.stderr.count("no flock") == 1
+    again = machine.setup()
+    assert (again.returncode, again.stderr, machine.told) == (0, "", [])
+
+
 def test_a_library_that_is_missing_is_named_before_anything_is_fetched(machine: Machine) -> None:
     machine.python("3.11")
     done = machine.setup(LACKS="numa")
@@ -260,19 +275,43 @@ def test_pips_index_is_uvs_too(machine: Machine, settings: dict[str, str], asked
     assert machine.told[1].startswith(f"uv {asked} pip install")
 
 
-@pytest.mark.parametrize("places", ["{wheels}", "{wheels}/", "https://elsewhere/ {other} {wheels}"])
-def test_a_folder_with_torch_comes_before_the_index(
-    machine: Machine, tmp_path: Path, places: str
+CPU_INDEX = "--torch-backend cpu"
+
+
+@pytest.mark.parametrize(
+    ("given", "asked"),
+    [
+        ("{wheels}", "--find-links {wheels}"),
+        ("{wheels}/", "--find-links {wheels}/"),
+        ("~/wheels", "--find-links {home}/wheels " + CPU_INDEX),
+        # Those beside it bring what else there is.
+        (
+            "https://a/ {other} {wheels}",
+            "--find-links https://a/ --find-links {other} --find-links {wheels}",
+        ),
+        # Torch is in none of them: in the second for another Python.
+        ("https://a/ {other}", "--find-links https://a/ --find-links {other} " + CPU_INDEX),
+        # pip passes over what is not there, uv ends with it.
+        ("{nowhere} {other}", "--find-links {other} " + CPU_INDEX),
+        ("{nowhere}", CPU_INDEX),
+        ("{spaced}", "--find-links {spaced}"),
+    ],
+)
+def test_uv_looks_where_pip_does_and_for_torch_there_first(
+    machine: Machine, tmp_path: Path, given: str, asked: str
 ) -> None:
     machine.python("3.11")
-    wheels, other = tmp_path / "wheels", tmp_path / "other"
-    for folder, tag in ((wheels, "cp311"), (other, "cp312")):
+    names = {"wheels": "wheels", "other": "other", "spaced": "of mine"}
+    places = {name: tmp_path / folder for name, folder in names.items()}
+    for name, folder in places.items():
         folder.mkdir()
+        tag = "cp312" if name == "other" else "cp311"
         (folder / f"torch-2.13.0+cpu-{tag}-{tag}-linux_x86_64.whl").touch()
-    given = places.format(wheels=wheels, other=other)
-    assert machine.setup(PIP_FIND_LINKS=given).returncode == 0
-    assert f"--find-links {wheels}" in machine.told[1]
-    assert "--torch-backend" not in machine.told[1]
+    (machine.clone / "wheels").mkdir()
+    places |= {"nowhere": tmp_path / "nowhere", "home": machine.clone}
+    assert machine.setup(PIP_FIND_LINKS=given.format_map(places)).returncode == 0
+    words = machine.told[1].partition(".venv/bin/python ")[2].partition(" --excludes")[0]
+    assert words == asked.format_map(places)
 
 
 def test_uv_has_the_certificates_and_the_other_indexes_that_pip_has(machine: Machine) -> None:
@@ -296,14 +335,20 @@ def test_uv_has_the_certificates_and_the_other_indexes_that_pip_has(machine: Mac
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("said", [{"PIP_NO_INDEX": "1"}, {"CONFIGURED_no_index": "true"}])
+@pytest.mark.parametrize("name", ["PIP_NO_INDEX", "CONFIGURED_no_index"])
+@pytest.mark.parametrize("said", ["1", "true", "TRUE", "YES", "y", "t", "On"])
 def test_without_an_index_all_comes_from_the_places_that_pip_knows(
-    machine: Machine, said: dict[str, str]
+    machine: Machine, name: str, said: str
 ) -> None:
     machine.python("3.11")
-    assert machine.setup(**said, CONFIGURED_find_links="/wheels https://w/").returncode == 0
-    assert "--no-index --find-links /wheels --find-links https://w/" in machine.told[1]
-    assert "--torch-backend" not in machine.told[1]
+    places = {"CONFIGURED_find_links": "/ https://w/"}
+    assert machine.setup(**places, **{name: said}).returncode == 0
+    assert "--find-links / --find-links https://w/ --no-index" in machine.told[1]
+    assert CPU_INDEX not in machine.told[1]
+    (machine.clone / ".venv/.setup-stamp").unlink()
+    assert machine.setup(**places, **{name: "false"}).returncode == 0
+    assert "--no-index" not in machine.told[0]
+    assert CPU_INDEX in machine.told[0]
 
 
 def test_without_a_cache_that_can_be_written_uv_does_without(machine: Machine) -> None:
