@@ -71,7 +71,7 @@ def test_a_plan_for_a_trace_whose_name_is_no_text_is_saved(tmp_path: Path) -> No
         ([*TARGETS, "--gpus", "-" + "9" * 322], "--gpus: a plan has at most 1,000,000"),
         (
             [*TARGETS, "--gpus", "1000000"],
-            "--gpus 1000000: one simulation of all that they compute would have",
+            "--gpus 1000000: one simulation of all that they and a worker more compute would have",
         ),
         (["--goodput", "ttft:1e9"], "requests, and has at most 10,000,000; give a shorter"),
         ([*TARGETS, "--bandwidth", "-1"], "--bandwidth -1: must be more than 0"),

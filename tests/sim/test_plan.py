@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ from proxy.core.types import Role
 from vllm_sched.bench.goodput import parse
 from vllm_sched.bench.outcome import Outcome
 from vllm_sched.bench.traffic.catalogue import find
+from vllm_sched.bench.traffic.schedule import Schedule
 from vllm_sched.cli.fleet import read
 from vllm_sched.cost.transfer import TransferTime
 from vllm_sched.errors import UsageError
@@ -382,6 +384,34 @@ def test_no_rate_is_named_beyond_what_computing_allows(targets: str) -> None:
     runs = search.runs
     assert search.rate_of(shape, allowed, least=1.01 * allowed) is None
     assert search.runs == runs
+
+
+@pytest.mark.parametrize(("effort", "gpus_each"), [(1.0, 1), (1 / 3, 4), (0.4, 8)])
+def test_of_what_is_too_large_the_most_that_fits_is_named(
+    monkeypatch: pytest.MonkeyPatch, effort: float, gpus_each: int
+) -> None:
+    class BegunError(Exception):
+        pass
+
+    def begun(_search: Search) -> None:
+        raise BegunError
+
+    monkeypatch.setattr(Search, "check", begun)
+    asked = question("1500x60", "ttft:30000", effort=effort)
+    with pytest.raises(UsageError, match="one simulation") as caught:
+        plan(asked, 1_000_000, gpus_each)
+    named = re.search(r"plan for ([\d,]+) at most", str(caught.value))
+    assert named is not None
+    fits = int(named[1].replace(",", ""))
+    assert fits % gpus_each == 0
+    with pytest.raises(BegunError):
+        plan(asked, fits, gpus_each)
+    with pytest.raises(UsageError, match=f"plan for {fits:,} at most"):
+        plan(asked, fits + gpus_each, gpus_each)
+    # What one worker more would serve is played too.
+    search = Search(asked)
+    most = (fits // gpus_each + 1) * search.traffic.most_each
+    assert Schedule(source=asked.source, count=search.count(most, fine=True)).count
 
 
 def test_a_queue_that_grows_is_not_served_though_nobody_is_late_yet() -> None:

@@ -156,18 +156,19 @@ def plan(
 
 def _check_size(search: Search, workers: int, gpus: int, gpus_each: int) -> None:
     """Refuse what is too large to be simulated now, not once the search comes so far."""
-    most = workers * search.traffic.most_each
+    largest = workers + 1  # the plan says what one more would serve
+    most = largest * search.traffic.most_each
     if math.isinf(most) or (count := search.count(most, fine=True)) <= MOST_DRAWN:
         return
-    fits = gpus * MOST_DRAWN // count
+    fits = (largest * MOST_DRAWN // count - 1) * gpus_each
     remedy = (
         f"plan for {fits:,} at most, and take that fleet several times over"
         if fits >= gpus_each
         else "give a shorter --goodput ttft"
     )
     raise UsageError(
-        f"--gpus {gpus}: one simulation of all that they compute would have {count:,} requests, "
-        f"and has at most {MOST_DRAWN:,}; {remedy}"
+        f"--gpus {gpus}: one simulation of all that they and a worker more compute would have "
+        f"{count:,} requests, and has at most {MOST_DRAWN:,}; {remedy}"
     )
 
 

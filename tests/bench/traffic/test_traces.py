@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from vllm_sched.bench.traffic import traces
 from vllm_sched.bench.traffic.traces import Trace
 from vllm_sched.errors import UsageError
 
@@ -50,6 +51,23 @@ def test_what_a_pipe_brings_once_is_played_as_often_as_a_file(tmp_path: Path) ->
         assert [*trace.requests(random.Random())] == [*Trace(beside).requests(random.Random())]
     os.close(reading)
     assert trace.count == 3
+
+
+def test_of_a_pipe_no_more_is_kept_than_one_run_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def piped(*lines: Any) -> Trace:
+        reading, writing = os.pipe()
+        os.write(writing, written(tmp_path, *lines).read_bytes())
+        os.close(writing)
+        with os.fdopen(reading):
+            return Trace(Path(f"/dev/fd/{reading}"))
+
+    monkeypatch.setattr(traces, "MOST_DRAWN", len(GOOD))
+    assert piped(*GOOD).count == len(GOOD)
+    with pytest.raises(UsageError, match=r"pipe brings is kept, at most 3 requests; write"):
+        piped(*GOOD, GOOD[-1], "{who reads on stumbles over this")
+    assert Trace(written(tmp_path, *GOOD, GOOD[-1])).count == len(GOOD) + 1
 
 
 def test_a_name_that_is_no_text_is_one_that_can_be_told(tmp_path: Path) -> None:

@@ -13,9 +13,11 @@ import os
 import stat
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import islice
 from sys import float_info
 from typing import TYPE_CHECKING, Any, Final
 
+from vllm_sched.bench.traffic.schedule import MOST_DRAWN
 from vllm_sched.bench.traffic.types import MOST_TOKENS, Piece, Request, Source
 from vllm_sched.errors import UsageError
 
@@ -46,7 +48,7 @@ class Trace(Source):
         self.name = os.fsencode(path.stem).decode(errors="backslashreplace")
         self._path = path
         self._block = block_tokens
-        self._kept = list(self._read()) if _comes_once(path) else None
+        self._kept = self._keep() if _comes_once(path) else None
         count, seconds = 0, 0.0
         for request in self._again():
             count += 1
@@ -60,6 +62,15 @@ class Trace(Source):
         """Read the requests in their order; nothing is left to chance."""
         del rng
         return self._again()
+
+    def _keep(self) -> list[Request]:
+        kept = list(islice(self._read(), MOST_DRAWN + 1))
+        if len(kept) > MOST_DRAWN:
+            raise UsageError(
+                f"{self._path}: what a pipe brings is kept, at most {MOST_DRAWN:,} requests; write "
+                "it to a file, which may have more"
+            )
+        return kept
 
     def _again(self) -> Iterator[Request]:
         return self._read() if self._kept is None else iter(self._kept)
