@@ -116,12 +116,22 @@ class Others(Protocol):
 class Ledger:
     """What one tenant has taken, and has in flight."""
 
-    __slots__ = ("_cells", "_limits", "_requests", "_tokens", "elsewhere", "others", "running")
+    __slots__ = (
+        "_cells",
+        "_held",
+        "_limits",
+        "_requests",
+        "_tokens",
+        "elsewhere",
+        "others",
+        "running",
+    )
 
     def __init__(self, limits: Limits, cells: MutableSequence[float] | None = None) -> None:
         self.running = 0  # in flight and waiting, in this process
         self.elsewhere = 0  # the same in others, as far as they have told
         self.others: Others | None = None
+        self._held = 0  # places of those that leave, and enter again at once
         self._cells = array("d", [0.0] * CELLS) if cells is None else cells
         self.limit(limits)
 
@@ -178,7 +188,7 @@ class Ledger:
     def _count(self, more: int) -> None:
         self.running += more
         if self.others is not None and self._limits.concurrency is not None:
-            self.others.told(self.running)
+            self.others.told(self.running + self._held)
 
     def too_long(self, prompt: int) -> Breach | None:
         """Say whether a prompt that has at least so many tokens may have as many."""
@@ -199,9 +209,20 @@ class Ledger:
 
     def enter_again(self, now: float, tokens: int) -> None:
         """Let one in that was in before: another worker is to try."""
+        self._held = 0
         self._count(1)
         if self._tokens is not None:
             self._tokens.charge(now, tokens)
+
+    def hold(self) -> None:
+        """Keep the place of one that leaves now and may enter again: no other process has it."""
+        self._held = 1
+
+    def let_go(self) -> None:
+        """Keep it no longer, where nobody entered again."""
+        if self._held:
+            self._held = 0
+            self._count(0)
 
     def leave(self, now: float, taken: int, used: int) -> None:
         """Let one out: of the tokens taken for it, so many were used."""

@@ -5,6 +5,7 @@
     router.first_token(lease, now); router.tokens(lease, 1); ...
     router.prefilled(lease, now, usage)    # of a hand-over, between its legs
     router.finish(lease, now, outcome, usage)
+    answer = router.retry(lease, now, outcome, tried=tried, after=leg)    # instead of finish
     for ticket, answer in router.due(now): ...
 
 Every lease must be finished once, on whichever way out; every ticket ends once, in `due` or by
@@ -31,7 +32,7 @@ from proxy.core.routes import Route
 from proxy.core.routing.registry import rule
 from proxy.core.settings import RouterSettings
 from proxy.core.tenants import Tenant, Tenants
-from proxy.core.types import Ask, Reason, Refusal, Ticket
+from proxy.core.types import Ask, Outcome, Reason, Refusal, Ticket
 from proxy.core.worker import Worker, WorkerSpec
 
 __all__ = ["Router", "RouterSettings"]
@@ -150,6 +151,30 @@ class Router(Leases):
         if isinstance(answer, Refusal):
             accounts.leave(ask, now)
         return answer
+
+    def retry(
+        self,
+        lease: Lease,
+        now: float,
+        outcome: Outcome,
+        retry_after_s: float | None = None,
+        *,
+        tried: frozenset[Worker],
+        after: Lease,
+        free: bool = False,
+        explain: bool = False,
+    ) -> Lease | Ticket | Refusal:
+        """Finish a lease and submit its request again: see there. Its tenant's place is kept."""
+        ask = lease.ask
+        ledger = None if ask.tenant is None else ask.tenant.ledger
+        if ledger is not None:
+            ledger.hold()
+        try:
+            self.finish(lease, now, outcome, None, retry_after_s)
+            return self.submit(ask, now, tried=tried, after=after, free=free, explain=explain)
+        finally:
+            if ledger is not None:
+                ledger.let_go()
 
     def _submit(
         self, ask: Ask, now: float, tried: frozenset[Worker], *, explain: bool

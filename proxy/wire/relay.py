@@ -448,8 +448,8 @@ class Exchange:
 
         `free`: it costs no retry.
         """
-        lease, ask, wire = self._lease, self._ask, self._wire
-        if lease is None or ask is None:
+        lease, wire = self._lease, self._wire
+        if lease is None:
             return self._last_refusal
         failed = lease.under_way
         worker = failed.worker
@@ -459,11 +459,17 @@ class Exchange:
             self._suspect = handing if handing.is_suspect else None
             free = free or handing.is_free
         self._handing = self._lease = None
-        wire.router.finish(lease, now, outcome, None, retry_after_s)
         self._tried |= {worker}
-        explain = self._request.head.explain
-        tried = self._tried
-        placed = wire.router.submit(ask, now, tried=tried, after=failed, free=free, explain=explain)
+        placed = wire.router.retry(
+            lease,
+            now,
+            outcome,
+            retry_after_s,
+            tried=self._tried,
+            after=failed,
+            free=free,
+            explain=self._request.head.explain,
+        )
         if not isinstance(placed, Refusal):
             wire.metrics.retried(worker.name, trouble.value)
             connection, self.connection = self.connection, None

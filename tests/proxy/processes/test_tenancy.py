@@ -102,6 +102,49 @@ def test_two_that_come_at_the_same_moment_are_not_one_too_many(
     assert [type(answer) for answer in answers] == [Refusal, Lease]
 
 
+@pytest.mark.parametrize("well", [True, False])
+def test_a_retry_keeps_its_place(crews: Crews, monkeypatch: pytest.MonkeyPatch, well: bool) -> None:
+    """Whatever the first process says meanwhile, the second would have the place if it could."""
+    crew = crews(2, spec("a"), spec("b"), max_attempts=2 if well else 1)
+    for router in crew.routers:
+        router.tenants.replace([TenantSpec("t", limits=Limits(concurrency=1))], {})
+    crew.look()
+    lease = placed(submit(crew, 0))
+    others = tenant(crew, 0).ledger.others
+    assert others is not None
+    say = others.told
+    said: list[int] = []
+    answers: list[Lease | Ticket | Refusal] = []
+
+    def told(running: int) -> None:
+        said.append(running)
+        say(running)
+        asked = ask(100, 50)
+        asked.tenant, asked.rank = tenant(crew, 1), Rank.STANDARD
+        answers.append(crew.routers[1].submit(asked, crew.now))
+
+    monkeypatch.setattr(others, "told", told)
+    tried = frozenset([lease.worker])
+    again = crew.routers[0].retry(lease, crew.now, Outcome.FAILED, tried=tried, after=lease)
+    types = [type(answer) for answer in answers]
+    assert set(said) == ({1} if well else {1, 0})
+    assert type(again) is (Lease if well else Refusal)
+    # Where nobody is left to be asked, the place is let go at the end, and once.
+    assert types == [Refusal] * (len(types) - (not well)) + [Lease] * (not well)
+    monkeypatch.undo()
+    assert tenant(crew, 0).ledger.running == well
+    if well:
+        crew.routers[0].finish(placed(again), crew.now, Outcome.DONE)
+        assert others_of(crew, 1) == 0
+
+
+def others_of(crew: Crew, index: int) -> int:
+    """Say how many of the tenant's one process sees in flight in others."""
+    others = tenant(crew, index).ledger.others
+    assert others is not None
+    return others.running()
+
+
 def test_who_is_kept_out_is_counted_nowhere(crews: Crews) -> None:
     limits = Limits(concurrency=2, requests_per_minute=1, tokens_per_minute=5000)
     crew = opened(crews, TenantSpec("t", limits=limits))
