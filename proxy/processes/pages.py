@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from math import inf
 
 from proxy.control.exposition import NONE, OPENMETRICS, OTHER, TEXT, number
 from proxy.control.handovers import ANY
@@ -40,6 +41,7 @@ FLEET = "proxy_worker_up"  # has a series for each worker that there is
 NOBODYS = frozenset([NONE, OTHER, ANY])
 # A quote in a label's value is escaped, so this is never part of one.
 NAMED = re.compile(r'[{,](?:worker|prefill|decode)="((?:[^"\\]|\\.)*)"')
+BOUND = re.compile(r'(?:^|,)le="[^"]*"}$|}$')
 
 
 @dataclass(slots=True)
@@ -104,6 +106,31 @@ def less(page: Page, other: Page) -> Page:
             series = {each: value for each, value in family.series.items() if each not in told}
             left[name] = Family(family.kind, family.help, series)
     return left
+
+
+def dropped(before: Page, now: Page) -> Page:
+    """Return what a process has dropped, be it that it has begun to count that anew.
+
+    Of a histogram all series, or its buckets would not be in order. Its sum tells nothing: it may
+    fall by a rounding error.
+    """
+    gone: Page = {}
+    for name, family in before.items():
+        told, total = now.get(name, NOTHING).series, f"{name}_sum"
+        fell = {
+            _labels(each)
+            for each, value in family.series.items()
+            if told.get(each, -inf) < value and not each.startswith(total)
+        }
+        if fell:
+            series = {each: n for each, n in family.series.items() if _labels(each) in fell}
+            gone[name] = Family(family.kind, family.help, series)
+    return gone
+
+
+def _labels(series: str) -> str:
+    """Return what the parts of one histogram have in common."""
+    return BOUND.sub("", series.partition("{")[2])
 
 
 def without_strangers(past: Page, present: Page) -> Page:

@@ -63,9 +63,9 @@ class Totals:
         return pages.write(total, openmetrics=openmetrics)
 
     def _told(self, index: int, number: int, page: pages.Page) -> pages.Page:
-        """Take what a process says now; return what counted on and it says no more."""
+        """Take what a process says now; return what it has dropped, as far as that counts on."""
         if self._asked.get(index, 0) > number:
             return {}
         self._asked[index] = number
         before, self._pages[index] = self._pages.get(index), page
-        return {} if before is None else pages.less(pages.lasting(before), page)
+        return {} if before is None else pages.dropped(pages.lasting(before), page)

@@ -171,6 +171,30 @@ def test_what_the_last_one_drops_is_gone_with_what_the_dead_counted(at_once: boo
     assert (counted(found, '"m"'), counted(found, '"n"')) == ([], [14])
 
 
+def test_a_series_that_is_dropped_and_begun_anew_between_two_pages_does_not_fall() -> None:
+    totals = Totals()
+    summed(totals, {0: A_100, 1: A_50})
+    assert counted(summed(totals, {0: page({"a": 1}, 1, 1), 1: A_50}), '"a"') == [151]
+    assert counted(summed(totals, {0: page({"a": 3}, 1, 1), 1: A_51}), '"a"') == [154]
+    assert counted(summed(totals, {0: NO_A, 1: NO_A}), '"a"') == []
+
+
+def test_of_a_histogram_that_is_begun_anew_all_buckets_count_on() -> None:
+    """Those too that have as many again: a wider one never has less."""
+    totals = Totals()
+    summed(totals, {0: page({}, 1, 1, 0.05, 0.5, 0.5, 5.0)})
+    found = summed(totals, {0: page({}, 1, 1, 0.05, 0.05, 0.05)})
+    shown = [float(n) for series, n in found.items() if "ttft" in series and "sum" not in series]
+    assert shown == [4, 6, 7, 7]
+
+
+def test_a_sum_that_a_rounding_error_makes_less_is_not_begun_anew() -> None:
+    totals = Totals()
+    summed(totals, {0: page({}, 1, 1, 0.0)})
+    found = summed(totals, {0: page({}, 1, 1, 0.0, -1e-17)})
+    assert found['proxy_ttft_seconds_count{pool="short"}'] == "2"
+
+
 def test_an_answer_that_was_overtaken_by_a_later_one_is_not_taken() -> None:
     totals = Totals()
     summed(totals, {0: A_100, 1: A_50})
