@@ -224,6 +224,9 @@ class Metrics:
 
     def render(self, openmetrics: bool = False) -> tuple[bytes, str]:
         """Write the page for a scrape; returns it with its content type."""
+        # New ones first: to make room for them may drop what is shown.
+        for model in {model for model, _ in self.router.decisions}:
+            self.model_label(model)
         return render(self, openmetrics=openmetrics)
 
     def _series(self, key: RequestKey) -> Series:
@@ -267,6 +270,10 @@ class Metrics:
     def _forget_models(self, gone: set[str]) -> None:
         """Drop what was counted of models that nobody serves any more."""
         self._models -= gone
+        router = self.router
+        # Replaced, for somebody may be reading them; left there, they were `other` from now on.
+        router.decisions = {key: n for key, n in router.decisions.items() if key[0] not in gone}
+        router.handovers = {key: n for key, n in router.handovers.items() if key[0] not in gone}
         self.handovers.forget_models(gone)
         self.unseen.forget_models(gone)
         self.requests = {key: each for key, each in self.requests.items() if key[1] not in gone}

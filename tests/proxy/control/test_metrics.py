@@ -307,6 +307,38 @@ def test_models_that_nobody_serves_any_more_make_room(
     assert {key[1] for key in metrics.ttft} == {"tiny", "new"}
 
 
+def test_decisions_on_models_that_nobody_serves_any_more_are_not_those_on_others(
+    metrics: Metrics, router: Router, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(metrics_module, "LOOK_EVERY_S", 0.0)
+
+    def decided(model: str) -> None:
+        router.decisions[model, Reason.SHORT_POOL] = 1
+        router.handovers[model, Why.CACHED] = 1
+
+    def seen(model: str) -> tuple[float | None, ...]:
+        return (
+            value(metrics, "proxy_decisions_total", model=model, reason="short_pool"),
+            value(metrics, "proxy_handover_decisions_total", model=model, why=Why.CACHED),
+        )
+
+    old = [f"adapter-{number}" for number in range(MAX_MODELS - 1)]
+    router.fleet.set_served("s0", ["tiny", *old])
+    for name in ("tiny", *old):
+        decided(name)
+    assert seen(old[0]) == (1, 1)
+    router.fleet.set_served("s0", ["tiny", "new"])
+    decided("new")
+    router.decisions[old[0], Reason.RETRY] = 1
+    assert value(metrics, "proxy_decisions_total", model="other", reason="retry") is None
+    assert [seen(model) for model in ("other", "new", "tiny", old[0])] == [
+        (None, None),
+        (1, 1),
+        (1, 1),
+        (None, None),
+    ]
+
+
 def test_unknown_paths_are_other(metrics: Metrics) -> None:
     for path in ("/etc/passwd", "../x", ""):
         done(metrics, route=path)
