@@ -1,8 +1,8 @@
 """Whether the time of day may decide what is forgotten.
 
 A clock that is set wrong, a month ahead, makes every result older than `keep_days`. After such a
-jump nothing is forgotten for a day, in which it can be set right. A machine that slept seems to
-jump too, and what it forgets is kept a day longer.
+jump nothing is forgotten for a day, in which it can be set right. Sleep is no jump where the system
+tells how long the machine slept, as Linux does; elsewhere what it forgets is kept a day longer.
 
 Only a process that saw the clock before knows of a jump: one that begins believes what it finds.
 """
@@ -10,6 +10,8 @@ Only a process that saw the clock before knows of a jump: one that begins believ
 from __future__ import annotations
 
 import logging
+import sys
+import time
 from collections.abc import Callable
 from math import inf
 
@@ -19,17 +21,29 @@ JUMP_S = 60.0  # no clock is set right so coarsely between two looks
 DOUBT_S = 86_400.0
 
 
-class Almanac:
-    """Compares the time of day with a clock that nobody sets."""
+def slept_s() -> float:
+    """Tell how long the machine has slept since it began; 0 where the system does not."""
+    if sys.platform != "linux":
+        return 0.0
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - time.clock_gettime(time.CLOCK_MONOTONIC)
 
-    def __init__(self, clock: Callable[[], float], wall: Callable[[], float]) -> None:
-        self._clock, self._wall = clock, wall
-        self._offset = wall() - clock()
+
+class Almanac:
+    """Compares the time of day with a clock that nobody sets, and that stands still in sleep."""
+
+    def __init__(
+        self,
+        clock: Callable[[], float],
+        wall: Callable[[], float],
+        slept: Callable[[], float] = slept_s,
+    ) -> None:
+        self._clock, self._wall, self._slept = clock, wall, slept
+        self._offset = wall() - self._now()
         self._doubted_until = -inf
 
     def is_believed(self) -> bool:
         """Whether the clock has not jumped ahead of late; to be asked now and then."""
-        now = self._clock()
+        now = self._now()
         before, self._offset = self._offset, self._wall() - now
         if (ahead := self._offset - before) > JUMP_S:
             self._doubted_until = now + DOUBT_S
@@ -39,3 +53,6 @@ class Almanac:
                 ahead,
             )
         return now >= self._doubted_until
+
+    def _now(self) -> float:
+        return self._clock() + self._slept()

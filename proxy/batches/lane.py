@@ -163,11 +163,15 @@ class Lane:
         try:
             if not self._lead():
                 return
-            more = self._almanac.is_believed() and clock() >= self._next_purge
+            believed = self._almanac.is_believed()
+            more = clock() >= self._next_purge
             if more:  # first: it may be what makes room for all else
                 self._next_purge = clock() + PURGE_S
                 try:
-                    more = await self._keep(Store.purge, self._wall())
+                    if believed:
+                        more = await self._keep(Store.purge, self._wall())
+                    else:
+                        more = await self._keep(Store.give_back)
                 finally:
                     if more:
                         self._next_purge = -inf

@@ -460,7 +460,7 @@ class Store:
                     files,
                 )
                 return True
-        return self._give_back()
+        return self.give_back()
 
     def _outdated(self, now: float, since: float) -> list[str]:
         """Name some files that were kept for long enough: of large ones, one."""
@@ -484,7 +484,7 @@ class Store:
         if not more:
             self.connection.execute("DELETE FROM batches WHERE id = ?", (batch.id,))
 
-    def _give_back(self) -> bool:
+    def give_back(self) -> bool:
         """Give some pages that nothing is in back to the disk; whether there are more."""
         before = self._free_pages()
         # As a script: one that is merely executed is stopped after its first page.

@@ -421,6 +421,23 @@ async def test_a_clock_that_stays_ahead_is_believed_in_the_end(office: Office) -
     assert await kept(office) == 0
 
 
+async def test_room_is_given_back_to_the_disk_while_the_clock_is_in_doubt(office: Office) -> None:
+    office.ahead += DAY_S
+    await kept(office)
+    file = await office.upload(["x" * 1_000_000])
+    await office.client.files.delete(file)
+
+    async def free() -> int:
+        found: int = await office.batches.keeper(
+            lambda store: store.connection.execute("PRAGMA freelist_count").fetchone()[0]
+        )
+        return found
+
+    assert await free() > 0
+    await kept(office)
+    assert await free() == 0
+
+
 async def test_lines_whose_model_has_no_room_hold_up_none_of_another(office: Office) -> None:
     office.site.fleet.set_served("w0", ("tiny", "other"), 16384)
     both = lines(4)
