@@ -7,7 +7,7 @@ the next reload, and one that is gone meanwhile keeps no process from beginning.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from proxy.control import admin_key, discovered, tenancy
@@ -21,8 +21,9 @@ class Keys:
     """What was read."""
 
     tenants: Mapping[bytes, str]  # hashes, and whose each is
-    admin: str | None
-    pools: Mapping[str, str | None]  # that workers want, by the name of their pool
+    admin: str | None = field(repr=False)
+    # Those that workers want, by the name of their pool.
+    pools: Mapping[str, str | None] = field(repr=False)
 
     @classmethod
     def read(cls, config: FleetConfig, source: str) -> Keys:

@@ -18,6 +18,7 @@ import pytest
 
 from proxy.app import App, allow_connections, serve
 from proxy.config import FleetConfig, WorkerConfig, load
+from proxy.control.keys import Keys
 from proxy.core.handover import Why
 from proxy.errors import ConfigError, Problem, ProxyError
 from proxy.wire import listening as waiting
@@ -171,6 +172,10 @@ async def test_keys_that_the_file_only_names_are_in_no_log(
     monkeypatch.setenv("THE_KEY", "of-the-operator-2")
     app.reload()
     assert said(app).endswith(b" *** ***")
+
+
+def test_keys_are_not_shown_where_what_was_read_is() -> None:
+    assert "secret" not in repr(Keys({}, "secret-admin", {"pool": "secret-pool"}))
 
 
 async def test_the_key_of_a_worker_that_is_added_is_in_no_log(app: App) -> None:
