@@ -70,11 +70,16 @@ begun=$venv/.setup-begun
 } >/dev/null 2>&1 || "$python" -m venv --clear $venv
 rm -f "$stamp"
 : >$begun
-trap 'exit 130' INT  # bash would go on after a Ctrl-C that pip has answered
-PIP_USER=0 $venv/bin/python -m pip install --quiet --upgrade pip uv || {
-    say "pip could not reach a package index; check the network or PIP_INDEX_URL"
+failed() {
+    # Nothing was written: it is as whole as it was, and two commands without a network leave it there.
+    local written
+    written=$(find $venv/lib -newer $begun -print -quit 2>/dev/null) && [ -z "$written" ] && rm -f $begun
+    for line in "$@"; do say "$line"; done
     exit 1
 }
+trap 'exit 130' INT  # bash would go on after a Ctrl-C that pip has answered
+PIP_USER=0 $venv/bin/python -m pip install --quiet --upgrade pip uv ||
+    failed "pip could not reach a package index; check the network or PIP_INDEX_URL"
 
 # uv reads nothing of what pip was told, and a mirror may be all that this machine reaches.
 told() {
@@ -118,11 +123,9 @@ esac
 # Compiled now, once: where Python may not write beside its sources, each engine's three processes would
 # compile vLLM and torch anew.
 $venv/bin/uv pip install --quiet --compile-bytecode --python $venv/bin/python "${from[@]}" \
-    --excludes scripts/cpu-excludes.txt --editable '.[cpu,plots]' --group test --group lint || {
-    say "the installation failed; what is above says which package, and"
-    say "  a folder with torch's CPU wheel can be given as PIP_FIND_LINKS"
-    exit 1
-}
+    --excludes scripts/cpu-excludes.txt --editable '.[cpu,plots]' --group test --group lint ||
+    failed "the installation failed; what is above says which package, and" \
+        "  a folder with torch's CPU wheel can be given as PIP_FIND_LINKS"
 rm -f $begun
 printf '%s\n' "$want" >"$stamp"
 say "done"

@@ -20,7 +20,20 @@ ROOT = Path(__file__).parents[1]
 FILES = ("pyproject.toml", "scripts/setup.sh", "scripts/cpu-excludes.txt")
 # What takes longer than this hangs.
 BOUND_S = 60.0
-TOOLS = ("bash", "dirname", "sha256sum", "cut", "cat", "rm", "mkdir", "cp", "ln", "grep", "flock")
+TOOLS = (
+    "bash",
+    "dirname",
+    "sha256sum",
+    "cut",
+    "cat",
+    "rm",
+    "mkdir",
+    "cp",
+    "ln",
+    "grep",
+    "flock",
+    "find",
+)
 # A Python of one version, which makes environments of itself; $LACKS is what it can't import.
 PYTHON = """#!{bash}
 case "$*" in
@@ -31,13 +44,14 @@ case "$*" in
   --version) echo Python {version}.0 ;;
   "-m venv --clear .venv")
     echo venv {version} >>"$TOLD"
-    rm -rf .venv; mkdir -p .venv/bin; cp "$0" .venv/bin/python
+    rm -rf .venv; mkdir -p .venv/bin .venv/lib; cp "$0" .venv/bin/python
     echo "#!$PWD/.venv/bin/python" >.venv/bin/pip ;;
   "-m pip config get global."*)
     name=CONFIGURED_${{*: -1}}; name=${{name/global./}}; name=${{name//-/_}}
     [ -n "${{!name:-}}" ] && echo "${{!name}}" ;;
   "-m pip install"*)
     [ "${{PIP_USER:-}}" != 1 ] || exit 1
+    [ -z "${{OFFLINE:-}}" ] || exit 1
     # As pip does, it answers a Ctrl-C, which its whole group gets.
     if [ "${{CUT_OFF:-}}" = pip ]; then trap "" INT; kill -INT -- -$PPID; exit 1; fi
     ln -sf "$UV" .venv/bin/uv ;;
@@ -49,6 +63,10 @@ UV = """#!{bash}
 [ "$*" != "cache dir" ] || {{ echo "$HOME/.cache/uv"; exit; }}
 echo "uv ${{UV_DEFAULT_INDEX:-}} $*" >>"$TOLD"
 for name in ${{TELL:-}}; do echo "$name=${{!name:-}}" >>"$TOLD"; done
+# Some of the files, at a moment that is seen to be later.
+until [ -n "${{SOLVES_NOTHING:-}}" ] || [ .venv/lib/part -nt .venv/.setup-begun ]; do
+    : >.venv/lib/part
+done
 [ "${{CUT_OFF:-}}" != uv ] || kill -KILL $$
 [ -z "${{GATE:-}}" ] || read -r _ <"$GATE"
 exit ${{FAILS:-0}}
@@ -179,7 +197,7 @@ def test_one_whose_python_is_gone_is_built_anew(machine: Machine) -> None:
     assert machine.told[0] == "venv 3.11"
 
 
-# uv ends so with what it can't solve, with what is its own mistake, and where a disk is full.
+# uv ends so with a full disk, by how far it is.
 @pytest.mark.parametrize(
     "ended",
     [{"CUT_OFF": "pip"}, {"CUT_OFF": "uv"}, {"FAILS": "1"}, {"FAILS": "2"}, {"FAILS": "101"}],
@@ -191,6 +209,18 @@ def test_one_that_did_not_end_well_is_built_anew(machine: Machine, ended: dict[s
     assert machine.setup().returncode == 0
     assert [line.split()[0] for line in machine.told] == ["venv", "uv"]
     (machine.clone / ".venv/.setup-stamp").unlink()
+    assert machine.setup().returncode == 0
+    assert [line.split()[0] for line in machine.told] == ["uv"]
+
+
+@pytest.mark.parametrize("ended", [{"OFFLINE": "1"}, {"SOLVES_NOTHING": "1", "FAILS": "1"}])
+def test_one_to_which_nothing_was_written_is_kept(machine: Machine, ended: dict[str, str]) -> None:
+    machine.python("3.11")
+    assert machine.setup().returncode == 0
+    (machine.clone / ".venv/.setup-stamp").unlink()
+    for _ in range(2):
+        assert machine.setup(**ended).returncode == 1
+        assert "venv 3.11" not in machine.told
     assert machine.setup().returncode == 0
     assert [line.split()[0] for line in machine.told] == ["uv"]
 
