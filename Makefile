@@ -48,8 +48,9 @@ format: setup ## let ruff rewrite what it can
 bench: setup ## what a step of our schedulers costs beside upstream's
 	@$(BIN)/python -m benchmarks.step_cost
 
-bench-router: setup ## what the router costs beside the Rust ones, against its targets (5 min)
+bench-router: setup ## what the router costs, compiled, beside the Rust ones, against its targets (7 min)
 	@mkdir -p out/bench-router
+	@$(BIN)/vllm-sched compile
 	@$(BIN)/python -m benchmarks.router --save out/bench-router/run.json
 
 boards: setup ## write the dashboards in grafana/dashboards anew
@@ -76,4 +77,4 @@ audit: setup ## asks an advisory service about what is installed (network)
 		"$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
 
 clean: ## remove what the commands above made
-	rm -rf .venv out .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .vllm-sched-compiled out .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -22,7 +22,7 @@ from proxy.core.router import Router, RouterSettings
 from proxy.core.routes import Route, find
 from proxy.core.tenants import Tenant, TenantSpec
 from proxy.core.types import Ask, Outcome, Role, Usage
-from proxy.core.worker import WorkerSpec
+from proxy.core.worker_spec import WorkerSpec
 
 MODEL = "tiny"
 ROUNDS = 7

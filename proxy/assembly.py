@@ -41,7 +41,7 @@ from proxy.control.tracing import Tracing
 from proxy.core.fleet import Fleet
 from proxy.core.router import Router, RouterSettings
 from proxy.core.types import Reason, Role
-from proxy.core.worker import WorkerSpec
+from proxy.core.worker_spec import WorkerSpec
 from proxy.errors import ConfigError, Problem, ProxyError
 from proxy.transfer.registry import connector
 from proxy.wire.listening import once_free

@@ -20,6 +20,9 @@ if (straight := os.environ.get("no_proxy") or os.environ.get("NO_PROXY", "")) !=
     straight = ",".join(filter(None, (straight, "localhost,127.0.0.1,::1")))
     os.environ |= {"no_proxy": straight, "NO_PROXY": straight}
 
+# Routers under test are made of the sources at hand, unless a test is about compiled ones.
+os.environ.setdefault("VLLM_SCHED_COMPILED", "0")
+
 # Tests that choose at random choose the same in each run, so that a change is judged by itself;
 # `make explore` has them choose anew.
 settings.register_profile("fixed", derandomize=True, deadline=None)
@@ -29,6 +32,16 @@ settings.load_profile("fixed")
 # Hints about the speed of a model that is never run; each scheduler made repeats them.
 for chatty in ("vllm.platforms.cpu", "vllm.config.vllm"):
     logging.getLogger(chatty).setLevel(logging.ERROR)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Leave out what replaces a part of a module, or looks inside, where that is compiled."""
+    if (mark := item.get_closest_marker("plain")) is None:
+        return
+    from proxy.compiled.places import in_use  # not before the switch above is set
+
+    if in_use():
+        pytest.skip(f"{mark.args[0]}: for plain modules")
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

@@ -20,7 +20,7 @@ FLOORS = {
     ],
     "proxy": [
         "app", "processes", "assembly", "batches", "wire", "control", "transfer", "core", "config",
-        "errors",
+        "compiled", "errors",
     ],
 }  # fmt: skip
 PURE = ("vllm_sched/policies", "vllm_sched/cost", "proxy/core", "proxy/transfer")

@@ -30,6 +30,7 @@ from benchmarks.router import measure, opponents, report
 from benchmarks.router.processes import running_on
 from benchmarks.router.stage import OURS, Cpus, Side, stage
 from benchmarks.router_decision import decision
+from proxy.compiled.places import in_use
 from vllm_sched.errors import VllmSchedError
 
 DECISION = "decision"
@@ -146,6 +147,7 @@ def _facts(args: argparse.Namespace, cpus: Cpus, load_average: float) -> dict[st
         "others_on": sorted(cpus.others or ()),
         "load_average_before": load_average,
         "python": platform.python_version(),
+        "compiled": in_use(),
         "peers": [] if args.without_peers else opponents.PINS,
     }
 
@@ -157,7 +159,9 @@ def _title(facts: dict[str, Any]) -> str:
         where = "routers on CPU {routers_on}, load and mock workers on {others_on}".format(**facts)
     load = facts["load_average_before"]
     warning = " (BUSY: measure again)" if load > BUSY else ""
-    return f"Medians of {facts['rounds']} rounds; {where}; load average before: {load:.1f}{warning}"
+    modules = "compiled" if facts["compiled"] else "plain"
+    before = f"load average before: {load:.1f}{warning}"
+    return f"Medians of {facts['rounds']} rounds; {modules} modules; {where}; {before}"
 
 
 def _save(

@@ -16,7 +16,8 @@ from proxy.core.elsewhere import NO_LOAD, Load, Others, replace
 from proxy.core.pool import NO_POOL, Pool
 from proxy.core.prefix import PrefixIndex
 from proxy.core.types import Gauges
-from proxy.core.worker import Worker, WorkerSpec
+from proxy.core.worker import Worker
+from proxy.core.worker_spec import WorkerSpec
 
 STALE_S = 10.0  # a worker that had nothing to do for so long is given the benefit of the doubt
 FORGIVE = 0.1
@@ -128,7 +129,9 @@ class Roster:
     def _free(self) -> Iterator[int]:
         """Name indexes that are nobody's."""
         taken = {*self.by_index, *(worker.index for worker in self._leaving)}
-        return (index for index in count() if index not in taken)
+        for index in count():
+            if index not in taken:
+                yield index
 
     def _take_in(self, spec: WorkerSpec, index: int) -> Worker:
         worker = Worker(spec, index)

@@ -33,7 +33,8 @@ from proxy.core.routing.registry import rule
 from proxy.core.settings import RouterSettings
 from proxy.core.tenants import Tenant, Tenants
 from proxy.core.types import Ask, Outcome, Reason, Refusal, Ticket
-from proxy.core.worker import Worker, WorkerSpec
+from proxy.core.worker import Worker
+from proxy.core.worker_spec import WorkerSpec
 
 __all__ = ["Router", "RouterSettings"]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass, field
 from math import inf
 from typing import TYPE_CHECKING
 
@@ -12,9 +11,9 @@ from proxy.core.elsewhere import NO_LOAD, Load
 from proxy.core.predict import Pace
 from proxy.core.stems import Stems
 from proxy.core.types import Ask, Gauges, Role
+from proxy.core.worker_spec import WorkerSpec
 
 if TYPE_CHECKING:
-    from proxy.config.tls import WorkerTlsConfig
     from proxy.core.pool import Group
 
 # Of the predicted wait for prefills ahead, what is left at least while any of them is still about:
@@ -29,21 +28,6 @@ WORKS_S = 30.0  # of no progress on its own page: longer than a step, and than m
 MISFIT = {Role.SHORT: (0, 2), Role.LONG: (2, 0)}
 # So many tokens of a prompt, and a mask of the workers that hold them; the most tokens first.
 Held = list[tuple[int, int]]
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerSpec:
-    """What the operator states of a worker."""
-
-    name: str
-    url: str
-    role: Role
-    model: str
-    max_model_len: int | None = None  # None = as the worker says
-    max_requests: int | None = None  # in flight; None = no limit of its own
-    api_key: str | None = field(default=None, repr=False)
-    tls: WorkerTlsConfig | None = None  # None = plain HTTP
-    seats: int | None = None  # sequences that it runs at once; None = it is not known
 
 
 class Worker:

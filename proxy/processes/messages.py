@@ -15,7 +15,7 @@ from proxy.config import FleetConfig
 from proxy.control.endpoints import Endpoints
 from proxy.control.keys import Keys
 from proxy.core.types import Gauges
-from proxy.core.worker import WorkerSpec
+from proxy.core.worker_spec import WorkerSpec
 
 Address = tuple[int, Any]  # a socket's family, and what it is bound to
 

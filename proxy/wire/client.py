@@ -240,12 +240,12 @@ class ClientConnection(asyncio.Protocol):
             return
         self._taking = True
         ready = self._reader.ready
-        while ready and self._exchange is None and self.writable and not self._leaving:
+        while ready and not self._answers() and self.writable and not self._leaving:
             request = ready.popleft()
             if self._reading_paused:
                 self._reader.waits_no_more(request)
             self._answer(now, request)
-            if ready and self._exchange is None:
+            if ready and not self._answers():
                 self._wire.outbox.flush()  # or nothing tells whether it takes the answers
         self._taking = False
         if self._exchange is not None or self._leaving:
@@ -257,6 +257,9 @@ class ClientConnection(asyncio.Protocol):
             self._part(now, self._last_words)
         else:
             self._rest(now)
+
+    def _answers(self) -> bool:
+        return self._exchange is not None
 
     def _answer(self, now: float, request: Request) -> None:
         wire, head = self._wire, request.head

@@ -15,7 +15,8 @@ from proxy.wire.silence import CONFIRMS, notice_silence
 from proxy.wire.worker_connection import Caller, Trouble, WorkerConnection
 
 if TYPE_CHECKING:
-    from proxy.core.worker import Worker, WorkerSpec
+    from proxy.core.worker import Worker
+    from proxy.core.worker_spec import WorkerSpec
     from proxy.wire.outbox import Outbox
     from proxy.wire.settings import WireSettings
 

@@ -12,6 +12,7 @@ from vllm_sched import __version__
 from vllm_sched.cli import (
     bench,
     calibrate,
+    compiling,
     fleet,
     key,
     measure,
@@ -46,6 +47,7 @@ def parser() -> argparse.ArgumentParser:
     calibrate.add_calibrate(commands)
     fleet.add_fleet(commands)
     key.add_key(commands)
+    compiling.add_compile(commands)
     return top
 
 

@@ -20,7 +20,8 @@ from proxy.core.decisions import Decision
 from proxy.core.fleet import Fleet
 from proxy.core.router import Router, RouterSettings
 from proxy.core.types import Ask, Gauges, Reason, Role
-from proxy.core.worker import Worker, WorkerSpec
+from proxy.core.worker import Worker
+from proxy.core.worker_spec import WorkerSpec
 from proxy.errors import ConfigError, Problem, ProxyError
 
 FLEET = """

@@ -20,7 +20,7 @@ from proxy.core.handover import Why
 from proxy.core.router import Router, RouterSettings
 from proxy.core.tenants import Rank
 from proxy.core.types import Ask, Gauges, Reason, Role
-from proxy.core.worker import WorkerSpec
+from proxy.core.worker_spec import WorkerSpec
 from tests.prometheus.tools import promtool
 
 CHAT = "chat/completions"

@@ -13,7 +13,8 @@ from proxy.core.prefix import COVERED
 from proxy.core.router import Router, RouterSettings
 from proxy.core.routes import Route, find
 from proxy.core.types import Ask, Refusal, Role, Ticket
-from proxy.core.worker import Worker, WorkerSpec
+from proxy.core.worker import Worker
+from proxy.core.worker_spec import WorkerSpec
 
 MODEL = "m"
 SHORT, LONG, GENERAL = Role.SHORT, Role.LONG, Role.GENERAL

@@ -13,7 +13,8 @@ from proxy.core.handover import Why
 from proxy.core.router import Router
 from proxy.core.tenants import Rank
 from proxy.core.types import Ask, Gauges, Outcome, Reason, Role, Usage
-from proxy.core.worker import Worker, WorkerSpec
+from proxy.core.worker import Worker
+from proxy.core.worker_spec import WorkerSpec
 from tests.proxy.core.making import (
     GENERAL,
     MODEL,

@@ -11,13 +11,14 @@ from hypothesis import strategies as st
 
 from proxy.core.lines import Line
 from proxy.core.order import LONGEST, Entry, Order
+from proxy.core.tenants import Rank
 
 NUMBERS = count()
 
 
 def entry(standing: float, least: int = 100, since: float = 0.0) -> Entry:
     number = next(NUMBERS)
-    line = Line((("m", "short"), 1, None), number)  # type: ignore[arg-type]
+    line = Line((("m", "short"), Rank.STANDARD, None), number)
     return standing, since, number, least, line
 
 

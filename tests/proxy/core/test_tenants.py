@@ -53,6 +53,7 @@ def test_nearly_a_key_is_none(key: bytes) -> None:
     assert two().of_key(key) is None
 
 
+@pytest.mark.plain("replaces a part")
 def test_keys_are_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch) -> None:
     compared: list[tuple[bytes, bytes]] = []
 
@@ -68,6 +69,7 @@ def test_keys_are_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch) -> 
     assert KEY not in [each for pair in compared for each in pair], "hashes, not keys"
 
 
+@pytest.mark.plain("looks inside")
 def test_plain_keys_are_not_kept() -> None:
     tenants = two()
     assert KEY not in str(vars(tenants)).encode()

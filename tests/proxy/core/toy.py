@@ -13,7 +13,7 @@ from proxy.core.decisions import Lease
 from proxy.core.fleet import Fleet
 from proxy.core.router import Router, RouterSettings
 from proxy.core.types import Ask, Outcome, Refusal, Ticket, Usage
-from proxy.core.worker import WorkerSpec
+from proxy.core.worker_spec import WorkerSpec
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,8 @@ from collections.abc import Callable
 
 from proxy.core.decisions import Lease
 from proxy.core.types import Outcome, Ticket
-from proxy.core.worker import Worker, WorkerSpec
+from proxy.core.worker import Worker
+from proxy.core.worker_spec import WorkerSpec
 from proxy.processes.prefixes import Prefixes
 from proxy.processes.queues import Queues
 from proxy.processes.sharing import LOOK_S, Sharing

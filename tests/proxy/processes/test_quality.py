@@ -19,7 +19,7 @@ from proxy.core.decisions import Lease
 from proxy.core.fleet import Fleet
 from proxy.core.router import Router, RouterSettings
 from proxy.core.types import Ask, Outcome, Refusal, Ticket, Usage
-from proxy.core.worker import WorkerSpec
+from proxy.core.worker_spec import WorkerSpec
 from proxy.processes.queues import Queues
 from proxy.processes.sharing import Sharing
 from proxy.processes.table import LIFE, Table

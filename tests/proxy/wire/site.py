@@ -16,7 +16,8 @@ from proxy.control.metrics import Metrics
 from proxy.core.fleet import Fleet
 from proxy.core.router import Router, RouterSettings
 from proxy.core.types import Role
-from proxy.core.worker import Worker, WorkerSpec
+from proxy.core.worker import Worker
+from proxy.core.worker_spec import WorkerSpec
 from proxy.transfer.registry import connector
 from proxy.wire.server import Wire
 from proxy.wire.settings import WireSettings

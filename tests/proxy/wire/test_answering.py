@@ -7,7 +7,7 @@ import pytest
 from proxy.core.decisions import Decision, Handover
 from proxy.core.fleet import Fleet
 from proxy.core.types import Reason, Role, Score, Usage
-from proxy.core.worker import WorkerSpec
+from proxy.core.worker_spec import WorkerSpec
 from proxy.wire.answering import Answering, response_id_in
 from proxy.wire.request import Request, RequestHead
 from proxy.wire.response import AnswerReader

@@ -12,6 +12,8 @@ from proxy.wire.prefill_leg import PrefillLeg
 from proxy.wire.response import Head
 from proxy.wire.worker_connection import Trouble, WorkerConnection
 
+pytestmark = pytest.mark.plain("in place of connections, classes of its own")
+
 
 class Owner:
     """Remembers what it hears."""

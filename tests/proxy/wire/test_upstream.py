@@ -10,7 +10,7 @@ import pytest
 
 from proxy.core.fleet import Fleet
 from proxy.core.types import Role
-from proxy.core.worker import WorkerSpec
+from proxy.core.worker_spec import WorkerSpec
 from proxy.wire.outbox import Outbox
 from proxy.wire.response import Head
 from proxy.wire.settings import WireSettings
@@ -20,6 +20,8 @@ from proxy.wire.worker_connection import MAX_IDLE_S, STALE_S, Caller, Trouble, W
 SETTINGS = WireSettings(connect_s=3.0, first_byte_s=60.0, idle_s=20.0)
 SPEC = WorkerSpec("w0", "http://127.0.0.1:9", Role.GENERAL, "tiny")
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Length: 3\r\n\r\n"
+
+pytestmark = pytest.mark.plain("callers that are classes of its own")
 
 
 class Wire:

@@ -12,12 +12,14 @@ from proxy.core.routing.registry import RULES, rule
 RULE_FILES = {"registry", "view", "__init__"}
 
 
+@pytest.mark.plain("reads sources")
 def test_every_rule_is_one_file_and_in_the_registry() -> None:
     files = {path.stem for path in Path(routing.__path__[0]).glob("*.py")} - RULE_FILES
     assert set(RULES) == files
     assert all(rule(name).name == name for name in RULES)
 
 
+@pytest.mark.plain("reads sources")
 def test_every_rule_tells_its_idea_its_cost_and_how_it_fails() -> None:
     for kind in RULES.values():
         text = __import__(kind.__module__, fromlist=["x"]).__doc__

@@ -1,0 +1,139 @@
+"""How the modules are compiled: mypyc and a C compiler, in a process of their own.
+
+    python -m proxy.compiled.build FOLDER
+
+writes into FOLDER, and says there what it does; use `vllm-sched compile`.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from proxy.compiled.places import BUILT, PACKAGE, SWITCH, CompileError, digest, hot
+
+LAST_LINES = 5
+MAKING = "making-"
+# Each by itself: a module that can't be loaded ends the process, not always with an exception.
+LOAD_ALL = """
+import sys
+from importlib import import_module
+from pathlib import Path
+import proxy
+from proxy.compiled.places import use
+use(Path(sys.argv[1]), proxy.__path__)
+for name in sys.argv[2:]:
+    assert not import_module(name).__file__.endswith(".py"), name
+"""
+
+
+def build() -> Path:
+    """Compile, see that all of it can be loaded, and put it where the router looks."""
+    _require()
+    folder = BUILT / digest()
+    if folder.is_dir():
+        return folder
+    try:
+        BUILT.mkdir(exist_ok=True)
+        # Made aside and renamed: whoever starts meanwhile sees all of it or nothing.
+        aside = Path(tempfile.mkdtemp(prefix=MAKING, dir=BUILT))
+    except OSError as error:
+        raise CompileError(f"{error}; run it as whoever installed vllm-sched") from None
+    try:
+        _run([sys.executable, "-m", __spec__.name, str(aside)], aside)
+        names = [".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts) for path in hot()]
+        _run([sys.executable, "-c", LOAD_ALL, str(aside), *names], aside)
+        shutil.rmtree(aside / "temp")
+        aside.chmod(0o755)
+        aside.rename(folder)
+    except OSError as error:
+        if not folder.is_dir():  # else another process was first, with the same sources
+            raise CompileError(str(error)) from None
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+    for other in BUILT.iterdir():  # nobody will ask for them again
+        if other != folder and not other.name.startswith(MAKING):
+            shutil.rmtree(other, ignore_errors=True)
+    return folder
+
+
+def remove() -> None:
+    """Take all of it away."""
+    try:
+        if BUILT.is_dir():
+            shutil.rmtree(BUILT)
+    except OSError as error:
+        raise CompileError(f"{error}; run it as whoever installed vllm-sched") from None
+
+
+def _require() -> None:
+    """Say what is missing before minutes go by."""
+    if missing := [name for name in ("mypyc", "setuptools") if find_spec(name) is None]:
+        raise CompileError(f"no {' and no '.join(missing)}; pip install 'mypy>=2' setuptools")
+    compiler = os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc"
+    program = compiler.split()[0]
+    if shutil.which(program) is None and shutil.which("cc") is None:
+        raise CompileError(f"no C compiler ({program}); install gcc or clang, or name one in CC")
+    headers = Path(sysconfig.get_path("include")) / "Python.h"
+    if not headers.is_file():
+        raise CompileError(f"no {headers}; install Python's headers (python3-dev, python3-devel)")
+
+
+def _run(command: list[str], folder: Path) -> None:
+    """Run a step, in the plain modules; of what it says only an end in failure is told."""
+    environment = os.environ | {SWITCH: "0", "PYTHONPATH": str(PACKAGE.parent)}
+    done = subprocess.run(
+        command,
+        cwd=folder,
+        env=environment,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+    if done.returncode:
+        lines = done.stdout.splitlines()[-LAST_LINES:]
+        raise CompileError("\n".join([f"it ended with {done.returncode}:", *lines]))
+
+
+def _compile(folder: Path) -> None:
+    """Do it, with the folder as the only place that is written to."""
+    from mypyc.build import mypycify
+    from setuptools import setup
+
+    temp = folder / "temp"
+    options = ["--config-file=", f"--cache-dir={temp / 'types'}", "--follow-imports=silent"]
+    os.chdir(PACKAGE.parent)  # what a module is called comes from where it lies
+    sources = [str(path.relative_to(PACKAGE.parent)) for path in hot()]
+    modules: Any = mypycify(
+        [*options, "--ignore-missing-imports", *sources],
+        opt_level="1",  # more takes twice as long, for as good as nothing
+        debug_level="0",
+        multi_file=True,
+        target_dir=str(temp / "c"),
+    )
+    arguments = ["--quiet", "build_ext", f"--build-lib={folder}", f"--build-temp={temp}"]
+    setup(
+        name="vllm-sched-compiled",
+        packages=[],
+        py_modules=[],
+        ext_modules=modules,
+        script_args=arguments,
+    )
+    compiled = set(hot())
+    for name in ("core", "wire"):
+        for path in (PACKAGE / name).rglob("*.py"):
+            if path not in compiled:
+                place = folder / path.relative_to(PACKAGE.parent)
+                place.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(path, place)
+
+
+if __name__ == "__main__":
+    _compile(Path(sys.argv[1]))

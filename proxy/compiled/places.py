@@ -1,0 +1,61 @@
+"""Where compiled modules lie, and whether there are any of these very sources."""
+
+from __future__ import annotations
+
+import os
+import sys
+from hashlib import sha256
+from pathlib import Path
+from typing import Final
+
+import proxy
+from proxy.errors import ProxyError
+
+SWITCH: Final = "VLLM_SCHED_COMPILED"  # "0": leave them aside
+PACKAGE: Final = Path(__file__).parents[1]
+# Beside the package, not in somebody's home: who installs it compiles it, whoever runs it later.
+BUILT: Final = PACKAGE.with_name(".vllm-sched-compiled")
+EDITION: Final = b"1"  # of how they are made
+
+
+class CompileError(ProxyError):
+    """The modules can't be compiled."""
+
+
+def hot() -> list[Path]:
+    """Name the modules to compile: those that each request goes through.
+
+    `server` and `listening` hold what event loops' types promise, and uvloop keeps otherwise;
+    `worker_spec` goes from process to process, as a frozen class can't that is compiled.
+    """
+    found = [*PACKAGE.glob("core/**/*.py"), *PACKAGE.glob("wire/*.py")]
+    left = {"__init__", "server", "listening", "worker_spec"}
+    return sorted(path for path in found if path.stem not in left)
+
+
+def digest() -> str:
+    """Hash all that compiled modules depend on: they take the types of every other for granted."""
+    found = sha256(EDITION + f"{sys.implementation.cache_tag} {sys.platform}".encode())
+    for path in sorted(PACKAGE.rglob("*.py")):
+        found.update(path.relative_to(PACKAGE).as_posix().encode() + b"\0")
+        found.update(path.read_bytes() + b"\0")
+    return found.hexdigest()[:16]
+
+
+def found() -> Path | None:
+    """Return the folder with the compiled modules of these sources, if it is there and wanted."""
+    if os.environ.get(SWITCH) == "0" or not BUILT.is_dir():
+        return None
+    folder = BUILT / digest()
+    return folder if folder.is_dir() else None
+
+
+def use(folder: Path, path: list[str]) -> None:
+    """Have imports look there first; `path` is that of the whole package."""
+    path.insert(0, str(folder / PACKAGE.name))
+    sys.path.append(str(folder))  # of what they all share
+
+
+def in_use() -> bool:
+    """Say whether compiled modules run in this process."""
+    return Path(proxy.__path__[0]) != PACKAGE

@@ -1,0 +1,134 @@
+"""What is said when modules can't be compiled, and which compiled ones are used."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+from proxy.compiled import build, places
+from proxy.compiled.places import CompileError
+from vllm_sched.cli.main import main
+
+IN_USE = "from proxy.compiled.places import in_use; print(in_use())"
+
+
+@pytest.fixture
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Build in a folder of the test's own."""
+    built = tmp_path / "built"
+    for module in (places, build):
+        monkeypatch.setattr(module, "BUILT", built)
+    monkeypatch.delenv(places.SWITCH)
+    return built
+
+
+def stand_in(monkeypatch: pytest.MonkeyPatch, *results: int) -> list[list[str]]:
+    """Have each step end so, without doing it."""
+    steps: list[list[str]] = []
+    left = list(results)
+
+    def run(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
+        steps.append(command)
+        folder = Path(command[-1] if len(steps) == 1 else command[3])
+        (folder / "temp").mkdir(exist_ok=True)
+        return subprocess.CompletedProcess(command, left.pop(0), "one\ntwo: the reason\n")
+
+    monkeypatch.setattr(subprocess, "run", run)
+    return steps
+
+
+def test_what_is_there_of_these_sources_is_used(
+    elsewhere: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert places.found() is None
+    folder = elsewhere / places.digest()
+    folder.mkdir(parents=True)
+    assert places.found() == folder
+    monkeypatch.setenv(places.SWITCH, "0")
+    assert places.found() is None
+
+
+def test_what_was_made_of_other_sources_is_not(
+    elsewhere: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "proxy"
+    (package / "core").mkdir(parents=True)
+    (package / "core" / "one.py").write_text("ONE = 1\n")
+    monkeypatch.setattr(places, "PACKAGE", package)
+    (elsewhere / places.digest()).mkdir(parents=True)
+    assert places.found() is not None
+    for change in ("ONE = 2\n", "ONE = 1\n# and\n"):
+        (package / "core" / "one.py").write_text(change)
+        assert places.found() is None
+    (package / "core" / "one.py").rename(package / "core" / "two.py")
+    assert places.found() is None
+
+
+def test_it_is_made_once_and_what_was_before_goes(
+    elsewhere: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (elsewhere / "of an older version").mkdir(parents=True)
+    (elsewhere / "making-another").mkdir()
+    steps = stand_in(monkeypatch, 0, 0)
+    for _ in range(2):
+        assert main(["compile"]) == 0
+        assert str(elsewhere / places.digest()) in capsys.readouterr().out
+    there = {each.name for each in elsewhere.iterdir()}
+    assert there == {places.digest(), "making-another"}, "what somebody else is making stays"
+    assert len(steps) == 2, "compiled, and loaded to see that it can be"
+    assert main(["compile", "--remove"]) == 0
+    assert main(["compile", "--remove"]) == 0
+    assert not elsewhere.exists()
+
+
+@pytest.mark.parametrize("results", [(1,), (0, -11)])
+def test_what_failed_is_told_and_leaves_nothing(
+    elsewhere: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    results: tuple[int, ...],
+) -> None:
+    stand_in(monkeypatch, *results)
+    assert main(["compile"]) == 2
+    said = capsys.readouterr().err
+    assert f"it ended with {results[-1]}" in said
+    assert "two: the reason" in said
+    assert list(elsewhere.iterdir()) == []
+
+
+def test_what_is_missing_is_named(elsewhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = stand_in(monkeypatch)
+    with monkeypatch.context() as patch:
+        patch.setattr(build, "find_spec", lambda name: None if name == "mypyc" else name)
+        with pytest.raises(CompileError, match="no mypyc; pip install 'mypy>=2' setuptools"):
+            build.build()
+    with monkeypatch.context() as patch:
+        patch.setenv("PATH", "")
+        with pytest.raises(CompileError, match=r"no C compiler .*install gcc or clang"):
+            build.build()
+    with monkeypatch.context() as patch:
+        patch.setattr(sysconfig, "get_path", lambda _: "/nowhere")
+        with pytest.raises(CompileError, match=r"no /nowhere/Python\.h; install Python's headers"):
+            build.build()
+    assert steps == []
+    assert not elsewhere.exists()
+
+
+def test_a_place_that_is_not_ours_is_told(elsewhere: Path) -> None:
+    elsewhere.write_text("a file\n")  # as good as one that can't be written to, for root too
+    with pytest.raises(CompileError, match="run it as whoever installed vllm-sched"):
+        build.build()
+    assert places.found() is None
+
+
+def test_without_compiled_ones_the_sources_run() -> None:
+    told = os.environ | {places.SWITCH: "0"}
+    done = subprocess.run(
+        [sys.executable, "-c", IN_USE], env=told, capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "False\n"
