@@ -215,8 +215,6 @@ class Exchange:
         """Pass the answer on, unless it says that another worker should be asked."""
         status, handing = head.status, self._handing
         self._head = self._said = None
-        if not self._client.writable:
-            self.pause()  # since before there was a connection that could have been paused
         if status == OK and handing is None:
             self._head = head  # until some of the body is there: that may be all of it
             return
@@ -484,6 +482,8 @@ class Exchange:
 
     def _first_bytes(self, now: float, data: bytes) -> None:
         """No other worker will be asked from here on."""
+        if not self._client.writable:
+            self.pause()  # since before there was a connection that could have been paused
         self._forget_body()
         if self._handing is not None:  # a head alone says nothing: a stream's comes too early
             self._handing.fetched()

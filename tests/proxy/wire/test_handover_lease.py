@@ -26,7 +26,7 @@ from tests.proxy.wire import scripts
 from tests.proxy.wire.client import Answer, Client, request
 from tests.proxy.wire.conftest import Start
 from tests.proxy.wire.fake_worker import Call
-from tests.proxy.wire.kv import Faults
+from tests.proxy.wire.kv import CHAT, OPENINGS, Faults
 from tests.proxy.wire.pairs import Pairs, chat_body, expected, pairs, words
 from tests.proxy.wire.site import eventually
 
@@ -148,6 +148,44 @@ async def test_before_that_it_is_left_alone(start: Start) -> None:
     await asyncio.sleep(0.5)  # two sweeps of the deadlines
     waits.set()
     assert words(await client.answer()) == expected(body)
+    await here.settled()
+    assert here.legs() == ["prefill p0", "decode d0"]
+
+
+async def test_a_client_that_takes_nothing_makes_no_transfer_late(start: Start) -> None:
+    """It did not before the decode worker was asked, whose stream begins with what says nothing."""
+    here = await pairs(start, prefills=1, decodes=1, wire={"idle_s": 1000.0})
+    fake = here.site.fakes["p0"]
+    prefill, gate, rest = fake.script_for, asyncio.Event(), asyncio.Event()
+
+    async def gated(call: Call) -> None:
+        await gate.wait()
+        await prefill(call)(call)
+
+    async def in_two(call: Call) -> None:
+        head = (b"content-type", scripts.SSE), (b"transfer-encoding", b"chunked")
+        await call.send(scripts.head(200, *head) + scripts.chunk(OPENINGS[CHAT]))
+        await rest.wait()
+        await call.send(scripts.chunk(scripts.token("word ") + scripts.DONE) + scripts.LAST_CHUNK)
+
+    fake.then(gated)
+    here.kv.wrong("d0", Faults(during=in_two))
+    client = await here.site.client(limit=1024, rcvbuf=8192)
+    await client.send(request(chat_body(stream=True)))
+    await fake.got(1)
+    [exchange] = here.site.wire.exchanges
+    before = b"." * (16 << 20)
+    exchange._client.write(before)
+    await eventually(lambda: not exchange._client.writable)
+    gate.set()
+    await eventually(lambda: exchange._handing is not None and exchange._handing._early)
+    rest.set()
+    await eventually(lambda: exchange._handing is None or not exchange._handing.waits)
+    here.site.skip(TOO_LATE_S)
+    client.read_on()
+    async with asyncio.timeout(10):
+        assert await client.reader.readexactly(len(before)) == before
+    assert words(await client.answer()) == ["", "word "]
     await here.settled()
     assert here.legs() == ["prefill p0", "decode d0"]
 
