@@ -94,6 +94,7 @@ class ClientConnection(asyncio.Protocol):
         # How long it may take nothing is for `idle_s` to say: who reads slowly is there.
         notice_silence(transport)
         self._wire.client_came(self)
+        self.limit(self._wire.settings)  # there may be new ones since it was accepted
         self._rest(self._wire.clock())
 
     def limit(self, settings: WireSettings) -> None:

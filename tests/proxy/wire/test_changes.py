@@ -13,8 +13,9 @@ import pytest
 from proxy.config import ProbeConfig
 from proxy.control.probe import Prober
 from proxy.core.router import RouterSettings
+from proxy.wire.client import ClientConnection
 from tests.proxy.wire import scripts
-from tests.proxy.wire.client import chat
+from tests.proxy.wire.client import Client, chat
 from tests.proxy.wire.conftest import Start
 from tests.proxy.wire.fake_worker import Call
 from tests.proxy.wire.site import Fake, Site, eventually
@@ -112,6 +113,19 @@ async def test_new_limits_hold_on_connections_there_are(
     assert (await begun.answer()).status == 200
     site.wire.reconfigure(before)
     assert (await begun.ask(large)).status == 200
+
+
+async def test_so_do_they_on_one_that_was_accepted_before(start: Start) -> None:
+    """And made after, as with TLS."""
+    site = await start()
+    connection = ClientConnection(site.wire)
+    site.wire.reconfigure(replace(site.wire.settings, linger_s=0.1, max_body_bytes=1000))
+    server = await asyncio.get_running_loop().create_server(lambda: connection, "127.0.0.1", 0)
+    client = await Client.connect(server.sockets[0].getsockname()[1])
+    answer = await client.ask(chat("x" * 2000))
+    client.close()
+    server.close()
+    assert answer.status == 413
 
 
 @asynccontextmanager
