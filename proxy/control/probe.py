@@ -83,6 +83,7 @@ class Watch:
         self._questions: Questions | None = None
         self._models_known_at = -math.inf
         self._models: Models | None = None  # as they were told last
+        self._contexts = 0, 0  # stated and told, as they were compared last
         self._gauges: Gauges | None = None
         self._said: str | None = None  # the complaint that was logged last
         self._been_up = False
@@ -160,6 +161,7 @@ class Watch:
         if models is not None:
             self._models_known_at = self._prober.clock()
             self._take(models)
+            self._compare_contexts()
         if gauges:
             self._gauges = gauges
             self._fleet.set_gauges(name, gauges)
@@ -182,17 +184,22 @@ class Watch:
         lengths = [length for length in models.values() if length is not None]
         length = models.get(worker.model) or min(lengths, default=None)
         self._fleet.set_served(worker.name, models, length)
-        stated = worker.spec.max_model_len or 0
-        if length is not None and stated > length:
-            logger.warning(
-                "worker %s holds %d tokens, not the %d that are stated of it",
-                worker.name,
-                length,
-                stated,
-            )
         if worker.model not in models:
             names = ", ".join(models)
             logger.warning("worker %s serves %s, not %s", worker.name, names, worker.model)
+
+    def _compare_contexts(self) -> None:
+        """Say once that less is told than is stated; either may change."""
+        worker = self._worker
+        contexts = stated, told = worker.spec.max_model_len or 0, worker.told_max_model_len or 0
+        if contexts != self._contexts and stated > told > 0:
+            logger.warning(
+                "worker %s holds %d tokens, not the %d that are stated of it",
+                worker.name,
+                told,
+                stated,
+            )
+        self._contexts = contexts
 
     def _failed(self, why: str) -> None:
         # It may come back with another model: ask again then.

@@ -180,8 +180,14 @@ async def test_unless_the_worker_holds_less_which_is_said_once(
             for _ in range(3):
                 watch._models_known_at = -inf
                 await watch.once()
+            fleet.respecify(worker, spec(double.url, max_model_len=16000))  # after a reload
+            for _ in range(3):
+                watch._models_known_at = -inf
+                await watch.once()
     assert worker.max_model_len == 4096
-    assert caplog.text.count("worker s0 holds 4096 tokens, not the 8000 that are stated of it") == 1
+    for stated in (8000, 16000):
+        said = f"worker s0 holds 4096 tokens, not the {stated} that are stated of it"
+        assert caplog.text.count(said) == 1
 
 
 async def test_the_length_is_that_of_its_own_model(bench: Bench) -> None:
