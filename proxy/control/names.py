@@ -206,36 +206,38 @@ async def connect(
 async def _first(left: deque[str], port: int, errors: list[OSError]) -> socket.socket | None:
     """Take addresses until one of them answers; None if none does, and why not is in `errors`."""
     loop = asyncio.get_running_loop()
-    trying: set[asyncio.Task[socket.socket]] = set()
+    trying: dict[asyncio.Task[socket.socket], str] = {}
     try:
         while left or trying:
             if left:
-                trying.add(loop.create_task(_reach(left.popleft(), port)))
+                address = left.popleft()
+                trying[loop.create_task(_reach(address, port))] = address
             done, _ = await asyncio.wait(
                 trying,
                 timeout=HEAD_START_S if left else None,
                 return_when=asyncio.FIRST_COMPLETED,
             )
             for each in done:
-                trying.discard(each)
+                del trying[each]
                 try:
                     return each.result()
                 except OSError as error:
                     errors.append(error)
     finally:
-        for each in trying:
+        for each, address in trying.items():
             each.cancel()
             each.add_done_callback(_drop)
+            left.append(address)  # for where the one that answered breaks off a handshake
     return None
 
 
 async def _reach(address: str, port: int) -> socket.socket:
-    found = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)
-    family, kind, protocol, _, where = found[0]
-    raw = socket.socket(family, kind, protocol)
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    raw = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         raw.setblocking(False)
-        await asyncio.get_running_loop().sock_connect(raw, where)
+        # With its scope as it is written: uvloop heeds no other.
+        await asyncio.get_running_loop().sock_connect(raw, (address, port))
     except BaseException:
         raw.close()
         raise

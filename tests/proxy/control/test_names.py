@@ -293,6 +293,47 @@ async def test_nothing_is_left_of_one_that_nobody_waits_for(
     assert not NAMES._known["w0.test"].until
 
 
+async def test_where_the_first_to_answer_breaks_off_another_is_tried_again(
+    resolver: Resolver, hole: FakeWorker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(names, "HEAD_START_S", 0.0)
+    authority = Authority(tmp_path)
+    hole.tls = server_context(authority.port("w0", host="w0.test"))
+
+    async def breaks_off(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await hole.wake()
+        writer.transport.abort()
+
+    server = await asyncio.start_server(breaks_off, "127.0.0.2", hole.port)
+    resolver.known["w0.test"] = ("127.0.0.1", "127.0.0.2")
+    tls = client_context(authority.meeting())
+    try:
+        async with asyncio.timeout(10):
+            transport, _ = await connect(asyncio.Protocol, "w0.test", hole.port, tls)
+    finally:
+        server.close()
+    assert transport.get_extra_info("peername")[0] == "127.0.0.1"
+    transport.close()
+
+
+async def test_of_several_addresses_each_keeps_its_scope(
+    resolver: Resolver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    met: list[tuple[object, ...]] = []
+
+    class Refused(socket.socket):
+        def connect(self, address: tuple[object, ...]) -> None:  # type: ignore[override]
+            met.append(address)
+            raise ConnectionRefusedError
+
+    monkeypatch.setattr(names.socket, "socket", Refused)
+    resolver.known["w0.test"] = ("fe80::1%1", "fe80::2%1")
+    with pytest.raises(OSError, match="; "):
+        async with asyncio.timeout(10):
+            await connect(asyncio.Protocol, "w0.test", 9, None)
+    assert met[0] == ("fe80::1", 9, 0, 1)
+
+
 async def test_a_worker_that_was_started_elsewhere_is_found(
     resolver: Resolver, worker: FakeWorker
 ) -> None:
