@@ -14,6 +14,10 @@ from __future__ import annotations
 
 from collections import deque
 from math import inf
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from proxy.core.worker import Worker
 
 AT_REST = 10.0
 PER_S = 1.0
@@ -88,15 +92,15 @@ class Falls:
     """The workers that fell lately."""
 
     def __init__(self) -> None:
-        self._of: dict[str, Fall] = {}
+        self._of: dict[Worker, Fall] = {}
 
-    def spare(self, worker: str, since: float, now: float, beside: int) -> bool:
+    def spare(self, worker: Worker, since: float, now: float, beside: int) -> bool:
         """Note that a request failed which a worker had since then; whether that costs nothing.
 
         `beside`: how many live workers there are for such a request.
         """
         if self._last(worker, now) is None:
-            lately = ((name, each) for name, each in self._of.items() if now - each.at <= WINDOW_S)
+            lately = ((who, each) for who, each in self._of.items() if now - each.at <= WINDOW_S)
             self._of = dict(lately)
             self._of[worker] = Fall(now, beside)
             return False
@@ -105,7 +109,7 @@ class Falls:
         self._of[worker].is_large = True
         return True
 
-    def would_spare(self, worker: str, since: float, now: float) -> bool:
+    def would_spare(self, worker: Worker, since: float, now: float) -> bool:
         """Whether it would cost nothing if a request failed that a worker had since then."""
         fall = self._last(worker, now)
         if fall is None or since > fall.at:  # sent to a worker that was known to fail
@@ -115,7 +119,7 @@ class Falls:
         others = sum(each.is_large and now - each.at <= WINDOW_S for each in self._of.values())
         return others + 1 <= max(fall.beside // 2, 1)
 
-    def _last(self, worker: str, now: float) -> Fall | None:
+    def _last(self, worker: Worker, now: float) -> Fall | None:
         fall = self._of.get(worker)
         if fall is None or now - fall.at > (WINDOW_S if fall.is_large else AT_ONCE_S):
             return None

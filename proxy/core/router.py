@@ -285,7 +285,7 @@ class Router(Leases):
             return False
         if free:
             return True
-        spared = len(tried) == 1 and self._falls.would_spare(leg.worker.name, leg.charged_at, now)
+        spared = len(tried) == 1 and self._falls.would_spare(leg.worker, leg.charged_at, now)
         return spared or self._retries.affords(now)
 
     def _fell_with(
@@ -295,7 +295,7 @@ class Router(Leases):
         if after is None or not self._retries.share:
             return False
         beside = len(self.fleet.pool(ask.model).all)
-        spared = self._falls.spare(after.worker.name, after.charged_at, now, beside)
+        spared = self._falls.spare(after.worker, after.charged_at, now, beside)
         return spared and len(tried) == 1
 
     # Changing

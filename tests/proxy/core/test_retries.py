@@ -5,6 +5,10 @@ from __future__ import annotations
 import pytest
 
 from proxy.core.retries import AT_REST, WINDOW_S, Falls, RetryBudget
+from proxy.core.worker import Worker
+from tests.proxy.core.making import spec
+
+W0, W1 = Worker(spec("w0"), 0), Worker(spec("w1"), 1)
 
 
 def spent(budget: RetryBudget, now: float) -> int:
@@ -63,44 +67,45 @@ def test_but_only_that_of_the_last_seconds() -> None:
 
 def test_all_that_a_worker_had_when_it_fell_go_over() -> None:
     falls = Falls()
-    assert not falls.spare("w0", 1.0, 9.0, beside=8)  # the first one pays
-    assert all(falls.spare("w0", 1.0 + n / 10, 9.0 + n / 100, beside=7) for n in range(60))
+    assert not falls.spare(W0, 1.0, 9.0, beside=8)  # the first one pays
+    assert all(falls.spare(W0, 1.0 + n / 10, 9.0 + n / 100, beside=7) for n in range(60))
 
 
 def test_who_was_sent_to_it_later_pays() -> None:
     falls = Falls()
-    falls.spare("w0", 1.0, 9.0, beside=8)
-    assert falls.spare("w0", 1.0, 9.0, beside=8)
-    assert not falls.spare("w0", 9.1, 9.2, beside=8)
+    falls.spare(W0, 1.0, 9.0, beside=8)
+    assert falls.spare(W0, 1.0, 9.0, beside=8)
+    assert not falls.spare(W0, 9.1, 9.2, beside=8)
 
 
 def test_a_worker_falls_again_after_a_while_and_not_before() -> None:
     falls = Falls()
     for each in (9.0, 9.0):
-        falls.spare("w0", 1.0, each, beside=8)
+        falls.spare(W0, 1.0, each, beside=8)
     for later in (9.0 + WINDOW_S, 9.1 + WINDOW_S):
-        assert not falls.spare("w0", 9.5, later, beside=8)
-    assert falls.spare("w0", 9.5, 9.2 + WINDOW_S, beside=8)
+        assert not falls.spare(W0, 9.5, later, beside=8)
+    assert falls.spare(W0, 9.5, 9.2 + WINDOW_S, beside=8)
 
 
 def test_a_failure_alone_is_no_fall() -> None:
     """Of the two that fall later both were sent after it."""
     falls = Falls()
-    falls.spare("w0", 1.0, 2.0, beside=2)
-    assert not falls.spare("w0", 3.0, 5.0, beside=2)
-    assert falls.spare("w0", 3.0, 5.0, beside=2)
-    assert not falls.spare("w1", 3.0, 5.0, beside=2)
-    assert not falls.spare("w1", 3.0, 5.0, beside=2)  # and now they are half
+    falls.spare(W0, 1.0, 2.0, beside=2)
+    assert not falls.spare(W0, 3.0, 5.0, beside=2)
+    assert falls.spare(W0, 3.0, 5.0, beside=2)
+    assert not falls.spare(W1, 3.0, 5.0, beside=2)
+    assert not falls.spare(W1, 3.0, 5.0, beside=2)  # and now they are half
 
 
 @pytest.mark.parametrize(("beside", "many"), [(1, 1), (2, 1), (3, 1), (8, 4), (24, 12)])
 def test_a_fleet_that_is_ill_pays(beside: int, many: int) -> None:
     falls = Falls()
-    for number in range(beside):
-        falls.spare(f"w{number}", 1.0, 9.0, beside)
-    spared = [falls.spare(f"w{number}", 1.0, 9.0, beside) for number in range(beside)]
+    workers = [Worker(spec(f"w{number}"), number) for number in range(beside)]
+    for worker in workers:
+        falls.spare(worker, 1.0, 9.0, beside)
+    spared = [falls.spare(worker, 1.0, 9.0, beside) for worker in workers]
     assert spared.count(True) == many
     # Once that is over, another may fall.
     for _ in range(2):
-        last = falls.spare("w0", 1.0, 9.0 + 2 * WINDOW_S, beside)
+        last = falls.spare(workers[0], 1.0, 9.0 + 2 * WINDOW_S, beside)
     assert last

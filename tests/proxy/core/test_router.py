@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from proxy.core.decisions import Lease
 from proxy.core.fleet import Fleet
 from proxy.core.router import Router, RouterSettings
 from proxy.core.types import Gauges, Outcome, Reason, Refusal, Score, Usage
+from proxy.core.worker import Worker
 from tests.proxy.core.making import (
     GENERAL,
     LONG,
@@ -320,6 +323,29 @@ def test_so_are_all_retries_together() -> None:
     ends = [router.submit(ask(), 0.0, tried=those(router, "a")) for _ in range(30)]
     assert sum(isinstance(end, Lease) for end in ends) == 10
     assert all(refused(end).status == 502 for end in ends[10:])
+
+
+def test_a_namesake_elsewhere_falls_by_itself() -> None:
+    """The first to fall there pays, too, and the next does not."""
+    router = router_of(spec("a"), spec("b"))
+
+    def fails(at: Worker, now: float, times: int) -> list[float]:
+        leases = [placed(router.submit(ask(), now)) for _ in range(2 * times)]
+        there = [lease for lease in leases if lease.worker is at][:times]
+        left = []
+        for lease in there:
+            router.finish(lease, now + 0.1, Outcome.FAILED)
+            tried = frozenset({at})
+            placed(router.submit(lease.ask, now + 0.1, tried=tried, after=lease))
+            left.append(router._retries._saved)
+        return left
+
+    fails(worker_of(router, "a"), 0.0, 1)
+    moved = replace(spec("a"), url="http://elsewhere")
+    router.reconfigure(router.settings, [moved, spec("b")])
+    router.fleet.probe_ok("a", 0.2)
+    first, second = fails(worker_of(router, "a"), 0.2, 2)
+    assert first == second
 
 
 def test_a_retry_waits_for_a_full_fleet_like_others() -> None:
