@@ -157,22 +157,28 @@ class Roster:
         if worker.requests:
             self._leaving.add(worker)
 
+    def swap(self, gone: Iterable[Worker], come: Iterable[WorkerSpec]) -> None:
+        """Take workers out and others in: as `remove` and `add`, and one change however many."""
+        for worker in gone:
+            self._take_out(worker)
+        free = self._free()
+        for spec in come:
+            self._take_in(spec, next(free))
+        self._changed()
+
     def replace(self, specs: Iterable[WorkerSpec]) -> None:
         """Become these workers; one whose address and model stay keeps all that is known of it."""
         wanted = {spec.name: spec for spec in specs}
-        for worker in list(self):
+        gone = []
+        for worker in self:
             spec = wanted.get(worker.name)
             if spec is None or (spec.url, spec.model) != (worker.url, worker.model):
-                self._take_out(worker)
-        free = self._free()
-        for name, spec in wanted.items():
-            known = self._workers.get(name)
-            if known is None:
-                self._take_in(spec, next(free))
+                gone.append(worker)
             else:
-                known.respecify(spec)
-                self.moved(known)
-        self._changed()
+                del wanted[worker.name]
+                worker.respecify(spec)
+                self.moved(worker)
+        self.swap(gone, wanted.values())
 
     def respecify(self, worker: Worker, spec: WorkerSpec) -> None:
         """Take what is stated of a worker that is here now; its address and model are the same."""

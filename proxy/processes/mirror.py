@@ -8,7 +8,7 @@ who comes late, or missed something, is as well off as the rest.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from proxy.core.predict import PARTS, Pace
@@ -152,10 +152,10 @@ class Mirror:
         if told.all:
             gone |= {worker.name for worker in self._fleet}
             gone -= {known.spec.name for known in told.known}
-        for name in gone:
-            self._remove(name)
+        self._swap(gone, told.known)
         for known in told.known:
-            self._take(known)
+            if (worker := self._fleet.get(known.spec.name)) is not None:
+                self._take(worker, known)
         if gone:
             self._router.links.keep({*self._fleet})
         if told.found is not None:
@@ -165,22 +165,36 @@ class Mirror:
             if prefill is not None and decode is not None:
                 self._router.links.warm(prefill, decode)
 
-    def _take(self, known: Known) -> None:
+    def _swap(self, names: Collection[str], told: Iterable[Known]) -> None:
+        """Take out who is gone and in who is new, all at once: there may be a thousand."""
+        fleet = self._fleet
+        gone = [worker for name in names if (worker := fleet.get(name)) is not None]
+        come = []
+        for known in told:
+            worker = fleet.get(known.spec.name)
+            if worker is None or self._is_another(worker, known):
+                come.append(known.spec)
+                if worker is not None:
+                    gone.append(worker)
+        if not (gone or come):
+            return
+        fleet.swap(gone, come)
+        for worker in gone:
+            self._leave(worker)
+
+    def _is_another(self, worker: Worker, known: Known) -> bool:
+        """Whether this is a namesake."""
+        spec, place = known.spec, _place(known)
+        return (spec.url, spec.model) != (worker.url, worker.model) or (
+            self._places.get(worker, place) != place
+        )
+
+    def _take(self, worker: Worker, known: Known) -> None:
         spec, fleet = known.spec, self._fleet
-        worker = fleet.get(spec.name)
-        place = (-1 if known.row is None else known.row), known.since
-        if worker is not None and (
-            (spec.url, spec.model) != (worker.url, worker.model)
-            or self._places.get(worker, place) != place
-        ):
-            self._remove(spec.name)  # this is a namesake
-            worker = None
-        if worker is None:
-            worker = fleet.add(spec)
-        elif worker.spec != spec:
+        if worker.spec != spec:
             fleet.respecify(worker, spec)
         if worker not in self._places:
-            self._take_place(worker, place)
+            self._take_place(worker, _place(known))
         if known.pace is not None and not worker.pace.prefills:
             worker.pace.adopt(_pace(known.pace))
             worker.reprice()
@@ -198,11 +212,6 @@ class Mirror:
             draining=known.draining,
         )
 
-    def _remove(self, name: str) -> None:
-        worker = self._fleet.remove(name)
-        if worker is not None:
-            self._leave(worker)
-
     def _take_place(self, worker: Worker, place: Place) -> None:
         self._places[worker] = place
         if place[0] >= 0:
@@ -212,6 +221,10 @@ class Mirror:
         self._places.pop(worker, None)
         self._said.pop(worker, None)
         self._sharing.leave(worker)
+
+
+def _place(known: Known) -> Place:
+    return (-1 if known.row is None else known.row), known.since
 
 
 def _pace(parts: tuple[float, ...]) -> Pace:

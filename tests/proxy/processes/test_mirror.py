@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import pytest
 
@@ -126,6 +127,20 @@ def test_a_namesake_is_another(pair: tuple[Process, Process]) -> None:
     assert after is not before
     assert after.requests == 0
     assert other.sharing.row(after) == leader.sharing.row(leader.worker("a")) == 1
+
+
+def test_many_that_change_at_once_are_one_change(pair: tuple[Process, Process]) -> None:
+    leader, other = pair
+    leader.fleet.replace(spec(f"w{number}") for number in range(20))
+    assert pass_on(leader, other)
+    before = other.fleet.version
+    moved = [replace(spec(f"w{number}"), url="http://elsewhere") for number in range(10)]
+    leader.fleet.replace([*moved, *(spec(f"w{number}") for number in range(15, 30))])
+    assert pass_on(leader, other)
+    assert other.fleet.version == before + 1
+    assert [worker.spec for worker in other.fleet] == [worker.spec for worker in leader.fleet]
+    for worker in leader.fleet:
+        assert other.sharing.row(other.worker(worker.name)) == leader.sharing.row(worker)
 
 
 def test_who_comes_late_is_told_everything(pair: tuple[Process, Process]) -> None:
