@@ -22,8 +22,10 @@ if TYPE_CHECKING:
 
 
 PORTS = {"http": 80, "https": 443}
-# No more files, here or on the whole machine; no memory for sockets; no port left to call from.
-OURS = frozenset([errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL])
+# No more files, here or on the whole machine; no memory for sockets.
+OURS = frozenset([errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM])
+# No port left to call from; or it is an address that nothing here leads to, as ::1 without IPv6.
+NO_PORT = errno.EADDRNOTAVAIL
 HANDSHAKE_S = 60.0
 
 
@@ -90,8 +92,13 @@ def is_ours(error: Exception) -> bool:
     """Whether it is this machine that has no room for another connection."""
     if not isinstance(error, OSError):
         return False
+    if error.errno is not None:
+        return error.errno in OURS or error.errno == NO_PORT
     # Of several addresses tried the numbers are in the text alone.
-    return error.errno in OURS or any(f"[Errno {number}]" in str(error) for number in OURS)
+    each = str(error).split("; ")
+    return any(f"[Errno {number}]" in why for number in OURS for why in each) or all(
+        f"[Errno {NO_PORT}]" in why for why in each
+    )
 
 
 def met(spec: WorkerSpec) -> tuple[object, ...]:

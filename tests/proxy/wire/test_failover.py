@@ -381,6 +381,15 @@ async def test_blocks_are_given_back_where_there_is_no_room_for_the_decode_leg(
 
 def test_which_errors_are_our_own() -> None:
     assert is_ours(OSError(errno.EMFILE, "Too many open files"))
-    assert is_ours(OSError("Multiple exceptions: [Errno 24] x, [Errno 111] y"))
+    assert is_ours(OSError("[Errno 24] x; [Errno 111] y"))
     assert not is_ours(ConnectionRefusedError(errno.ECONNREFUSED, "refused"))
     assert not is_ours(UnicodeError())
+
+
+def test_an_address_that_nothing_leads_to_is_no_lack_of_ports() -> None:
+    """As `::1` of localhost where there is no IPv6, and nobody listens on 127.0.0.1."""
+    no_port, refused = "[Errno 99] Cannot assign requested address", "[Errno 111] refused"
+    assert is_ours(OSError(errno.EADDRNOTAVAIL, "Cannot assign requested address"))
+    assert is_ours(OSError(f"{no_port}; {no_port}"))
+    assert not is_ours(OSError(f"{no_port}; {refused}"))
+    assert is_ours(OSError(f"{no_port}; [Errno 24] Too many open files"))
