@@ -17,10 +17,10 @@ from itertools import count
 
 from proxy.core.decisions import Lease
 from proxy.core.fleet import Fleet
+from proxy.core.records import WorkerSpec
 from proxy.core.router import Router, RouterSettings
 from proxy.core.tenants import Rank, Tenant, TenantSpec
 from proxy.core.types import Ask, Outcome, Refusal, Role, Ticket, Usage
-from proxy.core.worker_spec import WorkerSpec
 
 MODEL, WORKERS, PLACES = "m", 4, 16
 PREFILL_S, STEP_S = 1 / 20_000, 0.02  # a token of prompt, and one of output

@@ -18,11 +18,11 @@ from dataclasses import replace
 from proxy.core.decisions import Lease
 from proxy.core.fleet import Fleet
 from proxy.core.limits import Limits
+from proxy.core.records import WorkerSpec
 from proxy.core.router import Router, RouterSettings
 from proxy.core.routes import Route, find
 from proxy.core.tenants import Tenant, TenantSpec
 from proxy.core.types import Ask, Outcome, Role, Usage
-from proxy.core.worker_spec import WorkerSpec
 
 MODEL = "tiny"
 ROUNDS = 7

@@ -39,9 +39,9 @@ from proxy.control.tenancy import (
 from proxy.control.tls import Shown, check_tls, to_worker
 from proxy.control.tracing import Tracing
 from proxy.core.fleet import Fleet
+from proxy.core.records import WorkerSpec
 from proxy.core.router import Router, RouterSettings
 from proxy.core.types import Reason, Role
-from proxy.core.worker_spec import WorkerSpec
 from proxy.errors import ConfigError, Problem, ProxyError
 from proxy.transfer.registry import connector
 from proxy.wire.listening import once_free

@@ -17,11 +17,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from proxy.compiled.places import BUILT, PACKAGE, SWITCH, CompileError, digest, hot
+from proxy.compiled.places import BUILT, PACKAGE, PLATFORM, SWITCH, CompileError, hot, name
 
 LAST_LINES = 5
-MAKING = "making-"
-# Each by itself: a module that can't be loaded ends the process, not always with an exception.
+# In a process of its own: a module that can't be loaded may end it without an exception.
 LOAD_ALL = """
 import sys
 from importlib import import_module
@@ -36,21 +35,26 @@ for name in sys.argv[2:]:
 
 def build() -> Path:
     """Compile, see that all of it can be loaded, and put it where the router looks."""
-    _require()
-    folder = BUILT / digest()
+    require()
+    folder = BUILT / name()
     if folder.is_dir():
         return folder
     try:
         BUILT.mkdir(exist_ok=True)
+        BUILT.chmod(0o755)  # whoever runs the router reads it, whatever the umask is
         # Made aside and renamed: whoever starts meanwhile sees all of it or nothing.
-        aside = Path(tempfile.mkdtemp(prefix=MAKING, dir=BUILT))
+        aside = Path(tempfile.mkdtemp(prefix="making-", dir=BUILT))
     except OSError as error:
         raise CompileError(f"{error}; run it as whoever installed vllm-sched") from None
     try:
         _run([sys.executable, "-m", __spec__.name, str(aside)], aside)
-        names = [".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts) for path in hot()]
-        _run([sys.executable, "-c", LOAD_ALL, str(aside), *names], aside)
+        modules = [
+            ".".join(each.relative_to(PACKAGE.parent).with_suffix("").parts) for each in hot()
+        ]
+        _run([sys.executable, "-c", LOAD_ALL, str(aside), *modules], aside)
         shutil.rmtree(aside / "temp")
+        if BUILT / name() != folder:
+            raise CompileError("sources changed meanwhile; compile again")
         aside.chmod(0o755)
         aside.rename(folder)
     except OSError as error:
@@ -58,8 +62,8 @@ def build() -> Path:
             raise CompileError(str(error)) from None
     finally:
         shutil.rmtree(aside, ignore_errors=True)
-    for other in BUILT.iterdir():  # nobody will ask for them again
-        if other != folder and not other.name.startswith(MAKING):
+    for other in BUILT.glob(f"{PLATFORM}-*"):  # nobody will ask for them again
+        if other != folder:
             shutil.rmtree(other, ignore_errors=True)
     return folder
 
@@ -73,13 +77,13 @@ def remove() -> None:
         raise CompileError(f"{error}; run it as whoever installed vllm-sched") from None
 
 
-def _require() -> None:
+def require() -> None:
     """Say what is missing before minutes go by."""
     if missing := [name for name in ("mypyc", "setuptools") if find_spec(name) is None]:
         raise CompileError(f"no {' and no '.join(missing)}; pip install 'mypy>=2' setuptools")
     compiler = os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc"
     program = compiler.split()[0]
-    if shutil.which(program) is None and shutil.which("cc") is None:
+    if shutil.which(program) is None:
         raise CompileError(f"no C compiler ({program}); install gcc or clang, or name one in CC")
     headers = Path(sysconfig.get_path("include")) / "Python.h"
     if not headers.is_file():
@@ -88,7 +92,8 @@ def _require() -> None:
 
 def _run(command: list[str], folder: Path) -> None:
     """Run a step, in the plain modules; of what it says only an end in failure is told."""
-    environment = os.environ | {SWITCH: "0", "PYTHONPATH": str(PACKAGE.parent)}
+    paths = [str(PACKAGE.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = os.environ | {SWITCH: "0", "PYTHONPATH": os.pathsep.join(paths)}
     done = subprocess.run(
         command,
         cwd=folder,
@@ -96,6 +101,7 @@ def _run(command: list[str], folder: Path) -> None:
         text=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
+        umask=0o022,
     )
     if done.returncode:
         lines = done.stdout.splitlines()[-LAST_LINES:]
@@ -113,7 +119,7 @@ def _compile(folder: Path) -> None:
     sources = [str(path.relative_to(PACKAGE.parent)) for path in hot()]
     modules: Any = mypycify(
         [*options, "--ignore-missing-imports", *sources],
-        opt_level="1",  # more takes twice as long, for as good as nothing
+        opt_level="1",
         debug_level="0",
         multi_file=True,
         target_dir=str(temp / "c"),
@@ -127,8 +133,8 @@ def _compile(folder: Path) -> None:
         script_args=arguments,
     )
     compiled = set(hot())
-    for name in ("core", "wire"):
-        for path in (PACKAGE / name).rglob("*.py"):
+    for part in ("core", "wire"):
+        for path in (PACKAGE / part).rglob("*.py"):
             if path not in compiled:
                 place = folder / path.relative_to(PACKAGE.parent)
                 place.parent.mkdir(parents=True, exist_ok=True)

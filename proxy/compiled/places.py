@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from hashlib import sha256
+from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from typing import Final
 
@@ -16,6 +17,7 @@ PACKAGE: Final = Path(__file__).parents[1]
 # Beside the package, not in somebody's home: who installs it compiles it, whoever runs it later.
 BUILT: Final = PACKAGE.with_name(".vllm-sched-compiled")
 EDITION: Final = b"1"  # of how they are made
+PLATFORM: Final = EXTENSION_SUFFIXES[0].strip(".")  # Python's version, processor, C library
 
 
 class CompileError(ProxyError):
@@ -26,28 +28,31 @@ def hot() -> list[Path]:
     """Name the modules to compile: those that each request goes through.
 
     `server` and `listening` hold what event loops' types promise, and uvloop keeps otherwise;
-    `worker_spec` goes from process to process, as a frozen class can't that is compiled.
+    `records` are for others, who may run plain modules.
     """
     found = [*PACKAGE.glob("core/**/*.py"), *PACKAGE.glob("wire/*.py")]
-    left = {"__init__", "server", "listening", "worker_spec"}
+    left = {"__init__", "server", "listening", "records"}
     return sorted(path for path in found if path.stem not in left)
 
 
-def digest() -> str:
-    """Hash all that compiled modules depend on: they take the types of every other for granted."""
-    found = sha256(EDITION + f"{sys.implementation.cache_tag} {sys.platform}".encode())
+def name() -> str:
+    """Name what is made of these sources: all of them, as each takes others' types for granted."""
+    found = sha256(EDITION + PLATFORM.encode())
     for path in sorted(PACKAGE.rglob("*.py")):
         found.update(path.relative_to(PACKAGE).as_posix().encode() + b"\0")
         found.update(path.read_bytes() + b"\0")
-    return found.hexdigest()[:16]
+    return f"{PLATFORM}-{found.hexdigest()[:16]}"
 
 
 def found() -> Path | None:
     """Return the folder with the compiled modules of these sources, if it is there and wanted."""
-    if os.environ.get(SWITCH) == "0" or not BUILT.is_dir():
+    try:
+        if os.environ.get(SWITCH) == "0" or not BUILT.is_dir():
+            return None
+        folder = BUILT / name()
+        return folder if folder.is_dir() else None
+    except OSError:  # a source or the folder can't be read: plain modules need neither
         return None
-    folder = BUILT / digest()
-    return folder if folder.is_dir() else None
 
 
 def use(folder: Path, path: list[str]) -> None:

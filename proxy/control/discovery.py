@@ -20,8 +20,8 @@ from proxy.control.endpoints import Endpoints, Listener
 
 if TYPE_CHECKING:
     from proxy.core.fleet import Fleet
+    from proxy.core.records import WorkerSpec
     from proxy.core.worker import Worker
-    from proxy.core.worker_spec import WorkerSpec
 
 logger = logging.getLogger(__name__)
 

@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING
 from proxy.config import ProbeConfig
 from proxy.control.questions import Models, ProbeError, Questions, SilentError
 from proxy.control.worker_metrics import parse
-from proxy.core.types import Gauges, Role
+from proxy.core.records import Gauges, WorkerSpec
+from proxy.core.types import Role
 from proxy.core.worker import Worker
-from proxy.core.worker_spec import WorkerSpec
 
 if TYPE_CHECKING:
     from proxy.core.router import Router

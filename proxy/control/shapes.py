@@ -7,10 +7,11 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from proxy.core.decisions import Decision
+from proxy.core.records import Score
 from proxy.core.refusals import unknown_model
 from proxy.core.router import Router
 from proxy.core.sizing import fit
-from proxy.core.types import Ask, Reason, Refusal, Role, Score
+from proxy.core.types import Ask, Reason, Refusal, Role
 from proxy.core.worker import Worker
 
 CHAT = "chat/completions"

@@ -10,8 +10,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
+from proxy.core.records import Gauges
 from proxy.core.seats import QUEUED
-from proxy.core.types import Gauges
 
 # With what ends the name, as longer names begin with these.
 RUNNING = b"vllm:num_requests_running{"

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from proxy.core.records import Score
 from proxy.core.stems import Stem
-from proxy.core.types import Ask, Reason, Score
+from proxy.core.types import Ask, Reason
 from proxy.core.worker import Worker
 
 

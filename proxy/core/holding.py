@@ -30,7 +30,8 @@ from proxy.core.prefix import COVERED
 
 if TYPE_CHECKING:
     from proxy.core.decisions import Lease
-    from proxy.core.types import Ask, Gauges
+    from proxy.core.records import Gauges
+    from proxy.core.types import Ask
     from proxy.core.worker import Worker
 
 KV_FULL = 0.95  # of a KV cache: beyond it a request would wait for room

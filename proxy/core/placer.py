@@ -13,13 +13,14 @@ from proxy.core.decisions import Decision, Lease
 from proxy.core.fleet import Fleet
 from proxy.core.links import Links
 from proxy.core.queue import Queue
+from proxy.core.records import Score
 from proxy.core.routing.registry import rule
 from proxy.core.routing.view import View
 from proxy.core.settings import RouterSettings
 from proxy.core.tenants import Rank
 from proxy.core.traffic import Traffic
 from proxy.core.transfer_time import TransferTimes
-from proxy.core.types import Ask, Reason, Refusal, Score
+from proxy.core.types import Ask, Reason, Refusal
 from proxy.core.worker import Worker
 
 BATCH = Rank.BATCH

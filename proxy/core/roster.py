@@ -15,9 +15,8 @@ from proxy.core.breaker import Told
 from proxy.core.elsewhere import NO_LOAD, Load, Others, replace
 from proxy.core.pool import NO_POOL, Pool
 from proxy.core.prefix import PrefixIndex
-from proxy.core.types import Gauges
+from proxy.core.records import Gauges, WorkerSpec
 from proxy.core.worker import Worker
-from proxy.core.worker_spec import WorkerSpec
 
 STALE_S = 10.0  # a worker that had nothing to do for so long is given the benefit of the doubt
 FORGIVE = 0.1

@@ -27,6 +27,7 @@ from proxy.core.handover import PATIENCE
 from proxy.core.leases import Leases
 from proxy.core.placer import NOBODY
 from proxy.core.reading import Reader
+from proxy.core.records import WorkerSpec
 from proxy.core.retries import Falls, RetryBudget
 from proxy.core.routes import Route
 from proxy.core.routing.registry import rule
@@ -34,7 +35,6 @@ from proxy.core.settings import RouterSettings
 from proxy.core.tenants import Tenant, Tenants
 from proxy.core.types import Ask, Outcome, Reason, Refusal, Ticket
 from proxy.core.worker import Worker
-from proxy.core.worker_spec import WorkerSpec
 
 __all__ = ["Router", "RouterSettings"]
 

@@ -23,7 +23,7 @@ from __future__ import annotations
 from math import inf
 
 from proxy.core.holding import KV_FULL
-from proxy.core.types import Gauges
+from proxy.core.records import Gauges
 from proxy.core.worker import Worker
 
 MORE, ONE_MORE = 1.25, 1.0

@@ -6,11 +6,12 @@ A request becomes an `Ask` (what is known of it before it ran). The router answe
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 from sys import maxsize
 from typing import TYPE_CHECKING
 
+from proxy.core.records import Score
 from proxy.core.tenants import Rank, Tenant
 
 if TYPE_CHECKING:
@@ -156,20 +157,6 @@ class Usage:
     cached_tokens: int = 0
 
 
-@dataclass(slots=True, frozen=True)
-class Score:
-    """What one worker would have meant for a request; seconds."""
-
-    worker: str
-    total: float
-    wait_s: float = 0.0  # for what is ahead of it
-    prefill_s: float = 0.0  # its own, less what is cached
-    harm_s: float = 0.0  # done to those that run
-    cached_tokens: int = 0
-    note: str = ""  # why it was no candidate, if so
-    prefill_by: str = ""  # the worker that would prefill for it, if another
-
-
 @dataclass(slots=True, eq=False)
 class Ticket:
     """A place in the router's queue."""
@@ -195,23 +182,3 @@ class Refusal:
     retry_after_s: float | None = None
     scores: tuple[Score, ...] = ()  # kept only when somebody asked to see them
     headers: tuple[tuple[str, str], ...] = ()  # beyond those that every answer has
-
-
-@dataclass(slots=True)
-class Gauges:
-    """What a worker's own /metrics said last."""
-
-    at: float = 0.0
-    running: int = 0
-    waiting: int = 0
-    kv_usage: float = 0.0
-    kv_capacity_tokens: int | None = None  # blocks times block size, where it tells
-    prompt_tokens_total: float = 0.0
-    generation_tokens_total: float = 0.0
-    preemptions_total: float = 0.0
-    extra: dict[str, float] = field(default_factory=dict)
-
-    @property
-    def computed(self) -> float:
-        """Tokens that it has prefilled and written since it was started."""
-        return self.prompt_tokens_total + self.generation_tokens_total

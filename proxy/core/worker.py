@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 from proxy.core.breaker import Breaker
 from proxy.core.elsewhere import NO_LOAD, Load
 from proxy.core.predict import Pace
+from proxy.core.records import Gauges, WorkerSpec
 from proxy.core.stems import Stems
-from proxy.core.types import Ask, Gauges, Role
-from proxy.core.worker_spec import WorkerSpec
+from proxy.core.types import Ask, Role
 
 if TYPE_CHECKING:
     from proxy.core.pool import Group

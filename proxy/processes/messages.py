@@ -14,8 +14,7 @@ from typing import Any, Literal, TypeAlias
 from proxy.config import FleetConfig
 from proxy.control.endpoints import Endpoints
 from proxy.control.keys import Keys
-from proxy.core.types import Gauges
-from proxy.core.worker_spec import WorkerSpec
+from proxy.core.records import Gauges, WorkerSpec
 
 Address = tuple[int, Any]  # a socket's family, and what it is bound to
 

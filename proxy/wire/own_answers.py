@@ -11,7 +11,8 @@ import orjson
 
 from proxy.control.exposition import NONE
 from proxy.core.decisions import Decision
-from proxy.core.types import Reason, Refusal, Score
+from proxy.core.records import Score
+from proxy.core.types import Reason, Refusal
 from proxy.wire.http import JSON, status_line
 
 if TYPE_CHECKING:

@@ -15,8 +15,8 @@ from proxy.wire.silence import CONFIRMS, notice_silence
 from proxy.wire.worker_connection import Caller, Trouble, WorkerConnection
 
 if TYPE_CHECKING:
+    from proxy.core.records import WorkerSpec
     from proxy.core.worker import Worker
-    from proxy.core.worker_spec import WorkerSpec
     from proxy.wire.outbox import Outbox
     from proxy.wire.settings import WireSettings
 
@@ -26,6 +26,7 @@ PORTS = {"http": 80, "https": 443}
 OURS = frozenset([errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM])
 # No port left to call from; or it is an address that nothing here leads to, as ::1 without IPv6.
 NO_PORT = errno.EADDRNOTAVAIL
+NO_WAY = frozenset([errno.ENETUNREACH, errno.EAFNOSUPPORT])  # which says nothing of ports
 HANDSHAKE_S = 60.0
 
 
@@ -96,9 +97,10 @@ def is_ours(error: Exception) -> bool:
         return error.errno in OURS or error.errno == NO_PORT
     # Of several addresses tried the numbers are in the text alone.
     each = str(error).split("; ")
-    return any(f"[Errno {number}]" in why for number in OURS for why in each) or all(
-        f"[Errno {NO_PORT}]" in why for why in each
-    )
+    if any(f"[Errno {number}]" in why for number in OURS for why in each):
+        return True
+    tried = [why for why in each if not any(f"[Errno {number}]" in why for number in NO_WAY)]
+    return bool(tried) and all(f"[Errno {NO_PORT}]" in why for why in tried)
 
 
 def met(spec: WorkerSpec) -> tuple[object, ...]:

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from proxy.config import TransferConfig
 from proxy.core.decisions import Lease
 from proxy.core.fleet import Fleet
+from proxy.core.records import WorkerSpec
 from proxy.core.router import Router, RouterSettings
 from proxy.core.routes import ROUTES, Route, Shape
 from proxy.core.types import Ask, Outcome, Refusal, Role
 from proxy.core.worker import Worker
-from proxy.core.worker_spec import WorkerSpec
 from proxy.transfer.legs import decode_body, prefill_body
 from proxy.transfer.registry import connector
 from proxy.transfer.types import Pair, Side, usage_of

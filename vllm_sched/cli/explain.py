@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from proxy.config import FleetConfig
-    from proxy.core.types import Score
+    from proxy.core.records import Score
 
 TIMEOUT_S = 10.0
 NOWHERE = 1

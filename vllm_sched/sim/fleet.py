@@ -23,6 +23,7 @@ from proxy.config import FleetConfig
 from proxy.core import types as core
 from proxy.core.decisions import Lease
 from proxy.core.fleet import Fleet
+from proxy.core.records import Gauges
 from proxy.core.router import Router
 from proxy.core.seats import QUEUED
 from vllm_sched.bench.outcome import Outcome
@@ -352,7 +353,7 @@ class SimulatedFleet:
                 extra["backlog_long"] = seen.backlog_long_tokens
             self.router.fleet.set_gauges(
                 name,
-                core.Gauges(
+                Gauges(
                     now,
                     seen.running,
                     seen.waiting,

@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING
 
 from proxy.core.decisions import Lease
 from proxy.core.fleet import Fleet
+from proxy.core.records import Gauges, WorkerSpec
 from proxy.core.router import Router, RouterSettings
 from proxy.core.seats import QUEUED
-from proxy.core.types import Gauges, Outcome, Refusal, Role, Ticket, Usage
-from proxy.core.worker_spec import WorkerSpec
+from proxy.core.types import Outcome, Refusal, Role, Ticket, Usage
 from vllm_sched.bench.trend import Trend
 from vllm_sched.sim.asking import ask_of
 from vllm_sched.sim.fluid import Fluid

@@ -33,8 +33,9 @@ from operator import attrgetter
 from proxy.core.decisions import Decision
 from proxy.core.handover import Handing
 from proxy.core.holding import KV_FULL, shares
+from proxy.core.records import Score
 from proxy.core.routing.view import DECODE, WRONG, Rule, View, reason_for
-from proxy.core.types import Ask, Reason, Score
+from proxy.core.types import Ask, Reason
 from proxy.core.worker import Worker
 
 SAME, SAME_S = 0.03, 0.001  # costs this close are equal

@@ -22,7 +22,7 @@ from proxy.batches.lane import Lane
 from proxy.batches.service import DAY_S
 from proxy.batches.store import Store
 from proxy.batches.types import StoreFullError
-from proxy.core.types import Gauges
+from proxy.core.records import Gauges
 from tests.proxy.batches.office import CHAT, Office, line, lines, texts
 from tests.proxy.wire import scripts
 from tests.proxy.wire.client import chat

@@ -46,7 +46,7 @@ def test_what_is_there_of_these_sources_is_used(
     elsewhere: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert places.found() is None
-    folder = elsewhere / places.digest()
+    folder = elsewhere / places.name()
     folder.mkdir(parents=True)
     assert places.found() == folder
     monkeypatch.setenv(places.SWITCH, "0")
@@ -60,7 +60,7 @@ def test_what_was_made_of_other_sources_is_not(
     (package / "core").mkdir(parents=True)
     (package / "core" / "one.py").write_text("ONE = 1\n")
     monkeypatch.setattr(places, "PACKAGE", package)
-    (elsewhere / places.digest()).mkdir(parents=True)
+    (elsewhere / places.name()).mkdir(parents=True)
     assert places.found() is not None
     for change in ("ONE = 2\n", "ONE = 1\n# and\n"):
         (package / "core" / "one.py").write_text(change)
@@ -72,14 +72,14 @@ def test_what_was_made_of_other_sources_is_not(
 def test_it_is_made_once_and_what_was_before_goes(
     elsewhere: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (elsewhere / "of an older version").mkdir(parents=True)
-    (elsewhere / "making-another").mkdir()
+    (elsewhere / f"{places.PLATFORM}-of an older version").mkdir(parents=True)
+    (elsewhere / "of another Python").mkdir()
     steps = stand_in(monkeypatch, 0, 0)
     for _ in range(2):
         assert main(["compile"]) == 0
-        assert str(elsewhere / places.digest()) in capsys.readouterr().out
+        assert str(elsewhere / places.name()) in capsys.readouterr().out
     there = {each.name for each in elsewhere.iterdir()}
-    assert there == {places.digest(), "making-another"}, "what somebody else is making stays"
+    assert there == {places.name(), "of another Python"}
     assert len(steps) == 2, "compiled, and loaded to see that it can be"
     assert main(["compile", "--remove"]) == 0
     assert main(["compile", "--remove"]) == 0

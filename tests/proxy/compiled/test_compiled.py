@@ -6,30 +6,51 @@ Compiling takes two minutes, and once for these sources: they stay where routers
 from __future__ import annotations
 
 import os
+import pickle
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from proxy.compiled.places import SWITCH, hot
+from proxy.compiled import build
+from proxy.compiled.places import SWITCH, CompileError, hot
+from proxy.core.records import Gauges, Score, WorkerSpec
+from proxy.core.types import Role
 from vllm_sched.cli.main import main
 
 ROOT = Path(__file__).parents[3]
 LONGEST_S = 1200
 SHOWN = """
 import sys
+from importlib import import_module
 from proxy.compiled.places import in_use
-from proxy.processes import child
 assert in_use()
-plain = [name for name in sys.argv[1:] if sys.modules[name].__file__.endswith(".py")]
+plain = [name for name in sys.argv[1:] if import_module(name).__file__.endswith(".py")]
 assert not plain, plain
+"""
+
+# Takes records as a sibling does and gives them back; and a score as `explain` reads one.
+SIBLING = """
+import pickle, sys
+from pydantic import TypeAdapter
+from proxy.compiled.places import in_use
+from proxy.core.records import Score
+assert in_use()
+records = pickle.loads(bytes.fromhex(sys.argv[1]))
+scores = TypeAdapter(list[Score])
+assert scores.validate_json(scores.dump_json(records[-1:])) == records[-1:]
+print(pickle.dumps(records).hex())
 """
 
 
 @pytest.fixture(scope="module", autouse=True)
 def compiled() -> None:
     """Compile what is not yet."""
+    try:
+        build.require()
+    except CompileError as error:
+        pytest.skip(str(error))
     assert main(["compile"]) == 0
 
 
@@ -52,7 +73,17 @@ def test_a_router_runs_on_them() -> None:
     run("-c", SHOWN, *[".".join(path.relative_to(ROOT).with_suffix("").parts) for path in hot()])
 
 
-@pytest.mark.parametrize("tests", ["core", "wire", "processes/test_router.py"])
+def test_records_are_the_same_for_plain_and_compiled_processes() -> None:
+    records = [
+        WorkerSpec("w", "http://w", Role.SHORT, "m", api_key="key"),
+        Gauges(at=1.0, running=2, kv_capacity_tokens=3, extra={"more": 4.0}),
+        Score("w", 1.0, note="full"),
+    ]
+    told = run("-c", SIBLING, pickle.dumps(records).hex())
+    assert pickle.loads(bytes.fromhex(told)) == records  # noqa: S301  # from our own process
+
+
+@pytest.mark.parametrize("tests", ["core", "wire", "control", "processes/test_router.py"])
 def test_they_do_what_the_plain_ones_do(tests: str) -> None:
     told = run("-m", "pytest", "-q", "-p", "no:cacheprovider", str(Path("tests/proxy", tests)))
     assert " passed" in told.splitlines()[-1]

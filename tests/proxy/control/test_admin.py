@@ -18,10 +18,10 @@ from proxy.control.metrics import Metrics
 from proxy.control.recent import Entry, Recent
 from proxy.core.decisions import Decision
 from proxy.core.fleet import Fleet
+from proxy.core.records import Gauges, WorkerSpec
 from proxy.core.router import Router, RouterSettings
-from proxy.core.types import Ask, Gauges, Reason, Role
+from proxy.core.types import Ask, Reason, Role
 from proxy.core.worker import Worker
-from proxy.core.worker_spec import WorkerSpec
 from proxy.errors import ConfigError, Problem, ProxyError
 
 FLEET = """

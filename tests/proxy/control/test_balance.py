@@ -7,8 +7,9 @@ from dataclasses import replace
 import pytest
 
 from proxy.control.balance import MEMORY_S, Balance, Seen, balance
+from proxy.core.records import Gauges
 from proxy.core.router import Router
-from proxy.core.types import Gauges, Role
+from proxy.core.types import Role
 from tests.proxy.core.making import ask, placed, router_of, spec, waits
 
 

@@ -229,8 +229,8 @@ def test_the_files_workers_come_first(worker: str) -> None:
 def test_one_that_an_operator_added_by_that_name_is_not_replaced(
     site: Site, caplog: pytest.LogCaptureFixture
 ) -> None:
+    from proxy.core.records import WorkerSpec
     from proxy.core.types import Role
-    from proxy.core.worker_spec import WorkerSpec
 
     theirs = site.fleet.add(WorkerSpec("s-1", "http://10.9.9.9:1", Role.SHORT, "tiny"))
     site.told("s-1", "s-2")

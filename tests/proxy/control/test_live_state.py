@@ -11,8 +11,9 @@ from proxy.control.histogram import Histogram
 from proxy.control.live_state import MOST_LINES, LiveState
 from proxy.control.live_window import WINDOW_S, Window, quantile
 from proxy.control.metrics import Metrics
+from proxy.core.records import Gauges
 from proxy.core.tenants import Rank, TenantSpec
-from proxy.core.types import Gauges, Reason
+from proxy.core.types import Reason
 from tests.proxy.core.making import LONG, SHORT, router_of, spec, worker_of
 
 BOUNDS = (1.0, 2.0, 4.0)

@@ -17,10 +17,10 @@ from proxy.control.metrics import BATCH, LONG, MAX_MODELS, SHORT, Metrics, class
 from proxy.core.decisions import Decision, Handover, Lease
 from proxy.core.fleet import Fleet
 from proxy.core.handover import Why
+from proxy.core.records import Gauges, WorkerSpec
 from proxy.core.router import Router, RouterSettings
 from proxy.core.tenants import Rank
-from proxy.core.types import Ask, Gauges, Reason, Role
-from proxy.core.worker_spec import WorkerSpec
+from proxy.core.types import Ask, Reason, Role
 from tests.prometheus.tools import promtool
 
 CHAT = "chat/completions"

@@ -17,10 +17,10 @@ from proxy.config import ProbeConfig
 from proxy.control import questions
 from proxy.control.probe import MODELS_EVERY_S, Prober, Watch
 from proxy.core.fleet import Fleet
+from proxy.core.records import WorkerSpec
 from proxy.core.seats import HEEDED_S
 from proxy.core.types import Role
 from proxy.core.worker import Worker
-from proxy.core.worker_spec import WorkerSpec
 from tests.proxy.control.vllm_page import Engine, vllm_page
 from tests.proxy.control.worker_double import WorkerDouble, models, worker_double
 

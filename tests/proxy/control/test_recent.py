@@ -6,9 +6,9 @@ from itertools import count
 
 from proxy.control.recent import MAX_TEXT, Recent
 from proxy.core.decisions import Decision, Handover
+from proxy.core.records import WorkerSpec
 from proxy.core.types import Ask, Reason, Role
 from proxy.core.worker import Worker
-from proxy.core.worker_spec import WorkerSpec
 
 WORKERS = {
     name: Worker(WorkerSpec(name, "http://127.0.0.1:1", Role.SHORT, "tiny"), index)

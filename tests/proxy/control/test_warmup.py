@@ -16,10 +16,10 @@ from proxy.config import TransferConfig
 from proxy.control import warmup as module
 from proxy.control.handovers import Handovers
 from proxy.control.warmup import AGAIN_S, LONGEST_S, Warmup
+from proxy.core.records import WorkerSpec
 from proxy.core.router import Router
 from proxy.core.types import Outcome, Role
 from proxy.core.worker import Worker
-from proxy.core.worker_spec import WorkerSpec
 from proxy.transfer.nixl import Nixl
 from proxy.transfer.registry import connector
 from tests.proxy.core.making import ask, fleet_of, placed, router_of

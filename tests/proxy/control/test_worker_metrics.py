@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
 from proxy.control.worker_metrics import parse
-from proxy.core.types import Gauges
+from proxy.core.records import Gauges
 from tests.proxy.control.vllm_page import STARTED, Engine, vllm_page
 
 BUSY = Engine(

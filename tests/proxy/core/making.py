@@ -10,11 +10,11 @@ from typing import Any
 from proxy.core.decisions import Lease
 from proxy.core.fleet import Fleet
 from proxy.core.prefix import COVERED
+from proxy.core.records import WorkerSpec
 from proxy.core.router import Router, RouterSettings
 from proxy.core.routes import Route, find
 from proxy.core.types import Ask, Refusal, Role, Ticket
 from proxy.core.worker import Worker
-from proxy.core.worker_spec import WorkerSpec
 
 MODEL = "m"
 SHORT, LONG, GENERAL = Role.SHORT, Role.LONG, Role.GENERAL

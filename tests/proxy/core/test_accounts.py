@@ -10,9 +10,10 @@ import pytest
 from proxy.core.decisions import Lease
 from proxy.core.fairness import FairnessSettings
 from proxy.core.limits import Limits
+from proxy.core.records import Gauges
 from proxy.core.router import Router
 from proxy.core.tenants import Rank, Tenant, TenantSpec
-from proxy.core.types import Ask, Gauges, Outcome, Reason, Role, Usage
+from proxy.core.types import Ask, Outcome, Reason, Role, Usage
 from tests.proxy.core.making import (
     ask,
     chat,

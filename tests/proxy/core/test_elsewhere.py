@@ -7,7 +7,8 @@ import pytest
 from proxy.core.breaker import LONG_AGO
 from proxy.core.elsewhere import NO_LOAD, Load, own
 from proxy.core.fleet import Fleet
-from proxy.core.types import Gauges, Outcome, Role
+from proxy.core.records import Gauges
+from proxy.core.types import Outcome, Role
 from proxy.core.worker import Worker
 from tests.proxy.core.making import ask, idle, members, placed, router_of, spec, waits, worker_of
 

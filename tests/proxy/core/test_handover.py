@@ -10,11 +10,11 @@ from proxy.core.admission import AdmissionSettings
 from proxy.core.decisions import Decision, Lease
 from proxy.core.fleet import Fleet
 from proxy.core.handover import Why
+from proxy.core.records import Gauges, WorkerSpec
 from proxy.core.router import Router
 from proxy.core.tenants import Rank
-from proxy.core.types import Ask, Gauges, Outcome, Reason, Role, Usage
+from proxy.core.types import Ask, Outcome, Reason, Role, Usage
 from proxy.core.worker import Worker
-from proxy.core.worker_spec import WorkerSpec
 from tests.proxy.core.making import (
     GENERAL,
     MODEL,

@@ -11,9 +11,10 @@ from proxy.core.elsewhere import NO_LOAD, Load
 from proxy.core.fleet import Fleet
 from proxy.core.holding import HEEDED_S
 from proxy.core.prefix import COVERED
+from proxy.core.records import Gauges
 from proxy.core.router import Router
 from proxy.core.routing.adaptive import kv_wait_s
-from proxy.core.types import Gauges, Outcome, Reason, Role, Ticket
+from proxy.core.types import Outcome, Reason, Role, Ticket
 from proxy.core.worker import Worker
 from tests.proxy.core.making import (
     ask,

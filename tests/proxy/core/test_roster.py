@@ -10,9 +10,10 @@ import pytest
 from proxy.core.decisions import Decision
 from proxy.core.fleet import Fleet
 from proxy.core.prefix import BLOCKS
+from proxy.core.records import Gauges
 from proxy.core.roster import STALE_S
 from proxy.core.seats import HEEDED_S
-from proxy.core.types import Gauges, Reason, Role
+from proxy.core.types import Reason, Role
 from proxy.core.worker import WORKS_S
 from tests.proxy.core.making import LONG, MODEL, SHORT, ask, fleet_of, members, spec
 

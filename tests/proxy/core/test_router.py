@@ -8,8 +8,9 @@ import pytest
 
 from proxy.core.decisions import Lease
 from proxy.core.fleet import Fleet
+from proxy.core.records import Gauges, Score
 from proxy.core.router import Router, RouterSettings
-from proxy.core.types import Gauges, Outcome, Reason, Refusal, Score, Usage
+from proxy.core.types import Outcome, Reason, Refusal, Usage
 from proxy.core.worker import Worker
 from tests.proxy.core.making import (
     GENERAL,

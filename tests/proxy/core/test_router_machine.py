@@ -20,11 +20,11 @@ from proxy.core.fairness import FairnessSettings
 from proxy.core.fleet import Fleet
 from proxy.core.holding import HEEDED_S
 from proxy.core.limits import Limits
+from proxy.core.records import Gauges, WorkerSpec
 from proxy.core.router import Router, RouterSettings
 from proxy.core.tenants import Rank, Tenant, TenantSpec
-from proxy.core.types import Gauges, Outcome, Refusal, Role, Ticket, Usage
+from proxy.core.types import Outcome, Refusal, Role, Ticket, Usage
 from proxy.core.worker import Worker
-from proxy.core.worker_spec import WorkerSpec
 from tests.proxy.core.making import MODEL, ask, idle
 
 NAMES = st.sampled_from([f"w{i}" for i in range(5)])

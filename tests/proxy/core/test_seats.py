@@ -10,8 +10,9 @@ import pytest
 
 from proxy.core import holding, seats
 from proxy.core.decisions import Decision, Lease
+from proxy.core.records import Gauges
 from proxy.core.router import Router
-from proxy.core.types import Gauges, Outcome, Reason, Role
+from proxy.core.types import Outcome, Reason, Role
 from proxy.core.worker import Worker
 from tests.proxy.core.making import ask, placed, router_of, spec, those, waits, worker_of
 

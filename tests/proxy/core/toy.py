@@ -11,9 +11,9 @@ from typing import Any
 
 from proxy.core.decisions import Lease
 from proxy.core.fleet import Fleet
+from proxy.core.records import WorkerSpec
 from proxy.core.router import Router, RouterSettings
 from proxy.core.types import Ask, Outcome, Refusal, Ticket, Usage
-from proxy.core.worker_spec import WorkerSpec
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from proxy.core.worker_spec import WorkerSpec
+from proxy.core.records import WorkerSpec
 from tests.proxy.processes.making import Crew
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from proxy.core.decisions import Lease
+from proxy.core.records import WorkerSpec
 from proxy.core.types import Outcome, Ticket
 from proxy.core.worker import Worker
-from proxy.core.worker_spec import WorkerSpec
 from proxy.processes.prefixes import Prefixes
 from proxy.processes.queues import Queues
 from proxy.processes.sharing import LOOK_S, Sharing

@@ -13,8 +13,9 @@ from proxy.config import parse
 from proxy.control.discovery import Discovery
 from proxy.core.fleet import Fleet
 from proxy.core.links import Links
+from proxy.core.records import Gauges
 from proxy.core.router import Router, RouterSettings
-from proxy.core.types import Gauges, Role
+from proxy.core.types import Role
 from proxy.core.worker import Worker
 from proxy.processes import sharing as sharing_module
 from proxy.processes.mirror import Mirror

@@ -17,9 +17,9 @@ import pytest
 
 from proxy.core.decisions import Lease
 from proxy.core.fleet import Fleet
+from proxy.core.records import WorkerSpec
 from proxy.core.router import Router, RouterSettings
 from proxy.core.types import Ask, Outcome, Refusal, Ticket, Usage
-from proxy.core.worker_spec import WorkerSpec
 from proxy.processes.queues import Queues
 from proxy.processes.sharing import Sharing
 from proxy.processes.table import LIFE, Table

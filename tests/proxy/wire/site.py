@@ -14,10 +14,10 @@ from typing import Any
 from proxy.config import TransferConfig, WorkerTlsConfig
 from proxy.control.metrics import Metrics
 from proxy.core.fleet import Fleet
+from proxy.core.records import WorkerSpec
 from proxy.core.router import Router, RouterSettings
 from proxy.core.types import Role
 from proxy.core.worker import Worker
-from proxy.core.worker_spec import WorkerSpec
 from proxy.transfer.registry import connector
 from proxy.wire.server import Wire
 from proxy.wire.settings import WireSettings

@@ -6,8 +6,8 @@ import pytest
 
 from proxy.core.decisions import Decision, Handover
 from proxy.core.fleet import Fleet
-from proxy.core.types import Reason, Role, Score, Usage
-from proxy.core.worker_spec import WorkerSpec
+from proxy.core.records import Score, WorkerSpec
+from proxy.core.types import Reason, Role, Usage
 from proxy.wire.answering import Answering, response_id_in
 from proxy.wire.request import Request, RequestHead
 from proxy.wire.response import AnswerReader

@@ -389,6 +389,10 @@ def test_which_errors_are_our_own() -> None:
 def test_an_address_that_nothing_leads_to_is_no_lack_of_ports() -> None:
     """As `::1` of localhost where there is no IPv6, and nobody listens on 127.0.0.1."""
     no_port, refused = "[Errno 99] Cannot assign requested address", "[Errno 111] refused"
+    no_way = "[Errno 101] Network is unreachable"
+    assert is_ours(OSError(f"{no_port}; {no_way}"))
+    assert not is_ours(OSError(no_way))
+    assert not is_ours(OSError(f"{no_way}; {no_way}"))
     assert is_ours(OSError(errno.EADDRNOTAVAIL, "Cannot assign requested address"))
     assert is_ours(OSError(f"{no_port}; {no_port}"))
     assert not is_ours(OSError(f"{no_port}; {refused}"))

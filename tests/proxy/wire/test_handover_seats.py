@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
+from proxy.core.records import Gauges
 from proxy.core.retries import AT_REST
-from proxy.core.types import Gauges
 from tests.proxy.wire import scripts
 from tests.proxy.wire.client import request
 from tests.proxy.wire.conftest import Start

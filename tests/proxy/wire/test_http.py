@@ -8,7 +8,8 @@ from email.utils import formatdate
 
 import pytest
 
-from proxy.core.types import Reason, Refusal, Score
+from proxy.core.records import Score
+from proxy.core.types import Reason, Refusal
 from proxy.wire.http import seconds, status_line, tokens, without
 from proxy.wire.own_answers import answer, error, refuse, route_header
 from proxy.wire.request import Request, RequestHead

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from proxy.control.metrics import Metrics
 from proxy.core.fleet import Fleet
+from proxy.core.records import WorkerSpec
 from proxy.core.router import Router, RouterSettings
 from proxy.core.routes import ROUTES, Route
 from proxy.core.types import Role
-from proxy.core.worker_spec import WorkerSpec
 from proxy.wire.passage import size_line
 from proxy.wire.relay import Exchange
 from proxy.wire.request import Request, RequestHead

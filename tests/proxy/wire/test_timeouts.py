@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from proxy.core.types import Gauges
+from proxy.core.records import Gauges
 from proxy.core.worker import WORKS_S
 from tests.proxy.wire import scripts
 from tests.proxy.wire.client import DEADLINE_S, Answer, BrokenError, chat, request

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from proxy.core.fleet import Fleet
+from proxy.core.records import WorkerSpec
 from proxy.core.types import Role
-from proxy.core.worker_spec import WorkerSpec
 from proxy.wire.outbox import Outbox
 from proxy.wire.response import Head
 from proxy.wire.settings import WireSettings

@@ -7,7 +7,8 @@ import pytest
 from proxy.core.decisions import Decision, Lease
 from proxy.core.pool import SMALL
 from proxy.core.prefix import BLOCKS
-from proxy.core.types import Ask, Gauges, Outcome, Reason
+from proxy.core.records import Gauges
+from proxy.core.types import Ask, Outcome, Reason
 from tests.proxy.core.making import (
     GENERAL,
     LONG,
