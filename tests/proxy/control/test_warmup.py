@@ -344,6 +344,7 @@ async def test_it_stops_at_once_though_a_worker_hangs() -> None:
 # What it costs to look
 
 
+@pytest.mark.plain("replaces a part")
 async def test_pairs_that_are_connected_are_not_looked_at_again_and_again() -> None:
     specs = [WorkerSpec(f"p{n}", "http://h", Role.PREFILL, "tiny") for n in range(20)]
     specs += [WorkerSpec(f"d{n}", "http://h", Role.DECODE, "tiny") for n in range(20)]
