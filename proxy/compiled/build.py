@@ -17,7 +17,16 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from proxy.compiled.places import BUILT, PACKAGE, PLATFORM, SWITCH, CompileError, hot, name
+from proxy.compiled.places import (
+    BUILT,
+    PACKAGE,
+    PLATFORM,
+    SWITCH,
+    CompileError,
+    hot,
+    hot_names,
+    name,
+)
 
 LAST_LINES = 5
 # In a process of its own: a module that can't be loaded may end it without an exception.
@@ -48,10 +57,7 @@ def build() -> Path:
         raise CompileError(f"{error}; run it as whoever installed vllm-sched") from None
     try:
         _run([sys.executable, "-m", __spec__.name, str(aside)], aside)
-        modules = [
-            ".".join(each.relative_to(PACKAGE.parent).with_suffix("").parts) for each in hot()
-        ]
-        _run([sys.executable, "-c", LOAD_ALL, str(aside), *modules], aside)
+        _run([sys.executable, "-c", LOAD_ALL, str(aside), *hot_names()], aside)
         shutil.rmtree(aside / "temp")
         if BUILT / name() != folder:
             raise CompileError("sources changed meanwhile; compile again")

@@ -35,6 +35,11 @@ def hot() -> list[Path]:
     return sorted(path for path in found if path.stem not in left)
 
 
+def hot_names() -> list[str]:
+    """Name them as they are imported."""
+    return [".".join(p.relative_to(PACKAGE.parent).with_suffix("").parts) for p in hot()]
+
+
 def name() -> str:
     """Name what is made of these sources: all of them, as each takes others' types for granted."""
     found = sha256(EDITION + PLATFORM.encode())

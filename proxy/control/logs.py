@@ -87,6 +87,8 @@ class Logs:
     def hide(self, keys: Iterable[str]) -> None:
         """Cut these out too, until the fleet file is read again."""
         secrets = {*self._secrets, *long_enough(keys)}
+        if len(secrets) == len(self._secrets):
+            return  # nothing new: followers are told of workers each second
         # Of one that is the beginning of another, nothing may be left either.
         self._secrets = tuple(sorted(secrets, key=len, reverse=True))
 

@@ -171,7 +171,7 @@ class Roster:
         gone = []
         for worker in self:
             spec = wanted.get(worker.name)
-            if spec is None or (spec.url, spec.model) != (worker.url, worker.model):
+            if spec is None or not worker.is_meant_by(spec):
                 gone.append(worker)
             else:
                 del wanted[worker.name]

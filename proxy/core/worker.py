@@ -157,6 +157,10 @@ class Worker:
         lengths = [length for length in (spec.max_model_len, self.told_max_model_len) if length]
         self.max_model_len = min(lengths, default=None)
 
+    def is_meant_by(self, spec: WorkerSpec) -> bool:
+        """Whether this is of it; at another address or of another model it is a namesake."""
+        return (spec.url, spec.model) == (self.url, self.model)
+
     @property
     def url(self) -> str:
         """Where it listens."""

@@ -184,10 +184,8 @@ class Mirror:
 
     def _is_another(self, worker: Worker, known: Known) -> bool:
         """Whether this is a namesake."""
-        spec, place = known.spec, _place(known)
-        return (spec.url, spec.model) != (worker.url, worker.model) or (
-            self._places.get(worker, place) != place
-        )
+        place = _place(known)
+        return not worker.is_meant_by(known.spec) or self._places.get(worker, place) != place
 
     def _take(self, worker: Worker, known: Known) -> None:
         spec, fleet = known.spec, self._fleet

@@ -9,7 +9,7 @@ from contextlib import ExitStack
 import pytest
 
 from proxy.config import FleetConfig, LaunchConfig, TransferConfig, WorkerConfig
-from tests.fleet.collector import Collector
+from tests.collector import Collector
 from vllm_sched.cli.up import described, placed
 from vllm_sched.workers.launch import Side, Worker, worker
 from vllm_sched.workers.tiny_model import tiny_model

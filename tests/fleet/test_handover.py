@@ -23,7 +23,7 @@ import pytest
 from openai import AsyncOpenAI
 
 from proxy.config import FleetConfig
-from tests.fleet.collector import Collector
+from tests.collector import Collector
 from tests.fleet.test_router import PORTS, VLLM_BENCH_SERVE, Router, routing, threads
 from tests.fleet.test_worker import DEADLINE_S, complete, gauges, prompt, settled
 from tests.proxy.wire.site import eventually

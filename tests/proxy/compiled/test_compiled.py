@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from proxy.compiled import build
-from proxy.compiled.places import SWITCH, CompileError, hot
+from proxy.compiled.places import SWITCH, CompileError, hot_names
 from proxy.core.records import Gauges, Score, WorkerSpec
 from proxy.core.types import Role
 from vllm_sched.cli.main import main
@@ -70,7 +70,7 @@ def run(*command: str) -> str:
 
 
 def test_a_router_runs_on_them() -> None:
-    run("-c", SHOWN, *[".".join(path.relative_to(ROOT).with_suffix("").parts) for path in hot()])
+    run("-c", SHOWN, *hot_names())
 
 
 def test_records_are_the_same_for_plain_and_compiled_processes() -> None:

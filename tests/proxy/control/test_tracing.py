@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-from aiohttp import web
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from proxy.assembly import App
@@ -22,54 +20,28 @@ from proxy.core.types import Reason
 from proxy.errors import ConfigError, ProxyError
 from proxy.wire.record import Record
 from proxy.wire.request import Request, RequestHead
+from tests.collector import Collector, Span
 from tests.proxy.wire.client import Client, chat
 from tests.proxy.wire.fake_worker import FakeWorker
 from tests.proxy.wire.kv import Kv
 from tests.proxy.wire.site import eventually
 
-otlp = pytest.importorskip("opentelemetry.proto.collector.trace.v1.trace_service_pb2")
+pytest.importorskip("opentelemetry.proto.collector.trace.v1.trace_service_pb2")
 
 DEADLINE_S = 30.0
 TRACE, SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 
 
-class Collector:
-    """Takes what an exporter sends."""
-
-    def __init__(self) -> None:
-        self.spans: list[Any] = []
-        self.services: set[str] = set()
-        self.url = ""
-
-    async def take(self, request: web.Request) -> web.Response:
-        """Take a batch."""
-        told = otlp.ExportTraceServiceRequest.FromString(await request.read())
-        for each in told.resource_spans:
-            self.services |= {
-                a.value.string_value for a in each.resource.attributes if a.key == "service.name"
-            }
-            self.spans += [span for scope in each.scope_spans for span in scope.spans]
-        return web.Response(body=b"", content_type="application/x-protobuf")
-
-    def tree(self) -> dict[str, tuple[str, str, str]]:
-        """Return each span's name, its trace and what it is below, by its id."""
-        return {
-            span.span_id.hex(): (span.name, span.trace_id.hex(), span.parent_span_id.hex())
-            for span in self.spans
-        }
-
-
 @pytest.fixture
-async def collector() -> AsyncIterator[Collector]:
+def collector() -> Iterator[Collector]:
     """Listen."""
-    made, site = Collector(), web.Application()
-    site.router.add_post("/v1/traces", made.take)
-    runner = web.AppRunner(site)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    made.url = f"http://127.0.0.1:{runner.addresses[0][1]}/v1/traces"
-    yield made
-    await runner.cleanup()
+    with Collector() as listening:
+        yield listening
+
+
+def by_id(spans: Iterable[Span]) -> dict[str, tuple[str, str, str]]:
+    """Return each span's name, its trace and what it is below, by its id."""
+    return {span.id: (span.name, span.trace, span.parent) for span in spans}
 
 
 @pytest.fixture
@@ -136,7 +108,7 @@ async def test_a_hand_over_is_one_trace(
         assert any(s.exemplar for family in told_of for s in family.samples)
     finally:
         await app.stop()
-    tree = collector.tree()
+    tree = by_id(collector.spans)
     assert {trace for _, trace, _ in tree.values()} == {TRACE}
     ids = {name: span for span, (name, _, _) in tree.items()}
     below = {name: parent for name, _, parent in tree.values()}
@@ -145,7 +117,7 @@ async def test_a_hand_over_is_one_trace(
         "router chat/completions": SPAN, "queue": root, "prefill leg": root, "decode leg": root,
         "transfer": ids["decode leg"], "decode": ids["decode leg"],
     }  # fmt: skip
-    assert collector.services == {"vllm-sched-router"}
+    assert {span.service for span in collector.spans} == {"vllm-sched-router"}
     prefill, decode = told(workers[0]), told(workers[1])
     assert prefill[0] == f"00-{TRACE}-{ids['prefill leg']}-01".encode()
     assert decode[0] == f"00-{TRACE}-{ids['decode leg']}-01".encode()
@@ -153,7 +125,7 @@ async def test_a_hand_over_is_one_trace(
     assert prefill[1].endswith(b"-00")
     assert id_in(prefill[1]) == id_in(decode[1]) != TRACE
     for span in collector.spans:
-        assert 0 < span.start_time_unix_nano <= span.end_time_unix_nano
+        assert 0 < span.began_ns <= span.ended_ns
 
 
 async def test_without_tracing_a_clients_header_passes_as_it_is(
@@ -219,7 +191,7 @@ async def test_one_that_is_refused_is_traced_too(
     finally:
         client.close()
         await app.stop()
-    assert {name for name, _, _ in collector.tree().values()} == {"router chat/completions"}
+    assert {name for name, _, _ in by_id(collector.spans).values()} == {"router chat/completions"}
 
 
 def test_who_left_the_queue_has_a_span_of_the_wait() -> None:

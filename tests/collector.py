@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import TYPE_CHECKING
 
-from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
-
 if TYPE_CHECKING:
     from types import TracebackType
 
@@ -22,6 +20,8 @@ class Span:
     trace: str
     id: str
     parent: str
+    began_ns: int
+    ended_ns: int
 
 
 class Collector:
@@ -48,6 +48,10 @@ class Collector:
 
     def take(self, body: bytes) -> None:
         """Take a batch."""
+        from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
+            ExportTraceServiceRequest,
+        )
+
         for each in ExportTraceServiceRequest.FromString(body).resource_spans:
             [service] = (
                 said.value.string_value
@@ -61,6 +65,8 @@ class Collector:
                     span.trace_id.hex(),
                     span.span_id.hex(),
                     span.parent_span_id.hex(),
+                    span.start_time_unix_nano,
+                    span.end_time_unix_nano,
                 )
                 for scope in each.scope_spans
                 for span in scope.spans
