@@ -118,6 +118,16 @@ def test_the_environment_given_reaches_it_and_wins(tmp_path: Path) -> None:
         ),
         (
             end("prefill"),
+            end("decode", "-sc.method=mtp", "-sc.num_speculative_tokens=2"),
+            'launch.args: --speculative-config {"method": "mtp"}: workers[0] (p) has none',
+        ),
+        (
+            end("prefill"),
+            end("decode", "--disable-hybrid-kv-cache-manager"),
+            "launch.args: --disable-hybrid-kv-cache-manager yes: workers[0] (p) has none",
+        ),
+        (
+            end("prefill"),
             end(
                 "decode",
                 '--kv-transfer-config={"kv_connector": "NixlConnector", "kv_role": "kv_producer"}',
@@ -142,6 +152,32 @@ def test_ends_that_do_not_fit_are_refused_by_name(
     assert "workers[1]." in line
     assert said in line
     assert ";" in line  # what to do about it
+
+
+OWN = '--kv-transfer-config={"kv_connector": "%s", "kv_role": "kv_both"}'
+
+
+@pytest.mark.parametrize(
+    ("mode", "named", "wanted"),
+    [
+        ("push", "NixlPushConnector", None),
+        ("push", "NixlConnector", "nixl with mode: push, which is NixlPushConnector"),
+        ("push", "NixlPullConnector", "nixl with mode: push, which is NixlPushConnector"),
+        ("pull", "NixlPushConnector", "nixl, which is NixlConnector"),
+        ("pull", "NixlPullConnector", None),
+        ("pull", "NixlConnector", None),
+    ],
+)
+def test_one_end_that_pushes_and_one_that_pulls_are_refused(
+    tmp_path: Path, mode: str, named: str, wanted: str | None
+) -> None:
+    ends, moved = (end("prefill", OWN % named), end("decode")), {"connector": "nixl", "mode": mode}
+    if wanted is None:
+        fleet.read(written(tmp_path, *ends, transfer=moved))
+        return
+    (line,) = problems(tmp_path, *ends, transfer=moved)
+    assert f"workers[0].launch.args: --kv-transfer-config with the connector '{named}'" in line
+    assert f"transfer is {wanted};" in line
 
 
 def test_what_the_router_goes_by_is_no_longer_than_what_a_worker_keeps(tmp_path: Path) -> None:

@@ -93,6 +93,9 @@ def test_the_defaults_are_those_that_workers_are_started_with() -> None:
 
 KWARGS = "--default-chat-template-kwargs"
 TRUST = "--trust-request-chat-template"
+HYBRID = "--disable-hybrid-kv-cache-manager"
+NO_HYBRID = "--no-disable-hybrid-kv-cache-manager"
+DRAFT = "--speculative-config"
 
 
 @pytest.mark.parametrize(
@@ -125,6 +128,20 @@ TRUST = "--trust-request-chat-template"
         (["--mm-processor-kwargs", '{"num_crops": 4}'], [], ["--mm-processor-kwargs"]),
         ([TRUST], [], [TRUST]),
         ([TRUST, "--no-trust-request-chat-template"], [], []),
+        ([HYBRID], [], [HYBRID]),
+        ([NO_HYBRID], [], []),
+        ([HYBRID, NO_HYBRID], [], []),
+        ([DRAFT, '{"method": "mtp", "num_speculative_tokens": 2}'], [], [DRAFT]),
+        ([DRAFT, '{"method": "eagle3", "model": "org/e"}'],
+         ["-sc.method=eagle3", "--spec-model=org/other"], [DRAFT]),
+        ([DRAFT, '{"method": "eagle3", "model": "org/e", "num-speculative-tokens": 2}'],
+         ["--spec-method=eagle3", "--spec-model=org/e", "--spec-tokens=4"], []),
+        (["-sc.method=deepseek_mtp", "-sc.model=org/m"], ["--spec-method", "mtp"], []),
+        (["-sc.model=org/small"], [], [DRAFT]),
+        (["--spec-method=ngram", "-sc.prompt_lookup_max=4"], [], []),
+        (["-sc.model=ngram"], ["--spec-method=suffix"], []),
+        ([DRAFT, "{}"], [], []),
+        ([DRAFT, '{"method": ["ngram"]}'], [], [DRAFT]),  # vLLM will refuse it
         (["--lora-modules", "a=/a", "b=/b"], ["--lora_modules", "b=/b", "a=/a"], []),
         (["--lora-modules", "a=/a"], ["--lora-modules=a=/other"], ["--lora-modules"]),
         (["--lora-modules", "a=/a", "b=/b", "-tp", "2"], ["--lora-modules", "a=/a"],

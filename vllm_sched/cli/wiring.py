@@ -124,7 +124,6 @@ def _own_config(
     if own is None:
         return
     path = f"workers[{index}].launch.args"
-    wanted = transfer.class_of(moved_by.connector, moved_by.mode)
     named = own.get("kv_connector")
     engine, is_sought = own.get("engine_id"), worker.role == "prefill"
     if moved_by.connector == "mooncake" and is_sought and engine != worker.name:
@@ -133,11 +132,14 @@ def _own_config(
             f"--kv-transfer-config with engine_id {engine!r}: decode workers are told to look for "
             f"{worker.name!r}, its name; give that",
         )
-    if named not in (wanted, *transfer.CLASSES[moved_by.connector]):
+    if named not in transfer.classes(moved_by.connector, moved_by.mode):
+        wanted = transfer.class_of(moved_by.connector, moved_by.mode)
+        pushed = " with mode: push" if moved_by.mode == "push" else ""
         yield Problem(
             path,
             f"--kv-transfer-config with the connector {named!r}: transfer is "
-            f"{moved_by.connector}, which is {wanted}; leave the flag out, or correct one of them",
+            f"{moved_by.connector}{pushed}, which is {wanted}; leave the flag out, or correct one "
+            "of them",
         )
     role = transfer.ROLES[cast("Part", worker.role)]
     if own.get("kv_role") not in (role, "kv_both"):

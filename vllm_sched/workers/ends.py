@@ -45,8 +45,19 @@ OBJECTS = (
     "--hf-overrides", "--quantization-config", "--default-chat-template-kwargs",
     "--mm-processor-kwargs",
 )  # fmt: skip
-SWITCHES = ("--trust-request-chat-template", "--trust-request-mm-kwargs")
+SWITCHES = (
+    "--trust-request-chat-template", "--trust-request-mm-kwargs",
+    "--disable-hybrid-kv-cache-manager",  # how blocks are grouped; NIXL compares it
+)  # fmt: skip
 LORA = "--lora-modules"  # adapters: a name, and weights that a prompt is computed with
+# Who drafts has layers of its own, and their KV cache moves with the rest. Not so with these, which
+# one end may have for itself, nor does it matter how much is drafted.
+DRAFT = "--speculative-config"
+DRAFT_KEYS: Mapping[str, str] = {"--spec-method": "method", "--spec-model": "model"}
+DRAFTER = ("method", "model", "revision", "code_revision", "parallel_drafting", "kv_cache_dtype")
+NO_LAYERS = frozenset(
+    ["ngram", "[ngram]", "ngram_gpu", "suffix", "medusa", "mlp_speculator", "custom_class"]
+)
 DUMMY = "dummy"  # all other formats are of the same weights
 YES = "yes"
 # Of one flag two words for one thing. Not those for `--kv-cache-dtype`: NIXL compares the words.
@@ -83,6 +94,9 @@ def differences(
         ours, theirs = _switched(args, name), _switched(others, name)
         if ours != theirs:
             yield name, ours, theirs
+    ours, theirs = _drafter(args, model), _drafter(others, model)
+    if ours != theirs:
+        yield DRAFT, ours, theirs
     ours, theirs = _adapters(args), _adapters(others)
     if ours != theirs:
         yield LORA, ours, theirs
@@ -119,6 +133,20 @@ def _object(args: Sequence[str], name: str) -> str:
         return json.dumps(found, sort_keys=True)
     text = last(args, name) or ""  # what is no object is vLLM's to refuse
     return "" if text.strip() == "{}" else text
+
+
+def _drafter(args: Sequence[str], model: str) -> str:
+    """Return what of speculation both ends must have, in one spelling; empty if nothing."""
+    said = {name.replace("-", "_"): value for name, value in (fields(args, DRAFT) or {}).items()}
+    said |= {name: value for flag, name in DRAFT_KEYS.items() if (value := last(args, flag))}
+    found = {name: said[name] for name in DRAFTER if said.get(name)}
+    if NO_LAYERS & {str(found.get("method")), str(found.get("model"))}:
+        return ""
+    if str(found.get("method")).endswith("_mtp"):  # older names, by the model's family
+        found["method"] = "mtp"
+    if found.get("model") == model:  # where nobody says
+        del found["model"]
+    return json.dumps(found, sort_keys=True) if found else ""
 
 
 def _adapters(args: Sequence[str]) -> str:

@@ -22,9 +22,10 @@ from vllm_sched.workers.flags_file import expanded
 
 Part = Literal["prefill", "decode"]
 
-# By the name in a fleet file: vLLM's classes, the first one that is installed.
+# By the name in a fleet file: vLLM's classes, the first one that is installed. All of a line are
+# one and the same to the other end.
 CLASSES: Mapping[str, tuple[str, ...]] = {
-    "nixl": ("NixlConnector",),
+    "nixl": ("NixlConnector", "NixlPullConnector"),
     "nixl push": ("NixlPushConnector",),
     "shared-storage": ("ExampleConnector", "SharedStorageConnector"),
     "mooncake": ("MooncakeConnector",),
@@ -128,8 +129,13 @@ def wiring(
 
 def class_of(connector: str, mode: str = "pull") -> str:
     """Name vLLM's class for a connector; the newest of its names where none is installed."""
-    names = CLASSES["nixl push" if mode == "push" else connector]
+    names = classes(connector, mode)
     return next((name for name in names if name in _factory()), names[0])
+
+
+def classes(connector: str, mode: str = "pull") -> tuple[str, ...]:
+    """Name vLLM's classes for a connector, any of which the other end understands."""
+    return CLASSES["nixl push" if mode == "push" else connector]
 
 
 def missing(connector: str, mode: str = "pull") -> str:
