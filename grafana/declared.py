@@ -11,7 +11,7 @@ from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
 
-from proxy.control import batch_counts, scrape, tenant_counts, unseen
+from proxy.control import batch_counts, phases, scrape, tenant_counts, unseen
 from proxy.control.exposition import Family
 from vllm_sched.policies.registry import POLICIES
 from vllm_sched.policies.types import EngineFacts
@@ -31,7 +31,7 @@ def names(name: str, kind: str) -> set[str]:
 
 def routers() -> set[str]:
     """Return the router's, its process's included."""
-    modules = scrape, tenant_counts, batch_counts, unseen
+    modules = scrape, tenant_counts, batch_counts, unseen, phases
     families = [f for m in modules for f in vars(m).values() if isinstance(f, Family)]
     found = {name for each in families for name in names(each.name, each.kind)}
     for each in scrape.process.collect():

@@ -9,6 +9,7 @@ from grafana.panels import Board, Panel, Query, Row, Variable
 ENGINES = 'model_name=~"$model"'
 REQUESTS = "proxy_requests_total"
 WORKER = "{{worker}}"
+ENGINE = "{{instance}}"
 POOL = "{{role}} {{model}}"
 # Requests that a worker got: those that are refused wait for nothing, however long others do.
 PLACED_ALONE = f'{OF_MODEL},pool!="none"'
@@ -45,6 +46,14 @@ def first_in_time(by: str = "") -> str:
     had = rate("proxy_ttft_seconds_count", OF_MODEL, by)
     gone = left(f'{OF_MODEL},stream="true"', by)
     return ratio(good, f"{had} + ({gone} or 0 * {had})")
+
+
+def phases(which: str = "") -> str:
+    """Ask what phases take of the mean request: all of them together take all of its time."""
+    where = f"{OF_MODEL},{which}" if which else OF_MODEL
+    spent = rate("proxy_phase_seconds_sum", where, "phase")
+    requests = rate("proxy_phase_seconds_count", f'{OF_MODEL},phase="queue"')
+    return f"{spent} / on () group_left () ({requests} > 0)"
 
 
 def charged(metric: str, by: str = "worker") -> str:
@@ -159,16 +168,11 @@ FIRST = (
     ),
     Panel(
         "Where the time to the first token goes",
-        "Means, one on the other: waiting in the router, waiting in the engine, prefill, and the "
-        "transfer where there was one (a mean of hand-overs alone). Requests that no worker got "
-        "are left out.", "s",
-        (
-            Query(mean("proxy_queue_wait_seconds", PLACED_ALONE), "router queue"),
-            Query(mean("vllm:request_queue_time_seconds", ENGINES), "engine queue"),
-            Query(mean("vllm:request_prefill_time_seconds", ENGINES), "prefill"),
-            Query(mean("proxy_transfer_seconds", OF_MODEL), "transfer"),
-        ),
-        stacked=True,
+        "Of streams: what each phase takes of the mean, one on the other. `queue` is the router's; "
+        "`prefill` and `prefill_leg` (of a hand-over) have the engine's queue in them, `transfer` "
+        "the decode worker's; `retry` is what went on workers that failed, or counted tokens.",
+        "s",
+        (Query(phases('phase!="decode"'), "{{phase}}"),), stacked=True,
     ),
     Panel(
         "Predicted against real",
@@ -197,12 +201,23 @@ FIRST = (
         "Left with nothing, by worker",
         "Clients that waited longer than the target and left before there was any of their answer, "
         "by the worker they waited for; `none` while they waited in the router.", "reqps",
-        (Query(left(OF_MODEL, "worker"), WORKER),), stacked=True, width=12,
+        (Query(left(OF_MODEL, "worker"), WORKER),), stacked=True,
     ),
     Panel(
         "Answers that are not streamed, by pool",
         "From a request's arrival to the end of its answer: nobody sees a first token of these.",
-        "s", quantiles("proxy_whole_answer_seconds", OF_MODEL, "pool"), width=12,
+        "s", quantiles("proxy_whole_answer_seconds", OF_MODEL, "pool"),
+    ),
+    Panel(
+        "In the engines, each by itself",
+        "Means of what engines tell, of all they serve. A hand-over is a request on both workers, "
+        "and what a decode worker calls its queue is mostly the transfer: not to be added up.", "s",
+        (
+            Query(mean("vllm:request_queue_time_seconds", ENGINES, "instance"), f"{ENGINE} queue"),
+            Query(
+                mean("vllm:request_prefill_time_seconds", ENGINES, "instance"), f"{ENGINE} prefill"
+            ),
+        ),
     ),
 )  # fmt: skip
 
@@ -233,14 +248,9 @@ TOKENS = (
     ),
     Panel(
         "Where a request's time goes",
-        "Means, one on the other, as above, and the writing of the answer.",
+        "Of streams, as above, and `decode`: from the first token to the end of the answer.",
         "s",
-        (
-            Query(mean("proxy_queue_wait_seconds", PLACED_ALONE), "router queue"),
-            Query(mean("vllm:request_queue_time_seconds", ENGINES), "engine queue"),
-            Query(mean("vllm:request_prefill_time_seconds", ENGINES), "prefill"),
-            Query(mean("vllm:request_decode_time_seconds", ENGINES), "decode"),
-        ),
+        (Query(phases(), "{{phase}}"),),
         stacked=True,
     ),
     Panel(

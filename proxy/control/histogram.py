@@ -17,6 +17,9 @@ DURATION_BOUNDS = (
     0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 60.0, 120.0, 240.0,
     600.0, 1800.0,
 )  # fmt: skip
+PHASE_BOUNDS = (
+    0.005, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0,
+)  # fmt: skip
 # Of clients that left with nothing: the targets that boards offer, and what time-outs often are.
 LEFT_BOUNDS = (0.5, 1.0, 2.5, 3.0, 5.0, 10.0, 30.0, 60.0)
 LAG_BOUNDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0)

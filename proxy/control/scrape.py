@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Literal
 
 from prometheus_client import ProcessCollector
 
+from proxy.control import phases
 from proxy.control.exposition import Family, Page
 from proxy.control.histogram import Histogram
 from proxy.core.seats import share_taken
@@ -230,6 +231,7 @@ def _histograms(page: Page, metrics: Metrics) -> None:
     for family, table in tables:
         page.histograms(family, table.items())
     page.histograms(LOOP_LAG, [((), metrics.loop_lag)])
+    phases.show(page, metrics.phases)
     metrics.unseen.show(page)
 
 

@@ -115,18 +115,24 @@ class Record:
         """Count the request; `reason` is given where it was refused."""
         ask, decision = self.ask, self.decision
         first, worker, pool, predicted, leg = self.first_token_at, NONE, NONE, None, None
+        placed_s, leg_s, fetched = None, None, False
         ttft_s = None if first is None else first - self.started
         tpot_s = (self._last_token_at - first) / self.tokens if first and self.tokens else None
         duration_s = now - self.started
         if decision is not None:
             worker, pool = decision.worker.name, decision.worker.role
             predicted = decision.predicted_ttft_s
-            if predicted is not None and self.placed_at is not None:
-                # What had passed by then, its wait or a leg that failed, is in the real one too.
-                predicted += self.placed_at - self.started
-            if decision.handover is not None and self.prefilled_at is None:
-                prefill = decision.handover.prefill
-                leg = prefill.name, prefill.role
+            if (placed_at := self.placed_at) is not None:
+                placed_s = placed_at - self.started
+                if predicted is not None:
+                    # What had passed by then, its wait or a leg that failed, is in the real one.
+                    predicted += placed_s
+                if self.prefilled_at is not None:
+                    leg_s = self.prefilled_at - placed_at
+            if (handover := decision.handover) is not None:
+                if self.prefilled_at is None:
+                    leg = handover.prefill.name, handover.prefill.role
+                fetched = handover.tokens > 0
             reason = reason or decision.reason
         elif reason is None:
             reason = Reason.FLEET_FULL  # its client left while it waited
@@ -134,7 +140,7 @@ class Record:
         stream = ask.stream if ask is not None and ask.computes else None
         metrics.request_done(
             route, model, worker, reason, status, ttft_s, duration_s, self.queue_s, pool, predicted,
-            size, tpot_s, stream, leg,
+            size, tpot_s, stream, leg, placed_s, leg_s, fetched=fetched,
         )  # fmt: skip
         if self.request is not None and (tenant := self.request.head.tenant) is not None:
             metrics.tenants.ended(tenant, status, ttft_s, self.queue_s)

@@ -305,6 +305,7 @@ def test_models_that_nobody_serves_any_more_make_room(
     assert requests_total(metrics) == 1
     assert requests_total(metrics, model=old[0]) is None
     assert {key[1] for key in metrics.ttft} == {"tiny", "new"}
+    assert {key[1] for key in metrics.phases} == {"tiny", "new"}
 
 
 def test_decisions_on_models_that_nobody_serves_any_more_are_not_those_on_others(
@@ -382,7 +383,7 @@ def test_where_nobody_left_workers_that_are_new_have_one_name(
 def full(metrics: Metrics, router: Router) -> None:
     """Have every family hold something."""
     for status in (200, 400, 500):
-        done(metrics, status=status)
+        done(metrics, status=status, placed_s=0.0)
     done(metrics, status=499, ttft_s=None, stream=True)
     done(metrics, ttft_s=None, stream=False)
     metrics.gaps_of("short", SHORT).observe(0.01)
@@ -454,6 +455,7 @@ def test_every_family_is_there_in_both_formats(
         "proxy_worker_held_prompts", "proxy_handover_bars", "proxy_connects_without_room",
         "proxy_processes", "proxy_process_restarts", "proxy_log_lines_dropped",
         "proxy_left_seconds", "proxy_whole_answer_seconds", "proxy_prefill_legs",
+        "proxy_phase_seconds",
     }  # fmt: skip
     for name in ours:
         assert found[name].samples, name
@@ -474,8 +476,9 @@ def test_prometheus_itself_has_no_complaint(metrics: Metrics, router: Router) ->
 def test_counting_costs_little(metrics: Metrics) -> None:
     def finish() -> None:
         metrics.request_done(
-            CHAT, "tiny", "s0", Reason.SHORT_POOL, 200, 0.03, 1.5, 0.0, Role.SHORT, 0.02, SHORT, 0.1
-        )
+            CHAT, "tiny", "s0", Reason.SHORT_POOL, 200, 0.03, 1.5, 0.0, Role.SHORT, 0.02, SHORT,
+            0.1, placed_s=0.0,
+        )  # fmt: skip
 
     gaps = metrics.gaps_of(Role.SHORT, SHORT)
 

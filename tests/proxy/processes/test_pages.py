@@ -102,7 +102,9 @@ def test_of_those_that_are_no_more_counts_stay_and_gauges_go() -> None:
 def test_one_page_alone_is_as_it_was() -> None:
     router = router_of(spec("a"), spec('b"\\\n'))
     metrics = Metrics(router)
-    metrics.request_done("chat/completions", "m", "a", Reason.GENERAL_POOL, 200, 0.1, 1.0, 0.0)
+    metrics.request_done(
+        "chat/completions", "m", "a", Reason.GENERAL_POOL, 200, 0.1, 1.0, 0.0, placed_s=0.0
+    )
     for openmetrics, parse in ((False, read_text), (True, read_openmetrics)):
         text, kind = metrics.render(openmetrics)
         plain = metrics.render()[0].decode()

@@ -42,6 +42,9 @@ async def test_an_answer_is_as_from_one_worker(start: Start, path: str, stream: 
         await here.settled()
     assert here.kv.ends() == ["read"] * 5
     assert sorted(leg.split()[0] for leg in here.legs()) == ["decode"] * 5 + ["prefill"] * 5
+    seen = [set(each.seen) for each in here.site.metrics.phases.values()]
+    wanted = [{"queue", "prefill_leg", "transfer", "decode"}] if stream else [set()]
+    assert seen == wanted
 
 
 ODD = (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from proxy.control.metrics import Metrics
-from proxy.core.decisions import Decision
+from proxy.core.decisions import Decision, Handover
 from proxy.core.types import Reason
 from proxy.wire.record import Record
 from tests.proxy.core.making import ask
@@ -61,12 +61,70 @@ async def test_what_had_passed_when_it_was_placed_is_in_both_times_to_first_toke
     assert (real.total, predicted.total) == (2.5, 2.25)
 
 
+def phases(metrics: Metrics) -> dict[str, float]:
+    """Sum up what was counted of each phase; how many have had which is told by `queue` alone."""
+    found: dict[str, float] = {}
+    for each in metrics.phases.values():
+        for name, seen in each.seen.items():
+            found[name] = found.get(name, 0.0) + seen.total
+    return found
+
+
+def streamed(site: Site, handover: Handover | None = None, *, placed: float = 1.0) -> Record:
+    """Make the record of a stream that came at 1, had its first token at 5, and ends at 12."""
+    record = Record()
+    record.ask = ask()
+    record.started = 1.0
+    record.place(placed, Decision(site.worker(), Reason.ONLY_CHOICE, 0.25, handover=handover))
+    if handover is not None:
+        record.prefilled_at = 3.5
+    record.saw_tokens(5.0, site.metrics)
+    return record
+
+
+@pytest.mark.parametrize(
+    ("tokens", "wanted"),
+    [
+        (None, {"queue": 0.0, "prefill": 4.0, "decode": 7.0}),
+        (700, {"queue": 0.0, "prefill_leg": 2.5, "transfer": 1.5, "decode": 7.0}),
+        # There was nothing to fetch: the decode worker has prefilled it all.
+        (0, {"queue": 0.0, "prefill_leg": 2.5, "prefill": 1.5, "decode": 7.0}),
+    ],
+)
+async def test_the_phases_of_a_stream_are_all_of_its_time(
+    site: Site, metrics: Metrics, tokens: int | None, wanted: dict[str, float]
+) -> None:
+    handover = None if tokens is None else Handover(site.worker(), 0, tokens, 0.4, 0.2)
+    streamed(site, handover).close(12.0, metrics, "completions", 200, None)
+    assert phases(metrics) == wanted
+    [ttft], [duration] = metrics.ttft.values(), metrics.durations.values()
+    assert sum(wanted.values()) == duration.total
+    assert sum(wanted.values()) - wanted["decode"] == ttft.total
+
+
+async def test_what_went_on_other_workers_is_no_phase_of_the_last(
+    site: Site, metrics: Metrics
+) -> None:
+    record = streamed(site, placed=4.0)
+    record.queue_s = 1.0
+    record.close(12.0, metrics, "completions", 200, None)
+    assert phases(metrics) == {"queue": 1.0, "retry": 2.0, "prefill": 1.0, "decode": 7.0}
+
+
+async def test_of_what_shows_no_first_token_no_phase_is_known(site: Site, metrics: Metrics) -> None:
+    assert (await site.ask(chat())).status == 200
+    await site.settled()
+    assert phases(metrics) == {}
+
+
 async def test_a_stream_shows_in_the_metrics(site: Site, metrics: Metrics) -> None:
     site.always(scripts.stream(3, gap_s=0.02))
     assert (await site.ask(chat(stream=True))).status == 200
     await site.settled()
     assert sum(each.cumulative()[-1] for each in metrics.tpot.values()) == 1
     assert {key[2] for key in metrics.ttft} == {"short"}
+    [(where, each)] = metrics.phases.items()
+    assert (where[2], set(each.seen)) == ("short", {"queue", "prefill", "decode"})
 
 
 @pytest.mark.parametrize("count", [1, 2, 9])

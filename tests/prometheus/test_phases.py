@@ -1,0 +1,60 @@
+"""The boards' account of where time goes, asked of known numbers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from grafana.boards import fleet
+from tests.prometheus.server import PUT
+from tests.prometheus.tools import promtool
+
+# A minute's: four streams, two of them handed over. What each phase takes of one that has it.
+QUEUED_S = {"queue": 0.5, "decode": 6.0}
+WHOLE_S = {"prefill": 2.0}
+HANDED_OVER_S = {"prefill_leg": 3.0, "transfer": 1.0}
+WANTED = {"queue": 0.5, "prefill": 1.0, "prefill_leg": 1.5, "transfer": 0.5}
+DECODE = {"decode": 6.0}
+
+
+def series(pool: str, requests: int, phases: dict[str, float]) -> list[dict[str, str]]:
+    """Write the sums and counts of a pool's phases, growing each minute."""
+    labels = f'job="router",instance="r0",pool="{pool}",model="m",class="short"'
+    return [
+        {
+            "series": f'proxy_phase_seconds_{what}{{{labels},phase="{phase}"}}',
+            "values": f"0+{grows:g}x10",
+        }
+        for phase, seconds in phases.items()
+        for what, grows in (("sum", seconds * requests), ("count", requests))
+    ]
+
+
+@pytest.mark.parametrize(
+    ("title", "wanted"),
+    [
+        ("Where the time to the first token goes", WANTED),
+        ("Where a request's time goes", WANTED | DECODE),
+    ],
+)
+def test_phases_add_up_to_the_mean_request_with_hand_overs_among_them(
+    title: str, wanted: dict[str, float], tmp_path: Path
+) -> None:
+    [expr] = [expr for name, expr in fleet.BOARD.expressions() if name == title]
+    for name, value in (PUT | {"$__rate_interval": "5m"}).items():
+        expr = expr.replace(name, value)
+    told = [{"labels": f'{{phase="{name}"}}', "value": value} for name, value in wanted.items()]
+    case = {
+        "interval": "1m",
+        "input_series": [
+            *series("short", 2, QUEUED_S | WHOLE_S),
+            *series("decode", 2, QUEUED_S | HANDED_OVER_S),
+        ],
+        "promql_expr_test": [{"expr": expr, "eval_time": "10m", "exp_samples": told}],
+    }
+    file = tmp_path / "cases.yml"
+    file.write_text(yaml.safe_dump({"evaluation_interval": "1m", "tests": [case]}))
+    done = promtool("test", "rules", str(file))
+    assert done.returncode == 0, done.stdout + done.stderr
