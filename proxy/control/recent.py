@@ -41,13 +41,14 @@ class Entry:
     transferred_s: float | None = None  # as it was seen, where the answer is a stream
     size: str = ""  # its class, as metrics have it
     tenant: str | None = None
+    handover: str | None = None  # whether it was handed over, or why not
 
 
 # Its values in their order: to make an `Entry` costs more, and hardly one is ever read.
 Row = tuple[
     str, float, str, str, str | None, Reason, int, int, int, bool, int | None,
     float | None, float | None, float, float, str | None, float | None, float | None, float | None,
-    str, str | None,
+    str, str | None, str | None,
 ]  # fmt: skip
 
 Halves = tuple[str | None, float | None, float | None, float | None]
@@ -77,10 +78,11 @@ class Recent:
         queue_s: float,
     ) -> None:
         """Keep an answered request; one that was refused has no decision."""
-        worker = predicted_s = None
+        worker = predicted_s = whether = None
         halves = NO_HALVES
         if decision is not None:
             worker, predicted_s = decision.worker.name, decision.predicted_ttft_s
+            whether = decision.whether or None
             if (handover := decision.handover) is not None:
                 halves = (
                     handover.prefill.name, handover.prefill_s, handover.transfer_s,
@@ -91,7 +93,7 @@ class Recent:
                 ask.id[:MAX_TEXT], self._clock(), ask.model[:MAX_TEXT], ask.route, worker, reason,
                 status, ask.body_bytes, ask.prompt_tokens, ask.counted, ask.output_tokens,
                 predicted_s, ttft_s, queue_s, duration_s, *halves, size,
-                None if ask.tenant is None else ask.tenant.name,
+                None if ask.tenant is None else ask.tenant.name, whether,
             )
         )  # fmt: skip
 

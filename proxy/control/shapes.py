@@ -82,6 +82,9 @@ class Explanation(BaseModel):
     worker: str | None
     prefill_worker: str | None = Field(None, description="of a hand-over; worker decodes")
     reason: Reason
+    handover: str | None = Field(
+        None, description="whether it is handed over, or why not; null without decode workers"
+    )
     predicted_ttft_s: float | None = None
     predicted_transfer_s: float | None = None
     status: int | None = None
@@ -140,6 +143,7 @@ def shown_answer(answer: Decision | Refusal) -> Explanation:
             prefill_worker=None if handover is None else handover.prefill.name,
             predicted_transfer_s=None if handover is None else handover.transfer_s,
             reason=answer.reason,
+            handover=answer.whether or None,
             predicted_ttft_s=answer.predicted_ttft_s,
             scores=answer.scores,
         )

@@ -32,6 +32,7 @@ class Decision:
     scores: tuple[Score, ...] = ()  # kept only when somebody asked to see them
     cached_tokens: int = 0  # of the prompt, that the worker should have in its cache
     handover: Handover | None = None
+    whether: str = ""  # it is handed over, or why not: `handover.Why`; "" where nobody could
 
     @property
     def route(self) -> str:

@@ -79,7 +79,8 @@ class Placer:
             if refusal is not None:
                 return self._refused(ask.model, refusal)
         if view.pool.decodes and self.settings.transfer:
-            key = ask.model, handover.why(decision, view)
+            decision.whether = handover.why(decision, view)
+            key = ask.model, decision.whether
             self.handovers[key] = self.handovers.get(key, 0) + 1
         if tried:
             decision = replace(decision, reason=Reason.RETRY)
@@ -187,7 +188,9 @@ class Placer:
             for w in self.fleet.of(ask.model)
         )
         if decision is not None:
-            return replace(decision, scores=scores)
+            asked = view.pool.decodes and self.settings.transfer
+            whether = handover.why(decision, view) if asked else ""
+            return replace(decision, scores=scores, whether=whether)
         if (refusal := placing.hopeless(self.fleet, ask, now, NOBODY)) is None:
             message = "It would wait: every worker that can hold it is full, or not probed yet."
             refusal = Refusal(429, Reason.FLEET_FULL, message)

@@ -49,10 +49,15 @@ def shown_s(seconds: float) -> str:
 
 
 def decision_header(decision: Decision) -> bytes:
-    """Write where a request went and why; of a hand-over, both workers: `d0; prefill=p0; ...`."""
+    """Write where a request went and why; of a hand-over, both workers: `d0; prefill=p0; ...`.
+
+    Where it might have been one, `d0; handover=not_worth_it; ...`.
+    """
     name, handover = decision.worker.name, decision.handover
     if handover is not None:
         name = f"{name}; prefill={handover.prefill.name}"
+    elif decision.whether:
+        name = f"{name}; handover={decision.whether}"
     return route_header(name, decision.reason, decision.scores)
 
 

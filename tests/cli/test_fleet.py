@@ -496,6 +496,30 @@ def test_explain_predicts_a_hand_over(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "prefill on p0, decode on d0: handover" in capsys.readouterr().out
 
 
+def test_explain_says_why_nothing_is_handed_over(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], admin: Admin
+) -> None:
+    """To an idle fleet all comes whole with `auto`: nobody decodes who would be spared."""
+    path = written(tmp_path, PAIR)
+    assert explained(path, "--prompt-tokens", "16000") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1].startswith("d0: decode_pool")
+    assert lines[2].startswith("handover: not_worth_it: it would gain too little")
+    assert "routing.disaggregate_above" in lines[2]
+    admin.answer = {"worker": "d0", "reason": "decode_pool", "handover": "samples", "scores": []}
+    assert explained(path, "--prompt-tokens", "9", "--live", admin.url) == 0
+    assert capsys.readouterr().out.splitlines()[1] == "handover: samples"
+
+
+def test_explain_of_a_fleet_of_one_kind_says_nothing_of_hand_overs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    workers = [{"name": "g0", "url": "http://127.0.0.1:9001"}]
+    path = written(tmp_path, {"model": "tiny", "workers": workers})
+    assert explained(path, "--prompt-tokens", "16000") == 0
+    assert "handover" not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("status", "answer", "words"),
     [

@@ -18,6 +18,7 @@ from proxy.control.admin_key import key_of
 from proxy.control.balance import BalanceShown
 from proxy.control.shapes import Explanation, Question, explanation
 from proxy.core.fleet import Fleet
+from proxy.core.handover import Why
 from proxy.core.router import Router
 from vllm_sched.cli.text import columns
 from vllm_sched.errors import UsageError
@@ -32,6 +33,15 @@ TIMEOUT_S = 10.0
 NOWHERE = 1
 HEADING = ("worker", "cost s", "wait s", "prefill s", "harm s", "cached", "note")
 SIDES = ("model", "side", "workers", "busy", "wanted", "ahead s", "step ms", "")
+# Why a prompt stays with who decodes, for people.
+WHOLE = {
+    Why.NOT_WORTH_IT: "it would gain too little while few decode there, or has no more tokens than "
+    "routing.disaggregate_above",
+    Why.CACHED: "most of it should be cached there",
+    Why.ELSEWHERE: "that worker serves it whole",
+    Why.NO_PREFILL: "no prefill worker is up",
+    Why.PREFILL_BUSY: "no prefill worker takes more, or is connected to it",
+}
 Answer = TypeVar("Answer")
 EXPLANATION = TypeAdapter(Explanation)
 BALANCES = TypeAdapter(list[BalanceShown])
@@ -225,6 +235,10 @@ def _verdict(found: Explanation) -> str:
         text += f", first token in about {found.predicted_ttft_s:.3g} s"
     if found.predicted_transfer_s is not None:
         text += f" ({found.predicted_transfer_s:.3g} s of it the transfer)"
+    if found.handover is not None and found.prefill_worker is None:
+        text += f"\nhandover: {found.handover}"
+        if said := WHOLE.get(found.handover):
+            text += f": {said}"
     return text
 
 

@@ -91,3 +91,11 @@ def test_of_a_hand_over_it_tells_both_workers_and_what_the_transfer_took() -> No
         assert (entry.prefill_worker, entry.worker, entry.size) == ("s1", "s0", "long")
         told = entry.prefill_s, entry.transfer_s, entry.transferred_s
         assert told == (0.4, 0.2, transferred_s)
+
+
+def test_whether_it_was_handed_over_is_kept_where_it_could_have_been() -> None:
+    recent, ask = ring(), Ask("r1", "completions", "tiny", 400, 700, 10, 100, 20)
+    for whether, kept in (("not_worth_it", "not_worth_it"), ("", None)):
+        decision = Decision(WORKERS["s0"], Reason.DECODE_POOL, 0.7, whether=whether)
+        recent.add(ask, "long", decision, Reason.DECODE_POOL, 200, 0.8, 1.5, 0.1)
+        assert [entry.handover for entry in recent.newest(1)] == [kept]

@@ -74,6 +74,7 @@ def test_a_long_prompt_is_handed_over_where_others_decode() -> None:
     assert lease.prefill is not None
     assert lease.prefill.worker.role is P
     assert lease.decision.route == f"{lease.prefill.worker.name}>d0"
+    assert lease.decision.whether == Why.HANDED_OVER
 
 
 def test_a_short_prompt_is_not() -> None:
@@ -88,7 +89,9 @@ def test_a_short_prompt_is_not() -> None:
 def test_nobody_decodes_there_so_a_transfer_would_be_for_nothing() -> None:
     """Own time alone: the same prefill here or there, and there the transfer comes on top."""
     here = router()
-    assert placed(here.submit(ask(LONG), 0.0)).prefill is None
+    lease = placed(here.submit(ask(LONG), 0.0))
+    assert lease.prefill is None
+    assert lease.decision.whether == Why.NOT_WORTH_IT
 
 
 def test_those_who_will_come_meanwhile_count_too() -> None:
@@ -501,6 +504,8 @@ def test_an_explanation_names_both_and_charges_nobody(rule: str) -> None:
     here = router(disaggregate_above=100, policy=rule)
     route, by = explained(here, ask(1000))
     assert route == "p0>d0"
+    assert getattr(here.explain(ask(1000), 0.0), "whether", None) == Why.HANDED_OVER
+    assert getattr(here.explain(ask(50), 0.0), "whether", None) == Why.NOT_WORTH_IT
     assert by["p0"] == "prefills only"
     if rule == "adaptive":
         assert by["d0"] == "p0"
@@ -512,8 +517,9 @@ def test_fleets_of_one_kind_count_nothing() -> None:
     fleet.add(spec("g0"))
     fleet.probe_ok("g0", 0.0)
     here = router_of(spec("g0"), transfer=True)
-    placed(here.submit(ask(LONG), 0.0))
+    assert placed(here.submit(ask(LONG), 0.0)).decision.whether == ""
     assert here.handovers == {}
+    assert getattr(here.explain(ask(LONG), 0.0), "whether", None) == ""
 
 
 # In time

@@ -25,6 +25,7 @@ def answering(
     explain: bool = False,
     cached: int | None = None,
     handed: bool = False,
+    whether: str = "",
 ) -> Answering:
     reader = AnswerReader()
     reader.feed(head)
@@ -32,7 +33,7 @@ def answering(
     request_head = RequestHead()
     request_head.http_1_0, request_head.explain, request_head.id = old, explain, b"id-1"
     worker = Fleet().add(WorkerSpec("s0", "http://h:1", Role.SHORT, "tiny"))
-    decision = Decision(worker, Reason.SHORT_POOL, scores=(Score("s0", 0.5),))
+    decision = Decision(worker, Reason.SHORT_POOL, scores=(Score("s0", 0.5),), whether=whether)
     if handed:
         prefill = Fleet().add(WorkerSpec("p0", "http://h:2", Role.PREFILL, "tiny"))
         decision.handover = Handover(prefill, 0, 9, 0.1, 0.1)
@@ -162,3 +163,8 @@ def test_cached_tokens_of_a_stream_are_told_anew() -> None:
 def test_both_workers_of_a_hand_over_are_named() -> None:
     told = answering(CHUNKED, explain=True, handed=True).take(b"x", ended=False)
     assert b"X-Route: s0; prefill=p0; reason=short_pool; s0=0.5000\r\n" in told
+
+
+def test_why_it_was_not_handed_over_is_told() -> None:
+    told = answering(CHUNKED, explain=True, whether="not_worth_it").take(b"x", ended=False)
+    assert b"X-Route: s0; handover=not_worth_it; reason=short_pool; s0=0.5000\r\n" in told
