@@ -332,21 +332,34 @@ WORKERS = (
                 POOL,
             ),
         ),
+        width=12,
     ),
     Panel(
-        "Kept out", "Workers whose breaker is open, or that are being drained.", "short",
+        "Kept out",
+        "Workers whose breaker is open, busy as they say, or half open: one request is let through "
+        "on trial; and those that are being drained.", "short",
         (
             Query(
-                f"max by (worker) (proxy_worker_breaker_open{{{ROUTER}}}) > 0", "{{worker}} open"
+                f"max by (worker, state) (proxy_worker_breaker_state{{{ROUTER}}})",
+                "{{worker}} {{state}}",
             ),
             Query(
                 f"max by (worker) (proxy_worker_draining{{{ROUTER}}}) > 0", "{{worker}} draining"
             ),
         ),
+        width=12,
+    ),
+    Panel(
+        "Breakers open, by why",
+        "How often: because of failures, or because a worker said that it was busy. Trials that "
+        "failed are not counted.", "ops",
+        (Query(rate("proxy_breaker_openings_total", ROUTER, "worker, why"), "{{worker}} {{why}}"),),
+        width=12,
     ),
     Panel(
         "Retries, by why", "Requests that failed on a worker before its first byte.", "reqps",
         (Query(rate("proxy_retries_total", ROUTER, "worker, why"), "{{worker}} {{why}}"),),
+        width=12,
     ),
 )  # fmt: skip
 

@@ -13,6 +13,7 @@ from prometheus_client import ProcessCollector
 from proxy.control import phases
 from proxy.control.exposition import Family, Page
 from proxy.control.histogram import Histogram
+from proxy.core.breaker import BUSY, Breaker, State
 from proxy.core.seats import share_taken
 from proxy.core.worker import Worker
 
@@ -188,6 +189,19 @@ SEATS = gauge(
 KV_CAPACITY = gauge("kv_capacity_tokens", "Tokens that its KV cache holds, where it tells.")
 UP = gauge("up", "Whether its probes succeed, and its own model is among those that it lists.")
 BREAKER = gauge("breaker_open", "Whether requests are kept from it because others failed.")
+BREAKER_STATE = Family(
+    "proxy_worker_breaker_state",
+    "gauge",
+    "How its breaker is, if not closed: open, busy where that is what the worker says, or "
+    "half_open, when one request may pass on trial. Always 1.",
+    (*WORKER, "state"),
+)
+OPENINGS = Family(
+    "proxy_breaker_openings",
+    "counter",
+    "Times that its breaker opened, because it failed or was busy; not those that a trial failed.",
+    (*WORKER, "why"),
+)
 DRAINING = gauge("draining", "Whether it is given nothing new.")
 
 process = ProcessCollector(registry=None)
@@ -272,7 +286,16 @@ def _workers(page: Page, workers: list[Worker]) -> None:
     page.values(KV_CAPACITY, ((labels, w.kv_capacity) for labels, w in rows if w.kv_capacity))
     page.values(UP, ((labels, w.up and not w.strays) for labels, w in rows))
     page.values(BREAKER, ((labels, not w.breaker.closed) for labels, w in rows))
+    kept_out = [(labels, w.breaker) for labels, w in rows if not w.breaker.closed]
+    page.values(BREAKER_STATE, (((*labels, _state(b, now)), 1) for labels, b in kept_out))
+    opened = ((labels, why, n) for labels, w in rows for why, n in w.breaker.opened.items())
+    page.values(OPENINGS, (((*labels, why), n) for labels, why, n in opened))
     page.values(DRAINING, ((labels, w.draining) for labels, w in rows))
+
+
+def _state(breaker: Breaker, now: float) -> str:
+    state = breaker.state(now)
+    return BUSY if state is State.OPEN and breaker.busy else state.value
 
 
 def _router(page: Page, metrics: Metrics) -> None:

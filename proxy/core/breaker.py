@@ -15,6 +15,8 @@ FAILURES = 3
 FIRST_REST_S, LONGEST_REST_S = 0.5, 30.0
 TRIAL_S = 2.0
 LONGEST_ASKED_S = 300.0  # a worker's Retry-After beyond this is not believed
+# Why one opens: its worker failed, or said that it is busy.
+FAILED, BUSY = "failed", "busy"
 LONG_AGO = -math.inf  # when a trial was sent that told nothing: it keeps no other from being sent
 
 
@@ -33,12 +35,14 @@ class State(StrEnum):
 class Breaker:
     """One worker's."""
 
-    __slots__ = ("_failures", "_openings", "_tried_at", "busy", "closed", "until")
+    __slots__ = ("_failures", "_openings", "_tried_at", "busy", "closed", "opened", "until")
 
     def __init__(self) -> None:
         self.closed = True
         self.busy = False  # opened because the worker was busy, not because it failed
         self.until = 0.0
+        # How often, and why; a trial that fails does not count, nor what another process saw.
+        self.opened = {FAILED: 0, BUSY: 0}
         self._failures = 0  # in a row
         self._openings = 0
         self._tried_at: float | None = None
@@ -89,6 +93,8 @@ class Breaker:
         # a trial that told nothing may be blamed yet.
         if self.closed or self._tried_at is not None:
             self._openings += 1
+        if self.closed:
+            self.opened[BUSY if busy else FAILED] += 1
         self.closed = False
         self.busy = busy
         self._tried_at = None

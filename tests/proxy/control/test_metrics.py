@@ -12,8 +12,10 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families as read_text
 
 from proxy.control import metrics as metrics_module
+from proxy.control import scrape
 from proxy.control.exposition import NONE
 from proxy.control.metrics import BATCH, LONG, MAX_MODELS, SHORT, Metrics, class_of
+from proxy.core.breaker import FAILURES, FIRST_REST_S
 from proxy.core.decisions import Decision, Handover, Lease
 from proxy.core.fleet import Fleet
 from proxy.core.handover import Why
@@ -221,6 +223,33 @@ def test_charges_and_states_are_the_fleet_s_own(metrics: Metrics, router: Router
         assert value(metrics, f"proxy_worker_{name}", **l0) == there
 
 
+def test_how_breakers_are_and_how_often_they_opened(
+    metrics: Metrics, router: Router, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 0.0
+    monkeypatch.setattr(scrape.time, "monotonic", lambda: now)
+    s0, l0 = router.fleet
+
+    def states() -> dict[str, str]:
+        found = families(metrics)["proxy_worker_breaker_state"].samples
+        assert all(each.value == 1 for each in found)
+        return {each.labels["worker"]: each.labels["state"] for each in found}
+
+    def openings(name: str, why: str) -> float | None:
+        return value(metrics, "proxy_breaker_openings_total", why=why, **of_worker(router, name))
+
+    assert states() == {}
+    assert openings("s0", "failed") == openings("s0", "busy") == 0
+    for _ in range(FAILURES):
+        router.fleet.failed(s0, 0.0)
+    router.fleet.failed(l0, 0.0, busy=True)
+    assert states() == {"s0": "open", "l0": "busy"}
+    assert (openings("s0", "failed"), openings("s0", "busy")) == (1, 0)
+    assert (openings("l0", "failed"), openings("l0", "busy")) == (0, 1)
+    now = FIRST_REST_S
+    assert states() == {"s0": "half_open", "l0": "half_open"}
+
+
 def test_decisions_and_the_queue_are_the_router_s_own(metrics: Metrics, router: Router) -> None:
     router.fleet.probe_ok("s0", now=0.0)
     router.submit(ask(), 0.0)
@@ -402,6 +431,7 @@ def full(metrics: Metrics, router: Router) -> None:
     router.fleet.set_gauges("s0", told)
     metrics.discovered = lambda: [("shorts", True, 3)]
     metrics.loop_lag.observe(0.001)
+    router.fleet.failed(lease.worker, 2.0, busy=True)
 
 
 def handed_over(router: Router) -> Lease:
@@ -455,7 +485,7 @@ def test_every_family_is_there_in_both_formats(
         "proxy_worker_held_prompts", "proxy_handover_bars", "proxy_connects_without_room",
         "proxy_processes", "proxy_process_restarts", "proxy_log_lines_dropped",
         "proxy_left_seconds", "proxy_whole_answer_seconds", "proxy_prefill_legs",
-        "proxy_phase_seconds",
+        "proxy_phase_seconds", "proxy_worker_breaker_state", "proxy_breaker_openings",
     }  # fmt: skip
     for name in ours:
         assert found[name].samples, name

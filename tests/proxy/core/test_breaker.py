@@ -7,6 +7,8 @@ import math
 import pytest
 
 from proxy.core.breaker import (
+    BUSY,
+    FAILED,
     FAILURES,
     FIRST_REST_S,
     LONGEST_ASKED_S,
@@ -33,6 +35,21 @@ def test_a_few_failures_in_a_row_open_it() -> None:
     breaker.failed(0.0)
     assert breaker.state(0.0) is State.OPEN
     assert not breaker.lets_pass(0.0)
+
+
+def test_it_tells_how_often_it_opened_and_why() -> None:
+    breaker = opened()
+    for _ in range(5):  # others that were under way
+        breaker.failed(0.1)
+    assert breaker.opened == {FAILED: 1, BUSY: 0}
+    breaker.sent(FIRST_REST_S)
+    breaker.failed(FIRST_REST_S, busy=True)  # a trial: it has been open all the time
+    assert breaker.opened == {FAILED: 1, BUSY: 0}
+    breaker.succeeded()
+    breaker.failed(2.0, 1.0, busy=True)
+    breaker.succeeded()
+    breaker.failed(4.0, 1.0)
+    assert breaker.opened == {FAILED: 2, BUSY: 1}
 
 
 def test_a_success_between_them_does_not() -> None:

@@ -87,6 +87,8 @@ def test_a_breaker_is_everybodys(crews: Callable[..., Crew]) -> None:
     crew.tell()
     crew.look()
     assert all(crew.worker(index, "a").breaker.spotless for index in range(3))
+    # Counted by whoever saw it, or the sum of all processes had it three times.
+    assert [crew.worker(index, "a").breaker.opened["failed"] for index in range(3)] == [1, 0, 0]
 
 
 def test_a_look_costs_only_now_and_then(crews: Callable[..., Crew]) -> None:
