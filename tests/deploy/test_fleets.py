@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from proxy.config import FleetConfig
 from tests.deploy.rendered import ROOT
 from vllm_sched.cli.fleet import read
+from vllm_sched.cli.main import main
 
 FLEETS = ROOT / "deploy" / "fleets"
 GPUS = {"one-gpu": 1, "two-gpus": 2, "four-gpus": 4, "eight-gpus": 8}
@@ -71,3 +73,17 @@ def test_whoever_prefills_long_prompts_has_the_policy_for_them(name: str) -> Non
     for worker in config(name).workers:
         assert worker.launch is not None
         assert bool(worker.launch.policies) is (worker.role != "short")
+
+
+def test_the_reference_fleet_is_simulated_with_the_applications_it_is_for(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    file = FLEETS / "reference-24.yaml"
+    assert len(config("reference-24").tenants) == 50
+    told = file.read_text().replace("\\\n#", "")
+    (command,) = re.findall(r"^#     vllm-sched (simulate .*)$", told, re.MULTILINE)
+    words = [str(file) if each.endswith(file.name) else each for each in shlex.split(command)]
+    assert main([*words, "--num-requests", "100"]) == 0
+    told = "".join(capsys.readouterr())
+    assert "100 requests in" in told
+    assert "not in the fleet file" not in told
