@@ -8,12 +8,13 @@ scrapes.
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from proxy.control.batch_counts import BatchCounts
-from proxy.control.exposition import NONE, OTHER
+from proxy.control.exposition import NONE, OTHER, Page
 from proxy.control.handovers import Handovers
 from proxy.control.histogram import (
     DURATION_BOUNDS,
@@ -25,7 +26,7 @@ from proxy.control.histogram import (
 )
 from proxy.control.phases import Phases
 from proxy.control.recent import Recent
-from proxy.control.scrape import render
+from proxy.control.scrape import slices
 from proxy.control.tenant_counts import TenantCounts
 from proxy.control.unseen import Unseen
 from proxy.core import routes
@@ -235,11 +236,23 @@ class Metrics:
         return model
 
     def render(self, openmetrics: bool = False) -> tuple[bytes, str]:
-        """Write the page for a scrape; returns it with its content type."""
+        """Write the page for a scrape at once; returns it with its content type."""
+        page = Page(openmetrics=openmetrics)
+        return b"".join(self._slices(page)), page.kind
+
+    async def page(self, openmetrics: bool = False) -> tuple[bytes, str]:
+        """Write it in slices, between which streams go on."""
+        page, pieces = Page(openmetrics=openmetrics), []
+        for piece in self._slices(page):
+            pieces.append(piece)
+            await asyncio.sleep(0)
+        return b"".join(pieces), page.kind
+
+    def _slices(self, page: Page) -> Iterator[bytes]:
         # New ones first: to make room for them may drop what is shown.
         for model in {model for model, _ in self.router.decisions}:
             self.model_label(model)
-        return render(self, openmetrics=openmetrics)
+        return slices(self, page)
 
     def _series(self, key: RequestKey) -> Series:
         """Find or make a series, with names that a client made up folded into `other`."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal
 from prometheus_client import ProcessCollector
 
 from proxy.control import phases
-from proxy.control.exposition import Family, Page
+from proxy.control.exposition import SLICE, Family, Page
 from proxy.control.histogram import Histogram
 from proxy.core.breaker import BUSY, Breaker, State
 from proxy.core.seats import share_taken
@@ -207,25 +207,35 @@ DRAINING = gauge("draining", "Whether it is given nothing new.")
 process = ProcessCollector(registry=None)
 
 
-def render(metrics: Metrics, *, openmetrics: bool) -> tuple[bytes, str]:
-    """Write all families; return the page and its content type."""
-    page = Page(openmetrics=openmetrics)
+def slices(metrics: Metrics, page: Page) -> Iterator[bytes]:
+    """Write all families piece by piece; meanwhile what they tell of may change."""
     page.values(BUILD, [((VERSION,), 1)])
+    for _ in _requests(page, metrics):
+        yield b""
     _counts(page, metrics)
     _histograms(page, metrics)
     _handovers(page, metrics)
+    yield b""
     _workers(page, list(metrics.router.fleet))
+    yield b""
     _router(page, metrics)
     metrics.tenants.show(page)
     _process(page)
-    return page.finish()
+    yield b""
+    yield from page.slices()
+
+
+def _requests(page: Page, metrics: Metrics) -> Iterator[None]:
+    requests: Counter[tuple[str, ...]] = Counter()
+    for number, (key, series) in enumerate([*metrics.requests.items()]):
+        route, model, worker, _, reason, status, size = key
+        requests[route, model, worker, reason, str(status), size] += series.count
+        if number % SLICE == SLICE - 1:
+            yield
+    page.values(REQUESTS, requests.items())
 
 
 def _counts(page: Page, metrics: Metrics) -> None:
-    requests: Counter[tuple[str, ...]] = Counter()
-    for (route, model, worker, _, reason, status, size), series in metrics.requests.items():
-        requests[route, model, worker, reason, str(status), size] += series.count
-    page.values(REQUESTS, requests.items())
     page.values(RETRIES, metrics.retries.items())
     decisions: Counter[tuple[str, str]] = Counter()
     for (model, reason), count in metrics.router.decisions.items():

@@ -132,6 +132,8 @@ class Member:
                 self.drain()
             case Stop():
                 self._soon(self._stop())
+            case Ask(number, "page"):
+                self._soon(self._tell_page(number))
             case Ask(number, what, given):
                 self._channel.say(Answer(number, self._answer(what, given)))
             case Answer(number, found):
@@ -187,9 +189,11 @@ class Member:
         finally:
             self._asked.pop(number, None)
 
+    async def _tell_page(self, number: int) -> None:
+        page, _ = await self.app.metrics.page()
+        self._channel.say(Answer(number, page.decode()))
+
     def _answer(self, what: What, given: Any) -> object:
-        if what == "page":
-            return self.app.metrics.render()[0].decode()
         if what == "minute":
             return self.app.live.notes.part(self._clock(), given)
         if what == "logs":

@@ -275,7 +275,7 @@ class ClientConnection(asyncio.Protocol):
             self._exchange.start(now)
             return
         keep_alive = head.keep_alive and not wire.draining
-        if head.path == METRICS and wire.pages is not None and head.refusal is None:
+        if head.path == METRICS and head.refusal is None:
             self.deadline = inf
             self._exchange = PageVisit(wire, self, request)
             self._exchange.start(now)

@@ -30,7 +30,7 @@ def local_refusal(head: RequestHead) -> Refusal | None:
 
 
 def local_answer(wire: Wire, request: Request, *, keep_alive: bool) -> bytes:
-    """Answer a request for one of `PATHS`."""
+    """Answer a request for one of `PATHS`, but for a page of metrics: see `PageVisit`."""
     fleet, head = wire.router.fleet, request.head
     bodiless = head.method == "HEAD"
     body = b""
@@ -42,9 +42,6 @@ def local_answer(wire: Wire, request: Request, *, keep_alive: bool) -> bytes:
             return refuse(refusal, request, keep_alive=keep_alive)
     elif head.path == "/v1/models":
         body = models(fleet, head.tenant)
-    elif head.path == METRICS:
-        body, kind = wire.metrics.render(wants_openmetrics(head))
-        return page_answer(body, kind, request, keep_alive=keep_alive)
     headers = [(b"X-Request-Id", request.id)]
     return answer(200, body, headers=headers, keep_alive=keep_alive, bodiless=bodiless)
 

@@ -1,4 +1,4 @@
-"""The metrics of many processes, for whoever asks one of them."""
+"""The page of metrics for whoever asks: written in slices, or that of all processes."""
 
 from __future__ import annotations
 
@@ -31,11 +31,10 @@ class PageVisit:
 
     def start(self, now: float) -> None:  # noqa: ARG002
         """Ask for the page."""
-        pages = self._wire.pages
-        if pages is not None:
-            self._wire.visits.add(self)
-            self._found = asyncio.ensure_future(pages(local.wants_openmetrics(self._request.head)))
-            self._found.add_done_callback(self._answer)
+        self._wire.visits.add(self)
+        pages = self._wire.pages(local.wants_openmetrics(self._request.head))
+        self._found = asyncio.ensure_future(pages)
+        self._found.add_done_callback(self._answer)
 
     def _answer(self, found: Found) -> None:
         if found.cancelled():

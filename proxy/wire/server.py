@@ -81,8 +81,8 @@ class Wire:
         self.tls: ssl.SSLContext | None = None  # set before it listens
         self.desk: Desk | None = None  # set by whoever has one, before it listens
         self.visits: set[Conversation] = set()  # to the desk, and for pages
-        # Where several processes serve: asks them all for their metrics, in either format.
-        self.pages: Callable[[bool], Awaitable[tuple[bytes, str]]] | None = None
+        # Writes the metrics, in either format; where several processes serve, those of all.
+        self.pages: Callable[[bool], Awaitable[tuple[bytes, str]]] = metrics.page
         self.queued: dict[Ticket, Exchange] = {}
         self.counting: set[TokenCount] = set()
         self.releases: set[Release | Orphan] = set()

@@ -12,7 +12,7 @@ from prometheus_client import Metric
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as read_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as read_text
 
-from proxy.control.exposition import OPENMETRICS, TEXT, Family, Page
+from proxy.control.exposition import OPENMETRICS, SLICE, TEXT, Family, Page
 from proxy.control.histogram import GAP_BOUNDS, Histogram
 
 REQUESTS = Family("proxy_requests", "counter", "Requests.", ("model", "status"))
@@ -63,6 +63,20 @@ def test_a_histogram_is_cumulative(openmetrics: bool) -> None:
     rest = {s.name: s.value for s in family.samples if not s.name.endswith("_bucket")}
     assert rest["proxy_gap_seconds_count"] == 4
     assert math.isclose(rest["proxy_gap_seconds_sum"], 7.065)
+
+
+def test_a_slice_has_so_many_lines_at_most(openmetrics: bool) -> None:
+    page = Page(openmetrics=openmetrics)
+    page.values(REQUESTS, [(("tiny", number), number) for number in range(10 * SLICE)])
+    page.histograms(GAPS, [((str(number),), Histogram(GAP_BOUNDS)) for number in range(SLICE)])
+    page.values(UP, [((), 1)])
+    pieces = list(page.slices())
+    assert max(piece.count(b"\n") for piece in pieces) <= SLICE + len(GAP_BOUNDS) + 5
+    text, _ = page.finish()
+    assert b"".join(pieces) == text
+    assert len(read(page, openmetrics=openmetrics)["proxy_gap_seconds"].samples) == SLICE * (
+        len(GAP_BOUNDS) + 3
+    )
 
 
 @pytest.mark.parametrize("value", [math.inf, -math.inf, 1e-9, 2**60, True])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import timeit
 from collections.abc import Iterable
 from importlib import metadata
@@ -13,7 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families as read_text
 
 from proxy.control import metrics as metrics_module
 from proxy.control import scrape
-from proxy.control.exposition import NONE
+from proxy.control.exposition import NONE, SLICE
 from proxy.control.metrics import BATCH, LONG, MAX_MODELS, SHORT, Metrics, class_of
 from proxy.core.breaker import FAILURES, FIRST_REST_S
 from proxy.core.decisions import Decision, Handover, Lease
@@ -501,6 +502,37 @@ def test_prometheus_itself_has_no_complaint(metrics: Metrics, router: Router) ->
     assert b"\n\n" not in page
     checked = promtool("check", "metrics", text=page.decode())
     assert (checked.returncode, checked.stdout, checked.stderr) == (0, "", "")
+
+
+async def test_while_a_page_is_written_others_have_their_turns(
+    metrics: Metrics, router: Router
+) -> None:
+    router.fleet.set_served("s0", ["tiny", "late"])
+    for number in range(4 * SLICE):
+        done(metrics, worker=f"w{number}")
+    full(metrics, router)
+    turns = 0
+
+    async def live() -> None:
+        """Change all that a page tells of, each turn."""
+        nonlocal turns
+        while True:
+            turns += 1
+            done(metrics, worker=f"new-{turns}", model="late", size=LONG, placed_s=0.0)
+            metrics.gaps_of(f"pool-{turns}", SHORT).observe(0.01)
+            metrics.retried("s0", str(turns))
+            metrics.handover_ended(str(turns))
+            router.decisions["tiny", Reason(list(Reason)[turns % len(Reason)])] = 1
+            await asyncio.sleep(0)
+
+    living = asyncio.create_task(live())
+    page, _ = await metrics.page()
+    living.cancel()
+    # To collect what there is, and to write it.
+    assert turns >= 4 + page.count(b"\n") // (2 * SLICE)
+    samples = {family.name: family.samples for family in read_text(page.decode())}
+    assert len(samples["proxy_requests"]) >= 4 * SLICE
+    assert samples["proxy_process_restarts"]
 
 
 def test_counting_costs_little(metrics: Metrics) -> None:
