@@ -7,6 +7,7 @@ asynchronous scheduler has up to two steps in flight, as in the engine.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -70,6 +71,7 @@ class Machine(RuleBasedStateMachine):
         self.now = 0.0
         self.blocks = blocks
         self.pauses_decodes = False
+        self.resets = False
         self.empty_steps = 0
         self.kept_steps = 0  # in a row, with somebody overdue who could have been let in
         self.scheduler: Any = make_scheduler(
@@ -130,7 +132,9 @@ class Machine(RuleBasedStateMachine):
             self._finish_one()
         for request in self.scheduler.running:
             self.waits_since[request.request_id] = self.now
+        self.resets = True
         self.scheduler.reset_prefix_cache(reset_running_requests=True)
+        self.resets = False
 
     @rule(state=st.sampled_from(list(PauseState)), times=st.integers(1, 3))
     def pause_and_resume(self, state: PauseState, times: int) -> None:
@@ -359,6 +363,8 @@ class AnyPolicies(Machine):
         )
         self.left_out_since: dict[str, float] = {}
         self.kept_steps = 0
+        if "lanes" in policies and not (priority or "prefill_first" in policies):
+            self.scheduler._preempt_request = self._judged(self.scheduler._preempt_request)
         self.turned_away: set[str] = set()
         ask = self.scheduler._handle_blocked_waiting_request
         self.scheduler._handle_blocked_waiting_request = lambda request: (
@@ -399,6 +405,17 @@ class AnyPolicies(Machine):
             self._check_waits(waited)
         else:
             self.kept_steps = 0
+
+    def _judged(self, preempt: Callable[..., None]) -> Callable[..., None]:
+        """Let nobody be preempted for one of a lesser class; a reset preempts everybody."""
+        scheduler = self.scheduler
+
+        def judging(victim: Any, *args: Any, **kwargs: Any) -> None:
+            worst = max(map(scheduler._class_of, scheduler.running), default=0.0)
+            assert self.resets or scheduler._class_of(victim) >= worst
+            preempt(victim, *args, **kwargs)
+
+        return judging
 
     def _check_progress(self, tokens: Any) -> None:
         if self.alive.keys() <= self.turned_away:

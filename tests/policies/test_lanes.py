@@ -7,6 +7,7 @@ from vllm.v1.request import RequestStatus
 
 from tests.engine.schedulers import make_request
 from tests.policies.making import Bench
+from vllm_sched import PolicyScheduler, SyncPolicyScheduler
 
 
 def laned(**settings: object) -> dict[str, dict[str, object]]:
@@ -74,6 +75,55 @@ def test_batch_leaves_kv_free() -> None:
     bench.steps(20)
     # Ten blocks each at first; the reserve of fifty is not for them to grow into and to enter.
     assert len(bench.running) == 4
+
+
+@pytest.mark.parametrize("beside", [{}, {"long_prompt": {}}, {"rotation": {}}], ids="+".join)
+@pytest.mark.parametrize("kind", [SyncPolicyScheduler, PolicyScheduler])
+def test_batch_gives_way_where_its_answers_grew_into_what_it_left(
+    kind: type, beside: dict[str, dict[str, object]]
+) -> None:
+    bench = Bench(
+        laned() | beside, scheduler_cls=kind, async_scheduling=kind is PolicyScheduler,
+        num_blocks=129, budget=128,
+    )  # fmt: skip
+    requests = [bench.add(f"b{number}", 100, lane="batch", output=800) for number in range(20)]
+    urgent = []
+    for number in range(600):
+        if number % 40 == 30:
+            urgent.append(bench.add(f"u{number}", 120, lane="urgent", output=60))
+        before = {r.request_id: r.num_output_tokens for r in bench.scheduler.running}
+        tokens = bench.step()
+        # Whoever stands behind a prompt has his token in each step.
+        left_out = before.keys() & bench.running - tokens.keys()
+        assert not any(before[name] for name in left_out)
+    assert sum(request.num_preemptions for request in requests) > 3
+    assert not any(request.num_preemptions for request in urgent)
+    assert sum(request.is_finished() for request in urgent) >= 13
+
+
+def test_the_newest_of_the_worst_class_is_preempted_first() -> None:
+    bench = Bench(laned(reserve_kv=0, reserve_slots=0), num_blocks=65, budget=512)
+    for name, lane in (("b1", "batch"), ("n1", "normal"), ("b2", "batch"), ("u", "urgent")):
+        bench.add(name, 200, lane=lane, output=600)
+        bench.step()
+    bench.add("n2", 200, lane="normal", output=600)
+    gone: list[str] = []
+    while len(gone) < 4:
+        before = bench.running
+        bench.step()
+        gone += before - bench.running
+    assert gone == ["b2", "b1", "n2", "n1"]
+
+
+def test_an_answer_that_is_long_in_writing_is_no_better_than_its_lane() -> None:
+    bench = Bench(laned(batch_max_wait_s=5.0, reserve_kv=0), num_blocks=41, budget=512)
+    bench.add("b", 300, lane="batch", output=900)
+    bench.step()
+    bench.now += 60
+    bench.add("u", 200, lane="urgent", output=900)
+    bench.until(lambda: bench.running == {"b", "u"})
+    bench.until(lambda: bench.running != {"b", "u"})
+    assert bench.running == {"u"}
 
 
 def test_batch_enters_only_while_nobody_else_waits() -> None:

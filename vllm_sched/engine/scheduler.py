@@ -92,6 +92,11 @@ class PolicySteps(Upstream):
         ]
         self._ask_rank = [ask for _, ask in overrides(self._policies, "rank")]
         self._class_of = next((p.rank for p in self._policies if p.classes), one_class)
+        # By priority upstream chooses for itself whom to preempt.
+        self._by_class = (
+            self._class_of is not one_class and self.policy != SchedulingPolicy.PRIORITY
+        )
+        self._groups = len(self.kv_cache_config.kv_cache_groups)
         self._tell_arrived = [tell for _, tell in overrides(self._policies, "arrived")]
         self._tell_admitted = [tell for _, tell in overrides(self._policies, "admitted")]
         self._tell_departed = [tell for _, tell in overrides(self._policies, "departed")]
@@ -181,16 +186,15 @@ class PolicySteps(Upstream):
         prefills, decoding = self._prefills_and_decodes()
         self._decode_last = False
         self._blocks_read = 0
-        if prefills and self._arranges:
-            prefills.sort(key=self._rank)
-            running[:] = prefills + decoding if self._prefills_lead else decoding + prefills
-            self._decode_last = self._put_decode_last(prefills[-1], decoding)
+        kv_free = 1.0 - self.kv_cache_manager.usage
+        kv_short = self._by_class and self._may_preempt(kv_free, prefills)
+        if kv_short or (prefills and self._arranges):
+            self._arrange(prefills, decoding, by_class=kv_short)
         self.waiting.begin_step(now)
         # Sessions that wait for their client's next input keep theirs, for who knows how long.
         asleep = self.num_waiting_for_streaming_input
         self._idle = not running and len(self.kv_holding_waiting) <= asleep
         self._counted = len(running)
-        kv_free = 1.0 - self.kv_cache_manager.usage
         refused = self.waiting.refused
         if refused is not None and self._has_room(refused, kv_free):
             refused = None  # it was left for something else, or there is room by now
@@ -221,21 +225,43 @@ class PolicySteps(Upstream):
             policy.begin_step(step, counts)
         return step
 
-    def _put_decode_last(self, last: Request, decoding: Sequence[Request]) -> bool:
-        """Spare an answer that came back from a preemption the next: upstream takes the last.
+    def _may_preempt(self, kv_free: float, prefills: Sequence[Request]) -> bool:
+        """Whether the KV cache may be too small for the step; told by the most that it can take."""
+        tokens = self.max_num_scheduled_tokens if prefills else 0
+        blocks = self._groups * (2 * len(self.running) + tokens // self.block_size)
+        return bool(kv_free * (self.cache_config.num_gpu_blocks or 0) < blocks)
+
+    def _arrange(self, prefills: list[Request], decoding: list[Request], *, by_class: bool) -> None:
+        """Put decodes before prefills; the last is whom upstream preempts.
+
+        By class the worst are, decodes or not, and the newest of these the very last.
+        """
+        running = self.running
+        prefills.sort(key=self._rank)
+        if by_class:
+            decoding.sort(key=self._class_of)
+        running[:] = prefills + decoding if self._prefills_lead else decoding + prefills
+        if self._prefills_lead or not (prefills and decoding):
+            return
+        newest = decoding[-1]
+        if by_class and self._class_of(newest) > self._class_of(prefills[0]):
+            running.sort(key=self._class_of)
+            self._decode_last = True
+        if self._spares(prefills[-1], newest):
+            running.remove(newest)
+            running.append(newest)
+            self._decode_last = True
+
+    def _spares(self, last: Request, newest: Request) -> bool:
+        """Whether an answer that came back from a preemption is spared the next.
 
         It would be the last, and go again and again, until it is a decode. The newest decode is
         the victim instead, as it would be in upstream's order.
         """
-        if not last.num_output_tokens or not decoding or self._prefills_lead:
-            return False
         # By priority upstream chooses for itself; and nobody goes for one of a lesser class.
-        if self.policy == SchedulingPolicy.PRIORITY:
+        if not last.num_output_tokens or self.policy == SchedulingPolicy.PRIORITY:
             return False
-        if self._class_of(last) > self._class_of(decoding[-1]):
-            return False
-        self.running.append(self.running.pop(len(decoding) - 1))
-        return True
+        return self._class_of(last) <= self._class_of(newest)
 
     def _prefills_and_decodes(self) -> tuple[list[Request], list[Request]]:
         running = self.running

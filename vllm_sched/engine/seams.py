@@ -65,6 +65,7 @@ ATTRIBUTES = (
     "vllm_config",
     "scheduler_config",
     "cache_config",
+    "kv_cache_config",
 )
 
 

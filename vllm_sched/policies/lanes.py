@@ -2,9 +2,10 @@
 
 Idea: classes of service (Llumnix, QLM; Borg's batch tier). Urgent requests enter before normal
 ones, and batch only while nobody else waits, leaving slots and KV blocks free for those who come
-next. A step's prefill is in the same order. While others are about, or were a moment ago, batch
-prompts share a part of its budget, since whoever arrives waits for the step in progress; and none
-of it in a step in which somebody else's prompt is computed.
+next. Its answers may grow into those blocks: when the cache is full the lowest lane is preempted,
+of it the newest. A step's prefill is in the lanes' order. While others are about, or were a moment
+ago, batch prompts share a part of its budget, since whoever arrives waits for the step in progress;
+and none of it in a step in which somebody else's prompt is computed.
 
 A request's lane is what its client wrote as `"vllm_xargs": {"lane": "batch"}`, else what its
 `priority` says: below 0 urgent, above 0 batch.
@@ -243,9 +244,13 @@ class Lanes(Policy):
         """Compute prompts in the lanes' order, unless one has been at it for too long."""
         name = request.request_id
         lane, since = self._running.get(name) or (self._lane(request), self._now)
-        released = self._released.get(lane) == name
-        overdue = self._now - since >= self.max_wait_s[lane]
-        return PLACES[URGENT] if released or overdue else PLACES[lane]
+        if self._released.get(lane) == name:
+            return PLACES[URGENT]
+        if self._now - since < self.max_wait_s[lane]:
+            return PLACES[lane]
+        # An answer may well be written for as long.
+        in_prefill = request.num_tokens - request.num_computed_tokens > 1
+        return PLACES[URGENT] if in_prefill else PLACES[lane]
 
     def chunk(self, request: RequestView, computed: int, tokens: int) -> int:
         """Give batch prompts, together, their share; if overdue, whatever there is."""
