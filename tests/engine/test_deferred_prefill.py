@@ -126,6 +126,33 @@ def test_apart_no_step_does_both(clock: list[float]) -> None:
     drain(scheduler)
 
 
+@pytest.mark.parametrize(
+    ("options", "enter"),
+    [
+        ({}, [0, 0, 4, 0, 0, 0]),
+        ({"itl_ms": 80.0}, [0, 0, 2, 2, 0, 0]),
+        ({"itl_ms": 80.0, "exclusive": True}, [0, 0, 2, 0, 2, 0]),
+    ],
+    ids=str,
+)
+def test_a_batch_enters_in_parts_where_its_gap_would_be_too_long(
+    options: dict[str, Any], enter: list[int], clock: list[float]
+) -> None:
+    scheduler = loaded({"departures": 4, **options}, [40, 40, 40, 40, 3, 3, 3, 3], max_num_seqs=8)
+    step(scheduler)
+    fit = scheduler._policies[0].fit
+    fit._model, fit.spread = StepTime(decode_fixed_s=0.010, prefill_s=0.001), 0.02
+    for number in range(8):
+        scheduler.add_request(make_request(30, output=5, name=f"next {number}"))
+    entered = []
+    for _ in enter:
+        new = [tokens for tokens in step(scheduler).values() if tokens > 1]
+        clock[0] += 0.010 + 0.001 * sum(new)
+        entered.append(len(new))
+    assert entered == enter
+    drain(scheduler)
+
+
 def closed_loop(options: dict[str, Any] | None, time: StepTime, clock: list[float]) -> float:
     """Keep 32 slots busy by a step's cost alone; returns requests per second."""
     policies = None if options is None else {"deferred_prefill": options}

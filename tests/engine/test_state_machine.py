@@ -315,7 +315,11 @@ SETTINGS: dict[str, st.SearchStrategy[dict[str, Any]]] = {
         {"max_num_partial_prefills": st.sampled_from([2, 4]), "max_wait_s": st.just(MAX_WAIT)}
     ),
     "deferred_prefill": st.fixed_dictionaries(
-        {"departures": st.sampled_from([1, 3, "auto"]), "exclusive": st.booleans()}
+        {
+            "departures": st.sampled_from([1, 3, "auto"]),
+            "exclusive": st.booleans(),
+            "itl_ms": st.sampled_from([None, 5.0, 30.0]),
+        }
     ),
     "rotation": st.fixed_dictionaries(
         {"chunk": st.sampled_from([0, 16]), "order": st.sampled_from(["rotate", "shortest"])}

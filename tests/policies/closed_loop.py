@@ -24,6 +24,7 @@ class FakeRequest:
     num_preemptions: int = 0
     num_output_tokens: int = 0
     cached: int = 0
+    outputs: int = 0  # that it will have had when it ends
 
     @property
     def num_tokens(self) -> int:
@@ -49,6 +50,8 @@ class ClosedLoop:
     done: int = 0
     batches: list[int] = field(default_factory=list)  # admitted in each step with admissions
     longest_s: float = 0.0
+    # Between two tokens of those who decode, with prefill in between; and how many prompts.
+    gaps: list[tuple[float, int]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         # Apart, so that every policy is sent the same requests.
@@ -58,6 +61,7 @@ class ClosedLoop:
         self._active = 0
         self._context = 0
         self._gone = 0
+        self._gap_s, self._gap_prompts = 0.0, 0
         self._paused_since: float | None = None
         self._count = 0
         self._head = self._request()
@@ -94,6 +98,7 @@ class ClosedLoop:
             free_slots=self.slots - running,
             running=running,
             waiting=self.backlog,
+            context_tokens=self._context,
             departed=self._gone,
             paused_s=0.0 if self._paused_since is None else self.now - self._paused_since,
         )
@@ -119,6 +124,7 @@ class ClosedLoop:
             else:
                 break
             tokens = min(left, request.num_prompt_tokens - request.num_computed_tokens)
+            tokens = policy.chunk(request, request.num_computed_tokens, tokens)
             chunks.append(Chunk(tokens, request.num_computed_tokens))
             request.num_computed_tokens += tokens
             left -= tokens
@@ -141,6 +147,12 @@ class ClosedLoop:
         seconds *= 1 + abs(self._noise.gauss(0, self.noise)) if self.noise else 1.0
         self.now += seconds
         self.longest_s = max(self.longest_s, seconds if decodes or not self._active else 0.0)
+        self._gap_s += seconds
+        self._gap_prompts += len(chunks)
+        if decodes or not self._active:
+            if decodes and self._gap_prompts:
+                self.gaps.append((self._gap_s, self._gap_prompts))
+            self._gap_s, self._gap_prompts = 0.0, 0
         self.steps += 1
         if not decodes and self._active:
             # Everybody's end moves on by the step that they sat out.
@@ -150,6 +162,7 @@ class ClosedLoop:
         for request in gone:
             self._active -= 1
             self._context -= request.num_tokens
+            request.num_output_tokens = request.outputs
             self.policy.departed(request, self.now)
         self._gone = len(gone)
         self.done += len(gone)
@@ -158,7 +171,7 @@ class ClosedLoop:
             self._active += 1
             # Counted whole from the start: the mean is what matters.
             self._context += request.num_tokens
-            self._ends[self.steps + request.num_output_tokens - 1].append(request)
+            self._ends[self.steps + request.outputs - 1].append(request)
         self.policy.observe(StepResult(seconds, chunks, decodes, decodes, context))
 
     def _gate(self, running: int) -> Gate:
@@ -171,4 +184,4 @@ class ClosedLoop:
         self._count += 1
         steps = math.ceil(math.log(1 - self._rng.random()) / math.log1p(-1 / self.mean_output))
         prompt = max(round(self._rng.expovariate(1 / self.mean_prompt)), 1)
-        return FakeRequest(str(self._count), prompt, num_output_tokens=max(steps, 1) + 1)
+        return FakeRequest(str(self._count), prompt, outputs=max(steps, 1) + 1)

@@ -74,7 +74,7 @@ def add_threshold(commands: argparse._SubParsersAction[argparse.ArgumentParser])
         metavar="TOKENS",
         help="max_num_batched_tokens, which bounds what one step can prefill (default: no bound)",
     )
-    add("--itl-ms", type=float, metavar="MS", help="cap K so that no batch makes a longer gap")
+    add("--itl-ms", type=float, metavar="MS", help="cap K: no longer gap by K mean prompts")
     add(
         "--max-delay-ms",
         type=float,

@@ -78,13 +78,20 @@ def to_run(regime: Regime, *, itl_s: float | None = None, max_delay_s: float | N
             wanted = middle + 1
         else:
             enough = middle
-    if itl_s is not None and regime.prompt_s > 0:
-        spare = itl_s - regime.decode(regime.slots) - regime.batch_fixed_s
-        wanted = min(wanted, int(max(spare, 0.0) / regime.prompt_s))
+    if itl_s is not None:
+        wanted = min(wanted, within_itl(regime, itl_s))
     if max_delay_s is not None and (step := regime.decode(regime.slots)) > 0:
         steps = max_delay_s / step
         wanted = min(wanted, int(-regime.slots * math.expm1(-steps / regime.mean_output)))
     return wanted if wanted > 1 and regime.gain(wanted) >= WORTHWHILE else 1
+
+
+def within_itl(regime: Regime, itl_s: float) -> int:
+    """Count the prompts of mean length that can be prefilled in a gap between tokens."""
+    if regime.prompt_s <= 0:
+        return regime.slots
+    spare = itl_s - regime.decode(regime.slots) - regime.batch_fixed_s
+    return int(max(spare, 0.0) / regime.prompt_s)
 
 
 def _fixed_costs(regime: Regime) -> list[float]:

@@ -14,10 +14,14 @@ fewer wait than would fill the batch. K falls in the second half of the longest 
 ends, and nobody is held for longer than that in all. Never held: requests that are mostly cached or
 whose KV comes from elsewhere, and preempted ones.
 
-Cost per step: O(1). How it fails: gaps between tokens grow with K, since a batch of prompts is one
-long step (`itl_ms` caps K); nothing is learnt of decoding where every step prefills, so at times a
-step goes without admissions; with requests that come as fast as they depart and none waiting there
-is no batch to fill, and nothing is held.
+Gaps between tokens grow with K, since a batch of prompts is one long step. `itl_ms` caps K so that
+a batch of prompts of mean length keeps within it, and each batch by what its own prompts are
+predicted to take: whom there is no time for enters with the next step. One may enter in any case.
+
+Cost per step: O(1), and as much for each prefill. How it fails: one prompt can take longer than
+`itl_ms` by itself, which is the business of `chunk_budget`; nothing is learnt of decoding where
+every step prefills, so at times a step goes without admissions; with requests that come as fast as
+they depart and none waiting there is no batch to fill, and nothing is held.
 """
 
 from __future__ import annotations
@@ -29,8 +33,10 @@ from typing import ClassVar, Final, Literal
 from pydantic import Field
 
 from vllm_sched.cost.fit import OnlineFit
+from vllm_sched.cost.pace import Chunk
 from vllm_sched.cost.regime import Regime
-from vllm_sched.cost.threshold import asymptotic, to_run
+from vllm_sched.cost.step_time import StepShape
+from vllm_sched.cost.threshold import asymptotic, to_run, within_itl
 from vllm_sched.errors import UsageError
 from vllm_sched.policies.types import (
     EngineFacts,
@@ -70,7 +76,7 @@ class DeferredPrefillSettings(Settings):
         "auto", description="requests that depart before others enter; auto = as measured costs say"
     )
     itl_ms: float | None = Field(
-        None, gt=0, description="with auto: gap between tokens that a batch of prefills may cause"
+        None, gt=0, description="gap between tokens that a batch of prefills may cause"
     )
     max_delay_ms: float = Field(
         1000.0, gt=0, description="longest time that a request is held for the sake of others"
@@ -123,7 +129,7 @@ class DeferredPrefill(Policy):
 
     name: ClassVar[str] = "deferred_prefill"
     settings_type: ClassVar[type[Settings]] = DeferredPrefillSettings
-    held_reasons = ("departures", "probe")
+    held_reasons = ("departures", "probe", "itl")
     settings: DeferredPrefillSettings
 
     def __init__(self, facts: EngineFacts, settings: DeferredPrefillSettings) -> None:
@@ -138,10 +144,11 @@ class DeferredPrefill(Policy):
                 f"give 1 to {facts.max_num_seqs}, or auto"
             )
         self._auto = asked == "auto"
-        self.threshold = 1 if asked == "auto" else asked
+        self._asked_for = self.threshold = 1 if asked == "auto" else asked
         self.best = float(self.threshold)
         self.fit = OnlineFit()
-        self.learns = self._auto
+        self._itl_s = None if settings.itl_ms is None else settings.itl_ms / 1000
+        self.learns = self._auto or self._itl_s is not None
         self.lengths = Lengths()
         self._longest_s = settings.max_delay_ms / 1000
         self._step = Step(index=0, now=0.0, budget=0, decodes=0, prefills=())
@@ -165,6 +172,11 @@ class DeferredPrefill(Policy):
         # and then.
         self._deferrable: set[str] = set()
 
+        # Of the current step: how many entered, and each prefill with the seconds it takes.
+        self._entered = 0
+        self._given: dict[str, tuple[Chunk, float]] = {}
+        self._given_s = 0.0
+
         self._probing = False
         self._mixed_in_a_row = 0
         self._ended: dict[End, int] = dict.fromkeys(ENDS, 0)
@@ -176,7 +188,7 @@ class DeferredPrefill(Policy):
         """Never hold who has little to compute, or was admitted before."""
         if request.num_preemptions:
             return DIRECT
-        if not self._auto and self.threshold == 1:
+        if not self.learns and self.threshold == 1:
             return DEFERRABLE  # which is never held: the look-up would be in vain
         if request.request_id in self._deferrable:
             return DEFERRABLE
@@ -190,7 +202,8 @@ class DeferredPrefill(Policy):
         if lane != DEFERRABLE:
             return Gate.OPEN
         self._asked.add(head.request_id)
-        if not (self.holding or self._probing) or self._fits(head):
+        held = (self.holding or self._probing) and not self._fits(head)
+        if not held and self._in_time(head):
             return Gate.OPEN
         self._heads.setdefault(head.request_id, self._step.now)
         return Gate.CLOSED
@@ -202,8 +215,56 @@ class DeferredPrefill(Policy):
             return False
         return head.request_id != self._refused and head.num_tokens < self._room_left * kv_tokens
 
+    def _in_time(self, head: RequestView) -> bool:
+        """Whether with its prefill those who decode still get their tokens within `itl_ms`."""
+        step, model = self._step, self.fit.model
+        decodes = step.running - len(step.prefills)
+        if self._itl_s is None or model is None or not decodes:
+            return True
+        # The first of a step, or of a pause. Nobody is held for long for the sake of gaps either.
+        since = self._heads.get(head.request_id, step.now)
+        if not (self._entered or self._pausing) or step.now - since >= self._longest_s:
+            return True
+        left = self._itl_s / (1 + self.fit.spread) - self._given_s
+        if self.settings.exclusive:
+            # They have waited since they were paused, and decode after that.
+            shape = StepShape(decodes=decodes, context_tokens=step.context_tokens)
+            left -= step.paused_s + model.seconds(shape)
+            decodes = 0
+        budget = self.facts.max_num_batched_tokens
+        fitting = model.prefill_within(left, decodes, step.context_tokens, 0)
+        return fitting >= min(head.num_tokens, budget)
+
+    @property
+    def _pausing(self) -> bool:
+        return self.settings.exclusive and self._step.paused_s > 0
+
+    def chunk(self, request: RequestView, computed: int, tokens: int) -> int:
+        """Note what a prefill takes of the step's time."""
+        self._give(request.request_id, Chunk(tokens, computed))
+        return tokens
+
+    def taken_back(self, request: RequestView, tokens: int) -> None:
+        """Note that it takes less."""
+        if (given := self._given.get(request.request_id)) is not None:
+            chunk, _ = given
+            self._give(request.request_id, chunk._replace(tokens=chunk.tokens - tokens))
+
+    def _give(self, name: str, chunk: Chunk) -> None:
+        model = self.fit.model
+        if self._itl_s is None or model is None:
+            return
+        seconds = model.chunk_seconds(chunk) if chunk.tokens else 0.0
+        before = self._given.get(name)
+        self._given_s += seconds - (before[1] if before is not None else 0.0)
+        self._given[name] = chunk, seconds
+
     def admitted(self, request: RequestView) -> None:
         """Count a slot taken."""
+        self._entered += 1
+        if request.request_id not in self._given:  # in an engine that does not cut prompts
+            rest = request.num_tokens - request.num_computed_tokens
+            self._give(request.request_id, Chunk(rest, request.num_computed_tokens))
         if self.facts.kv_tokens:
             self._room_left -= request.num_tokens / self.facts.kv_tokens
         self._free_left -= 1
@@ -218,7 +279,9 @@ class DeferredPrefill(Policy):
 
     def held_reason(self, lane: str) -> str:
         """Say why nobody enters."""
-        return "probe" if self._probing and not self.holding else "departures"
+        if self.holding:
+            return "departures"
+        return "probe" if self._probing else "itl"
 
     # The step
 
@@ -227,13 +290,15 @@ class DeferredPrefill(Policy):
         waiting = lanes.get(DEFERRABLE, NOBODY).asking
         free_before, self._free_left = self._free_left, step.free_slots
         before, self._step = self._step, step
+        self._entered, self._given_s = 0, 0.0
+        self._given.clear()
         here, then = ([r.request_id for r in each.prefills] for each in (step, before))
         if here != then or step.index % LOOK_UP_EVERY == 0:
             self._deferrable.clear()
         slots_full = free_before <= 0 or step.free_slots <= 0
         if slots_full or step.refused is not None:
             self._running_full = max(step.running + step.departed, 1)
-        if self._auto and step.index - self._reckoned >= RECKON_EVERY:
+        if self.learns and step.index - self._reckoned >= RECKON_EVERY:
             self._reckon(step.index)
         self._probing = self._probe_due(step, full=slots_full)
         if self._asked:
@@ -346,10 +411,9 @@ class DeferredPrefill(Policy):
             exclusive=self.settings.exclusive,
             budget=self.facts.max_num_batched_tokens,
         )
-        itl_ms = self.settings.itl_ms
-        self.best = asymptotic(regime)
-        self.threshold = to_run(
-            regime,
-            itl_s=None if itl_ms is None else itl_ms / 1000,
-            max_delay_s=K_STANDS * self._longest_s,
-        )
+        if self._auto:
+            self.best = asymptotic(regime)
+            most_s = K_STANDS * self._longest_s
+            self.threshold = to_run(regime, itl_s=self._itl_s, max_delay_s=most_s)
+        elif self._itl_s is not None:
+            self.threshold = max(min(self._asked_for, within_itl(regime, self._itl_s)), 1)
