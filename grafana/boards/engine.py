@@ -44,8 +44,9 @@ WAITING = (
         (Query(most("oldest_wait_seconds", "policy, lane"), LANE),),
     ),
     Panel(
-        "Time until held requests ran", "Of those that a policy held, from arrival in the engine.",
-        "s", quantiles(f"{P}hold_seconds", ENGINE, "policy"),
+        "Time held",
+        "For how long a policy held a request's lane before it ran, with slots free. The whole "
+        "wait is vLLM's queue time.", "s", quantiles(f"{P}hold_seconds", ENGINE, "policy"),
     ),
     Panel(
         "Admitted, by lane", "Requests that began to run.", "reqps",
@@ -70,7 +71,7 @@ WAITING = (
 KNOBS = (
     Panel(
         "Chunk budget",
-        "Tokens a step may compute, as `chunk_budget` set it last.",
+        "Tokens of prompts that a step may compute beside its decodes, as `chunk_budget` set it.",
         "short",
         (Query(f"{P}chunk_budget_tokens{{{ENGINE}}}", "{{instance}} engine {{engine}}"),),
     ),
@@ -232,7 +233,7 @@ STEPS = (
         width=12,
     ),
     Panel(
-        "Mean wait of held requests", "By policy; beside it, how often that was.", "s",
+        "Mean time held", "Of requests that a policy held before they ran.", "s",
         (Query(mean(f"{P}hold_seconds", ENGINE, "policy"), "{{policy}}"),), width=12,
     ),
 )  # fmt: skip

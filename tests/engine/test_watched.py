@@ -136,6 +136,46 @@ def test_nobody_held_is_seen_from_the_first_step_on(registry: CollectorRegistry)
     assert values(registry, "prefills_running") == {("short",): 0}
 
 
+def test_the_time_held_is_no_wait_for_a_slot(registry: CollectorRegistry) -> None:
+    scheduler = make_scheduler(
+        {"deferred_prefill": {"departures": 2, "max_delay_ms": 1e6}}, max_num_seqs=2
+    )
+    now = [1000.0]
+    scheduler.clock = scheduler.waiting._clock = lambda: now[0]
+    begun: dict[str, float] = {}
+    for name, output in enumerate((2, 5, 2, 5, 2, 2)):
+        scheduler.add_request(make_request(10, output=output, name=str(name)))
+    while scheduler.has_unfinished_requests():
+        for name in step(scheduler):
+            begun.setdefault(name, now[0] - 1000)
+        now[0] += 1
+    # A slot is free for three seconds before two are: as often as somebody waits for two.
+    assert list(begun.values()) == [0, 0, 5, 5, 10, 10]
+    assert values(registry, "hold_seconds_count") == {("deferred_prefill",): 4}
+    assert values(registry, "hold_seconds_sum") == {("deferred_prefill",): 2 * 3 + 2 * 6}
+
+
+def test_who_comes_once_a_hold_is_over_was_not_held(registry: CollectorRegistry) -> None:
+    from vllm.v1.request import RequestStatus
+
+    scheduler = make_scheduler({"long_prompt": {**LONG["long_prompt"], "long_prefill_share": 0.5}})
+    scheduler.add_request(make_request(20, output=200))
+    step(scheduler)
+    scheduler.add_request(make_request(500))
+    step(scheduler)
+    held = make_request(500)
+    scheduler.add_request(held)
+    step(scheduler)
+    assert sum(values(registry, "requests_held").values()) == 1
+    scheduler.finish_requests(held.request_id, RequestStatus.FINISHED_ABORTED)
+    while len(scheduler.running) > 1:
+        step(scheduler)
+    scheduler.add_request(make_request(500))
+    step(scheduler)
+    assert len(scheduler.running) == 2
+    assert values(registry, "hold_seconds_count") == {}
+
+
 def test_nobody_is_held_where_all_slots_are_taken(registry: CollectorRegistry) -> None:
     policies = {"deferred_prefill": {"departures": 2}}
     scheduler = make_scheduler(policies, max_num_seqs=2)

@@ -89,7 +89,7 @@ COUNTERS: Final[dict[str, tuple[str, tuple[str, ...]]]] = {
 }
 # Of policies' own numbers; one without a line here is shown too.
 POLICIES_OWN: Final[dict[str, str]] = {
-    "chunk_budget_tokens": "Tokens a step may compute, as the policy set it last.",
+    "chunk_budget_tokens": "Tokens of prompts that a step may compute beside decodes, as set last.",
     "k": "Departures to wait for before requests are admitted.",
     "starvation_releases": "Requests let through because they had waited for too long.",
 }
@@ -183,7 +183,8 @@ class Metrics:
         )
         self._hold_seconds = self._histogram(
             "hold_seconds",
-            "From when a request began to wait until it ran, of those that a policy held.",
+            "For how long a policy held the lane of a request, wherever in it that stood, while "
+            "slots were free; of requests that began to run.",
             "policy",
             HOLD_BUCKETS,
         )
@@ -232,7 +233,7 @@ class Metrics:
         self._sums["requests_admitted", self._bounds["lane"]((policy, lane))] += 1
 
     def held(self, policy: str, seconds: float) -> None:
-        """Count a request that began to run, having been held."""
+        """Count a request that began to run, having been held by this policy for so long."""
         self._child("hold_seconds", self._hold_seconds, (policy,)).observe(max(seconds, 0.0))
 
     # Now and then

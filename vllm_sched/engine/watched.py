@@ -11,7 +11,7 @@ import signal
 import time
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from math import inf
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -22,6 +22,7 @@ import vllm_sched
 from vllm_sched.cost.fit import OnlineFit
 from vllm_sched.cost.step_time import StepTime
 from vllm_sched.engine import metrics, trace
+from vllm_sched.engine.held import HeldTime
 from vllm_sched.engine.in_flight import Begun, Done, InFlight, chunks_of
 from vllm_sched.engine.queue import LaneKey, LaneQueue
 from vllm_sched.policies.types import Policy, Step, StepResult
@@ -54,15 +55,6 @@ CLASSES_BY: Final = "long_prompt"
 ALL: Final = "all"
 
 
-class Hold(NamedTuple):
-    """The last step in which a lane's gate was found closed."""
-
-    policy: int  # the first that closed it
-    at: float
-    before: float  # and the one before that
-    closed: bool = True  # whether it was so when it was asked last
-
-
 class Result(NamedTuple):
     """What a step that is done is told by, when it is."""
 
@@ -83,7 +75,12 @@ class Seen:
         self.budget = 0  # that the step at hand is allowed
         self.now = 0.0  # when the step at hand began
         self._untold: list[Result] = []
-        self._holds: dict[LaneKey, Hold] = {}
+        self._holds: dict[LaneKey, int] = {}  # the first that closed a gate, asked last
+        self._full = False  # after the last step: then it is no policy that they wait for
+        # By policy.
+        self._held: defaultdict[LaneKey, defaultdict[int, HeldTime]] = defaultdict(
+            partial(defaultdict, HeldTime)
+        )
         self._lanes: dict[str, LaneKey] = {}  # that those who run came from
         self._idle = False  # and said so
         # A policy's own, if one has it: a second would learn the same.
@@ -102,15 +99,19 @@ class Seen:
 
     def gate(self, lanes: LaneKey, closed_by: int | None) -> None:
         """Note whether a lane's gate is closed, and whose doing that is."""
-        hold = self._holds.get(lanes)
-        if closed_by is not None:
-            before = -inf if hold is None else hold.before if hold.at == self.now else hold.at
-            self._holds[lanes] = Hold(closed_by, self.now, before)
-        elif hold is not None and hold.closed:
-            self._holds[lanes] = hold._replace(closed=False)
+        if closed_by is None:
+            self._holds.pop(lanes, None)
+        else:
+            self._holds[lanes] = closed_by
 
-    def scheduled(self, output: SchedulerOutput, number: int, running: int, queue: Any) -> None:
+    def scheduled(
+        self, output: SchedulerOutput, number: int, running: int, queue: Any, *, full: bool
+    ) -> None:
         """Note what a step that begins changed, and one that computes nothing."""
+        self._full = full
+        if isinstance(queue, LaneQueue):
+            for lanes in [lanes for lanes in self._holds if not queue.here[lanes]]:
+                del self._holds[lanes]
         # For the metrics alone, which forget those that left as they are written.
         if self.metrics is not None and isinstance(queue, LaneQueue) and queue.entered:
             self._entered(queue, self.metrics)
@@ -124,6 +125,9 @@ class Seen:
 
     def begin(self, now: float, budget: int) -> None:
         """Note the time, and the budget unless a policy sets another."""
+        if self._holds and not self._full and self.metrics is not None:
+            for lanes, policy in self._holds.items():
+                self._held[lanes][policy].add(self.now, now)
         self.now = now
         self.budget = budget
 
@@ -132,11 +136,10 @@ class Seen:
             self._lanes[request.request_id] = lanes
             for policy, lane in zip(self.policies, lanes, strict=True):
                 told.admitted(policy.name, lane or ALL)
-            if (hold := self._holds.get(lanes)) is None:
-                continue
-            # In this step it may have closed behind this one, for those that are left.
-            if (hold.before if hold.at == self.now else hold.at) >= since:
-                told.held(self.policies[hold.policy].name, self.now - since)
+            if lanes in self._held:
+                for number, held in self._held[lanes].items():
+                    if seconds := held.since(since):
+                        told.held(self.policies[number].name, seconds)
 
     # When its result is back
 
@@ -239,11 +242,10 @@ class Seen:
             (p.name, reason): 0.0 for p in self.policies for reason in p.held_reasons
         }
         held = gauges["requests_held"] = defaultdict(float, none)
-        for lanes, hold in self._holds.items():
-            # Where all slots are taken it is no policy that they wait for.
-            if hold.closed and not full and (waiting_here := queue.here[lanes]):
-                policy = self.policies[hold.policy]
-                held[policy.name, policy.held_reason(lanes[hold.policy])] += waiting_here
+        for lanes, number in () if full else self._holds.items():
+            if waiting_here := queue.here[lanes]:
+                policy = self.policies[number]
+                held[policy.name, policy.held_reason(lanes[number])] += waiting_here
         backlog = gauges["prefill_backlog_tokens"]
         for lane, count in queue.counts[self._classing or 0].items():
             name = ALL if self._classing is None else lane
@@ -304,7 +306,9 @@ class Watched(Upstream):
             if prefills is not None:
                 prefills += self.running[before:]
                 self._note(output, prefills, seen)
-            seen.scheduled(output, self.current_step, len(self.running), self.waiting)
+            running = len(self.running)
+            full = running >= self.max_num_active_reqs
+            seen.scheduled(output, self.current_step, running, self.waiting, full=full)
         except Exception:
             self._look_no_more()
         return output

@@ -1,0 +1,47 @@
+"""For how long a lane was held since any time: exact of late, rough of long ago, bounded."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from vllm_sched.engine.held import MOST, HeldTime
+
+
+def test_a_lane_that_was_never_held() -> None:
+    assert HeldTime().since(0.0) == 0
+
+
+def test_the_time_since() -> None:
+    held = HeldTime()
+    held.add(10.0, 11.0)
+    held.add(11.0, 12.0)  # the next step
+    held.add(20.0, 25.0)
+    expected = {0.0: 7, 10.0: 7, 10.5: 6.5, 12.0: 5, 15.0: 5, 20.0: 5, 24.0: 1, 25.0: 0, 99.0: 0}
+    assert {when: held.since(when) for when in expected} == pytest.approx(expected)
+
+
+def test_a_clock_that_stands_still_or_goes_back_adds_nothing() -> None:
+    held = HeldTime()
+    held.add(10.0, 12.0)
+    for start, end in ((12.0, 12.0), (5.0, 6.0), (11.0, 12.0)):
+        held.add(start, end)
+    assert held.since(0.0) == 2
+    held.add(11.0, 13.0)
+    assert held.since(0.0) == 3
+
+
+def test_of_long_ago_it_is_rough_and_the_sum_is_right() -> None:
+    held, dice = HeldTime(), random.Random(3)
+    spans, now = [], 0.0
+    for _ in range(20_000):
+        now += dice.random()
+        spans.append((now, now + dice.random()))
+        held.add(*spans[-1])
+        now = spans[-1][1]
+    assert len(held._times) == len(held._sums) <= 2 * MOST
+    for ago in (10.0, 60.0, 600.0, 6000.0, 20_000.0):
+        when = now - ago
+        exact = sum(max(end - max(start, when), 0.0) for start, end in spans)
+        assert held.since(when) == pytest.approx(exact, rel=0.05)
