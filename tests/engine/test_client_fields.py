@@ -39,9 +39,71 @@ BODIES = {
     "audio/transcriptions": ["TranscriptionRequest"],
     "audio/translations": ["TranslationRequest"],
 }
+# What is looked at (see `client_fields`), and whose bodies have it. `WITH_PRIORITY` and `WITH_SALT`
+# say it of two.
+TEXTS = {"chat/completions", "completions", "responses", "messages"}
+LOOKED_AT = {
+    "kv_transfer_params": {*TEXTS, "cohere/v2/chat", "inference/v1/generate"},
+    "ec_transfer_params": {*TEXTS, "inference/v1/generate"},
+    "vllm_xargs": {*TEXTS, "audio/transcriptions", "audio/translations"},
+    "sampling_params": {"inference/v1/generate"},
+    "stream_interval": {"chat/completions", "completions"},
+    "stream_options": {"chat/completions", "completions", "inference/v1/generate"},
+    "request_id": WITH_SALT - {"messages"},
+    "model": BODIES.keys(),
+    "priority": WITH_PRIORITY,
+    "cache_salt": WITH_SALT,
+}
+# All else that bodies have: of use to whoever says it, and of no consequence to others beyond what
+# it costs. A release with a new one fails here until somebody has judged it: does it steer a
+# transfer, name a worker or another's request, or go before others? Then it is for `client_fields`.
+JUDGED = """
+    add_generation_prompt add_special_tokens allowed_token_ids apply_softmax audio background
+    bad_words best_of chat_template chat_template_kwargs citation_options content_parts
+    continue_final_message data data_1 data_2 dimensions documents early_stopping echo
+    embed_dtype embedding_types enable_response_messages encoding_format endianness features
+    field_names file frequency_penalty guided_decoding_backend hotwords ignore_eos images
+    include include_reasoning include_stop_str_in_output input input_type inputs instruction
+    instructions item_first items k label_token_ids language length_penalty logit_bias
+    logprob_token_ids logprobs max_completion_tokens max_output_tokens max_tokens
+    max_tokens_per_doc max_tokens_per_query max_tool_calls media_io_kwargs messages metadata
+    min_p min_tokens mm_payload mm_processor_kwargs n output_config output_dimension
+    output_mode p padding parallel_tool_calls presence_penalty previous_input_messages
+    previous_response_id prompt prompt_cache_key prompt_embeds prompt_logprobs queries query
+    questions reasoning reasoning_effort reasoning_ended reasoning_parser_kwargs
+    repetition_detection repetition_penalty response_format return_mm_kwargs
+    return_prompt_text return_token_ids return_token_offsets return_tokens_as_token_ids
+    routed_experts_prompt_start safety_mode seed service_tier session_id skip_special_tokens
+    spaces_between_special_tokens state stop stop_sequences stop_token_ids store stream
+    stream_continuous_usage_stats stream_include_usage strict_tools structured_outputs suffix
+    system task temperature text text_1 text_2 texts thinking thinking_token_budget
+    timestamp_granularities to_language token_ids token_offsets tool_choice tools top_k
+    top_logprobs top_n top_p truncate truncate_prompt_tokens truncation truncation_side
+    use_activation use_beam_search user videos watermarking
+"""
+# The same of `sampling_params`, in which `extra_args` are looked at.
+JUDGED_SAMPLING = """
+    _all_stop_token_ids _bad_words_token_ids _eos_token_id _watermarking_skipped
+    allowed_token_ids bad_words detokenize flat_logprobs frequency_penalty ignore_eos
+    include_stop_str_in_output logit_bias logprob_token_ids logprobs max_tokens min_p
+    min_tokens n output_kind output_text_buffer_length presence_penalty prompt_logprob_start
+    prompt_logprob_token_ids prompt_logprobs repetition_detection repetition_penalty
+    routed_experts_prompt_start seed skip_clone skip_reading_prefix_cache skip_special_tokens
+    spaces_between_special_tokens stop stop_token_ids stream_interval structured_outputs
+    temperature thinking_token_budget top_k top_p trace_decode_token_ids watermarking
+"""
 # Read from heads by the server itself, and of no consequence to others.
 HARMLESS = {"authorization", "content-type", "x-session-id", "x-request-id"}
 READ = re.compile(r"""headers(?:\.get\(|\[)\s*(?:"([\w-]+)"|([A-Z_]+))""")
+
+
+def own_fields(node: ast.ClassDef) -> set[str]:
+    """Name what a class declares."""
+    return {
+        each.target.id
+        for each in node.body
+        if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name)
+    }
 
 
 def classes() -> dict[str, tuple[set[str], list[str]]]:
@@ -50,13 +112,8 @@ def classes() -> dict[str, tuple[set[str], list[str]]]:
     for path in SOURCES:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ClassDef):
-                own = {
-                    each.target.id
-                    for each in node.body
-                    if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name)
-                }
                 bases = [ast.unparse(base).split("[")[0] for base in node.bases]
-                found[node.name] = own, bases
+                found[node.name] = own_fields(node), bases
     return found
 
 
@@ -88,6 +145,35 @@ def test_bodies(
     }
     assert has == some
     assert has == routes
+
+
+def test_members_that_are_looked_at(known: dict[str, tuple[set[str], list[str]]]) -> None:
+    found = {
+        member: {
+            route
+            for route, bodies in BODIES.items()
+            if any(member in fields(known, body) for body in bodies)
+        }
+        for member in LOOKED_AT
+    }
+    assert found == LOOKED_AT
+
+
+def test_all_other_members_were_judged(known: dict[str, tuple[set[str], list[str]]]) -> None:
+    bodies = [body for each in BODIES.values() for body in each]
+    members = set[str]().union(*(fields(known, body) for body in bodies))
+    outside = {member for member in members if not member.startswith("_")}
+    assert outside - LOOKED_AT.keys() == set(JUDGED.split())
+
+
+def test_so_were_those_of_sampling() -> None:
+    tree = ast.parse((ROOT / "sampling_params.py").read_text())
+    [sampling] = (
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef) and node.name == "SamplingParams"
+    )
+    assert own_fields(sampling) - {"extra_args"} == set(JUDGED_SAMPLING.split())
 
 
 def test_every_route_that_costs_tokens_is_looked_at() -> None:
