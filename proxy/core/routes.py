@@ -71,6 +71,7 @@ ROUTES: dict[str, Route] = {
         "/v1/completions/derender",
         "/v1/messages/render",
         "/v1/responses/render",
+        "/cohere/v2/chat/render",
     ),
 }
 RESPONSES = "/v1/responses/"

@@ -30,6 +30,7 @@ POSTS = [
     "/v1/messages",
     "/v1/messages/count_tokens",
     "/v1/messages/render",
+    "/cohere/v2/chat/render",
     "/v1/audio/transcriptions",
     "/v1/audio/translations",
     "/tokenize",

@@ -1,0 +1,67 @@
+"""Of all paths that vLLM serves it is decided which pass through the router.
+
+From the sources, so that a new release shows here what it has added.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+from proxy.core.routes import ROUTES, Route, find
+from proxy.wire.local import PATHS
+
+SPEC = find_spec("vllm")
+SERVED_FROM = Path(SPEC.origin).parent / "entrypoints" if SPEC and SPEC.origin else Path()
+# Servers of another kind: a supervisor of several, and one that answers until a worker is there.
+OTHERS = {"launchers", "cli"}
+METHODS = {"get": "GET", "post": "POST", "put": "PUT", "delete": "DELETE", "add_api_route": "POST"}
+SOCKET = "websocket"
+# What steers an engine, or tells how it is: for whoever runs it, at its own address.
+OPERATORS = {
+    "/abort_requests", "/collective_rpc", "/fault_tolerance/apply", "/fault_tolerance/status",
+    "/finish_weight_update", "/get_world_size", "/inference/v1/abort_requests",
+    "/init_weight_transfer_engine", "/is_paused", "/is_scaling_elastic_ep", "/is_sleeping",
+    "/kv_event_sources", "/load", "/pause", "/release_kv_cache_memory", "/reset_encoder_cache",
+    "/reset_mm_cache", "/reset_prefix_cache", "/resume", "/scale_elastic_ep", "/server_info",
+    "/shutdown_weight_transfer_engine", "/sleep", "/start_draft_weight_update", "/start_profile",
+    "/start_weight_update", "/stop_profile", "/tokenizer_info", "/update_weight_version",
+    "/update_weights", "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/version", "/wake_up",
+    "/weight_checker", "/weight_info",
+}  # fmt: skip
+# Other words for what has a path of its own; the router's `/health` is its own.
+DOUBLES = {"/docs", "/invocations", "/ping"}
+SOCKETS = {"/v1/realtime"}
+
+
+def served() -> Iterator[tuple[str, str]]:
+    """Name every method and path that is written down anywhere."""
+    for path in sorted(SERVED_FROM.rglob("*.py")):
+        if path.relative_to(SERVED_FROM).parts[0] in OTHERS:
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+                continue
+            kind, first = node.func.attr, node.args[0] if node.args else None
+            if kind not in (*METHODS, SOCKET) or not isinstance(first, ast.Constant):
+                continue
+            if isinstance(first.value, str) and first.value.startswith("/"):
+                yield METHODS.get(kind, kind), first.value
+
+
+def test_every_path_passes_or_is_named_here() -> None:
+    found = set(served())
+    passing = {
+        (method, path)
+        for method, path in found
+        if isinstance(find(method, path.replace("{response_id}", "resp_1")), Route)
+    }
+    rest = {path for method, path in found - passing if method != SOCKET}
+    assert rest - PATHS == OPERATORS | DOUBLES
+    assert {path for method, path in found if method == SOCKET} == SOCKETS
+
+
+def test_nothing_passes_that_no_worker_serves() -> None:
+    assert {path for method, path in served() if method == "POST"} >= ROUTES.keys()
