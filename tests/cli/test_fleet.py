@@ -524,7 +524,8 @@ def test_explain_of_a_fleet_of_one_kind_says_nothing_of_hand_overs(
     ("status", "answer", "words"),
     [
         (403, {"error": {"message": "not from there"}}, "not from there (status 403)"),
-        (404, [], "(status 404)"),
+        (404, [], "(status 404); give the address of a running router's admin API"),
+        (404, {"error": {"message": "no such path: /admin/explain"}}, "is router.admin.port, not"),
         (200, {"hello": 1}, "not that of a router's admin API"),
     ],
 )

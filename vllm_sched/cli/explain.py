@@ -9,6 +9,7 @@ import ssl
 import urllib.error
 import urllib.request
 from dataclasses import dataclass, field
+from http import HTTPStatus
 from typing import TYPE_CHECKING, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
@@ -30,6 +31,10 @@ if TYPE_CHECKING:
     from proxy.core.records import Score
 
 TIMEOUT_S = 10.0
+WANTED = (
+    "give the address of a running router's admin API, as http://127.0.0.1:8001: its port is "
+    "router.admin.port, not the one that clients use"
+)
 NOWHERE = 1
 HEADING = ("worker", "cost s", "wait s", "prefill s", "harm s", "cached", "note")
 SIDES = ("model", "side", "workers", "busy", "wanted", "ahead s", "step ms", "")
@@ -205,16 +210,14 @@ def _ask(live: Live, what: str, kind: TypeAdapter[Answer], body: str | None = No
     except urllib.error.HTTPError as error:
         with error:
             why = _complaint(error.read()) or error.reason
-        raise UsageError(f"{url}: {why} (status {error.code})") from None
+        elsewhere = f"; {WANTED}" if error.code == HTTPStatus.NOT_FOUND else ""
+        raise UsageError(f"{url}: {why} (status {error.code}){elsewhere}") from None
     except (OSError, ValueError, http.client.HTTPException) as error:
         if isinstance(error, ValidationError):
             why = "its answer is not that of a router's admin API"
         else:
             why = str(getattr(error, "reason", error))
-        raise UsageError(
-            f"{url}: {why}; give the address of a running router's admin API, as "
-            "http://127.0.0.1:8001"
-        ) from None
+        raise UsageError(f"{url}: {why}; {WANTED}") from None
 
 
 def _complaint(body: bytes) -> str:
