@@ -20,7 +20,7 @@ from proxy.transfer.types import Pair, Taken, usage_of
 from proxy.wire import opening
 from proxy.wire.patience import answer_patience_s, decode_patience_s, prefill_patience_s
 from proxy.wire.prefill_leg import PrefillLeg
-from proxy.wire.release import LEFT, Orphan, read, release
+from proxy.wire.release import LEFT, Orphan, others, read, release
 from proxy.wire.sending import to_worker
 from proxy.wire.worker_connection import Trouble
 
@@ -275,7 +275,8 @@ class HandOver:
             sent, well = connection.has_sent, connection.is_open
             connection.drop()
             if not sent:
-                self.give_back(now, well=well)
+                # One whose connection is not open yet may be well: it is asked if nobody else is.
+                self.give_back(now, well=well or not others(self._wire, self._lease.worker))
         else:  # there was no room for one
             self.give_back(now, well=True)
 

@@ -91,12 +91,7 @@ class Release:
 
     def elsewhere(self, now: float, decode: Worker) -> None:
         """Ask another in place of a decode worker; without one, the blocks expire in time."""
-        others = (
-            w
-            for w in self._wire.router.fleet.of(decode.model)
-            if w.role is Role.DECODE and w.up and w.breaker.closed
-        )
-        left = [w for w in others if w is not decode and w not in self._tried]
+        left = [w for w in others(self._wire, decode) if w not in self._tried]
         if left and len(self._tried) < TRIES:
             self.send(now, left[0])
         else:
@@ -155,6 +150,18 @@ class Orphan:
             return
         self._leg.drop()
         self._wire.release_over(self)
+
+
+def others(wire: Wire, decode: Worker) -> list[Worker]:
+    """List whom else than a decode worker one may ask to have blocks freed."""
+    return [
+        worker
+        for worker in wire.router.fleet.of(decode.model)
+        if worker.role is Role.DECODE
+        and worker is not decode
+        and worker.up
+        and worker.breaker.closed
+    ]
 
 
 def read(answer: bytes) -> dict[str, Any]:

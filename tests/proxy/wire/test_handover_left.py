@@ -189,6 +189,24 @@ async def test_between_the_legs(start: Start, way: str) -> None:
 
 
 @pytest.mark.parametrize("way", WAYS)
+async def test_between_the_legs_where_there_is_one_decode_worker(start: Start, way: str) -> None:
+    """It is asked as soon as it takes connections: nobody else could free the blocks."""
+    here = await pairs(start, prefills=1, decodes=1)
+    await here.site.fakes["d0"].hang()
+    client = await here.site.client()
+    await client.send(request(chat_body()))
+    await eventually(lambda: here.kv.pinned)
+    await eventually(lambda: here.site.worker("p0").requests == 0)
+    await leave(client, way)
+    await eventually(lambda: not here.site.wire.exchanges)
+    await here.site.fakes["d0"].wake()
+    await eventually(lambda: not here.kv.held)
+    await here.settled()
+    assert here.kv.ends() == ["released"]
+    assert here.legs() == ["prefill p0", "release d0"]
+
+
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("stream", [True, False])
 async def test_before_the_first_token(start: Start, way: str, stream: bool) -> None:
     here = await pairs(start, prefills=1, decodes=1)
