@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from types import MappingProxyType
 
 import pytest
 
@@ -25,6 +27,8 @@ ENDS = (
     "--max-num-batched-tokens=512",
     "--num-gpu-blocks-override=512",
     "--enable-prefix-caching",
+    "--enable-auto-tool-choice",
+    "--tool-call-parser=hermes",
 )
 # Each span is sent as soon as there is one.
 TELLS = {
@@ -67,40 +71,51 @@ def collector() -> Iterator[Collector]:
         yield listening
 
 
-@pytest.fixture(scope="session")
-def fleet(collector: Collector) -> FleetConfig:
+def both(
+    transfer: TransferConfig, args: tuple[str, ...], env: Mapping[str, str] = MappingProxyType({})
+) -> FleetConfig:
     """Describe a prefill and a decode worker, a processor each where there are two."""
     cpus = sorted(os.sched_getaffinity(0))
-    traced = f"--otlp-traces-endpoint={collector.url}"
     workers = [
         WorkerConfig(
             name=f"{role}-0",
             role=role,
             launch=LaunchConfig(
                 model="tiny",
-                args=(*ENDS, traced),
+                args=args,
                 cpus=(cpu,),
-                env={"VLLM_LOGGING_LEVEL": "INFO", **TELLS, "OTEL_SERVICE_NAME": f"{role}-0"},
+                env={"VLLM_LOGGING_LEVEL": "INFO", **env, "OTEL_SERVICE_NAME": f"{role}-0"},
             ),
         )
         for role, cpu in (("prefill", cpus[0]), ("decode", cpus[-1]))
     ]
-    return placed(
-        FleetConfig(model="tiny", workers=tuple(workers), transfer=TransferConfig(connector="nixl"))
-    )
+    return placed(FleetConfig(model="tiny", workers=tuple(workers), transfer=transfer))
+
+
+@contextmanager
+def started(fleet: FleetConfig, logs: Path) -> Iterator[dict[str, Worker]]:
+    """Start all workers of a fleet at once, as `vllm-sched up` would."""
+    workers = {each.name: described(fleet, each, logs, logs) for each in fleet.workers}
+    with ExitStack() as stack:
+        for each in workers.values():
+            stack.callback(each.stop)
+            each.start()
+        for each in workers.values():
+            each.wait_ready()
+        yield workers
+
+
+@pytest.fixture(scope="session")
+def fleet(collector: Collector) -> FleetConfig:
+    """Describe two workers with NIXL between them, whose spans the collector gets."""
+    traced = f"--otlp-traces-endpoint={collector.url}"
+    return both(TransferConfig(connector="nixl"), (*ENDS, traced), TELLS)
 
 
 @pytest.fixture(scope="session")
 def ends(
     fleet: FleetConfig, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[dict[str, Worker]]:
-    """Start both as `vllm-sched up` would."""
-    logs = tmp_path_factory.mktemp("ends")
-    started = {each.name: described(fleet, each, logs, logs) for each in fleet.workers}
-    with ExitStack() as stack:
-        for each in started.values():
-            stack.callback(each.stop)
-            each.start()
-        for each in started.values():
-            each.wait_ready()
-        yield started
+    """Start both."""
+    with started(fleet, tmp_path_factory.mktemp("ends")) as workers:
+        yield workers

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 import urllib.request
+from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
@@ -46,6 +47,7 @@ class Router:
 
     url: str
     admin: str
+    pid: int
 
     @asynccontextmanager
     async def client(self) -> AsyncIterator[AsyncOpenAI]:
@@ -61,6 +63,22 @@ class Router:
         with urllib.request.urlopen(url, timeout=10) as answer:
             found: list[dict[str, object]] = json.load(answer)
         return found
+
+    def handovers(self) -> Counter[str]:
+        """Count how hand-overs went, and what became of what they left behind."""
+        with urllib.request.urlopen(f"{self.url}/metrics", timeout=10) as answer:
+            page = answer.read().decode()
+        said = re.findall(r'^proxy_handovers_total\{outcome="(\w+)"\} (\d+)$', page, re.MULTILINE)
+        return Counter({how: int(times) for how, times in said})
+
+    @contextmanager
+    def held_up(self) -> Iterator[None]:
+        """Have it do nothing: what comes to it meanwhile, it finds at once and in that order."""
+        os.kill(self.pid, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            os.kill(self.pid, signal.SIGCONT)
 
 
 PORTS = {"port": 0, "admin": {"port": 0}, "drain_s": 2.0}
@@ -103,7 +121,7 @@ def _ready(log: Path, workers: int, process: subprocess.Popen[bytes]) -> Router:
         said = log.read_text()
         found = re.search(r"router (http://\S+)/v1, admin (\S+)", said)
         if found and said.count(" is up") == workers:
-            return Router(*found.groups())
+            return Router(found[1], found[2], process.pid)
         time.sleep(0.05)
     raise AssertionError(f"the router did not come up: {log.read_text()}")
 

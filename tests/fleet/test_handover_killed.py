@@ -1,0 +1,174 @@
+"""Real workers that end without a word, in each phase of a hand-over.
+
+A worker takes most of a minute to come back, so each is killed once, with two requests upon it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import os
+import signal
+import urllib.request
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+from openai import AsyncOpenAI
+
+from proxy.config import FleetConfig
+from tests.fleet.test_handover import (
+    ABOVE,
+    DECODE,
+    PREFILL,
+    Ends,
+    Said,
+    connected,
+    direct,
+    freed,
+    handed_over,
+    listed,
+    tokens,
+)
+from tests.fleet.test_router import LONG, Router, Workers, routing
+from tests.fleet.test_worker import DEADLINE_S, complete, gauges, prompt, settled
+from tests.proxy.wire.site import eventually
+from vllm_sched.workers.launch import Worker
+
+GENERAL = "general-0"
+FAILED = "nixl_num_failed_transfers_total"
+
+
+@pytest.fixture(scope="module")
+def router(
+    ends: Ends, fleet: FleetConfig, workers: Workers, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Router]:
+    """Run the router before both, and a general worker that is given nothing until it is needed."""
+    assert all(worker.healthy() for worker in ends.values())
+    spare: dict[str, object] = {"name": GENERAL, "role": "general", "url": workers[LONG].url}
+    some = [*listed(fleet), spare]
+    rules: dict[str, object] = {"disaggregate_above": ABOVE}
+    with routing(tmp_path_factory.mktemp("killed"), some, rules, transfer="nixl") as running:
+        connected(running)
+        tell(running, "drain")
+        yield running
+
+
+def tell(router: Router, what: str) -> None:
+    """Have the general worker drain, or not."""
+    url = f"{router.admin}/admin/workers/{GENERAL}/{what}"
+    with urllib.request.urlopen(urllib.request.Request(url, method="POST"), timeout=10) as answer:
+        assert answer.status == 200
+
+
+def kill(worker: Worker) -> None:
+    """End a worker's whole family without a word."""
+    _signal(worker, signal.SIGKILL)
+
+
+def _signal(worker: Worker, which: signal.Signals) -> None:
+    assert worker.pid is not None
+    os.killpg(worker.pid, which)
+
+
+async def back(worker: Worker) -> None:
+    """Start a worker that was killed again."""
+    worker.stop()
+    worker.start()
+    await asyncio.to_thread(worker.wait_ready)
+
+
+async def with_the_decode_worker(
+    router: Router, ends: Ends, client: AsyncOpenAI, some: list[int]
+) -> asyncio.Task[Said]:
+    """Ask, and return when the decode leg is sent; the decode worker has stopped before that."""
+    before = router.handovers()["prefilled"]
+    asked = asyncio.create_task(tokens(client, some))
+    await settled(ends[PREFILL], running=1, waiting=0)
+    with router.held_up():
+        await settled(ends[PREFILL], running=0, waiting=0)
+        _signal(ends[DECODE], signal.SIGSTOP)
+    await eventually(lambda: router.handovers()["prefilled"] > before, within=DEADLINE_S)
+    return asked
+
+
+async def test_the_decode_worker_is_killed_and_comes_back(
+    router: Router, ends: Ends, workers: Workers
+) -> None:
+    """Before its first byte of one request, and in the middle of another."""
+    some = [prompt(46_000 + number, 5000) for number in range(2)]
+    async with direct(workers[LONG]) as client:
+        right = [await tokens(client, each) for each in some]
+    async with router.client() as client:
+        before = router.handovers()
+        stream = await complete(client, prompt(46_200, 40), 16_000, stream=True)
+        await anext(stream)
+        asked = await with_the_decode_worker(router, ends, client, some[0])
+        tell(router, "undrain")
+        kill(ends[DECODE])
+        # Who has nothing yet is served by another, from the start.
+        assert await asked == right[0]
+        assert [(each["worker"], each["prefill_worker"]) for each in router.decisions(1)] == [
+            (GENERAL, None)
+        ]
+        # Who has a part is told of an error, not of an end.
+        with pytest.raises(openai.APIError):
+            await drained(stream)
+        # There is no other decode worker, through which its blocks could be freed.
+        await eventually(lambda: (router.handovers() - before)["left_to_expire"])
+        assert (router.handovers() - before)["decode_failed"] == 1
+        tell(router, "drain")
+        await back(ends[DECODE])
+        await handed_over_again(router, client)
+        # What the old one had promised is not asked of the new one.
+        assert await tokens(client, some[1]) == right[1]
+        assert handed_over(router) == [True]
+
+
+async def test_the_prefill_worker_is_killed_and_comes_back(
+    router: Router, ends: Ends, workers: Workers
+) -> None:
+    """When it has answered one request and nothing is fetched yet, and in another's prefill."""
+    some = [prompt(46_010 + number, 5000) for number in range(3)]
+    async with direct(workers[LONG]) as client:
+        right = [await tokens(client, each) for each in some]
+    async with router.client() as client:
+        [before] = gauges(ends[DECODE], FAILED)
+        first = await with_the_decode_worker(router, ends, client, some[0])
+        second = asyncio.create_task(tokens(client, prompt(46_100, 15_000)))
+        await settled(ends[PREFILL], running=1, waiting=0)
+        kill(ends[PREFILL])
+        _signal(ends[DECODE], signal.SIGCONT)
+        # The decode worker computes both prompts.
+        assert await first == right[0]
+        await second
+        assert {each["worker"] for each in router.decisions(2)} == {DECODE}
+        assert gauges(ends[DECODE], FAILED) > (before,)
+        # And with it gone, all that comes.
+        assert await tokens(client, some[1]) == right[1]
+        assert handed_over(router) == [False]
+        await back(ends[PREFILL])
+        await handed_over_again(router, client)
+        assert await tokens(client, some[2]) == right[2]
+        assert handed_over(router) == [True]
+    for worker in ends.values():
+        await freed(worker)
+
+
+async def drained(stream: Any) -> None:
+    """Read a stream to its end."""
+    async for _ in stream:
+        pass
+
+
+async def handed_over_again(router: Router, client: AsyncOpenAI) -> None:
+    """Ask until both legs are served again; each time anew, since what D has cached is D's."""
+    async with asyncio.timeout(DEADLINE_S):
+        for seed in itertools.count(46_300):
+            with contextlib.suppress(openai.APIStatusError):
+                await tokens(client, prompt(seed, 3000))
+                if handed_over(router) == [True]:
+                    return
+            await asyncio.sleep(0.2)

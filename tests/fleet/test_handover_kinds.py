@@ -1,0 +1,223 @@
+"""What clients may ask for, in two legs or whole: it is as one worker alone answers it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import httpx
+import pytest
+
+from proxy.config import FleetConfig
+from tests.fleet.test_handover import (
+    DECODE,
+    NEAR,
+    PREFILL,
+    Ends,
+    connected,
+    handed_over,
+    listed,
+)
+from tests.fleet.test_router import Router, routing
+from tests.fleet.test_worker import DEADLINE_S
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
+ABOVE = 64
+# More than that by whatever estimate, and no more than a worker reads in one step.
+TEXT = "please tell me more about that and the other thing too. " * 13
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "parameters": {
+            "type": "object",
+            "properties": {"town": {"type": "string", "maxLength": 4}},
+            "required": ["town"],
+        },
+    },
+}
+SCHEMA = {
+    "type": "object",
+    "properties": {"a": {"type": "boolean"}, "b": {"enum": ["x", "y"]}},
+    "required": ["a", "b"],
+    "additionalProperties": False,
+}
+SHAPE = {"type": "json_schema", "json_schema": {"name": "s", "schema": SCHEMA}}
+ON: dict[str, Any] = {"ignore_eos": True}
+
+
+class Kind(NamedTuple):
+    """One kind of request, and in how many legs it is served; 0: it is refused."""
+
+    path: str
+    fields: dict[str, Any]
+    legs: int = 2
+
+
+KINDS = {
+    "stop": Kind(CHAT, {"max_tokens": 40, "stop": ["a", "e "]}),
+    "stop, included": Kind(
+        CHAT, {"max_tokens": 40, "stop": ["e"], "include_stop_str_in_output": True}
+    ),
+    "stop_token_ids": Kind(CHAT, {"max_tokens": 40, "stop_token_ids": [*range(20, 500, 20)]}),
+    "seed": Kind(CHAT, {"max_tokens": 12, "temperature": 1.0, "seed": 7, **ON}),
+    "logprobs": Kind(CHAT, {"max_tokens": 6, "logprobs": True, "top_logprobs": 3, **ON}),
+    "logprobs of a completion": Kind(COMPLETIONS, {"max_tokens": 6, "logprobs": 3, **ON}),
+    "json_schema": Kind(CHAT, {"max_tokens": 40, "response_format": SHAPE}),
+    "json_object": Kind(CHAT, {"max_tokens": 8, "response_format": {"type": "json_object"}}),
+    "regex": Kind(
+        COMPLETIONS, {"max_tokens": 12, "structured_outputs": {"regex": "[ab]{3}[0-9]{4}"}}
+    ),
+    "tools, one of them": Kind(
+        CHAT, {"max_tokens": 60, "tools": [TOOL], "tool_choice": "required"}
+    ),
+    "tools, this one": Kind(
+        CHAT,
+        {
+            "max_tokens": 60,
+            "tools": [TOOL],
+            "tool_choice": {"type": "function", "function": {"name": "weather"}},
+        },
+    ),
+    "tools, if it likes": Kind(CHAT, {"max_tokens": 8, "tools": [TOOL], **ON}),
+    "min_tokens": Kind(CHAT, {"max_tokens": 20, "min_tokens": 12}),
+    "max_completion_tokens": Kind(CHAT, {"max_completion_tokens": 5, **ON}),
+    "penalties": Kind(
+        CHAT, {"max_tokens": 12, "repetition_penalty": 1.3, "presence_penalty": 0.5, **ON}
+    ),
+    "logit_bias": Kind(CHAT, {"max_tokens": 8, "logit_bias": {"100": 3}, **ON}),
+    "bad_words": Kind(CHAT, {"max_tokens": 8, "bad_words": ["the"], **ON}),
+    "a beginning": Kind(
+        CHAT,
+        {"max_tokens": 5, "continue_final_message": True, "add_generation_prompt": False, **ON},
+    ),
+    "responses": Kind(RESPONSES, {"max_output_tokens": 8}),
+    "messages": Kind(MESSAGES, {"max_tokens": 8}),
+    "n": Kind(CHAT, {"max_tokens": 6, "n": 2, "temperature": 1.0, "seed": 7, **ON}, legs=1),
+    "n, too many": Kind(CHAT, {"max_tokens": 6, "n": 2}, legs=0),  # of the same
+    "max_tokens: 1": Kind(CHAT, {"max_tokens": 1}, legs=1),
+    "echo": Kind(COMPLETIONS, {"max_tokens": 5, "echo": True}, legs=1),
+    "a list": Kind(COMPLETIONS, {"max_tokens": 5, **ON}, legs=1),
+    "suffix": Kind(COMPLETIONS, {"max_tokens": 5, "suffix": "x"}, legs=0),
+}
+# What is made up for each answer.
+OWN = frozenset(
+    ["id", "item_id", "response_id", "request_id", "created", "created_at", "completed_at"]
+)
+# In a stream, strings of which each event has a piece.
+PIECES = frozenset(["arguments", "content", "delta", "partial_json", "text"])
+
+
+@pytest.fixture(scope="module")
+def router(
+    ends: Ends, fleet: FleetConfig, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Router]:
+    """Run the router before both."""
+    assert all(worker.healthy() for worker in ends.values())
+    rules: dict[str, object] = {"disaggregate_above": ABOVE}
+    folder = tmp_path_factory.mktemp("kinds")
+    with routing(folder, listed(fleet), rules, transfer="nixl") as running:
+        connected(running)
+        yield running
+
+
+def body_of(name: str, *, stream: bool) -> dict[str, Any]:
+    """Write one, which begins as no other does."""
+    kind = KINDS[name]
+    text = f"{name} {stream} {TEXT}"
+    body: dict[str, Any] = {"model": "tiny", "temperature": 0, **kind.fields}
+    if kind.path in (CHAT, MESSAGES):
+        body["messages"] = [{"role": "user", "content": text}]
+        if name == "a beginning":
+            body["messages"].append({"role": "assistant", "content": "I think"})
+    elif kind.path == RESPONSES:
+        body["input"] = text
+    else:
+        body["prompt"] = [text, f"{text}x"] if name == "a list" else text
+    if stream:
+        body["stream"] = True
+        if kind.path in (CHAT, COMPLETIONS):
+            body["stream_options"] = {"include_usage": True}
+    return body
+
+
+async def answer_of(url: str, name: str, *, stream: bool) -> tuple[int, Any]:
+    """Ask, and read all of the answer."""
+    async with httpx.AsyncClient(base_url=url, timeout=DEADLINE_S) as web:
+        answer = await web.post(KINDS[name].path, json=body_of(name, stream=stream))
+    if stream and answer.status_code == 200:
+        return 200, assembled(answer.text)
+    return answer.status_code, plain(answer.json())
+
+
+def assembled(text: str) -> Any:
+    """Put a stream together, by types of events: how it was cut is a matter of chance."""
+    whole: dict[str, Any] = {}
+    for line in text.splitlines():
+        if line == "data: [DONE]":
+            whole[line] = whole.get(line, 0) + 1
+        elif line.startswith("data: "):
+            event = plain(json.loads(line.removeprefix("data: ")))
+            event.pop("sequence_number", None)
+            kind = event.get("type", "")
+            whole[kind] = joined(whole.get(kind), event)
+    return whole
+
+
+def joined(whole: Any, piece: Any, name: str = "") -> Any:
+    """Add a piece of a value to what came before it."""
+    if whole is None or piece is None:
+        return whole if piece is None else piece
+    if type(piece) is dict:
+        return {
+            key: joined(whole.get(key), piece.get(key), key)
+            for key in sorted(whole.keys() | piece.keys())
+        }
+    if type(piece) is list:
+        numbered = {each["index"]: each for each in whole if type(each) is dict and "index" in each}
+        for each in piece:
+            if type(each) is dict and "index" in each:
+                numbered[each["index"]] = joined(numbered.get(each["index"]), each)
+        if numbered:
+            return [each for _, each in sorted(numbered.items())]
+        return [*whole, *piece]
+    return whole + piece if type(piece) is str and name in PIECES else piece
+
+
+def plain(value: Any) -> Any:
+    """Leave out what is made up for each answer."""
+    if type(value) is dict:
+        return {key: plain(each) for key, each in value.items() if key not in OWN}
+    return [plain(each) for each in value] if type(value) is list else value
+
+
+def near(one: Any, other: Any) -> bool:
+    """Compare two, and logprobs as far as another prompt's KV cache would change them."""
+    if type(one) is not type(other):
+        return False
+    if type(one) is dict:
+        return one.keys() == other.keys() and all(near(one[key], other[key]) for key in one)
+    if type(one) is list:
+        return len(one) == len(other) and all(map(near, one, other))
+    return abs(one - other) < NEAR if type(one) is float else bool(one == other)
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+@pytest.mark.parametrize("name", KINDS)
+async def test_each_kind_is_as_the_prefill_worker_alone_has_it(
+    router: Router, ends: Ends, name: str, stream: bool
+) -> None:
+    alone = ends[PREFILL].url
+    # Who is to read the prompt has read it before, so that as much is cached each time. One after
+    # the other: vLLM's engine dies on a CPU of a seed where a prompt is read in two steps.
+    await answer_of(alone, name, stream=stream)
+    if KINDS[name].legs == 1:
+        await answer_of(ends[DECODE].url, name, stream=stream)
+    routed = await answer_of(router.url, name, stream=stream)
+    legs = 2 if handed_over(router) == [True] else 1
+    right = await answer_of(alone, name, stream=stream)
+    assert near(routed, right), f"{routed}\n{right}"
+    status, _ = right
+    assert (legs if status == 200 else 0) == KINDS[name].legs
