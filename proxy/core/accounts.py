@@ -55,6 +55,21 @@ def _sure(ask: Ask) -> int:
     return ask.largest_prompt - ask.prompt_error if sure < 0 else sure
 
 
+def spent(tenant: Tenant, now: float) -> Refusal | None:
+    """Say which limit keeps out whatever a tenant asks now: so it need not be read."""
+    breach = tenant.ledger.spent(now)
+    if breach is None:
+        return None
+    _count(tenant, breach)
+    return refusals.limited_for_now(breach, breach.retry_after_s or 0.0)
+
+
+def was_read(tenant: Tenant, now: float) -> None:
+    """Have a tenant pay for a request that was refused for what it is."""
+    tenant.ledger.was_read(now)
+    tenant.change()
+
+
 def visit(tenant: Tenant, now: float) -> Refusal | None:
     """Let in what no worker is asked for, or say which limit keeps it out; `left` when it ends."""
     breach = tenant.ledger.enter(now, 0, 0)

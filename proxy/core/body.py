@@ -2,12 +2,15 @@
 
 It looks at the parsed body once and only at what becomes prompt. Nothing here trusts a type: what
 is not as it should be counts for nothing, and the worker will say 400 in its own words.
+
+Of messages, parts, prompts and the members of unusual messages it looks at so many and no more: the
+rest is counted by its length as JSON, which is a guess as an image's size is.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +24,12 @@ TOKENS_PER_MESSAGE, TOKENS_PER_CHAT = 4, 3
 IMAGE_TOKENS, AUDIO_TOKENS, VIDEO_TOKENS = 1024, 512, 4096
 EMBEDDED = "prompt_embeds"
 EMBEDDED_BYTES = 10_923  # of such a token: 4096 numbers of two bytes, in base64
+# A look takes up to a microsecond, and meanwhile nobody else is served.
+MOST_LOOKS = 20_000
+BYTES_OF_A_TOKEN = 4  # of what was not looked at
+# The length of a longer text is reckoned from so many of its letters: to encode 100 KB takes 70 us,
+# these 10. Off by a hundredth, or by what is odd at just those places.
+LONG_TEXT, LETTERS = 16_384, 4096
 # Beyond this no limit is meant, and arithmetic on charges should stay sane.
 MOST = 2**31
 
@@ -39,6 +48,7 @@ class Extent:
     prompts: int = 1
     plain: bool = False  # one prompt of text alone, which /tokenize can count
     cut: bool = False  # whether there is more text, which the body has the worker cut off
+    looks: int = MOST_LOOKS  # that are left
 
 
 def measure(shape: Shape, body: dict[str, JSON]) -> Extent:
@@ -62,8 +72,14 @@ def count(value: object) -> int | None:
 
 
 def text_bytes(text: str) -> int:
-    """Its length in UTF-8."""
-    return len(text) if text.isascii() else len(text.encode("utf-8", "surrogatepass"))
+    """Its length in UTF-8; of a long text that is not ASCII, about that."""
+    if text.isascii():
+        return len(text)
+    length = len(text)
+    if length <= LONG_TEXT:
+        return len(text.encode("utf-8", "surrogatepass"))
+    some = text[:: length // LETTERS | 1]  # odd: columns of a table are often even
+    return len(some.encode("utf-8", "surrogatepass")) * length // len(some)
 
 
 def json_bytes(value: JSON) -> int:
@@ -74,20 +90,44 @@ def json_bytes(value: JSON) -> int:
         return 0
 
 
+def _some(extent: Extent, values: list[JSON]) -> list[JSON]:
+    """Take what may be looked at of a list, from its start; the rest is guessed."""
+    left = extent.looks
+    if len(values) <= left:
+        extent.looks = left - len(values)
+        return values
+    extent.looks = 0
+    _guess(extent, values[left:])
+    return values[:left]
+
+
+def _guess(extent: Extent, unseen: JSON) -> None:
+    tokens = json_bytes(unseen) // BYTES_OF_A_TOKEN
+    extent.tokens += tokens
+    extent.vague += tokens
+
+
 def _conversation(extent: Extent, messages: JSON) -> None:
     if type(messages) is not list:
         return
     extent.tokens += TOKENS_PER_CHAT + TOKENS_PER_MESSAGE * len(messages)
     text = 0
-    for message in messages:
+    for message in _some(extent, messages):
         if type(message) is not dict:
             continue
+        members = len(message)
+        if members > 2:
+            if members > extent.looks:
+                extent.looks = 0
+                _guess(extent, message)
+                continue
+            extent.looks -= members
         content = message.get("content")
         if type(content) is str:
             text += len(content) if content.isascii() else text_bytes(content)
         elif type(content) is list:
             _parts(extent, content)
-        if len(message) > 2 or content is None:  # tool calls, names, thoughts
+        if members > 2 or content is None:  # tool calls, names, thoughts
             for key, value in message.items():
                 if key == "output" and type(value) is list:  # of a tool, where it is an item
                     _parts(extent, value)
@@ -102,8 +142,8 @@ def _loose(value: JSON) -> int:
     return json_bytes(value) if type(value) in (list, dict) else 0
 
 
-def _parts(extent: Extent, parts: Iterable[JSON], *, nested: bool = False) -> None:
-    for part in parts:
+def _parts(extent: Extent, parts: list[JSON], *, nested: bool = False) -> None:
+    for part in _some(extent, parts):
         if type(part) is str:
             extent.text += text_bytes(part)
         elif type(part) is dict:
@@ -155,9 +195,10 @@ def _chats(extent: Extent, body: dict[str, JSON]) -> None:
 def _many(extent: Extent, prompts: list[JSON], read: Callable[[Extent, JSON], None]) -> None:
     extent.prompts = max(len(prompts), 1)
     largest, largest_size = Extent(), -1
-    for prompt in prompts:
-        one = Extent()
+    for prompt in _some(extent, prompts):
+        one = Extent(looks=extent.looks)
         read(one, prompt)
+        extent.looks = one.looks
         extent.text += one.text
         extent.tokens += one.tokens
         extent.vague += one.vague
@@ -198,12 +239,14 @@ def _completion(extent: Extent, body: dict[str, JSON]) -> None:
         return
     # Each is a prompt, beside those that are text or token ids.
     blobs = embedded if type(embedded) is list else [embedded]
-    prompts = [{"type": EMBEDDED, "data": blob} for blob in blobs]
+    prompts: list[JSON] = [{"type": EMBEDDED, "data": each} for each in _some(extent, blobs)]
+    unseen = len(blobs) - len(prompts)
     if type(prompt) is list and prompt and type(prompt[0]) is not int:
         prompts += prompt
     elif prompt is not None:
         prompts.append(prompt)
     _many(extent, prompts, _one)
+    extent.prompts += unseen
 
 
 def _input(extent: Extent, body: dict[str, JSON]) -> None:
@@ -246,8 +289,9 @@ BYTES_KEPT = 4  # per token, of what is cut
 
 
 def _pairs(extent: Extent, body: dict[str, JSON]) -> None:
-    cuts = (count(body.get(key)) or 0 for key in PAIR_CUTS)
-    left, right = (_side(body, *each) for each in zip(PAIR_KEYS, cuts, strict=True))
+    cuts = [count(body.get(key)) or 0 for key in PAIR_CUTS]
+    left = _side(body, PAIR_KEYS[0], cuts[0], MOST_LOOKS)
+    right = _side(body, PAIR_KEYS[1], cuts[1], left.looks)
     repeats = right.prompts if left.prompts == 1 else 1  # one query is read again for each document
     extent.prompts = right.prompts
     extent.text = repeats * left.text + right.text
@@ -258,13 +302,13 @@ def _pairs(extent: Extent, body: dict[str, JSON]) -> None:
     extent.cut = left.cut or right.cut
 
 
-def _side(body: dict[str, JSON], keys: Iterable[str], most: int) -> Extent:
+def _side(body: dict[str, JSON], keys: tuple[str, ...], most: int, looks: int) -> Extent:
     """Measure one side's prompts together, with the longest text and the most tokens of one."""
-    value = next((body[key] for key in keys if body.get(key) is not None), "")
+    value: JSON = next((body[key] for key in keys if body.get(key) is not None), "")
     many = type(value) is list and bool(value) and type(value[0]) is not int
     prompts = value if many else [value]
-    side = Extent(prompts=len(prompts), largest_text=0)
-    for prompt in prompts:
+    side = Extent(prompts=len(prompts), largest_text=0, looks=looks)
+    for prompt in _some(side, prompts):
         text, tokens = side.text, side.tokens
         _one(side, prompt)
         if most and side.text - text > most * BYTES_KEPT:

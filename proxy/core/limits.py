@@ -152,9 +152,11 @@ class Ledger:
     def enter(self, now: float, tokens: int, prompt: int) -> Breach | None:
         """Let a request in, or say which limit keeps it out; then nothing was taken.
 
-        `prompt` is the least that its largest prompt may have.
+        `prompt` is the least that its largest prompt may have. One that is too long takes a
+        request, for it was read.
         """
         if (breach := self.too_long(prompt)) is not None:
+            self.was_read(now)
             return breach
         most = self._limits.concurrency
         others = None if most is None else self.others
@@ -172,6 +174,26 @@ class Ledger:
         elif others is not None:
             others.told(self.running)
         return breach
+
+    def spent(self, now: float) -> Breach | None:
+        """Say which limit would keep out whatever came now; nothing is taken."""
+        most, others, requests, bucket = (
+            self._limits.concurrency, self.others, self._requests, self._tokens,
+        )  # fmt: skip
+        if most is not None:
+            elsewhere = self.elsewhere if others is None else others.running()
+            if self.running + elsewhere >= most:
+                return self._breach(now, Limit.CONCURRENCY, most, AGAIN_S)
+        if requests is not None and (wait := requests.wait_s(now, 1)) > 0:
+            return self._breach(now, Limit.REQUESTS, requests.per_minute, wait)
+        if bucket is not None and (wait := bucket.wait_s(now, 0)) > 0:
+            return self._breach(now, Limit.TOKENS, bucket.per_minute, wait)
+        return None
+
+    def was_read(self, now: float) -> None:
+        """Take a request for one that was read, and came to nothing by what it is."""
+        if self._requests is not None:
+            self._requests.charge(now, 1)
 
     def _take(self, now: float, tokens: int) -> Breach | None:
         """Take what a request will have a minute, or say what keeps it out."""

@@ -35,6 +35,7 @@ from proxy.core.splitting import whole_because
 from proxy.core.stored import Stored
 from proxy.core.tenants import Rank, Tenant
 from proxy.core.types import Ask, Refusal
+from proxy.core.values import LARGE, too_many
 from proxy.core.worker import Worker
 
 # The key where each kind of body begins its prompt. A quote inside a JSON string is escaped, so
@@ -50,21 +51,12 @@ EMPTY, FORM, RESPONSE, PROMPT = Shape.EMPTY, Shape.FORM, Shape.RESPONSE, Shape.P
 OPAQUE = Shape.OPAQUE
 KEYS_BEFORE = (b'"tools"', b'"system"', b'"instructions"')
 SHORTEST_BEFORE = 40  # in front of a prompt so near the start there is no other of them
-# A large body of a few bytes per value takes seconds, in which every stream stands still; token ids
-# of a million tokens are fine.
-LARGE = 262_144
-MOST_VALUES = 2_000_000
 COUNTED_BYTES = 65_536  # a longer body is not worth sending twice
 JUDGED_BYTES = 4 * COUNTED_BYTES  # unless it would be refused by an estimate
 UNCLEAR = "The form must name one `model`, and each of its parts plainly, once, in quotes."
 BATCH = Rank.BATCH
 # What a class is to workers that heed `priority`: less is more urgent. A body that says none is 0.
 PRIORITIES = {Rank.INTERACTIVE: b"-1", BATCH: b"1"}
-
-
-def values_in(body: bytes) -> int:
-    """Reckon how many values a JSON text has, and more if its strings have such characters."""
-    return body.count(b"[") + body.count(b"{") + body.count(b",")
 
 
 def parsed(body: bytes) -> Any:
@@ -142,8 +134,8 @@ class Reader:
                 if not fields["model"]:
                     return refusals.bad_request(UNCLEAR, "model")
         else:
-            if len(body) > LARGE and values_in(body) > MOST_VALUES:
-                return refusals.bad_request(f"The body has more than {MOST_VALUES:,} values.")
+            if what := too_many(body):
+                return refusals.bad_request(f"The body has more than {what}.")
             try:
                 fields = parsed(body)
             except orjson.JSONDecodeError as error:

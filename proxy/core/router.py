@@ -1,6 +1,7 @@
 """Which worker serves a request, when, or why none does.
 
-    ask = router.read(route, body, content_type, request_id)
+    refusal = router.spent(tenant, now)
+    ask = router.read(route, body, content_type, request_id)    # if it is refused, was_read
     answer = router.submit(ask, now)       # a Lease, a Ticket or a Refusal
     router.first_token(lease, now); router.tokens(lease, 1); ...
     router.prefilled(lease, now, usage)    # of a hand-over, between its legs
@@ -74,6 +75,16 @@ class Router(Leases):
             route, body, content_type, request_id, hashed=hashed, tenant=tenant, batch=batch
         )
         return self._refused("", ask) if isinstance(ask, Refusal) else ask
+
+    def spent(self, tenant: Tenant | None, now: float) -> Refusal | None:
+        """Refuse a request unread where a limit keeps out whatever its tenant asks."""
+        refusal = None if tenant is None else accounts.spent(tenant, now)
+        return refusal and self._refused("", refusal)
+
+    def was_read(self, tenant: Tenant | None, now: float) -> None:
+        """Have a tenant pay for one that `read` refused."""
+        if tenant is not None:
+            accounts.was_read(tenant, now)
 
     def counter_for(self, ask: Ask) -> Worker | None:
         """Name the worker whose /tokenize should count an ask; None if the estimate will do."""

@@ -122,21 +122,25 @@ class Exchange:
         self.record.begin(now, self._request, self._wire.metrics)
         self._wire.exchanges.add(self)
         request, router = self._request, self._wire.router
+        head = request.head
+        if head.tenant is not None and (spent := router.spent(head.tenant, now)) is not None:
+            self._refuse(now, spent)
+            return
         collecting, size = self._wire.collecting, len(request.body)
-        self._whose = collecting.account(request.head.tenant)
+        self._whose = collecting.account(head.tenant)
         try:
             collecting.take(size, self._whose)
         except RefusedError as error:
             self._refuse(now, error.refusal)
             return
         self._held = size
-        content_type = request.head.special.get(b"content-type", b"")
+        content_type = head.special.get(b"content-type", b"")
         request_id = request.id.decode("latin-1")
-        head = request.head
         ask = router.read(
             self._route, request.body, content_type, request_id, head.tenant, batch=head.batch
         )
         if isinstance(ask, Refusal):
+            router.was_read(head.tenant, now)
             self._refuse(now, ask)
             return
         self._ask = self.record.ask = ask

@@ -154,3 +154,31 @@ def test_two_processes_share_numbers_that_lie_in_one_memory() -> None:
         breach = ledger.enter(0.0, 10, 1)
         assert breach is not None
         assert breach.requests == (3, 0, 60.0)
+
+
+def test_what_keeps_all_out_is_told_and_nothing_taken() -> None:
+    ledger = Ledger(Limits(requests_per_minute=2, tokens_per_minute=100, concurrency=1))
+    assert ledger.spent(0.0) is None
+    assert ledger.enter(0.0, 300, 0) is None  # more than it holds, which it owes
+    assert getattr(ledger.spent(0.0), "limit", None) is Limit.CONCURRENCY
+    ledger.leave(0.0, 300, 300)
+    breach = ledger.spent(0.0)
+    assert breach is not None
+    assert (breach.limit, breach.retry_after_s) == (Limit.TOKENS, pytest.approx(120))
+    assert ledger.spent(121.0) is None
+    ledger.was_read(121.0)
+    assert ledger.spent(121.0) is None
+    ledger.was_read(121.0)
+    breach = ledger.spent(121.0)
+    assert breach is not None
+    assert (breach.limit, breach.retry_after_s) == (Limit.REQUESTS, pytest.approx(30))
+    assert ledger.spent(152.0) is None
+    assert ledger.running == 0
+
+
+def test_to_be_too_long_takes_a_request() -> None:
+    ledger = Ledger(Limits(requests_per_minute=1, tokens_per_minute=100, max_prompt_tokens=10))
+    assert getattr(ledger.enter(0.0, 11, 11), "limit", None) is Limit.PROMPT
+    assert ledger.running == 0
+    assert ledger.left(0.0)[1] == (100, 100, 0.0)
+    assert getattr(ledger.enter(0.0, 5, 5), "limit", None) is Limit.REQUESTS

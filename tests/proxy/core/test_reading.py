@@ -8,11 +8,12 @@ import json
 import pytest
 
 from proxy.core.limits import Limits
-from proxy.core.reading import LARGE, MOST_VALUES, prompt_start
+from proxy.core.reading import prompt_start
 from proxy.core.routes import Shape
 from proxy.core.stored import MOST_RESPONSES
 from proxy.core.tenants import Tenant, TenantSpec
 from proxy.core.types import Ask, Reason
+from proxy.core.values import LARGE, MOST_NODES
 from tests.proxy.core.making import (
     GENERAL,
     LONG,
@@ -81,10 +82,10 @@ def test_nothing_steers_for_being_not_quite_json(start: bytes) -> None:
 
 
 def test_a_body_of_countless_values_is_400_at_once() -> None:
-    body = b'{"messages": [' + b"[]," * (MOST_VALUES // 2) + b"[]]}"
+    body = b'{"messages": [' + b"[]," * MOST_NODES + b"[]]}"
     refusal = refused(read(router_of(spec("w")), body))
     assert refusal.status == 400
-    assert "2,000,000 values" in refusal.message
+    assert "more than 200,000 strings, lists and objects" in refusal.message
 
 
 def test_a_million_token_ids_are_not_too_many() -> None:

@@ -300,6 +300,51 @@ async def test_places_are_given_back_on_every_way_out(start: Start) -> None:
     assert (await site.ask(chat("hi", bearer()))).status == 200
 
 
+NO_JSON = request(b'{"messages": ', bearer())
+
+
+async def test_who_is_over_a_limit_is_told_unread(guarded: Site) -> None:
+    keep(guarded, TenantSpec("a", limits=Limits(requests_per_minute=1)), a=KEY)
+    assert [(await guarded.ask(NO_JSON)).status for _ in range(3)] == [400, 429, 429]
+    assert (await guarded.ask(chat("hi", bearer()))).status == 429
+    tenant = guarded.router.tenants.get("a")
+    assert tenant is not None
+    assert tenant.totals.limited == {"requests_per_minute": 3}
+    keep(guarded, TenantSpec("b", limits=Limits(tokens_per_minute=10)), b=KEY)
+    assert (await guarded.ask(chat("hi", bearer()))).status == 200  # and owes the rest
+    assert (await guarded.ask(NO_JSON)).status == 429
+
+
+async def test_who_has_too_much_in_flight_is_told_unread(guarded: Site) -> None:
+    keep(guarded, TenantSpec("a", limits=Limits(concurrency=1)), a=KEY)
+    guarded.fake.then(scripts.stall)
+    client = await guarded.client()
+    await client.send(chat("hi", bearer()))
+    await eventually(lambda: len(guarded.served()) == 1)
+    assert (await guarded.ask(NO_JSON)).status == 429
+    client.close()
+    await guarded.settled()
+    assert (await guarded.ask(NO_JSON)).status == 400
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"messages": [' + b"[]," * 200_000 + b"[]]}",
+        b'{"messages": [], "kv_transfer_params": {"remote_host": "h"}}',
+        b'{"model": "other", "messages": []}',
+        chat("x" * 4000).partition(b"\r\n\r\n")[2],  # longer than it may be
+    ],
+)
+async def test_what_was_read_and_refused_is_a_request(guarded: Site, body: bytes) -> None:
+    limits = Limits(requests_per_minute=1, max_prompt_tokens=100)
+    keep(guarded, TenantSpec("a", limits=limits), a=KEY)
+    refused = request(body, bearer())
+    assert 400 <= (await guarded.ask(refused)).status < 429
+    assert (await guarded.ask(refused)).status == 429
+    assert guarded.served() == []
+
+
 # A worker is asked how long it is: between its own 2,048 tokens and another's context.
 NEAR = chat("word " * 1600, bearer())
 
