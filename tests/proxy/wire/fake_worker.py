@@ -20,6 +20,7 @@ from typing import Any, cast
 
 from tests.proxy.wire import scripts
 
+A_TURN = 1 << 16  # bytes after which a script lets its loop do something else
 RST = struct.pack("ii", 1, 0)  # SO_LINGER: what is unsent is dropped, and the peer gets a reset
 
 
@@ -142,7 +143,9 @@ class Connection(asyncio.Protocol):
     async def send(self, data: bytes) -> None:
         self._check_open()
         self.transport.write(data)
-        self.sent += len(data)
+        before, self.sent = self.sent, self.sent + len(data)
+        if before // A_TURN != self.sent // A_TURN:  # or it never hears of a peer gone
+            await asyncio.sleep(0)
         await self.flows.wait()
 
     def half_close(self) -> None:
