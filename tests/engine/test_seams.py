@@ -57,6 +57,12 @@ def test_a_missing_seam_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         seams.require_tested_vllm()
 
 
+def test_a_class_that_moved_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr("vllm.v1.request.Request")
+    with pytest.raises(UnsupportedVllmError, match=r"lacks what we look into \(.*'Request'"):
+        seams.require_tested_vllm()
+
+
 def test_a_renamed_parameter_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Scheduler, "update_from_output", lambda _, output: output)
     assert seams.missing_seams() == ["Scheduler.update_from_output(scheduler_output)"]

@@ -13,8 +13,8 @@ from vllm_sched.bench.client.endpoint import CHAT, Asked, Endpoint, learn
 from vllm_sched.bench.client.player import Played, Tally, play
 from vllm_sched.bench.result import Result
 from vllm_sched.bench.summary import table
+from vllm_sched.cli.exits import INTERRUPTED
 from vllm_sched.cli.load import (
-    INTERRUPTED,
     add_endpoint,
     add_traffic,
     add_workload,
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 ERRORS_SHOWN = 5
 
 
-def add_bench(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def describe(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the command to the parser of `vllm-sched`."""
     parser = subparsers.add_parser(
         "bench",

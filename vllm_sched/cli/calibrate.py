@@ -21,6 +21,7 @@ from vllm_sched.bench.compare import Narrator
 from vllm_sched.bench.steps import Lone, Plan, Seen, meter
 from vllm_sched.bench.timed import MeasureError
 from vllm_sched.cli import chart
+from vllm_sched.cli.exits import INTERRUPTED
 from vllm_sched.cli.paths import require_folders, writing
 from vllm_sched.cost.calibration import Calibration, calibrate
 from vllm_sched.cost.fit import PLACES, Kind, kind_of
@@ -32,7 +33,6 @@ from vllm_sched.workers import launch
 from vllm_sched.workers.launch import WorkerError
 from vllm_sched.workers.tiny_model import TINY, loadable
 
-INTERRUPTED = 130
 # Weights may have to be fetched first, and graphs to be compiled.
 DEADLINE_S: Final = 1800.0
 # Above this the straight lines are not what the worker does, or the machine was not quiet.
@@ -54,7 +54,7 @@ ROWS: Final = (
 )
 
 
-def add_calibrate(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def describe(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Describe the command."""
     command = commands.add_parser(
         "calibrate",

@@ -10,7 +10,7 @@ from rich.console import Console
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
-def add_compile(commands: Commands) -> None:
+def describe(commands: Commands) -> None:
     """Describe the command."""
     command = commands.add_parser(
         "compile",

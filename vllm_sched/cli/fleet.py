@@ -22,7 +22,7 @@ HEADROOM = 2  # times what is called short, short workers had better hold
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
-def add_fleet(commands: Commands) -> None:
+def describe(commands: Commands) -> None:
     """Describe the commands."""
     router = _command(commands, "router", "serve a fleet of workers that run already")
     router.set_defaults(func=lambda given: _router(given.fleet))

@@ -17,7 +17,7 @@ BYTES = 32
 LEAST = 16  # letters, as the router wants them
 
 
-def add_key(commands: Commands) -> None:
+def describe(commands: Commands) -> None:
     """Describe the command."""
     command = commands.add_parser(
         "key",

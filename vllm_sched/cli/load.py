@@ -21,6 +21,7 @@ from vllm_sched.bench.client.player import TIMEOUT_S
 from vllm_sched.bench.traffic.catalogue import FORMS, NAMES, find
 from vllm_sched.bench.traffic.schedule import Schedule
 from vllm_sched.bench.traffic.traces import BLOCK_TOKENS
+from vllm_sched.cli.exits import INTERRUPTED
 from vllm_sched.cli.paths import require_folders, require_place, writing
 from vllm_sched.errors import UsageError
 
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
 
 WORKLOAD_HELP = f"{', '.join(NAMES)}; {FORMS} (default: %(default)s)"
 T = TypeVar("T")
-INTERRUPTED = 130
 KEY_VARIABLE = "OPENAI_API_KEY"
 REFRESH_S = 0.5
 

@@ -5,31 +5,33 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 from io import TextIOWrapper
 
 from proxy.errors import ProxyError
 from vllm_sched import __version__
-from vllm_sched.cli import (
-    bench,
-    calibrate,
-    compiling,
-    fleet,
-    key,
-    measure,
-    plan,
-    serve,
-    simulate,
-    sweep,
-    threshold,
-)
-from vllm_sched.cli.load import INTERRUPTED
+from vllm_sched.cli.exits import BAD_USAGE, INTERRUPTED
 from vllm_sched.errors import VllmSchedError
 
-BAD_USAGE = 2
+FLEET = ("router", "up", "demo", "check", "explain")
+# Where what a command does is: as listed by --help.
+MODULES = {
+    "serve": "serve",
+    "compare": "measure",
+    "bench": "bench",
+    "sweep": "sweep",
+    "simulate": "simulate",
+    "plan": "plan",
+    "threshold": "threshold",
+    "calibrate": "calibrate",
+    **dict.fromkeys(FLEET, "fleet"),
+    "key": "key",
+    "compile": "compiling",
+}
 
 
-def parser() -> argparse.ArgumentParser:
-    """Describe all commands."""
+def parser(command: str = "") -> argparse.ArgumentParser:
+    """Describe a command, or all: what the others need takes seconds to import."""
     top = argparse.ArgumentParser(
         prog="vllm-sched",
         description="Keep short prompts fast when long ones arrive, inside vLLM and in front.",
@@ -37,17 +39,9 @@ def parser() -> argparse.ArgumentParser:
     )
     top.add_argument("--version", action="version", version=f"vllm-sched {__version__}")
     commands = top.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    serve.add_serve(commands)
-    measure.add_compare(commands)
-    bench.add_bench(commands)
-    sweep.add_sweep(commands)
-    simulate.add_simulate(commands)
-    plan.add_plan(commands)
-    threshold.add_threshold(commands)
-    calibrate.add_calibrate(commands)
-    fleet.add_fleet(commands)
-    key.add_key(commands)
-    compiling.add_compile(commands)
+    wanted = [MODULES[command]] if command in MODULES else dict.fromkeys(MODULES.values())
+    for name in wanted:
+        import_module(f"vllm_sched.cli.{name}").describe(commands)
     return top
 
 
@@ -62,9 +56,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Else the value of a flag that only vLLM knows would pass for the model.
         print("vllm-sched serve: MODEL comes first, then the flags", file=sys.stderr)
         return BAD_USAGE
-    arguments, rest = parser().parse_known_args(argv)
+    described = parser(*argv[:1])
+    arguments, rest = described.parse_known_args(argv)
     if rest and arguments.command != "serve":
-        parser().error(f"unrecognized arguments: {' '.join(rest)}")
+        described.error(f"unrecognized arguments: {' '.join(rest)}")
     arguments.rest = rest
     try:
         return int(arguments.func(arguments))

@@ -33,7 +33,7 @@ INTERRUPTED = 130
 ERRORS_SHOWN = 5
 
 
-def add_compare(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def describe(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the command to the parser of `vllm-sched`."""
     parser = subparsers.add_parser(
         "compare",

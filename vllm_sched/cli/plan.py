@@ -41,7 +41,7 @@ MOST_GPUS: Final = 1_000_000
 UNEVEN: Final = 1.5  # a part of a trace against all: worth a word
 
 
-def add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def describe(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Describe the command."""
     command = commands.add_parser(
         "plan",

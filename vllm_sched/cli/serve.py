@@ -27,7 +27,7 @@ ADDITIONAL = "--additional-config"
 ANY = sys.maxsize
 
 
-def add_serve(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def describe(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Describe the command."""
     command = commands.add_parser(
         "serve",
@@ -86,7 +86,7 @@ def serve(arguments: argparse.Namespace) -> int:
     if arguments.dry_run:
         set_first = [f"{name}={shlex.quote(value)}" for name, value in variables.items()]
         # The command of `vllm` stops where another distribution brought vLLM.
-        start = ["python", "-m", launch.SERVER_MODULE] if on_cpu else ["vllm", "serve"]
+        start = [sys.executable, "-m", launch.SERVER_MODULE] if on_cpu else ["vllm", "serve"]
         print(*set_first, shlex.join([*start, *vllm_arguments]))
         return 0
     os.environ.update(variables)

@@ -61,7 +61,7 @@ TOLD_EVERY_S: Final = 30.0  # how far it is, where there is no terminal
 EACH_TOKEN_UP_TO: Final = 50_000
 
 
-def add_simulate(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def describe(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the command to the parser of `vllm-sched`."""
     parser = subparsers.add_parser(
         "simulate",

@@ -22,8 +22,8 @@ from vllm_sched.bench.sweep import CONCURRENCY, RATE, Point, Sweep
 from vllm_sched.bench.traffic.catalogue import find
 from vllm_sched.bench.traffic.sampled import without_end
 from vllm_sched.bench.traffic.schedule import MOST_DRAWN, Schedule
+from vllm_sched.cli.exits import INTERRUPTED
 from vllm_sched.cli.load import (
-    INTERRUPTED,
     WORKLOAD_HELP,
     add_endpoint,
     add_traffic,
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 AUTO = "auto"
 
 
-def add_sweep(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def describe(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the command to the parser of `vllm-sched`."""
     parser = subparsers.add_parser(
         "sweep",

@@ -39,7 +39,7 @@ HEADINGS = (
 )  # fmt: skip
 
 
-def add_threshold(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def describe(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Describe the command."""
     command = commands.add_parser(
         "threshold",

@@ -17,6 +17,7 @@ from rich.console import Console
 from proxy.config import FleetConfig, LaunchConfig, WorkerConfig
 from proxy.config.checks import FOR_POLICIES, OURS
 from proxy.errors import ConfigError, Problem
+from vllm_sched.cli.exits import INTERRUPTED
 from vllm_sched.cli.progress import Progress
 from vllm_sched.cli.wiring import absent, wiring_of
 from vllm_sched.errors import UsageError
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
 
 # Weights may have to be fetched first, and graphs to be compiled.
 DEADLINE_S = 1800.0
-INTERRUPTED = 130
 # Probes ask every second: each would be a line in the log.
 QUIET_FLAGS = ("--disable-uvicorn-access-log",)
 # What a file of vLLM's flags may not say either: the router would not know of it. Of most else that

@@ -136,7 +136,11 @@ def require_tested_vllm() -> None:
                 f"install one inside it, or set {OVERRIDE}=1 to try anyway"
             )
         warnings.warn(f"vLLM {version} is outside the tested range {tested}", stacklevel=2)
-    if missing := missing_seams():
+    try:
+        missing = missing_seams()
+    except (ImportError, AttributeError) as error:  # not even where it would be looked for
+        missing = [f"what we look into ({error})"]
+    if missing:
         raise UnsupportedVllmError(
             f"vLLM {version} lacks {', '.join(missing)}, which the policies need; "
             f"the tested range is {tested}"

@@ -99,7 +99,10 @@ def parse_settings(names: Sequence[str], sets: Sequence[str]) -> dict[str, dict[
         path, equals, value = text.partition("=")
         name, dot, key = path.partition(".")
         if not (equals and dot and name and key):
-            raise UsageError(f"--set {text!r} is not of the form NAME.KEY=VALUE")
+            raise UsageError(
+                f"--set {text!r} is not of the form NAME.KEY=VALUE; "
+                f"NAME is the policy's, one of {', '.join(sorted(POLICIES))}"
+            )
         find(name)
         if name not in config:
             raise UsageError(

@@ -1,0 +1,37 @@
+"""Commands are found by name, and only what one of them needs is imported."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from vllm_sched.cli import main
+
+
+@pytest.mark.parametrize("command", main.MODULES)
+def test_a_command_is_where_it_is_looked_for(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as left:
+        main.main([command, "--help"])
+    assert left.value.code == 0
+    assert capsys.readouterr().out.startswith(f"usage: vllm-sched {command} ")
+
+
+def test_help_and_a_name_that_is_none_list_all(capsys: pytest.CaptureFixture[str]) -> None:
+    for words in (["--help"], ["nonsense"]):
+        with pytest.raises(SystemExit):
+            main.main(words)
+        told = "".join(capsys.readouterr())
+        assert [name for name in main.MODULES if name not in told] == []
+
+
+def test_a_command_imports_nothing_of_another() -> None:
+    code = (
+        "import sys; from vllm_sched.cli.main import parser; parser('key'); "
+        "print(*sorted(m for m in sys.modules if m.startswith('vllm_sched.cli.')))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == [f"vllm_sched.cli.{name}" for name in ("exits", "key", "main")]
