@@ -501,7 +501,7 @@ SELF = (
         bad_above=0.1,
     ),
     Panel(
-        "Bytes per token", "Learnt from `usage`; sizes are estimated by it.", "short",
+        "Bytes per token", "Learnt from `usage` and counts; sizes are estimated by it.", "short",
         (
             Query(
                 f"avg by (model, route) (proxy_bytes_per_token{{{OF_MODEL}}})",

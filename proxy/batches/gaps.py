@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from proxy.core.placing import leaves_room, stops_decodes
-from proxy.core.sizing import BYTES_PER_TOKEN
+from proxy.core.rates import BYTES_PER_TOKEN
 from proxy.core.types import Ask
 
 if TYPE_CHECKING:

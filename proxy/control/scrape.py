@@ -76,7 +76,7 @@ DISCOVERED = Family("proxy_discovery_workers", "gauge", "Workers found in a pool
 BYTES_PER_TOKEN = Family(
     "proxy_bytes_per_token",
     "gauge",
-    "Bytes of prompt text per token, learnt from usage.",
+    "Bytes of prompt text per token, learnt from usage and counts.",
     ("model", "route"),
 )
 

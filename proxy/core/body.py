@@ -41,6 +41,7 @@ class Extent:
     """What was found."""
 
     text: int = 0  # bytes, all prompts together
+    tools: int = 0  # of those, what describes tools
     tokens: int = 0  # that need no estimate, all prompts together
     vague: int = 0  # of those, guessed: images and their like
     largest_text: int = -1  # of the largest prompt alone; -1 where there is but one
@@ -182,7 +183,8 @@ def _chat(extent: Extent, body: dict[str, JSON]) -> None:
         _parts(extent, system if type(system) is list else [system])
     tools = body.get("tools")
     if tools:
-        extent.text += _loose(tools)
+        extent.tools = _loose(tools)
+        extent.text += extent.tools
     extent.plain = not extent.vague
 
 
@@ -274,7 +276,8 @@ def _response(extent: Extent, body: dict[str, JSON]) -> None:
         extent.tokens += TOKENS_PER_CHAT + TOKENS_PER_MESSAGE
     extent.text += _loose(body.get("instructions"))
     if body.get("tools"):
-        extent.text += _loose(body["tools"])
+        extent.tools = _loose(body["tools"])
+        extent.text += extent.tools
 
 
 def _tokens(extent: Extent, body: dict[str, JSON]) -> None:

@@ -45,12 +45,29 @@ def blame(fleet: Fleet, ask: Ask, now: float) -> None:
     ask.erred_on = ()
 
 
+def written(lease: Lease) -> int:
+    """Say how many tokens a stream wrote that told no usage: its events, 0 where they may mislead.
+
+    Of a call of a tool many tokens may come in one event. Elsewhere too, if an engine speculates or
+    writes in intervals: then fewer and longer steps are learnt, that take as long all together.
+    """
+    ask = lease.ask
+    return lease.seen_tokens if ask.stream and ask.generates and not ask.tool_bytes else 0
+
+
 def learn(lease: Lease, now: float, usage: Usage, decoding: int) -> None:
     """Learn the worker's pace, and whether it has cached what it should have."""
-    ask, worker, cached = lease.ask, lease.worker, lease.decision.cached_tokens
-    pace = worker.pace
+    learn_pace(lease, now, usage.completion_tokens, decoding)
+    if lease.prefill is None:  # else it is the prefill worker that had so much cached
+        saw_cached(lease.worker, lease.decision.cached_tokens, usage)
+
+
+def learn_pace(lease: Lease, now: float, tokens: int, decoding: int) -> None:
+    """Learn the worker's pace from an answer of so many tokens."""
+    ask, cached = lease.ask, lease.decision.cached_tokens
+    pace = lease.worker.pace
     if ask.generates:
-        steps = usage.completion_tokens // max(ask.samples, 1) - 1
+        steps = tokens // max(ask.samples, 1) - 1
         beside = (lease.decoding_before + decoding) / 2
         if lease.first_token_at is not None:
             since = shown_since(lease)
@@ -60,15 +77,13 @@ def learn(lease: Lease, now: float, usage: Usage, decoding: int) -> None:
             seconds = now - lease.charged_at
             halves = lease.decision.handover
             if halves is None:
-                tokens = lease.ahead_tokens + ask.prompt_tokens - cached
-                pace.saw_whole(tokens, lease.behind_long, cached, beside, steps, seconds, now)
+                ahead = lease.ahead_tokens + ask.prompt_tokens - cached
+                pace.saw_whole(ahead, lease.behind_long, cached, beside, steps, seconds, now)
             elif (
                 steps >= ENOUGH_STEPS and halves.tokens
             ):  # its first token is one more, after the transfer
                 decode_s = max(seconds - halves.transfer_s, 0.0)
                 pace.saw_steps(beside, decode_s / (steps + 1), now)
-    if lease.prefill is None:  # else it is the prefill worker that had so much cached
-        saw_cached(worker, cached, usage)
 
 
 def learn_of_leaving(fleet: Fleet, lease: Lease, now: float) -> None:

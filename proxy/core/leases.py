@@ -124,9 +124,13 @@ class Leases(Placer):
             learning.learn_of_leaving(self.fleet, lease, now)
         if outcome is DONE and lease.ask.erred_on:
             learning.blame(self.fleet, lease.ask, now)
-        if outcome is DONE and usage is not None and self.may_learn(lease, now):
-            self.sizer.learn(lease.ask, usage)
-            learning.learn(lease, now, usage, decoding)
+        if outcome is DONE and self.may_learn(lease, now):
+            if usage is not None:
+                self.sizer.learn(lease.ask, usage)
+                learning.learn(lease, now, usage, decoding)
+            elif (written := learning.written(lease)) > 0:
+                self.sizer.wrote(lease.ask, written)
+                learning.learn_pace(lease, now, written, decoding)
 
     def has_larger(self, lease: Lease) -> bool:
         """Whether somebody holds more than a lease's worker."""

@@ -1,37 +1,28 @@
 """How many tokens a request will come to, without a tokenizer.
 
-Idea: workers say in `usage` how many tokens a prompt had. Bytes of prompt text over those tokens is
-a steady number per model and kind of request, so an average that forgets, and the average distance
-from it, give an estimate and an error band. What is written is learnt in the same way, for clients
-that state no limit, which most chat clients do not.
+Idea: workers say in `usage`, or when asked to count, how many tokens a prompt had. What that says
+of prompts to come is for `rates`, which gives an estimate and an error band. What is written is
+learnt too, for clients that state no limit, which most chat clients do not.
 
-Cost: one division per request. How it fails: languages and code mixed under one model widen the
-band, and then more requests near a boundary are counted by a worker; until the first answers come,
-the band is half of the estimate.
+Cost: see there. How it fails: languages and code mixed under one model widen the band, and then
+more requests near a boundary are counted by a worker; until the first answers come, the band is
+half of the estimate.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from sys import maxsize
 from typing import Any
 
 from proxy.core.body import count, measure
 from proxy.core.client_fields import is_true
+from proxy.core.rates import MOST_PER_TOKEN, Learnt
 from proxy.core.routes import Route, Shape
 from proxy.core.types import Ask, Usage
 
 TOKENS, PROMPT = Shape.TOKENS, Shape.PROMPT  # looked up once: see reading.py
 CHAT, CHATS, RESPONSE = Shape.CHAT, Shape.CHATS, Shape.RESPONSE
-BYTES_PER_TOKEN = 4.0
-FIRST_BAND, LEAST_BAND, MOST_BAND = 0.5, 0.02, 0.6
-SPREADS = 3.0  # the band is so many mean distances wide, each way
-# No text is taken to have fewer tokens than one in so many bytes: there are words of more, but few
-# texts of such words; padding and indentation come nearest. A model may have longer words by far.
-MOST_PER_TOKEN, LONGER = 16.0, 2.0
-FORGET = 0.05
-FULL_WEIGHT_BYTES = 2000  # a template's own tokens blur what shorter texts say
-USUAL_OUTPUT = 256  # until answers tell
+LONGER = 2.0  # a model that has seen long words may have longer ones by as much
 COMPLETION_OUTPUT = 16  # vLLM's own when /v1/completions states none
 OUTPUT_KEYS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
 MOST_SAMPLES = 4096
@@ -47,38 +38,6 @@ CUTTING = frozenset(
 )  # fmt: skip
 # What a response says for the same; whatever else is said there, null too, cuts it.
 TRUNCATION, WHOLE = "truncation", "disabled"
-
-
-@dataclass(slots=True)
-class Learnt:
-    """What usage has taught of one model on one route."""
-
-    bytes_per_token: float = BYTES_PER_TOKEN
-    spread: float = 0.0  # mean distance of single requests from it, as a share
-    weight: float = 0.0  # how much was seen
-    band: float = FIRST_BAND  # how far off an estimate may be, as a share of it
-    output: float = USUAL_OUTPUT
-    outputs: int = 0
-
-    def see_prompt(self, text_bytes: int, tokens: int) -> None:
-        """Learn from one prompt of known size."""
-        ratio = min(max(text_bytes / tokens, 0.25), 64.0)
-        if self.weight > 4.0:  # one odd prompt must not move it far
-            ratio = min(max(ratio, self.bytes_per_token / 2), self.bytes_per_token * 2)
-        weight = min(text_bytes / FULL_WEIGHT_BYTES, 1.0)
-        self.weight += weight
-        step = max(weight / self.weight, FORGET * weight)
-        off = abs(ratio / self.bytes_per_token - 1.0)
-        if self.weight > weight:  # the first only says where the middle is
-            self.spread += step * (off - self.spread)
-        self.bytes_per_token += step * (ratio - self.bytes_per_token)
-        band = SPREADS * self.spread + FIRST_BAND / (1.0 + self.weight)
-        self.band = min(max(band, LEAST_BAND), MOST_BAND)
-
-    def see_output(self, tokens: float) -> None:
-        """Learn from one finished answer."""
-        self.outputs += 1
-        self.output += max(1.0 / self.outputs, FORGET) * (tokens - self.output)
 
 
 class Sizer:
@@ -101,27 +60,28 @@ class Sizer:
         """Size a parsed body."""
         extent = measure(route.shape, body)
         learnt = self.learnt(model, route.name)
-        per_token = learnt.bytes_per_token
-        prompt = largest = int(extent.text / per_token) + extent.tokens
-        text, tokens, shape = extent.text, extent.tokens, route.shape
+        text, tokens, tools, shape = extent.text, extent.tokens, extent.tools, route.shape
+        prompt = largest = _total(learnt, text - tools, tokens, tools, extent.prompts)
         if extent.largest_text >= 0:
             text, tokens = extent.largest_text, extent.largest_tokens
-            largest = int(text / per_token) + tokens
-        error = int(text / per_token * learnt.band)
+            largest = _total(learnt, text, tokens)
+        error = int(learnt.error(text - tools, tools)) if text else 0
         if extent.vague:
-            error += min(extent.vague // 2, largest)
+            error += extent.vague // 2
+        error = min(error, largest)
         output, samples = _output(route, body) if route.generates else (None, 1)
         # Positional, and the rest set after: this is done for every request.
         ask = Ask(request_id, route.name, model, body_bytes, prompt, error, largest, output)
         ask.extra_tokens = extent.tokens
-        ask.text_bytes = extent.text
-        ask.least_prompt = int(text / max(MOST_PER_TOKEN, LONGER * per_token))
+        ask.text_bytes, ask.tool_bytes, ask.prompts = extent.text, tools, extent.prompts
+        longest = max(MOST_PER_TOKEN, LONGER * learnt.bytes_per_token)
+        ask.least_prompt = int((text - tools) / longest)  # a template may leave tools out
         if not (extent.vague or shape is CHAT or shape is RESPONSE or shape is CHATS):
             ask.least_prompt += tokens  # those of a template and of images are guesses
         if extent.vague:
             ask.text_bytes = 0
             ask.whole = "not_text"
-        ask.counted = not error
+        ask.counted = not (extent.text or extent.vague)
         ask.countable = extent.plain and route.name in COUNTABLE
         if route.generates:
             usual = learnt.output
@@ -139,7 +99,8 @@ class Sizer:
         return ask
 
     def counted(self, ask: Ask, prompt_tokens: int) -> None:
-        """Take a worker's own count of the one prompt of an ask."""
+        """Take a worker's own count of the one prompt of an ask, and learn from it."""
+        self._see_prompt(ask, prompt_tokens)
         ask.prompt_tokens = ask.largest_prompt = ask.least_prompt = prompt_tokens
         ask.prompt_error, ask.most = 0, maxsize
         ask.counted = True
@@ -153,12 +114,28 @@ class Sizer:
 
     def learn(self, ask: Ask, usage: Usage) -> None:
         """Learn from an answer's usage."""
-        learnt = self.learnt(ask.model, ask.route)
-        tokens = usage.prompt_tokens - ask.extra_tokens
-        if ask.text_bytes and tokens > 0:
-            learnt.see_prompt(ask.text_bytes, tokens)
-        if ask.generates and usage.completion_tokens > 0:
-            learnt.see_output(usage.completion_tokens / max(ask.samples, 1))
+        if not ask.counted:
+            self._see_prompt(ask, usage.prompt_tokens)
+        self.wrote(ask, usage.completion_tokens)
+
+    def wrote(self, ask: Ask, tokens: int) -> None:
+        """Learn how much was written, all samples together."""
+        if ask.generates and tokens > 0:
+            self.learnt(ask.model, ask.route).see_output(tokens / max(ask.samples, 1))
+
+    def _see_prompt(self, ask: Ask, prompt_tokens: int) -> None:
+        tools = ask.tool_bytes
+        text = ask.text_bytes - tools
+        if ask.text_bytes and prompt_tokens > 0 and not ask.pinned:  # to what came before
+            tokens = prompt_tokens - ask.extra_tokens
+            self.learnt(ask.model, ask.route).see_prompt(text, tokens, tools, ask.prompts)
+
+
+def _total(learnt: Learnt, text: int, tokens: int, tools: int = 0, prompts: int = 1) -> int:
+    """Add what is estimated to what needs no estimate."""
+    if text or tools:
+        return max(int(learnt.tokens(text, tools, prompts) + tokens), 1)
+    return tokens
 
 
 def fit(ask: Ask, most: int, *, cuts_output: bool) -> None:

@@ -94,6 +94,8 @@ class Ask:
     prefix: tuple[int, ...] = ()  # chained hashes of the prompt's blocks, first block first
     prefix_bytes: int = 0  # bytes of body from where the prompt starts
     text_bytes: int = 0  # bytes of prompt text, of which `prompt_tokens` was reckoned
+    tool_bytes: int = 0  # of those, what describes tools
+    prompts: int = 1
     extra_tokens: int = 0  # tokens reckoned otherwise: template, images, token ids
     countable: bool = False  # whether a worker's /tokenize understands its body
     erred_on: tuple[Worker, ...] = ()  # workers that answered it with a 500

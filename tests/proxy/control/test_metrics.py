@@ -270,7 +270,8 @@ def test_bytes_per_token_once_learnt(metrics: Metrics, router: Router) -> None:
     assert value(metrics, "proxy_bytes_per_token", model="tiny", route=CHAT) is None
     router.sizer.learnt("tiny", CHAT).see_prompt(3000, 1000)
     learnt = value(metrics, "proxy_bytes_per_token", model="tiny", route=CHAT)
-    assert learnt == router.sizer.learnt("tiny", CHAT).bytes_per_token == 3
+    assert learnt == round(router.sizer.learnt("tiny", CHAT).bytes_per_token, 3)
+    assert learnt == pytest.approx(3, rel=0.05)
 
 
 def test_connections(metrics: Metrics) -> None:

@@ -237,6 +237,7 @@ def test_a_worker_counts_what_an_estimate_would_refuse_to_a_tenant() -> None:
     assert router.counter_for(of(170_000)) is None  # refused, for it can't be
     assert refused(router.submit(of(170_000), 0.0)).reason is Reason.LIMITED
     for tokens, reason in ((10_001, Reason.LIMITED), (10_000, None)):
+        router = router_of(spec("w", GENERAL, 65_536))  # a count is learnt from
         doubtful = of(100_000)
         assert router.counter_for(doubtful) is worker_of(router, "w")
         router.counted(doubtful, tokens)

@@ -77,7 +77,8 @@ def prose(router: Router, count: int = 300) -> None:
         asked = sized(router, chat("x" * (2000 + 90 * n), max_tokens=500))
         usage = Usage(int(asked.text_bytes / 4.2) + 7, 200)
         router.finish(placed(router.submit(asked, n)), n + 0.5, Outcome.DONE, usage)
-    assert router.sizer.learnt(MODEL, "chat/completions").band < 0.1
+    learnt = router.sizer.learnt(MODEL, "chat/completions")
+    assert learnt.error(20_000) < 0.1 * learnt.tokens(20_000)
 
 
 @pytest.mark.parametrize("per_token", [6, 7, 8, 12])
@@ -499,6 +500,34 @@ def test_usage_teaches_size_and_pace() -> None:
     assert sized(router, chat("x", max_tokens=500)).expected_output == pytest.approx(51, abs=5)
     assert worker.pace.first_token_s(2000) == pytest.approx(0.2, rel=0.2)
     assert worker.pace.step_s(1) == pytest.approx(0.01, rel=0.2)
+
+
+def test_a_stream_that_tells_no_usage_teaches_by_its_events() -> None:
+    router = router_of(spec("a"))
+    pace = worker_of(router, "a").pace
+
+    def stream(now: float, **fields: object) -> None:
+        one = sized(router, chat("x" * 400, stream=True, n=2, **fields))
+        lease = placed(router.submit(one, now))
+        router.first_token(lease, now + 0.2)
+        router.tokens(lease, 102)
+        router.finish(lease, now + 4.2, Outcome.DONE)
+
+    for i in range(60):
+        stream(10.0 * i)
+    assert sized(router, chat("x")).expected_output == pytest.approx(51, abs=1)
+    assert pace.step_s(1) == pytest.approx(0.08, rel=0.2)
+    learnt = pace.step_s(1), sized(router, chat("x")).expected_output
+    for i in range(60, 90):  # a call may come in a few events, however long it is
+        stream(10.0 * i, tools=[{"type": "function", "function": {"name": "f"}}])
+    assert (pace.step_s(1), sized(router, chat("x")).expected_output) == learnt
+
+
+def test_an_answer_in_one_piece_that_tells_no_usage_teaches_nothing() -> None:
+    router = router_of(spec("a"))
+    lease = placed(router.submit(sized(router, chat("x")), 0.0))
+    router.finish(lease, 9.0, Outcome.DONE)
+    assert router.sizer.learnt(MODEL, "chat/completions").outputs == 0
 
 
 def test_answers_without_a_stream_teach_the_pace_too() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from math import hypot
 from typing import Any
 
 import pytest
@@ -10,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from proxy.core.body import TOKENS_PER_CHAT, TOKENS_PER_MESSAGE
+from proxy.core.rates import FIRST_BAND, FIRST_FIXED, USUAL_OUTPUT
 from proxy.core.routes import ROUTES
-from proxy.core.sizing import FIRST_BAND, USUAL_OUTPUT, Sizer, fit
+from proxy.core.sizing import Sizer, fit
 from proxy.core.types import Ask, Usage
 from tests.proxy.core.making import ask, chat, route
 
@@ -28,8 +30,61 @@ def size(
 def test_before_anything_is_learnt_a_token_is_four_bytes_and_the_band_wide() -> None:
     ask = size(chat("x" * 4000))
     assert ask.prompt_tokens == 1000 + TEMPLATE
-    assert ask.prompt_error == 1000 * FIRST_BAND
+    assert ask.prompt_error == int(hypot(1000 * FIRST_BAND, FIRST_FIXED))
     assert not ask.counted
+
+
+def test_what_nobody_counted_is_not_said_to_be() -> None:
+    for body, path in ((chat("hi"), "/v1/chat/completions"), ({"prompt": "hi"}, "/v1/completions")):
+        ask = size(body, path)
+        assert ask.prompt_tokens >= 1
+        assert not ask.counted
+        Sizer().counted(ask, 36)
+        assert (ask.counted, ask.prompt_tokens) == (True, 36)
+
+
+@pytest.mark.parametrize("first", [1, 200])
+def test_who_has_seen_only_short_chats_takes_no_long_one_for_longer(first: int) -> None:
+    sizer = Sizer()
+    for _ in range(first):
+        sizer.learn(size(chat("hi"), sizer=sizer), Usage(36, 10))
+    text = "The quick brown fox jumps over the lazy dog. " * 444
+    ask = size(chat(text), sizer=sizer)
+    assert ask.prompt_tokens == pytest.approx(4444 + 36, rel=0.3)
+    assert abs(ask.prompt_tokens - 4480) <= ask.prompt_error
+    assert size(chat("hi"), sizer=sizer).prompt_tokens == pytest.approx(36, abs=2)
+
+
+def test_tools_that_a_template_leaves_out_make_no_stream_a_short_one() -> None:
+    sizer = Sizer()
+    tools = [
+        {"type": "function", "function": {"name": f"f{n}", "parameters": {}}} for n in range(99)
+    ]
+    for _ in range(2):
+        sizer.learn(size(chat("weather?", tools=tools), sizer=sizer), Usage(12, 5))
+    ask = size(chat("The quick brown fox jumps over the lazy dog. " * 4000), sizer=sizer)
+    assert ask.prompt_tokens == pytest.approx(40_000, rel=0.3)
+    assert abs(ask.prompt_tokens - 40_000) <= ask.prompt_error
+    assert size(chat("x", tools=tools)).least_prompt == 0
+
+
+def test_a_count_teaches_as_usage_does_and_both_of_one_prompt_once() -> None:
+    sizer = Sizer()
+    ask = size(chat("x" * 8000), sizer=sizer)
+    sizer.counted(ask, 4000 + TEMPLATE)
+    learnt = sizer.learnt("m", "chat/completions")
+    assert learnt.bytes_per_token == pytest.approx(2, rel=0.1)
+    sizer.learn(ask, Usage(4000 + TEMPLATE, 40))
+    assert (learnt.seen, learnt.output) == (1, 40)
+
+
+def test_turns_that_a_worker_holds_teach_no_rate() -> None:
+    sizer = Sizer()
+    ask = size({"input": "and then?", "previous_response_id": "r"}, "/v1/responses", sizer)
+    ask.pinned = "w0"  # as whoever reads it notes
+    sizer.learn(ask, Usage(9000, 40))
+    learnt = sizer.learnt("m", "responses")
+    assert (learnt.seen, learnt.fixed, learnt.output) == (0, 0, 40)
 
 
 def test_bytes_per_token_are_learnt_and_the_band_narrows() -> None:
@@ -261,7 +316,7 @@ def test_a_model_of_long_words_may_have_longer_ones() -> None:
 
 def test_an_estimate_is_not_held_against_a_prompt_that_may_fit() -> None:
     one = size(chat("x" * 20_000, max_tokens=100))
-    assert (one.needs, one.prompt_error) == (5000 + TEMPLATE + 100, 2500)
+    assert (one.needs, one.prompt_error) == (5000 + TEMPLATE + 100, 2503)
     fit(one, 4000, cuts_output=False)
     assert (one.needs, one.largest_prompt, one.prompt_tokens) == (4000, 3900, 3900)
     assert one.needs - one.prompt_error >= 2500  # nobody smaller should try than before

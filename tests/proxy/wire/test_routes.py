@@ -198,23 +198,20 @@ def counts(site: Site) -> int:
     return sum(call.path == "/tokenize" for fake in site.fakes.values() for call in fake.calls)
 
 
-async def test_near_a_boundary_the_workers_own_count_decides(start: Start) -> None:
+@pytest.mark.parametrize(("tokens", "served"), [(5000, 0), (1000, 1)])
+async def test_near_a_boundary_the_workers_own_count_decides(
+    start: Start, tokens: int, served: int
+) -> None:
     site = await start(Fake("w0", max_model_len=2048), Fake("w1"), router={"policy": "round_robin"})
-
-    def count(tokens: int) -> Script:
-        return scripts.answer(200, json.dumps({"count": tokens, "tokens": []}).encode())
-
     for fake in site.fakes.values():
-        fake.always(count(5000), "/tokenize")
-    for _ in range(3):
-        assert (await site.ask(NEAR)).status == 200
-    assert counts(site) == 3
-    assert site.fakes["w0"].served == []
-    for fake in site.fakes.values():
-        fake.always(count(1000), "/tokenize")
+        fake.always(
+            scripts.answer(200, json.dumps({"count": tokens, "tokens": []}).encode()), "/tokenize"
+        )
+    site.always(scripts.stream(3))  # which tells no usage
     for _ in range(2):
         assert (await site.ask(NEAR)).status == 200
-    assert len(site.fakes["w0"].served) == 1
+        assert counts(site) == 1  # it was learnt from: the next is not near
+    assert len(site.fakes["w0"].served) == served
 
 
 @pytest.mark.parametrize(
@@ -229,6 +226,22 @@ async def test_a_count_that_does_not_come_is_done_without(start: Start, script: 
     assert (await site.ask(NEAR, within=2.0)).status == 200
     assert counts(site) == 1
     assert site.fakes["w0"].served == []  # it can't be sure to hold it
+
+
+async def test_short_chats_and_streams_without_usage_leave_sizes_sound(start: Start) -> None:
+    short, long = Fake("s0", role=Role.SHORT), Fake("l0", role=Role.LONG, max_model_len=131_072)
+    site = await start(short, long, router={"policy": "length"})
+    tiny = {"choices": [], "usage": scripts.usage(36, 10)}
+    site.always(scripts.answer(200, json.dumps(tiny).encode()))
+    assert (await site.ask(chat("hi"))).status == 200
+    site.always(scripts.stream(12))
+    answer = await site.ask(chat("a fox jumps " * 1700, b"X-Explain: 1", stream=True))
+    assert answer.one(b"x-route").startswith(b"s0;")
+    last, first = site.metrics.recent.newest(2)
+    assert last.prompt_tokens == pytest.approx(36 + 20_400 / 4, rel=0.05)
+    assert (last.counted, first.counted) == (False, False)
+    learnt = site.router.sizer.learnt("tiny", "chat/completions")
+    assert learnt.output == 11  # of both, the second by its events
 
 
 async def test_a_long_body_is_not_sent_twice(start: Start) -> None:
