@@ -35,7 +35,7 @@ from tests.deploy.rendered import (
     rendered,
     templates,
 )
-from tests.prometheus.tools import ALERTS, PROMETHEUS, groups
+from tests.prometheus.tools import ALERTS, PROMETHEUS, groups, promtool
 from vllm_sched.cli.fleet import read
 from vllm_sched.cli.serve import vllm_command
 
@@ -481,6 +481,36 @@ def test_a_pool_that_is_full_gets_more_workers(name: str, tmp_path: Path) -> Non
     for pool in discovery.pools:
         if pool.max_requests is not None:
             assert thresholds[pool.role] < pool.max_requests, pool.name
+
+
+def test_a_decode_pool_without_a_seat_gets_more_workers(tmp_path: Path) -> None:
+    name = "keda-prefill-decode"
+    asked = [
+        trigger["metadata"]
+        for each in kinds(with_component(tmp_path, name), "ScaledObject")
+        for trigger in each["spec"]["triggers"]
+        if "proxy_worker_seats_taken_ratio" in trigger["metadata"]["query"]
+    ]
+    [told] = asked
+    pool, routers = 3, 2  # each router sees who is on a worker
+    series = 'proxy_worker_seats_taken_ratio{{namespace="vllm-sched",role="decode",{}}}'
+    each_full = [
+        {"series": series.format(f'pod="r{router}",worker="d{worker}"'), "values": "1x2"}
+        for router in range(routers)
+        for worker in range(pool)
+    ]
+    taken = {
+        "expr": told["query"],
+        "eval_time": "1m",
+        "exp_samples": [{"labels": "{}", "value": pool}],
+    }
+    case = {"interval": "1m", "input_series": each_full, "promql_expr_test": [taken]}
+    file = tmp_path / "cases.yml"
+    file.write_text(yaml.safe_dump({"evaluation_interval": "1m", "tests": [case]}))
+    done = promtool("test", "rules", str(file))
+    assert done.returncode == 0, done.stdout + done.stderr
+    # KEDA has the autoscaler want so many that each has the threshold; a tenth more is let be.
+    assert pool / float(told["threshold"]) > 1.1 * pool
 
 
 def test_the_operator_has_the_rules_that_other_prometheuses_have(tmp_path: Path) -> None:
