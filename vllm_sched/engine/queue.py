@@ -109,8 +109,13 @@ class LaneQueue(RequestQueue):
                 count.waited = 0.0
         for lane, heap in self._heaps.items():
             self._bury(heap)
-            for counts, name in zip(self.counts, lane, strict=True) if heap else ():
-                counts[name].waited = max(counts[name].waited, now - heap[0].owed_since)
+            if not heap:
+                continue
+            waited = now - heap[0].owed_since
+            for counts, name in zip(self.counts, lane, strict=True):
+                count = counts[name]
+                if waited > count.waited:
+                    count.waited = waited
         self._count_held()
         self._held_by.clear()
         self.offered, self._offers = self._offers, False
@@ -270,7 +275,9 @@ class LaneQueue(RequestQueue):
         for counts in self.counts:
             for count in counts.values():
                 count.held = count.barred = 0
-        barred = Counter(self._live[r][1] for r in self._turned_away if r in self._live)
+        barred: Counter[LaneKey] = Counter()
+        if self._turned_away:
+            barred.update(self._live[r][1] for r in self._turned_away if r in self._live)
         for lane in self._held_by.keys() | barred.keys():
             by = self._held_by.get(lane)
             for number, (counts, name) in enumerate(zip(self.counts, lane, strict=True)):

@@ -12,7 +12,8 @@ import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
@@ -37,6 +38,9 @@ if TYPE_CHECKING:
 else:
     Upstream = object
 
+RUNNING: Final = RequestStatus.RUNNING
+computed = attrgetter("num_computed_tokens")
+
 
 def overrides(policies: Sequence[Policy], name: str) -> list[tuple[int, Callable[..., Any]]]:
     """Return this method of the policies that have their own: the others need not be asked."""
@@ -58,6 +62,10 @@ class PolicySteps(Upstream):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        # Found once: to look it up takes longer than what it does.
+        self._upstream_lookahead: Callable[..., int] = super(
+            PolicySteps, type(self)
+        )._reserve_prefill_lookahead
         self._policies = start.configured(self, self.default_policies)
         self._in_flight = InFlight()
         self._cuts_prefills = False  # in this step
@@ -169,14 +177,10 @@ class PolicySteps(Upstream):
     def _reserve_prefill_lookahead(
         self, request: Request, num_computed_tokens: int, num_new_tokens: int
     ) -> int:
-        if self._cuts_prefills and (
-            request.is_prefill_chunk or request.status != RequestStatus.RUNNING
-        ):
+        # Asked for everybody who runs, in each step: most of what policies cost is here.
+        if self._cuts_prefills and (request.is_prefill_chunk or request.status is not RUNNING):
             num_new_tokens = self._cut(request, num_computed_tokens, num_new_tokens)
-        granted: int = super()._reserve_prefill_lookahead(
-            request, num_computed_tokens, num_new_tokens
-        )
-        return granted
+        return self._upstream_lookahead(self, request, num_computed_tokens, num_new_tokens)
 
     # Before the step
 
@@ -208,7 +212,7 @@ class PolicySteps(Upstream):
             refused=None if refused is None else refused.request_id,
             running=len(running),
             decoding=decoding,
-            context_tokens=sum([request.num_computed_tokens for request in decoding]),
+            context_tokens=sum(map(computed, decoding)),
             waiting=len(self.waiting),
             holding_kv=len(self.kv_holding_waiting),
             kv_free=kv_free,
@@ -387,6 +391,8 @@ class PolicySteps(Upstream):
         return tuple(urgency(lanes[number], head, waited) for number, urgency in self._ask_urgency)
 
     def _note_admissions(self) -> None:
+        if len(self.running) == self._counted:
+            return
         for request in self.running[self._counted :]:
             for tell in self._tell_admitted:
                 tell(request)
