@@ -442,15 +442,15 @@ class AnyPolicies(Machine):
         scheduler = self.scheduler
         room = scheduler.kv_cache_manager.block_pool.get_num_free_blocks() * 16 - 32
         waiting = [r for r in scheduler.waiting if r.request_id not in self.turned_away]
-        one_at_a_time = {"lanes", "static_batching"}
+        lanes = next((p for p in scheduler._policies if p.name == "lanes"), None)
         kept = (
             bool(waiting)
             and all(waited.get(r, 0.0) >= MAX_WAIT for r in waiting)
             and all(r.num_tokens <= room for r in waiting)
             and len(scheduler.running) < scheduler.max_num_active_reqs
             and not any(r.is_prefill_chunk for r in scheduler.running)
-            # The next overdue one enters when the last one is done.
-            and not any(p._released for p in scheduler._policies if p.name in one_at_a_time)
+            # The next overdue one of a lane enters when the last one is done.
+            and not (lanes and lanes._released)
         )
         self.kept_steps = self.kept_steps + 1 if kept else 0
         # A hold, for the sake of others, may last for a second: a hundred steps.

@@ -608,6 +608,7 @@ def test_everybody_gets_in_within_the_sum_of_all_bounds() -> None:
 @pytest.mark.parametrize(
     ("policies", "lengths", "blocks"),
     [
+        ({"static_batching": {"max_wait_s": 5.0}, "long_prompt": {}}, (60, 60, 1100), 1000),
         (
             {"long_prompt": {"max_wait_s": 5.0}, "rotation": {"order": "shortest"}},
             (1000, 1000, 1100),
@@ -615,7 +616,7 @@ def test_everybody_gets_in_within_the_sum_of_all_bounds() -> None:
         ),
         ({"rotation": {"order": "shortest", "max_wait_s": 5.0}}, (1900, 1100, 900), 150),
     ],
-    ids=["long_prompt", "rotation"],
+    ids=["static_batching", "long_prompt", "rotation"],
 )
 def test_every_release_is_counted_where_several_fronts_are_overdue(
     policies: dict[str, dict[str, object]], lengths: tuple[int, ...], blocks: int

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-from vllm.v1.request import RequestStatus
-
 from tests.policies.making import Bench
 
 
@@ -123,40 +120,6 @@ def test_the_wait_for_a_batch_is_bounded() -> None:
     bench.step()
     assert bench.running == {"a", "late"}
     assert bench["static_batching"].counters() == {"starvation_releases": 1}
-
-
-@pytest.mark.parametrize("beside", [{}, {"rotation": {"order": "shortest"}}], ids="+".join)
-def test_overdue_ones_join_one_at_a_time(beside: dict[str, dict[str, object]]) -> None:
-    bench = Bench(batching(size=4, max_wait_s=5) | beside)
-    for number in range(60):  # with a second policy they wait in several lanes
-        bench.add(f"r{number}", 10 * (1 + number % 3), output=10 + 10 * (number % 4))
-    # By then all that are left are overdue.
-    bench.until(lambda: bench.now > 1005 or not bench.step(0.1))
-    full, batches = 0, 0
-    while bench.scheduler.has_unfinished_requests():
-        before = bench.running
-        bench.step(0.1)
-        assert len(bench.running) <= 5
-        full = max(full, len(bench.running))
-        batches += not before and len(bench.running) > 0
-    assert full == 5
-    assert batches > 4  # and the batch ends in spite of them
-    assert bench["static_batching"].counters()["starvation_releases"] > 4
-
-
-def test_an_overdue_one_whose_client_left_makes_way() -> None:
-    bench = Bench(batching(size=1, max_wait_s=5))
-    bench.add("a", 10, output=1000)
-    bench.steps(2)
-    for name in "bcd":
-        bench.add(name, 10, output=1000)
-    bench.now += 6
-    bench.steps(3)
-    assert bench.running == {"a", "b"}
-    bench.scheduler.finish_requests("b", RequestStatus.FINISHED_ABORTED)
-    bench.scheduler.finish_requests("c", RequestStatus.FINISHED_ABORTED)
-    bench.steps(2)
-    assert bench.running == {"a", "d"}
 
 
 def test_one_that_holds_kv_blocks_joins_and_is_no_release() -> None:

@@ -7,8 +7,7 @@ it. A member that was preempted comes back at once; requests that hold KV blocks
 
 Cost per step: O(1). How it fails: by design. Slots stand empty while the longest answer is
 written, and a request that just missed a batch waits for the whole of it. The one guard is
-`max_wait_s`, after which the one in front joins the batch that runs, beyond its size: one at a
-time, the next when that one is done, or a backlog that is overdue would come all at once.
+`max_wait_s`, after which a request joins the batch that runs.
 """
 
 from __future__ import annotations
@@ -36,9 +35,7 @@ class StaticBatchingSettings(Settings):
 
     size: int = Field(0, ge=0, description="requests in a batch at most; 0 = as many as may run")
     max_wait_s: float = Field(
-        60.0,
-        gt=0,
-        description="a request held so long joins the batch that is running, one at a time",
+        60.0, gt=0, description="a request held so long joins the batch that is running"
     )
 
 
@@ -57,7 +54,6 @@ class StaticBatching(Policy):
         self._members = 0  # of the batch that forms or runs, departed ones included
         self._joined = 0  # in this step
         self._overdue: set[str] = set()  # who may enter for a long wait, in this step
-        self._released: str | None = None  # who did, until it is done
         self._releases = 0
 
     def resolved(self) -> dict[str, object]:
@@ -81,25 +77,17 @@ class StaticBatching(Policy):
         """Admit members, and those who wait while a batch forms."""
         if lane == MEMBER or (self._forming and self._members < self.size):
             return Gate.OPEN
-        # Whoever runs beside the one released is of the batch itself: so that one comes to its end.
-        if waited < self.settings.max_wait_s or self._released is not None:
+        if waited < self.settings.max_wait_s:
             return Gate.CLOSED
         self._overdue.add(head.request_id)
         return Gate.OPEN
 
     def admitted(self, request: RequestView) -> None:
         """Count a new member."""
-        if request.request_id in self._overdue:
-            self._released = request.request_id
-            self._releases += 1
+        self._releases += request.request_id in self._overdue
         if not request.num_preemptions:
             self._members += 1
             self._joined += 1
-
-    def departed(self, request: RequestView, now: float) -> None:
-        """Let the next overdue one in."""
-        if request.request_id == self._released:
-            self._released = None
 
     def gauges(self) -> Mapping[str, float]:
         """Show the batch."""
