@@ -106,9 +106,16 @@ class Breaker:
         return self.closed, self.busy, self.until, self._failures, self._openings, tried_at
 
     def take(self, told: Told) -> None:
-        """Become what another one was."""
+        """Become what another one was.
+
+        One that it opened counts here, too: of a crash that many see at once each may have counted
+        one, which a sum would take for as many crashes.
+        """
+        was_closed = self.closed
         self.closed, self.busy, self.until, self._failures, self._openings, tried_at = told
         self._tried_at = tried_at or None
+        if was_closed and not self.closed:
+            self.opened[BUSY if self.busy else FAILED] += 1
 
     def abandoned(self) -> None:
         """Note that the trial ended without telling anything: another may be sent."""

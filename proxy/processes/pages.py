@@ -34,8 +34,8 @@ ADDED = frozenset(
         "process_virtual_memory_bytes",
     ]
 )
-# Counters that are no process's own: workers tell them, to everybody.
-ALIKE = frozenset(["proxy_transfer_bytes_total"])
+# Counters that are no process's own: workers tell them, to everybody; or processes one another.
+ALIKE = frozenset(["proxy_transfer_bytes_total", "proxy_breaker_openings_total"])
 
 FLEET = "proxy_worker_up"  # has a series for each worker that there is
 NOBODYS = frozenset([NONE, OTHER, ANY])

@@ -22,7 +22,7 @@ Calls = list[tuple[Side, Side, Plan]]
 
 def run(*words: str) -> int:
     parser = argparse.ArgumentParser()
-    measure.add_compare(parser.add_subparsers())
+    measure.describe(parser.add_subparsers())
     args = parser.parse_args(["compare", "--model", "m", *words])
     code = args.func(args)
     assert isinstance(code, int)

@@ -14,6 +14,7 @@ from vllm_sched.bench import report, swimlane
 from vllm_sched.bench.compare import Narrator, Plan, compare
 from vllm_sched.bench.contest import Contest
 from vllm_sched.bench.workloads import WORKLOADS, build
+from vllm_sched.cli.exits import INTERRUPTED
 from vllm_sched.cli.paths import require_folders, writing
 from vllm_sched.errors import UsageError
 from vllm_sched.workers.launch import DEFAULT, NONE, Side, WorkerError
@@ -29,7 +30,6 @@ SIDE_HELP = (
     f"{DEFAULT} (vLLM's own scheduler), {NONE} (ours without a policy), or NAME[+NAME...] "
     "(policies; default: %(default)s)"
 )
-INTERRUPTED = 130
 ERRORS_SHOWN = 5
 
 

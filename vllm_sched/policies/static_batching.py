@@ -7,7 +7,9 @@ it. A member that was preempted comes back at once; requests that hold KV blocks
 
 Cost per step: O(1). How it fails: by design. Slots stand empty while the longest answer is
 written, and a request that just missed a batch waits for the whole of it. The one guard is
-`max_wait_s`, after which a request joins the batch that runs.
+`max_wait_s`, after which a request joins the batch that runs, `size` or not: where more comes than
+batches can serve all are overdue in the end, and this is continuous batching. For a baseline that
+stays one, set it beyond what is measured.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import orjson
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from proxy.core.body import (
     EMBEDDED_BYTES,
     IMAGE_TOKENS,
+    LETTERS,
     MOST,
     TOKENS_PER_CHAT,
     TOKENS_PER_MESSAGE,
@@ -19,6 +21,7 @@ from proxy.core.body import (
     Extent,
     count,
     measure,
+    text_bytes,
 )
 from proxy.core.routes import Shape
 from tests.proxy.core.making import chat
@@ -31,6 +34,21 @@ def test_a_chat_is_its_text_and_its_template() -> None:
     extent = measure(Shape.CHAT, chat("four", "five!"))
     assert (extent.text, extent.tokens) == (9, TEMPLATE + TOKENS_PER_MESSAGE)
     assert extent.plain
+
+
+@pytest.mark.parametrize("share", [0.05, 0.5, 1.0])
+def test_a_long_text_is_reckoned_from_some_of_its_letters(share: float) -> None:
+    chance = random.Random(1)
+    text = "".join("\u4e2d" if chance.random() < share else "a" for _ in range(200_000))
+    assert text_bytes(text) == pytest.approx(len(text.encode()), rel=0.03)
+
+
+def test_which_letters_they_are_no_client_knows(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = int(200_000 / LETTERS) | 1
+    made = "a".join("\u4e2d" * (step - 1) for _ in range(200_000 // step))
+    monkeypatch.setattr("proxy.core.body.PACE", 0.7)
+    monkeypatch.setattr("proxy.core.body.PHASE", 0.4)
+    assert text_bytes(made) > 0.9 * len(made.encode())
 
 
 def test_text_is_counted_in_bytes_as_it_is_not_as_it_is_escaped() -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from proxy.core.elsewhere import Load, own
 from proxy.core.types import Outcome
+from proxy.processes.pages import Family, add_up
 from proxy.processes.sharing import LOOK_S, REST_S, SURE_S, Rows
 from proxy.processes.table import RING
 from tests.proxy.core.making import (
@@ -87,8 +88,19 @@ def test_a_breaker_is_everybodys(crews: Callable[..., Crew]) -> None:
     crew.tell()
     crew.look()
     assert all(crew.worker(index, "a").breaker.spotless for index in range(3))
-    # Counted by whoever saw it, or the sum of all processes had it three times.
-    assert [crew.worker(index, "a").breaker.opened["failed"] for index in range(3)] == [1, 0, 0]
+    assert [crew.worker(index, "a").breaker.opened["failed"] for index in range(3)] == [1, 1, 1]
+
+
+def test_a_crash_that_all_see_at_once_is_one_opening(crews: Callable[..., Crew]) -> None:
+    crew = crews(3, spec("a"))
+    for index in range(3):
+        for _ in range(3):
+            crew.routers[index].fleet.failed(crew.worker(index, "a"), crew.now)
+    crew.tell()
+    crew.look()
+    assert [crew.worker(index, "a").breaker.opened["failed"] for index in range(3)] == [1, 1, 1]
+    page = {"proxy_breaker_openings_total": Family("counter", "", {"a": 1.0})}
+    assert add_up([page, page, page]) == page
 
 
 def test_a_look_costs_only_now_and_then(crews: Callable[..., Crew]) -> None:
