@@ -92,7 +92,28 @@ def json_bytes(value: JSON) -> int:
     try:
         return len(orjson.dumps(value))
     except (TypeError, RecursionError):  # nested deeper than it can print
+        return _walked(value)
+
+
+def _walked(value: JSON) -> int:
+    """Add up the texts within, and a sign or two for all else."""
+    found, left = 0, [value]
+    while left:
+        each = left.pop()
+        found += len(each) if type(each) is str else 2
+        if type(each) is list:
+            left += each
+        elif type(each) is dict:
+            left += each.values()
+    return found
+
+
+def _longest(prompts: list[JSON]) -> int:
+    """Say how long the longest of those is that are not looked at, about."""
+    if not {str, list} & set(map(type, prompts)):
         return 0
+    sizes = [len(p) if type(p) is str else 4 * len(p) if type(p) is list else 0 for p in prompts]
+    return max(sizes, default=0)
 
 
 def _some(extent: Extent, values: list[JSON]) -> list[JSON]:
@@ -201,7 +222,8 @@ def _chats(extent: Extent, body: dict[str, JSON]) -> None:
 def _many(extent: Extent, prompts: list[JSON], read: Callable[[Extent, JSON], None]) -> None:
     extent.prompts = max(len(prompts), 1)
     largest, largest_size = Extent(), -1
-    for prompt in _some(extent, prompts):
+    seen = _some(extent, prompts)
+    for prompt in seen:
         one = Extent(looks=extent.looks)
         read(one, prompt)
         extent.looks = one.looks
@@ -211,6 +233,8 @@ def _many(extent: Extent, prompts: list[JSON], read: Callable[[Extent, JSON], No
         size = one.text + 4 * one.tokens
         if size > largest_size:
             largest, largest_size = one, size
+    if len(seen) < len(prompts) and (longest := _longest(prompts[len(seen) :])) > largest_size:
+        largest = Extent(text=longest)
     extent.largest_text, extent.largest_tokens = largest.text, largest.tokens
 
 
@@ -315,7 +339,8 @@ def _side(body: dict[str, JSON], keys: tuple[str, ...], most: int, looks: int) -
     many = type(value) is list and bool(value) and type(value[0]) is not int
     prompts = value if many else [value]
     side = Extent(prompts=len(prompts), largest_text=0, looks=looks)
-    for prompt in _some(side, prompts):
+    seen = _some(side, prompts)
+    for prompt in seen:
         text, tokens = side.text, side.tokens
         _one(side, prompt)
         if most and side.text - text > most * BYTES_KEPT:
@@ -323,6 +348,9 @@ def _side(body: dict[str, JSON], keys: tuple[str, ...], most: int, looks: int) -
             side.cut = True
         side.largest_text = max(side.largest_text, side.text - text)
         side.largest_tokens = max(side.largest_tokens, side.tokens - tokens)
+    if len(seen) < len(prompts):
+        longest = _longest(prompts[len(seen) :])
+        side.largest_text = max(side.largest_text, min(longest, most * BYTES_KEPT or longest))
     return side
 
 

@@ -32,7 +32,8 @@ def too_many(body: bytes) -> str:
 
 
 def _excess(quotes: int, outside: bytes) -> str:
-    nodes = quotes // 2 + _up_to(outside, b"[", MOST_NODES) + _up_to(outside, b"{", MOST_NODES)
+    strings = (quotes + 1) // 2  # the count may have stopped in one
+    nodes = strings + _up_to(outside, b"[", MOST_NODES) + _up_to(outside, b"{", MOST_NODES)
     if nodes > MOST_NODES:
         return f"{MOST_NODES:,} strings, lists and objects"
     if nodes + _up_to(outside, b",", MOST_VALUES) > MOST_VALUES:

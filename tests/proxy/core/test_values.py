@@ -12,7 +12,7 @@ import pytest
 
 from proxy.core.body import MOST_LOOKS, measure
 from proxy.core.types import Refusal
-from proxy.core.values import LARGE, MOST_NODES, MOST_VALUES, too_many
+from proxy.core.values import LARGE, MOST_NODES, MOST_VALUES, PIECE, too_many
 from tests.proxy.core.making import read, refused, route, router_of, spec
 
 SIGNS = '{"k": [",", {}]}, \\' * (MOST_VALUES // 4)
@@ -62,6 +62,18 @@ def test_what_is_no_json_is_for_the_parser_to_refuse(mark: bytes) -> None:
     too_many(b"{" + mark + b"[," * MOST_VALUES)
 
 
+def test_where_the_count_stops_is_no_way_around() -> None:
+    head = b'{"messages":[' + b'"",' * (MOST_NODES - 1)
+    body = (
+        head
+        + b" " * (-len(head) % PIECE + PIECE - 3)
+        + b'"xxxxxx",'
+        + b'{"a":1},' * 100_000
+        + b"1]}"
+    )
+    assert too_many(body) == "200,000 strings, lists and objects"
+
+
 # The costliest that each reader of bodies may be given.
 N = MOST_NODES - 50
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
@@ -108,7 +120,8 @@ def test_of_the_costliest_bodies_so_much_is_looked_at_and_no_more(at: int) -> No
         extent = measure(shape, fields)
     finally:
         sys.settrace(before)
-    assert lines <= 40 * MOST_LOOKS
+    # Of prompts that are not looked at the lengths are: a line for each.
+    assert lines <= 40 * MOST_LOOKS + MOST_NODES
     # And nothing is forgotten: of what was not looked at there is a guess.
     assert extent.text + 4 * extent.tokens >= 0.1 * len(body)
 
@@ -122,6 +135,29 @@ def test_what_is_not_looked_at_counts_by_its_length_and_as_a_guess() -> None:
     assert 2 * sure.prompt_tokens < doubtful.prompt_tokens < 3 * sure.prompt_tokens
     assert doubtful.least_prompt == sure.least_prompt
     assert doubtful.text_bytes == 0, "nothing is learnt of it"
+
+
+@pytest.mark.parametrize(
+    ("path", "key", "more"),
+    [
+        (COMPLETION, "prompt", {}),
+        ("/v1/embeddings", "input", {}),
+        ("/v1/rerank", "documents", {"query": "q"}),
+    ],
+)
+def test_a_long_prompt_behind_all_that_is_looked_at_is_the_largest(
+    path: str, key: str, more: dict[str, str]
+) -> None:
+    fields = {key: ["a"] * MOST_LOOKS + ["x" * 1_000_000]} | more
+    assert measure(route(path).shape, fields).largest_text >= 1_000_000
+
+
+def test_what_is_nested_too_deep_to_be_printed_counts_by_its_texts() -> None:
+    deep: list[Any] = []
+    for _ in range(500):
+        deep = [deep]
+    fields = {"messages": [{"content": [""] * MOST_LOOKS + ["x" * 1_000_000, deep]}]}
+    assert measure(route(CHAT).shape, fields).vague >= 250_000
 
 
 @pytest.mark.parametrize("at", [0, 8])
