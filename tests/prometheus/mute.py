@@ -22,20 +22,24 @@ LEAVES_S = 0.1
 
 
 class Mutes:
-    """One for shorts and one for longs, and who waits for them."""
+    """One for shorts and two for longs, and who waits for them.
+
+    Two, since who finds room on one worker alone has not spilled: that was its only choice.
+    """
 
     def __init__(self) -> None:
-        self._fakes = {role: FakeWorker(role, model=MODEL) for role in ("short", "long")}
+        roles = {"mute-short": "short", "mute-long-0": "long", "mute-long-1": "long"}
+        self._fakes = {name: (role, FakeWorker(name, model=MODEL)) for name, role in roles.items()}
 
     async def listen(self, stack: AsyncExitStack) -> str:
         """Be there; return the lines of a fleet file's `workers`."""
         lines = []
-        for role, fake in self._fakes.items():
+        for name, (role, fake) in self._fakes.items():
             fake.always(scripts.stall)
             await fake.listen()
             stack.push_async_callback(fake.stop)
             lines.append(
-                f'{{name: mute-{role}, role: {role}, model: {MODEL}, url: "{fake.url}", '
+                f'{{name: {name}, role: {role}, model: {MODEL}, url: "{fake.url}", '
                 "max_requests: 1}"
             )
         return "\n".join(f"  - {line}" for line in lines)
@@ -43,7 +47,7 @@ class Mutes:
     async def occupy(
         self, stack: AsyncExitStack, session: aiohttp.ClientSession, port: int, admin: int
     ) -> None:
-        """Ask for two shorts: the second finds no room where it belongs."""
+        """Ask for three shorts: the second finds no room where it belongs, and a choice of two."""
         async with asyncio.timeout(STARTS_S):
             while not await self._are_up(session, admin):  # noqa: ASYNC110  # another process
                 await asyncio.sleep(0.1)
@@ -51,11 +55,11 @@ class Mutes:
             client = await Client.connect(port)
             stack.callback(client.close)
             await client.send(chat(model=MODEL, stream=True))
-        for fake in self._fakes.values():
+        for _, fake in self._fakes.values():
             await fake.got(within=STARTS_S)
 
     async def leave(self, port: int) -> None:
-        """Ask, and leave with nothing: both have what they may, so it waits in the router."""
+        """Ask, and leave with nothing: all have what they may, so it waits in the router."""
         client = await Client.connect(port)
         try:
             await client.send(chat(model=MODEL, stream=True))
