@@ -21,6 +21,7 @@ FLAGS = (
     "--max-num-batched-tokens", "512",
     "--max-num-seqs", "64",
     "--enable-prefix-caching",
+    "--enable-auto-tool-choice", "--tool-call-parser", "hermes",
 )  # fmt: skip
 ENDS = (
     "--max-model-len=16384",

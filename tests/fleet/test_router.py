@@ -19,11 +19,13 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 import httpx
 import openai
 import pytest
 from openai import AsyncOpenAI
+from tokenizers import Tokenizer
 
 from tests.fleet.test_worker import DEADLINE_S, complete, prompt, settled
 from vllm_sched.workers.launch import Worker
@@ -158,24 +160,60 @@ async def test_chat_through_the_router(router: Router) -> None:
     assert chunks[-1].usage.prompt_tokens == plain.usage.prompt_tokens
 
 
-async def test_tools_pass(router: Router) -> None:
-    tool = {
-        "type": "function",
-        "function": {
-            "name": "weather",
-            "parameters": {"type": "object", "properties": {"town": {"type": "string"}}},
-        },
+TOWNS = ("Rome", "Oslo")
+
+
+def blanks() -> dict[str, int]:
+    """Keep a model of random weights from blanks, of which a grammar lets it write any number."""
+    tokenizer = Tokenizer.from_file(str(tiny_model() / "tokenizer.json"))
+    texts = {token: tokenizer.decode([token]) for token in range(tokenizer.get_vocab_size())}
+    return {str(token): -100 for token, text in texts.items() if any(map(str.isspace, text))}
+
+
+async def called(client: AsyncOpenAI, *, stream: bool) -> tuple[str | None, str]:
+    """Have a tool called by its name; return which one was, and what with."""
+    asked: dict[str, Any] = {
+        "model": "tiny",
+        "messages": [{"role": "user", "content": "weather?"}],
+        "tools": [
+            {
+                "type": "function",
+                "function": {
+                    "name": "weather",
+                    "strict": True,  # or else any JSON does
+                    "parameters": {
+                        "type": "object",
+                        "properties": {"town": {"enum": TOWNS}},
+                        "required": ["town"],
+                        "additionalProperties": False,
+                    },
+                },
+            }
+        ],
+        "tool_choice": {"type": "function", "function": {"name": "weather"}},
+        "logit_bias": blanks(),
+        "max_tokens": 128,
+        "temperature": 0,
     }
+    if not stream:
+        done = await client.chat.completions.create(**asked)
+        [call] = done.choices[0].message.tool_calls or []
+        return call.function.name, call.function.arguments
+    name, arguments = None, ""
+    async for chunk in await client.chat.completions.create(**asked, stream=True):
+        for part in chunk.choices[0].delta.tool_calls or []:
+            if part.function is not None:
+                name = part.function.name or name
+                arguments += part.function.arguments or ""
+    return name, arguments
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_tools_pass(router: Router, stream: bool) -> None:
     async with router.client() as client:
-        done = await client.chat.completions.create(
-            model="tiny",
-            messages=[{"role": "user", "content": "weather?"}],
-            tools=[tool],  # type: ignore[list-item]
-            tool_choice="none",
-            max_tokens=4,
-        )
-    assert done.choices[0].message.tool_calls in (None, [])
-    assert done.usage is not None
+        name, arguments = await called(client, stream=stream)
+    assert name == "weather"
+    assert json.loads(arguments)["town"] in TOWNS
 
 
 async def test_greedy_output_is_that_of_the_worker_itself(router: Router, workers: Workers) -> None:
