@@ -1,10 +1,12 @@
-"""The built-in profiles reproduce what was published."""
+"""The built-in profiles reproduce the figures that they name, and say whose these are."""
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
-from vllm_sched.cost.profiles import PROFILES, find
+from vllm_sched.cost.profiles import ASSUMED, PROFILES, find
 from vllm_sched.cost.step_time import StepShape
 from vllm_sched.errors import UsageError
 
@@ -12,7 +14,13 @@ from vllm_sched.errors import UsageError
 @pytest.mark.parametrize("name", PROFILES)
 def test_each_says_where_it_comes_from(name: str) -> None:
     profile = find(name)
-    assert profile.source
+    # A title, an address, or that nobody is known to have published it.
+    assert re.search(r'"[A-Z].+"|https://', profile.source) or ASSUMED in profile.source
+    # Of the figures that are neither derived nor another machine's, each.
+    figures = [part for part in profile.source.split(";") if re.search(r"\d (ms|tokens/s)", part)]
+    assert figures
+    for part in figures:
+        assert ASSUMED in part or "https://" in part, part
     assert profile.time.decode_fixed_s > 0
     assert 0.3 < profile.time.prefill_fixed_s / profile.time.decode_fixed_s < 1.3
 

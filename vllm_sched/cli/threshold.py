@@ -59,7 +59,7 @@ def describe(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
         "--cost", type=Path, metavar="FILE.json", help="what `vllm-sched calibrate` saved"
     )
     costs.add_argument(
-        "--profile", metavar="NAME", help=f"published figures: {', '.join(profiles.PROFILES)}"
+        "--profile", metavar="NAME", help=f"a known machine: {', '.join(profiles.PROFILES)}"
     )
     add(
         "--mixed-ms",
