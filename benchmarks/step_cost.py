@@ -120,7 +120,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=90)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--waiting", type=int, nargs="+", default=[10, 10_000])
+    parser.add_argument("--waiting", type=int, nargs="+", default=[10, 1_000, 10_000])
     parser.add_argument("--sets", nargs="+", choices=SETS, default=["long_prompt", *EVERY])
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     arguments = parser.parse_args()

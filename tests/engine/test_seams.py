@@ -18,6 +18,8 @@ from vllm_sched.engine.scheduler import PolicySteps
 from vllm_sched.engine.watched import Seen, Watched
 from vllm_sched.errors import UnsupportedVllmError
 
+SERVE = "import sys; from vllm_sched.cli.main import main; sys.exit(main(['serve', 'some']))"
+
 
 @pytest.mark.parametrize(
     ("version", "tested"),
@@ -102,6 +104,24 @@ def test_without_vllm_the_error_says_what_to_install() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, env=os.environ, check=True
     )
     assert "pip install 'vllm-sched[vllm]'" in done.stdout
+
+
+@pytest.mark.parametrize("arguments", [["-m", "vllm_sched.engine.server"], ["-c", SERVE]])
+def test_to_serve_with_an_untested_vllm_is_one_line(arguments: list[str], tmp_path: Path) -> None:
+    (tmp_path / "vllm").mkdir()
+    (tmp_path / "vllm/__init__.py").write_text("__version__ = '0.29.0'")
+    path = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
+    environment = {k: v for k, v in os.environ.items() if k != seams.OVERRIDE}
+    done = subprocess.run(
+        [sys.executable, *arguments, "some"],
+        capture_output=True,
+        text=True,
+        env={**environment, "PYTHONPATH": path},
+        cwd=tmp_path,
+    )
+    assert done.returncode == 2, done.stderr
+    (line,) = done.stderr.splitlines()
+    assert "vLLM 0.29.0 is outside the tested range" in line
 
 
 # What is the scheduler, by its name in the module.
