@@ -174,7 +174,7 @@ class Ticket:
 
 @dataclass(slots=True, frozen=True)
 class Refusal:
-    """An answer without a worker, to be given in OpenAI's error shape."""
+    """An answer without a worker, to be given in the shape of the API that was asked."""
 
     status: int
     reason: Reason

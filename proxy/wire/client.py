@@ -327,7 +327,8 @@ class ClientConnection(asyncio.Protocol):
         """Say why, and close; listen a little longer, or the answer may be lost to a reset."""
         self._leaving = True
         request_id = self._reader.request_id or self._wire.new_id()
-        answer = refuse(refusal, None, keep_alive=False, request_id=request_id)
+        path = self._reader.path
+        answer = refuse(refusal, None, keep_alive=False, request_id=request_id, path=path)
         self._wire.refused(refusal, answer)
         self._reader.drop()
         self._read_on()

@@ -1,4 +1,4 @@
-"""Answers of the router's own, and errors in OpenAI's shape."""
+"""Answers of the router's own."""
 
 from __future__ import annotations
 
@@ -7,31 +7,15 @@ from collections.abc import Iterable
 from http import HTTPStatus
 from typing import TYPE_CHECKING
 
-import orjson
-
 from proxy.control.exposition import NONE
 from proxy.core.decisions import Decision
 from proxy.core.records import Score
 from proxy.core.types import Reason, Refusal
+from proxy.wire.dialects import error_for
 from proxy.wire.http import JSON, status_line
 
 if TYPE_CHECKING:
     from proxy.wire.request import Request
-
-
-def error(status: int, message: str, code: str | None = None, param: str | None = None) -> bytes:
-    """Write an error in OpenAI's shape."""
-    body = {"message": message, "type": error_type(status), "param": param, "code": code}
-    return orjson.dumps({"error": body})
-
-
-def error_type(status: int) -> str:
-    """Name the kind of error, as OpenAI does."""
-    if status == HTTPStatus.TOO_MANY_REQUESTS:
-        return "rate_limit_error"
-    if status >= HTTPStatus.INTERNAL_SERVER_ERROR:
-        return "server_error"
-    return "invalid_request_error"
 
 
 def route_header(worker: str, reason: Reason, scores: Iterable[Score]) -> bytes:
@@ -85,15 +69,23 @@ def answer(
 
 
 def refuse(
-    refusal: Refusal, request: Request | None, *, keep_alive: bool = True, request_id: bytes = b""
+    refusal: Refusal,
+    request: Request | None,
+    *,
+    keep_alive: bool = True,
+    request_id: bytes = b"",
+    path: str = "",
 ) -> bytes:
-    """Write an answer that says no, perhaps to what could not be read as a request."""
+    """Write an answer that says no, perhaps to what could not be read as a request.
+
+    Of that, `request_id` and `path` are what is known.
+    """
     headers: list[tuple[bytes, bytes]] = []
     bodiless = False
     if known_as := request.id if request is not None else request_id:
         headers.append((b"X-Request-Id", known_as))
     if request is not None:
-        bodiless = request.head.method == "HEAD"
+        bodiless, path = request.head.method == "HEAD", request.head.path
         if request.head.explain:
             headers.append((b"X-Route", route_header(NONE, refusal.reason, refusal.scores)))
     if refusal.retry_after_s is not None:
@@ -101,5 +93,5 @@ def refuse(
     if refusal.status == HTTPStatus.METHOD_NOT_ALLOWED and refusal.param:
         headers.append((b"Allow", refusal.param.encode()))
     headers += [(name.encode(), value.encode()) for name, value in refusal.headers]
-    body = error(refusal.status, refusal.message, refusal.code, refusal.param)
+    body = error_for(path, refusal, known_as)
     return answer(refusal.status, body, headers=headers, keep_alive=keep_alive, bodiless=bodiless)

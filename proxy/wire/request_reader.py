@@ -106,6 +106,11 @@ class RequestReader:
         said = self._head.special.get(b"x-request-id", b"")
         return said if len(said) <= LONGEST_ID else b""
 
+    @property
+    def path(self) -> str:
+        """Where the request that is being read goes, as far as that was read."""
+        return "" if self.state is Reading.NOTHING else self._head.path
+
     def owes_continue(self) -> bool:
         """Whether a client waits to be told to send its body; it is told once."""
         owes = self.state is Reading.BODY and self._head.awaits_continue

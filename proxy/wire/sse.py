@@ -13,12 +13,9 @@ from __future__ import annotations
 import re
 from collections import deque
 from collections.abc import Callable
-from typing import Any
-
-import orjson
 
 from proxy.core.types import Usage
-from proxy.wire.own_answers import error_type
+from proxy.wire.dialects import Manner, error_event
 
 MAX_HELD = 1 << 20
 # Where usage is looked for: in a body's last bytes, in a stream's last pieces (the event that has
@@ -36,11 +33,12 @@ CACHED = re.compile(rb'"cached_tokens"\s*:\s*(\d+)')
 # How a piece ends, the second as a chunk: with a choice, as nearly all do, or with the last word.
 CHOICE = b"}]}\n\n", b"}]}\n\n\r\n", b"}]}\r\n\r\n"
 LAST_WORDS = b"[DONE]\n\n", b"[DONE]\n\n\r\n", b"[DONE]\r\n\r\n"
-DONE = b"data: [DONE]\n\n"
 ERROR, EMPTY = b'data: {"error"', b"[]"
 COMMENT = b"\n:"  # as keeps a connection alive; no line of JSON begins so
 # Of typed streams, what ends an answer and what signs a thought; both end as no other delta does.
 NO_TEXT, SIGNATURE = b"e_delta", re.compile(rb'"type"\s*:\s*"signature_delta"')
+RESPONSES = re.compile(rb"event: ?response\.")
+NUMBER = re.compile(rb'"sequence_number"\s*:\s*(\d{1,18})')  # of its events
 COHERE = b'"type":"message-start"'
 CONTENT, TOOL_CALL = b'"type":"content-delta"', b'"type":"tool-call-delta"'
 TOOL_PLAN = b'"type":"tool-plan-delta"'
@@ -50,10 +48,10 @@ CALLS = b'"type":"tool-call-start"'  # with the name, which was generated; often
 class EventStream:
     """The events of one answer."""
 
-    __slots__ = ("_held", "_last", "_started", "count", "keep", "named", "tokens", "torn")
+    __slots__ = ("_held", "_last", "_started", "count", "keep", "manner", "tokens", "torn")
 
     def __init__(self) -> None:
-        self.named = False  # whether its events have types, as `event: response.created`
+        self.manner = Manner.CHAT
         self.count: Callable[[bytes], int] = choices_in  # tokens in whole events
         self.torn = False  # an event too large to hold back has passed in part
         self.tokens = 0  # carried by what `feed` returned last
@@ -99,20 +97,18 @@ class EventStream:
 
     def error_event(self, message: str, code: str) -> bytes:
         """Write the event that ends a stream whose worker is gone, in the stream's own manner."""
-        if self.count is cohere_deltas_in:
-            end = {"type": "message-end", "delta": {"error": message, "finish_reason": "ERROR"}}
-            return b"data: %b\n\n%b" % (orjson.dumps(end), DONE)
-        body: dict[str, Any] = {"type": "error"} if self.named else {}
-        body["error"] = {"message": message, "type": error_type(502), "param": None, "code": code}
-        name = b"event: error\n" if self.named else b""
-        return b"%bdata: %b\n\n" % (name, orjson.dumps(body))
+        numbers = NUMBER.findall(b"".join(self._last))
+        return error_event(self.manner, message, code, int(numbers[-1]) + 1 if numbers else 0)
 
     def _open(self, data: bytes) -> None:
         """Count no token before the first event that carries one."""
-        if data.startswith(b"event:"):
-            self.named, self.count = True, deltas_in
+        if self.manner is not Manner.CHAT:
+            pass
+        elif data.startswith(b"event:"):
+            self.count = deltas_in
+            self.manner = Manner.RESPONSES if RESPONSES.match(data) else Manner.MESSAGES
         elif COHERE in data:
-            self.count = cohere_deltas_in
+            self.manner, self.count = Manner.COHERE, cohere_deltas_in
         if self.count is choices_in:
             events = data.replace(b"\r\n", b"\n").split(b"\n\n")[:-1]
             while events and not carries_token(events[0]):

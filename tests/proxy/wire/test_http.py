@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from email.utils import formatdate
 
@@ -11,7 +10,7 @@ import pytest
 from proxy.core.records import Score
 from proxy.core.types import Reason, Refusal
 from proxy.wire.http import seconds, status_line, tokens, without
-from proxy.wire.own_answers import answer, error, refuse, route_header
+from proxy.wire.own_answers import answer, refuse, route_header
 from proxy.wire.request import Request, RequestHead
 
 
@@ -38,20 +37,6 @@ def test_seconds_of_a_retry_after() -> None:
     ahead = seconds(formatdate(time.time() + 60, usegmt=True).encode())
     assert ahead is not None
     assert 58 < ahead <= 60
-
-
-@pytest.mark.parametrize(
-    ("status", "kind"),
-    [
-        (400, "invalid_request_error"),
-        (404, "invalid_request_error"),
-        (429, "rate_limit_error"),
-        (502, "server_error"),
-    ],
-)
-def test_errors_have_openai_s_shape(status: int, kind: str) -> None:
-    body = json.loads(error(status, "why", "c", "p"))
-    assert body == {"error": {"message": "why", "type": kind, "param": "p", "code": "c"}}
 
 
 def test_an_answer() -> None:

@@ -87,6 +87,12 @@ THOUGHT = (
 )
 
 
+def numbered(kind: str, number: int, text: str = "a") -> bytes:
+    data = b'{"type":"response.%b","sequence_number":%d,"delta":"%b"}'
+    said = data % (kind.encode(), number, text.encode())
+    return b"event: response.%b\ndata: %b\n\n" % (kind.encode(), said)
+
+
 def cohere(kind: str, delta: object = None) -> bytes:
     """Write an event of Cohere's streams, which have no names, as vLLM does."""
     return b"data: %b\n\n" % compact({"index": 0, "delta": {"message": delta}, "type": kind})
@@ -221,15 +227,41 @@ def test_an_error_event_in_the_stream_s_own_manner() -> None:
     error = {"message": "gone", "type": "server_error", "param": None, "code": "worker_reset"}
     assert json.loads(plain[6:]) == {"error": error}
     stream = EventStream()
-    stream.feed(b"event: response.created\ndata: {}\n\n")
+    stream.feed(b"event: message_start\ndata: {}\n\n")
     name, data = stream.error_event("gone", "worker_reset").split(b"\n", 1)
     assert name == b"event: error"
-    assert json.loads(data[6:]) == {"type": "error", "error": error}
+    kind = {"type": "api_error", "message": "gone"}
+    assert json.loads(data[6:]) == {"type": "error", "error": kind}
     stream = EventStream()
     stream.feed(COHERE[0])
     end, done = stream.error_event("gone", "worker_reset").split(b"\n\n", 1)
     said = {"error": "gone", "finish_reason": "ERROR"}
     assert (json.loads(end[6:]), done) == ({"type": "message-end", "delta": said}, DONE)
+
+
+@pytest.mark.parametrize(
+    ("events", "number"),
+    [
+        ([numbered("created", 0)], 1),
+        ([numbered("created", 0) + numbered("output_text.delta", 1)], 2),
+        ([numbered("output_text.delta", at) for at in range(9)], 9),
+        ([numbered("created", 0), b"event: error\ndata: {}\n\n"], 1),
+        ([numbered("created", 3, '\\"sequence_number\\":8')], 4),
+        ([b"event: response.created\ndata: {}\n\n"], 0),
+    ],
+)
+def test_the_error_event_of_responses_has_the_next_number(events: list[bytes], number: int) -> None:
+    stream = EventStream()
+    for each in events:
+        stream.feed(each)
+    name, data = stream.error_event("gone", "worker_reset").split(b"\n", 1)
+    said = json.loads(data[6:])
+    nested = said.pop("error")
+    assert (name, nested["message"]) == (b"event: error", "gone")
+    assert said == {
+        "type": "error", "code": "worker_reset", "message": "gone", "param": None,
+        "sequence_number": number,
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(
