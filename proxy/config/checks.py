@@ -33,6 +33,7 @@ ADDRESS = {
     "mooncake": (re.compile(r"http://[\w.-]+:\d{1,5}", re.ASCII), "http://host:port"),
     "lmcache": (re.compile(r"[\w.-]+:\d{1,5}:\d{1,5}", re.ASCII), "host:init_port:alloc_port"),
 }
+PORT, LAST_PORT = re.compile(r":(\d+)"), 65535
 # A flag and its value in one word, which vLLM takes for neither.
 ONE_WORD = re.compile(r"(--?[a-z][\w.-]*)\s+(.*\S)\s*", re.ASCII | re.IGNORECASE | re.DOTALL)
 FORM_BYTES = 64 * 1024  # of a form that holds a file, beside the file
@@ -278,7 +279,7 @@ def transfers(draft: Draft) -> Iterator[Problem]:
 def _places(transfer: TransferConfig, workers: Iterable[WorkerConfig]) -> Iterator[Problem]:
     pattern, example = ADDRESS[transfer.connector]
     for name, place in transfer.addresses.items():
-        if not pattern.fullmatch(place):
+        if not pattern.fullmatch(place) or any(int(p) > LAST_PORT for p in PORT.findall(place)):
             yield Problem(f"transfer.addresses.{name}", f"{place!r}: write it as {example}")
     if transfer.connector != "p2p-nccl":
         return

@@ -94,6 +94,12 @@ def _processes(number: int | str) -> int | str:
     return number
 
 
+def _above(tokens: object) -> object:
+    if tokens != "auto" and not (type(tokens) is int and tokens >= 1):
+        raise ValueError("give a whole number of tokens, 1 or more, or auto")
+    return tokens
+
+
 def _api_url(url: str) -> str:
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.netloc or parts.path.strip("/"):
@@ -391,7 +397,7 @@ class RoutingConfig(Block):
         description="have the worker with the largest context cut an output limit for which no "
         "context has room beside the prompt, as vLLM alone does; else that is 400",
     )
-    disaggregate_above: Count | Literal["auto"] = Field(
+    disaggregate_above: Annotated[Count | Literal["auto"], BeforeValidator(_above)] = Field(
         "auto",
         description="tokens a decode worker would have to prefill, above which a prefill worker "
         "does it; auto: where that is predicted to cost everybody less time",

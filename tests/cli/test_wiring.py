@@ -143,6 +143,16 @@ def test_the_environment_given_reaches_it_and_wins(tmp_path: Path) -> None:
             ),
             "kv_lease_duration 20: transfer.lease_s is 30",
         ),
+        (
+            end("prefill"),
+            end("decode", "--kv-transfer-config={oops"),
+            "--kv-transfer-config: is no JSON object",
+        ),
+        (
+            end("prefill"),
+            end("decode", env={SIDE_PORT: "soon"}),
+            f"launch.env.{SIDE_PORT}: 'soon': is no port",
+        ),
     ],
 )
 def test_ends_that_do_not_fit_are_refused_by_name(
@@ -195,6 +205,29 @@ def test_no_policy_cuts_what_shared_storage_stores(tmp_path: Path) -> None:
     moved = {"connector": "shared-storage", "path": "/kv"}
     (line,) = problems(tmp_path, cut, end("decode"), transfer=moved)
     assert "workers[0].launch.policies: long_prompt" in line
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (["--enable-chunked-prefill"], "--enable-chunked-prefill: of a prompt's chunks"),
+        (
+            ["--max_model_len", "4096", "--max-num-batched-tokens=512"],
+            "--max-num-batched-tokens 512: --max-model-len is 4096",
+        ),
+        (["--max-model-len=4096", "--max-num-batched-tokens=4096"], None),
+        (["--max-model-len=4096"], None),
+        (["--max-num-batched-tokens=512"], None),  # nobody knows here how long they may be
+    ],
+)
+def test_nor_do_flags(tmp_path: Path, args: list[str], said: str | None) -> None:
+    ends = end("prefill", *args), end("decode")
+    moved = {"connector": "shared-storage", "path": "/kv"}
+    if said is None:
+        fleet.read(written(tmp_path, *ends, transfer=moved))
+        return
+    (line,) = problems(tmp_path, *ends, transfer=moved)
+    assert f"workers[0].launch.args: {said}" in line
 
 
 def test_shared_storage_needs_a_folder(tmp_path: Path) -> None:

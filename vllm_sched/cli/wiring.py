@@ -10,9 +10,12 @@ from proxy.config import Draft, FleetConfig, LaunchConfig, TransferConfig, Worke
 from proxy.errors import Problem
 from vllm_sched.workers import launch, transfer
 from vllm_sched.workers.ends import differences
+from vllm_sched.workers.flags import names, number
+from vllm_sched.workers.flags_file import expanded
 from vllm_sched.workers.transfer import Part, Wiring
 
 PARTS = ("prefill", "decode")
+LONGEST, LAST_PORT = "--max-model-len", 65535
 VLLM_LEASE_S = 30.0  # where nobody says how long
 # What of a connector nobody here can know or keep true: each prompt would be computed twice.
 BEYOND_US = {
@@ -67,13 +70,14 @@ def agreement(draft: Draft) -> Iterator[Problem]:
         if told is None or worker.role not in PARTS:
             continue
         yield from _own_config(draft.transfer, index, worker, told)
-        if draft.transfer.connector == "shared-storage" and told.policies:
-            yield Problem(
-                f"workers[{index}].launch.policies",
-                f"{', '.join(told.policies)}: may cut a prompt into chunks, of which "
-                "shared-storage keeps only the last; leave them out",
-            )
+        if draft.transfer.connector == "shared-storage":
+            yield from _cuts(index, told)
         if port := told.env.get(transfer.SIDE_PORT):
+            if not (port.isdecimal() and 0 < int(port) <= LAST_PORT):
+                yield Problem(
+                    f"workers[{index}].launch.env.{transfer.SIDE_PORT}",
+                    f"{port!r}: is no port; leave it out and it gets a free one",
+                )
             place = (told.env.get(transfer.SIDE_HOST, "here"), port)
             if (other := sides.setdefault(place, index)) != index:
                 yield Problem(
@@ -100,6 +104,30 @@ def agreement(draft: Draft) -> Iterator[Problem]:
             )
 
 
+def _cuts(index: int, told: LaunchConfig) -> Iterator[Problem]:
+    """Refuse what would cut a prompt into chunks: of those shared storage keeps only the last."""
+    if told.policies:
+        yield Problem(
+            f"workers[{index}].launch.policies",
+            f"{', '.join(told.policies)}: may cut a prompt into chunks, of which "
+            "shared-storage keeps only the last; leave them out",
+        )
+    args = expanded(told.args)
+    if "--enable-chunked-prefill" in names(args):
+        yield Problem(
+            f"workers[{index}].launch.args",
+            "--enable-chunked-prefill: of a prompt's chunks shared-storage keeps only the last; "
+            "leave it out",
+        )
+    budget, longest = (number(args, name) for name in ("--max-num-batched-tokens", LONGEST))
+    if budget is not None and longest is not None and budget < longest:
+        yield Problem(
+            f"workers[{index}].launch.args",
+            f"--max-num-batched-tokens {budget}: {LONGEST} is {longest}, and a prompt is computed "
+            "in one step, since shared-storage keeps only the last of several; give as many",
+        )
+
+
 def _beyond_us(moved_by: TransferConfig, workers: Iterable[WorkerConfig]) -> Iterator[Problem]:
     """Refuse to start what would come up, and never move a block."""
     why = BEYOND_US.get(moved_by.connector)
@@ -124,6 +152,13 @@ def _own_config(
     if own is None:
         return
     path = f"workers[{index}].launch.args"
+    if not own:
+        yield Problem(
+            path,
+            "--kv-transfer-config: is no JSON object in which something is said; leave the flag "
+            "out, or correct it",
+        )
+        return
     named = own.get("kv_connector")
     engine, is_sought = own.get("engine_id"), worker.role == "prefill"
     if moved_by.connector == "mooncake" and is_sought and engine != worker.name:

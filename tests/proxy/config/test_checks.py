@@ -184,6 +184,14 @@ def test_a_threshold_without_a_transfer() -> None:
     assert found([at(1)], routing={"disaggregate_above": "auto"}) == {}
 
 
+@pytest.mark.parametrize("above", [0, -4, "often", 1.5, True, None, [1], "1000"])
+def test_a_threshold_that_is_none(above: Any) -> None:
+    problems = found(PAIR, transfer="nixl", routing={"disaggregate_above": above})
+    (message,) = problems.values()
+    assert list(problems) == ["routing.disaggregate_above"]
+    assert message.endswith("give a whole number of tokens, 1 or more, or auto")
+
+
 @pytest.mark.parametrize(
     ("transfer", "path"),
     [
@@ -192,6 +200,7 @@ def test_a_threshold_without_a_transfer() -> None:
         ({"connector": "nixl", "addresses": {"w1": "a:1"}}, "transfer.addresses"),
         ({"connector": "lmcache", "addresses": {"w2": "a:1"}}, "transfer.addresses.w2"),
         ({"connector": "mooncake", "addresses": {"w9": "http://a:1"}}, "transfer.addresses.w9"),
+        ({"connector": "mooncake", "addresses": {"w1": "http://a:65536"}}, "transfer.addresses.w1"),
         ({"connector": "p2p-nccl", "addresses": {"w1": "a:1"}}, "transfer.addresses"),
         ("nixxl", "transfer.connector"),
         ({"connector": "nixl", "lanes": 2}, "transfer.lanes"),
