@@ -20,7 +20,7 @@ import ssl
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from ipaddress import ip_address
 from typing import Any, NamedTuple, TypeVar
@@ -34,6 +34,14 @@ NOBODY = (socket.EAI_NONAME, getattr(socket, "EAI_NODATA", socket.EAI_NONAME))
 
 Addresses = tuple[str, ...]
 P = TypeVar("P", bound=asyncio.BaseProtocol)
+
+
+class NobodyAnswersError(OSError):
+    """None of a name's addresses led anywhere, for one reason each."""
+
+    def __init__(self, errors: Sequence[OSError]) -> None:
+        super().__init__("; ".join(str(error) for error in errors))
+        self.errors = tuple(errors)
 
 
 class Known(NamedTuple):
@@ -198,9 +206,7 @@ async def connect(
             NAMES.doubt(host)
             raise
     NAMES.doubt(host)
-    if len(errors) == 1:
-        raise errors[0]
-    raise OSError("; ".join(str(error) for error in errors))
+    raise errors[0] if len(errors) == 1 else NobodyAnswersError(errors)
 
 
 async def _first(left: deque[str], port: int, errors: list[OSError]) -> socket.socket | None:

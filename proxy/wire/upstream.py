@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-from proxy.control.names import connect
+from proxy.control.names import NobodyAnswersError, connect
 from proxy.control.tls import TlsError, to_worker
 from proxy.transfer.types import Side
 from proxy.wire.silence import CONFIRMS, notice_silence
@@ -91,16 +91,10 @@ class Pool:
 
 def is_ours(error: Exception) -> bool:
     """Whether it is this machine that has no room for another connection."""
-    if not isinstance(error, OSError):
-        return False
-    if error.errno is not None:
-        return error.errno in OURS or error.errno == NO_PORT
-    # Of several addresses tried the numbers are in the text alone.
-    each = str(error).split("; ")
-    if any(f"[Errno {number}]" in why for number in OURS for why in each):
-        return True
-    tried = [why for why in each if not any(f"[Errno {number}]" in why for number in NO_WAY)]
-    return bool(tried) and all(f"[Errno {NO_PORT}]" in why for why in tried)
+    if not isinstance(error, NobodyAnswersError):
+        return isinstance(error, OSError) and (error.errno in OURS or error.errno == NO_PORT)
+    each = {why.errno for why in error.errors}
+    return not OURS.isdisjoint(each) or each - NO_WAY == {NO_PORT}
 
 
 def met(spec: WorkerSpec) -> tuple[object, ...]:

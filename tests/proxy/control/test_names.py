@@ -15,7 +15,15 @@ import pytest
 
 from proxy.control import names
 from proxy.control.asking import Asker
-from proxy.control.names import MOST_THREADS, NAMES, Addresses, Names, ask_system, connect
+from proxy.control.names import (
+    MOST_THREADS,
+    NAMES,
+    Addresses,
+    Names,
+    NobodyAnswersError,
+    ask_system,
+    connect,
+)
 from proxy.control.tls import client_context, server_context
 from tests.proxy.certificates import Authority
 from tests.proxy.wire import scripts
@@ -236,8 +244,9 @@ async def test_each_address_of_a_name_is_tried(resolver: Resolver, worker: FakeW
     assert transport.get_extra_info("peername")[0] == "127.0.0.1"
     transport.close()
     resolver.known["none.test"] = ("127.0.0.2", "127.0.0.3")
-    with pytest.raises(OSError, match=r"Errno 111.*; .*Errno 111"):
+    with pytest.raises(NobodyAnswersError, match=r"Errno 111.*; .*Errno 111") as error:
         await connect(asyncio.Protocol, "none.test", port_of(worker), None)
+    assert [why.errno for why in error.value.errors] == [errno.ECONNREFUSED] * 2
 
 
 @pytest.fixture

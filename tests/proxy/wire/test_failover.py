@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from proxy.control.names import NobodyAnswersError
 from proxy.core.types import Role
 from proxy.wire.upstream import is_ours
 from tests.proxy.wire import scripts
@@ -379,21 +380,25 @@ async def test_blocks_are_given_back_where_there_is_no_room_for_the_decode_leg(
     assert ends.get("released", 0) + ends.get("left_to_expire", 0) == 1
 
 
+def failed(*numbers: int) -> NobodyAnswersError:
+    return NobodyAnswersError([OSError(number, os.strerror(number)) for number in numbers])
+
+
 def test_which_errors_are_our_own() -> None:
     assert is_ours(OSError(errno.EMFILE, "Too many open files"))
-    assert is_ours(OSError("[Errno 24] x; [Errno 111] y"))
+    assert is_ours(failed(errno.EMFILE, errno.ECONNREFUSED))
     assert not is_ours(ConnectionRefusedError(errno.ECONNREFUSED, "refused"))
+    assert not is_ours(OSError("[Errno 24] is what somebody wrote"))
     assert not is_ours(UnicodeError())
 
 
 def test_an_address_that_nothing_leads_to_is_no_lack_of_ports() -> None:
     """As `::1` of localhost where there is no IPv6, and nobody listens on 127.0.0.1."""
-    no_port, refused = "[Errno 99] Cannot assign requested address", "[Errno 111] refused"
-    no_way = "[Errno 101] Network is unreachable"
-    assert is_ours(OSError(f"{no_port}; {no_way}"))
-    assert not is_ours(OSError(no_way))
-    assert not is_ours(OSError(f"{no_way}; {no_way}"))
-    assert is_ours(OSError(errno.EADDRNOTAVAIL, "Cannot assign requested address"))
-    assert is_ours(OSError(f"{no_port}; {no_port}"))
-    assert not is_ours(OSError(f"{no_port}; {refused}"))
-    assert is_ours(OSError(f"{no_port}; [Errno 24] Too many open files"))
+    no_port, no_way = errno.EADDRNOTAVAIL, errno.ENETUNREACH
+    assert is_ours(failed(no_port, no_way))
+    assert not is_ours(OSError(no_way, "Network is unreachable"))
+    assert not is_ours(failed(no_way, no_way))
+    assert is_ours(OSError(no_port, "Cannot assign requested address"))
+    assert is_ours(failed(no_port, no_port))
+    assert not is_ours(failed(no_port, errno.ECONNREFUSED))
+    assert is_ours(failed(no_port, errno.EMFILE))
