@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import time
 from email.utils import formatdate
+from itertools import islice
 
 import pytest
 
+from proxy.core.breaker import TRIAL_S
 from tests.proxy.wire import scripts
 from tests.proxy.wire.client import chat
 from tests.proxy.wire.conftest import Start
@@ -101,6 +103,27 @@ async def test_one_request_goes_on_trial_and_no_more(start: Start) -> None:
     gate.set()
     await asyncio.gather(*asking)
     assert await ask(site, 10) >= 4
+
+
+async def test_a_trial_that_takes_minutes_keeps_few_from_being_the_next(start: Start) -> None:
+    """It may be a long answer of a worker that is well: another may tell, one at a time."""
+    site = await two(start, scripts.error(500))
+    await ask(site, 10)
+    ill, gate = site.fakes["w0"], asyncio.Event()
+    ill.always(scripts.gated(gate, scripts.answer()))
+    tried, on_trial = len(ill.served), []
+    for number in range(1, 4):
+        site.skip(TRIAL_S)
+        asking = {asyncio.create_task(site.ask(chat())) for _ in range(5)}
+        for answered in islice(asyncio.as_completed(asking), 4):
+            assert (await answered).status == 200
+        assert len(ill.served) == tried + number
+        on_trial += [task for task in asking if not task.done()]
+    ill.always(scripts.answer())
+    site.skip(TRIAL_S)
+    assert await ask(site, 10) >= 4, "the next one tells, whatever those before are at"
+    gate.set()
+    assert [answer.status for answer in await asyncio.gather(*on_trial)] == [200] * 3
 
 
 async def test_a_trial_whose_client_leaves_is_held_again(start: Start) -> None:
