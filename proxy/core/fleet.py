@@ -110,6 +110,8 @@ class Fleet(Roster):
         lease.sent = True
         lease.charged_at = now
         lease.worker.sequences += lease.ask.samples
+        if self._leaving:
+            self._inherited(lease.worker, 0, lease.ask.samples)
         handover = lease.decision.handover
         if handover is not None and not lease.ask.stream:
             wait = handover.transfer_s + lease.worker.pace.fixed_s
@@ -136,8 +138,8 @@ class Fleet(Roster):
             each.decode_tokens += sign * lease.decode_tokens
         kv_tokens = lease.kv_tokens
         holding.give(lease)
-        if not before.requests:
-            self._leaving.discard(before)
+        if self._leaving:
+            self._inherited(before, -1, -samples)
         worker.served = next(self._numbers)
         lease.worker = lease.decision.worker = worker
         lease.kv_tokens = kv_tokens
@@ -251,9 +253,9 @@ class Fleet(Roster):
             self.release(lease.prefill)
             self._unpin(lease)
         worker = lease.worker
+        sequences = lease.ask.samples if lease.sent else 0
         worker.requests -= 1
-        if lease.sent:
-            worker.sequences -= lease.ask.samples
+        worker.sequences -= sequences
         worker.decode_tokens -= lease.decode_tokens
         holding.give(lease)
         if lease.prefill_tokens:
@@ -266,8 +268,8 @@ class Fleet(Roster):
             lease.decoding = 0
             worker.reprice()
         lease.prefill_tokens = lease.decode_tokens = 0
-        if not worker.requests:
-            self._leaving.discard(worker)
+        if self._leaving:
+            self._inherited(worker, -1, -sequences)
         self.moved(worker)
         return True
 

@@ -38,7 +38,10 @@ class Roster:
         self._expected: tuple[str, ...] = ()  # models, be there workers of them or not
         self._by_model: dict[str, list[Worker]] = {}
         self._pools: dict[str, Pool] = {}
-        self._leaving: set[Worker] = set()  # removed, with leases in flight
+        # Removed, with leases in flight; and who came to the same address since: to one server all
+        # of these are requests, whatever it is called.
+        self._leaving: dict[Worker, Worker | None] = {}
+        self._left: dict[str, Worker] = {}  # of those, who left an address to which nobody came
         self._numbers = count(1)
 
     def __iter__(self) -> Iterator[Worker]:
@@ -136,6 +139,10 @@ class Roster:
         worker = Worker(spec, index)
         worker.served = next(self._numbers)
         self._workers[spec.name] = self.by_index[index] = worker
+        if self._left and (before := self._left.pop(spec.url, None)) is not None:
+            self._leaving[before] = worker
+            worker.requests, worker.sequences = before.requests, before.sequences
+            self.moved(worker)
         return worker
 
     def remove(self, name: str) -> Worker | None:
@@ -154,7 +161,21 @@ class Roster:
         self.prefixes.forget(worker.index)
         replace(worker, NO_LOAD, worker.free_at)
         if worker.requests:
-            self._leaving.add(worker)
+            self._leaving[worker] = None
+            self._left[worker.url] = worker
+
+    def _inherited(self, worker: Worker, requests: int, sequences: int) -> None:
+        """Change for a removed worker's heir, if it has one, what it took over from it."""
+        heir = self._leaving.get(worker)
+        if not worker.requests and worker in self._leaving:
+            del self._leaving[worker]
+            if self._left.get(worker.url) is worker:
+                del self._left[worker.url]
+        if heir is not None:
+            heir.requests += requests
+            heir.sequences += sequences
+            self.moved(heir)
+            self._inherited(heir, requests, sequences)
 
     def swap(self, gone: Iterable[Worker], come: Iterable[WorkerSpec]) -> None:
         """Take workers out and others in: as `remove` and `add`, and one change however many."""

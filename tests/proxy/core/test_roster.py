@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from proxy.core.decisions import Decision
+from proxy.core.decisions import Decision, Lease
 from proxy.core.fleet import Fleet
 from proxy.core.prefix import BLOCKS
 from proxy.core.records import Gauges
@@ -275,3 +275,51 @@ def test_a_newcomer_is_taken_to_be_like_its_peers() -> None:
     fleet.add(spec("b"))
     fleet.probe_ok("b", 2.0)
     assert members(fleet)[1].pace.token_s == pytest.approx(members(fleet)[0].pace.token_s)
+
+
+def held(fleet: Fleet, name: str, count: int) -> list[Lease]:
+    worker = fleet.get(name)
+    assert worker is not None
+    decision = Decision(worker, Reason.ONLY_CHOICE)
+    return [fleet.charge(ask(), decision, 0.0) for _ in range(count)]
+
+
+def test_a_server_by_another_name_still_has_the_requests_that_it_has() -> None:
+    """Or it would be given twice what it may have in flight."""
+    fleet = fleet_of(spec("a", most=2), spec("x"))
+    leases = held(fleet, "a", 2)
+    for name in "bc":
+        fleet.replace([replace(spec("a", most=2), name=name), spec("x")])
+    worker = fleet.get("c")
+    assert worker is not None
+    fleet.probe_ok("c", 0.0)
+    assert (worker.requests, worker.sequences, worker.takes(0.0)) == (2, 2, False)
+    fleet.release(leases[0])
+    assert (worker.requests, worker.sequences, worker.takes(0.0)) == (1, 1, True)
+    own = held(fleet, "c", 1)
+    assert not worker.takes(0.0)
+    for lease in (*leases, *own):
+        fleet.release(lease)
+    assert (worker.requests, worker.sequences) == (0, 0)
+    assert fleet._leaving == fleet._left == {}
+
+
+def test_one_that_is_taken_out_and_in_again_has_them_too() -> None:
+    fleet = fleet_of(spec("a", most=2))
+    [lease] = held(fleet, "a", 1)
+    fleet.remove("a")
+    assert fleet.add(spec("a")).requests == 1
+    fleet.release(lease)
+    assert members(fleet)[0].requests == 0
+    fleet.remove("a")
+    assert fleet.add(spec("a")).requests == 0
+    assert fleet._leaving == fleet._left == {}
+
+
+def test_one_at_another_address_has_nothing_of_a_namesake() -> None:
+    fleet = fleet_of(spec("a"))
+    [lease] = held(fleet, "a", 1)
+    fleet.replace([replace(spec("a"), url="http://elsewhere")])
+    fleet.release(lease)
+    assert members(fleet)[0].requests == 0
+    assert fleet._leaving == fleet._left == {}

@@ -41,7 +41,7 @@ class RouterMachine(RuleBasedStateMachine):
         super().__init__()
         self.now = 0.0
         self.fleet = Fleet()
-        self.workers: set[Worker] = set()  # all there ever were
+        self.workers: list[Worker] = []  # all there ever were, in the order they came
         self.leases: list[Lease] = []
         self.tickets: list[Ticket] = []
         self.transfer = False
@@ -92,7 +92,7 @@ class RouterMachine(RuleBasedStateMachine):
 
     def add(self, name: str, role: Role, limit: int | None, most: int | None) -> None:
         if name not in self.fleet:
-            self.workers.add(
+            self.workers.append(
                 self.fleet.add(WorkerSpec(name, f"http://{name}", role, MODEL, limit, most))
             )
             self.fleet.probe_ok(name, self.now)
@@ -325,13 +325,19 @@ class RouterMachine(RuleBasedStateMachine):
         legs = [leg for lease in self.leases for leg in (lease, lease.prefill)]
         for worker in self.workers:
             own = [leg for leg in legs if leg and leg.worker is worker and not leg.released]
-            assert worker.requests == len(own)
+            line = self.workers[: self.workers.index(worker) + 1]
+            there = [
+                leg
+                for leg in legs
+                if leg and not leg.released and leg.worker in line and leg.worker.url == worker.url
+            ]  # its own, and of those that it replaced
+            assert worker.requests == len(there)
             assert worker.prefill_tokens == sum(lease.prefill_tokens for lease in own)
             assert worker.decode_tokens == sum(lease.decode_tokens for lease in own)
             alone = sum(lease.kv_tokens for lease in own)
             assert worker.kv_tokens == alone + worker.stems.tokens
             assert worker.kv_coming == sum(lease.kv_coming for lease in own)
-            assert worker.sequences == sum(lease.ask.samples for lease in own if lease.sent)
+            assert worker.sequences == sum(lease.ask.samples for lease in there if lease.sent)
             assert worker.decoding <= sum(lease.ask.samples for lease in own)
             assert worker.shut == (worker.full or not worker.breaker.closed), (
                 "what pools rely on is true"
