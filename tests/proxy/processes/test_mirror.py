@@ -126,8 +126,13 @@ def test_a_namesake_is_another(pair: tuple[Process, Process]) -> None:
     pass_on(leader, other)
     after = other.worker("a")
     assert after is not before
-    assert after.requests == 0
     assert other.sharing.row(after) == leader.sharing.row(leader.worker("a")) == 1
+    assert after.requests == 3, "what it has in flight it has still"
+    for tell in other.later:
+        tell()
+    leader.now += 1.0
+    leader.sharing.look(leader.now)
+    assert leader.worker("a").requests == 3
 
 
 def test_many_that_change_at_once_are_one_change(pair: tuple[Process, Process]) -> None:
