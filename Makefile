@@ -73,8 +73,7 @@ sbom: setup ## what the router is made of, as CycloneDX, in out/sbom.json
 	@$(BIN)/python scripts/sbom.py > out/sbom.json
 
 audit: setup ## asks an advisory service about what is installed (network)
-	@$(BIN)/uv tool run pip-audit --path \
-		"$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
+	@$(BIN)/python scripts/audit.py
 
 clean: ## remove what the commands above made
 	rm -rf .venv .vllm-sched-compiled out .pytest_cache .mypy_cache .ruff_cache .hypothesis
