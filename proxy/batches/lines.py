@@ -10,7 +10,7 @@ from xxhash import xxh3_128_digest
 
 from proxy.batches.types import LONGEST_ID, Complaint, Line
 from proxy.core.routes import ROUTES, Shape
-from proxy.core.splice import members
+from proxy.core.splice import CrowdedError, members
 
 # What a batch may ask for: paths that take one JSON body and give one answer.
 SHAPES = (Shape.CHAT, Shape.PROMPT, Shape.INPUT, Shape.RESPONSE, Shape.PAIRS)
@@ -101,7 +101,10 @@ def read_line(raw: bytes, number: int, start: int, endpoint: str) -> Line | Comp
     if (wrong := _wrong(fields, endpoint)) is not None:
         code, param, message = wrong
         return Complaint(code, message, number, param)
-    where = [member for member in members(raw) if member.name == b"body"][-1]
+    try:
+        where = [member for member in members(raw) if member.name == b"body"][-1]
+    except CrowdedError as error:
+        return Complaint("invalid_request", str(error), number)
     model = fields["body"].get("model")
     return Line(
         number,

@@ -31,6 +31,7 @@ from proxy.core.forms import form_fields, plain_model
 from proxy.core.pool import Pool
 from proxy.core.routes import Route, Shape
 from proxy.core.sizing import Sizer, fit
+from proxy.core.splice import check
 from proxy.core.splitting import whole_because
 from proxy.core.stored import Stored
 from proxy.core.tenants import Rank, Tenant
@@ -172,6 +173,8 @@ class Reader:
         if self.splits:
             ask.whole = ask.whole or whole_because(ask, fields)
             ask.least_output = "min_tokens" in fields
+        if ask.fields is not None or (self.splits and not ask.whole):
+            check(body)  # which is changed on its way
         return ask
 
     def _own(

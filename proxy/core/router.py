@@ -33,6 +33,7 @@ from proxy.core.retries import Falls, RetryBudget
 from proxy.core.routes import Route
 from proxy.core.routing.registry import rule
 from proxy.core.settings import RouterSettings
+from proxy.core.splice import CrowdedError
 from proxy.core.tenants import Tenant, Tenants
 from proxy.core.types import Ask, Outcome, Reason, Refusal, Ticket
 from proxy.core.worker import Worker
@@ -71,9 +72,13 @@ class Router(Leases):
     ) -> Ask | Refusal:
         """Read a request's body."""
         hashed = self._rule.affine and self.settings.prefix_affinity
-        ask = self._reader.read(
-            route, body, content_type, request_id, hashed=hashed, tenant=tenant, batch=batch
-        )
+        ask: Ask | Refusal
+        try:
+            ask = self._reader.read(
+                route, body, content_type, request_id, hashed=hashed, tenant=tenant, batch=batch
+            )
+        except CrowdedError as error:
+            ask = refusals.bad_request(str(error))
         return self._refused("", ask) if isinstance(ask, Refusal) else ask
 
     def spent(self, tenant: Tenant | None, now: float) -> Refusal | None:

@@ -20,12 +20,12 @@ PIECE = 65_536  # is copied within a processor's cache
 
 def too_many(body: bytes) -> str:
     """Say which bound a JSON text is beyond; nothing if none."""
-    if len(body) <= LARGE or not _excess(_up_to(body, b'"', 2 * MOST_NODES), body):
+    if len(body) <= LARGE or not _excess(up_to(body, b'"', 2 * MOST_NODES), body):
         return ""
     masked = body
     if b"\\" in body:  # as in `splice`: each quote that is left begins or ends a string
         masked = body.replace(rb"\\", b"").replace(rb"\"", b"")
-    quotes = _up_to(masked, b'"', 2 * MOST_NODES)
+    quotes = up_to(masked, b'"', 2 * MOST_NODES)
     if quotes > 2 * MOST_NODES:
         return _excess(quotes, b"")
     return _excess(quotes, b"".join(masked.split(b'"')[::2]))
@@ -33,15 +33,15 @@ def too_many(body: bytes) -> str:
 
 def _excess(quotes: int, outside: bytes) -> str:
     strings = (quotes + 1) // 2  # the count may have stopped in one
-    nodes = strings + _up_to(outside, b"[", MOST_NODES) + _up_to(outside, b"{", MOST_NODES)
+    nodes = strings + up_to(outside, b"[", MOST_NODES) + up_to(outside, b"{", MOST_NODES)
     if nodes > MOST_NODES:
         return f"{MOST_NODES:,} strings, lists and objects"
-    if nodes + _up_to(outside, b",", MOST_VALUES) > MOST_VALUES:
+    if nodes + up_to(outside, b",", MOST_VALUES) > MOST_VALUES:
         return f"{MOST_VALUES:,} values"
     return ""
 
 
-def _up_to(text: bytes, sign: bytes, most: int) -> int:
+def up_to(text: bytes, sign: bytes, most: int) -> int:
     """Count a character until there are more than so many."""
     found = 0
     for at in range(0, len(text), PIECE):

@@ -68,6 +68,14 @@ def test_a_line_that_is_no_object(raw: bytes) -> None:
     assert found.code == "invalid_json_line"
 
 
+def test_a_line_of_countless_members() -> None:
+    raw = json.dumps(line("a")).encode()
+    found = read_line(b"{%b%b" % (b'"a":1,' * 3000, raw[1:]), 1, 0, CHAT)
+    assert isinstance(found, Complaint)
+    assert (found.code, found.line) == ("invalid_request", 1)
+    assert "more than 2,000 members" in found.message
+
+
 @pytest.mark.parametrize("content", [b"\n", b"   ", b"\r\n\r\n"])
 def test_a_file_without_lines(content: bytes) -> None:
     found, [complaint] = read(content)

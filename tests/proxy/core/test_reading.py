@@ -10,6 +10,7 @@ import pytest
 from proxy.core.limits import Limits
 from proxy.core.reading import prompt_start
 from proxy.core.routes import Shape
+from proxy.core.splice import MOST_MEMBERS, spliced
 from proxy.core.stored import MOST_RESPONSES
 from proxy.core.tenants import Tenant, TenantSpec
 from proxy.core.types import Ask, Reason
@@ -94,6 +95,36 @@ def test_a_million_token_ids_are_not_too_many() -> None:
     assert isinstance(found, Ask)
     assert found.prompt_tokens == 1_000_000
     assert gc.isenabled()
+
+
+@pytest.mark.parametrize("unit", [b'"a":1,', b'"\\u0061" : [] ,', b'"":"x",'])
+def test_a_body_of_countless_members_is_400_where_they_would_be_walked_through(unit: bytes) -> None:
+    """The same name all the time: what is parsed has one member."""
+    tenant = Tenant(TenantSpec("a", salted=True))
+    for count in (MOST_MEMBERS - 2, MOST_MEMBERS + 1, 20_000):
+        body = b'{%b"stream": true, "messages": []}' % (unit * count)
+        router = router_of(spec("w"))
+        found = router.read(route(), body, b"application/json", "id", tenant)
+        assert isinstance(found, Ask) is (count < MOST_MEMBERS)
+        if isinstance(found, Ask):
+            assert found.fields is not None
+            assert spliced(body, found.fields)
+        else:
+            assert refused(found).status == 400
+            assert "more than 2,000 members" in refused(found).message
+            assert router.decisions == {("", Reason.BAD_REQUEST): 1}
+
+
+@pytest.mark.parametrize("around", [b"%b", b'"vllm_xargs": {%b"z": 1},'])
+def test_nor_are_they_looked_through_for_what_steers(around: bytes) -> None:
+    units = around % (b'"a":1,' * 2 * MOST_MEMBERS)
+    body = b'{%b"vllm_xargs": {}, "messages": []}' % units
+    assert "more than 2,000 members" in refused(read(router_of(spec("w")), body)).message
+
+
+def test_members_that_pass_are_not_counted() -> None:
+    body = b'{"messages": [], "metadata": {%b"z": 1}}' % (b'"a":1,' * 50_000)
+    assert isinstance(read(router_of(spec("w")), body), Ask)
 
 
 def test_an_unknown_model_is_404_in_openais_words() -> None:
