@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from proxy.config import BatchesConfig, FleetConfig, TlsConfig, WorkerConfig, load
+from proxy.config.tenant_checks import is_loopback
 from proxy.control.admin import admin_app
 from proxy.control.admin_key import AdminKey
 from proxy.control.admin_server import AdminServer, admin_socket
@@ -393,7 +394,9 @@ def router_settings(config: FleetConfig) -> RouterSettings:
 def wire_settings(config: FleetConfig) -> WireSettings:
     """Tell the data path its limits."""
     router = config.router
+    alone = is_loopback(router.host) and not router.allow_anonymous
     return WireSettings(
+        alone_on=router.host if alone else "",
         max_body_bytes=router.max_body_bytes,
         max_header_bytes=router.max_header_bytes,
         notice_s=router.drain_notice_s,

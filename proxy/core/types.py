@@ -65,7 +65,7 @@ class Reason(StrEnum):
     DRAINING = "draining"
     ROUTER_FULL = "router_full"  # the router's machine has no room for a connection
     BAD_KEY = "bad_key"  # of no tenant
-    NOT_ALLOWED = "not_allowed"  # a model that is not for this tenant
+    NOT_ALLOWED = "not_allowed"  # a model that is not for this tenant, or a web page
     LIMITED = "limited"  # the tenant's limits
     TOO_SLOW = "too_slow"  # its first token would have come too late
 

@@ -35,6 +35,7 @@ REQUEST_HEADERS = {
     b"host": False,
     b"http2-settings": False,
     b"keep-alive": False,
+    b"origin": True,
     b"proxy-authorization": False,
     b"proxy-connection": False,
     b"te": False,

@@ -35,6 +35,7 @@ from proxy.wire.record import Record
 from proxy.wire.relay import Exchange
 from proxy.wire.settings import WireSettings
 from proxy.wire.upstream import Pools
+from proxy.wire.web_pages import page_refusal
 
 if TYPE_CHECKING:
     from proxy.control.metrics import Metrics
@@ -186,6 +187,8 @@ class Wire:
             head.id = b""  # it is given one of ours
         head.route = None
         head.refusal = identify(self.router.tenants, head)
+        if head.refusal is None and (alone := self.settings.alone_on) and self.router.tenants.open:
+            head.refusal = page_refusal(head, alone)
         if head.refusal is not None:
             return
         if head.path in local.PATHS:

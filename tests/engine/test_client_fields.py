@@ -190,3 +190,15 @@ def test_heads() -> None:
             read.add(value.lower())
     assert read <= HARMLESS | {name.decode() for name in HEADERS}
     assert {"x-vllm-priority", "x-data-parallel-rank"} <= read, "or nothing is found at all"
+
+
+def test_what_security_md_names_for_addresses_in_prompts_is_vllms() -> None:
+    said = (Path(__file__).parents[2] / "SECURITY.md").read_text()
+    asked = (ROOT / "engine" / "arg_utils.py").read_text(), (ROOT / "envs.py").read_text()
+    for name, source in (
+        ("--allowed-media-domains", asked[0]),
+        ("--allowed-local-media-path", asked[0]),
+        ("VLLM_MEDIA_URL_ALLOW_REDIRECTS", asked[1]),
+    ):
+        assert name in said
+        assert name in source

@@ -67,7 +67,7 @@ def request(
     chunks: tuple[int, ...] | None = None,
 ) -> bytes:
     """Return a request's bytes: of a stated length, or in chunks of the sizes given."""
-    lines = [f"{method} {path} HTTP/{version}".encode(), b"Host: router", *headers]
+    lines = [f"{method} {path} HTTP/{version}".encode(), b"Host: localhost", *headers]
     if body or method == "POST":
         lines.append(b"Content-Type: application/json")
     if chunks is not None:
