@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate, pairwise
+from math import inf
 from typing import Any
 
 import pytest
@@ -17,7 +20,7 @@ from vllm_sched.cost.step_time import StepTime
 from vllm_sched.cost.transfer import TransferTime
 from vllm_sched.errors import UsageError
 from vllm_sched.sim.exact import ExactEngine
-from vllm_sched.sim.types import Job, Leg
+from vllm_sched.sim.types import Job, Leg, WorkerModel
 
 
 def test_steps_take_what_the_cost_model_says() -> None:
@@ -183,6 +186,17 @@ def test_one_that_leaves_before_it_was_seen_never_was() -> None:
 # Hand-overs
 
 WIRE = TransferTime(setup_s=0.05)
+End = Callable[..., WorkerModel]
+POLICIES: dict[str, dict[str, dict[str, object]]] = {
+    "none": {},
+    "long_prompt": {"long_prompt": {"long_prefill_token_threshold": 100}},
+}
+
+
+@pytest.fixture(params=POLICIES)
+def end(request: pytest.FixtureRequest) -> End:
+    """Describe an end of a hand-over: with `long_prompt` the prompts handed over are long ones."""
+    return partial(worker, transfers=True, policies=POLICIES[request.param])
 
 
 def halves(name: str = "a", prompt: int = 400, output: int = 3) -> tuple[Job, Job]:
@@ -190,8 +204,8 @@ def halves(name: str = "a", prompt: int = 400, output: int = 3) -> tuple[Job, Jo
     return replace(whole, leg=Leg.PREFILL), replace(whole, leg=Leg.DECODE)
 
 
-def test_a_prefill_keeps_its_blocks_until_they_are_fetched() -> None:
-    engine = ExactEngine(worker(transfers=True))
+def test_a_prefill_keeps_its_blocks_until_they_are_fetched(end: End) -> None:
+    engine = ExactEngine(end())
     first, _ = halves()
     (event,) = run(engine, [(0.0, first)])
     assert (event.tokens, event.finished, event.at) == (1, True, pytest.approx(0.05))
@@ -202,8 +216,8 @@ def test_a_prefill_keeps_its_blocks_until_they_are_fetched() -> None:
     assert engine.gauges(3.0).kv_usage == 0
 
 
-def test_a_client_that_leaves_in_the_step_that_ends_its_prefill() -> None:
-    engine = ExactEngine(worker(transfers=True))
+def test_a_client_that_leaves_in_the_step_that_ends_its_prefill(end: End) -> None:
+    engine = ExactEngine(end())
     engine.submit(halves()[0], 0.0)
     drain(engine, 0.045)
     engine.abort("a", 0.045)
@@ -211,8 +225,8 @@ def test_a_client_that_leaves_in_the_step_that_ends_its_prefill() -> None:
     assert engine.gauges(1.0).kv_usage == 0
 
 
-def test_a_decode_leg_fetches_and_computes_one_token() -> None:
-    engine = ExactEngine(worker(transfers=True, transfer=WIRE))
+def test_a_decode_leg_fetches_and_computes_one_token(end: End) -> None:
+    engine = ExactEngine(end(transfer=WIRE))
     _, second = halves()
     events = run(engine, [(1.0, second)])
     assert (events[0].fetched, events[0].at) == (True, pytest.approx(1.05))
@@ -222,9 +236,9 @@ def test_a_decode_leg_fetches_and_computes_one_token() -> None:
     assert engine.gauges(3.0).kv_usage == 0
 
 
-def test_what_is_cached_is_not_fetched() -> None:
+def test_what_is_cached_is_not_fetched(end: End) -> None:
     wire = TransferTime(byte_s=1e-3)
-    model = worker(transfers=True, transfer=wire, kv_token_bytes=1)
+    model = end(transfer=wire, kv_token_bytes=1)
     engine = ExactEngine(model)
     shared = (("system", 320),)
     again = job("b", 400, 1, leg=Leg.DECODE, shared=shared)
@@ -233,8 +247,8 @@ def test_what_is_cached_is_not_fetched() -> None:
     assert fetched.at == pytest.approx(1.0 + 0.080)
 
 
-def test_a_worker_fetches_one_after_another_while_others_decode() -> None:
-    engine = ExactEngine(worker(transfers=True, transfer=WIRE))
+def test_a_worker_fetches_one_after_another_while_others_decode(end: End) -> None:
+    engine = ExactEngine(end(transfer=WIRE))
     (_, a), (_, b) = halves("a"), halves("b")
     events = run(engine, [(0.0, job("c", 10, 100)), (0.5, a), (0.5, b)])
     fetched = [event.at for event in events if event.fetched]
@@ -243,13 +257,71 @@ def test_a_worker_fetches_one_after_another_while_others_decode() -> None:
     assert max(y - x for x, y in pairwise(ticks)) < 0.0121
 
 
-def test_a_client_that_leaves_while_its_kv_is_on_the_way() -> None:
-    engine = ExactEngine(worker(transfers=True, transfer=WIRE))
+def test_a_client_that_leaves_while_its_kv_is_on_the_way(end: End) -> None:
+    engine = ExactEngine(end(transfer=WIRE))
     engine.submit(halves()[1], 0.0)
     drain(engine, 0.01)
     engine.abort("a", 0.01)
     assert [event for event in drain(engine) if event.tokens] == []
     assert engine.gauges(1.0).kv_usage == 0
+
+
+@pytest.mark.parametrize("name", ["long_prompt", "rotation", "chunk_budget", "deferred_prefill"])
+def test_a_decode_leg_whose_kv_is_here_waits_for_one_step_alone(name: str) -> None:
+    wire, policies = TransferTime(setup_s=0.2), POLICIES.get(name, {name: {}})
+    engine = ExactEngine(worker(transfers=True, transfer=wire, policies=policies))
+    # Alone in prefill a long prompt has whole steps, of 61 ms, but for the leg's one token.
+    events = run(engine, [(0.0, halves()[1]), (0.1, job("long", 4000, 1))])
+    (fetched,) = (event.at for event in events if event.fetched)
+    found = firsts(events)
+    assert fetched < found["a"] < fetched + 2 * 0.062 < found["long"]
+
+
+def test_kv_on_its_way_to_many_leaves_a_prompt_half_of_the_step() -> None:
+    slow = TransferTime(setup_s=10.0)
+    few = worker(
+        transfers=True, transfer=slow, policies=POLICIES["long_prompt"],
+        max_num_batched_tokens=16,
+    )  # fmt: skip
+    engine = ExactEngine(few)
+    legs = [(0.0, halves(f"{number}", 32)[1]) for number in range(20)]
+    found = firsts(run(engine, [*legs, (0.1, job("long", 160, 1))]))
+    # A step of sixteen tokens, in which it enters, and eighteen of eight.
+    assert found["long"] == pytest.approx(0.1 + 0.0116 + 18 * 0.0108)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_legs_among_held_longs_all_end_and_keep_nothing(end: End, asynchronous: bool) -> None:
+    engine = ExactEngine(end(transfer=WIRE, kv_tokens=6144, async_scheduling=asynchronous))
+    rng = random.Random(2)
+    jobs = []
+    for number in range(150):
+        prompt, output = rng.choice([20, 90, 400, 1500]), rng.randint(1, 30)
+        jobs.append(job(f"{number}", prompt, output, leg=rng.choice([*Leg])))
+    leg_of = {each.id: each.leg for each in jobs}
+    left: set[str] = set()
+    ended: set[str] = set()
+
+    def play(until: float) -> None:
+        while (at := engine.next_at()) <= until and at < inf:
+            for event in engine.advance(at):
+                if event.finished:
+                    ended.add(event.job_id)
+                    if leg_of[event.job_id] is Leg.PREFILL:
+                        engine.release(event.job_id, event.at)
+
+    for number, each in enumerate(jobs):
+        now = number * 0.02
+        play(now)
+        engine.submit(each, now)
+        leaves = f"{number - rng.randrange(5)}"
+        if number % 5 == 4 and leaves not in ended:
+            engine.abort(leaves, now)
+            left.add(leaves)
+    play(inf)
+    assert ended == leg_of.keys() - left
+    assert left
+    assert engine.gauges(0.0).kv_usage == 0
 
 
 def test_a_request_that_can_never_enter_is_said_to_be_so() -> None:

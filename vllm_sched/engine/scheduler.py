@@ -70,7 +70,7 @@ class PolicySteps(Upstream):
         self._in_flight = InFlight()
         self._cuts_prefills = False  # in this step
         self._decode_last = False  # in this step: behind prefills, which leave it its tokens
-        self._room: int | None = None  # then: what they may have
+        self._room: int | None = None  # in this step: what prefills that run may have
         self._looked_up: dict[str, int] = {}  # cached tokens of who waits, in one state of things
         self._looked_up_in = (-1, -1, -1)
         self._blocks_read = 0  # of cached prefixes, by the look-ups of this step
@@ -138,7 +138,7 @@ class PolicySteps(Upstream):
         num_running = len(self.running)
         try:
             self._constrain(step)
-            self._room = max(step.budget - step.decodes, 0) if self._decode_last else None
+            self._room = self._room_of_prefills(step)
             output = super().schedule(*args, **kwargs)
         finally:
             self.max_num_scheduled_tokens = budget
@@ -321,6 +321,19 @@ class PolicySteps(Upstream):
             needed = step.holding_kv * (1 + self.num_spec_tokens) + step.decodes
             wanted = min(budget(step) for budget in self._ask_budget)
             step.budget = self.max_num_scheduled_tokens = min(max(wanted, needed, 1), step.budget)
+
+    def _room_of_prefills(self, step: Step) -> int | None:
+        """What those that run may have, where upstream serves somebody after them who needs some.
+
+        Whose KV came from elsewhere is one token short of its answer, and waits for that alone.
+        """
+        asleep = int(self.num_waiting_for_streaming_input)
+        holding = max(step.holding_kv - asleep, 0) * (1 + self.num_spec_tokens)
+        if not (holding or self._decode_last):
+            return None
+        room = step.budget if self._prefills_lead else max(step.budget - step.decodes, 0)
+        # For some of them it is not here yet: a prompt goes on whatever their number.
+        return room - min(holding, room // 2)
 
     # During the step
 
