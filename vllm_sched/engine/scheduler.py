@@ -323,7 +323,7 @@ class PolicySteps(Upstream):
             step.budget = self.max_num_scheduled_tokens = min(max(wanted, needed, 1), step.budget)
 
     def _room_of_prefills(self, step: Step) -> int | None:
-        """What those that run may have, where upstream serves somebody after them who needs some.
+        """Tell what those that run may have, if upstream serves somebody after them who needs some.
 
         Whose KV came from elsewhere is one token short of its answer, and waits for that alone.
         """
