@@ -328,7 +328,7 @@ class PolicySteps(Upstream):
         Whose KV came from elsewhere is one token short of its answer, and waits for that alone.
         """
         asleep = int(self.num_waiting_for_streaming_input)
-        holding = max(step.holding_kv - asleep, 0) * (1 + self.num_spec_tokens)
+        holding = max(step.holding_kv - asleep, 0) * (1 + int(self.num_spec_tokens))
         if not (holding or self._decode_last):
             return None
         room = step.budget if self._prefills_lead else max(step.budget - step.decodes, 0)
