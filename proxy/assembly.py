@@ -394,9 +394,8 @@ def router_settings(config: FleetConfig) -> RouterSettings:
 def wire_settings(config: FleetConfig) -> WireSettings:
     """Tell the data path its limits."""
     router = config.router
-    alone = is_loopback(router.host) and not router.allow_anonymous
     return WireSettings(
-        alone_on=router.host if alone else "",
+        refuses_pages=is_loopback(router.host) and not router.allow_anonymous,
         max_body_bytes=router.max_body_bytes,
         max_header_bytes=router.max_header_bytes,
         notice_s=router.drain_notice_s,

@@ -13,7 +13,7 @@ from benchmarks.router.mock import MODEL
 # What OpenAI's own client sends, more or less. One Host for all: the bytes are to be the same.
 HEAD = (
     "POST /v1/chat/completions HTTP/1.1\r\n"
-    "Host: 127.0.0.1\r\n"
+    "Host: bench.local\r\n"
     "Accept: application/json\r\n"
     "Accept-Encoding: identity\r\n"
     "Connection: keep-alive\r\n"

@@ -118,16 +118,6 @@ def not_allowed(model: str, allowed: Iterable[str]) -> Refusal:
     return Refusal(403, Reason.NOT_ALLOWED, message, "model_not_allowed", "model")
 
 
-def not_by_that_name(host: str) -> Refusal:
-    """403: whoever owns that name may have pointed it at this machine."""
-    message = (
-        f"This router has no keys and answers on this machine alone, not to the name "
-        f"`{host[:200]}`. Use localhost or its address, or give it tenants with keys, or "
-        "router.allow_anonymous: true."
-    )
-    return Refusal(403, Reason.NOT_ALLOWED, message, "host_not_allowed")
-
-
 def not_for_pages(origin: str) -> Refusal:
     """403: a page from elsewhere, in a browser on this machine."""
     message = (

@@ -187,8 +187,8 @@ class Wire:
             head.id = b""  # it is given one of ours
         head.route = None
         head.refusal = identify(self.router.tenants, head)
-        if head.refusal is None and (alone := self.settings.alone_on) and self.router.tenants.open:
-            head.refusal = page_refusal(head, alone)
+        if head.refusal is None and self.settings.refuses_pages and self.router.tenants.open:
+            head.refusal = page_refusal(head)
         if head.refusal is not None:
             return
         if head.path in local.PATHS:

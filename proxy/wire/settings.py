@@ -9,7 +9,7 @@ from dataclasses import dataclass
 class WireSettings:
     """Limits on size and on patience; seconds."""
 
-    alone_on: str = ""  # the name of loopback where whoever may connect may ask, but no web page
+    refuses_pages: bool = False  # of elsewhere, where whoever may connect may ask
     max_body_bytes: int = 64 << 20
     max_header_bytes: int = 64 << 10
     max_collected_bytes: int = 512 << 20  # of all bodies that are held

@@ -1,9 +1,9 @@
-"""Web pages are no clients of a router that asks for no key.
+"""Web pages of elsewhere are no clients of a router that asks for no key.
 
-Listening on loopback keeps other machines out, but not the pages in this machine's browsers. One
-whose name is made to resolve to 127.0.0.1 could read what is answered: its name stands in Host. Any
-other could send what needs no leave of ours, as a form does: it names itself in Origin. Clients
-that are programs send no Origin, and in Host what they were told to connect to.
+Listening on loopback keeps other machines out, but not the pages in this machine's browsers. A page
+could send what needs no leave of ours, as a form does, or have its own name resolve to 127.0.0.1:
+in either case its browser names it in Origin, as with every POST. Clients that are programs send
+none. Host is not judged: proxies on this machine pass on whatever name they are known by.
 
 Asked of each head that is new on its connection: a client's next requests cost nothing.
 """
@@ -21,48 +21,27 @@ if TYPE_CHECKING:
     from proxy.wire.request import RequestHead
 
 LOCALHOST = "localhost"
-PAGES = ("http", "https", "")  # the last is `null`'s: a page that won't say whose it is
+PAGES = ("http", "https")
 
 
-def page_refusal(head: RequestHead, ours: str) -> Refusal | None:
-    """Refuse what others' pages send; `ours` is the name or address of loopback listened on."""
-    host, origin = (head.special.get(name, b"").decode("latin-1") for name in (b"host", b"origin"))
-    if host and not _leads_here(host, ours):
-        return refusals.not_by_that_name(host)
-    if origin and not _may_ask(origin):
-        return refusals.not_for_pages(origin)
-    return None
-
-
-def _leads_here(host: str, ours: str) -> bool:
-    """Whether nobody else can have made that lead here: a number needs no resolving."""
-    name = _name(f"//{host}")
-    return name == ours.lower() or _is_local(name) or _address(name) is not None
+def page_refusal(head: RequestHead) -> Refusal | None:
+    """Refuse what pages from elsewhere send."""
+    origin = head.special.get(b"origin", b"").decode("latin-1")
+    return refusals.not_for_pages(origin) if origin and not _may_ask(origin) else None
 
 
 def _may_ask(origin: str) -> bool:
     """Whether it is a page of this machine's, or a program that is built like one."""
-    if origin.partition("://")[0] not in PAGES and "://" in origin:
+    scheme, colon, _ = origin.partition("://")
+    if colon and scheme not in PAGES:
         return True
-    name = _name(origin)
-    address = _address(name)
-    return _is_local(name) or (address is not None and address.is_loopback)
-
-
-def _is_local(name: str) -> bool:
-    """Whether browsers take it for this machine without asking anybody."""
-    return name == LOCALHOST or name.endswith(f".{LOCALHOST}")
-
-
-def _name(url: str) -> str:
     try:
-        return urlsplit(url).hostname or ""
+        name = urlsplit(origin).hostname or ""
     except ValueError:
-        return ""
-
-
-def _address(name: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+        return False
+    if name == LOCALHOST or name.endswith(f".{LOCALHOST}"):  # which browsers ask nobody about
+        return True
     try:
-        return ipaddress.ip_address(name)
+        return ipaddress.ip_address(name).is_loopback
     except ValueError:
-        return None
+        return False

@@ -1,4 +1,4 @@
-"""Who asks for no key takes none from web pages: neither under others' names nor sent by others."""
+"""Who asks for no key takes nothing from web pages of elsewhere."""
 
 from __future__ import annotations
 
@@ -13,37 +13,11 @@ from tests.proxy.wire.client import request
 from tests.proxy.wire.conftest import Start
 
 FORM = b'{"model": "tiny", "messages": []}'
-ELSEWHERE = [
-    b"evil.example:8000",
-    b"localhost.evil.example",
-    b"127.0.0.1.evil.example",
-    b"notlocalhost",
-    b"[::1].evil.example",
-    b"evil.example@[",
-]
-HERE = [b"localhost:8000", b"LOCALHOST", b"app.localhost", b"127.0.0.1:8000", b"[::1]:8000"]
 
 
 def named(host: bytes, *headers: bytes) -> bytes:
     """Write a request to a host of this name."""
     return request(FORM, *headers).replace(b"Host: localhost", b"Host: " + host)
-
-
-@pytest.mark.parametrize("host", ELSEWHERE)
-async def test_a_name_that_others_can_point_here_is_refused(start: Start, host: bytes) -> None:
-    site = await start(wire={"alone_on": "127.0.0.1"})
-    client = await site.client()
-    assert (await client.ask(named(host))).error()["code"] == "host_not_allowed"
-    for path in ("/metrics", "/v1/models", "/health", "/nowhere"):
-        data = request(b"", path=path, method="GET").replace(b"localhost", host, 1)
-        assert (await client.ask(data)).status == 403
-    assert site.served() == []
-
-
-@pytest.mark.parametrize("host", [*HERE, b"10.1.2.3", b"Gpu.Lan:8000"])
-async def test_a_name_that_is_this_machines_is_not(start: Start, host: bytes) -> None:
-    site = await start(wire={"alone_on": "gpu.lan"})
-    assert (await site.ask(named(host))).status == 200
 
 
 @pytest.mark.parametrize(
@@ -63,18 +37,18 @@ async def test_a_name_that_is_this_machines_is_not(start: Start, host: bytes) ->
 async def test_what_a_page_from_elsewhere_sends_is_refused(
     start: Start, origin: bytes, status: int
 ) -> None:
-    site = await start(wire={"alone_on": "127.0.0.1"})
+    site = await start(wire={"refuses_pages": True})
     client = await site.client()
     for _ in range(3):  # the next of such heads are not parsed again
-        assert (await client.ask(named(b"127.0.0.1", b"Origin: " + origin))).status == status
-        assert (await client.ask(named(b"127.0.0.1"))).status == 200
+        assert (await client.ask(named(b"evil.example", b"Origin: " + origin))).status == status
+        assert (await client.ask(named(b"llm.example"))).status == 200  # of a program, by a proxy
     assert len(site.served()) == (6 if status == 200 else 3)
 
 
 async def test_whoever_may_ask_by_a_key_or_because_all_may_is_not_asked_that(start: Start) -> None:
     page = named(b"evil.example", b"Origin: http://evil.example")
     assert (await (await start()).ask(page)).status == 200
-    guarded = await start(wire={"alone_on": "127.0.0.1"})
+    guarded = await start(wire={"refuses_pages": True})
     guarded.router.tenants.replace([TenantSpec("a")], {sha256(b"key-of-a").digest(): "a"})
     shown = named(
         b"evil.example", b"Origin: http://evil.example", b"Authorization: Bearer key-of-a"
@@ -84,14 +58,14 @@ async def test_whoever_may_ask_by_a_key_or_because_all_may_is_not_asked_that(sta
 
 
 @pytest.mark.parametrize(
-    ("router", "alone_on"),
+    ("router", "refuses"),
     [
-        ("{}", "127.0.0.1"),
-        ("{host: '::1'}", "::1"),
-        ("{allow_anonymous: true}", ""),
-        ("{host: 0.0.0.0, allow_anonymous: true}", ""),
+        ("{}", True),
+        ("{host: '::1'}", True),
+        ("{allow_anonymous: true}", False),
+        ("{host: 0.0.0.0, allow_anonymous: true}", False),
     ],
 )
-def test_where_that_is(router: str, alone_on: str) -> None:
+def test_where_that_is(router: str, refuses: bool) -> None:
     config = parse(f"model: m\nworkers: [{{name: w, url: 'http://h:1'}}]\nrouter: {router}\n", "f")
-    assert wire_settings(config).alone_on == alone_on
+    assert wire_settings(config).refuses_pages is refuses
