@@ -12,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from vllm_sched.cli.paths import require_folders
 from vllm_sched.errors import UsageError
 from vllm_sched.policies import registry
 from vllm_sched.policies.types import EngineFacts
@@ -76,6 +77,7 @@ def serve(arguments: argparse.Namespace) -> int:
     )
     variables = {}
     if arguments.trace is not None:
+        require_folders(arguments.trace)
         variables = launch.tracing(arguments.trace)
         vllm_arguments += launch.trace_flags(arguments.rest)
     on_cpu = False
@@ -100,8 +102,7 @@ def vllm_command(
     model: str, policies: Sequence[str] | None, sets: Sequence[str], flags: Sequence[str]
 ) -> list[str]:
     """Return the arguments of `vllm serve` that do the same."""
-    chosen = [DEFAULT_POLICY] if policies is None else [p for p in policies if p != NO_POLICY]
-    config = registry.parse_settings(chosen, sets)
+    config = registry.parse_settings(_chosen(policies), sets)
     # What we write comes after a file of theirs, and would take the place of what that says.
     said, additional = _take_additional_config(expanded(flags))
     flags, _ = _take_additional_config(readable(flags))
@@ -124,6 +125,19 @@ def vllm_command(
     return arguments
 
 
+def _chosen(policies: Sequence[str] | None) -> Sequence[str]:
+    """Name the policies that are to be on."""
+    if policies is None:
+        return [DEFAULT_POLICY]
+    chosen = [policy for policy in policies if policy != NO_POLICY]
+    if chosen and len(chosen) < len(policies):
+        raise UsageError(
+            f"--policy {NO_POLICY} leaves all off, --policy {chosen[0]} switches one on; "
+            "leave one of them out"
+        )
+    return chosen
+
+
 def _take_additional_config(words: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
     """Take the user's own --additional-config out of the flags, to merge ours into it."""
     kept: list[str] = []
@@ -143,7 +157,9 @@ def _take_additional_config(words: Sequence[str]) -> tuple[list[str], dict[str, 
         except json.JSONDecodeError:
             parsed = None
         if not isinstance(parsed, dict):
-            raise UsageError(f"{ADDITIONAL} {flag.value or ''!r} is not a JSON object")
+            raise UsageError(
+                f"{ADDITIONAL} {flag.value or ''!r} is not a JSON object; give one or leave it out"
+            )
         found = parsed  # the last of several counts
     return kept, found
 

@@ -109,7 +109,12 @@ def parse_settings(names: Sequence[str], sets: Sequence[str]) -> dict[str, dict[
                 f"--set {text!r}: policy {name} is off; switch it on too "
                 f"(serve: --policy {name}, compare: --candidate {name})"
             )
-        config[name][key] = _value(value)
+        wanted = _value(value)
+        if key in config[name] and config[name][key] != wanted:
+            raise UsageError(
+                f"--set {text!r}: {name}.{key} is set to {config[name][key]!r}, too; leave one out"
+            )
+        config[name][key] = wanted
     for name, given in config.items():
         settings_of(name, given)
     _refuse_conflicts(config)
