@@ -336,8 +336,8 @@ WORKERS = (
     ),
     Panel(
         "Kept out",
-        "Workers whose breaker is open, busy as they say, or half open: one request is let through "
-        "on trial; and those that are being drained.", "short",
+        "Workers that are busy, as they say, or fail: their breaker is open, or half open, when a "
+        "request is let through on trial; and those that are being drained.", "short",
         (
             Query(
                 f"max by (worker, state) (proxy_worker_breaker_state{{{ROUTER}}})",

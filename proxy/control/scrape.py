@@ -13,7 +13,7 @@ from prometheus_client import ProcessCollector
 from proxy.control import phases
 from proxy.control.exposition import SLICE, Family, Page
 from proxy.control.histogram import Histogram
-from proxy.core.breaker import BUSY, Breaker, State
+from proxy.core.breaker import BUSY, Breaker
 from proxy.core.seats import share_taken
 from proxy.core.worker import Worker
 
@@ -192,7 +192,7 @@ BREAKER = gauge("breaker_open", "Whether requests are kept from it because other
 BREAKER_STATE = Family(
     "proxy_worker_breaker_state",
     "gauge",
-    "How its breaker is, if not closed: open, busy where that is what the worker says, or "
+    "How its breaker is, if not closed: busy where that is what the worker says, else open, or "
     "half_open, when one request may pass on trial. Always 1.",
     (*WORKER, "state"),
 )
@@ -304,8 +304,8 @@ def _workers(page: Page, workers: list[Worker]) -> None:
 
 
 def _state(breaker: Breaker, now: float) -> str:
-    state = breaker.state(now)
-    return BUSY if state is State.OPEN and breaker.busy else state.value
+    # On trial, too: with few requests one that is busy mostly is, and it is no failure then either.
+    return BUSY if breaker.busy else breaker.state(now).value
 
 
 def _router(page: Page, metrics: Metrics) -> None:

@@ -7,11 +7,16 @@ import subprocess
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import yaml
 
 from grafana.build import BOARDS
+from grafana.declared import all_of_them
+from proxy.config.reference import key, places
+from proxy.control import worker_metrics
+from proxy.control.admin import admin_app
 from tests.prometheus.tools import ALERTS, PROMETHEUS, RECORDED, ROOT, groups, promtool, rules
 
 TESTS = PROMETHEUS / "tests" / "alerts.yml"
@@ -165,6 +170,27 @@ def test_what_the_runbook_has_one_look_at_is_there() -> None:
     assert len(named) > 5
     for board, title in named:
         assert title in {panel.title for panel in boards[board].panels()}
+
+
+def test_metrics_settings_and_requests_that_the_runbook_names_are_there() -> None:
+    told = {re.sub(r"_(total|bucket|sum|count)$", "", name) for name in all_of_them()}
+    told.add(worker_metrics.RUNNING.decode().rstrip("{"))
+    named = set(re.findall(r"`((?:proxy_|vllm_sched_|vllm:|process_)[a-z_]+)", RUNBOOK))
+    assert named - told == set()
+    keys = {
+        f"{path}.{key(*field)}".lstrip(".")
+        for path, block in places()
+        for field in block.model_fields.items()
+    }
+    tops = {each.partition(".")[0] for each in keys}
+    named = {n for n in re.findall(r"`([a-z]+(?:\.[a-z_]+)+)", RUNBOOK) if n.split(".")[0] in tops}
+    assert len(named) > 10
+    assert named - keys == set()
+    paths = set(re.findall(r"`(?:[A-Z]+ )?(/admin/[\w/]+)`", RUNBOOK))
+    assert len(paths) > 3
+    described = admin_app(MagicMock()).openapi()["paths"]
+    served = {path.replace("{name}", "NAME") for path in described}
+    assert paths - served == set()
 
 
 @pytest.mark.parametrize("name", RECORDED)

@@ -248,7 +248,7 @@ def test_how_breakers_are_and_how_often_they_opened(
     assert (openings("s0", "failed"), openings("s0", "busy")) == (1, 0)
     assert (openings("l0", "failed"), openings("l0", "busy")) == (0, 1)
     now = FIRST_REST_S
-    assert states() == {"s0": "half_open", "l0": "half_open"}
+    assert states() == {"s0": "half_open", "l0": "busy"}
 
 
 def test_decisions_and_the_queue_are_the_router_s_own(metrics: Metrics, router: Router) -> None:
