@@ -1,6 +1,7 @@
 """Write the boards into `grafana/dashboards/`, or check that they are what this would write.
 
-The rules for the Prometheus operator (`grafana.rules`) too.
+The rules for the Prometheus operator (`grafana.rules`), and the page that lists all metrics
+(`grafana.reference`), too.
 
 python -m grafana.build            # write
 python -m grafana.build --check    # fail if a file differs, or asks for a metric nobody has
@@ -14,8 +15,9 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from grafana import rules
+from grafana import reference, rules
 from grafana.boards import engine, fleet, handover
+from grafana.declared import all_of_them
 from grafana.panels import Board, series, to_json
 
 FOLDER = Path(__file__).parent / "dashboards"
@@ -66,10 +68,11 @@ def main(told: list[str] | None = None) -> int:
         for name, text in files().items():
             (FOLDER / name).write_text(text, encoding="utf-8")
         rules.FILE.write_text(rules.written(), encoding="utf-8")
+        reference.FILE.write_text(reference.written(), encoding="utf-8")
         return 0
-    from grafana.declared import all_of_them
-
-    wrong = differing() + rules.differing() + undefined(BOARDS, all_of_them())
+    wrong = (
+        differing() + rules.differing() + reference.differing() + undefined(BOARDS, all_of_them())
+    )
     for line in wrong:
         sys.stderr.write(line + "\n")
     return 1 if wrong else 0

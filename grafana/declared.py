@@ -10,6 +10,7 @@ import sys
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
+from typing import Literal
 
 from proxy.control import batch_counts, phases, scrape, tenant_counts, unseen
 from proxy.control.exposition import Family
@@ -20,6 +21,7 @@ ROOT = Path(__file__).parents[1]
 VLLMS = Path(__file__).parent / "vllm-metrics.txt"
 RULES = ROOT / "deploy" / "prometheus" / "rules.yml"
 ENDINGS = {"counter": ("_total",), "gauge": ("",), "histogram": ("_bucket", "_sum", "_count")}
+Kind = Literal["counter", "gauge", "histogram"]
 # Prometheus's own, of every target.
 PROMETHEUS = frozenset({"up"})
 
@@ -29,11 +31,15 @@ def names(name: str, kind: str) -> set[str]:
     return {name + ending for ending in ENDINGS[kind]}
 
 
+def router_families() -> list[Family]:
+    """List the router's own."""
+    modules = scrape, phases, unseen, tenant_counts, batch_counts
+    return [each for m in modules for each in vars(m).values() if isinstance(each, Family)]
+
+
 def routers() -> set[str]:
     """Return the router's, its process's included."""
-    modules = scrape, tenant_counts, batch_counts, unseen, phases
-    families = [f for m in modules for f in vars(m).values() if isinstance(f, Family)]
-    found = {name for each in families for name in names(each.name, each.kind)}
+    found = {name for each in router_families() for name in names(each.name, each.kind)}
     for each in scrape.process.collect():
         found |= names(each.name, each.type)
     return found
@@ -51,16 +57,33 @@ def engine_metrics() -> ModuleType:
     return loaded
 
 
-def engines() -> set[str]:
-    """Return those of the engine half: its own, and the numbers that policies tell."""
+def engine_families() -> list[Family]:
+    """List those of the engine half: its own, and the numbers that policies tell."""
     metrics = engine_metrics()
-    kinds = dict.fromkeys([*metrics.GAUGES, *metrics.FACTS], "gauge")
-    kinds |= dict.fromkeys(metrics.COUNTERS, "counter")
-    kinds |= dict.fromkeys(("step_seconds", "hold_seconds"), "histogram")
-    for policy in POLICIES.values():
-        made = policy(EngineFacts(2000, 64, 16), policy.settings_type())
-        kinds |= dict.fromkeys(made.gauges(), "gauge") | dict.fromkeys(made.counters(), "counter")
-    return {found for name, kind in kinds.items() for found in names(metrics.PREFIX + name, kind)}
+    made = [
+        policy(EngineFacts(2000, 64, 16), policy.settings_type()) for policy in POLICIES.values()
+    ]
+    counted = {name for each in made for name in each.counters()}
+    told = dict.fromkeys(name for each in made for name in (*each.gauges(), *each.counters()))
+    rows: list[tuple[str, Kind, str, tuple[str, ...]]] = [
+        *((name, "gauge", *each) for name, each in (metrics.FACTS | metrics.GAUGES).items()),
+        *((name, "counter", *each) for name, each in metrics.COUNTERS.items()),
+        *((name, "histogram", text, (by,)) for name, (text, by, _) in metrics.HISTOGRAMS.items()),
+        # Some they tell once they have learnt them.
+        *(
+            (name, "counter" if name in counted else "gauge", text, ("policy",))
+            for name, text in (dict.fromkeys(told, "") | metrics.POLICIES_OWN).items()
+        ),
+    ]
+    return [
+        Family(metrics.PREFIX + name, kind, text, (*metrics.ENGINE_LABELS, *labels))
+        for name, kind, text, labels in rows
+    ]
+
+
+def engines() -> set[str]:
+    """Return the names of the engine half's."""
+    return {name for each in engine_families() for name in names(each.name, each.kind)}
 
 
 def vllms() -> set[str]:

@@ -27,6 +27,8 @@ from typing import Any, Final, TypeAlias
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, values
 
 from vllm_sched import metrics_folder
+from vllm_sched.cost.step_time import COEFFICIENTS
+from vllm_sched.policies.lanes import LANES
 
 logger = logging.getLogger("vllm.vllm_sched")
 
@@ -87,11 +89,48 @@ COUNTERS: Final[dict[str, tuple[str, tuple[str, ...]]]] = {
     ),
     "requests_admitted": ("Requests that began to run, by lane.", ("policy", "lane")),
 }
+# With the label that says of what.
+HISTOGRAMS: Final[dict[str, tuple[str, str, tuple[float, ...]]]] = {
+    "step_seconds": ("How long steps took, by what they computed.", "kind", STEP_BUCKETS),
+    "hold_seconds": (
+        "For how long a policy held the lane of a request, wherever in it that stood, while "
+        "slots were free; of requests that began to run.",
+        "policy",
+        HOLD_BUCKETS,
+    ),
+}
 # Of policies' own numbers; one without a line here is shown too.
 POLICIES_OWN: Final[dict[str, str]] = {
-    "chunk_budget_tokens": "Tokens of prompts that a step may compute beside decodes, as set last.",
-    "k": "Departures to wait for before requests are admitted.",
     "starvation_releases": "Requests let through because they had waited for too long.",
+    "batch_members": "Requests of the batch that runs, or is being formed.",
+    "batch_forming": "Whether the batch still takes requests in.",
+    "decodes_paused": "Whether decodes wait for prompts just now.",
+    "paused_steps": "Steps in which decodes waited for prompts.",
+    **{f"running_{lane}": f"Requests of the class {lane} that run." for lane in LANES},
+    **{f"waiting_{lane}": f"Requests of the class {lane} that wait." for lane in LANES},
+    "unknown_lanes": "Requests that asked for a class that there is not.",
+    "long_prefills": "Long prompts in prefill, as they count against the places for them.",
+    "step_limit_seconds": "How long a step one chunk of a long prompt may cause.",
+    "k": "Departures to wait for before requests are admitted.",
+    "k_best": "The same as reckoned, before it is kept within bounds.",
+    "holding": "Whether nobody is admitted just now.",
+    "held_seconds": "Time in which nobody was admitted.",
+    "holds_ended_departures": "Holds that ended because K had departed, as is meant.",
+    "holds_ended_room": "Holds that ended because there was room again.",
+    "holds_ended_few": "Holds that ended because few were left that wait.",
+    "holds_ended_idle": "Holds that ended because nothing ran any more.",
+    "holds_ended_overdue": "Holds that ended because somebody had waited for too long.",
+    "mean_output_tokens": "Mean length of answers, learnt.",
+    "mean_prompt_tokens": "Mean length of prompts, learnt.",
+    "prompts_in_rotation": "Prompts that take turns in prefill.",
+    "turn_tokens": "Tokens of a turn.",
+    "chunk_budget_tokens": "Tokens of prompts that a step may compute beside decodes, as set last.",
+    "margin": "What predictions are multiplied by, so that steps keep to the target.",
+    "drift": "By how much steps have been slower of late than was predicted.",
+    "predicted_step_seconds": "How long the last step with prefill was predicted to take.",
+    "long_steps": "Steps with prefill that took longer than the target.",
+    "slack_steps": "Steps that spent what others had saved.",
+    **{f"fit_{name}": f"The step time's `{name}`, fitted online." for name in COEFFICIENTS},
 }
 NAME: Final = re.compile(r"[a-z][a-z0-9_]*")
 
@@ -178,16 +217,8 @@ class Metrics:
         self._counters = {
             name: self._counter(name, text, labels) for name, (text, labels) in COUNTERS.items()
         }
-        self._step_seconds = self._histogram(
-            "step_seconds", "How long steps took, by what they computed.", "kind", STEP_BUCKETS
-        )
-        self._hold_seconds = self._histogram(
-            "hold_seconds",
-            "For how long a policy held the lane of a request, wherever in it that stood, while "
-            "slots were free; of requests that began to run.",
-            "policy",
-            HOLD_BUCKETS,
-        )
+        self._step_seconds = self._histogram("step_seconds", *HISTOGRAMS["step_seconds"])
+        self._hold_seconds = self._histogram("hold_seconds", *HISTOGRAMS["hold_seconds"])
         self._bounds: dict[str, Bounded] = defaultdict(Bounded)
         self._children: dict[tuple[str, tuple[str, ...]], Any] = {}
         self._shown: dict[tuple[str, tuple[str, ...]], float] = {}
