@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from heapq import nlargest
 from itertools import islice
@@ -26,6 +26,7 @@ MOST_TENANTS = 100
 MOST_LINES = 12  # of latencies, of each kind
 QUANTILES = (0.5, 0.99)
 ANY = "all"
+WELL = ("up", "draining", "drained")  # or as an operator wants it
 KINDS = ("TTFT", "TPOT", "ITL")
 SPENT = ("tokens", "limited")  # what is told of a tenant, since the start and of the last minute
 Key = tuple[str, ...]
@@ -81,7 +82,7 @@ class LiveState:
         counted = counted or [self.figures(now)]
         covers = [each.covers_s for each in counted if each.covers_s is not None]
         router = self._metrics.router
-        workers = list(islice(router.fleet, MOST_WORKERS))
+        workers = worst_first(router.fleet)
         tenants = list(islice(router.tenants, MOST_TENANTS))
         lines = list(latencies(counted))
         shown = busiest(lines)
@@ -97,6 +98,7 @@ class LiveState:
                 "bytes": sum(each.queue[1] for each in counted),
             },
             "workers": [_worker(worker, now) for worker in workers],
+            "pools": _pools(router.fleet),
             "more_workers": max(len(router.fleet) - MOST_WORKERS, 0),
             "answered": grown(counted, "answered")[0][1:],
             "decisions": grown(counted, "decision"),
@@ -190,6 +192,26 @@ def busiest(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         most = nlargest(MOST_LINES, range(len(of_kind)), key=lambda at: of_kind[at]["count"])
         shown += [of_kind[at] for at in sorted(most)]
     return shown
+
+
+def worst_first(workers: Iterable[Worker]) -> list[Worker]:
+    """Return as many as are shown: those in trouble, then the others, as they come."""
+    troubled: list[Worker] = []
+    well: list[Worker] = []
+    for worker in workers:
+        (well if state(worker) in WELL else troubled).append(worker)
+    return [*troubled, *well][:MOST_WORKERS]
+
+
+def _pools(workers: Iterable[Worker]) -> list[dict[str, Any]]:
+    """Sum up all workers, those that are not shown included."""
+    found: dict[str, Counter[str]] = {}
+    for worker in workers:
+        told = found.setdefault(worker.role.value, Counter(workers=0, up=0, requests=0))
+        told["workers"] += 1
+        told["up"] += state(worker) == "up"
+        told["requests"] += worker.requests
+    return [{"role": role, **found[role]} for role in sorted(found)]
 
 
 def _worker(worker: Worker, now: float) -> dict[str, Any]:

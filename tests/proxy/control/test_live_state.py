@@ -11,6 +11,7 @@ from proxy.control.histogram import Histogram
 from proxy.control.live_state import MOST_LINES, LiveState
 from proxy.control.live_window import WINDOW_S, Window, quantile
 from proxy.control.metrics import Metrics
+from proxy.core.breaker import FAILURES
 from proxy.core.records import Gauges
 from proxy.core.tenants import Rank, TenantSpec
 from proxy.core.types import Reason
@@ -105,10 +106,24 @@ def test_tenants_are_told_of_all_processes_together() -> None:
     ]  # fmt: skip
 
 
-def test_a_large_fleet_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("proxy.control.live_state.MOST_WORKERS", 2)
-    told = LiveState(Metrics(router_of(*(spec(f"w{n}") for n in range(5)))))(0.0)
-    assert (len(told["workers"]), told["more_workers"]) == (2, 3)
+def test_of_a_large_fleet_those_in_trouble_are_shown_and_all_are_counted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("proxy.control.live_state.MOST_WORKERS", 3)
+    router = router_of(*(spec(f"w{n}", SHORT if n < 2 else LONG) for n in range(6)))
+    w0, _, _, _, w4, w5 = router.fleet
+    for _ in range(FAILURES):
+        router.fleet.failed(w4, 1.0)
+        router.fleet.probe_failed("w5", 1.0)
+    w0.requests = w5.requests = 2
+    told = LiveState(Metrics(router))(2.0)
+    shown = [(each["name"], each["state"]) for each in told["workers"]]
+    assert shown == [("w4", "resting"), ("w5", "down"), ("w0", "up")]
+    assert told["more_workers"] == 3
+    assert told["pools"] == [
+        {"role": "long", "workers": 4, "up": 2, "requests": 2},
+        {"role": "short", "workers": 2, "up": 2, "requests": 2},
+    ]
 
 
 def test_of_many_models_each_kind_of_latency_has_its_lines_those_of_most_requests() -> None:

@@ -6,6 +6,7 @@ import asyncio
 import random
 import sys
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ from tests.proxy.wire import scripts
 from tests.proxy.wire.client import Client, chat
 from tests.proxy.wire.fake_worker import FakeWorker
 from tests.proxy.wire.site import eventually
+from vllm_sched.workers.launch import free_port
 
 DEADLINE_S = 60.0
 MARKUP = b"<img src=x onerror=alert(1)>"
@@ -171,6 +173,24 @@ async def test_figures_and_reasons_are_seen_however_long_names_are(
     unseen, cut = await page.run(LONG_NAMES)
     assert set(unseen) <= {"model"}
     assert cut == []
+
+
+async def test_of_more_workers_than_are_shown_those_in_trouble_stand_first(
+    place: Place, page: Page, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("proxy.control.live_state.MOST_WORKERS", 2)
+    for number in range(3):
+        nowhere = f"http://127.0.0.1:{free_port()}"
+        place.app.fleet.add(replace(place.app.fleet.get("l0").spec, name=f"z{number}", url=nowhere))
+    await page.goto(place.app.admin_url)
+    await page.until("/^long\\s+z.\\s+down/.test($('workers').tBodies[0]?.rows[1]?.innerText)")
+    names = "[...$('workers').tBodies[0].rows].map((row) => row.cells[1].innerText)"
+    assert [name[0] for name in await page.run(names)] == ["z", "z"]
+    caption = await page.run("$('workers').caption.innerText")
+    assert caption == (
+        "Workers: long 1 of 4 up, 0 in flight; short 1 of 1 up, 0 in flight. "
+        "3 more are not shown, none of them in worse state"
+    )
 
 
 async def schemed(page: Page, scheme: str) -> list[str]:
