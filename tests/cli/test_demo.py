@@ -65,7 +65,9 @@ def test_a_fleet_it_can_not_start_is_refused(
     assert "workers[0].launch: is missing" in capsys.readouterr().err
 
 
-def test_both_routers_get_the_same_uncached_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_both_routers_get_the_same_uncached_workers(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     commands: list[tuple[str, ...]] = []
     files: dict[str, str] = {}
 
@@ -80,6 +82,7 @@ def test_both_routers_get_the_same_uncached_workers(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(demo.measuring, "measured", measured)
     assert main(["demo", str(FLEET), "--rounds", "1"]) == 0
+    assert capsys.readouterr().out.splitlines() == demo.to_see(FLEET, load(FLEET))
     pools, one_pool = (parse(files[name], name) for name in ("pools", "one-pool"))
     assert [w.url for w in pools.workers] == [w.url for w in one_pool.workers]
     assert pools.router.port != one_pool.router.port

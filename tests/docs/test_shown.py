@@ -7,9 +7,11 @@ import importlib.util
 import json
 import re
 import shlex
+import time
 from collections.abc import AsyncIterator
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import pytest
@@ -57,16 +59,17 @@ def curls() -> list[str]:
 
 
 @pytest.fixture
-async def app(tmp_path: Path) -> AsyncIterator[App]:
+async def app(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[App]:
     """Run a router before a worker of the name that the pages have."""
     fake = FakeWorker("long-0", model=MODEL)
     await fake.listen()
     said = {"role": "assistant", "content": "Because."}
     fake.always(scripts.answer(body=json.dumps({"choices": [{"message": said}]}).encode()))
+    monkeypatch.chdir(tmp_path)
     source = tmp_path / "fleet.yaml"
     source.write_text(
         f"model: {MODEL}\nworkers: [{{name: long-0, url: '{fake.url}'}}]\n"
-        "router: {port: 0, admin: {port: 0}, probe: {interval_s: 0.05}}\n"
+        "router: {port: 0, admin: {port: 0}, probe: {interval_s: 0.05}, batches: {path: kept}}\n"
     )
     app = App(load(source), source)
     await app.start()
@@ -106,3 +109,34 @@ async def test_the_quick_starts_python_runs(app: App) -> None:
     names["client"].close()  # type: ignore[attr-defined]
     [choice] = names["answer"].choices  # type: ignore[attr-defined]
     assert choice.message.content == "Because."
+
+
+async def test_the_python_of_batches_runs(app: App, tmp_path: Path) -> None:
+    openai = pytest.importorskip("openai")
+    page = ROOT / "docs" / "batches.md"
+    (block,) = fenced(page, "python")
+    # Its line, with what it leaves out.
+    [line] = re.findall(r"^A line is `(.*?)`", page.read_text(), re.MULTILINE)
+    body = {"model": MODEL, "messages": [{"role": "user", "content": "Why?"}]}
+    for given in ("a", "/v1/chat/completions", body):
+        said = json.dumps(given)
+        line = line.replace("{...}" if given is body else "...", said, 1)
+    (tmp_path / "night.jsonl").write_text(line)
+    url = f"http://127.0.0.1:{app.wire.port}/v1"
+
+    def run() -> str:
+        with openai.OpenAI(base_url=url, api_key="unused", max_retries=0) as client:
+            names: dict[str, Any] = {"client": client}
+            exec(compile(block, "docs/batches.md", "exec"), names)  # noqa: S102 - our own page
+            done = names["batch"]
+            for _ in range(600):
+                if done.status not in ("validating", "in_progress", "finalizing"):
+                    break
+                time.sleep(0.1)
+                done = client.batches.retrieve(done.id)
+            assert (done.status, done.request_counts.completed) == ("completed", 1)
+            return str(client.files.content(done.output_file_id).text)
+
+    result = json.loads(await asyncio.to_thread(run))
+    said = result["response"]["body"]["choices"][0]["message"]["content"]
+    assert (result["custom_id"], said) == ("a", "Because.")

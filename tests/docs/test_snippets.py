@@ -12,7 +12,7 @@ import pytest
 
 from proxy.config import parse
 from proxy.core.routing import registry
-from vllm_sched.cli.main import parser
+from vllm_sched.cli.main import main, parser
 
 ROOT = Path(__file__).parents[2]
 DOCS = sorted([*ROOT.glob("docs/*.md"), ROOT / "deploy" / "README.md"])
@@ -21,6 +21,7 @@ FENCE = re.compile(r"^```(\w+)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 COMMAND = re.compile(r"^\s*(?:\$ )?(vllm-sched .*)$|`(vllm-sched [^`]+)`", re.MULTILINE)
 LINK = re.compile(r"\]\((?!https?:|#|mailto:)([^)#\s]+)")
 PARSER = parser()
+QUICK = ("check", "explain", "key")
 PLACEHOLDER = re.compile(r"\.\.\.|\[|NAME|SIDE")
 
 
@@ -43,6 +44,12 @@ def commands(page: Path) -> Iterator[tuple[str, bool]]:
             yield said, bool(line)
 
 
+def quick(page: Path) -> list[str]:
+    """List the commands that need no worker, router or minute of a processor."""
+    found = [said for said, whole in commands(page) if whole and said.split()[1] in QUICK]
+    return [said for said in found if "--live" not in said]
+
+
 def test_the_examples_of_extending_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "RULES", dict(registry.RULES))
     names: dict[str, object] = {"__name__": "extending"}
@@ -56,8 +63,11 @@ def test_the_examples_of_extending_run(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_fleet_files_are_right(page: Path) -> None:
     for block in fenced(page, "yaml"):
         text = textwrap.dedent(block)
-        if re.search(r"^model:", text, re.MULTILINE) and "workers:" in text:
-            parse(text, name_of(page))
+        if not re.search(r"^model:", text, re.MULTILINE):  # a part of one
+            text = "model: m\n" + text
+        if not re.search(r"^(workers|discovery):", text, re.MULTILINE):
+            text += "workers: [{name: w0, url: 'http://127.0.0.1:8100'}]\n"
+        parse(text, name_of(page))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
@@ -76,6 +86,18 @@ def test_commands_are_ours(page: Path) -> None:
         assert not rest or command == "serve", f"{said}: {rest}"
 
 
+@pytest.mark.parametrize("page", [page for page in PAGES if quick(page)], ids=name_of)
+def test_commands_that_start_nothing_run(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "deploy").symlink_to(ROOT / "deploy")
+    for block in reversed(fenced(page, "yaml")):  # the first is the page's `fleet.yaml`
+        (tmp_path / "fleet.yaml").write_text(textwrap.dedent(block))
+    monkeypatch.chdir(tmp_path)
+    for said in quick(page):
+        assert main(shlex.split(said)[1:]) == 0, said
+
+
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_links_lead_somewhere(page: Path) -> None:
     for target in LINK.findall(page.read_text()):
@@ -85,3 +107,4 @@ def test_links_lead_somewhere(page: Path) -> None:
 def test_there_is_something_to_be_tested() -> None:
     assert sum(len(list(commands(page))) for page in PAGES) > 20
     assert sum(len(fenced(page, "yaml")) for page in PAGES) > 2
+    assert {said.split()[1] for page in PAGES for said in quick(page)} == {*QUICK}
