@@ -30,7 +30,7 @@ KINDS = {
     "sync": (Scheduler, SyncPolicyScheduler),
 }
 Policies = Mapping[str, Mapping[str, object]]
-# The last two are the largest that there can be: some policies contradict each other. Beside
+# The last three are the largest that there can be: some policies contradict each other. Beside
 # `prefill_first` there is nothing to compare, for its steps are not upstream's.
 SETS: dict[str, Policies] = {
     "long_prompt": {"long_prompt": {}},
@@ -42,11 +42,16 @@ SETS: dict[str, Policies] = {
         "lanes": {}, "long_prompt": {}, "deferred_prefill": {"departures": 4}, "rotation": {},
         "chunk_budget": {},
     },
+    # It learns what steps take and looks for cached prefixes, and holds nobody here.
+    "every, auto": {
+        "lanes": {}, "long_prompt": {}, "deferred_prefill": {"departures": "auto"}, "rotation": {},
+        "chunk_budget": {},
+    },
     "every, static": {
         "static_batching": {}, "lanes": {}, "long_prompt": {}, "rotation": {}, "chunk_budget": {},
     },
 }  # fmt: skip
-EVERY = ("every", "every, static")
+EVERY = ("every", "every, auto", "every, static")
 
 
 def loaded(kind: type, policies: Policies | None, waiting: int, *, slots_free: bool) -> Any:
