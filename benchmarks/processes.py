@@ -7,7 +7,8 @@ Load, mock workers and routers run on this machine. Where it has processors enou
 of a router, each source of load and mock worker has one, and requests a second tell it all. Where
 it has not, routers share what they are given, and only the processor time tells: so many requests
 a second as all processes could serve if each had a processor of its own. What caches and memory
-cost more that are truly shared is not in that.
+cost more that are truly shared is not in that. With `--apart` each process of a router has a
+processor that none of its siblings is on, and that it shares with load and mock workers.
 
     python -m benchmarks.processes load PORT SECONDS CONNECTIONS SEED      one source of load
 """
@@ -50,11 +51,14 @@ class Cpus:
     routers: frozenset[int]
     others: frozenset[int]
     enough: bool  # for each process of the largest router, and those around it
+    apart: bool = False  # whether none of them runs where another of its router does
 
     @classmethod
-    def here(cls, most: int) -> Cpus:
+    def here(cls, most: int, *, apart: bool = False) -> Cpus:
         """Share out what there is."""
         cpus = sorted(os.sched_getaffinity(0))
+        if apart:
+            return cls(frozenset(cpus), frozenset(cpus), enough=False, apart=True)
         if len(cpus) >= 3 * most:
             return cls(frozenset(cpus[-most:]), frozenset(cpus[:-most]), enough=True)
         if len(cpus) == 1:
@@ -83,11 +87,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=2.0, help="of each window")
     parser.add_argument("--connections", type=int, default=32, help="for each process")
+    parser.add_argument("--apart", action="store_true", help="no two of a router on a processor")
     given = parser.parse_args(words)
     _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))
     most = max(given.processes)
-    cpus = Cpus.here(most)
+    cpus = Cpus.here(most, apart=given.apart)
     sources = most if cpus.enough else 1
     busy = os.getloadavg()[0]
     samples: dict[int, list[Sample]] = {count: [] for count in given.processes}
@@ -130,8 +135,19 @@ def stage(counts: Sequence[int], cpus: Cpus, workers: int) -> Iterator[dict[int,
                 router.start()
         for router in routers.values():
             router.wait_ready()
+            if cpus.apart:
+                part(router, sorted(cpus.routers))
         time.sleep(1.5)  # for the workers to be probed
         yield routers
+
+
+def part(router: Worker, cpus: Sequence[int]) -> None:
+    """Give each process of a router a processor: those that serve come after who keeps them."""
+    assert router.pid is not None
+    first, *served = processes.tree(router.pid)
+    for number, pid in enumerate(served or [first]):
+        for thread in Path(f"/proc/{pid}/task").iterdir():
+            os.sched_setaffinity(int(thread.name), {cpus[-1 - number % len(cpus)]})
 
 
 def plain() -> dict[str, str]:
@@ -213,8 +229,8 @@ async def load(port: int, seconds: float, connections: int, seed: int) -> dict[s
 def report(samples: dict[int, list[Sample]], cpus: Cpus, busy: float) -> None:
     """Print medians, and what they say."""
     print(
-        f"routers on CPU {sorted(cpus.routers)}, load and mock workers on {sorted(cpus.others)}; "
-        f"load average before: {busy:.1f}"
+        f"routers on CPU {sorted(cpus.routers)}{', one process each' if cpus.apart else ''}, "
+        f"load and mock workers on {sorted(cpus.others)}; load average before: {busy:.1f}"
     )
     alone = min(samples)
     base = median(sample.cpu_us for sample in samples[alone])
