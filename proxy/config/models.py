@@ -272,7 +272,8 @@ class QueueConfig(Block):
     max_requests: Annotated[int, Field(ge=0)] = Field(1024, description="0: nobody waits")
     max_bytes: Count = Field(256 * MIB, description="of their bodies together")
     max_tokens: Count | None = Field(
-        None, description="of their prompts together; no limit if none"
+        None,
+        description="of their prompts together; without it the queue is bounded by the other three",
     )
     max_wait_s: Seconds = Field(30.0, description="refused with 429 after that")
 

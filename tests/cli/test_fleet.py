@@ -77,6 +77,28 @@ def test_check_notes_where_a_short_may_not_fit(
     assert ("give 1024 or less" in last) is noted
 
 
+@pytest.mark.parametrize(
+    ("limits", "most", "noted"),
+    [({}, None, True), ({"concurrency": 8}, None, False), ({}, 16, False)],
+)
+def test_check_notes_where_nothing_keeps_a_crowd_out_of_a_workers_own_queue(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    limits: dict[str, int],
+    most: int | None,
+    noted: bool,
+) -> None:
+    tenants = [
+        {"name": f"t{n}", "key_hashes": [f"sha256:{n:064x}"], "limits": limits} for n in range(9)
+    ]
+    workers = [{**each, "max_requests": most} for each in FLEET["workers"]]
+    config = FLEET | {"tenants": tenants, "workers": workers}
+    assert main(["check", written(tmp_path, config)]) == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    names = "note    tenants t0, t1, t2, t3, t4 and 4 more have no limits.concurrency, workers s0"
+    assert last.startswith(names) is noted
+
+
 def test_check_tells_every_problem_in_a_line_of_its_own(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

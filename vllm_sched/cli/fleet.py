@@ -18,6 +18,7 @@ from vllm_sched.errors import UsageError
 from vllm_sched.policies import registry
 
 HEADROOM = 2  # times what is called short, short workers had better hold
+FEW = 5  # that a note names
 
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
@@ -114,7 +115,7 @@ def _check(path: Path, print_config: bool) -> int:
     rows = [_summary(config, worker) for worker in config.workers]
     rows += [_pool(config, pool) for pool in (config.discovery.pools if config.discovery else ())]
     print(columns([("worker", "role", "url", "model", "context", "started by"), *rows]))
-    for note in narrow(config):
+    for note in (*narrow(config), *unshared(config)):
         print(f"note    {note}")
     return 0
 
@@ -135,6 +136,24 @@ def narrow(config: FleetConfig) -> Iterator[str]:
                 f"estimated, by as little as half for numbers and rare scripts, and what does not "
                 f"fit is sent twice; give {int(length / HEADROOM)} or less, or it a longer context"
             )
+
+
+def unshared(config: FleetConfig) -> Iterator[str]:
+    """Name tenants of whom nothing keeps a crowd of requests out of workers' own queues."""
+    workers = [worker.name for worker in config.workers if worker.max_requests is None]
+    crowds = [each.name for each in config.tenants if each.limits.concurrency is None]
+    if len(config.tenants) > 1 and workers and crowds:
+        yield (
+            f"tenants {_some(crowds)} have no limits.concurrency, workers {_some(workers)} no "
+            "max_requests: tenants have their shares of what waits in the router, and nothing "
+            "does until twice a worker's KV cache is taken; give one or the other"
+        )
+
+
+def _some(names: list[str]) -> str:
+    """Name a few."""
+    more = len(names) - FEW
+    return ", ".join(names[:FEW]) + (f" and {more} more" if more > 0 else "")
 
 
 def _tenants(config: FleetConfig) -> str:
