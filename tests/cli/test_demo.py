@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import re
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,9 @@ import yaml
 
 from proxy.config import FleetConfig, load, parse
 from tests.bench.canned import canned_comparison
+from vllm_sched.bench.compare import Plan
 from vllm_sched.bench.contest import Contest
+from vllm_sched.bench.workloads import build
 from vllm_sched.cli import demo
 from vllm_sched.cli.main import main
 from vllm_sched.cli.up import placed
@@ -127,6 +131,40 @@ def test_each_worker_gets_a_processor_where_there_are_enough(
 ) -> None:
     monkeypatch.setattr(demo.os, "sched_getaffinity", lambda _: offered)
     assert demo.own_cpus(load(FLEET).workers) == cpus
+
+
+PAGE = """\
+# TYPE proxy_handovers_total counter
+proxy_handovers_total{outcome="prefilled"} 13
+proxy_handovers_total{outcome="transferred"} 12
+"""
+
+
+@pytest.mark.parametrize(("page", "count"), [(PAGE, 12), ("", 0)])
+def test_it_tells_how_many_were_handed_over(page: str, count: int) -> None:
+    plan = Plan("tiny", build("long-blocks-short", longs=3, seed=0), rounds=2)
+    said = demo.handed_over(page, plan)
+    assert said.startswith(f"{count} prompts handed over, in 2 rounds and one that warms up")
+    assert said.endswith(", 3 of them long")
+
+
+async def test_of_each_way_that_moves_caches(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    @asynccontextmanager
+    async def running(*_: Any) -> AsyncIterator[None]:
+        yield
+
+    async def measure(*_: Any) -> None:
+        pass
+
+    for name, stub in {"running": running, "measure": measure, "_page": lambda _: PAGE}.items():
+        monkeypatch.setattr(demo, name, stub)
+    monkeypatch.setattr(demo, "described", lambda *_: None)
+    told: list[str] = []
+    plan = Plan("tiny", build("long-blocks-short", seed=0), 1)
+    await demo._play(ROOT, placed(load(FLEET)), plan, tmp_path, told, None)  # type: ignore[arg-type]
+    assert [line.partition(":")[0] for line in told] == ["prefill and decode", "all four roles"]
 
 
 def test_a_connector_that_is_not_there_is_told_first(

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import os
+import re
 import shutil
 import sys
 import tempfile
+import urllib.request
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -25,13 +28,14 @@ from proxy.config import (
 from proxy.errors import ConfigError, Problem
 from vllm_sched.bench.compare import Comparison, Contender, Narrator, Plan, measure, running
 from vllm_sched.bench.contest import Contest
-from vllm_sched.bench.workloads import build
+from vllm_sched.bench.workloads import LONG, build
 from vllm_sched.cli import measure as measuring
 from vllm_sched.cli.up import described, placed
 from vllm_sched.cli.wiring import PARTS, absent
 from vllm_sched.workers.launch import Worker, free_port, on_cpu
 
 READY_S = 30.0
+TRANSFERRED = re.compile(r'^proxy_handovers_total\{outcome="transferred"\} (\d+)$', re.MULTILINE)
 
 
 def add_options(command: argparse.ArgumentParser) -> None:
@@ -52,10 +56,11 @@ def demo(arguments: argparse.Namespace, config: FleetConfig) -> int:
         raise ConfigError(str(arguments.fleet), problems)
     workload = build(arguments.workload, longs=arguments.longs, seed=arguments.seed)
     plan = Plan(config.model, workload, arguments.rounds)
+    told: list[str] = []
     with tempfile.TemporaryDirectory(prefix="vllm-sched-demo-") as folder:
-        play = partial(_play, arguments.fleet.parent, placed(config), plan, Path(folder))
+        play = partial(_play, arguments.fleet.parent, placed(config), plan, Path(folder), told)
         status = measuring.measured(play, arguments)
-    print(*to_see(arguments.fleet, config), sep="\n")
+    print(*told, *to_see(arguments.fleet, config), sep="\n")
     return status
 
 
@@ -80,8 +85,14 @@ def _command() -> str:
 
 
 async def _play(
-    beside: Path, config: FleetConfig, plan: Plan, folder: Path, narrator: Narrator
+    beside: Path,
+    config: FleetConfig,
+    plan: Plan,
+    folder: Path,
+    told: list[str],
+    narrator: Narrator,
 ) -> Comparison | Contest:
+    """Measure all ways; what each handed over is added to `told`."""
     workers = [
         described(config, to_play(worker, cpu), beside, folder)
         for worker, cpu in zip(config.workers, own_cpus(config.workers), strict=True)
@@ -92,9 +103,32 @@ async def _play(
     ]
     async with running(workers, narrator), running([c.worker for c in contenders], narrator):
         await measure(contenders, plan, narrator)
+        for contender, (_, each) in zip(contenders, ways(config).values(), strict=True):
+            if each.transfer is not None:
+                page = await asyncio.to_thread(_page, contender.worker)
+                told.append(f"{contender.label}: {handed_over(page, plan)}")
     if len(contenders) > 2:
         return Contest(plan, contenders)
     return Comparison(plan, *contenders)
+
+
+def _page(router: Worker) -> str:
+    """Read a router's metrics, straight from loopback."""
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    with opener.open(f"{router.url}/metrics", timeout=READY_S) as answer:
+        text: str = answer.read().decode()
+    return text
+
+
+def handed_over(page: str, plan: Plan) -> str:
+    """Say how many prompts a router has handed over, by its metrics."""
+    done = TRANSFERRED.search(page)
+    longs = sum(each.klass == LONG for each in plan.workload.arrivals)
+    asked = len(plan.workload.arrivals)
+    return (
+        f"{done[1] if done else 0} prompts handed over, in {plan.rounds} rounds and one that warms "
+        f"up, of {asked} requests each, {longs} of them long"
+    )
 
 
 def ways(config: FleetConfig) -> dict[str, tuple[str, FleetConfig]]:
