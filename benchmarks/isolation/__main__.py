@@ -2,6 +2,7 @@
 
     python -m benchmarks.isolation --rounds 5 --save out/isolation.json
     python -m benchmarks.isolation --rounds 0 --identical 100
+    python -m benchmarks.isolation --above 1000 --decode-args=--max-num-batched-tokens=256
 
 Two general workers under least_loaded, and one prefill and one decode worker, on the same two
 processors, in turns: four streams run while 12,000-token prompts and short ones arrive. Each line
@@ -17,6 +18,7 @@ import argparse
 import asyncio
 import json
 import os
+import shlex
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -29,6 +31,7 @@ from benchmarks.policies import promise
 from vllm_sched.bench import report
 from vllm_sched.bench.compare import Comparison, Narrator, Plan, measure, running
 from vllm_sched.errors import VllmSchedError
+from vllm_sched.workers.launch import DEFAULT, Side
 
 LONE_SAMPLES = 2
 BUSY = 1.0  # load average above which the figures are worth little
@@ -74,9 +77,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 async def _run(
     args: argparse.Namespace, folder: Path, narrator: Narrator
 ) -> tuple[tuple[Comparison, moved.Moved] | None, list[identical.Found]]:
-    config = stage.fleet()
+    config = stage.fleet(_trial(args))
     sides = stage.sides(config, folder, args.above)
-    workload = stage.workload(longs=args.longs, every_s=args.every, seed=args.seed)
+    workload = stage.workload(
+        longs=args.longs,
+        every_s=args.every,
+        shorts_per_long=args.shorts,
+        decoded=args.decoded,
+        seed=args.seed,
+    )
     plan = Plan(config.model, workload, args.rounds, LONE_SAMPLES)
     measured: tuple[Comparison, moved.Moved] | None = None
     found: list[identical.Found] = []
@@ -100,6 +109,13 @@ async def _run(
     return measured, found
 
 
+def _trial(args: argparse.Namespace) -> stage.Trial:
+    policies = Side.parse(args.decode_policy, sets=args.set).settings
+    return stage.Trial(
+        tuple(shlex.split(args.prefill_args)), tuple(shlex.split(args.decode_args)), policies
+    )
+
+
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="isolation", description="what a hand-over spares those that are being answered"
@@ -108,12 +124,23 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--identical", type=int, default=0, metavar="N", help="prompts compared")
     parser.add_argument("--longs", type=int, default=4, help="12,000-token prompts a round")
     parser.add_argument("--every", type=float, default=4.0, metavar="S", help="one in so many s")
+    parser.add_argument("--shorts", type=int, default=4, help="prompts of 100 tokens for each")
+    parser.add_argument("--decoded", type=int, default=3500, help="tokens that a stream writes")
     parser.add_argument(
         "--above",
         type=lambda text: text if text == "auto" else int(text),
         default="auto",
         metavar="N",
         help="routing.disaggregate_above: tokens, or auto as by default",
+    )
+    for role in ("prefill", "decode"):
+        what = f"more of vLLM's flags for the {role} worker: --{role}-args=--flag=value"
+        parser.add_argument(f"--{role}-args", default="", metavar="FLAGS", help=what)
+    parser.add_argument(
+        "--decode-policy", default=DEFAULT, metavar="NAME[+NAME]", help="the decode worker's"
+    )
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="POLICY.KEY=VALUE", help="and its settings"
     )
     parser.add_argument("--seed", type=int, default=0, help="fixes the prompts")
     parser.add_argument("--save", type=Path, metavar="FILE", help="write every sample as JSON")
@@ -122,8 +149,8 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error("--rounds and --identical: less than 0 is nothing to do")
     if not args.rounds and not args.identical:
         parser.error("--rounds 0 without --identical: nothing to do")
-    if args.longs < 1 or args.every <= 0:
-        parser.error("--longs and --every: nobody would be disturbed")
+    if args.longs < 1 or args.every <= 0 or args.shorts < 1 or args.decoded < 1:
+        parser.error("--longs, --every, --shorts, --decoded: nobody would be disturbed")
     if args.save and not args.save.parent.is_dir():
         parser.error(f"--save {args.save}: there is no folder {args.save.parent}; make it first")
     return args

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -39,8 +40,31 @@ SHORT_LIMIT = 500
 ENV = {"VLLM_SERVER_DEV_MODE": "1"}
 
 
-def fleet() -> FleetConfig:
+@dataclass(frozen=True)
+class Trial:
+    """What may be tried on the prefill and the decode worker; as is, both have the defaults."""
+
+    prefill: tuple[str, ...] = ()  # more flags
+    decode: tuple[str, ...] = ()
+    policies: Mapping[str, Mapping[str, object]] = field(default_factory=dict)  # on the latter
+
+    def launch(self, role: str, cpu: int) -> LaunchConfig:
+        """Describe how a worker of a role is started."""
+        more = {"prefill": self.prefill, "decode": self.decode}.get(role, ())
+        return LaunchConfig(
+            model="tiny",
+            args=(*FLAGS, f"--num-gpu-blocks-override={BLOCKS[role]}", *more),
+            policies={name: dict(each) for name, each in self.policies.items()}
+            if role == "decode"
+            else {},
+            cpus=(cpu,),
+            env=ENV,
+        )
+
+
+def fleet(trial: Trial | None = None) -> FleetConfig:
     """Describe them; each pair has both processors, a worker one of them."""
+    trial = trial or Trial()
     cpus = sorted(os.sched_getaffinity(0))
     if len(cpus) < 2:
         raise UsageError("isolation: two processors are needed; this machine offers one")
@@ -49,12 +73,7 @@ def fleet() -> FleetConfig:
             {
                 "name": f"{role}-{number % 2}",
                 "role": role,
-                "launch": LaunchConfig(
-                    model="tiny",
-                    args=(*FLAGS, f"--num-gpu-blocks-override={BLOCKS[role]}"),
-                    cpus=(cpus[number % 2],),
-                    env=ENV,
-                ),
+                "launch": trial.launch(role, cpus[number % 2]),
             }
         )
         for number, role in enumerate(ROLES)

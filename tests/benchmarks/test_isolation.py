@@ -41,6 +41,24 @@ def test_both_pairs_have_the_same_two_processors(tmp_path: Path) -> None:
     assert moved == [False, False, True, True]
 
 
+def test_the_halves_may_be_started_otherwise_to_see_what_it_changes(tmp_path: Path) -> None:
+    trial = stage.Trial(
+        prefill=("--max-num-seqs=8",),
+        decode=("--max-num-batched-tokens=256",),
+        policies={"chunk_budget": {"itl_ms": 20}},
+    )
+    *general, prefill, decode = (
+        worker.command for worker in stage.started(stage.fleet(trial), tmp_path)
+    )
+    as_ever = [worker.command for worker in stage.started(stage.fleet(), tmp_path)]
+    assert [len(command) for command in general] == [len(command) for command in as_ever[:2]]
+    assert prefill[-1] == "--max-num-seqs=8"
+    assert "--max-num-batched-tokens=256" in decode
+    assert ["--scheduler-cls" in command for command in (*general, prefill, decode)] == [
+        False, False, False, True,
+    ]  # fmt: skip
+
+
 def test_each_pair_has_a_router_of_its_own(tmp_path: Path) -> None:
     config = stage.fleet()
     files = [Path(side.worker.command[-1]) for side in stage.sides(config, tmp_path)]
@@ -376,6 +394,8 @@ def test_routes_end_with_everything_handed_over(tmp_path: Path) -> None:
         ["--save", "no/such/folder/f.json"],
         ["--longs=0"],
         ["--every=0"],
+        ["--shorts=0"],
+        ["--decoded=0"],
         ["--above", "high"],
     ],
 )
