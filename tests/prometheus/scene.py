@@ -1,4 +1,4 @@
-"""Two routers and Prometheus beside them, and load until all questions are answered."""
+"""Routers and Prometheus beside them, and load until all questions are answered."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Self
 
 import aiohttp
 
+from tests.prometheus.corners import Corners
 from tests.prometheus.mute import Mutes
 from tests.prometheus.server import Prometheus, process, reached
 from tests.proxy.wire.client import Client
@@ -23,12 +24,17 @@ PAUSE_S = 1.0  # in which Prometheus and whoever asks it have their turn
 
 
 class Scene(ABC):
-    """One router for shorts and longs, `split`, and one for prefill and decode, `pairs`."""
+    """One router for shorts and longs, `split`, one for prefill and decode, `pairs`.
+
+    Where there is to be what happens seldom, a third one, `rules`: see `corners`.
+    """
 
     def __init__(self, folder: Path, session: aiohttp.ClientSession) -> None:
         self.folder = folder
         self.mutes = Mutes()
-        self.split, self.pairs = free_port(), free_port()
+        self._ports = {name: free_port() for name in ("split", "pairs", "rules")}
+        self.split, self.pairs = self._ports["split"], self._ports["pairs"]
+        self._corners = Corners(self._ports, folder / "rules.yaml")
         self.prometheus = Prometheus(folder, session)
         self._session = session
         self._enough = False
@@ -44,23 +50,27 @@ class Scene(ABC):
         """Start everything but workers, which have these ports, and drain the one called `idle`.
 
         What is given is put into both fleet files, as are their ports, their folder, and the
-        workers that never answer.
+        workers that are there for moments that last and for what happens seldom.
         """
-        admin = free_port()
-        more = {"folder": self.folder, "mutes": await self.mutes.listen(stack)}
-        for name, port, own in (("split", self.split, admin), ("pairs", self.pairs, free_port())):
+        ports = {name: self._ports[name] for name in fleets}
+        admins = {name: free_port() for name in ports}
+        mutes, corners = await self.mutes.listen(stack), await self._corners.listen(stack)
+        for name, port in ports.items():
             source, log = self.folder / f"{name}.yaml", self.folder / f"{name}.log"
-            source.write_text(fleets[name].format(**given, **more, port=port, admin=own))
+            more = {"folder": self.folder, "mutes": mutes, "corners": corners[name]}
+            source.write_text(fleets[name].format(**given, **more, port=port, admin=admins[name]))
             command = (sys.executable, "-m", "vllm_sched.cli.main", "router", str(source))
             await stack.enter_async_context(process(*command, log=log, **environment))
-        for name, port in (("split", self.split), ("pairs", self.pairs)):
+        for name, port in ports.items():
             log = self.folder / f"{name}.log"
             await reached(self._session, f"http://127.0.0.1:{port}/ready", log)
-        drain = f"http://127.0.0.1:{admin}/admin/workers/idle/drain"
-        async with self._session.post(drain) as answer:
+        urls = {name: f"http://127.0.0.1:{port}/admin" for name, port in admins.items()}
+        if "rules" in fleets:
+            await self._corners.visit(stack, self._session, urls)
+        async with self._session.post(f"{urls['split']}/workers/idle/drain") as answer:
             assert answer.status == 200
-        await self.mutes.occupy(stack, self._session, self.split, admin)
-        targets = {"router": [self.split, self.pairs], "worker": [*workers]}
+        await self.mutes.occupy(stack, self._session, self.split, admins["split"])
+        targets = {"router": [*ports.values()], "worker": [*workers]}
         await self.prometheus.begin(stack, targets)
 
     async def send(self, port: int, data: bytes, *, leave_after_s: float | None = None) -> None:

@@ -7,7 +7,6 @@ half declares, as are the faults that some panels are there to show.
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import AsyncIterator, Awaitable
 from contextlib import AsyncExitStack
 from functools import partial
@@ -16,25 +15,18 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from proxy.core import routes
+from tests.prometheus.corners import EMPTY, KEY, RULES, every_route, seen, unseen
 from tests.prometheus.pages import EnginePage
 from tests.prometheus.scene import Scene, fake
-from tests.prometheus.server import exhausted, plain, questions
+from tests.prometheus.server import exhausted, questions
 from tests.prometheus.tools import program
 from tests.proxy.wire import scripts
 from tests.proxy.wire.client import chat, request
 from tests.proxy.wire.fake_worker import Call
 from tests.proxy.wire.kv import Faults, Kv
 from tests.proxy.wire.pairs import chat_body
+from vllm_sched.workers.launch import free_port
 
-# Queries that may have nothing to show, and why.
-MAY_BE_EMPTY = {
-    "min by (name) (proxy_discovery_up{$}) == 0": "shows pools only while nothing is told of them",
-    "sum by (prefill, decode) (rate(proxy_handover_bars_total{$}[20s]))": "shows links only "
-    "once some hand-overs in a row have failed on them",
-    "sum by (status) (proxy_batches{$})": "shows batches only while there are some",
-    'absent(up{job=~"(.*/)?router"})': "shows that no router is there",
-}
 SPLIT = """
 model: tiny
 workers:
@@ -43,9 +35,12 @@ workers:
   - {{name: l0, role: long, url: "{l0}", max_requests: 2}}
   - {{name: idle, role: long, url: "{idle}"}}
 {mutes}
+{corners}
 discovery:
+  kubernetes: {{url: "http://127.0.0.1:{nobody}"}}
   pools:
     - {{name: found, role: short, dns: localhost, port: {found_port}, max_requests: 1}}
+    - {{name: untold, role: short, selector: app=nobody}}
 routing: {{short_limit: 2000}}
 router:
   port: {port}
@@ -59,6 +54,7 @@ workers:
   - {{name: p0, role: prefill, url: "{p0}", max_requests: 3}}
   - {{name: d0, role: decode, url: "{d0}"}}
   - {{name: d1, role: decode, url: "{d1}"}}
+{corners}
 transfer: {{connector: nixl}}
 tenants:
   - {{name: chat, class: interactive, keys_file: {folder}/keys}}
@@ -71,12 +67,12 @@ router:
   retries: {{budget: 1}}
   batches: {{path: {folder}/batches}}
 """
-FLEETS = {"split": SPLIT, "pairs": PAIRS}
+FLEETS = {"split": SPLIT, "pairs": PAIRS, "rules": RULES}
 
 
 COMPLETIONS = "/v1/completions"
 IN_ONE_PIECE = b'{"model": "tiny", "prompt": "hi", "max_tokens": 4}'
-CHAT, JOBS = "sk-vs-of-the-chat-window", "sk-vs-of-jobs-at-night"
+JOBS = "sk-vs-of-jobs-at-night"
 
 
 def bearer(key: str) -> bytes:
@@ -117,9 +113,9 @@ class Fakes(Scene):
             fakes[name].always(scripts.answer(), COMPLETIONS)
         for name in ("p0", "d0", "d1"):
             fakes[name].always(self.kv.worker(fakes[name], "prefill" if name == "p0" else "decode"))
-        (self.folder / "keys").write_text(CHAT)
+        (self.folder / "keys").write_text(KEY)
         given = {name: each.url for name, each in fakes.items()}
-        given["found_port"] = str(fakes["found"].port)
+        given |= {"found_port": str(fakes["found"].port), "nobody": str(free_port())}
         ports = [each.port for each in fakes.values()]
         await self.begin(stack, FLEETS, given, ports, JOBS_KEY=JOBS)
 
@@ -129,9 +125,7 @@ class Fakes(Scene):
         some: list[Awaitable[None]] = [
             self.send(self.split, request(IN_ONE_PIECE, path=COMPLETIONS))
         ]
-        for path in routes.ROUTES:
-            body = {"model": "tiny", "prompt": "hi", "input": "hi", "stream": True}
-            some.append(self.send(self.split, request(json.dumps(body).encode(), path=path)))
+        some += [self.send(self.split, each) for each in every_route(stream=True)]
         some += [self.send(self.split, chat("x" * 200, stream=True)) for _ in range(8)]
         some += [self.send(self.split, chat("y " * 6000, stream=True)) for _ in range(4)]
         some.append(self.mutes.leave(self.split))
@@ -143,9 +137,9 @@ class Fakes(Scene):
             self.kv.wrong("prefill", Faults(before=scripts.error(500)))
             self.kv.wrong("decode", *[Faults(before=lost_transfer)] * 5)
         whole = chat_body(stream=True, max_tokens=8)
-        for key in (*[CHAT] * 5, *[JOBS] * 2):  # one too many for a minute, however slow this is
+        for key in (*[KEY] * 5, *[JOBS] * 2):  # one too many for a minute, however slow this is
             some.append(self.send(self.pairs, request(whole, bearer(key))))
-        leaves = request(chat_body(stream=True), bearer(CHAT))
+        leaves = request(chat_body(stream=True), bearer(KEY))
         some.append(self.send(self.pairs, leaves, leave_after_s=0.002))
         await asyncio.gather(*some)
 
@@ -162,22 +156,17 @@ async def scene(tmp_path: Path) -> AsyncIterator[Scene]:
         yield await stack.enter_async_context(made.under_load())
 
 
-def may_be_empty(expr: str) -> bool:
-    """Whether a query stands on the list."""
-    return plain(expr) in MAY_BE_EMPTY
-
-
-async def test_every_panel_and_every_rule_has_something_to_show(scene: Scene) -> None:
-    left = {expr: who for expr, who in questions().items() if not may_be_empty(expr)}
+async def test_every_panel_rule_route_and_reason_has_something_to_show(scene: Scene) -> None:
+    left = {expr: who for expr, who in questions().items() if expr not in EMPTY}
     assert len(left) > 100
+    left |= seen()
 
     missing = await exhausted(partial(scene.prometheus.unanswered, left))
     assert not missing, "\n".join(f"{who}: {expr}" for expr, who in missing.items())
-    for expr in filter(may_be_empty, questions()):
-        await scene.prometheus.ask(expr)  # it is understood at least
+    excused = EMPTY | unseen()
+    assert await scene.prometheus.unanswered(dict(excused)) == excused, "has data: no excuse"
     await scene.prometheus.is_well()
 
 
-def test_the_list_of_excuses_is_of_queries_that_there_are() -> None:
-    excused = [expr for expr in questions() if may_be_empty(expr)]
-    assert len(excused) == len(MAY_BE_EMPTY)
+def test_the_list_of_excuses_is_of_questions_that_there_are() -> None:
+    assert EMPTY.keys() <= questions().keys()
