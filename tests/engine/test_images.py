@@ -1,0 +1,115 @@
+"""Prompts with images: what an encoder may do in a step, and where chunks end, is upstream's."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from typing import Any
+
+import pytest
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
+
+from tests.engine.schedulers import answer, make_request, make_scheduler
+from vllm_sched import PolicyScheduler, SyncPolicyScheduler
+
+BUDGET = 64
+# An encoder that computes one large image a step, or two small ones, and remembers three large.
+ENCODES, REMEMBERS = 40, 120
+LONG = {"long_prompt": {"long_prefill_token_threshold": 80}}
+SETS: dict[str, dict[str, dict[str, Any]]] = {
+    "long_prompt": LONG,
+    "long_prompt, half a step": {
+        "long_prompt": {"long_prefill_token_threshold": 80, "long_prefill_share": 0.5}
+    },
+    "all that cut": {"lanes": {}, **LONG, "rotation": {"chunk": 16}, "chunk_budget": {"chunk": 32}},
+}
+PROMPTS: list[tuple[int, list[tuple[int, int]]]] = [
+    (20, []),
+    (60, [(10, 30)]),
+    (250, []),
+    (250, [(5, 40), (60, 20), (90, 40)]),
+    (400, [(5, 40), (60, 20), (90, 40), (160, 16), (200, 40), (330, 40)]),
+]
+
+
+def with_images(tokens: int, *images: tuple[int, int], output: int = 6) -> Any:
+    """Make a request whose prompt has images at such places, of so many tokens each."""
+    request = make_request(tokens, output=output, hashed=False)
+    request.mm_features = [
+        MultiModalFeatureSpec(None, "image", f"{request.request_id}/{at}", PlaceholderRange(at, n))
+        for at, n in images
+    ]
+    return request
+
+
+def seeing(policies: dict[str, dict[str, Any]], kind: type, **options: Any) -> Any:
+    """Make a scheduler whose model has such an encoder."""
+    scheduler = make_scheduler(
+        policies,
+        scheduler_cls=kind,
+        async_scheduling=kind is PolicyScheduler,
+        budget=BUDGET,
+        num_blocks=140,
+        **options,
+    )
+    scheduler.max_num_encoder_input_tokens = ENCODES
+    scheduler.encoder_cache_manager = EncoderCacheManager(REMEMBERS)
+    return scheduler
+
+
+def check(scheduler: Any, output: Any, kept_whole: bool) -> int:
+    """Hold a step against what an encoder asks for; return how many images it was given."""
+    encoded, cache = output.scheduled_encoder_inputs, scheduler.encoder_cache_manager
+    tokens = output.num_scheduled_tokens
+    assert sum(tokens.values()) <= BUDGET
+    sizes = [
+        scheduler.requests[name].get_num_encoder_embeds(number)
+        for name, numbers in encoded.items()
+        for number in numbers
+    ]
+    assert sum(sizes) <= ENCODES
+    assert cache.num_free_slots >= 0
+    for name, count in tokens.items():
+        request = scheduler.requests[name]
+        end = request.num_computed_tokens  # this step's are counted already
+        begin = end - count
+        for number, image in enumerate(request.mm_features):
+            first, last = (
+                image.mm_position.offset,
+                image.mm_position.offset + image.mm_position.length,
+            )
+            if first < end and last > begin:  # its embeddings go into this chunk
+                assert name in cache.cached[image.identifier]
+                assert not (kept_whole and begin < first < end < last)
+            else:
+                assert number not in encoded.get(name, ())  # nor is it computed for nothing
+    return len(sizes)
+
+
+@pytest.mark.parametrize("kept_whole", [False, True])
+@pytest.mark.parametrize("kind", [SyncPolicyScheduler, PolicyScheduler])
+@pytest.mark.parametrize("name", SETS)
+def test_the_encoders_budget_and_the_ends_of_chunks_hold(
+    name: str, kind: type, kept_whole: bool
+) -> None:
+    scheduler = seeing(SETS[name], kind, disable_chunked_mm_input=kept_whole)
+    rng = random.Random(4)
+    depth = 2 if kind is PolicyScheduler else 1
+    in_flight: deque[Any] = deque()
+    coming, images, seen, steps = 30, 0, 0, 0
+    while coming or scheduler.has_unfinished_requests() or in_flight:
+        if coming and steps % 3 == 0:
+            coming -= 1
+            tokens, places = rng.choice(PROMPTS)
+            images += len(places)
+            scheduler.add_request(with_images(tokens, *places, output=rng.randint(1, 9)))
+        output = scheduler.schedule()
+        in_flight.append((output, answer(scheduler, output)))
+        seen += check(scheduler, output, kept_whole)
+        while len(in_flight) >= depth or (in_flight and not output.num_scheduled_tokens):
+            scheduler.update_from_output(*in_flight.popleft())
+        steps += 1
+        assert steps < 3000, "somebody is never served"
+    assert seen >= images > 30
+    assert scheduler.kv_cache_manager.usage == 0
