@@ -160,6 +160,32 @@ def test_one_hiccup_hardly_moves_it() -> None:
     assert fitted(fit).seconds(step) == pytest.approx(before.seconds(step), rel=0.02)
 
 
+@pytest.mark.parametrize("hiccup", [1e-5, 0.001, 5.0, 100.0])
+@pytest.mark.parametrize("number", [0, 1, 7, 15, 16])
+def test_neither_does_one_among_the_first(hiccup: float, number: int) -> None:
+    fit, rng = OnlineFit(), random.Random(6)
+    for index in range(200):
+        step = shape(rng)
+        fit.observe(step, hiccup if index == number else TRUE.seconds(step))
+    steps = [shape(rng) for _ in range(200)]
+    errors = sorted(abs(fitted(fit).seconds(step) / TRUE.seconds(step) - 1) for step in steps)
+    assert errors[100] < 0.05
+    assert errors[190] < 0.15
+
+
+def test_results_that_are_handed_on_late_harm_no_more_than_noise() -> None:
+    fit, rng = OnlineFit(), random.Random(5)
+    for index in range(2000):
+        step = shape(rng)
+        # Each that waits for the last leaves next to nothing to itself.
+        late = {0: 2.0, 1: 1e-3}.get(index % 25, 1.0)
+        fit.observe(step, TRUE.seconds(step) * late)
+    steps = [shape(rng) for _ in range(200)]
+    errors = sorted(abs(fitted(fit).seconds(step) / TRUE.seconds(step) - 1) for step in steps)
+    assert errors[100] < 0.06
+    assert errors[190] < 0.15
+
+
 def test_a_lasting_change_is_followed() -> None:
     fit = OnlineFit()
     feed(fit, TRUE, 1000)

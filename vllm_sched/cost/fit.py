@@ -4,7 +4,9 @@ For each kind of step (decode, prefill, both) the sums of a least-squares fit ar
 with its own forgetting, so that an hour of one kind does not wipe out what is known of the others.
 Errors count relative to the step's length, else the few longest steps would decide everything. A
 step that is off by more than is usual counts for less: a hiccup moves little, a lasting change is
-followed, because what is usual grows with it.
+followed, because what is usual grows with it. The first steps are weighed together, by the median
+of their kind: a result that is handed on late makes the gap to the next one next to nothing, which
+relative to its own length would outweigh thousands.
 
 What the steps cannot tell apart goes to the harmless side: with batches all alike, time goes to
 `decode_fixed_s` rather than to `decode_s`, and to a prompt or its tokens rather than to `mixed_s`.
@@ -17,6 +19,8 @@ floor is not fitted here: it bends the line, and the line is refitted where the 
 from __future__ import annotations
 
 import math
+import statistics
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final, Literal
@@ -102,6 +106,8 @@ class OnlineFit:
     def __init__(self, memory: float = MEMORY) -> None:
         self._memory = memory
         self._sums: dict[Kind, Sums] = {kind: Sums(len(PLACES[kind])) for kind in PLACES}
+        self._early: list[tuple[Kind, StepShape, float]] = []  # not in the sums yet
+        self._seen: Counter[Kind] = Counter()
         self._unsolved = 0
         self._model: StepTime | None = None
         # The usual error of the prediction, relative to the step.
@@ -111,12 +117,16 @@ class OnlineFit:
         """Take in one finished step."""
         if not 0 < seconds < math.inf or not (shape.prefill_tokens or shape.decodes):
             return
-        weight = self._weight(shape, seconds)
         kind = kind_of(shape)
-        self._sums[kind].add(row_of(kind, shape), seconds, weight, self._memory)
+        self._seen[kind] += 1
         self._unsolved += 1
-        if self._unsolved >= SOLVE_EVERY or (self._model is None and self._enough()):
+        if (model := self._model) is None:
+            self._early.append((kind, shape, seconds))
+        else:
+            self._add(kind, shape, seconds, self._weight(model, shape, seconds))
+        if self._unsolved >= SOLVE_EVERY or (model is None and self._enough()):
             self._unsolved = 0
+            self._take_early()
             if self._enough():
                 most = 1 / (1 - self._memory)
                 self._model = solve(self._sums, self.spread, most)
@@ -128,12 +138,25 @@ class OnlineFit:
 
     def seen(self, kind: Kind) -> int:
         """How many steps of a kind were taken in."""
-        return self._sums[kind].steps
+        return self._seen[kind]
 
-    def _weight(self, shape: StepShape, seconds: float) -> float:
-        if self._model is None:
-            return 1.0 / (seconds * seconds)
-        expected = self._model.seconds(shape)
+    def _add(self, kind: Kind, shape: StepShape, seconds: float, weight: float) -> None:
+        self._sums[kind].add(row_of(kind, shape), seconds, weight, self._memory)
+
+    def _take_early(self) -> None:
+        """Take in those that came before there was a model to judge them by."""
+        usual = {
+            kind: statistics.median([took for other, _, took in self._early if other == kind])
+            for kind in {kind for kind, _, _ in self._early}
+        }
+        for kind, shape, seconds in self._early:
+            # One alone of its kind is hardly shorter than others are.
+            larger = max(seconds, usual[kind], min(usual.values()))
+            self._add(kind, shape, seconds, 1.0 / (larger * larger))
+        self._early.clear()
+
+    def _weight(self, model: StepTime, shape: StepShape, seconds: float) -> float:
+        expected = model.seconds(shape)
         larger = max(expected, seconds)
         error = abs(seconds - expected) / larger
         usual = UNUSUAL * self.spread
@@ -142,7 +165,7 @@ class OnlineFit:
         return (1.0 if error <= usual else usual / error) / (larger * larger)
 
     def _enough(self) -> bool:
-        decode, prefill, mixed = (self._sums[kind].steps for kind in ("decode", "prefill", "mixed"))
+        decode, prefill, mixed = (self._seen[kind] for kind in ("decode", "prefill", "mixed"))
         return (
             decode + prefill + mixed >= ENOUGH_STEPS
             and decode + mixed >= ENOUGH_DECODES
