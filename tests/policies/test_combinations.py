@@ -420,6 +420,29 @@ def test_a_long_prompt_makes_room_for_shorts_as_soon_as_they_are_let_in() -> Non
     assert tokens["s0"] == 12
 
 
+@pytest.mark.parametrize(("lane", "enters"), [("urgent", True), (None, False), ("batch", False)])
+def test_nobody_urgent_waits_for_the_departures_of_others(lane: str | None, enters: bool) -> None:
+    deferred = {"departures": 4, "max_delay_ms": 500.0}
+    policies = {"lanes": {"reserve_slots": 0}, "deferred_prefill": deferred}
+    bench = Bench(policies, max_num_seqs=8)
+    for number in range(8):
+        bench.add(f"r{number}", 10, output=900 if number else 5)
+    bench.until(lambda: len(bench.running) == 8)
+    for number in range(6):
+        bench.add(f"n{number}", 10, lane="batch" if lane == "batch" else None)
+    _until_gone(bench, "r0")
+    bench.steps(2)
+    assert bench["deferred_prefill"].holding
+    bench.add("late", 10, lane=lane, output=5)
+    bench.step()
+    assert ("late" in bench.running) is enters
+    # For the others the hold goes on, and has the bound that it had.
+    assert bench["deferred_prefill"].holding
+    since = bench.now
+    bench.until(lambda: "n0" in bench.running)
+    assert 0.3 < bench.now - since <= 0.5
+
+
 def test_those_whom_lanes_hold_make_nobody_wait_for_departures() -> None:
     """Of those who may come too few wait to fill a batch."""
     deferred = {"departures": 4, "max_delay_ms": 1e6}

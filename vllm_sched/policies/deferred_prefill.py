@@ -12,7 +12,8 @@ the first case free slots are counted; in the second departures, and the room th
 typical requests held is enough, whoever left it. A hold ends at once when nothing runs and when
 fewer wait than would fill the batch. K falls in the second half of the longest hold, so every hold
 ends, and nobody is held for longer than that in all. Never held: requests that are mostly cached or
-whose KV comes from elsewhere, and preempted ones.
+whose KV comes from elsewhere, preempted ones, and where a policy has classes of service those of
+the first, who would wait for the sake of lesser ones.
 
 Gaps between tokens grow with K, since a batch of prompts is one long step. `itl_ms` caps K so that
 a batch of prompts of mean length keeps within it, and each batch by what its own prompts are
@@ -39,6 +40,7 @@ from vllm_sched.cost.step_time import StepShape
 from vllm_sched.cost.threshold import asymptotic, to_run, within_itl
 from vllm_sched.errors import UsageError
 from vllm_sched.policies.types import (
+    FIRST_CLASS,
     EngineFacts,
     Gate,
     LaneCount,
@@ -47,6 +49,7 @@ from vllm_sched.policies.types import (
     Settings,
     Step,
     StepResult,
+    one_class,
 )
 
 DEFERRABLE, DIRECT = "deferrable", "direct"
@@ -202,11 +205,16 @@ class DeferredPrefill(Policy):
         if lane != DEFERRABLE:
             return Gate.OPEN
         self._asked.add(head.request_id)
-        held = (self.holding or self._probing) and not self._fits(head)
-        if not held and self._in_time(head):
+        held = self._probing or (self.holding and not self._is_urgent(head))
+        if (not held or self._fits(head)) and self._in_time(head):
             return Gate.OPEN
         self._heads.setdefault(head.request_id, self._step.now)
         return Gate.CLOSED
+
+    def _is_urgent(self, head: RequestView) -> bool:
+        """Whether it is of the first of several classes of service; a probe's step is not long."""
+        class_of = self._step.class_of
+        return class_of is not one_class and class_of(head) <= FIRST_CLASS
 
     def _fits(self, head: RequestView) -> bool:
         """Whether the cache was full for another, of another policy's lane, and not for this."""

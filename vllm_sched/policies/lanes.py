@@ -34,6 +34,7 @@ from typing import ClassVar, Final
 from pydantic import Field
 
 from vllm_sched.policies.types import (
+    FIRST_CLASS,
     EngineFacts,
     Gate,
     LaneCount,
@@ -44,7 +45,7 @@ from vllm_sched.policies.types import (
 )
 
 URGENT, NORMAL, BATCH = LANES = ("urgent", "normal", "batch")
-PLACES: Final = {lane: float(place) for place, lane in enumerate(LANES)}
+PLACES: Final = {lane: FIRST_CLASS + place for place, lane in enumerate(LANES)}
 OVERDUE: Final = -1.0
 FIRST: Final = -2.0
 EMPTY: Final = LaneCount()

@@ -5,8 +5,8 @@ and whom one holds those after it do not, so bounds on waits add up at most; amo
 earlier policy's urgency counts before a later one's. In which order prompts are computed: by an
 earlier policy's rank, then a later one's. How much: the least budget and the least chunk, each
 policy seeing what earlier ones left. So `lanes` decides between classes, `long_prompt` between long
-and short within a class, `rotation` between prompts of a kind, and `chunk_budget` how much all of
-them get in a step.
+and short within a class, `deferred_prefill` when any but the urgent enter a full engine, `rotation`
+between prompts of a kind, and `chunk_budget` how much all of them get in a step.
 
 Policies that contradict each other are refused: `CONFLICTS` says which, and why.
 """

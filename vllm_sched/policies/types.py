@@ -26,7 +26,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cached_property
-from typing import ClassVar, Protocol
+from typing import ClassVar, Final, Protocol
 
 from pydantic import BaseModel, ConfigDict
 
@@ -82,9 +82,13 @@ def nobody() -> None:
     """Say that nobody could enter."""
 
 
+# The class of service of those who wait for no lesser one's sake.
+FIRST_CLASS: Final = 0.0
+
+
 def one_class(_: RequestView) -> float:
     """Say that all are of one class."""
-    return 0.0
+    return FIRST_CLASS
 
 
 @dataclass(slots=True)
@@ -117,7 +121,7 @@ class Step:
     # Counts anew who is `held` in each lane, unless it is known from the step before. When to: as
     # above.
     ask_gates: Callable[[], object] = nobody
-    # Which class of service a request is of, the first lowest, where a policy has classes.
+    # Which class of service a request is of, FIRST_CLASS lowest, where a policy has classes.
     class_of: Callable[[RequestView], float] = one_class
 
 
