@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 from pathlib import Path
 
 import pytest
@@ -145,6 +146,45 @@ def test_how_far_it_is_is_told_without_a_terminal_too(
     told = capsys.readouterr().err.splitlines()
     assert told
     assert all(re.search(r"\d virtual s, \d+ done, \d+ under way$", line) for line in told)
+
+
+def test_ctrl_c_shows_and_keeps_what_there_is(
+    fleet: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def press(_now: float, _sent: int, done: int) -> None:
+        if done and signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(simulate, "_in_lines", lambda: press)
+    save, trace = tmp_path / "out.json", tmp_path / "trace.json"
+    words = [*LOAD, "--num-requests", "9000", "--engine", "fluid"]
+    words += ["--save", str(save), "--trace", str(trace)]
+    assert main(["simulate", str(fleet), *words]) == 130
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    said = capsys.readouterr()
+    assert said.out.startswith("interrupted: this is what there is")
+    assert said.err == ""
+    kept = json.loads(save.read_text())
+    assert kept["completed"] > 0
+    assert kept["interrupted"] > 0
+    assert kept["completed"] + kept["interrupted"] < 9000
+    assert json.loads(trace.read_text())["traceEvents"]
+
+
+def test_ctrl_c_twice_ends_it(
+    fleet: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def press(*_: object) -> None:
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(simulate, "_in_lines", lambda: press)
+    words = [*LOAD, "--num-requests", "9000", "--engine", "fluid"]
+    assert main(["simulate", str(fleet), *words]) == 130
+    assert capsys.readouterr().err == "vllm-sched simulate: interrupted\n"
 
 
 def test_a_class_is_shown_as_it_is_called(

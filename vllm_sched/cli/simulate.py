@@ -5,10 +5,11 @@ from __future__ import annotations
 import argparse
 import gc
 import logging
+import signal
 import sys
 import time
 from collections.abc import Callable, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
@@ -25,6 +26,7 @@ from vllm_sched.bench.summary import table
 from vllm_sched.bench.traffic.schedule import MOST
 from vllm_sched.cli import fleet as fleet_file
 from vllm_sched.cli.bench import complain
+from vllm_sched.cli.exits import INTERRUPTED
 from vllm_sched.cli.load import (
     add_traffic,
     add_workload,
@@ -161,7 +163,10 @@ def run_simulate(args: argparse.Namespace) -> int:
     console = Console(markup=False)
     run = _run(args, config, models, schedule, console)
     result = as_result(run, args, config, schedule, targets)
-    require_some(result)
+    if run.played.interrupted:
+        console.print("interrupted: this is what there is", style="yellow")
+    else:
+        require_some(result)
     console.print(table(result.classes(), targets))
     _tell(console, result, run)
     keep(result, args, console)
@@ -176,6 +181,8 @@ def run_simulate(args: argparse.Namespace) -> int:
         with writing(args.trace):
             write(args.trace, run.fleet.engines, result.outcomes, run.played.duration)
         console.print(f"wrote {args.trace}: open it at ui.perfetto.dev", style="dim")
+    if run.played.interrupted:
+        return INTERRUPTED
     return int(any(each.error for each in result.outcomes))
 
 
@@ -240,11 +247,31 @@ def _run(
     gc.collect()
     gc.freeze()
     began, cpu = time.perf_counter(), time.process_time()
-    with watched(console, schedule) as told:
-        played = fleet.play(schedule, told)
+    with watched(console, schedule) as told, interruptible() as stopped:
+        played = fleet.play(schedule, told, stopped)
     wall_s, cpu_s = time.perf_counter() - began, time.process_time() - cpu
     gc.unfreeze()
     return Run(played, fleet, wall_s, cpu_s)
+
+
+@contextmanager
+def interruptible() -> Iterator[Callable[[], bool]]:
+    """Tell whether Ctrl-C came, so that a part of a run can be shown and kept; twice ends it."""
+    came = False
+
+    def interrupt(*_: object) -> None:
+        nonlocal came
+        came = True
+        signal.signal(signal.SIGINT, before)
+
+    before = signal.getsignal(signal.SIGINT)
+    with suppress(ValueError):  # not in the main thread
+        signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield lambda: came
+    finally:
+        with suppress(ValueError):
+            signal.signal(signal.SIGINT, before)
 
 
 def is_coarse(engine: str, schedule: Schedule) -> bool:

@@ -71,12 +71,13 @@ class Coarse(Outcome):
 
 @dataclass(frozen=True)
 class Played:
-    """A finished simulation."""
+    """A finished simulation, or the part of one until the user had enough."""
 
     outcomes: tuple[Outcome, ...]
     duration: float  # virtual, until the last answer ended
     cut: int  # requests cut to what the fleet holds
     facts: Mapping[str, Any] = field(default_factory=dict)
+    interrupted: bool = False
 
 
 class SimulatedFleet:
@@ -127,9 +128,15 @@ class SimulatedFleet:
         self._transfers: Counter[str] = Counter()
 
     def play(
-        self, schedule: Schedule, told: Callable[[float, int, int], None] | None = None
+        self,
+        schedule: Schedule,
+        told: Callable[[float, int, int], None] | None = None,
+        stopped: Callable[[], bool] | None = None,
     ) -> Played:
-        """Play a schedule to its end; `told` hears of time, requests sent and requests ended."""
+        """Play a schedule to its end, or until somebody has `stopped` it.
+
+        `told` hears of time, requests sent and requests ended.
+        """
         self._more = True
         if schedule.concurrency is None:
             self._open(iter(schedule))
@@ -144,7 +151,15 @@ class SimulatedFleet:
             if told is not None and not steps & 0x3FF:
                 sent = len(self._outcomes)
                 told(agenda.now, sent, sent - len(self._flights))
+            if stopped is not None and not steps & 0x3F and stopped():
+                return self._broken_off(agenda.now)
         return Played(tuple(self._outcomes), self._last, self._cut, self._facts())
+
+    def _broken_off(self, now: float) -> Played:
+        for flight in self._flights.values():
+            flight.outcome.interrupted = True
+        outcomes = tuple(self._outcomes)
+        return Played(outcomes, now, self._cut, self._facts(), interrupted=True)
 
     # Who comes when
 
