@@ -65,6 +65,7 @@ FLEETS: Mapping[str, Shape | Policies] = {
     "short/long": Shape(short=3, long=3, short_limit=4000, policy=BOTH),
     "prefill/decode": Shape(prefill=2, decode=4, policy=LONG_PROMPT),
 }
+FIGURES = ("lengths", "systems", "policies", "steps", "fleets", "deferred")  # to choose --only from
 REFERENCE_RATE = 5000 / 3600
 LOADS = (1, 3, 6, 9, 12, 15, 18)  # times that
 HUNDRED = 100
@@ -333,7 +334,7 @@ def _knee(points: Mapping[float, Sequence[float]]) -> float | None:
 
 
 def _named(figures: Figures) -> Iterator[tuple[str, Callable[[], None]]]:
-    for name in ("lengths", "systems", "policies", "steps", "fleets", "deferred"):
+    for name in FIGURES:
         yield name, getattr(figures, name)
 
 
@@ -341,7 +342,7 @@ def main() -> None:
     """Draw what was asked for."""
     parser = argparse.ArgumentParser(description="The pictures of docs/evaluation.md")
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--only", nargs="+", default=[])
+    parser.add_argument("--only", nargs="+", default=[], choices=FIGURES)
     parser.add_argument("--quick", action="store_true", help="a fifth of the requests")
     parser.add_argument("--engine", choices=("fluid", "exact"), default="fluid")
     args = parser.parse_args()

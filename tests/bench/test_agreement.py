@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.two_tools import Load, ours, theirs
 from tests.bench.fake_openai import FakeOpenAI, serving
-from tests.bench.tools import Load, ours, theirs
 
 pytest.importorskip("vllm")
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.bench.tools import Load, ours, theirs
+from benchmarks.two_tools import Load, ours, theirs
 from vllm_sched.workers.launch import Worker
 
 REQUESTS, RATE, PROMPT, OUTPUT = 40, 10.0, 200, 16

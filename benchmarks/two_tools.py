@@ -1,0 +1,219 @@
+"""Do `vllm bench serve` and `vllm-sched bench` say the same of a worker? Both, in turns.
+
+    python -m benchmarks.two_tools
+    python -m benchmarks.two_tools --concurrency 8 --rounds 8
+    python -m benchmarks.two_tools --rounds 4 --add out/tools.json    # more, later: once again
+
+One real worker of the tiny model on the CPU; the same sizes, rate, number of requests and targets,
+each tool in a process of its own. Of each figure the median of the rounds, and the least and the
+most that the tool had: what lies within that is not told apart. Texts and times are other draws
+in every round, so that no prefix cache has them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import statistics
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Final
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from vllm_sched.errors import VllmSchedError
+from vllm_sched.workers import launch
+from vllm_sched.workers.tiny_model import tiny_model
+
+# `vllm bench serve`, under whichever name vLLM is installed.
+THEIRS: Final = """
+from vllm.benchmarks.serve import add_cli_args, main
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+parser = FlexibleArgumentParser()
+add_cli_args(parser)
+main(parser.parse_args())
+"""
+GOODPUT: Final = ("--goodput", "ttft:5000", "e2el:5000")
+MODEL: Final = "tiny"
+FLAGS: Final = (
+    "--max-model-len", "16384", "--max-num-batched-tokens", "512", "--max-num-seqs", "64",
+    "--served-model-name", MODEL,
+)  # fmt: skip
+EXACTLY: Final = ("completed", "failed", "total_output_tokens")
+RATES: Final = (
+    "total_input_tokens", "duration", "request_throughput", "request_goodput",
+    "output_throughput", "total_token_throughput",
+)  # fmt: skip
+LATENCIES: Final = tuple(
+    f"{kind}_{measure}_ms"
+    for measure in ("ttft", "tpot", "itl", "e2el")
+    for kind in ("mean", "median", "p99")
+)
+Rounds = dict[str, list[dict[str, float]]]  # by tool
+
+
+@dataclass(frozen=True)
+class Load:
+    """What is asked of whom."""
+
+    url: str
+    model: str
+    requests: int
+    rate: float
+    prompt: int
+    output: int
+    concurrency: int | None = None  # a closed loop, in place of the rate
+
+
+async def run(*command: str) -> None:
+    """Run a command to its end, which has to be a good one."""
+    process = await asyncio.create_subprocess_exec(
+        *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT
+    )
+    out, _ = await process.communicate()
+    if process.returncode:
+        raise VllmSchedError(f"{command[2]}: {out.decode()[-3000:]}")
+
+
+async def theirs(load: Load, folder: Path, *, seed: int = 0) -> dict[str, Any]:
+    """Measure with vLLM's."""
+    closed = () if load.concurrency is None else ("--max-concurrency", str(load.concurrency))
+    await run(
+        sys.executable, "-c", THEIRS,
+        "--base-url", load.url, "--backend", "openai", "--endpoint", "/v1/completions",
+        "--model", load.model, "--tokenizer", str(tiny_model()), "--dataset-name", "random",
+        "--random-input-len", str(load.prompt), "--random-output-len", str(load.output),
+        "--num-prompts", str(load.requests), "--ignore-eos", "--temperature", "0",
+        "--request-rate", "inf" if closed else str(load.rate), *closed, "--seed", str(seed),
+        "--percentile-metrics", "ttft,tpot,itl,e2el", *GOODPUT,
+        "--save-result", "--save-detailed", "--result-dir", str(folder),
+        "--result-filename", "theirs.json", "--disable-tqdm",
+    )  # fmt: skip
+    return dict(json.loads((folder / "theirs.json").read_text()))
+
+
+async def ours(load: Load, folder: Path, *, seed: int = 0) -> dict[str, Any]:
+    """Measure with ours."""
+    closed = load.concurrency is not None
+    await run(
+        sys.executable, "-m", "vllm_sched.cli.main", "bench", "--url", load.url,
+        "--model", load.model, "--workload", f"{load.prompt}x{load.output}",
+        "--num-requests", str(load.requests), *GOODPUT,
+        "--concurrency" if closed else "--request-rate",
+        str(load.concurrency if closed else load.rate),
+        "--seed", str(seed), "--save", str(folder / "ours.json"),
+    )  # fmt: skip
+    return dict(json.loads((folder / "ours.json").read_text()))
+
+
+TOOLS: Final = {"ours": ours, "theirs": theirs}
+
+
+async def one_round(load: Load, number: int, folder: Path) -> dict[str, dict[str, float]]:
+    """Measure with both; who begins changes with every round."""
+    found = {}
+    for name in sorted(TOOLS, reverse=bool(number % 2)):
+        said = await TOOLS[name](load, folder, seed=number)
+        found[name] = {key: said[key] for key in (*EXACTLY, *RATES, *LATENCIES)}
+    return found
+
+
+@dataclass(frozen=True)
+class Figure:
+    """What both tools made of one thing, in every round."""
+
+    key: str
+    ours: Sequence[float]
+    theirs: Sequence[float]
+
+    @property
+    def ratio(self) -> float:
+        """Ours in terms of theirs, by medians."""
+        theirs = statistics.median(self.theirs)
+        return statistics.median(self.ours) / theirs if theirs else float("nan")
+
+    @property
+    def apart(self) -> bool:
+        """Whether the tools differ by more than either does from itself."""
+        if self.key in EXACTLY:
+            return {*self.ours} != {*self.theirs}
+        gap = abs(statistics.median(self.ours) - statistics.median(self.theirs))
+        return gap > max(max(each) - min(each) for each in (self.ours, self.theirs))
+
+
+def figures(rounds: Rounds) -> list[Figure]:
+    """Put together what the tools said."""
+    return [
+        Figure(key, *([each[key] for each in rounds[name]] for name in TOOLS))
+        for key in (*EXACTLY, *RATES, *LATENCIES)
+    ]
+
+
+def table(found: Sequence[Figure]) -> Table:
+    """Lay it out: medians, with the least and the most in brackets."""
+    layout = Table(box=box.MARKDOWN)
+    layout.add_column("")
+    for title in ("ours", "theirs", "ours / theirs", "told apart"):
+        layout.add_column(title, justify="right")
+    for each in found:
+        sides = (
+            f"{statistics.median(side):,.4g} ({min(side):,.4g} to {max(side):,.4g})"
+            for side in (each.ours, each.theirs)
+        )
+        layout.add_row(each.key, *sides, f"{each.ratio:.3f}", "yes" if each.apart else "no")
+    return layout
+
+
+def added(path: Path, load: Load) -> Rounds:
+    """Read the rounds of an earlier run of the same load; none where there was none."""
+    if not path.exists():
+        return {name: [] for name in TOOLS}
+    known: Mapping[str, Any] = json.loads(path.read_text())
+    if known["load"] != asdict(replace(load, url="")):
+        raise SystemExit(f"{path}: is of another load: {known['load']}")
+    return dict(known["rounds"])
+
+
+def main() -> int:
+    """Measure and print; 1 where the tools are told apart."""
+    parser = argparse.ArgumentParser(prog="two_tools", description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--num-requests", type=int, default=100)
+    parser.add_argument("--request-rate", type=float, default=10.0)
+    parser.add_argument("--concurrency", type=int, help="a closed loop instead")
+    parser.add_argument("--prompt", type=int, default=200, help="tokens")
+    parser.add_argument("--output", type=int, default=32, help="tokens")
+    parser.add_argument("--add", type=Path, metavar="FILE.json", help="add to the rounds there")
+    given = parser.parse_args()
+    load = Load(
+        "", MODEL, given.num_requests, given.request_rate, given.prompt, given.output,
+        given.concurrency,
+    )  # fmt: skip
+    rounds = added(given.add, load) if given.add else {name: [] for name in TOOLS}
+    first = len(rounds["ours"])
+    with (
+        tempfile.TemporaryDirectory() as name,
+        launch.worker(model=str(tiny_model()), flags=FLAGS, name="w0") as worker,
+    ):
+        here, folder = replace(load, url=worker.url), Path(name)
+        asyncio.run(ours(replace(here, requests=20), folder, seed=-1))  # a worker's first are slow
+        for number in range(first, first + given.rounds):
+            for tool, said in asyncio.run(one_round(here, number, folder)).items():
+                rounds[tool].append(said)
+            if given.add:
+                given.add.write_text(json.dumps({"load": asdict(load), "rounds": rounds}) + "\n")
+    compared = figures(rounds)
+    Console(width=120).print(table(compared))
+    apart = [each.key for each in compared if each.apart]
+    print(f"{len(rounds['ours'])} rounds; told apart: {', '.join(apart) or 'nothing'}")
+    return int(bool(apart))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
