@@ -80,7 +80,7 @@ class AdminState(Protocol):
     def remove_worker(self, name: str) -> None:
         """Take out a worker that is there; its requests in flight finish."""
 
-    def reload(self) -> list[str]:
+    async def reload(self) -> list[str]:
         """Read the fleet file again; return what will change only with the next start.
 
         Raises `ProxyError` if it can't be used, and then nothing has changed.
@@ -209,7 +209,7 @@ def config_routes(state: AdminState) -> APIRouter:
     @api.post("/reload", summary="Read the fleet file again")
     async def reload() -> Reloaded:
         """Take what it says, unless anything is wrong in it. Requests in flight are not touched."""
-        late = state.reload()
+        late = await state.reload()
         return Reloaded(
             workers=tuple(worker.name for worker in state.router.fleet), needs_restart=tuple(late)
         )

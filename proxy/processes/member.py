@@ -9,6 +9,7 @@ import socket
 import time
 from collections.abc import Coroutine, Mapping
 from contextlib import suppress
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -122,7 +123,7 @@ class Member:
                 for response in responses:
                     self.app.router.recall(*response)
             case Reload():
-                self._reload()
+                self._soon(self._reload(), vital=False)
             case Reloaded(config, keys):
                 try:
                     self.app.take(config, keys)
@@ -133,7 +134,7 @@ class Member:
             case Stop():
                 self._soon(self._stop())
             case Ask(number, "page"):
-                self._soon(self._tell_page(number))
+                self._soon(self._tell_page(number), vital=False)
             case Ask(number, what, given):
                 self._channel.say(Answer(number, self._answer(what, given)))
             case Answer(number, found):
@@ -256,9 +257,9 @@ class Member:
                 with suppress(TimeoutError):
                     await asyncio.wait_for(self._queues.came.wait(), IDLE_S)
 
-    def _reload(self) -> None:
+    async def _reload(self) -> None:
         try:
-            self.app.reload()
+            await self.app.reload()
         except ProxyError as error:
             logger.error("the fleet file was not taken:\n%s", error)
 
@@ -270,15 +271,19 @@ class Member:
         await self.app.stop()
         self.ended.set()
 
-    def _soon(self, work: Coroutine[Any, Any, None]) -> None:
+    def _soon(self, work: Coroutine[Any, Any, None], *, vital: bool = True) -> None:
+        """Do something beside all else; if it is not vital, this process outlives its failure."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
-        task.add_done_callback(self._done)
+        task.add_done_callback(partial(self._done, vital=vital))
 
-    def _done(self, task: asyncio.Task[None]) -> None:
+    def _done(self, task: asyncio.Task[None], *, vital: bool = True) -> None:
         self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            logger.error("this process ends: %s", error, exc_info=error)
+        if task.cancelled() or (error := task.exception()) is None:
+            return
+        what = "ends" if vital else "goes on"
+        logger.error("this process %s: %s", what, error, exc_info=error)
+        if vital:
             self.failed = True
             self.ended.set()
 

@@ -35,7 +35,7 @@ class Service(Protocol):
     async def stop(self) -> None:
         """Stop now."""
 
-    def reload(self) -> object:
+    async def reload(self) -> object:
         """Read the fleet file again."""
 
 
@@ -51,7 +51,14 @@ async def serve_until_told(service: Service, on_ready: Callable[[], None]) -> in
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, partial(leave, number))
-    loop.add_signal_handler(signal.SIGHUP, partial(_reload, service))
+    reloads: set[asyncio.Task[None]] = set()  # or nobody would keep them
+
+    def reload() -> None:
+        task = loop.create_task(_reload(service))
+        reloads.add(task)
+        task.add_done_callback(reloads.discard)
+
+    loop.add_signal_handler(signal.SIGHUP, reload)
     leaving = asyncio.ensure_future(first.wait())
     if await _before(asyncio.ensure_future(service.start()), leaving):
         on_ready()
@@ -81,8 +88,10 @@ async def _before(work: asyncio.Future[None], end: asyncio.Future[Any]) -> bool:
     return False
 
 
-def _reload(service: Service) -> None:
+async def _reload(service: Service) -> None:
     try:
-        service.reload()
+        await service.reload()
     except ProxyError as error:
         logger.error("the fleet file was not taken:\n%s", error)
+    except Exception:
+        logger.exception("the fleet file was not taken")

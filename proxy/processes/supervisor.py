@@ -172,10 +172,10 @@ class Supervisor:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._ports.let_go()
 
-    def reload(self) -> None:
+    async def reload(self) -> None:
         """Have the fleet file read again, if there is nothing wrong with it that we can tell."""
         if self._source is not None:
-            self._read(self._source)
+            await asyncio.to_thread(self._read, self._source)
         if self._leader is not None:
             self._leader.channel.say(Reload())
         else:

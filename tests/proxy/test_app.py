@@ -12,12 +12,13 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
+from threading import Event
 
 import aiohttp
 import pytest
 
 from proxy.app import App, allow_connections, serve
-from proxy.config import FleetConfig, WorkerConfig, load
+from proxy.config import FleetConfig, WorkerConfig, load, parse
 from proxy.control.keys import Keys
 from proxy.core.handover import Why
 from proxy.errors import ConfigError, Problem, ProxyError
@@ -103,7 +104,7 @@ async def test_a_reload_takes_a_worker_out_and_leaves_its_request_alone(
     asked = [asyncio.create_task(ask(app, chat())) for _ in range(2)]
     await asyncio.gather(*(each.got() for each in fakes))
     written(tmp_path / "fleet.yaml", fakes[1])
-    assert app.reload() == []
+    assert await app.reload() == []
     assert [worker.name for worker in app.fleet] == ["b"]
     opening.set()
     assert await asyncio.gather(*asked) == [200, 200]
@@ -119,7 +120,7 @@ async def test_a_reload_before_it_serves_is_as_any_other(
     source = written(tmp_path / "fleet.yaml", fakes[0])
     begun = App(load(source), source)
     written(tmp_path / "fleet.yaml", *fakes)
-    begun.reload()
+    await begun.reload()
     assert [worker.name for worker in begun.fleet] == ["a", "b"]
 
 
@@ -128,7 +129,7 @@ async def test_a_reload_with_a_mistake_changes_nothing(
 ) -> None:
     written(tmp_path / "fleet.yaml", fakes[0], more="routing: {policy: fastest}\n")
     with pytest.raises(ConfigError, match=r"routing\.policy"):
-        app.reload()
+        await app.reload()
     assert [worker.name for worker in app.fleet] == ["a", "b"]
     assert app.config.routing.policy == "adaptive"
 
@@ -141,14 +142,43 @@ async def test_a_reload_is_read_as_the_file_was_at_first(app: App, tmp_path: Pat
 
     another = App(app.config, tmp_path / "fleet.yaml", read=read)
     with pytest.raises(ConfigError, match=r"launch\.policies"):
-        another.reload()
+        await another.reload()
     assert [worker.name for worker in another.fleet] == ["a", "b"]
+
+
+async def test_while_a_file_is_read_again_the_router_serves(
+    fakes: list[FakeWorker], tmp_path: Path
+) -> None:
+    """And of two reloads the one that was asked for last has the last word."""
+    source, began, going_on = written(tmp_path / "fleet.yaml", *fakes), Event(), Event()
+    readings: list[str] = []
+
+    def read(path: Path) -> FleetConfig:
+        readings.append(path.read_text())
+        began.set()
+        assert going_on.wait(DEADLINE_S)
+        return parse(readings[-1], str(path))
+
+    app = App(load(source), source, read=read)
+    await app.start()
+    await ready(app, "a", "b")
+    first = asyncio.create_task(app.reload())
+    await asyncio.to_thread(began.wait, DEADLINE_S)
+    written(source, fakes[1])
+    second = asyncio.create_task(app.reload())
+    assert await ask(app, chat()) == 200
+    assert not first.done()
+    assert len(readings) == 1
+    going_on.set()
+    await asyncio.gather(first, second)
+    assert [worker.name for worker in app.fleet] == ["b"]
+    await app.stop()
 
 
 async def test_a_reload_says_what_takes_a_restart(app: App, tmp_path: Path) -> None:
     source = tmp_path / "fleet.yaml"
     source.write_text(source.read_text().replace("{port: 0, admin", "{port: 9, admin"))
-    assert app.reload() == ["router.port"]
+    assert await app.reload() == ["router.port"]
 
 
 async def test_keys_that_the_file_only_names_are_in_no_log(
@@ -170,7 +200,7 @@ async def test_keys_that_the_file_only_names_are_in_no_log(
     assert said(app).endswith(b" *** ***")
     file.write_text("another-of-the-pool")
     monkeypatch.setenv("THE_KEY", "of-the-operator-2")
-    app.reload()
+    await app.reload()
     assert said(app).endswith(b" *** ***")
 
 
@@ -193,11 +223,11 @@ async def test_what_takes_a_restart_is_judged_by_what_runs(app: App, tmp_path: P
     source = tmp_path / "fleet.yaml"
     good = source.read_text()
     source.write_text(good.replace("{port: 0, admin", "{port: 9, admin"))
-    assert [app.reload(), app.reload()] == [["router.port"]] * 2
+    assert [await app.reload(), await app.reload()] == [["router.port"]] * 2
     source.write_text(good)
-    assert app.reload() == []
+    assert await app.reload() == []
     source.write_text(good.replace("'}", "', launch: {}}", 1))
-    assert app.reload() == ["workers[0].launch"]
+    assert await app.reload() == ["workers[0].launch"]
 
 
 async def test_a_worker_that_was_started_here_is_named_when_it_is_taken_out(
@@ -208,7 +238,7 @@ async def test_a_worker_that_was_started_here_is_named_when_it_is_taken_out(
     source.write_text(good.replace("'}", "', launch: {}}", 1))
     begun = App(load(source), source)
     source.write_text("".join(line for line in good.splitlines(True) if "name: a," not in line))
-    assert begun.reload() == ["workers: a, if `up` started it, still runs"]
+    assert await begun.reload() == ["workers: a, if `up` started it, still runs"]
 
 
 async def test_a_process_that_does_not_lead_says_what_it_served_whole_too(
@@ -241,7 +271,7 @@ def test_as_many_files_as_the_system_allows() -> None:
 async def test_what_was_not_read_from_a_file_is_not_read_again(app: App) -> None:
     app.source = None
     with pytest.raises(ProxyError, match="not started from a file"):
-        app.reload()
+        await app.reload()
 
 
 @pytest.mark.parametrize("which", ["clients'", "operators'"])
@@ -413,7 +443,7 @@ async def test_a_fleet_of_two_sides_is_connected_then_hands_over(
         assert (entry.prefill_worker, entry.worker) == ("a", "b")
         await eventually(lambda: [shown.model for shown in app.balance.shown()] == ["tiny"])
         written_pair(source, fakes, "lmcache")
-        assert app.reload() == ["transfer"]
+        assert await app.reload() == ["transfer"]
         assert app.wire.connector is not None
         assert app.wire.connector.name == "nixl"
     finally:

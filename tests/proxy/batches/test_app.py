@@ -65,7 +65,7 @@ async def test_a_new_router_goes_on_where_the_last_one_stopped(tmp_path: Path) -
     assert len(results) == 10
     assert len({line.split('"custom_id":')[1].split(",")[0] for line in results}) == 10
     fleet(source, fake.url, f"{{path: {tmp_path / 'elsewhere'}, max_lines: 7}}")
-    assert second.reload() == ["router.batches.path"]
+    assert await second.reload() == ["router.batches.path"]
     assert second.batches is not None
     assert second.batches.lane.settings.max_lines == 7
     await second.stop()

@@ -68,7 +68,7 @@ class State:
         """Take it out."""
         self.router.fleet.remove(name)
 
-    def reload(self) -> list[str]:
+    async def reload(self) -> list[str]:
         """Pretend to read the file again."""
         self.reloads += 1
         if self.fault is not None:

@@ -126,11 +126,11 @@ async def test_a_running_router_asks_for_it_and_takes_a_new_one(tmp_path: Path) 
 
     assert [await status(KEY), await status("none")] == [200, 401]
     file.write_text("a-new-key-of-many-letters")
-    assert app.reload() == []
+    assert await app.reload() == []
     assert [await status(KEY), await status("a-new-key-of-many-letters")] == [401, 200]
     file.write_text("short")
     with pytest.raises(ConfigError):
-        app.reload()
+        await app.reload()
     assert await status("a-new-key-of-many-letters") == 200
     await app.stop()
 

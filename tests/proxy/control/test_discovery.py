@@ -390,7 +390,7 @@ async def test_two_routers_find_keep_and_lose_real_workers(
                 await app.start()
             await until(lambda: all(live(app) == ["s-1", "s-2"] for app in apps))
             for app in apps:  # a reload keeps them, probes and all
-                app.reload()
+                await app.reload()
                 assert live(app) == ["s-1", "s-2"]
             # Down, then up again with nothing in its store: nobody is lost.
             api.status = 503, "restarting"

@@ -166,10 +166,10 @@ async def test_a_router_that_listens_everywhere_keeps_its_tenants(tmp_path: Path
     app = App(parse(file.read_text(), str(file)), file)
     write([], host="127.0.0.1")  # which it would listen on after a restart
     with pytest.raises(ConfigError, match="until it is restarted"):
-        app.reload()
+        await app.reload()
     assert not app.router.tenants.open
     write([], host="0.0.0.0", allow_anonymous=True)  # noqa: S104
-    app.reload()
+    await app.reload()
     assert app.router.tenants.open
     await app.stop()
 
@@ -192,15 +192,15 @@ async def test_a_reload_takes_other_tenants_and_a_bad_one_changes_nothing(tmp_pa
     found = tenants.of_key(KEYS[0].encode())
     assert found is not None
     keys.write_text(KEYS[1])
-    app.reload()
+    await app.reload()
     assert tenants.of_key(KEYS[0].encode()) is None
     assert tenants.of_key(KEYS[1].encode()) is found
     keys.write_text("short")
     with pytest.raises(ConfigError):
-        app.reload()
+        await app.reload()
     assert tenants.of_key(KEYS[1].encode()) is found
     keys.write_text(KEYS[2])
     write()
-    app.reload()
+    await app.reload()
     assert tenants.open
     await app.stop()

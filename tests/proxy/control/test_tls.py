@@ -234,7 +234,7 @@ async def test_a_whole_router_with_tls_everywhere(
     assert capsys.readouterr().out.startswith("a: ")
     old = port.cert_file.read_bytes()
     authority.issue("router")
-    assert app.reload() == []
+    assert await app.reload() == []
     connector = aiohttp.TCPConnector(ssl=authority.client())
     async with (
         aiohttp.ClientSession(connector=connector) as session,
@@ -243,7 +243,7 @@ async def test_a_whole_router_with_tls_everywhere(
         assert answer.status == 200
     port.key_file.write_bytes(old)
     with pytest.raises(ConfigError, match=r"router\.tls\.key_file"):
-        app.reload()
+        await app.reload()
     await app.stop()
     await fake.stop()
 
@@ -322,7 +322,7 @@ async def test_certificates_and_the_operators_key_may_move(moving: Moving) -> No
     assert [await moving.asked(place) for place in ("first", "second")] == [200, 401]
     moving.write("second")
     moving.forget("first")
-    assert app.reload() == []
+    assert await app.reload() == []
     for url in (app.url, app.admin_url):
         assert await moving.shows(url) == moving.number("second")
     assert [await moving.asked(place) for place in ("first", "second")] == [401, 200]
@@ -335,7 +335,7 @@ async def test_what_only_a_start_takes_away_is_no_half_a_reload(
     before = moving.number("first")
     moving.write("second", tls=False, workers="b")
     moving.forget("first")
-    assert moving.app.reload() == ["router.tls", "router.admin"]
+    assert await moving.app.reload() == ["router.tls", "router.admin"]
     assert "what was shown before stays" in caplog.text
     assert [worker.name for worker in moving.app.fleet] == ["b"]
     assert await moving.shows(moving.app.url) == before
@@ -347,8 +347,8 @@ async def test_another_process_begins_as_the_others_are(moving: Moving) -> None:
     first = moving.app.config
     moving.write("second", workers="b")
     moving.forget("first")
-    moving.app.reload()
+    await moving.app.reload()
     another = App(moving.app.config, moving.source, started_with=first)
     assert [worker.name for worker in another.fleet] == ["b"]
     assert another.wire.tls is not None
-    assert another.reload() == []
+    assert await another.reload() == []
