@@ -67,10 +67,6 @@ class Page:
         lines.append("")
         yield "\n".join(lines).encode()
 
-    def finish(self) -> tuple[bytes, str]:
-        """Return the page and its content type."""
-        return b"".join(self.slices()), self.kind
-
     def _histogram(self, name: str, own: str, histogram: Histogram, lines: list[str]) -> None:
         start = f'{name}_bucket{{{own}{"," if own else ""}le="'
         first, counts = len(lines), histogram.cumulative()

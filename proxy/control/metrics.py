@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from proxy.control.batch_counts import BatchCounts
@@ -235,24 +235,13 @@ class Metrics:
         known.add(model)
         return model
 
-    def render(self, openmetrics: bool = False) -> tuple[bytes, str]:
-        """Write the page for a scrape at once; returns it with its content type."""
-        page = Page(openmetrics=openmetrics)
-        return b"".join(self._slices(page)), page.kind
-
     async def page(self, openmetrics: bool = False) -> tuple[bytes, str]:
-        """Write it in slices, between which streams go on."""
+        """Write the page for a scrape in slices, between which streams go on; say its type, too."""
         page, pieces = Page(openmetrics=openmetrics), []
-        for piece in self._slices(page):
+        for piece in slices(self, page):
             pieces.append(piece)
             await asyncio.sleep(0)
         return b"".join(pieces), page.kind
-
-    def _slices(self, page: Page) -> Iterator[bytes]:
-        # New ones first: to make room for them may drop what is shown.
-        for model in {model for model, _ in self.router.decisions}:
-            self.model_label(model)
-        return slices(self, page)
 
     def _series(self, key: RequestKey) -> Series:
         """Find or make a series, with names that a client made up folded into `other`."""

@@ -236,6 +236,9 @@ def _requests(page: Page, metrics: Metrics) -> Iterator[None]:
 
 
 def _counts(page: Page, metrics: Metrics) -> None:
+    # New ones first: to make room for them may drop what is shown.
+    for model in {model for model, _ in metrics.router.decisions}:
+        metrics.model_label(model)
     page.values(RETRIES, metrics.retries.items())
     decisions: Counter[tuple[str, str]] = Counter()
     for (model, reason), count in metrics.router.decisions.items():

@@ -269,8 +269,10 @@ def _completion(extent: Extent, body: dict[str, JSON]) -> None:
         return
     # Each is a prompt, beside those that are text or token ids.
     blobs = embedded if type(embedded) is list else [embedded]
-    prompts: list[JSON] = [{"type": EMBEDDED, "data": each} for each in _some(extent, blobs)]
-    unseen = len(blobs) - len(prompts)
+    seen = blobs[: extent.looks]  # which `_many` counts
+    prompts: list[JSON] = [{"type": EMBEDDED, "data": each} for each in seen]
+    if unseen := len(blobs) - len(seen):
+        _guess(extent, blobs[len(seen) :])
     if type(prompt) is list and prompt and type(prompt[0]) is not int:
         prompts += prompt
     elif prompt is not None:

@@ -152,8 +152,8 @@ class Ledger:
     def enter(self, now: float, tokens: int, prompt: int) -> Breach | None:
         """Let a request in, or say which limit keeps it out; then nothing was taken.
 
-        `prompt` is the least that its largest prompt may have. One that is too long takes a
-        request, for it was read.
+        But for a prompt that is too long: it takes a request, for it was read. `prompt` is the
+        least that the largest one may have.
         """
         if (breach := self.too_long(prompt)) is not None:
             self.was_read(now)

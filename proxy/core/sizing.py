@@ -6,7 +6,7 @@ learnt too, for clients that state no limit, which most chat clients do not.
 
 Cost: see there. How it fails: languages and code mixed under one model widen the band, and then
 more requests near a boundary are counted by a worker; until the first answers come, the band is
-half of the estimate.
+half of the estimate, and of a short text the 128 tokens that its template may add.
 """
 
 from __future__ import annotations

@@ -34,6 +34,8 @@ ADDED = frozenset(
         "process_virtual_memory_bytes",
     ]
 )
+# Told in a label, and each process may be about to hear of another: one of them is shown.
+LEADERS = frozenset(["proxy_worker_breaker_state"])
 # Counters that are no process's own: workers tell them, to everybody; or processes one another.
 ALIKE = frozenset(["proxy_transfer_bytes_total", "proxy_breaker_openings_total"])
 
@@ -78,6 +80,8 @@ def add_up(pages: Iterable[Page]) -> Page:
     total: Page = {}
     for page in pages:
         for name, family in page.items():
+            if name in LEADERS and name in total:
+                continue
             found = total.setdefault(name, Family(family.kind, family.help))
             adds = family.kind != "gauge" or name in ADDED
             for series, value in family.series.items():

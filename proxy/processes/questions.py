@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-ANSWER_S = 2.0  # that a question may take
+ANSWER_S = 4.0  # that a question may take: a page of a thousand workers is written in slices
 
 
 @dataclass(slots=True)

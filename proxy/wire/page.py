@@ -39,9 +39,12 @@ class PageVisit:
     def _answer(self, found: Found) -> None:
         if found.cancelled():
             return
+        error = found.exception()
+        if self not in self._wire.visits:  # its client left after the page was written
+            return
         self._wire.visit_over(self)
         keep_alive = self._request.head.keep_alive and not self._wire.draining
-        if error := found.exception():
+        if error:
             logger.warning("no metrics: %s", repr(error))
             refusal = Refusal(503, Reason.NO_WORKER, "not all processes answer", retry_after_s=1.0)
             self._client.write(refuse(refusal, self._request, keep_alive=keep_alive))

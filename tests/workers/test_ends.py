@@ -138,6 +138,10 @@ DRAFT = "--speculative-config"
          ["--spec-method=eagle3", "--spec-model=org/e", "--spec-tokens=4"], []),
         (["-sc.method=deepseek_mtp", "-sc.model=org/m"], ["--spec-method", "mtp"], []),
         (["-sc.model=org/small"], [], [DRAFT]),
+        (["-sc.model=org/small"], ["-sc.model=org/small", "--spec-method=draft_model"], []),
+        (["-sc.model=org/m"], [], [DRAFT]),  # the model itself, as a whole one
+        (["-sc.model=org/m"], ["-sc.model=org/m", "--spec-method=draft_model"], []),
+        (["-sc.model=org/m"], ["--spec-method=mtp"], [DRAFT]),
         (["--spec-method=ngram", "-sc.prompt_lookup_max=4"], [], []),
         (["-sc.model=ngram"], ["--spec-method=suffix"], []),
         ([DRAFT, "{}"], [], []),

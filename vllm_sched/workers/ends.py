@@ -55,6 +55,7 @@ LORA = "--lora-modules"  # adapters: a name, and weights that a prompt is comput
 DRAFT = "--speculative-config"
 DRAFT_KEYS: Mapping[str, str] = {"--spec-method": "method", "--spec-model": "model"}
 DRAFTER = ("method", "model", "revision", "code_revision", "parallel_drafting", "kv_cache_dtype")
+DRAFT_MODEL = "draft_model"  # a whole model drafts: what vLLM takes one for that is named alone
 NO_LAYERS = frozenset(
     ["ngram", "[ngram]", "ngram_gpu", "suffix", "medusa", "mlp_speculator", "custom_class"]
 )
@@ -144,7 +145,9 @@ def _drafter(args: Sequence[str], model: str) -> str:
         return ""
     if str(found.get("method")).endswith("_mtp"):  # older names, by the model's family
         found["method"] = "mtp"
-    if found.get("model") == model:  # where nobody says
+    if "model" in found and found.get("method") == DRAFT_MODEL:  # where nobody says how
+        del found["method"]
+    if found.get("model") == model and "method" in found:  # where nobody says which
         del found["model"]
     return json.dumps(found, sort_keys=True) if found else ""
 

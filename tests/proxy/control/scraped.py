@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Protocol
 
 from proxy.control.exposition import Page
+from proxy.control.metrics import Metrics
+from proxy.control.scrape import slices
 
 
 class Counts(Protocol):
@@ -14,10 +16,20 @@ class Counts(Protocol):
         """Write all of it."""
 
 
+def written(page: Page) -> str:
+    """Write a page at one go."""
+    return b"".join(page.slices()).decode()
+
+
+def scraped(metrics: Metrics, *, openmetrics: bool = False) -> str:
+    """Write what a scrape shows, at one go."""
+    return b"".join(slices(metrics, Page(openmetrics=openmetrics))).decode()
+
+
 def shown(counts: Counts) -> dict[str, float]:
     """Return every sample of a scrape."""
     page = Page(openmetrics=False)
     counts.show(page)
-    lines = page.finish()[0].decode().splitlines()
+    lines = written(page).splitlines()
     samples = (line.rpartition(" ") for line in lines if line and line[0] != "#")
     return {name: float(value) for name, _, value in samples}

@@ -25,6 +25,7 @@ from proxy.core.router import Router, RouterSettings
 from proxy.core.tenants import Rank
 from proxy.core.types import Ask, Reason, Role
 from tests.prometheus.tools import promtool
+from tests.proxy.control.scraped import scraped
 
 CHAT = "chat/completions"
 
@@ -65,9 +66,8 @@ def done(metrics: Metrics, **more: object) -> None:
 
 def families(metrics: Metrics, *, openmetrics: bool = False) -> dict[str, Metric]:
     """Scrape, and parse."""
-    text, _ = metrics.render(openmetrics)
     read = read_openmetrics if openmetrics else read_text
-    found: Iterable[Metric] = read(text.decode())
+    found: Iterable[Metric] = read(scraped(metrics, openmetrics=openmetrics))
     return {family.name: family for family in found}
 
 
@@ -499,9 +499,9 @@ def test_every_family_is_there_in_both_formats(
 
 def test_prometheus_itself_has_no_complaint(metrics: Metrics, router: Router) -> None:
     full(metrics, router)
-    page, _ = metrics.render()
-    assert b"\n\n" not in page
-    checked = promtool("check", "metrics", text=page.decode())
+    page = scraped(metrics)
+    assert "\n\n" not in page
+    checked = promtool("check", "metrics", text=page)
     assert (checked.returncode, checked.stdout, checked.stderr) == (0, "", "")
 
 

@@ -12,6 +12,7 @@ import pytest
 
 from proxy.assembly import App
 from proxy.config import load
+from tests.proxy.control.scraped import scraped
 from tests.proxy.wire import scripts
 from tests.proxy.wire.client import Client, chat
 from tests.proxy.wire.fake_worker import FakeWorker
@@ -56,7 +57,7 @@ async def web(app: App) -> AsyncIterator[aiohttp.ClientSession]:
 
 def up(app: App) -> dict[str, str]:
     """Read which workers a scrape has up."""
-    lines = app.metrics.render()[0].decode().splitlines()
+    lines = scraped(app.metrics).splitlines()
     found = [line for line in lines if line.startswith("proxy_worker_up{")]
     return {line.split('worker="')[1].split('"')[0]: line[-1] for line in found}
 

@@ -21,6 +21,7 @@ from proxy.errors import ConfigError, ProxyError
 from proxy.wire.record import Record
 from proxy.wire.request import Request, RequestHead
 from tests.collector import Collector, Span
+from tests.proxy.control.scraped import scraped
 from tests.proxy.wire.client import Client, chat
 from tests.proxy.wire.fake_worker import FakeWorker
 from tests.proxy.wire.kv import Kv
@@ -100,11 +101,11 @@ async def test_a_hand_over_is_one_trace(
         # The client's word counts, whatever is sampled of the rest.
         assert await ask(app, f"traceparent: 00-{TRACE}-{SPAN}-01".encode()) == 200
         assert await ask(app) == 200
-        page, _ = app.metrics.render(openmetrics=True)
-        [exemplar] = re.findall(rb'\} \d+ # \{trace_id="(\w+)"\} [\d.]+ [\d.]+\n', page)
-        assert exemplar.decode() == TRACE
-        assert exemplar not in app.metrics.render()[0]  # the other format has no place for it
-        told_of = list(text_string_to_metric_families(page.decode()))
+        page = scraped(app.metrics, openmetrics=True)
+        [exemplar] = re.findall(r'\} \d+ # \{trace_id="(\w+)"\} [\d.]+ [\d.]+\n', page)
+        assert exemplar == TRACE
+        assert exemplar not in scraped(app.metrics)  # the other format has no place for it
+        told_of = list(text_string_to_metric_families(page))
         assert any(s.exemplar for family in told_of for s in family.samples)
     finally:
         await app.stop()

@@ -15,7 +15,7 @@ from proxy.control.unseen import Unseen
 from proxy.core.decisions import Decision, Handover
 from proxy.core.types import Reason, Role
 from proxy.wire.record import Record
-from tests.proxy.control.scraped import shown
+from tests.proxy.control.scraped import scraped, shown
 from tests.proxy.core.making import ask, router_of, spec
 
 CHAT = "chat/completions"
@@ -62,7 +62,7 @@ def test_who_leaves_with_nothing_has_waited_so_long(metrics: Metrics) -> None:
     assert left(metrics.unseen, "a", "bucket", ',le="0.5"') == 1
     assert left(metrics.unseen, "a", "bucket", ',le="3.0"') == 3
     assert left(metrics.unseen, "a") == 5
-    assert "proxy_left_seconds_bucket" in metrics.render()[0].decode()
+    assert "proxy_left_seconds_bucket" in scraped(metrics)
 
 
 def test_who_leaves_with_a_part_of_it_has_had_a_first_token(metrics: Metrics) -> None:

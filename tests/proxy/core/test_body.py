@@ -15,6 +15,7 @@ from proxy.core.body import (
     IMAGE_TOKENS,
     LETTERS,
     MOST,
+    MOST_LOOKS,
     TOKENS_PER_CHAT,
     TOKENS_PER_MESSAGE,
     VIDEO_TOKENS,
@@ -97,6 +98,16 @@ def test_embedded_prompts_are_prompts_beside_the_others() -> None:
     assert (extent.largest_text, extent.largest_tokens) == (0, 19)
     assert not measure(Shape.PROMPT, {"prompt": "ab", "prompt_embeds": blob}).plain
     assert measure(Shape.PROMPT, {"prompt": [1, 2], "prompt_embeds": blob}).prompts == 2
+
+
+def test_embedded_prompts_are_looked_at_as_all_prompts_are() -> None:
+    """Each as a prompt, and as its part."""
+    most = MOST_LOOKS // 2
+    extent = measure(Shape.PROMPT, {"prompt_embeds": ["A"] * most})
+    assert (extent.tokens, extent.prompts) == (most, most)
+    extent = measure(Shape.PROMPT, {"prompt_embeds": ["A"] * 50_000})
+    assert extent.prompts == 50_000
+    assert extent.tokens > 20_000
 
 
 def test_a_tools_output_may_be_a_picture() -> None:

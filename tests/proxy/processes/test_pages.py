@@ -12,11 +12,12 @@ from prometheus_client.openmetrics.parser import (
 from prometheus_client.parser import text_string_to_metric_families as read_text
 
 import proxy.control
-from proxy.control.exposition import Family, Page
+from proxy.control.exposition import OPENMETRICS, TEXT, Family, Page
 from proxy.control.histogram import Histogram
 from proxy.control.metrics import Metrics
 from proxy.core.types import Reason
 from proxy.processes import pages
+from tests.proxy.control.scraped import scraped, written
 from tests.proxy.core.making import router_of, spec
 
 # What every process says alike; the leader's word is shown. A new gauge belongs here, or among
@@ -47,7 +48,7 @@ def page(requests: dict[str, int], inflight: int, clients: int, *times: float) -
         seen.observe(time)
     found.histograms(TIMES, [(("short",), seen)])
     found.values(BYTES, [(("a",), 1e12)])
-    return found.finish()[0].decode()
+    return written(found)
 
 
 def sums(*texts: str) -> dict[str, float]:
@@ -78,7 +79,7 @@ def test_a_name_may_be_any_text() -> None:
 
 
 def test_processes_and_the_files_they_may_open_are_counted_together() -> None:
-    text = Metrics(router_of(spec("a"))).render()[0].decode()
+    text = scraped(Metrics(router_of(spec("a"))))
     found, alone = sums(text, text), sums(text)
     assert found["proxy_processes"] == 2
     assert found["process_max_fds"] == 2 * alone["process_max_fds"]
@@ -106,15 +107,28 @@ def test_one_page_alone_is_as_it_was() -> None:
         "chat/completions", "m", "a", Reason.GENERAL_POOL, 200, 0.1, 1.0, 0.0, placed_s=0.0
     )
     for openmetrics, parse in ((False, read_text), (True, read_openmetrics)):
-        text, kind = metrics.render(openmetrics)
-        plain = metrics.render()[0].decode()
-        again = pages.write(pages.read(plain), openmetrics=openmetrics)
-        assert again[1] == kind
-        found, wanted = ([*parse(each.decode())] for each in (again[0], text))
+        text = scraped(metrics, openmetrics=openmetrics)
+        again, kind = pages.write(pages.read(scraped(metrics)), openmetrics=openmetrics)
+        assert kind == (OPENMETRICS if openmetrics else TEXT)
+        found, wanted = ([*parse(each)] for each in (again.decode(), text))
         assert [family for family in found if not family.name.startswith("process_")] == [
             family for family in wanted if not family.name.startswith("process_")
         ]
         assert len(found) == len(wanted)
+
+
+def test_a_breaker_has_the_state_that_the_leader_knows() -> None:
+    """Or a worker would have two for a moment, or still one that the leader saw close."""
+    states = Family("proxy_worker_breaker_state", "gauge", "How it is.", ("worker", "state"))
+
+    def told(*rows: tuple[str, str]) -> str:
+        found = Page(openmetrics=False)
+        found.values(states, ((row, 1) for row in rows))
+        return written(found)
+
+    late = told(("a", "open"), ("b", "open"))
+    assert sums(told(("a", "half_open")), late) == {"proxy_worker_breaker_stateahalf_open": 1}
+    assert sums(told(), late) == {}
 
 
 def test_both_formats_can_be_read() -> None:

@@ -10,6 +10,7 @@ from proxy.control.exposition import Family, Page
 from proxy.control.metrics import Metrics
 from proxy.core.types import Reason
 from proxy.processes.totals import Totals
+from tests.proxy.control.scraped import scraped, written
 from tests.proxy.core.making import router_of, spec
 from tests.proxy.processes.test_pages import page
 
@@ -63,7 +64,7 @@ def serve(counts: Metrics, worker: str, times: int = 1) -> None:
 
 def told(counts: Metrics) -> str:
     """Write its page."""
-    return counts.render()[0].decode()
+    return scraped(counts)
 
 
 def test_pods_that_come_and_go_leave_no_series_once_who_served_them_is_dead_too() -> None:
@@ -160,7 +161,7 @@ def test_what_the_last_one_drops_is_gone_with_what_the_dead_counted(at_once: boo
         told = Page(openmetrics=False)
         told.values(Family("proxy_requests", "counter", "R.", ("model",)), [((model,), 7)])
         told.values(Family("proxy_worker_up", "gauge", "U.", ("worker",)), [(("w",), 1)])
-        return told.finish()[0].decode()
+        return written(told)
 
     totals = Totals()
     summed(totals, {0: told("m"), 1: told("m"), 2: told("m")})

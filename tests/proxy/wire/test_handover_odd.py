@@ -16,6 +16,7 @@ from proxy.core.links import BARRED_S, STRIKES
 from proxy.core.types import Role
 from proxy.transfer.registry import connector
 from proxy.wire.patience import prefill_patience_s
+from tests.proxy.control.scraped import scraped
 from tests.proxy.wire import scripts
 from tests.proxy.wire.client import BrokenError, request
 from tests.proxy.wire.conftest import Start
@@ -147,8 +148,8 @@ async def test_a_prefill_worker_that_names_nothing_time_and_again_is_left_alone(
     ]
     assert "p0 answers prefills with nothing to fetch by" in caplog.text
     assert here.site.metrics.handovers.bars == {("p0", "any"): 1}
-    page, _ = here.site.metrics.render()
-    assert b'proxy_handover_bars_total{prefill="p0",decode="any"} 1' in page
+    page = scraped(here.site.metrics)
+    assert 'proxy_handover_bars_total{prefill="p0",decode="any"} 1' in page
     scores = {score.worker: score.note for score in here.would_serve(chat_body()).scores}
     assert scores["p0"].startswith("prefills nothing for now")
     here.site.skip(BARRED_S)
@@ -302,8 +303,8 @@ async def test_a_prefill_worker_drains_until_its_blocks_are_fetched(
     first = here.site.worker("p0")
     here.site.fleet.drain("p0")
     assert (first.requests, first.pinned, state(first)) == (0, 1, "draining")
-    page, _ = here.site.metrics.render()
-    assert b'proxy_worker_held_prompts{worker="p0",role="prefill",model="tiny"} 1' in page
+    page = scraped(here.site.metrics)
+    assert 'proxy_worker_held_prompts{worker="p0",role="prefill",model="tiny"} 1' in page
     rest.set()
     assert words(await client.answer()) == expected(body)
     await here.settled()

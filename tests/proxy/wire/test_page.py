@@ -1,0 +1,55 @@
+"""The page of metrics: who asks for it may leave."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from proxy.wire.page import PageVisit
+from proxy.wire.request import Request, RequestHead
+from tests.proxy.wire.site import Site
+
+
+class Visitor:
+    """What is said to a client."""
+
+    def __init__(self) -> None:
+        self.heard: list[str] = []
+
+    def write(self, data: bytes, /) -> None:
+        self.heard.append(data[:15].decode())
+
+    def done(self, now: float, *, keep_alive: bool) -> None:  # noqa: ARG002
+        self.heard.append("done")
+
+    def break_off(self) -> None:
+        self.heard.append("broken off")
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+@pytest.mark.parametrize("fails", [False, True])
+async def test_who_left_once_it_was_written_is_told_nothing(
+    site: Site, leaves: bool, fails: bool
+) -> None:
+    written = asyncio.Event()
+
+    async def pages(openmetrics: bool) -> tuple[bytes, str]:  # noqa: ARG001
+        written.set()
+        if fails:
+            raise OSError("no page")
+        return b"page", "text/plain"
+
+    site.wire.pages = pages
+    visitor = Visitor()
+    visit = PageVisit(site.wire, visitor, Request(RequestHead(), b""))
+    visit.start(0.0)
+    await written.wait()
+    if leaves:  # before anybody hears that the task is done
+        assert visitor.heard == []
+        visit.gone(0.0)
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    status = "HTTP/1.1 503 Se" if fails else "HTTP/1.1 200 OK"
+    assert visitor.heard == ([] if leaves else [status, "done"])
+    assert not site.wire.visits
