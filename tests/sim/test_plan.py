@@ -56,7 +56,7 @@ def question(workload: str, targets: str, **given: Any) -> Question:
     link = given.pop("transfer", TransferTime(0.002, 0.0, 1 / 87e9))
     settings: dict[str, Any] = {
         "source": find(workload), "machine": replace(machine_of("h100-8b")[0], transfer=link),
-        "targets": parse(targets.split()), "policies": (DEFAULT,), "effort": 0.4,
+        "targets": parse(targets.split()), "policies": (DEFAULT,), "effort": 0.2, "draws": 3,
     }  # fmt: skip
     return Question(**settings | given)
 
@@ -71,7 +71,7 @@ def no_split_is_better(asked: Question, found: Plan, *splits: Shape) -> None:
     search = Search(asked)
     for each in splits:
         split = replace(each, policy=found.best.shape.policy)
-        served = search.rate_of(split, found.best.rate, fine=True)
+        served = search.judged(split, found.best.rate, least=found.best.rate)
         assert served is None or served.rate <= 1.06 * found.best.rate, split
 
 
@@ -138,12 +138,58 @@ def test_a_run_that_is_not_played_to_its_end_would_have_failed(targets: str) -> 
         rate = load * served.rate
         run, whole = (search.play(shape, rate, fine=False, whole=each) for each in (False, True))
         assert not whole.failed
-        assert search.enough(run, fine=False) == search.enough(whole, fine=False)
+        assert search.enough(run, strict=False) == search.enough(whole, strict=False)
         if run.failed:
             spared += whole.all.done - run.all.done
         else:
             assert (run.all.kept, run.gaps.bins) == (whole.all.kept, whole.gaps.bins)
     assert spared > 100
+
+
+def test_the_rate_that_is_named_is_served_of_other_draws_too() -> None:
+    # One prompt in twenty makes most of the work: some draws have half as many again as others.
+    asked = question(LONGS, "ttft:500", draws=6)
+    shape, search = Shape(general=2), Search(asked)
+    found = search.judged(shape, 4.0)
+    assert found is not None
+    assert len(found.shares) == 6
+    assert 0.9 <= found.spread[0] < found.spread[1]
+
+    def served(rate: float) -> int:
+        """Count those of six others that have enough in time."""
+        others = (Search(replace(asked, seed=seed)) for seed in range(100, 106))
+        runs = [each.play(shape, rate, fine=True) for each in others]
+        return sum(search.enough(run, strict=False) for run in runs)
+
+    assert served(found.rate) >= 5  # on average six in seven
+    # By one draw it would be more, of which most others have too few.
+    rough = search.rate_of(shape, 20.0)
+    assert rough is not None
+    assert rough.rate > found.rate
+    assert served(rough.rate) < 4
+
+
+def test_a_worker_more_serves_no_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    search = Search(question("300x60", "ttft:500"))
+    best = Served(Shape(prefill=1, decode=1), 10.0, Run(Figures(), {}, 0, 1.0, 1.0, Sketch()))
+    asked: list[tuple[str, float, float]] = []
+
+    def judged(_search: Search, shape: Shape, start: float, *, least: float = 0.0) -> Served | None:
+        asked.append((str(shape).partition(";")[0], start, least))
+        return replace(best, shape=shape, rate=12.0) if shape.decode == serves else None
+
+    monkeypatch.setattr(Search, "judged", judged)
+    serves = 2
+    found = search.more(best, (0.0, 1.0))
+    assert found is not None
+    assert (found.shape, found.rate) == (Shape(prefill=1, decode=2), 12.0)
+    assert asked[:2] == [
+        ("2 prefill + 1 decode", 15.0, 10.0),
+        ("1 prefill + 2 decode", 15.0, 10.0),
+    ]
+    assert all(least > 12.0 for _, _, least in asked[2:])
+    serves = 99
+    assert search.more(best, (0.0, 1.0)) is None
 
 
 def test_few_of_the_longest_say_little() -> None:
@@ -154,9 +200,9 @@ def test_few_of_the_longest_say_little() -> None:
         return Run(Figures(arrived=9, met=9), {LONG: longs}, 0, 1.0, 1.0, Sketch())
 
     # Of nine in ten, 44 are 4.5 % more or less by chance.
-    assert search.enough(run(38, 44), fine=False)
+    assert search.enough(run(38, 44), strict=False)
     assert not search.enough(run(38, 44))
-    assert not search.enough(run(37, 44), fine=False)
+    assert not search.enough(run(37, 44), strict=False)
     assert search.enough(run(40, 44))
 
 
@@ -182,7 +228,7 @@ def test_targets_beyond_any_machine_are_refused_with_what_could_be_asked() -> No
 
 def test_more_than_the_gpus_serve_is_refused_with_how_many_would() -> None:
     text = refusal(question("1500x60", "ttft:500 tpot:40", effort=0.1), gpus=1, rate=300.0)
-    assert text.startswith("--request-rate 300: 1 GPUs of h100-8b serve")
+    assert text.startswith("--request-rate 300: 1 GPU of h100-8b can serve ")
     assert 15 <= int(text.partition("--gpus ")[2].split(",")[0]) <= 40
 
 
@@ -377,11 +423,12 @@ def test_no_rate_is_named_beyond_what_computing_allows(targets: str) -> None:
     shape = Shape(general=2, policy=CHUNKS, itl_ms=80)
     allowed = 2 * search.traffic.most_each
     assert allowed == pytest.approx(29.8, rel=0.01)  # by hand: see `capacity`
-    served = search.rate_of(shape, 2 * allowed, fine=True)
+    served = search.judged(shape, 2 * allowed)
     assert served is not None
     assert 0.8 * allowed < served.rate <= allowed
     # Nor is more asked of it, where it has to beat another.
     runs = search.runs
+    assert search.judged(shape, allowed, least=1.01 * allowed) is None
     assert search.rate_of(shape, allowed, least=1.01 * allowed) is None
     assert search.runs == runs
 
@@ -423,8 +470,8 @@ def test_a_queue_that_grows_is_not_served_though_nobody_is_late_yet() -> None:
         run = search.play(shape, 1.2 * allowed, fine=fine)
         assert run.all.share == 1.0
         assert 0.14 < run.growth < 0.3
-        assert not search.enough(run, fine=fine)
-        assert search.enough(search.play(shape, 0.8 * allowed, fine=fine), fine=fine)
+        assert not search.enough(run)
+        assert search.enough(search.play(shape, 0.8 * allowed, fine=fine))
 
 
 def test_what_is_in_caches_need_not_be_computed() -> None:
@@ -445,7 +492,7 @@ def test_a_trace_is_planned_for_as_a_whole(tmp_path: Path) -> None:
         )
     )
     for seed in (0, 1):
-        search = Search(replace(question(str(path), "ttft:3000 tpot:60"), seed=seed))
+        search = Search(question(str(path), "ttft:3000 tpot:60", seed=seed, effort=0.4))
         assert search.traffic.prompt == pytest.approx(10_150)
         run = search.play(Shape(general=2), 1.0, fine=False, whole=True)
         mean = run.all.prompt_tokens / run.all.done

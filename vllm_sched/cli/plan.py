@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import shlex
 import sys
 import time
@@ -24,12 +25,13 @@ from vllm_sched.bench.traffic.schedule import MOST
 from vllm_sched.bench.traffic.traces import BLOCK_TOKENS
 from vllm_sched.cli.load import WORKLOAD_HELP, add_block_tokens
 from vllm_sched.cli.paths import require_folders, writing
-from vllm_sched.cli.simulate import MIXED_HELP, TOLD_EVERY_S
+from vllm_sched.cli.simulate import EXACT, FLUID, MIXED_HELP, TOLD_EVERY_S
 from vllm_sched.cost import profiles
 from vllm_sched.errors import UsageError
 from vllm_sched.sim import plan as planning
 from vllm_sched.sim.models import GPU_BANDWIDTH, in_si
-from vllm_sched.sim.search import SAME, Question
+from vllm_sched.sim.plan import some
+from vllm_sched.sim.search import DRAWS, FEW_DRAWS, SAME, Question
 from vllm_sched.sim.shapes import POLICIES
 
 if TYPE_CHECKING:
@@ -37,6 +39,7 @@ if TYPE_CHECKING:
     from vllm_sched.sim.plan import Plan
     from vllm_sched.sim.search import Tell
 
+EXACT_REQUESTS: Final = 2000  # real schedulers take some minutes for more
 MOST_GPUS: Final = 1_000_000
 UNEVEN: Final = 1.5  # a part of a trace against all: worth a word
 
@@ -90,7 +93,11 @@ def describe(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
         help=f"to try: {', '.join(POLICIES)} (default: all)",
     )
     add("--exact", action="store_true", help="play the best again with vLLM's own schedulers")
-    add("--quick", action="store_true", help="a third of the requests: faster, and rougher")
+    add(
+        "--quick",
+        action="store_true",
+        help="a third of the requests in half the draws: faster, and rougher",
+    )
     add("--seed", type=int, default=0, help="fixes lengths and times")
     add("--save", type=Path, metavar="FLEET.yaml", help="write the best fleet")
     add("--model", default="", metavar="NAME", help="what clients call it, for the fleet file")
@@ -111,6 +118,7 @@ def run_plan(args: argparse.Namespace) -> int:
         seed=args.seed,
         policies=tuple(name for name in POLICIES if name in args.policies),
         effort=1 / 3 if args.quick else 1.0,
+        draws=FEW_DRAWS if args.quick else DRAWS,
     )
     console = Console(markup=False)
     with _watched(console, question) as tell:
@@ -125,7 +133,7 @@ def run_plan(args: argparse.Namespace) -> int:
     _show(console, found, args)
     if args.save:
         command = shlex.join(["vllm-sched", "plan", *_said(args)])
-        traffic = shlex.join(_traffic(args, found.best.rate))
+        traffic = shlex.join(_traffic(args, found, exact=args.exact))
         with writing(args.save):
             planning.write(found, args.save, model=args.model, command=command, traffic=traffic)
         console.print(f"saved {args.save}", style="dim", highlight=False)
@@ -166,10 +174,11 @@ def _said(args: argparse.Namespace) -> list[str]:
     return [*said, "--goodput", *args.goodput]
 
 
-def _traffic(args: argparse.Namespace, rate: float) -> list[str]:
-    """Say to `simulate` what was planned for."""
-    said = [] if args.exact else ["--engine=fluid"]
-    said += [f"--workload={args.workload}", f"--request-rate={rate:.3g}", "--num-requests=2000"]
+def _traffic(args: argparse.Namespace, found: Plan, *, exact: bool) -> list[str]:
+    """Say to `simulate` what was planned for; to plain workers as many requests as to draws."""
+    count = EXACT_REQUESTS if exact else found.requests
+    said = [f"--engine={EXACT if exact else FLUID}", f"--workload={args.workload}"]
+    said += [f"--request-rate={found.best.rate:.3g}", f"--num-requests={count}"]
     said += [
         f"--{name.replace('_', '-')}={value:g}"
         for name in ("burstiness", "prefix_hit", "bandwidth", "mixed_ms")
@@ -216,8 +225,9 @@ def _in_lines() -> Tell:
 def _show(console: Console, found: Plan, args: argparse.Namespace) -> None:
     console.print(
         f"{found.question.source.name}, prompts of {found.prompt:,.0f} and answers of "
-        f"{found.output:,.0f} tokens on average, on {args.gpus} GPUs as "
-        f"{found.best.shape.workers} workers ({found.question.machine.profile})",
+        f"{found.output:,.0f} tokens on average, on {some(args.gpus, 'GPU')} as "
+        f"{some(found.best.shape.workers, 'worker')}, all of one profile: "
+        f"{found.question.machine.profile}",
         style="dim",
         highlight=False,
         soft_wrap=True,
@@ -247,13 +257,34 @@ def _show(console: Console, found: Plan, args: argparse.Namespace) -> None:
             highlight=False,
             soft_wrap=True,
         )
-    console.print(
-        f"by {found.runs} simulations with plain workers; figures of other simulators and of real "
-        "machines differ, most of all near the limit: see docs/evaluation.md",
-        style="dim",
-        highlight=False,
-        soft_wrap=True,
+    for line in _judged_by(found, args):
+        console.print(line, style="dim", highlight=False, soft_wrap=True)
+
+
+def _judged_by(found: Plan, args: argparse.Namespace) -> Iterator[str]:
+    """Say how far to trust it, and the command that checks it."""
+    question = found.question
+    yield (
+        f"each rate is one of which {question.share:.0%} are in time in each of {question.draws} "
+        f"draws of {found.requests:,} requests, none of them searched with; in a further draw as "
+        f"many are with a chance of about {question.draws} in {question.draws + 1}"
     )
+    yield (
+        f"by {found.runs} simulations with plain workers (the fluid engine); figures of other "
+        "simulators and of real machines differ, most of all near the limit: see "
+        "docs/evaluation.md"
+    )
+    if args.exact:
+        yield (
+            "the order and rates are those of vLLM's own schedulers (the exact engine); one worker "
+            "more and one fewer are of plain ones, taken to be as far off"
+        )
+        return
+    fleet = args.save or "FLEET.yaml"
+    command = ["vllm-sched", "simulate", str(fleet), *_traffic(args, found, exact=True)]
+    saved = "" if args.save else " (--save FLEET.yaml writes it)"
+    yield f"no vLLM scheduler was asked; to play the best with them{saved}:"
+    yield f"    {shlex.join(command)}"
 
 
 def _of_trace(source: Source) -> Iterator[tuple[str, str]]:
@@ -275,10 +306,10 @@ def _of_trace(source: Source) -> Iterator[tuple[str, str]]:
 
 
 def _fleets(found: Plan) -> Table:
-    share = found.question.share
-    layout = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    layout = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     layout.add_column("")
-    layout.add_column(f"req./s with\n{share:.0%} in time", justify="right")
+    layout.add_column("req./s", justify="right")
+    layout.add_column("in time,\neach draw", justify="right")
     for name in ("TTFT\np50 / p99", "TPOT\np50 / p99", "ITL\np99 / max"):
         layout.add_column(name, justify="right")
     for at, served in enumerate(found.ranking):
@@ -286,6 +317,7 @@ def _fleets(found: Plan) -> Table:
         layout.add_row(
             _place(at),
             f"{served.rate:.3g}",
+            _spread(*served.spread),
             _pair(figures.ttft.quantile(0.5), figures.ttft.quantile(0.99)),
             _pair(figures.tpot.quantile(0.5), figures.tpot.quantile(0.99)),
             _pair(gaps.quantile(0.99), gaps.most),
@@ -298,17 +330,29 @@ def _place(at: int) -> str:
     return ("best", "runner-up")[at] if at < 2 else "then"
 
 
+def _spread(worst: float, best: float) -> str:
+    """Show shares, rounded down: 100 % says that none was late."""
+    low, high = (math.floor(100 * each + 1e-9) for each in (worst, best))
+    return f"{low} %" if low == high else f"{low}-{high} %"
+
+
 def _pair(one: float, other: float) -> str:
-    return f"{milliseconds(one * 1000)} / {milliseconds(other * 1000)}"
+    """Show two latencies, the unit once: lines are 80 wide."""
+    unit, factor = ("s", 1.0) if max(one, other) >= 1 else ("ms", 1000.0)
+    return f"{round(one * factor, 2):.3g} / {round(other * factor, 2):.3g} {unit}"
 
 
 def _otherwise(found: Plan, rate: float | None) -> Iterator[str]:
     each = found.gpus_each
     unit = "one GPU" if each == 1 else f"{each} GPUs (one worker)"
     best = found.best
+    without = {
+        "more": "none of these fleets with it serves more; left idle it takes nothing away",
+        "fewer": "there is no such fleet",
+    }
     for what, other in (("more", found.more), ("fewer", found.fewer)):
         if other is None:
-            yield f"{unit} {what}: there is no such fleet"
+            yield f"{unit} {what}: {without[what]}"
             continue
         change = other.rate / best.rate - 1
         size = f"{change:+.0%}" if abs(change) > SAME else "less than such a search can tell"

@@ -78,6 +78,19 @@ class Figures:
         """Of what arrived, that was done in time or nearly."""
         return self.kept / self.arrived if self.arrived else 0.0
 
+    def merge(self, other: Figures) -> None:
+        """Count another run's too."""
+        self.arrived += other.arrived
+        self.done += other.done
+        self.met += other.met
+        self.kept += other.kept
+        self.handed_over += other.handed_over
+        self.prompt_tokens += other.prompt_tokens
+        self.output_tokens += other.output_tokens
+        self.ttft.merge(other.ttft)
+        self.tpot.merge(other.tpot)
+        self.longest.merge(other.longest)
+
 
 @dataclass(slots=True)
 class Run:
@@ -107,6 +120,26 @@ class Run:
         """Tokens read and written a second."""
         figures = self.all
         return (figures.prompt_tokens + figures.output_tokens) / (self.duration_s or 1.0)
+
+
+def together(runs: Sequence[Run]) -> Run:
+    """Count several runs of a fleet as one, whose queue grows as in the worst of them."""
+    whole, classes, gaps = Figures(), dict[str, Figures](), Sketch()
+    for run in runs:
+        whole.merge(run.all)
+        gaps.merge(run.gaps)
+        for klass, figures in run.classes.items():
+            classes.setdefault(klass, Figures()).merge(figures)
+    return Run(
+        whole,
+        classes,
+        refused=sum(run.refused for run in runs),
+        span_s=sum(run.span_s for run in runs),
+        duration_s=sum(run.duration_s for run in runs),
+        gaps=gaps,
+        growth=max((run.growth for run in runs), default=0.0),
+        failed=any(run.failed for run in runs),
+    )
 
 
 class _Flight(Flight):

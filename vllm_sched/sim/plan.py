@@ -38,8 +38,8 @@ NAMES: Final = {
     "-13b": "facebook/opt-13b",
     "-70b": "meta-llama/Llama-3.3-70B-Instruct",
 }
-# The share of the work that is the search itself, and that with real schedulers.
-SEARCHED, EXACTED = 0.7, 0.9
+# The share of the work that is the search itself, that with real schedulers, and one worker more.
+SEARCHED, EXACTED, MORE = 0.7, 0.8, 0.9
 EXACT_REQUESTS, MOST_EXACT_REQUESTS, EXACT_LASTS_S = 300, 1500, 30.0
 EXACT_TRIES, EXACT_STEP = 5, 0.85
 
@@ -59,12 +59,13 @@ class Plan:
     question: Question
     gpus_each: int
     ranking: list[Served]  # the best of each family, best first
-    more: Served | None  # with one worker more, and fewer
-    fewer: Served | None
+    more: Served | None  # with one worker more; None if it serves no more
+    fewer: Served | None  # with one fewer; None if there is no such fleet
     capacity: Capacity
     prompt: float
     output: float
     runs: int
+    requests: int  # of each draw
     exact: dict[str, Proof]  # by shape
 
     @property
@@ -127,13 +128,13 @@ def plan(
         require_vllm()
         ranking, played = _exactly(search, ranking)
     best = ranking[0]
-    search.tell("one worker more, and one fewer", EXACTED)
-    more = search.resized(best, workers + 1)
-    fewer = search.resized(best, workers - 1)
+    plain = replace(best, rate=plainly[best.shape])
+    more = search.more(plain, (EXACTED if exact else SEARCHED, MORE))
+    fewer = search.fewer(plain, (MORE, 1.0))
     if fewer is None and workers > 1:  # one worker is no two pools
-        fewer = next(iter(search.family(ONE_POOL, workers - 1, (EXACTED, EXACTED))), None)
+        fewer = next(iter(search.family(ONE_POOL, workers - 1, (MORE, 1.0))), None)
     # These are of plain workers: taken to be as far off as the best was.
-    off = best.rate / plainly[best.shape]
+    off = best.rate / plain.rate
     more, fewer = (each and replace(each, rate=each.rate * off) for each in (more, fewer))
     traffic = search.traffic
     search.tell("done", 1.0)
@@ -150,8 +151,14 @@ def plan(
         traffic.prompt,
         traffic.output,
         search.runs,
+        search.count(plain.rate, fine=True),
         played,
     )
+
+
+def some(count: int, what: str) -> str:
+    """Say how many there are of something."""
+    return f"{count:,} {what}" + ("" if count == 1 else "s")
 
 
 def _check_size(search: Search, workers: int, gpus: int, gpus_each: int) -> None:
@@ -178,9 +185,9 @@ def _check_rate(rate: float, best: Served, gpus: int, gpus_each: int, profile: s
     # Larger fleets are used better, if anything.
     wanted = -(-best.shape.workers * rate // best.rate)
     raise UsageError(
-        f"--request-rate {rate:g}: {gpus} GPUs of {profile} serve {best.rate:.3g} requests/s at "
-        f"most ({best.shape}); give about --gpus {int(wanted) * gpus_each}, looser targets, or no "
-        "rate to see that plan"
+        f"--request-rate {rate:g}: {some(gpus, 'GPU')} of {profile} can serve {best.rate:.3g} "
+        f"requests/s ({best.shape}); give about --gpus {int(wanted) * gpus_each}, looser targets, "
+        "or no rate to see that plan"
     )
 
 

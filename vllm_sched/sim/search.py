@@ -1,10 +1,11 @@
 """The best fleet for a traffic, by simulation.
 
 What is compared is the rate that a fleet serves: the highest of which so many requests (nine out of
-ten, as in `sweep`) are in time. It is closed in on from both sides; every fleet is given the same
-requests, sooner or later. A fleet that does not nearly serve what the best so far does is left
-after one run. Fleets within `SAME` of each other are equal, and the simpler one is taken: the
-family that comes first, and in it fewer policies.
+ten, as in `sweep`) are in time. Roughly, it is closed in on from both sides with one draw of the
+requests, the same for every fleet; a fleet that does not nearly serve what the best so far does is
+left after one run. How those few that are left are ordered, and what is named, other draws say
+(`judge`). Fleets within `SAME` of each other are equal, and the simpler one is taken: the family
+that comes first, and in it fewer policies.
 
 Nobody may be starved for the others' sake: of the longest tenth of the prompts, too, nine out of
 ten have to be in time, or to have their first token within `BORNE` times what they take alone.
@@ -24,10 +25,10 @@ from typing import TYPE_CHECKING, Final
 from vllm_sched.bench.knee import SHARE
 from vllm_sched.bench.traffic.sampled import Sampled, without_end
 from vllm_sched.bench.traffic.schedule import Schedule
-from vllm_sched.bench.traffic.types import Request
 from vllm_sched.errors import UsageError
 from vllm_sched.sim import capacity
 from vllm_sched.sim.flow import Flow, Run
+from vllm_sched.sim.judge import STEP, Drawn, Judge
 from vllm_sched.sim.shapes import FAMILIES, POLICIES, Seen, Shape, shapes
 from vllm_sched.sim.traffic import Traffic
 
@@ -35,25 +36,28 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from vllm_sched.bench.goodput import Targets
-    from vllm_sched.bench.traffic.types import Source
+    from vllm_sched.bench.traffic.types import Request, Source
     from vllm_sched.sim.types import WorkerModel
 
 SAME: Final = 0.04  # rates this close are equal
-COARSE, FINE = 1.12, 1.03  # how near the two sides of a rate come
+NEAR: Final = 1.12  # how near the two sides of a rough rate come
 # A run has at least so many requests, and lasts so many times the target for a first token: a queue
 # that grows by a tenth of that time would be taken for none in a shorter one.
-COARSE_REQUESTS, FINE_REQUESTS = 1000, 2000
+COARSE_REQUESTS, FINE_REQUESTS = 1000, 4800
 COARSE_LASTS, FINE_LASTS = 20.0, 25.0
 LEAST_TTFT_S: Final = 3.0
 # But no more than so many, a large fleet is steadier and plans are waited for, unless it would last
 # so few times that target: what is served within it whenever it comes would be served at any rate.
-COARSE_MOST, FINE_MOST = 5_000, 15_000
+COARSE_MOST, FINE_MOST = 5_000, 8_000
 LEAST_LASTS: Final = 4.0
 WARM: Final = 0.2  # of a run, in which it fills up: not counted
 # Nor is a rate served at which the queue grows, by so many seconds a second: in the end it would be
 # longer than any target, or never end where none is for it.
 GROWS, GROWS_BRIEFLY = 0.04, 0.1
 FINALISTS: Final = 3  # of each family
+DRAWS, FEW_DRAWS = 6, 3  # of which each has to have enough in time
+# How far the seeds of draws are from each other, and from those that somebody replays a plan with.
+SEEDS_APART: Final = 1_000_003
 SAMPLE: Final = 4000  # requests that the traffic is known by; a trace by all that are kept of it
 QUANTILES: Final = (0.5, 0.75, 0.9, 0.97)
 DOUBLINGS: Final = 24
@@ -79,24 +83,29 @@ class Question:
     families: tuple[str, ...] = FAMILIES
     share: float = SHARE
     effort: float = 1.0  # requests in each run, against the usual
+    draws: int = DRAWS
 
     def __post_init__(self) -> None:
         """Take a trace from all over the file, and without end."""
         source = without_end(self.source, random.Random(self.seed))
         object.__setattr__(self, "source", source)
 
-    def schedule(self, rate: float, count: int) -> Schedule:
-        """Make requests at a rate."""
+    def schedule(self, rate: float, count: int, draw: int = 0) -> Schedule:
+        """Make requests at a rate; those of draw 0 are searched with."""
         return Schedule(
             source=self.source,
             rate=rate,
             burstiness=self.burstiness,
             count=count,
             duration_s=2 * count / rate + 1,
-            seed=self.seed,
+            seed=self.seed + draw * SEEDS_APART,
             scale=self.scale,
             prefix_hit=self.prefix_hit,
         )
+
+    def shapes(self, draw: int = 0) -> Iterator[Request]:
+        """Draw requests without end, their times aside."""
+        return replace(self.schedule(1.0, 1, draw), count=None).shapes()
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +114,14 @@ class Served:
 
     shape: Shape
     rate: float
-    run: Run  # at that rate
+    run: Run  # at that rate, all draws together
+    shares: tuple[float, ...] = ()  # in time, of each draw
+
+    @property
+    def spread(self) -> tuple[float, float]:
+        """Return what was in time of the worst draw and of the best."""
+        shares = self.shares or (self.run.all.share,)
+        return min(shares), max(shares)
 
 
 class Search:
@@ -115,8 +131,7 @@ class Search:
         self.question = question
         source = question.source
         some = max(SAMPLE, source.held) if isinstance(source, Sampled) else SAMPLE
-        self._unknown = replace(question.schedule(1.0, some), count=None).shapes()
-        sample = list(islice(self._unknown, some))
+        sample = list(islice(question.shapes(), some))
         if not sample:
             raise UsageError(f"{source.name}: there is no request in it to plan for")
         self.traffic = Traffic.of(sample, question.machine)
@@ -125,7 +140,8 @@ class Search:
         self._start = self._by_hand()
         prompts = self.traffic.prompts
         self._longest = prompts[int(LONGEST * (len(prompts) - 1))]
-        self._known = [self._classed(each) for each in sample]
+        self._drawn: dict[int, Drawn] = {}
+        self._judge = Judge(question.draws, self._served_of, self.enough)
         machine = question.machine
 
         @lru_cache(maxsize=65_536)
@@ -155,13 +171,15 @@ class Search:
         most = max(most, math.ceil(rate * LEAST_LASTS * target))
         return max(round(min(max(rate * lasts, least), most) * question.effort), 50)
 
-    def play(self, shape: Shape, rate: float, *, fine: bool, whole: bool = False) -> Run:
+    def play(
+        self, shape: Shape, rate: float, *, fine: bool, whole: bool = False, draw: int = 0
+    ) -> Run:
         """Play a fleet at a rate; unless the `whole` is asked for, a failed run not to its end."""
         question = self.question
         total = self.count(rate, fine=fine)
         # Of a large fleet one run takes long.
         self._told(f"{shape}: {total:,} requests", self._done)
-        requests = self._requests(question.schedule(rate, total))
+        requests = self._requests(draw).at(question.schedule(rate, total, draw).moments())
         flow = Flow(
             shape.placed(question.machine), shape.settings(), question.targets, self.borne_s
         )
@@ -171,66 +189,59 @@ class Search:
             return flow.play(requests, warm=warm)
         longs = sum(each.klass == LONG for each in requests[warm:])
         most_late = (1 - question.share) * (total - warm) + 1
-        most_lost = (1 - self._least_kept(longs, fine=fine)) * longs + 1
+        most_lost = (1 - self._least_kept(longs)) * longs + 1
         return flow.play(requests, warm=warm, most_late=most_late, most_lost={LONG: most_lost})
 
-    def _requests(self, schedule: Schedule) -> list[Request]:
-        """Give a schedule's requests: drawn once, at whatever rate, the longest told apart."""
-        moments, known = schedule.moments(), self._known
-        more = islice(self._unknown, max(len(moments) - len(known), 0))
-        known += [self._classed(each) for each in more]
-        return [
-            Request(
-                at, each.klass, each.prompt_tokens, each.output_tokens, each.tenant, each.shared
-            )
-            for at, each in zip(moments, known, strict=False)
-        ]
-
-    def _classed(self, request: Request) -> Request:
-        return replace(request, klass=self.class_of(request.prompt_tokens))
+    def _requests(self, draw: int) -> Drawn:
+        """Give a draw of the requests: the same for all fleets."""
+        if draw not in self._drawn:
+            self._drawn[draw] = Drawn(self.question.shapes(draw), self.class_of)
+        return self._drawn[draw]
 
     def class_of(self, prompt: int) -> str:
         """Say whether a prompt is among the longest."""
         return LONG if prompt > self._longest else REST
 
-    def enough(self, run: Run, *, fine: bool = True, brief: bool = False) -> bool:
+    def enough(self, run: Run, *, strict: bool = True, brief: bool = False) -> bool:
         """Whether enough were in time, and of the longest not too late, and no queue grew.
 
-        In a coarse run there are few of the longest: what may be chance is left to a fine one. A
-        brief one, with real schedulers, says less of queues.
+        In a single run there are few of the longest: unless one is `strict`, what may be chance is
+        let pass. A brief one, with real schedulers, says less of queues.
         """
         if run.failed or run.growth > (GROWS_BRIEFLY if brief else GROWS):
             return False
-        longs = run.classes.get(LONG)
-        least = self._least_kept(longs.arrived if longs else 0, fine=fine)
-        return run.all.share >= self.question.share and longest_kept(run) >= least
+        share, longs = self.question.share, run.classes.get(LONG)
+        least = share if strict else self._least_kept(longs.arrived if longs else 0)
+        return run.all.share >= share and longest_kept(run) >= least
 
-    def _least_kept(self, longs: int, *, fine: bool) -> float:
-        """Return the share of so many of the longest that may not be too late."""
+    def _least_kept(self, longs: int) -> float:
+        """Return the share of so many of the longest that may not be too late in one run."""
         share = self.question.share
-        return share if fine or not longs else share - math.sqrt(share * (1 - share) / longs)
+        return share - math.sqrt(share * (1 - share) / longs) if longs else share
 
-    def serves(self, shape: Shape, rate: float, *, fine: bool) -> Run | None:
-        """Play it; None if too few were in time."""
-        run = self.play(shape, rate, fine=fine)
-        return run if self.enough(run, fine=fine) else None
+    def _served_of(self, shape: Shape, rate: float, draw: int) -> Run | None:
+        """Play a draw of the requests; None if too few were in time."""
+        run = self.play(shape, rate, fine=True, draw=draw)
+        return run if self.enough(run, strict=False) else None
 
-    def rate_of(
-        self, shape: Shape, start: float, *, fine: bool = False, least: float = 0.0
-    ) -> Served | None:
-        """Find the rate that it serves; None if that is not even the least.
+    def serves(self, shape: Shape, rate: float) -> Run | None:
+        """Play it, roughly; None if too few were in time."""
+        run = self.play(shape, rate, fine=False)
+        return run if self.enough(run, strict=False) else None
+
+    def rate_of(self, shape: Shape, start: float, *, least: float = 0.0) -> Served | None:
+        """Find roughly what it serves, by one draw; None if that is not even the least.
 
         What its computing allows it never exceeds: a run that ends before a queue is felt would.
         """
-        near = FINE if fine else COARSE
-        most = shape.workers * self.traffic.most_each
+        most = self._most(shape)
         if least > most:
             return None
         best: Run | None = None
         low, high = 0.0, math.inf
         rate = min(max(start, least), most)
         for _ in range(DOUBLINGS):
-            if (run := self.serves(shape, rate, fine=fine)) is not None:
+            if (run := self.serves(shape, rate)) is not None:
                 best, low = run, rate
                 if high < math.inf or rate >= most:
                     break
@@ -242,13 +253,27 @@ class Search:
                 rate = max(rate / 1.6, least)
         if best is None:
             return None
-        while high / low > near and high < math.inf:
+        while high / low > NEAR and high < math.inf:
             rate = math.sqrt(low * high)
-            if (run := self.serves(shape, rate, fine=fine)) is not None:
+            if (run := self.serves(shape, rate)) is not None:
                 best, low = run, rate
             else:
                 high = rate
         return Served(shape, low, best)
+
+    def judged(self, shape: Shape, start: float, *, least: float = 0.0) -> Served | None:
+        """Find what it serves by every draw that nothing was chosen by; None if not the least."""
+        most = self._most(shape)
+        if least > most:
+            return None
+        verdict = self._judge.highest(shape, start, least=least, most=most)
+        if verdict is None:
+            return None
+        shares = tuple(run.all.share for run in verdict.runs)
+        return Served(shape, verdict.rate, verdict.run, shares)
+
+    def _most(self, shape: Shape) -> float:
+        return shape.workers * self.traffic.most_each
 
     # All of them
 
@@ -307,28 +332,32 @@ class Search:
 
     def family(self, family: str, workers: int, share: tuple[float, float]) -> list[Served]:
         """Find the best of a family, best first; `share` says from where to where all is done."""
-        question, seen = self.question, self.seen()
-        itl_ms = self._itl_ms()
-        tried = list(shapes(family, workers, seen, question.policies, itl_ms))
+        tried = shapes(family, workers, self.seen(), self.question.policies, self._itl_ms())
+        found = self._of_kind(list(tried), share)
+        return ordered([*found, *(each for best in found[:1] for each in self._thresholds(best))])
+
+    def _of_kind(self, tried: list[Shape], share: tuple[float, float]) -> list[Served]:
+        """Find roughly what fleets serve, and have those that serve most judged; best first."""
         found: list[Served] = []
-        start = self._start * workers * 0.5
+        width = (share[1] - share[0]) / (2 * max(len(tried), 1))
         for at, shape in enumerate(tried):
-            done = share[0] + (share[1] - share[0]) * at / max(len(tried), 1)
-            self.tell(str(shape), done)
+            self.tell(str(shape), share[0] + at * width)
             best = max((each.rate for each in found), default=0.0)
             least = best * (1 - SAME)
-            served = self.rate_of(shape, least or start, least=least)
-            if served is not None:
+            start = least or self._start * shape.workers * 0.5
+            if (served := self.rate_of(shape, start, least=least)) is not None:
                 found.append(served)
         found.sort(key=lambda each: -each.rate)
-        fine = [
-            again
-            for each in found[:FINALISTS]
-            if (
-                again := self.rate_of(each.shape, each.rate, fine=True)
-            ) is not None
-        ]  # fmt: skip
-        return ordered([*fine, *(again for each in fine[:1] for again in self._thresholds(each))])
+        # The simplest first: another has to serve more by what is not equal, or is left at once.
+        finalists = sorted(found[:FINALISTS], key=_plainness)
+        half, judged = (share[0] + share[1]) / 2, list[Served]()
+        for at, each in enumerate(finalists):
+            self.tell(str(each.shape), half + (share[1] - half) * at / FINALISTS)
+            least = max((one.rate for one in judged), default=0.0) * (1 + SAME)
+            again = self.judged(each.shape, least or each.rate * NEAR, least=least)
+            if again is not None:
+                judged.append(again)
+        return ordered(judged)
 
     def _thresholds(self, served: Served) -> Iterator[Served]:
         """Try fixed thresholds for hand-overs, where the router's own was good."""
@@ -338,7 +367,7 @@ class Search:
         for above in sorted({1, half}):
             shape = replace(served.shape, disaggregate_above=above)
             least = served.rate * (1 + SAME)
-            if (better := self.rate_of(shape, least, fine=True, least=least)) is not None:
+            if (better := self.judged(shape, least, least=least)) is not None:
                 yield better
 
     def _itl_ms(self) -> int:
@@ -357,26 +386,44 @@ class Search:
             found += self.family(family, workers, (start, start + width))[:1]
         return ordered(found)
 
-    def resized(self, served: Served, workers: int) -> Served | None:
-        """Find what a fleet of that kind and policy serves with more workers, or fewer."""
-        if workers < (1 if served.shape.general else 2):
-            return None
-        shape, seen = served.shape, self.seen()
-        limit = shape.short_limit
+    def fewer(self, served: Served, share: tuple[float, float]) -> Served | None:
+        """Find what a fleet of that kind and policy serves with one worker fewer."""
+        return next(iter(self._of_kind(self._alike(served.shape, -1), share)), None)
+
+    def more(self, served: Served, share: tuple[float, float]) -> Served | None:
+        """Find what a fleet of that kind and policy serves with one worker more.
+
+        None if no more than without: a worker that nobody has a use for takes nothing away.
+        """
+        best: Served | None = None
+        tried = self._alike(served.shape, 1)
+        start = served.rate * (served.shape.workers + 1) / served.shape.workers
+        for at, shape in enumerate(tried):
+            self.tell(str(shape), share[0] + (share[1] - share[0]) * at / len(tried))
+            # As long as one rung more is all that is asked for, most others take one run.
+            least = served.rate if best is None else best.rate * STEP
+            found = self.judged(shape, start if best is None else least, least=least)
+            best = found or best
+        return best
+
+    def _alike(self, shape: Shape, change: int) -> list[Shape]:
+        """Give fleets of that kind with so many workers more: of one role first."""
+        workers = shape.workers + change
+        if workers < 1:
+            return []
+        seen, limit = self.seen(), shape.short_limit
         if limit in seen.boundaries:
             seen = replace(seen, boundaries={limit: seen.boundaries[limit]})
-        tried = [
+        nearest = [
+            shape.with_more(role, change)
+            for role, count in shape.pools.items()
+            if count + change > 0
+        ]
+        others = [
             replace(each, disaggregate_above=shape.disaggregate_above)
             for each in shapes(shape.family, workers, seen, (shape.policy,), shape.itl_ms)
         ]
-        start = served.rate * workers / shape.workers
-        found: list[Served] = []
-        for each in tried:
-            best = max((one.rate for one in found), default=0.0)
-            one = self.rate_of(each, max(start, best), fine=True, least=best)
-            if one is not None:
-                found.append(one)
-        return max(found, key=lambda one: one.rate, default=None)
+        return list(dict.fromkeys([*nearest, *others]))
 
 
 def longest_kept(run: Run) -> float:

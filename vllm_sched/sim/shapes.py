@@ -65,6 +65,11 @@ class Shape:
         }
         return {role: count for role, count in counts.items() if count}
 
+    def with_more(self, role: Role, change: int) -> Shape:
+        """Return the same with so many more workers of a role that it has."""
+        given: dict[str, Any] = {role.value: self.pools[role] + change}
+        return replace(self, **given)
+
     def __str__(self) -> str:
         """Say it in a line."""
         text = " + ".join(f"{count} {role.value}" for role, count in self.pools.items())
