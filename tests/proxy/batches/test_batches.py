@@ -381,7 +381,7 @@ async def test_forgetting_that_failed_is_tried_again_at_once(
 
     monkeypatch.setattr(Store, "purge", purge)
     office.batches.lane.purge_soon()
-    await eventually(lambda: len(tried) >= 1)
+    await eventually(lambda: office.batches.lane.paused)  # it has heard of that, from a thread
     office.skip(10)
     await eventually(lambda: len(tried) >= 2)
 
