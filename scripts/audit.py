@@ -49,7 +49,7 @@ def ask(command: Sequence[str]) -> tuple[list[dict[str, Any]] | None, str]:
             return None, str(error)
         try:  # its status is the same for what it found and for what it could not ask
             return json.loads(told.read_text())["dependencies"], ""
-        except (OSError, ValueError):
+        except (OSError, ValueError, KeyError, TypeError):
             return None, (done.stderr.strip() or "it said nothing").splitlines()[-1]
 
 

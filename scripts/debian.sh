@@ -10,7 +10,8 @@ fail() {
 }
 
 lists=() # the machine's own
-apt() { apt-get --quiet --quiet -o APT::Sandbox::User= "${lists[@]}" "$@" 2>>apt.log; }
+patience=(-o Acquire::Retries=5 -o Acquire::http::Timeout=30 -o Acquire::https::Timeout=30)
+apt() { apt-get -qq -o APT::Sandbox::User= "${patience[@]}" "${lists[@]}" "$@" 2>>apt.log; }
 
 # Leaves the packages' files in ./unpacked, of a folder of its own that is gone at the end.
 unpack() {

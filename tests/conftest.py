@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -28,6 +29,9 @@ os.environ.setdefault("VLLM_SCHED_COMPILED", "0")
 settings.register_profile("fixed", derandomize=True, deadline=None)
 settings.register_profile("explore", deadline=None, print_blob=True)
 settings.load_profile("fixed")
+
+# A shell without job control has what it starts in the background ignore Ctrl-C: tests press it.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Hints about the speed of a model that is never run; each scheduler made repeats them.
 for chatty in ("vllm.platforms.cpu", "vllm.config.vllm"):

@@ -393,6 +393,8 @@ class Roster:
 
     def charged_elsewhere(self, worker: Worker, load: Load, due_at: float, now: float) -> None:
         """Take what others have charged to a worker, and when they expect to hear of it."""
+        if self._workers.get(worker.name) is not worker:
+            return  # gone: nobody would tell of what they give back
         replace(worker, load, now)
         worker.due_at = max(worker.due_at, due_at)
         self.moved(worker)

@@ -153,6 +153,16 @@ def test_the_environment_given_reaches_it_and_wins(tmp_path: Path) -> None:
             end("decode", env={SIDE_PORT: "soon"}),
             f"launch.env.{SIDE_PORT}: 'soon': is no port",
         ),
+        (
+            end("prefill"),
+            end("decode", env={SIDE_PORT: "9" * 5000}),
+            "9': is no port",
+        ),
+        (
+            end("prefill"),
+            end("decode", env={SIDE_PORT: ""}),
+            f"launch.env.{SIDE_PORT}: '': is no port",
+        ),
     ],
 )
 def test_ends_that_do_not_fit_are_refused_by_name(

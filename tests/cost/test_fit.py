@@ -173,6 +173,28 @@ def test_neither_does_one_among_the_first(hiccup: float, number: int) -> None:
     assert errors[190] < 0.15
 
 
+@pytest.mark.parametrize(
+    "first",
+    [
+        [(0, 20)] * 12 + [(600, 20)] * 3 + [(600, 0)],  # the only prefill, of the first sixteen
+        [(0, 20)] * 13 + [(600, 20)] * 4,  # the fourth is what a model lacks, and comes by itself
+    ],
+)
+def test_nor_does_one_that_is_alone_of_its_kind(first: list[tuple[int, int]]) -> None:
+    fit, rng = OnlineFit(), random.Random(7)
+    steps = [StepShape(p, p * p / 2, d, 400 * d) for p, d in first]
+    for step in steps[:-1]:
+        fit.observe(step, TRUE.seconds(step))
+    fit.observe(steps[-1], 1e-5)
+    for _ in range(200):
+        step = shape(rng)
+        fit.observe(step, TRUE.seconds(step))
+    steps = [shape(rng) for _ in range(200)]
+    errors = sorted(abs(fitted(fit).seconds(step) / TRUE.seconds(step) - 1) for step in steps)
+    assert errors[100] < 0.05
+    assert errors[190] < 0.15
+
+
 def test_results_that_are_handed_on_late_harm_no_more_than_noise() -> None:
     fit, rng = OnlineFit(), random.Random(5)
     for index in range(2000):

@@ -290,6 +290,17 @@ def test_kv_on_its_way_to_many_leaves_a_prompt_half_of_the_step() -> None:
     assert found["long"] == pytest.approx(0.1 + 0.0116 + 18 * 0.0108)
 
 
+def test_legs_without_a_slot_take_nothing_of_a_prompt_that_runs() -> None:
+    one = worker(transfers=True, max_num_seqs=1, max_num_batched_tokens=16)
+    limited = replace(one, policies=POLICIES["long_prompt"])
+    legs = [(0.05, halves(f"{number}", 32)[1]) for number in range(20)]
+    alone, beside = (
+        firsts(run(ExactEngine(limited), [(0.0, job("long", 1600, 1)), *others]))["long"]
+        for others in ([], legs)
+    )
+    assert beside == pytest.approx(alone)
+
+
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_legs_among_held_longs_all_end_and_keep_nothing(end: End, asynchronous: bool) -> None:
     engine = ExactEngine(end(transfer=WIRE, kv_tokens=6144, async_scheduling=asynchronous))

@@ -31,6 +31,7 @@ def test_the_last_of_several_counts() -> None:
     assert number(words, "--max-model-len") == 20
     assert last(words, "--other") is None
     assert number(["--max-model-len", "16k"], "--max-model-len") is None
+    assert number(["--max-model-len", "9" * 5000], "--max-model-len") is None
 
 
 def test_short_names_are_known() -> None:

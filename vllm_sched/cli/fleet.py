@@ -141,6 +141,8 @@ def narrow(config: FleetConfig) -> Iterator[str]:
 def unshared(config: FleetConfig) -> Iterator[str]:
     """Name tenants of whom nothing keeps a crowd of requests out of workers' own queues."""
     workers = [worker.name for worker in config.workers if worker.max_requests is None]
+    pools = config.discovery.pools if config.discovery is not None else []
+    workers += [f"of pool {pool.name}" for pool in pools if pool.max_requests is None]
     crowds = [each.name for each in config.tenants if each.limits.concurrency is None]
     if len(config.tenants) > 1 and workers and crowds:
         yield (

@@ -264,11 +264,13 @@ def _show(console: Console, found: Plan, args: argparse.Namespace) -> None:
 def _judged_by(found: Plan, args: argparse.Namespace) -> Iterator[str]:
     """Say how far to trust it, and the command that checks it."""
     question = found.question
-    yield (
-        f"each rate is one of which {question.share:.0%} are in time in each of {question.draws} "
-        f"draws of {found.requests:,} requests, none of them searched with; in a further draw as "
-        f"many are with a chance of about {question.draws} in {question.draws + 1}"
-    )
+    if not args.exact:
+        yield (
+            f"each rate is one of which {question.share:.0%} are in time in each of "
+            f"{question.draws} draws of {found.requests:,} requests, none of them searched with; "
+            f"in a further draw as many are with a chance of about {question.draws} in "
+            f"{question.draws + 1}"
+        )
     yield (
         f"by {found.runs} simulations with plain workers (the fluid engine); figures of other "
         "simulators and of real machines differ, most of all near the limit: see "
@@ -309,7 +311,8 @@ def _fleets(found: Plan) -> Table:
     layout = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     layout.add_column("")
     layout.add_column("req./s", justify="right")
-    layout.add_column("in time,\neach draw", justify="right")
+    drawn = any(served.shares for served in found.ranking)
+    layout.add_column("in time,\neach draw" if drawn else "in time", justify="right")
     for name in ("TTFT\np50 / p99", "TPOT\np50 / p99", "ITL\np99 / max"):
         layout.add_column(name, justify="right")
     for at, served in enumerate(found.ranking):

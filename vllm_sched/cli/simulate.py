@@ -247,10 +247,12 @@ def _run(
     gc.collect()
     gc.freeze()
     began, cpu = time.perf_counter(), time.process_time()
-    with watched(console, schedule) as told, interruptible() as stopped:
-        played = fleet.play(schedule, told, stopped)
-    wall_s, cpu_s = time.perf_counter() - began, time.process_time() - cpu
-    gc.unfreeze()
+    try:
+        with watched(console, schedule) as told, interruptible() as stopped:
+            played = fleet.play(schedule, told, stopped)
+        wall_s, cpu_s = time.perf_counter() - began, time.process_time() - cpu
+    finally:
+        gc.unfreeze()
     return Run(played, fleet, wall_s, cpu_s)
 
 

@@ -15,7 +15,7 @@ from vllm_sched.workers.flags_file import expanded
 from vllm_sched.workers.transfer import Part, Wiring
 
 PARTS = ("prefill", "decode")
-LONGEST, LAST_PORT = "--max-model-len", 65535
+LONGEST, LAST_PORT, LONGEST_PORT = "--max-model-len", 65535, 5  # digits
 VLLM_LEASE_S = 30.0  # where nobody says how long
 # What of a connector nobody here can know or keep true: each prompt would be computed twice.
 BEYOND_US = {
@@ -72,8 +72,8 @@ def agreement(draft: Draft) -> Iterator[Problem]:
         yield from _own_config(draft.transfer, index, worker, told)
         if draft.transfer.connector == "shared-storage":
             yield from _cuts(index, told)
-        if port := told.env.get(transfer.SIDE_PORT):
-            if not (port.isdecimal() and 0 < int(port) <= LAST_PORT):
+        if (port := told.env.get(transfer.SIDE_PORT)) is not None:
+            if not (port.isdecimal() and len(port) <= LONGEST_PORT and 0 < int(port) <= LAST_PORT):
                 yield Problem(
                     f"workers[{index}].launch.env.{transfer.SIDE_PORT}",
                     f"{port!r}: is no port; leave it out and it gets a free one",

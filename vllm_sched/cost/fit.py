@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final, Literal
@@ -35,6 +35,8 @@ MEMORY: Final = 0.995
 SOLVE_EVERY: Final = 16
 # Before these, the line would be drawn through noise.
 ENOUGH_STEPS, ENOUGH_DECODES, ENOUGH_PREFILLS = 16, 8, 4
+# Of a kind's first steps so many are kept, for their median; one is odd at such a part of others.
+MOST_EARLY, ODD = 64, 0.5
 # An error is unusual beyond so many times the usual one.
 UNUSUAL: Final = 3.0
 SPREAD_AT_START, LEAST_SPREAD, SPREAD_GAIN = 0.25, 0.02, 0.02
@@ -107,6 +109,7 @@ class OnlineFit:
         self._memory = memory
         self._sums: dict[Kind, Sums] = {kind: Sums(len(PLACES[kind])) for kind in PLACES}
         self._early: list[tuple[Kind, StepShape, float]] = []  # not in the sums yet
+        self._took: dict[Kind, deque[float]] = {kind: deque(maxlen=MOST_EARLY) for kind in PLACES}
         self._seen: Counter[Kind] = Counter()
         self._unsolved = 0
         self._model: StepTime | None = None
@@ -145,13 +148,14 @@ class OnlineFit:
 
     def _take_early(self) -> None:
         """Take in those that came before there was a model to judge them by."""
-        usual = {
-            kind: statistics.median([took for other, _, took in self._early if other == kind])
-            for kind in {kind for kind, _, _ in self._early}
-        }
+        for kind, _, seconds in self._early:
+            self._took[kind].append(seconds)
+        usual = {kind: statistics.median(took) for kind, took in self._took.items() if took}
         for kind, shape, seconds in self._early:
-            # One alone of its kind is hardly shorter than others are.
-            larger = max(seconds, usual[kind], min(usual.values()))
+            others = [median for other, median in usual.items() if other != kind]
+            # What is usual of its kind one alone does not tell; far below all others it is odd.
+            odd = len(self._took[kind]) == 1 and seconds < ODD * min(others, default=0.0)
+            larger = max(seconds, max(others) if odd else usual[kind])
             self._add(kind, shape, seconds, 1.0 / (larger * larger))
         self._early.clear()
 

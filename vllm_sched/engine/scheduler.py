@@ -328,10 +328,15 @@ class PolicySteps(Upstream):
         Whose KV came from elsewhere is one token short of its answer, and waits for that alone.
         """
         asleep = int(self.num_waiting_for_streaming_input)
-        holding = max(step.holding_kv - asleep, 0) * (1 + int(self.num_spec_tokens))
+        # Who has no slot can't enter, whatever is left.
+        holders = min(max(step.holding_kv - asleep, 0), step.free_slots)
+        holding = holders * (1 + int(self.num_spec_tokens))
         if not (holding or self._decode_last):
             return None
-        room = step.budget if self._prefills_lead else max(step.budget - step.decodes, 0)
+        # Decodes are counted with all that may be drafted for them: before a prefill they have had
+        # what they take, and upstream gives it no more than is left.
+        least = 0 if self._decode_last else 1
+        room = step.budget if self._prefills_lead else max(step.budget - step.decodes, least)
         # For some of them it is not here yet: a prompt goes on whatever their number.
         return room - min(holding, room // 2)
 

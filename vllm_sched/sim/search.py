@@ -266,6 +266,8 @@ class Search:
         most = self._most(shape)
         if least > most:
             return None
+        # What a worker does not serve that has nothing else to do, no lower rate mends.
+        least = max(least, min(self._start, start) * IDLE)
         verdict = self._judge.highest(shape, start, least=least, most=most)
         if verdict is None:
             return None

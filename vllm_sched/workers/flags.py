@@ -19,6 +19,7 @@ SHORT: Final[Mapping[str, str]] = {
     "-pcp": "--prefill-context-parallel-size", "-q": "--quantization",
     "-sc": "--speculative-config", "-cc": "--compilation-config", "-ac": "--attention-config",
 }  # fmt: skip
+LONGEST_NUMBER = 18  # digits; Python reads no number of thousands
 # No value begins so, for vLLM's parser takes it for a flag, known or not: -O3, -n. Numbers do.
 NAME: Final = re.compile(r"--|-[A-Za-z][^ =]*(=|$)")
 
@@ -73,7 +74,8 @@ def last(words: Sequence[str], name: str) -> str | None:
 def number(words: Sequence[str], name: str) -> int | None:
     """Return the value of a flag that is a plain number, else None."""
     value = last(words, name)
-    return int(value) if value is not None and value.isdecimal() else None
+    plain = value is not None and value.isdecimal() and len(value) <= LONGEST_NUMBER
+    return int(value) if value is not None and plain else None
 
 
 def key(words: Sequence[str], name: str, inner: str) -> Any:

@@ -36,6 +36,19 @@ def test_a_request_goes_where_others_have_charged_least() -> None:
     assert placed(router.submit(ask(), 1.0)).worker.name == "a"
 
 
+def test_who_was_taken_out_is_told_no_more_of_others() -> None:
+    """They would give it back to nobody: whoever comes to its address would have it for good."""
+    router = router_of(spec("a", most=2))
+    worker = worker_of(router, "a")
+    lease = placed(router.submit(ask(), 1.0))
+    router.fleet.charged_elsewhere(worker, Load(requests=1), 0.0, 1.0)
+    router.fleet.remove("a")
+    router.fleet.charged_elsewhere(worker, Load(requests=1), 0.0, 1.1)
+    router.fleet.release(lease)
+    assert worker.requests == 0
+    assert router.fleet.add(spec("a")).requests == 0
+
+
 def test_a_limit_counts_what_others_have_in_flight() -> None:
     router = router_of(spec("a", most=3))
     worker = worker_of(router, "a")

@@ -114,7 +114,7 @@ async def test_a_trial_that_takes_minutes_keeps_few_from_being_the_next(start: S
     tried, on_trial = len(ill.served), []
     for number in range(1, 4):
         site.skip(TRIAL_S)
-        asking = {asyncio.create_task(site.ask(chat())) for _ in range(5)}
+        asking = {asyncio.create_task(site.ask(chat(), within=60.0)) for _ in range(5)}
         for answered in islice(asyncio.as_completed(asking), 4):
             assert (await answered).status == 200
         assert len(ill.served) == tried + number

@@ -87,7 +87,7 @@ def refusal(status: int) -> Refusal:
 def client_of(site: Site, key: str = "theirs") -> AsyncAnthropic:
     """Make Anthropic's own client, which here does not try again by itself."""
     url = f"http://127.0.0.1:{site.port}"
-    return AsyncAnthropic(base_url=url, api_key=key, max_retries=0, timeout=5)
+    return AsyncAnthropic(base_url=url, api_key=key, max_retries=0, timeout=60)
 
 
 @pytest.fixture
@@ -204,7 +204,7 @@ async def test_openai_s_client_sees_that_a_response_broke(site: Site) -> None:
     events += numbered("response.output_text.delta", 2, delta="a", item_id="m")
     site.fake.always(scripts.raw(SSE_HEAD + events, end="reset"))
     url = f"http://127.0.0.1:{site.port}/v1"
-    async with AsyncOpenAI(base_url=url, api_key="x", max_retries=0, timeout=5) as client:
+    async with AsyncOpenAI(base_url=url, api_key="x", max_retries=0, timeout=60) as client:
         stream = await client.responses.create(model="tiny", input="hi", stream=True)
         seen = [(await anext(stream)).type for _ in range(3)]
         with pytest.raises(openai.APIError, match="worker failed") as error:
