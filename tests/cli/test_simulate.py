@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -148,6 +149,15 @@ def test_how_far_it_is_is_told_without_a_terminal_too(
     assert all(re.search(r"\d virtual s, \d+ done, \d+ under way$", line) for line in told)
 
 
+@pytest.fixture
+def own_ctrl_c() -> Iterator[None]:
+    """Have Ctrl-C do what it does to a program: loops of earlier tests may have left theirs."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("own_ctrl_c")
 def test_ctrl_c_shows_and_keeps_what_there_is(
     fleet: Path,
     tmp_path: Path,
@@ -174,6 +184,7 @@ def test_ctrl_c_shows_and_keeps_what_there_is(
     assert json.loads(trace.read_text())["traceEvents"]
 
 
+@pytest.mark.usefixtures("own_ctrl_c")
 def test_ctrl_c_twice_ends_it(
     fleet: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
