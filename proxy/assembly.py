@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from proxy.config import BatchesConfig, FleetConfig, TlsConfig, WorkerConfig, load
-from proxy.config.tenant_checks import is_loopback
+from proxy.config.admin import is_loopback
 from proxy.control.admin import admin_app
 from proxy.control.admin_key import AdminKey
 from proxy.control.admin_server import AdminServer, admin_socket

@@ -31,7 +31,7 @@ class AdminConfig(Block):
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches what listens there."""
+    """Whether only this machine reaches what listens there; other names may lead anywhere."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

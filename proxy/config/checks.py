@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 from proxy.config.admin import is_loopback
 from proxy.config.draft import Check, Draft
 from proxy.config.models import PoolConfig, TransferConfig, WorkerConfig
+from proxy.config.types import LAST_PORT
 from proxy.errors import Problem
 
 # What `up` says itself, and from where in the file it takes it.
@@ -33,7 +34,7 @@ ADDRESS = {
     "mooncake": (re.compile(r"http://[\w.-]+:\d{1,5}", re.ASCII), "http://host:port"),
     "lmcache": (re.compile(r"[\w.-]+:\d{1,5}:\d{1,5}", re.ASCII), "host:init_port:alloc_port"),
 }
-PORT, LAST_PORT = re.compile(r":(\d+)"), 65535
+PORT = re.compile(r":(\d+)")
 # A flag and its value in one word, which vLLM takes for neither.
 ONE_WORD = re.compile(r"(--?[a-z][\w.-]*)\s+(.*\S)\s*", re.ASCII | re.IGNORECASE | re.DOTALL)
 FORM_BYTES = 64 * 1024  # of a form that holds a file, beside the file

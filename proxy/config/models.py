@@ -21,6 +21,7 @@ from proxy.config.tls import TlsConfig, WorkerTlsConfig
 from proxy.config.tracing import TracingConfig
 from proxy.config.types import (
     KIB,
+    LAST_PORT,
     LIST,
     MIB,
     Block,
@@ -205,7 +206,7 @@ class PoolConfig(Block):
     dns: DnsName | None = Field(
         None, description="a name that resolves to every worker, as a headless Service's does"
     )
-    port: Annotated[int, Field(ge=1, le=65535)] | Name | None = Field(
+    port: Annotated[int, Field(ge=1, le=LAST_PORT)] | Name | None = Field(
         None,
         description="where they listen: a number, or with selector a port's name; "
         "8000, or the EndpointSlice's only port, if not given",

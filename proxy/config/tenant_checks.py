@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import ipaddress
 from collections.abc import Iterator
 
+from proxy.config.admin import is_loopback
 from proxy.config.draft import Check, Draft
 from proxy.config.tenants import TenantConfig
 from proxy.errors import Problem
@@ -92,14 +92,6 @@ def waits(draft: Draft) -> Iterator[Problem]:
             f"{router.max_collected_bytes}: one body may have router.max_body_bytes, "
             f"{router.max_body_bytes}; give at least that",
         )
-
-
-def is_loopback(host: str) -> bool:
-    """Whether nobody on another machine can reach it; other names may lead anywhere."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host.lower() == "localhost"
 
 
 TENANT_CHECKS: tuple[Check, ...] = (tenants, strangers, waits)

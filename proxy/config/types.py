@@ -16,7 +16,8 @@ class Block(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
-Port = Annotated[int, Field(ge=0, le=65535)]
+LAST_PORT = 65535
+Port = Annotated[int, Field(ge=0, le=LAST_PORT)]
 Seconds = Annotated[float, Field(gt=0)]
 Count = Annotated[int, Field(ge=1)]
 Name = Annotated[str, Field(min_length=1)]

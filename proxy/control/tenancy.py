@@ -12,7 +12,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from hashlib import sha256
 
 from proxy.config import Draft, FleetConfig, TenantConfig
-from proxy.config.tenant_checks import has_keys, is_loopback
+from proxy.config.admin import is_loopback
+from proxy.config.tenant_checks import has_keys
 from proxy.core.admission import AdmissionSettings
 from proxy.core.fairness import FairnessSettings
 from proxy.core.limits import Limits

@@ -42,6 +42,7 @@ from proxy.processes.mirror import Mirror
 from proxy.processes.prefixes import Prefixes
 from proxy.processes.queues import Queues
 from proxy.processes.sharing import Sharing
+from proxy.processes.signals import reload
 from proxy.processes.table import ALIVE, LIFE, Table
 from proxy.processes.tenancy import Tenancy
 from proxy.processes.tides import Tides
@@ -123,7 +124,7 @@ class Member:
                 for response in responses:
                     self.app.router.recall(*response)
             case Reload():
-                self._soon(self._reload(), vital=False)
+                self._soon(reload(self.app))
             case Reloaded(config, keys):
                 try:
                     self.app.take(config, keys)
@@ -256,12 +257,6 @@ class Member:
             else:
                 with suppress(TimeoutError):
                     await asyncio.wait_for(self._queues.came.wait(), IDLE_S)
-
-    async def _reload(self) -> None:
-        try:
-            await self.app.reload()
-        except ProxyError as error:
-            logger.error("the fleet file was not taken:\n%s", error)
 
     async def _drain(self) -> None:
         await self.app.drain()

@@ -19,7 +19,14 @@ logger = logging.getLogger(__name__)
 INTERRUPTED = 130
 
 
-class Service(Protocol):
+class Reloads(Protocol):
+    """Whoever takes a fleet file."""
+
+    async def reload(self) -> object:
+        """Read it again."""
+
+
+class Service(Reloads, Protocol):
     """What is started, and ended by signals."""
 
     @property
@@ -34,9 +41,6 @@ class Service(Protocol):
 
     async def stop(self) -> None:
         """Stop now."""
-
-    async def reload(self) -> object:
-        """Read the fleet file again."""
 
 
 async def serve_until_told(service: Service, on_ready: Callable[[], None]) -> int:
@@ -53,12 +57,12 @@ async def serve_until_told(service: Service, on_ready: Callable[[], None]) -> in
         loop.add_signal_handler(number, partial(leave, number))
     reloads: set[asyncio.Task[None]] = set()  # or nobody would keep them
 
-    def reload() -> None:
-        task = loop.create_task(_reload(service))
+    def hang_up() -> None:
+        task = loop.create_task(reload(service))
         reloads.add(task)
         task.add_done_callback(reloads.discard)
 
-    loop.add_signal_handler(signal.SIGHUP, reload)
+    loop.add_signal_handler(signal.SIGHUP, hang_up)
     leaving = asyncio.ensure_future(first.wait())
     if await _before(asyncio.ensure_future(service.start()), leaving):
         on_ready()
@@ -88,7 +92,8 @@ async def _before(work: asyncio.Future[None], end: asyncio.Future[Any]) -> bool:
     return False
 
 
-async def _reload(service: Service) -> None:
+async def reload(service: Reloads) -> None:
+    """Have the fleet file read again; whatever is wrong with it is logged."""
     try:
         await service.reload()
     except ProxyError as error:

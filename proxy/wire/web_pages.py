@@ -10,17 +10,16 @@ Asked of each head that is new on its connection: a client's next requests cost 
 
 from __future__ import annotations
 
-import ipaddress
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
+from proxy.config.admin import is_loopback
 from proxy.core import refusals
 
 if TYPE_CHECKING:
     from proxy.core.types import Refusal
     from proxy.wire.request import RequestHead
 
-LOCALHOST = "localhost"
 PAGES = ("http", "https")
 
 
@@ -39,9 +38,4 @@ def _may_ask(origin: str) -> bool:
         name = urlsplit(origin).hostname or ""
     except ValueError:
         return False
-    if name == LOCALHOST or name.endswith(f".{LOCALHOST}"):  # which browsers ask nobody about
-        return True
-    try:
-        return ipaddress.ip_address(name).is_loopback
-    except ValueError:
-        return False
+    return is_loopback(name) or name.endswith(".localhost")  # which browsers ask nobody about

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import cast
 
 from proxy.config import Draft, FleetConfig, LaunchConfig, TransferConfig, WorkerConfig
+from proxy.config.types import LAST_PORT
 from proxy.errors import Problem
 from vllm_sched.workers import launch, transfer
 from vllm_sched.workers.ends import differences
@@ -15,7 +16,7 @@ from vllm_sched.workers.flags_file import expanded
 from vllm_sched.workers.transfer import Part, Wiring
 
 PARTS = ("prefill", "decode")
-LONGEST, LAST_PORT, LONGEST_PORT = "--max-model-len", 65535, 5  # digits
+LONGEST, LONGEST_PORT = "--max-model-len", len(str(LAST_PORT))
 VLLM_LEASE_S = 30.0  # where nobody says how long
 # What of a connector nobody here can know or keep true: each prompt would be computed twice.
 BEYOND_US = {

@@ -222,13 +222,17 @@ class Worker:
         if (code := process.poll()) is not None:
             raise self._error(f"{self.name} died with exit code {code}")
 
+    def ask(self, path: str, timeout_s: float) -> tuple[int, bytes]:
+        """Get one of its pages, straight from loopback; with its status."""
+        # A proxy named by the environment must not see this.
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        with opener.open(f"{self.url}{path}", timeout=timeout_s) as answer:
+            return answer.status, answer.read()
+
     def healthy(self) -> bool:
         """Whether its health path answers 200 now."""
-        # Straight to loopback: a proxy named by the environment must not see this.
-        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         try:
-            with opener.open(f"{self.url}{self.health}", timeout=2) as answer:
-                return bool(answer.status == http.HTTPStatus.OK)
+            return self.ask(self.health, 2.0)[0] == http.HTTPStatus.OK
         except (urllib.error.URLError, http.client.HTTPException, OSError):
             return False
 

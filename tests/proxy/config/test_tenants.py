@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from proxy.config import FleetConfig, parse, shown
-from proxy.config.tenant_checks import is_loopback
+from proxy.config.admin import is_loopback
 from proxy.errors import ConfigError
 
 HASH = "sha256:" + "ab" * 32
