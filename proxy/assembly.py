@@ -273,7 +273,15 @@ class App:
         `keys` are those that it names, where they were read already.
         """
         late = takes_a_restart(config, self._started_with)
-        check_tls(config, str(self.source))
+        follows = self.siblings is not None and not self.leads
+        try:
+            check_tls(config, str(self.source))
+        except ConfigError as error:
+            # Who leads has read them. What another finds half-written must not keep it from the
+            # rest: it would go on with keys and limits that its siblings have no more.
+            if not follows:
+                raise
+            logger.error("of TLS stays what was read before:\n%s", error)
         said, config = config, as_started(config, self._started_with)
         keys = keys or Keys.read(config, str(self.source))
         keep_strangers_out(config, config.router.host, str(self.source))
@@ -282,8 +290,7 @@ class App:
         self.config, self._keys = said, keys
         probe = self.prober.settings = config.router.probe
         self.fleet.down_after, self.fleet.up_after = probe.down_after, probe.up_after
-        follows = self.siblings is not None and not self.leads
-        # Who does so is told by the leader who the workers are.
+        # Who follows is told by the leader who the workers are.
         workers = [w.spec for w in self.fleet] if follows else [*found, *specs(config)]
         self.router.reconfigure(router_settings(config), workers)
         take_tenants(self.router.tenants, config, keys.tenants)
