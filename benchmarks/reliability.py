@@ -12,6 +12,7 @@ import argparse
 import asyncio
 import json
 import os
+import signal
 import sys
 import tempfile
 import time
@@ -21,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.router.opponents import ROUND_ROBIN, Opponent, install, peers
+from tests.fuzz.test_bodies import HARD, REFUSED
 from tests.proxy.wire import scripts
 from tests.proxy.wire.client import BrokenError, Client, chat, request
 from tests.proxy.wire.fake_worker import Call, FakeWorker, Script
@@ -38,7 +40,9 @@ from tests.proxy.wire.test_framing import (
 from vllm_sched.workers.launch import Worker, free_port
 
 READY_S, SOON_S, PATIENCE_S, ASKED = 60.0, 2.0, 8.0, 20
-SLOW, SLOW_MIB = 14, 60  # bodies that never end, and what comes of each
+SLOW, SLOW_MIB = 14, 60  # bodies that never end, and what comes of each; or of answers unread
+STREAMS, ODD_BYTES = 8, 1 << 20  # that run when a router ends; of a body that is hard to read
+NOBODY, TORN = "nobody there", "torn"
 NAME_WIDTH, WIDTH = 58, 22
 MODEL = "tiny"
 PROMPT = b'{"model": "tiny", "prompt": "xy"}'
@@ -50,7 +54,13 @@ class Scene:
 
     port: int
     fakes: list[FakeWorker]
-    pid: int  # of the router's group of processes
+    router: Worker
+
+    @property
+    def pid(self) -> int:
+        """The router's, and its group's."""
+        assert self.router.pid is not None
+        return self.router.pid
 
     def always(self, script: Script) -> None:
         """Let both answer so."""
@@ -74,12 +84,15 @@ class Scene:
 
     async def ask(self, data: bytes, within: float = PATIENCE_S) -> str:
         """Ask once, and say in a word what a client would make of the answer."""
-        client = await Client.connect(self.port)
+        try:
+            client = await Client.connect(self.port)
+        except ConnectionError:
+            return NOBODY
         try:
             client.writer.write(data)
             answer = await client.answer(within=within)
         except (BrokenError, ConnectionError):
-            return "torn"
+            return TORN
         except TimeoutError:
             return "hangs"
         except (ValueError, AssertionError):
@@ -199,14 +212,98 @@ async def slow_bodies(scene: Scene) -> str:
             await client.send(wanted(head % (SLOW_MIB + 1 << 20)))
             for _ in range(SLOW_MIB):
                 await client.send(b" " * (1 << 20))
-    grown, seen = scene.memory() - before, -1
-    while grown != seen:
-        await asyncio.sleep(SOON_S / 2)
-        grown, seen = scene.memory() - before, grown
+    grown = await growth(scene, before)
     heard = await scene.ask(chat())
     for client in clients:
         client.close()
     return f"{grown} MiB, then {heard}"
+
+
+async def slow_readers(scene: Scene) -> str:
+    """Ask for large answers and read none; tell what that takes, and whether it serves."""
+    piece = scripts.chunk(scripts.token("x" * (1 << 16)))
+
+    async def torrent(call: Call) -> None:
+        lead = (b"content-type", scripts.SSE), (b"transfer-encoding", b"chunked")
+        await call.send(scripts.head(200, *lead))
+        for _ in range(SLOW_MIB << 4):
+            await call.send(piece)
+        await call.send(scripts.chunk(scripts.DONE) + scripts.LAST_CHUNK)
+
+    before = scene.memory()
+    scene.always(torrent)
+    clients = []
+    for _ in range(SLOW):
+        clients.append(await Client.connect(scene.port, limit=1024, rcvbuf=4096))
+        await clients[-1].send(chat(stream=True))
+    await served(scene, SLOW)
+    grown = await growth(scene, before)
+    scene.always(scripts.obey("w"))
+    heard = await scene.ask(chat())
+    for client in clients:
+        client.reset()
+    return f"{grown} MiB, then {heard}"
+
+
+async def growth(scene: Scene, before: int) -> int:
+    """Wait until the router grows no more; return by how much it did."""
+    grown, seen = scene.memory() - before, -1
+    while grown != seen:
+        await asyncio.sleep(SOON_S / 2)
+        grown, seen = scene.memory() - before, grown
+    return grown
+
+
+async def served(scene: Scene, count: int) -> None:
+    """Wait until so many requests are at the workers, and a little for what they begin to say."""
+    async with asyncio.timeout(PATIENCE_S):
+        while len(scene.served()) < count:  # noqa: ASYNC110  # fakes have no event for all
+            await asyncio.sleep(0.02)
+    await asyncio.sleep(0.2)
+
+
+async def odd_bodies(scene: Scene) -> str:
+    """Count bodies that are told a 5xx or nothing, and tell how long the slowest took."""
+    found, slowest = 0, 0.0
+    bodies = [*REFUSED, *(make(ODD_BYTES) for make in HARD.values())]
+    for body in bodies:
+        began = time.monotonic()
+        heard = await scene.ask(request(body))
+        slowest = max(slowest, time.monotonic() - began)
+        found += not heard.startswith(("2", "4"))
+    return f"{found} of {len(bodies)}, {slowest:.2f} s"
+
+
+async def streaming(scene: Scene, pieces: int) -> list[asyncio.Task[str]]:
+    """Have streams run, each of so many pieces, fifty in a second."""
+    scene.always(scripts.stream(pieces, gap_s=0.02))
+    tasks = [asyncio.create_task(scene.ask(chat(stream=True))) for _ in range(STREAMS)]
+    await served(scene, STREAMS)
+    return tasks
+
+
+async def killed(scene: Scene) -> str:
+    """Kill the router and start it again; tell whose streams broke off, and when it served."""
+    tasks = await streaming(scene, 1000)
+    os.killpg(scene.pid, signal.SIGKILL)
+    ends = await asyncio.gather(*tasks)
+    scene.always(scripts.obey("w"))
+    await asyncio.to_thread(scene.router.stop)
+    began = time.monotonic()
+    scene.router.start()
+    while await scene.ask(chat(), SOON_S) != "200":
+        if time.monotonic() > began + READY_S:
+            return "serves no more"
+        await asyncio.sleep(0.02)
+    return f"{ends.count(TORN)} of {STREAMS}, {time.monotonic() - began:.1f} s"
+
+
+async def told_to_go(scene: Scene) -> str:
+    """Have the router end as an orchestrator does; count the streams that came whole."""
+    tasks = await streaming(scene, 100)
+    os.kill(scene.pid, signal.SIGTERM)
+    ends = await asyncio.gather(*tasks)
+    return f"{ends.count('200')} of {STREAMS}"
 
 
 async def garbage(scene: Scene) -> str:
@@ -233,6 +330,10 @@ TABLE: dict[str, Scenario] = {
     "one of two says 429: answered": one_fails(scripts.error(429)),
     "one of two hangs: answered within two seconds": one_fails(scripts.stall),
     f"{SLOW} bodies of {SLOW_MIB} MiB that never end take": slow_bodies,
+    f"{SLOW} clients read nothing of {SLOW_MIB} MiB each": slow_readers,
+    "of odd bodies answered 5xx or not; the slowest": odd_bodies,
+    f"killed under {STREAMS} streams: they break off; serves again": killed,
+    f"SIGTERM under {STREAMS} streams: they come whole": told_to_go,
     "a client leaves its stream: the worker hears of it": leaves(True),
     "a client leaves before an answer: the worker hears of it": leaves(False),
 }
@@ -247,7 +348,7 @@ async def play(name: str, make: Callable[[list[str]], Worker], scenario: Scenari
     router.start()
     try:
         await asyncio.to_thread(router.wait_ready)
-        scene = Scene(router.port, fakes, router.pid or 0)
+        scene = Scene(router.port, fakes, router)
         give_up = time.monotonic() + READY_S
         while {await scene.ask(chat()) for _ in range(4)} != {"200"}:
             if time.monotonic() > give_up:

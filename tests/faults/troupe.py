@@ -18,7 +18,7 @@ from tests.faults.disk import Disk
 from tests.fuzz.mutate import Mutator
 from tests.proxy.certificates import Authority
 from tests.proxy.wire import scripts
-from tests.proxy.wire.fake_worker import Call, FakeWorker, Script
+from tests.proxy.wire.fake_worker import Call, FakeWorker, Script, SlowWire
 from tests.proxy.wire.kv import Faults, Kv
 
 ROLES = {
@@ -231,7 +231,7 @@ class Troupe:
         """Do one thing to them, and undo it after so long."""
         acts: tuple[Callable[[float], object], ...] = (
             self._killed, self._killed, self._refuses, self._hangs, self._deaf, self._cut_off,
-            self._moody, self._moody, self._slow, self._names_fail, self._nothing,
+            self._moody, self._moody, self._slow, self._slow_wire, self._names_fail, self._nothing,
         )  # fmt: skip
         if self.disk is not None:
             acts += (self._disk_fills,)
@@ -295,6 +295,13 @@ class Troupe:
         self.kv.slow_s = 0.4
         await asyncio.sleep(seconds)
         self.kv.slow_s = 0.0
+
+    async def _slow_wire(self, seconds: float) -> None:
+        """Have one be read from and written to a little at a time, its probes too."""
+        with self._one() as fake:
+            fake.slow_wire = SlowWire()
+            await asyncio.sleep(seconds)
+            fake.slow_wire = None
 
     async def _names_fail(self, seconds: float) -> None:
         self.names_resolve = False

@@ -145,15 +145,19 @@ def test_a_stream_passes_whole_whatever_it_is(parts: list[bytes], size: int) -> 
     stream.error_event("gone", "code")
 
 
+# Too deep, too long, or too many.
+REFUSED = (
+    b'{"messages":' + b"[" * 500_000,
+    b'{"messages":' + b'{"a":' * 500_000,
+    b'{"max_tokens":' + b"9" * 500_000 + b"}",
+    b'{"a":' + b"[]," * 10 + b"}",
+    b"[" + b"1," * 3_000_000 + b"1]",
+)
+
+
 def test_depth_and_length_are_refused_not_feared() -> None:
     route = ROUTES["/v1/chat/completions"]
-    for body in (
-        b'{"messages":' + b"[" * 500_000,
-        b'{"messages":' + b'{"a":' * 500_000,
-        b'{"max_tokens":' + b"9" * 500_000 + b"}",
-        b'{"a":' + b"[]," * 10 + b"}",
-        b"[" + b"1," * 3_000_000 + b"1]",
-    ):
+    for body in REFUSED:
         found = passes(route, body, JSON_TYPE)
         assert isinstance(found, Refusal)
         assert found.status == 400

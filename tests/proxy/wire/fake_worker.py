@@ -89,6 +89,15 @@ class Call:
 Script = Callable[[Call], Awaitable[None]]
 
 
+@dataclass(frozen=True)
+class SlowWire:
+    """So many bytes each way, and a pause between."""
+
+    piece: int = 256
+    window: int = 4096  # of what comes, on connections made from now on
+    gap_s: float = 0.01
+
+
 class Connection(asyncio.Protocol):
     """One connection from the router."""
 
@@ -108,6 +117,9 @@ class Connection(asyncio.Protocol):
         self.transport = cast("asyncio.Transport", transport)
         self.transport.set_write_buffer_limits(high=64 * 1024)
         self.worker.connections.append(self)
+        if (slow := self.worker.slow_wire) is not None:
+            raw = transport.get_extra_info("socket")
+            raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, slow.window)
         if not self.worker.reads:
             asyncio.get_running_loop().call_soon(self._stop_reading)
 
@@ -115,8 +127,15 @@ class Connection(asyncio.Protocol):
         if not self.transport.is_closing():
             self.transport.pause_reading()
 
+    def _read_on(self) -> None:
+        if not self.transport.is_closing():
+            self.transport.resume_reading()
+
     def data_received(self, data: bytes) -> None:
         self._buffer += data
+        if (slow := self.worker.slow_wire) is not None:
+            self._stop_reading()
+            asyncio.get_running_loop().call_later(slow.gap_s, self._read_on)
         if self.worker.cuts_left and len(self._buffer) > self.worker.cut_after:
             self.worker.cuts_left -= 1
             self.reset()
@@ -141,6 +160,14 @@ class Connection(asyncio.Protocol):
         self.flows.set()
 
     async def send(self, data: bytes) -> None:
+        if (slow := self.worker.slow_wire) is None:
+            await self._send(data)
+            return
+        for at in range(0, len(data), slow.piece):
+            await asyncio.sleep(slow.gap_s)  # not after the last: the next request may come
+            await self._send(data[at : at + slow.piece])
+
+    async def _send(self, data: bytes) -> None:
         self._check_open()
         self.transport.write(data)
         before, self.sent = self.sent, self.sent + len(data)
@@ -252,6 +279,7 @@ class FakeWorker:
         self.reads = True
         self.cuts_left = 0  # so many requests are reset while they come,
         self.cut_after = 0  # after so many bytes
+        self.slow_wire: SlowWire | None = None
         self.port = 0
         self.tls: ssl.SSLContext | None = None  # set before it listens
         self._waiting: set[asyncio.Event] = set()
