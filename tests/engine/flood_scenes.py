@@ -39,3 +39,18 @@ SCENES: dict[str, dict[str, Any]] = {
         "unbounded": {"max_delay_ms": 1000 * NEVER_S},
     },
 }
+PLACES = 4  # for longs that are overdue, beside each other
+# The last of many longs, which came before all shorts.
+MANY: dict[str, Any] = {
+    "before": [(500, 4, None)] * 7,
+    "held": (500, 4, None),
+    "held_at": 0,
+    "shorts": (40, 4, None),
+    "policy": {
+        "long_prefill_token_threshold": 100,
+        "long_prefill_share": 0.5,
+        "max_num_partial_prefills": PLACES,
+    },
+    "bounded": {"max_wait_s": BOUND_S},
+    "unbounded": {"max_wait_s": NEVER_S},
+}

@@ -15,7 +15,7 @@ from typing import Any
 from vllm import SamplingParams
 from vllm.v1.engine.llm_engine import LLMEngine
 
-from tests.engine.flood_scenes import AHEAD, BOUND_S, MOST_STEPS, SCENES, STEP_S, Request
+from tests.engine.flood_scenes import AHEAD, BOUND_S, MANY, MOST_STEPS, SCENES, STEP_S, Request
 from tests.engine.one_engine import exchange_scheduler, make_engine
 
 
@@ -33,16 +33,19 @@ class Steps:
 class Flood:
     """Shorts wait at all times until the one that is held has begun, or for so many steps."""
 
-    def __init__(self, engine: LLMEngine, name: str, bound: str) -> None:
+    def __init__(
+        self, engine: LLMEngine, name: str, bound: str, scene: dict[str, Any] | None = None
+    ) -> None:
         self.engine = engine
         self.name = name
-        self.scene = SCENES[name]
+        self.scene = scene or SCENES[name]
         policies = {name: self.scene["policy"] | self.scene[bound]}
         self.scheduler = exchange_scheduler(engine, policies)
         self.clock = self.scheduler.run = Steps()
         self.rng = random.Random(2)
         self.begun: dict[str, float] = {}
-        self.told: set[str] = set()  # who has a first token
+        self.told: dict[str, float] = {}  # when each had a first token
+        self.longs = 0  # that were read beside each other, at most
         self.finished: set[str] = set()
         self.added: set[str] = set()
         schedule, update = self.scheduler.schedule, self.scheduler.update_from_output
@@ -52,6 +55,7 @@ class Flood:
             for request_id in output.num_scheduled_tokens:
                 name = request_id.partition("-")[0]  # the engine adds to it
                 self.begun.setdefault(name, self.clock.now)
+            self.longs = max(self.longs, self.longs_in(output.num_scheduled_tokens))
             return output
 
         def timed(output: Any, *args: Any, **kwargs: Any) -> Any:
@@ -60,6 +64,14 @@ class Flood:
             return update(output, *args, **kwargs)
 
         self.scheduler.schedule, self.scheduler.update_from_output = noted, timed
+
+    def longs_in(self, tokens: dict[str, int]) -> int:
+        """Count those in prefill who had more than the threshold to go before this step."""
+        threshold = self.scene["policy"].get("long_prefill_token_threshold", 10**6)
+        return sum(
+            r.num_prompt_tokens - r.num_computed_tokens + tokens.get(r.request_id, 0) > threshold
+            for r in self.scheduler.running
+        )
 
     def add(self, request_id: str, request: Request) -> None:
         """Let one come."""
@@ -75,7 +87,7 @@ class Flood:
     def step(self) -> None:
         """Compute one."""
         for done in self.engine.step():
-            self.told.add(done.request_id)
+            self.told.setdefault(done.request_id, self.clock.now)
             if done.finished:
                 self.finished.add(done.request_id)
 
@@ -103,6 +115,9 @@ class Flood:
             "shorts_wait": count(self.added - self.begun.keys(), "short"),
             "before_told": count(self.told, "before"),
             "before_done": count(self.finished, "before"),
+            "longs": self.longs,
+            "begun": self.begun,
+            "told": self.told.copy(),
             "counters": {p.name: dict(p.counters()) for p in self.scheduler._policies}[self.name],
         }
         self.engine.abort_request([*self.added - self.finished])
@@ -126,6 +141,10 @@ def main() -> None:
         bounded = Flood(engine, name, "bounded").play()
         unbounded = Flood(engine, name, "unbounded").play(bounded["steps"] + 15)
         done[name] = {"bounded": bounded, "unbounded": unbounded}
+    done["many"] = {
+        bound: Flood(engine, "long_prompt", bound, MANY).play()
+        for bound in ("bounded", "unbounded")
+    }
     sys.stdout.write(f"{json.dumps(done)}\n")
 
 

@@ -54,6 +54,7 @@ def make_scheduler(
     async_scheduling: bool = False,
     priority: bool = False,
     prefix_caching: bool = False,
+    chunked_prefill: bool = True,
     **scheduler_options: Any,
 ) -> Any:
     """Make a scheduler as the engine does, over a KV cache of so many blocks of 16 tokens."""
@@ -68,7 +69,7 @@ def make_scheduler(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=budget,
         max_model_len=max_model_len,
-        enable_chunked_prefill=True,
+        enable_chunked_prefill=chunked_prefill,
         async_scheduling=async_scheduling,
         is_encoder_decoder=False,
         watermark=0.0,

@@ -113,3 +113,69 @@ def test_the_encoders_budget_and_the_ends_of_chunks_hold(
         assert steps < 3000, "somebody is never served"
     assert seen >= images > 30
     assert scheduler.kv_cache_manager.usage == 0
+
+
+SMALL = 8
+SMALL_STEPS: dict[str, dict[str, dict[str, Any]]] = {
+    "by hand": {"chunk_budget": {"chunk": SMALL}},
+    # No step is so short: as few tokens as may be.
+    "by time": {"chunk_budget": {"itl_ms": 0.001, "min_chunk": SMALL}},
+    "beside others": {
+        "lanes": {}, **LONG, "rotation": {"chunk": 16}, "chunk_budget": {"chunk": SMALL},
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("looks_ahead", [0, 1])  # with drafts an encoder is, too
+@pytest.mark.parametrize("kind", [SyncPolicyScheduler, PolicyScheduler])
+@pytest.mark.parametrize("name", SMALL_STEPS)
+def test_an_image_that_is_kept_whole_is_read_in_one_step_however_small_they_are(
+    name: str, kind: type, looks_ahead: int
+) -> None:
+    scheduler = seeing(SMALL_STEPS[name], kind, disable_chunked_mm_input=True)
+    scheduler.num_prefill_lookahead = looks_ahead
+    scheduler.add_request(make_request(8, output=1900, name="decodes", hashed=False))
+    rng = random.Random(5)
+    texts, pictures, largest, alone = 12, 6, 0, 0
+    steps, looking = 0, None
+    while texts or pictures or len(scheduler.requests) > 1:
+        if texts and steps % 20 == 3:
+            texts -= 1
+            scheduler.add_request(make_request(rng.choice([30, 70]), output=3, hashed=False))
+        # One with images at a time: they are not cut, so one could take what another needs.
+        if pictures and steps > 10 and (looking is None or looking not in scheduler.requests):
+            pictures -= 1
+            request = with_images(120, (rng.choice([0, 5, 6]), 40), (60, 20), (80, 40))
+            looking = request.request_id
+            scheduler.add_request(request)
+        output = scheduler.schedule()
+        check(scheduler, output, kept_whole=not looks_ahead)
+        tokens = output.num_scheduled_tokens
+        prompts = {r: n for r, n in tokens.items() if n > 1}
+        if looking in tokens:
+            assert not in_parts(scheduler.requests[looking], tokens[looking], looks_ahead)
+        elif name != "by time":  # which has to learn first
+            # A prompt without images has what it would have without any about.
+            assert sum(prompts.values()) <= SMALL
+        largest = max(largest, sum(tokens.values()))
+        alone += prompts.keys() == {looking}
+        scheduler.update_from_output(output, answer(scheduler, output))
+        steps += 1
+        assert steps < 1500, "somebody is never served"
+    assert largest > 40
+    assert alone > 6
+
+
+def in_parts(request: Any, count: int, looks_ahead: int) -> bool:
+    """Tell whether a chunk, which is counted already, has some of an image and not all."""
+    end = request.num_computed_tokens
+    begin = end - count
+    places = [image.mm_position for image in request.mm_features]
+    return any(
+        place.offset < end
+        and place.offset + place.length > begin
+        # Of the last, what is looked ahead of is upstream's to leave for the next step.
+        and not (begin <= place.offset and place.offset + place.length - looks_ahead <= end)
+        and not (place.offset + place.length - looks_ahead <= begin)
+        for place in places
+    )

@@ -94,6 +94,26 @@ def test_settings_are_checked_before_the_model_loads(monkeypatch: pytest.MonkeyP
         configure(2049)
 
 
+def test_a_policy_that_only_cuts_prompts_is_refused_where_they_are_read_whole(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(EngineArgs, "create_engine_config", EngineArgs.create_engine_config)
+    check_before_loading()
+
+    def configure(policy: str) -> None:
+        EngineArgs(
+            model=str(tiny_model()),
+            dtype="float32",
+            max_model_len=1024,
+            enable_chunked_prefill=False,
+            additional_config={"vllm_sched": {policy: {}}},
+        ).create_engine_config()
+
+    configure("long_prompt")
+    with pytest.raises(UsageError, match=r"chunk_budget .*--no-enable-chunked-prefill"):
+        configure("chunk_budget")
+
+
 @pytest.fixture
 def loaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
     """Have vLLM's command do no more than to ask for its configuration, and load a model."""

@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 
-from tests.engine.flood_scenes import BOUND_S, SCENES
+from tests.engine.flood_scenes import BOUND_S, MANY, PLACES, SCENES, STEP_S
 
 Sides = dict[str, dict[str, Any]]
 FEW_STEPS = 10  # until a place is free
+NOT_YET = 1e9
 
 
 @pytest.fixture(scope="module")
@@ -59,3 +60,19 @@ def test_whom_it_goes_before_is_not_done(found: dict[str, Sides]) -> None:
     assert long["before_told"] == 0, "the long one before it is still being read"
     assert min(long["shorts_passed"], lanes["shorts_passed"]) > 5
     assert deferred["before_done"] == 1, "of six that should have departed"
+
+
+def test_the_last_of_many_waits_for_a_place_and_never_for_shorts(found: dict[str, Sides]) -> None:
+    """Those before it are let in when they are overdue, too: as many at once as share a step."""
+    names = [*(f"before {number}" for number in range(len(MANY["before"]))), "held"]
+    played = found["many"]["bounded"]
+    begun, told = played["begun"], played["told"]
+    for number, name in enumerate(names):
+        read = sorted(told.get(each, NOT_YET) for each in names[:number])
+        has_place = read[number - PLACES] if number >= PLACES else 0.0
+        due = max(has_place, BOUND_S if number else 0.0)
+        assert begun[name] <= due + FEW_STEPS * STEP_S, name
+    assert played["longs"] == PLACES
+    assert played["shorts_passed"] > 5
+    assert played["shorts_wait"] > 0, "they never stopped"
+    assert found["many"]["unbounded"]["longs"] == 1

@@ -71,6 +71,7 @@ class PolicySteps(Upstream):
         self._cuts_prefills = False  # in this step
         self._decode_last = False  # in this step: behind prefills, which leave it its tokens
         self._room: int | None = None  # in this step: what prefills that run may have
+        self._kept_for_image = 0  # in this step: what they may not have, for one who stands at one
         self._looked_up: dict[str, int] = {}  # cached tokens of who waits, in one state of things
         self._looked_up_in = (-1, -1, -1)
         self._blocks_read = 0  # of cached prefixes, by the look-ups of this step
@@ -87,6 +88,8 @@ class PolicySteps(Upstream):
         start.refuse_unsupported(self)
         # Without chunked prefill a prompt can't be cut, only held.
         self._may_cut = bool(self.scheduler_config.enable_chunked_prefill)
+        # For models that attend to all of an image at once.
+        self._whole_images = bool(self.scheduler_config.disable_chunked_mm_input)
         self._arranges = any(policy.arranges for policy in self._policies)
         self._prefills_lead = any(policy.prefills_lead for policy in self._policies)
         self._ask_lane = overrides(self._policies, "lane")
@@ -299,6 +302,7 @@ class PolicySteps(Upstream):
         """Set what this step may compute, as the policies want it."""
         prefills_about = bool(step.prefills or step.waiting or step.holding_kv)
         self._paused_decodes = False
+        self._kept_for_image = 0
         # Whatever the policies had in mind, the step after an empty one goes without it.
         self._cuts_prefills = self._may_cut and prefills_about and not self._lenient
         if not prefills_about or self._lenient:
@@ -320,7 +324,42 @@ class PolicySteps(Upstream):
             # What holds KV blocks already is never kept waiting for tokens.
             needed = step.holding_kv * (1 + self.num_spec_tokens) + step.decodes
             wanted = min(budget(step) for budget in self._ask_budget)
+            if self._whole_images and wanted < step.budget:
+                wanted = self._with_image(step, wanted)
             step.budget = self.max_num_scheduled_tokens = min(max(wanted, needed, 1), step.budget)
+
+    def _with_image(self, step: Step, wanted: int) -> int:
+        """Have the image that this step comes to fit into it, beside what others get of it.
+
+        Upstream ends a chunk before one that does not, so that the next step, with more tokens,
+        takes all of it. One as small would read it in parts or, with drafts, never.
+        """
+        tokens = left = max(wanted - step.decodes, 1)
+        about: list[Request] = [*step.prefills]
+        if (head := self._may_enter()) is not None:
+            about.append(head)
+        for request in about:
+            # Others may get less of the step than they could use: it may stand at one already.
+            near = max(left, 1 + int(self.num_spec_tokens))
+            if request.has_encoder_inputs and (least := self._to_image_end(request, near)):
+                if request is about[0]:
+                    return max(wanted, step.decodes + least)
+                self._kept_for_image = least
+                return max(wanted, step.decodes + tokens) + least
+            left -= request.num_tokens - request.num_computed_tokens
+        return wanted
+
+    def _to_image_end(self, request: Request, near: int) -> int:
+        """Count what a prompt has to read to the end of its next image; 0 if none is so near."""
+        done = request.num_computed_tokens
+        if request.status is not RUNNING and not done:
+            done = self._cached_tokens(request)
+        for feature in request.mm_features:
+            place = feature.mm_position
+            if place.offset >= done:
+                ahead = place.offset - done
+                return int(ahead + place.length) if ahead < near else 0
+        return 0
 
     def _room_of_prefills(self, step: Step) -> int | None:
         """Tell what those that run may have, if upstream serves somebody after them who needs some.
@@ -331,12 +370,13 @@ class PolicySteps(Upstream):
         # Who has no slot can't enter, whatever is left.
         holders = min(max(step.holding_kv - asleep, 0), step.free_slots)
         holding = holders * (1 + int(self.num_spec_tokens))
-        if not (holding or self._decode_last):
+        if not (holding or self._decode_last or self._kept_for_image):
             return None
         # Decodes are counted with all that may be drafted for them: before a prefill they have had
         # what they take, and upstream gives it no more than is left.
         least = 0 if self._decode_last else 1
-        room = step.budget if self._prefills_lead else max(step.budget - step.decodes, least)
+        budget = step.budget - self._kept_for_image
+        room = budget if self._prefills_lead else max(budget - step.decodes, least)
         # For some of them it is not here yet: a prompt goes on whatever their number.
         return room - min(holding, room // 2)
 

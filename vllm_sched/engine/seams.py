@@ -41,7 +41,12 @@ CACHE_METHODS: dict[tuple[str, str], dict[str, tuple[str, ...]]] = {
 # What the cache must have once it is made.
 CACHE_FIELDS = ("block_pool", "coordinator", "watermark_blocks")
 # What a request must have once it is made.
-REQUEST_FIELDS = ("is_prefill_chunk", "next_decode_eligible_step")
+REQUEST_FIELDS = (
+    "is_prefill_chunk",
+    "next_decode_eligible_step",
+    "has_encoder_inputs",
+    "mm_features",
+)
 # What a scheduler must have once it is made.
 ATTRIBUTES = (
     "waiting",

@@ -32,6 +32,7 @@ def configured(scheduler: Scheduler, defaults: Mapping[str, Mapping[str, object]
         max_num_batched_tokens=scheduler.max_num_scheduled_tokens,
         max_num_seqs=scheduler.max_num_running_reqs,
         kv_tokens=(scheduler.cache_config.num_gpu_blocks or 0) * scheduler.block_size,
+        cuts_prompts=bool(scheduler.scheduler_config.enable_chunked_prefill),
     )
     return registry.build({**defaults, **given}, facts)
 
@@ -42,6 +43,7 @@ def check(config: VllmConfig) -> None:
         max_model_len=config.model_config.max_model_len,
         max_num_batched_tokens=config.scheduler_config.max_num_batched_tokens,
         max_num_seqs=config.scheduler_config.max_num_seqs,
+        cuts_prompts=bool(config.scheduler_config.enable_chunked_prefill),
     )
     registry.build(_given(config), facts)
 

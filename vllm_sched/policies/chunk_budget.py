@@ -16,7 +16,8 @@ With `ttft_ms` a prompt that would miss it may spend what decodes are ahead of t
 wait count too. Without `ttft_ms` no prompt can be late, so nothing is spent.
 
 The size is for whom the step serves: those in prefill at their places, or one of a better class who
-enters (beside `lanes`), whose part of the step they leave alone.
+enters (beside `lanes`), whose part of the step they leave alone. Where vLLM keeps images whole (for
+models that attend to all of one at once) a step that comes to an image is as large as that needs.
 
 Cost per step: O(running prefills), and O(decodes) in steps that spend. How it fails: where decodes
 alone take longer than `itl_ms` prefill goes on at `min_chunk` tokens a step and the target is
@@ -39,6 +40,7 @@ from pydantic import Field
 from vllm_sched.cost.fit import OnlineFit
 from vllm_sched.cost.pace import Chunk
 from vllm_sched.cost.step_time import StepShape, StepTime
+from vllm_sched.errors import UsageError
 from vllm_sched.policies.types import (
     EngineFacts,
     LaneCount,
@@ -100,6 +102,13 @@ class ChunkBudget(Policy):
 
     def __init__(self, facts: EngineFacts, settings: ChunkBudgetSettings) -> None:
         super().__init__(facts, settings)
+        if not facts.cuts_prompts:
+            # In a step that is made small a prompt that can't be cut would not fit, ever.
+            raise UsageError(
+                "chunk_budget sizes the chunks of prompts, and this engine reads them whole "
+                "(--no-enable-chunked-prefill, or a model that can't have them in chunks); leave "
+                "the policy out or let prompts be cut"
+            )
         self.fit = OnlineFit()
         self.learns = settings.chunk is None
         self.drift = 1.0  # what steps took of late over what was predicted

@@ -158,6 +158,7 @@ class EngineFacts:
     max_num_batched_tokens: int
     max_num_seqs: int
     kv_tokens: int = 0  # that the KV cache holds
+    cuts_prompts: bool = True  # with chunked prefill
 
 
 class Policy:
