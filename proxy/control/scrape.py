@@ -209,6 +209,7 @@ process = ProcessCollector(registry=None)
 
 def slices(metrics: Metrics, page: Page) -> Iterator[bytes]:
     """Write all families piece by piece; meanwhile what they tell of may change."""
+    _name_models(metrics)
     page.values(BUILD, [((VERSION,), 1)])
     for _ in _requests(page, metrics):
         yield b""
@@ -225,6 +226,12 @@ def slices(metrics: Metrics, page: Page) -> Iterator[bytes]:
     yield from page.slices()
 
 
+def _name_models(metrics: Metrics) -> None:
+    # Before anything is told: to make room for new ones may drop what was counted of others.
+    for model in {model for model, _ in metrics.router.decisions}:
+        metrics.model_label(model)
+
+
 def _requests(page: Page, metrics: Metrics) -> Iterator[None]:
     requests: Counter[tuple[str, ...]] = Counter()
     for number, (key, series) in enumerate([*metrics.requests.items()]):
@@ -236,9 +243,6 @@ def _requests(page: Page, metrics: Metrics) -> Iterator[None]:
 
 
 def _counts(page: Page, metrics: Metrics) -> None:
-    # New ones first: to make room for them may drop what is shown.
-    for model in {model for model, _ in metrics.router.decisions}:
-        metrics.model_label(model)
     page.values(RETRIES, metrics.retries.items())
     decisions: Counter[tuple[str, str]] = Counter()
     for (model, reason), count in metrics.router.decisions.items():

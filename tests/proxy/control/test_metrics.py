@@ -339,6 +339,20 @@ def test_models_that_nobody_serves_any_more_make_room(
     assert {key[1] for key in metrics.phases} == {"tiny", "new"}
 
 
+def test_the_page_for_which_models_are_dropped_tells_nothing_of_them(
+    metrics: Metrics, router: Router, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(metrics_module, "LOOK_EVERY_S", 0.0)
+    old = [f"adapter-{number}" for number in range(MAX_MODELS - 1)]
+    router.fleet.set_served("s0", ["tiny", *old])
+    for name in ("tiny", *old):
+        done(metrics, model=name)
+    router.fleet.set_served("s0", ["tiny", "new"])
+    router.decisions["new", Reason.SHORT_POOL] = 1
+    assert requests_total(metrics, model=old[0]) is None
+    assert requests_total(metrics) == 1
+
+
 def test_decisions_on_models_that_nobody_serves_any_more_are_not_those_on_others(
     metrics: Metrics, router: Router, monkeypatch: pytest.MonkeyPatch
 ) -> None:
