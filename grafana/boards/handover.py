@@ -189,6 +189,12 @@ SIDES_ROW = (
         (Query(f"sum by (worker) (proxy_worker_prefill_tokens{{{PREFILL}}})", "{{worker}}"),),
     ),
     Panel(
+        "Prefill legs, by worker",
+        "Done by each prefill worker; *Fleet and routing* counts such requests with who decodes.",
+        "reqps", (Query(rate("proxy_prefill_legs_total", ROUTER, "worker"), "{{worker}}"),),
+        stacked=True,
+    ),
+    Panel(
         "Requests charged to decode workers", "Those whose prefill is under way included.", "short",
         (Query(f"sum by (worker) (proxy_worker_inflight_requests{{{DECODE}}})", "{{worker}}"),),
     ),
