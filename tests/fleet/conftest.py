@@ -53,9 +53,10 @@ def workers() -> Iterator[dict[str, Worker]]:
             each = worker(
                 side,
                 model=str(tiny_model()),
-                flags=(*FLAGS, "--served-model-name", "tiny"),
+                # With all paths that vLLM has for such a model.
+                flags=(*FLAGS, "--served-model-name", "tiny", "--enable-scale-out"),
                 name=name,
-                env={"VLLM_LOGGING_LEVEL": "INFO"},
+                env={"VLLM_LOGGING_LEVEL": "INFO", "VLLM_ENABLE_RESPONSES_API_STORE": "1"},
             )
             stack.callback(each.stop)
             each.start()

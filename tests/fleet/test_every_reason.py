@@ -1,0 +1,312 @@
+"""Every reason there is, brought about with real workers, as a real Prometheus sees it.
+
+A router is shown another fleet from scene to scene, of the same workers. What rests on one that is
+full has it write a long answer; what rests on one that is away has it drained. Nobody fails but a
+fake, of which the request goes on to a real one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from proxy.config import FleetConfig
+from proxy.core.handover import Why
+from proxy.core.types import Reason
+from proxy.wire.handing import REFUSED_PREFILL
+from tests.fleet.test_handover import ABOVE, DECODE, PREFILL, connected, listed
+from tests.fleet.test_router import PORTS, Router, routing
+from tests.prometheus.corners import counted, unseen
+from tests.prometheus.scene import fake
+from tests.prometheus.server import Prometheus, exhausted
+from tests.prometheus.tools import program
+from tests.proxy.wire import scripts
+from tests.proxy.wire.client import Client, chat, get, request
+from vllm_sched.workers.launch import Worker
+
+Json = dict[str, Any]
+DEADLINE_S = 120.0
+# Of a context of 16,384 tokens. Here a request is long by what it may write, which is done sooner
+# than a long prompt is read: the token that ends an answer comes first.
+SHORT_LIMIT, WRITES_SHORT, WRITES_LONG = 14_000, 12_000, 15_500
+END = {"1": 100}
+PROMPT, LATE_PROMPT = 8000, 15_000
+HANDED = 600
+KEY, NIGHT = "sk-vs-of-the-chat-window", "sk-vs-of-jobs-at-night"
+TENANTS: list[Json] = [
+    {"name": "chat", "class": "interactive"},
+    {"name": "jobs", "class": "batch", "limits": {"requests_per_minute": 1}},
+]
+PLACED = {
+    Reason.SHORT_POOL, Reason.LONG_POOL, Reason.GENERAL_POOL, Reason.DECODE_POOL, Reason.HANDOVER,
+    Reason.SPILL_TO_LONG, Reason.SPILL_TO_SHORT, Reason.PREFIX, Reason.ONLY_CHOICE,
+    Reason.LEAST_LOADED, Reason.ROUND_ROBIN, Reason.RETRY,
+}  # fmt: skip
+WHETHER = {
+    Why.HANDED_OVER, Why.CACHED, Why.NOT_WORTH_IT, Why.NO_PREFILL, Why.PREFILL_BUSY,
+    REFUSED_PREFILL, "samples",
+}  # fmt: skip
+
+
+def brief(*headers: bytes, **fields: Any) -> bytes:
+    """Ask for an answer that is over at once."""
+    return chat("hi", *headers, **{"logit_bias": END, **fields})
+
+
+def endless(tokens: int) -> bytes:
+    """Ask for one that takes tens of seconds."""
+    return chat(stream=True, ignore_eos=True, max_tokens=tokens)
+
+
+def prompt(tokens: int, *headers: bytes, first: int = 10, **fields: Any) -> bytes:
+    """Ask for the end of a prompt of so many tokens; another one begins with another."""
+    ids = [first, *[20 + at % 400 for at in range(tokens - 1)]]
+    body = {"model": "tiny", "prompt": ids, "max_tokens": 2, **fields}
+    return request(json.dumps(body).encode(), *headers, path="/v1/completions")
+
+
+def bearer(key: str) -> bytes:
+    """Write the header that shows a key."""
+    return b"Authorization: Bearer " + key.encode()
+
+
+def port_of(url: str) -> int:
+    """Read it."""
+    return int(url.rsplit(":", 1)[1])
+
+
+class Stage:
+    """A router, and who asks it."""
+
+    def __init__(self, router: Router, session: aiohttp.ClientSession, folder: Path) -> None:
+        self.port = port_of(router.url)
+        self._admin, self._session = f"{router.admin}/admin", session
+        self._source = folder / "fleet.yaml"
+
+    async def show(self, workers: list[Json], rules: Json, **router: Json) -> None:
+        """Show the router a fleet, and wait until all of it is up."""
+        fleet = {"model": "tiny", "workers": workers, "routing": rules}
+        self._source.write_text(json.dumps({**fleet, "router": {**PORTS, **router}}))
+        await self._post("reload")
+        async with asyncio.timeout(DEADLINE_S):
+            while {each["state"] for each in await self._workers()} != {"up"}:  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+
+    async def busy(self, name: str) -> None:
+        """Wait until a worker has a prompt to prefill."""
+        async with asyncio.timeout(DEADLINE_S):
+            while True:
+                tokens = {each["name"]: each["prefill_tokens"] for each in await self._workers()}
+                if tokens[name]:
+                    return
+                await asyncio.sleep(0.01)
+
+    async def drain(self, *names: str) -> None:
+        """Have workers be given nothing."""
+        for name in names:
+            await self._post(f"workers/{name}/drain")
+
+    async def undrain(self, *names: str) -> None:
+        """Have them be given requests again."""
+        for name in names:
+            await self._post(f"workers/{name}/undrain")
+
+    async def ask(self, data: bytes) -> int:
+        """Ask once; return the status."""
+        client = await Client.connect(self.port)
+        try:
+            return (await client.ask(data, within=DEADLINE_S)).status
+        finally:
+            client.close()
+
+    @asynccontextmanager
+    async def held(self, *asked: bytes) -> AsyncIterator[None]:
+        """Have answers be written meanwhile, one begun after the other."""
+        async with AsyncExitStack() as stack:
+            for data in asked:
+                client = await stack.enter_async_context(self.sent(data))
+                assert (await client.head(within=DEADLINE_S)).status == 200
+                await client.piece(within=DEADLINE_S)
+            yield
+
+    @asynccontextmanager
+    async def sent(self, data: bytes) -> AsyncIterator[Client]:
+        """Ask, and leave in the end."""
+        client = await Client.connect(self.port)
+        try:
+            await client.send(data)
+            yield client
+        finally:
+            client.close()
+
+    async def _workers(self) -> list[Json]:
+        async with self._session.get(f"{self._admin}/workers") as answer:
+            found: list[Json] = await answer.json()
+        return found
+
+    async def _post(self, what: str) -> None:
+        async with self._session.post(f"{self._admin}/{what}") as answer:
+            assert answer.status == 200, await answer.text()
+
+
+def pool(urls: Mapping[str, str], role: str, *names: str, **more: int) -> list[Json]:
+    """Describe workers of one role."""
+    return [{"name": name, "url": urls[name], "role": role, **more} for name in names]
+
+
+async def by_rules(stage: Stage, urls: Mapping[str, str]) -> None:
+    """Be placed by each rule, where there is no choice, and where a prefix is."""
+    a, b, *_ = urls
+    for policy in ("round_robin", "least_loaded", "adaptive"):
+        rules = {"policy": policy, "short_limit": SHORT_LIMIT}
+        await stage.show(pool(urls, "general", a, b), rules)
+        assert await stage.ask(brief()) == 200
+    for number, away in enumerate((a, b)):  # there is no other; both learn what such a one takes
+        await stage.drain(away)
+        assert await stage.ask(prompt(PROMPT, first=10 + number)) == 200
+        await stage.undrain(away)
+    await stage.drain(b)
+    async with stage.held(*[endless(WRITES_SHORT)] * 4):
+        await stage.undrain(b)
+        # Where it was read before, beside others, while `b` is idle.
+        assert await stage.ask(prompt(PROMPT, first=11)) == 200
+
+
+async def by_size(stage: Stage, urls: Mapping[str, str]) -> None:
+    """Be placed in one's own pool, and in the other while all of that are full."""
+    shorts, longs = [*urls][:2], [*urls][2:]
+    workers = pool(urls, "short", *shorts, max_requests=1)
+    workers += pool(urls, "long", *longs, max_requests=1)
+    await stage.show(workers, {"short_limit": SHORT_LIMIT})
+    long = brief(max_tokens=WRITES_LONG)
+    # Shorts first: where a long was asked for of late, the last place is kept for the next.
+    await stage.drain(*longs)
+    assert await stage.ask(brief()) == 200
+    async with stage.held(*[endless(WRITES_SHORT)] * len(shorts)):
+        await stage.undrain(*longs)
+        assert await stage.ask(brief()) == 200
+    await stage.drain(*shorts)
+    assert await stage.ask(long) == 200
+    async with stage.held(*[endless(WRITES_LONG)] * len(longs)):
+        await stage.undrain(*shorts)
+        assert await stage.ask(long) == 200
+
+
+async def refused(stage: Stage, urls: Mapping[str, str]) -> None:
+    """Ask for what there is not, or not now; and for more than one worker can do."""
+    name, *_ = urls
+    one = pool(urls, "general", name)
+    await stage.show(one, {}, admission={"ttft_s": 0.001})
+    assert await stage.ask(request(b"{")) == 400
+    assert await stage.ask(get("/nowhere")) == 404
+    assert await stage.ask(brief(model="nobodys")) == 404
+    assert await stage.ask(prompt(20_000)) == 400
+    assert await stage.ask(brief(b"Origin: https://elsewhere.example")) == 403
+    assert await stage.ask(prompt(PROMPT, first=12, stream=True)) == 200  # its pace is known now
+    async with stage.sent(prompt(LATE_PROMPT, first=13, stream=True)):
+        await stage.busy(name)
+        assert await stage.ask(brief()) == 429
+    full = pool(urls, "general", name, max_requests=1)
+    await stage.show(full, {}, queue={"max_requests": 1, "max_wait_s": 2})
+    async with stage.held(endless(WRITES_SHORT)):
+        # One is in the queue for as long as it may, one finds that full.
+        assert await asyncio.gather(*[stage.ask(brief()) for _ in range(2)]) == [429, 429]
+    await stage.drain(name)
+    assert await stage.ask(brief()) == 503
+    await stage.undrain(name)
+
+
+async def gone_on(stage: Stage, urls: Mapping[str, str]) -> None:
+    """Be served by another than who failed."""
+    name, *_ = urls
+    async with AsyncExitStack() as stack:
+        bad = await fake(stack, "bad")
+        bad.always(scripts.error(500))
+        workers = pool(urls | {"bad": bad.url}, "general", "bad", name)
+        await stage.show(workers, {"policy": "round_robin"})
+        assert [await stage.ask(brief()) for _ in workers] == [200, 200]
+
+
+async def handed_over(stage: Stage) -> None:
+    """Be handed over, or served whole for each reason that takes no fault."""
+    mine = bearer(KEY)
+    assert await stage.ask(brief()) == 401
+    assert await stage.ask(get("/v1/files", mine)) == 200
+    assert await stage.ask(brief(mine)) == 200  # too little to prefill
+    assert await stage.ask(prompt(HANDED, mine)) == 200
+    assert await stage.ask(prompt(HANDED, mine)) == 200  # cached
+    assert await stage.ask(prompt(HANDED, mine, first=11, n=2)) == 200  # in one piece
+    # Of what a prefill worker refuses a decode worker has the last word.
+    assert await stage.ask(prompt(HANDED, mine, first=12, temperature=-3)) == 400
+    async with stage.sent(prompt(LATE_PROMPT, mine, first=13)):
+        await stage.busy(PREFILL)
+        assert await stage.ask(prompt(HANDED, mine, first=14)) == 200
+    await stage.drain(PREFILL)
+    assert await stage.ask(prompt(HANDED, mine, first=15)) == 200
+    await stage.undrain(PREFILL)
+    night = bearer(NIGHT)
+    assert [await stage.ask(brief(night)) for _ in range(2)] == [200, 429]
+
+
+def questions(workers: Mapping[str, str]) -> dict[str, str]:
+    """Ask for each reason of requests, and for those to hand over; name what each question is."""
+    real = f'status="200",worker=~"{"|".join(workers)}"'
+    asked = {
+        f'proxy_requests_total{{reason="{reason}",{real}}}'
+        if reason in PLACED
+        else counted(reason): f"reason {reason}"
+        for reason in Reason
+    }
+    whether = {f'proxy_handover_decisions_total{{why="{why}"}}': why for why in WHETHER}
+    return {each: what for each, what in asked.items() if each not in unseen()} | whether
+
+
+async def test_every_reason_is_brought_about_with_real_workers_and_seen(
+    workers: dict[str, Worker], ends: dict[str, Worker], fleet: FleetConfig, tmp_path: Path
+) -> None:
+    program("prometheus")
+    urls = {name: each.url for name, each in (workers | ends).items()}
+    assert {*urls} >= {PREFILL, DECODE}
+    hashes = [f"sha256:{sha256(key.encode()).hexdigest()}" for key in (KEY, NIGHT)]
+    tenants = [t | {"key_hashes": [h]} for t, h in zip(TENANTS, hashes, strict=True)]
+    sides = [w | ({"max_requests": 1} if w["name"] == PREFILL else {}) for w in listed(fleet)]
+    folders = tmp_path / "stage", tmp_path / "sides"
+    for folder in folders:
+        folder.mkdir()
+    batches = {"batches": {"path": str(tmp_path / "batches")}}
+    rules: Json = {"disaggregate_above": ABOVE}
+    timeout = aiohttp.ClientTimeout(total=DEADLINE_S)
+    async with AsyncExitStack() as stack:
+        session = await stack.enter_async_context(aiohttp.ClientSession(timeout=timeout))
+        first = pool(urls, "general", *urls)
+        one = stack.enter_context(routing(folders[0], first, {}))
+        two = stack.enter_context(
+            routing(
+                folders[1], sides, rules,
+                transfer="nixl", tenants=tenants, router={**PORTS, **batches},
+            )
+        )  # fmt: skip
+        connected(two)
+        stage, pair = Stage(one, session, folders[0]), Stage(two, session, folders[1])
+        await by_rules(stage, urls)
+        await by_size(stage, urls)
+        await refused(stage, urls)
+        await gone_on(stage, urls)
+        await handed_over(pair)
+
+        prometheus = Prometheus(tmp_path, session)
+        targets = {"router": [stage.port, pair.port], "worker": map(port_of, urls.values())}
+        await prometheus.begin(stack, {job: [*ports] for job, ports in targets.items()})
+        missing = await exhausted(partial(prometheus.unanswered, questions(urls)))
+        assert not missing, missing
+        excuses = unseen()
+        assert await prometheus.unanswered(dict(excuses)) == excuses, "has data: no excuse"
+        await prometheus.is_well()
