@@ -1,7 +1,8 @@
 """Real workers, a real Prometheus: every panel, rule and alert has something to show of them.
 
 What only faults show, and what single policies tell that run on none of these workers, is asked of
-fakes in tests/prometheus/test_live.py; here it stands on the list, with its reason.
+fakes in tests/prometheus/test_live.py; here it stands on the list, with its reason. Each route and
+each reason, of real workers too, are those of test_every_route.py and test_every_reason.py.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import pytest
 from grafana.boards import engine
 from proxy.config import FleetConfig
 from proxy.core import routes
+from tests.prometheus.corners import begin_batch
 from tests.prometheus.scene import Scene, fake
 from tests.prometheus.server import PUT, exhausted, plain, questions
 from tests.prometheus.tools import ALERTS, program
@@ -67,14 +69,19 @@ router:
   batches: {{path: {folder}/batches}}
 """
 FLEETS = {"split": SPLIT, "pairs": PAIRS}
+BATCH_WRITES = 15_000  # tokens: it is not over before somebody has looked
 # What there is to see only once something went wrong, by parts of the questions.
 FAULTS = {
     "sum by (outcome) (rate(proxy_handovers_total{$,outcome!~": "blocks that nobody fetched",
     "min by (name) (proxy_discovery_up{$}) == 0": "pools of which nothing is told",
     "sum by (prefill, decode) (rate(proxy_handover_bars_total{$}[20s]))": "links that failed",
-    "sum by (status) (proxy_batches{$})": "batches that are not over",
     'absent(up{job=~"(.*/)?router"})': "that no router is there",
 }
+
+
+def bearer(key: str) -> bytes:
+    """Write the header that shows a key."""
+    return f"Authorization: Bearer {key}".encode()
 
 
 def excused() -> set[str]:
@@ -101,6 +108,8 @@ class Real(Scene):
         ports = {name: int(url.rsplit(":", 1)[1]) for name, url in urls.items()}
         given = {**urls, "bad": bad.url, "idle": idle.url, "found_port": ports["short"]}
         await self.begin(stack, FLEETS, given, ports.values())
+        body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": BATCH_WRITES}
+        await begin_batch(self.pairs, bearer(KEY), {"model": "tiny", "ignore_eos": True, **body})
 
     async def once(self, number: int) -> None:
         """Ask for everything: each route, shorts and longs, split and whole, what is refused."""
@@ -118,10 +127,11 @@ class Real(Scene):
             body = {"model": "tiny", "prompt": "hi", "input": "hi", "max_tokens": 2}
             some.append(self.send(self.split, request(json.dumps(body).encode(), path=path)))
         for key, times in ((KEY, 3), (NIGHT, 2)):  # by night one too many, however slow this is
-            bearer = f"Authorization: Bearer {key}".encode()
             for again in range(times):
                 text = f"{number} {again} " + "to be handed over " * 60
-                some.append(self.send(self.pairs, chat(text, bearer, stream=True, max_tokens=6)))
+                some.append(
+                    self.send(self.pairs, chat(text, bearer(key), stream=True, max_tokens=6))
+                )
         await asyncio.gather(*some)
 
 

@@ -111,6 +111,20 @@ def form(path: str, *headers: bytes, **fields: bytes) -> bytes:
     return b"\r\n".join([*head, b"Content-Length: %d" % len(body)]) + b"\r\n\r\n" + body
 
 
+async def begin_batch(port: int, bearer: bytes, body: Mapping[str, object]) -> None:
+    """Have a batch of one line begun."""
+    line = {"custom_id": "a", "method": "POST", "url": CHAT, "body": body}
+    file = form("/v1/files", bearer, purpose=b"batch", file=json.dumps(line).encode())
+    client = await Client.connect(port)
+    try:
+        kept = (await client.ask(file, within=STARTS_S)).json()["id"]
+        batch = {"input_file_id": kept, "endpoint": CHAT, "completion_window": "24h"}
+        asked = request(json.dumps(batch).encode(), bearer, path="/v1/batches")
+        assert (await client.ask(asked, within=STARTS_S)).status == 200
+    finally:
+        client.close()
+
+
 async def late(call: Call) -> None:
     """Answer so late that what its prompt took is learnt to be much, however slow all else is."""
     await asyncio.sleep(LATE_S)
@@ -233,16 +247,7 @@ class Corners:
         embed = json.dumps({"model": "tiny", "input": "hi"}).encode()
         await self._ask("pairs", request(embed, BEARER, path="/v1/embeddings"))
         body = {"model": "night", "messages": [{"role": "user", "content": "hi"}]}
-        line = {"custom_id": "a", "method": "POST", "url": CHAT, "body": body}
-        file = form("/v1/files", BEARER, purpose=b"batch", file=json.dumps(line).encode())
-        client = await Client.connect(self._ports["pairs"])
-        try:
-            kept = (await client.ask(file, within=STARTS_S)).json()["id"]
-            batch = {"input_file_id": kept, "endpoint": CHAT, "completion_window": "24h"}
-            asked = request(json.dumps(batch).encode(), BEARER, path="/v1/batches")
-            assert (await client.ask(asked, within=STARTS_S)).status == 200
-        finally:
-            client.close()
+        await begin_batch(self._ports["pairs"], BEARER, body)
         await self._fakes["night-0"].got(within=STARTS_S)
 
     async def _handed_over(self) -> None:
