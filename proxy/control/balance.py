@@ -1,17 +1,21 @@
 """How busy prefill and decode workers were lately, and which side is short.
 
 All of it in seconds of their time, so that what a token costs there counts. Looked at a few times a
-second, with a memory of half a minute.
+second, with a memory of half a minute, or of all the time since the first look. Who drains is not
+counted: its share of the load is the others' from then on.
 
-A prefill worker is busy while it has prefill work; what lies ahead of it has to be done as well, so
-the seconds of it, per half minute, are work for more workers. A decode worker is as busy as the
-most of these says: how full its KV cache is; how many of its places are taken, and of its engine's
-seats, for want of which hand-overs wait in the router; whether it prefills, which those who decode
-there wait for; whether others wait for a place in its own queue; and how much longer its steps are
-for those it decodes, of what they may be: a tenth of a second, or twice as long as for none. Those
-who wait there, in shares of those who run, are work for more workers.
+A prefill worker is busy while it has prefill work, but for what of that takes the same however much
+it is: a step that computes little has room for more, and many short prompts that never leave a
+worker without one are not yet too many. What lies ahead of it has to be done as well, so the
+seconds of it, per half minute, are work for more workers. A decode worker is as busy as the most of
+these says: how full its KV cache is; how many of its places are taken, and of its engine's seats,
+for want of which hand-overs wait in the router; how much it prefills, reckoned as for prefill
+workers, which those who decode there wait for; whether others wait for a place in its own queue;
+and how much longer its steps are for those it decodes, of what they may be: a tenth of a second, or
+twice as long as for none. Those who wait there, in shares of those who run, are work for more
+workers.
 
-A side of which nobody is up is short, whoever is busy.
+A side of which nobody takes requests is short, whoever is busy.
 """
 
 from __future__ import annotations
@@ -68,6 +72,14 @@ class Seen:
     decode_ahead_s: float = 0.0
     step_s: float = 0.0
     decode_queue: float = 0.0  # requests in a decode worker's own queue, for each that runs there
+    weight: float = 0.0  # of all that was seen, as far as it is remembered: 1 in time
+
+    def step(self, now: float) -> float:
+        """Say what part of the means is to be what is seen now, with the time since the last."""
+        share = 1.0 - exp((self.at - now) / MEMORY_S)
+        self.at = now
+        self.weight += share * (1.0 - self.weight)
+        return share / self.weight if share else 0.0
 
     def draw(self, name: str, step: float, values: list[float]) -> None:
         """Move a mean towards the mean of what is seen now."""
@@ -86,9 +98,8 @@ class Balance:
         """Take in how busy they are at this moment."""
         for model, prefills, decodes in self._sides():
             seen = self._seen.setdefault(model, Seen(now))
-            step = 1.0 - exp((seen.at - now) / MEMORY_S)
-            seen.at = now
-            seen.draw("prefill", step, [float(_prefills(w)) for w in prefills])
+            step = seen.step(now)
+            seen.draw("prefill", step, [_prefills(w) for w in prefills])
             seen.draw("decode", step, [_filled(w, now) for w in decodes])
             seen.draw("prefill_ahead_s", step, [_ahead_s(w) for w in prefills])
             seen.draw("decode_ahead_s", step, [_ahead_s(w) for w in decodes])
@@ -104,12 +115,12 @@ class Balance:
         ]
 
     def _sides(self) -> list[tuple[str, list[Worker], list[Worker]]]:
-        """List those that are up. Where a connector is named, a model with one side lacks one."""
+        """List those that take requests; where a connector is named, an empty side too."""
         sides: dict[str, tuple[list[Worker], list[Worker]]] = {}
         for worker in self._router.fleet:
             if worker.role in (Role.PREFILL, Role.DECODE):
                 pair = sides.setdefault(worker.model, ([], []))
-                if worker.up:
+                if worker.up and not worker.draining:
                     pair[worker.role is Role.DECODE].append(worker)
         moves = self._router.settings.transfer
         return [(model, *pair) for model, pair in sides.items() if moves or all(pair)]
@@ -158,11 +169,11 @@ def _advice(short: str, prefill: SideShown, decode: SideShown) -> str:
         f"this load would use {prefill.wanted:g} prefill and {decode.wanted:g} decode workers well"
     )
     if not prefill.workers and not decode.workers:
-        return "no prefill and no decode worker is up"
+        return "no prefill and no decode worker takes requests"
     if not prefill.workers:
-        return "no prefill worker is up: prompts are prefilled where they are decoded"
+        return "no prefill worker takes requests: prompts are prefilled where they are decoded"
     if not decode.workers:
-        return "no decode worker is up: nothing can be handed over"
+        return "no decode worker takes requests: nothing can be handed over"
     if short == "both":
         return f"both sides are short: {wanted}"
     if short == "neither":
@@ -174,9 +185,10 @@ def _advice(short: str, prefill: SideShown, decode: SideShown) -> str:
     return f"{short} is short: one more {short} worker would help{move}; {wanted}"
 
 
-def _prefills(worker: Worker) -> bool:
-    """Whether it has prefill work."""
-    return worker.prefill_tokens > 0 or worker.strange_tokens > 0
+def _prefills(worker: Worker) -> float:
+    """Say what part of its time a worker's prefill work takes while it has as much."""
+    ahead_s = _ahead_s(worker)
+    return ahead_s / (ahead_s + worker.pace.fixed_s)
 
 
 def _ahead_s(worker: Worker) -> float:
@@ -196,7 +208,7 @@ def _filled(worker: Worker, now: float) -> float:
     """Say what of a decode worker is in use; what is prefilled elsewhere is not there yet."""
     gauges = worker.gauges
     kv_usage = 0.0 if gauges is None else gauges.kv_usage
-    shares = [kv_usage, float(_prefills(worker)), share_taken(worker, now)]
+    shares = [kv_usage, _prefills(worker), share_taken(worker, now)]
     if _queue(worker, now):
         return 1.0
     if worker.kv_capacity:

@@ -26,6 +26,7 @@ FLAGS = (
 ENDS = (
     "--max-model-len=16384",
     "--max-num-batched-tokens=512",
+    "--max-num-seqs=32",
     "--num-gpu-blocks-override=512",
     "--enable-prefix-caching",
     "--enable-auto-tool-choice",

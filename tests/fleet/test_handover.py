@@ -58,12 +58,12 @@ def listed(fleet: FleetConfig) -> list[dict[str, object]]:
     return [{"name": each.name, "role": each.role, "url": each.url} for each in fleet.workers]
 
 
-def connected(router: Router) -> None:
+def connected(router: Router, links: int = 1) -> None:
     """Wait until the two ends know each other: nothing is handed over before."""
     give_up = time.monotonic() + DEADLINE_S
     while True:
         with urllib.request.urlopen(f"{router.url}/metrics", timeout=10) as answer:
-            if b'proxy_handover_warmups_total{outcome="done"}' in answer.read():
+            if b'proxy_handover_warmups_total{outcome="done"} %d\n' % links in answer.read():
                 return
         assert time.monotonic() < give_up, "they were never connected"
         time.sleep(0.05)
@@ -142,15 +142,21 @@ async def test_many_at_once_are_not_mixed_up(router: Router, ends: Ends) -> None
 
 
 @pytest.mark.parametrize("cached", [0, 1536])  # by the prefill worker alone, whole blocks
-async def test_a_stream_has_each_token_once_and_the_right_usage(
-    router: Router, ends: Ends, cached: int
+@pytest.mark.parametrize("stream", [True, False])
+async def test_each_token_comes_once_and_usage_is_right(
+    router: Router, ends: Ends, stream: bool, cached: int
 ) -> None:
-    some = prompt(42_000 + cached, 1600)
+    some = prompt(42_000 + cached + stream, 1600)
     async with direct(ends[PREFILL]) as client:
         if cached:
             await complete(client, some, 1)
     async with router.client() as client:
-        ids, usage = await streamed(client, some, 9)
+        if stream:
+            ids, usage = await streamed(client, some, 9)
+        else:
+            whole = await complete(client, some, 9)
+            [choice], usage = whole.choices, whole.usage
+            ids = choice.token_ids
     assert handed_over(router) == [True]
     assert (usage.prompt_tokens, usage.completion_tokens) == (1600, 9)
     assert usage.prompt_tokens_details.cached_tokens == cached
@@ -159,7 +165,7 @@ async def test_a_stream_has_each_token_once_and_the_right_usage(
 
 
 async def test_what_the_decode_worker_has_is_not_transferred_again(router: Router) -> None:
-    some = prompt(42_001, 1600)
+    some = prompt(42_002, 1600)
     async with router.client() as client:
         first, _ = await streamed(client, some, 9)
         assert handed_over(router) == [True]

@@ -12,6 +12,7 @@ import os
 import signal
 import urllib.request
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -19,6 +20,7 @@ import pytest
 from openai import AsyncOpenAI
 
 from proxy.config import FleetConfig
+from tests.fleet.conftest import started
 from tests.fleet.test_handover import (
     ABOVE,
     DECODE,
@@ -35,9 +37,10 @@ from tests.fleet.test_handover import (
 from tests.fleet.test_router import LONG, Router, Workers, routing
 from tests.fleet.test_worker import DEADLINE_S, complete, gauges, prompt, settled
 from tests.proxy.wire.site import eventually
+from vllm_sched.cli.up import placed
 from vllm_sched.workers.launch import Worker
 
-GENERAL = "general-0"
+GENERAL, OTHER = "general-0", "decode-1"
 FAILED = "nixl_num_failed_transfers_total"
 
 
@@ -56,9 +59,19 @@ def router(
         yield running
 
 
-def tell(router: Router, what: str) -> None:
-    """Have the general worker drain, or not."""
-    url = f"{router.admin}/admin/workers/{GENERAL}/{what}"
+@pytest.fixture
+def other(ends: Ends, fleet: FleetConfig, tmp_path: Path) -> Iterator[Worker]:
+    """Start one more decode worker."""
+    assert all(worker.healthy() for worker in ends.values())
+    [first] = [each for each in fleet.workers if each.name == DECODE]
+    again = first.model_copy(update={"name": OTHER, "url": None})
+    with started(placed(fleet.model_copy(update={"workers": (again,)})), tmp_path) as workers:
+        yield workers[OTHER]
+
+
+def tell(router: Router, what: str, whom: str = GENERAL) -> None:
+    """Have the general worker, or another, drain, or not."""
+    url = f"{router.admin}/admin/workers/{whom}/{what}"
     with urllib.request.urlopen(urllib.request.Request(url, method="POST"), timeout=10) as answer:
         assert answer.status == 200
 
@@ -81,7 +94,7 @@ async def back(worker: Worker) -> None:
 
 
 async def with_the_decode_worker(
-    router: Router, ends: Ends, client: AsyncOpenAI, some: list[int]
+    router: Router, ends: Ends, client: AsyncOpenAI, some: list[int], name: str = DECODE
 ) -> asyncio.Task[Said]:
     """Ask, and return when the decode leg is sent; the decode worker has stopped before that."""
     before = router.handovers()["prefilled"]
@@ -89,7 +102,7 @@ async def with_the_decode_worker(
     await settled(ends[PREFILL], running=1, waiting=0)
     with router.held_up():
         await settled(ends[PREFILL], running=0, waiting=0)
-        _signal(ends[DECODE], signal.SIGSTOP)
+        _signal(ends[name], signal.SIGSTOP)
     await eventually(lambda: router.handovers()["prefilled"] > before, within=DEADLINE_S)
     return asked
 
@@ -125,6 +138,38 @@ async def test_the_decode_worker_is_killed_and_comes_back(
         # What the old one had promised is not asked of the new one.
         assert await tokens(client, some[1]) == right[1]
         assert handed_over(router) == [True]
+
+
+async def test_a_decode_worker_is_killed_while_another_is_left(
+    ends: Ends, fleet: FleetConfig, other: Worker, tmp_path: Path
+) -> None:
+    """Before its first byte: the other has it all, and has the blocks freed that nobody fetched."""
+    some = prompt(46_020, 5000)
+    more: dict[str, object] = {"name": OTHER, "role": "decode", "url": other.url}
+    rules: dict[str, object] = {"disaggregate_above": ABOVE}
+    with routing(tmp_path, [*listed(fleet), more], rules, transfer="nixl") as router:
+        connected(router, links=2)
+        async with router.client() as client:
+            tell(router, "drain", DECODE)
+            asked = await with_the_decode_worker(
+                router, {**ends, OTHER: other}, client, some, OTHER
+            )
+            tell(router, "undrain", DECODE)
+            kill(other)
+            said = await asked
+            [decision] = router.decisions(1)
+            assert (decision["worker"], decision["prefill_worker"]) == (DECODE, PREFILL)
+            await eventually(lambda: router.handovers()["released"])
+            # What the first prefill left is nobody's any more, and was not given to the second leg.
+            assert router.handovers() == {
+                "prefilled": 2, "decode_failed": 1, "released": 1, "transferred": 1,
+            }  # fmt: skip
+            await tokens(client, prompt(46_021, 3000))
+            assert handed_over(router) == [True]
+    async with direct(ends[PREFILL]) as client:
+        assert said == await tokens(client, some)
+    for worker in ends.values():
+        await freed(worker)
 
 
 async def test_the_prefill_worker_is_killed_and_comes_back(

@@ -54,6 +54,7 @@ class Kind(NamedTuple):
     path: str
     fields: dict[str, Any]
     legs: int = 2
+    streams: bool = True  # or vLLM refuses it as a stream
 
 
 KINDS = {
@@ -84,6 +85,16 @@ KINDS = {
     "tools, if it likes": Kind(CHAT, {"max_tokens": 8, "tools": [TOOL], **ON}),
     "min_tokens": Kind(CHAT, {"max_tokens": 20, "min_tokens": 12}),
     "max_completion_tokens": Kind(CHAT, {"max_completion_tokens": 5, **ON}),
+    "no limit": Kind(CHAT, {"stop_token_ids": [*range(20, 500, 20)]}),
+    "no usage": Kind(CHAT, {"max_tokens": 5, "stream_options": None, **ON}),
+    "usage all along": Kind(
+        CHAT,
+        {
+            "max_tokens": 5,
+            "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+            **ON,
+        },
+    ),
     "penalties": Kind(
         CHAT, {"max_tokens": 12, "repetition_penalty": 1.3, "presence_penalty": 0.5, **ON}
     ),
@@ -97,8 +108,20 @@ KINDS = {
     "messages": Kind(MESSAGES, {"max_tokens": 8}),
     "n": Kind(CHAT, {"max_tokens": 6, "n": 2, "temperature": 1.0, "seed": 7, **ON}, legs=1),
     "n, too many": Kind(CHAT, {"max_tokens": 6, "n": 2}, legs=0),  # of the same
+    "best_of": Kind(COMPLETIONS, {"max_tokens": 5, "best_of": 2, **ON}, legs=1),
+    "beams": Kind(
+        COMPLETIONS, {"max_tokens": 4, "n": 2, "use_beam_search": True}, legs=1, streams=False
+    ),
+    "prompt_logprobs": Kind(
+        COMPLETIONS, {"max_tokens": 3, "prompt_logprobs": 2, **ON}, legs=1, streams=False
+    ),
+    "prompt_logprobs of a chat": Kind(CHAT, {"max_tokens": 3, "prompt_logprobs": 0, **ON}, legs=1),
     "max_tokens: 1": Kind(CHAT, {"max_tokens": 1}, legs=1),
     "echo": Kind(COMPLETIONS, {"max_tokens": 5, "echo": True}, legs=1),
+    "echo, logprobs": Kind(
+        COMPLETIONS, {"max_tokens": 3, "echo": True, "logprobs": 1, **ON}, legs=1
+    ),
+    "truncated": Kind(COMPLETIONS, {"max_tokens": 5, "truncate_prompt_tokens": 200, **ON}, legs=1),
     "a list": Kind(COMPLETIONS, {"max_tokens": 5, **ON}, legs=1),
     "suffix": Kind(COMPLETIONS, {"max_tokens": 5, "suffix": "x"}, legs=0),
 }
@@ -139,7 +162,9 @@ def body_of(name: str, *, stream: bool) -> dict[str, Any]:
     if stream:
         body["stream"] = True
         if kind.path in (CHAT, COMPLETIONS):
-            body["stream_options"] = {"include_usage": True}
+            body.setdefault("stream_options", {"include_usage": True})
+    else:
+        body.pop("stream_options", None)
     return body
 
 
@@ -219,5 +244,11 @@ async def test_each_kind_is_as_the_prefill_worker_alone_has_it(
     legs = 2 if handed_over(router) == [True] else 1
     right = await answer_of(alone, name, stream=stream)
     assert near(routed, right), f"{routed}\n{right}"
-    status, _ = right
-    assert (legs if status == 200 else 0) == KINDS[name].legs
+    kind, (status, told) = KINDS[name], right
+    refused = stream and not kind.streams
+    assert (legs if status == 200 else 0) == (0 if refused else kind.legs)
+    if kind.legs == 2 and kind.path in (CHAT, COMPLETIONS):
+        usage = (told[""] if stream else told).get("usage")
+        # What the prefill worker had cached, of which the decode worker had nothing.
+        assert (usage is None) == (stream and name == "no usage")
+        assert usage is None or usage["prompt_tokens_details"]["cached_tokens"] > 0

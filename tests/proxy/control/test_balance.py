@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from proxy.control.balance import MEMORY_S, Balance, Seen, balance
+from proxy.core.predict import Pace
 from proxy.core.records import Gauges
 from proxy.core.router import Router
 from proxy.core.types import Role
@@ -46,11 +47,32 @@ def test_a_prefill_worker_is_busy_while_a_prompt_is_charged_to_it() -> None:
         spec("p0", Role.PREFILL), spec("d0", Role.DECODE), transfer=True, disaggregate_above=1
     )
     assert watched(here, 1).shown()[0].prefill.busy == 0
-    placed(here.submit(ask(1000), 0.0))
+    placed(here.submit(ask(10_000), 0.0))
     [shown] = watched(here, 200).shown()
-    assert shown.prefill.busy > 0.99
+    assert shown.prefill.busy > 0.97
     assert shown.decode.busy == 0
     assert shown.short == "prefill"
+
+
+@pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
+@pytest.mark.parametrize(("prompts", "busy"), [(1, 0.11), (8, 0.5), (200, 0.96)])
+def test_steps_that_compute_little_have_room_for_more(
+    role: Role, prompts: int, busy: float
+) -> None:
+    """A worker that is never without a short prompt is busy once they fill its steps."""
+    here = router_of(
+        spec("p0", Role.PREFILL), spec("d0", Role.DECODE), transfer=True, disaggregate_above=1
+    )
+    for worker in here.fleet:
+        worker.pace.fixed_s, worker.pace.token_s = 0.02, 2.5e-5
+    for _ in range(prompts):
+        short = ask(100)
+        short.whole = "" if role is Role.PREFILL else "samples"
+        placed(here.submit(short, 0.0))
+    [shown] = watched(here, 200).shown()
+    side = shown.prefill if role is Role.PREFILL else shown.decode
+    assert side.busy == pytest.approx(busy, abs=0.01)
+    assert shown.short == ("neither" if busy < 0.8 else role.value)
 
 
 def test_a_decode_worker_is_as_busy_as_its_cache_is_full() -> None:
@@ -112,10 +134,10 @@ def test_a_decode_worker_is_as_busy_as_its_steps_are_long(
 
 def test_a_decode_worker_that_prefills_is_busy() -> None:
     here = router_of(spec("p0", Role.PREFILL), spec("d0", Role.DECODE), transfer=True)
-    whole = ask(1000)
+    whole = ask(10_000)
     whole.whole = "samples"
     placed(here.submit(whole, 0.0))
-    assert watched(here, 200).shown()[0].decode.busy > 0.99
+    assert watched(here, 200).shown()[0].decode.busy > 0.97
 
 
 @pytest.mark.parametrize(("waiting", "short", "wanted"), [(0, "neither", 0), (8, "decode", 2.1)])
@@ -147,6 +169,8 @@ def test_a_decode_worker_is_as_busy_as_its_seats_are_taken(seats: int | None) ->
         here.first_token(placed(lease), 0.0)
     if seats == 4:
         waits(leases[4])
+    for worker in here.fleet:
+        worker.pace = Pace()  # what took no time here taught that it takes none
     [shown] = watched(here, 200).shown()
     busy = {4: 1.0, 16: 0.25, None: 0.0}[seats]
     assert shown.decode.busy == pytest.approx(busy, abs=0.01)
@@ -175,9 +199,13 @@ def test_a_queue_of_long_ago_is_none() -> None:
 @pytest.mark.parametrize(
     ("down", "short", "words"),
     [
-        ("p", "prefill", "no prefill worker is up: prompts are prefilled where they are decoded"),
-        ("d", "decode", "no decode worker is up: nothing can be handed over"),
-        ("pd", "both", "no prefill and no decode worker is up"),
+        (
+            "p",
+            "prefill",
+            "no prefill worker takes requests: prompts are prefilled where they are decoded",
+        ),
+        ("d", "decode", "no decode worker takes requests: nothing can be handed over"),
+        ("pd", "both", "no prefill and no decode worker takes requests"),
     ],
 )
 def test_a_side_that_is_down_is_shown(down: str, short: str, words: str) -> None:
@@ -197,6 +225,33 @@ def test_a_side_that_is_down_is_shown(down: str, short: str, words: str) -> None
     assert (shown.short, shown.advice) == (short, words)
     assert shown.prefill.workers == (0 if "p" in down else 2)
     assert shown.decode.workers == (0 if "d" in down else 1)
+
+
+def test_who_drains_has_no_part_in_it() -> None:
+    """The one that is left has all the work, however idle the other is."""
+    here = router_of(
+        spec("p0", Role.PREFILL),
+        spec("p1", Role.PREFILL),
+        spec("d0", Role.DECODE),
+        transfer=True,
+        disaggregate_above=1,
+    )
+    here.fleet.drain("p1")
+    placed(here.submit(ask(1000), 0.0))
+    [shown] = watched(here, 200).shown()
+    assert (shown.prefill.workers, shown.short) == (1, "prefill")
+    assert shown.prefill.busy > 0.8
+
+
+def test_what_was_before_the_first_look_was_not_idle() -> None:
+    """Who starts a router anew in trouble, and asks, hears of the trouble."""
+    here = router_of(
+        spec("p0", Role.PREFILL), spec("d0", Role.DECODE), transfer=True, disaggregate_above=1
+    )
+    placed(here.submit(ask(1000), 0.0))
+    [shown] = watched(here, 5).shown()
+    assert shown.prefill.busy > 0.8
+    assert shown.short == "prefill"
 
 
 def test_a_side_that_has_left_is_shown_where_a_connector_is_named() -> None:

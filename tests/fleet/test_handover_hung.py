@@ -1,0 +1,136 @@
+"""A real prefill worker that stands still, and goes on when whoever waited was served elsewhere."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+
+import pytest
+
+from proxy.config import FleetConfig, ProbeConfig
+from proxy.wire.forsaken import GRACE_S
+from proxy.wire.patience import LATE
+from tests.fleet.test_handover import (
+    ABOVE,
+    DECODE,
+    PREFILL,
+    Ends,
+    connected,
+    direct,
+    freed,
+    handed_over,
+    listed,
+    tokens,
+)
+from tests.fleet.test_handover_killed import handed_over_again
+from tests.fleet.test_router import PORTS, routing
+from tests.fleet.test_worker import DEADLINE_S, prompt, settled
+from tests.proxy.wire.site import eventually
+from vllm_sched.workers.launch import Worker
+
+ENGINE, ALL = "its engine", "all of it"
+SIZE = 5000
+# The router looks at its deadlines once a second, and a probe is under way when a worker stops.
+PROBE = ProbeConfig()
+DOWN_S = (PROBE.down_after + 1) * (PROBE.interval_s + PROBE.timeout_s)
+SOON_S = 3.0
+LEASE_S = 10.0  # the workers keep theirs for a minute, whatever this router is told
+
+
+@contextmanager
+def standing_still(worker: Worker, part: str = ALL) -> Iterator[None]:
+    """Stop a worker's processes, or the one that computes under a server that answers probes."""
+    assert worker.pid is not None
+    family = [*_family(worker.pid)]
+    if part == ENGINE:
+        [family] = [[p] for p in family if b"EngineCore" in Path(f"/proc/{p}/cmdline").read_bytes()]
+    for pid in family:
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        for pid in family:
+            os.kill(pid, signal.SIGCONT)
+
+
+def _family(group: int) -> Iterator[int]:
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(ProcessLookupError):
+            if os.getpgid(int(process.name)) == group:
+                yield int(process.name)
+
+
+@pytest.mark.parametrize("part", [ENGINE, ALL])
+async def test_a_prefill_worker_that_stands_still_in_a_prefill(
+    ends: Ends, fleet: FleetConfig, tmp_path: Path, part: str
+) -> None:
+    """Where its server lives its time is up; else probes call it down. README says when."""
+    prefill_s = 2.0 if part == ENGINE else 600.0
+    router_block = {**PORTS, "timeouts": {"prefill_s": prefill_s}}
+    rules: dict[str, object] = {"disaggregate_above": ABOVE}
+    with routing(tmp_path, listed(fleet), rules, router=router_block, transfer="nixl") as router:
+        connected(router)
+        async with router.client() as client:
+            begun = time.monotonic()
+            await tokens(client, prompt(48_000 + len(part), SIZE))  # now its pace is known
+            took_s = time.monotonic() - begun
+            assert handed_over(router) == [True]
+            some = prompt(48_100 + len(part), SIZE)
+            asked = asyncio.create_task(tokens(client, some))
+            await settled(ends[PREFILL], running=1, waiting=0)
+            with standing_still(ends[PREFILL], part):
+                begun = time.monotonic()
+                said = await asked
+                waited_s = time.monotonic() - begun
+                [decision] = router.decisions(1)
+                assert (decision["worker"], decision["prefill_worker"]) == (DECODE, None)
+                assert ends[PREFILL].healthy() == (part == ENGINE)
+            bound_s = prefill_s + LATE * took_s if part == ENGINE else DOWN_S + GRACE_S
+            assert waited_s < bound_s + 2 * took_s + SOON_S
+            assert router.handovers()["prefill_failed"] == 1
+            # It hears that nobody wants it any more: nothing is left to the end of a lease.
+            await settled(ends[PREFILL], running=0, waiting=0)
+            await freed(ends[PREFILL])
+            await handed_over_again(router, client)
+    async with direct(ends[PREFILL]) as client:
+        assert said == await tokens(client, some)
+    for worker in ends.values():
+        await freed(worker)
+
+
+async def test_a_prefill_worker_that_stands_still_before_its_blocks_are_fetched(
+    ends: Ends, fleet: FleetConfig, tmp_path: Path
+) -> None:
+    """The decode worker waits for no longer than the blocks are sure to be kept, and is well."""
+    rules: dict[str, object] = {"disaggregate_above": ABOVE}
+    transfer = {"connector": "nixl", "lease_s": LEASE_S}
+    with routing(tmp_path, listed(fleet), rules, transfer=transfer) as router:
+        connected(router)
+        async with router.client() as client:
+            begun = time.monotonic()
+            await tokens(client, prompt(48_200, SIZE))
+            took_s = time.monotonic() - begun
+            some = prompt(48_201, SIZE)
+            asked = asyncio.create_task(tokens(client, some))
+            await settled(ends[PREFILL], running=1, waiting=0)
+            with ExitStack() as still:
+                with router.held_up():
+                    await settled(ends[PREFILL], running=0, waiting=0)
+                    still.enter_context(standing_still(ends[PREFILL]))
+                begun = time.monotonic()
+                await eventually(lambda: router.handovers()["prefilled"] == 2, within=DEADLINE_S)
+                # Who comes meanwhile, and needs nothing of it, does not wait for it.
+                await tokens(client, prompt(48_202, 40))
+                assert time.monotonic() - begun < SOON_S
+                said = await asked
+                assert time.monotonic() - begun < LEASE_S + 2 * took_s + SOON_S
+            await handed_over_again(router, client)
+    async with direct(ends[PREFILL]) as client:
+        assert said == await tokens(client, some)
+    for worker in ends.values():
+        await freed(worker)
