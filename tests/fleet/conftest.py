@@ -37,8 +37,9 @@ TELLS = {
     "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf",
     "OTEL_BSP_MAX_EXPORT_BATCH_SIZE": "1",
 }
+Policies = dict[str, dict[str, object]]
 # Above 1,000 tokens is long; the structured-output backend starts with the first request.
-SETTINGS = {"long_prompt": {"long_prefill_token_threshold": 1000}}
+SETTINGS: Policies = {"long_prompt": {"long_prefill_token_threshold": 1000}}
 
 
 @pytest.fixture(scope="session")
@@ -75,9 +76,15 @@ def collector() -> Iterator[Collector]:
 
 
 def both(
-    transfer: TransferConfig, args: tuple[str, ...], env: Mapping[str, str] = MappingProxyType({})
+    transfer: TransferConfig,
+    args: tuple[str, ...],
+    env: Mapping[str, str] = MappingProxyType({}),
+    policies: Mapping[str, Policies] = MappingProxyType({}),
 ) -> FleetConfig:
-    """Describe a prefill and a decode worker, a processor each where there are two."""
+    """Describe a prefill and a decode worker, a processor each where there are two.
+
+    `policies` are by role; without any it is vLLM's scheduler.
+    """
     cpus = sorted(os.sched_getaffinity(0))
     workers = [
         WorkerConfig(
@@ -86,6 +93,7 @@ def both(
             launch=LaunchConfig(
                 model="tiny",
                 args=args,
+                policies=policies.get(role, {}),
                 cpus=(cpu,),
                 env={"VLLM_LOGGING_LEVEL": "INFO", **env, "OTEL_SERVICE_NAME": f"{role}-0"},
             ),
