@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -25,6 +26,8 @@ class FakeOpenAI:
     tokenizer: bool = True
     lists_models: bool = True
     knows_ignore_eos: bool = True
+    tells_usage: bool = True
+    paths: tuple[str, ...] = ("/v1/completions", "/v1/chat/completions")
     max_model_len: int | None = 4096
     key: str = ""
     workers: tuple[str, ...] = ()  # named in X-Route where X-Explain asks
@@ -56,7 +59,7 @@ class FakeOpenAI:
         app.router.add_get("/health", self._health)
         if self.tokenizer:
             app.router.add_post("/tokenize", self._tokenize)
-        for path in ("/v1/completions", "/v1/chat/completions"):
+        for path in self.paths:
             app.router.add_post(path, self._complete)
         return app
 
@@ -118,16 +121,17 @@ class FakeOpenAI:
         if chat:
             await response.write(event({"delta": {}, "finish_reason": "length"}))
         usage = {"prompt_tokens": tokens(body), "completion_tokens": wanted}
-        await response.write(b"data: " + dumped({"choices": [], "usage": usage}) + b"\n\n")
+        if self.tells_usage:
+            await response.write(b"data: " + dumped({"choices": [], "usage": usage}) + b"\n\n")
         await response.write(b"data: [DONE]\n\n")
         return response
 
 
 @asynccontextmanager
-async def serving(fake: FakeOpenAI) -> AsyncIterator[FakeOpenAI]:
+async def serving(fake: FakeOpenAI, tls: ssl.SSLContext | None = None) -> AsyncIterator[FakeOpenAI]:
     """Serve on a free port."""
     server = TestServer(fake.app())
-    await server.start_server()
+    await server.start_server(ssl=tls)
     fake.url = str(server.make_url("")).rstrip("/")
     try:
         yield fake

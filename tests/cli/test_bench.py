@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.bench.fake_openai import FakeOpenAI, serving
+from vllm_sched.bench.client.endpoint import NO_COUNT, NO_IGNORE_EOS
 from vllm_sched.bench.traffic.traces import Trace
 from vllm_sched.cli.main import main
 
@@ -130,6 +131,23 @@ def test_what_can_not_be_done_is_said_in_a_line(
     assert said in err
     assert err.count("\n") == 1
     assert err.startswith("vllm-sched bench: ")
+
+
+def test_what_makes_figures_doubtful_is_told_and_saved(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    save = tmp_path / "out.json"
+    words = ["--workload", "20x3", "--request-rate", "200", "--num-requests", "2"]
+    with served(FakeOpenAI(tokenizer=False, tells_usage=False, knows_ignore_eos=False)) as fake:
+        assert main(["bench", "--url", fake.url, *words, "--save", str(save)]) == 0
+        told = " ".join(capsys.readouterr().out.split())
+        assert main(["sweep", "--url", fake.url, *words[:2], "--request-rates", "200",
+                     "--num-requests", "2", "--seeds", "1"]) == 0  # fmt: skip
+        swept = " ".join(capsys.readouterr().out.split())
+    for doubt in (NO_IGNORE_EOS, NO_COUNT, "2 answers told no usage"):
+        assert doubt in told
+        assert doubt in swept
+        assert any(each.startswith(doubt) for each in json.loads(save.read_text())["warnings"])
 
 
 def test_the_key_comes_from_the_environment(

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import re
+import subprocess
+import sys
 from typing import TYPE_CHECKING
 
 import pytest
@@ -51,6 +53,41 @@ def test_a_trace_may_have_blocks_of_another_length(tmp_path: Path) -> None:
     head = path.read_text()
     assert head.count("--block-tokens=16") == 2  # of plan, and of simulate
     assert "--model=m --goodput" in head
+
+
+def test_real_schedulers_are_asked_and_nothing_is_said_of_this_machine() -> None:
+    # In a process of its own: vLLM says such things once.
+    words = ["--gpus", "1", "--policies", "default", "--exact", *TARGETS]
+    done = subprocess.run(
+        [sys.executable, "-m", "vllm_sched.cli.main", *ASK, *words], capture_output=True, text=True
+    )
+    assert done.returncode == 0
+    assert all(line.startswith("planning") for line in done.stderr.splitlines()), done.stderr
+    told = " ".join(done.stdout.split())
+    asked = re.search(r"schedulers (\d+) % of (\d+) in time at ([\d.]+) req./s: 1 general", told)
+    assert asked
+    assert int(asked[1]) >= 90
+    assert int(asked[2]) >= 300
+    assert f"best {asked[3]} {asked[1]} %" in told
+    assert "by one more draw" in told
+
+
+def test_what_judged_is_said_as_it_is(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    few = ["--gpus", "1", "--policies", "default", *TARGETS]
+    assert main([*ASK, *few]) == 0
+    drawn = said(capsys)
+    assert "in each of 3 draws of 1,600 requests, none of them searched with" in drawn
+    assert "in a further draw as many are with a chance of about 3 in 4" in drawn
+    trace = tmp_path / "trace.jsonl"
+    line = {"timestamp": 0, "input_length": 600, "output_length": 5}
+    trace.write_text("\n".join([json.dumps(line)] * 70))
+    assert main([*ASK, "--workload", str(trace), *few]) == 0
+    taken = said(capsys)
+    assert "none of them searched with" not in taken
+    assert "differ in where in the trace they begin and in the gaps alone" in taken
+    assert "further draw of this trace" in taken
+    assert "of another day's traffic nothing is said" in taken
+    assert "to play the best with them and the trace's first lines" in taken
 
 
 def test_a_plan_for_a_trace_whose_name_is_no_text_is_saved(tmp_path: Path) -> None:

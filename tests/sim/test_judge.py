@@ -69,6 +69,26 @@ def test_what_is_too_high_is_asked_of_who_failed() -> None:
     assert len(draws.played) <= 10 + 3
 
 
+def test_who_had_least_to_spare_is_asked_before_the_others() -> None:
+    limits = {1: 90.0, 2: 90.0, 3: 90.0, 4: 90.0, 5: 12.0, 6: 12.0}
+    played: list[int] = []
+
+    def play(_shape: Shape, rate: float, draw: int) -> Run | None:
+        played.append(draw)
+        return run(9 if rate > limits[draw] / 2 else 10) if rate <= limits[draw] else None
+
+    judge = Judge(6, play, lambda _whole: True)
+    assert judge.highest(SHAPE, 13.0) is not None
+    del played[:]
+    limits[6] = 11.0  # as another fleet may have it
+    found = judge.highest(SHAPE, 13.0)
+    assert found is not None
+    assert 11.0 / STEP < found.rate <= 11.0
+    # The first four need not be played where the fifth has enough and the sixth has not.
+    assert sorted(played[-6:]) == [1, 2, 3, 4, 5, 6]
+    assert set(played[:-6]) == {5, 6}
+
+
 def test_no_rate_is_named_below_the_least_or_above_the_most() -> None:
     draws = Draws({1: 20.0, 2: 10.0})
     assert draws.highest(30.0, least=10.1) is None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import replace
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -227,6 +228,48 @@ def test_targets_beyond_any_machine_are_refused_with_what_could_be_asked() -> No
     assert 285 < asked < 400
 
 
+def test_targets_that_the_longest_never_meet_are_refused_before_the_search() -> None:
+    # Nineteen in twenty are in time on an idle worker, of the longest tenth nobody ever.
+    asked = question(LONGS, "ttft:3000 tpot:8.5")
+    with pytest.raises(UsageError) as caught:
+        Search(asked).check()
+    text = str(caught.value)
+    assert f"on an idle worker 0% of the longest tenth of {LONGS} are in time" in text
+    wanted = text.partition("ask for ")[2].partition(" at the least")[0]
+    assert wanted.startswith("tpot:")
+    Search(replace(asked, targets=parse(["ttft:3000", *wanted.split()]))).check()
+
+
+@pytest.mark.parametrize("borne", [True, False])
+def test_an_idle_worker_is_asked_what_judges_fleets(*, borne: bool) -> None:
+    # About one request in ten can't be in time: it matters whose.
+    for seed in range(500):
+        search = Search(question("300x60:0.9,40000x20:0.1", "ttft:250", seed=seed))
+        searched, judging = (
+            sum(each.prompt_tokens > 300 for each in islice(search.question.shapes(draw), count))
+            / count
+            for draw, count in enumerate(search.count(1.0, fine=fine) for fine in (False, True))
+        )
+        if (judging < 0.1 < searched) if borne else (searched < 0.1 < judging):
+            break
+    else:
+        pytest.fail("there is no such seed")
+    if borne:
+        search.check()
+    else:
+        with pytest.raises(UsageError, match=r"no number of h100-8b meets it: on .* 8[89]% of "):
+            search.check()
+
+
+def test_who_all_come_at_once_are_no_matter_of_an_idle_worker() -> None:
+    asked = question("1500x60", "ttft:500 tpot:40", burstiness=0.01)
+    search = Search(asked)
+    search.check()
+    # One worker is never in time with them, forty are.
+    assert search.serves(Shape(general=1), 0.2) is None
+    assert search.serves(Shape(general=40), 0.2) is not None
+
+
 def test_more_than_the_gpus_serve_is_refused_with_how_many_would() -> None:
     text = refusal(question("1500x60", "ttft:500 tpot:40", effort=0.1), gpus=1, rate=300.0)
     assert text.startswith("--request-rate 300: 1 GPU of h100-8b can serve ")
@@ -277,6 +320,31 @@ def test_real_schedulers_have_the_last_word(monkeypatch: pytest.MonkeyPatch) -> 
     assert found.more.rate > found.best.rate
 
 
+def test_real_schedulers_are_asked_with_other_requests_and_tell_how_far_they_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    told: list[tuple[str, float]] = []
+    search = Search(question("300x60", "ttft:500"), lambda *what: told.append(what))
+    draws: list[int] = []
+    schedule = Question.schedule
+
+    def drawn(asked: Question, rate: float, count: int, draw: int = 0) -> Schedule:
+        draws.append(draw)
+        return schedule(asked, rate, count, draw)
+
+    monkeypatch.setattr(Question, "schedule", drawn)
+    search.tell("before", 0.7)
+    run = planning.play_exactly(search, Shape(general=1), 10.0)
+    assert run.all.done == 300
+    assert draws == [search.question.draws + 1]  # not searched with, and no judge's
+    assert {share for _, share in told} == {0.7}
+    shown = [re.fullmatch(r"exactly: .* at 10/s: (\d+) of 300 requests", what) for what, _ in told]
+    counts = [int(each[1]) for each in shown if each]
+    assert counts[0] == 0
+    assert counts == sorted(counts)
+    assert counts[-1] > 100
+
+
 def test_real_schedulers_are_asked_of_the_longest_too(monkeypatch: pytest.MonkeyPatch) -> None:
     def starving(shape: Shape) -> Run:
         """Let all be in time, but the longest where there are two pools."""
@@ -287,8 +355,8 @@ def test_real_schedulers_are_asked_of_the_longest_too(monkeypatch: pytest.Monkey
     monkeypatch.setattr(planning, "play_exactly", lambda _search, shape, _rate: starving(shape))
     found = plan(asked, 2, 1, exact=True)
     assert families(found) == [ONE_POOL]
-    told = {(proof.share, proof.longest) for proof in found.exact.values()}
-    assert told == {(1.0, 0.0), (1.0, 1.0)}
+    told = {(proof.share, proof.longest, proof.requests) for proof in found.exact.values()}
+    assert told == {(1.0, 0.0, 9), (1.0, 1.0, 9)}
     only = replace(asked, families=(SHORT_LONG,))
     assert "and as many of the longest tenth, at" in refusal(only, exact=True)
 

@@ -105,7 +105,7 @@ def as_result(
             "short_answers": played.short,
             **notes,
         },
-        [*played.warnings(), *schedule.falls_short],
+        [*endpoint.doubts, *played.warnings(), *schedule.falls_short],
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import math
 import shlex
 import sys
@@ -42,6 +43,12 @@ if TYPE_CHECKING:
 EXACT_REQUESTS: Final = 2000  # real schedulers take some minutes for more
 MOST_GPUS: Final = 1_000_000
 UNEVEN: Final = 1.5  # a part of a trace against all: worth a word
+# What the search has seen of the draws that judge.
+NEW: Final = "none of them searched with"
+OF_TRACE: Final = (
+    "which differ in where in the trace they begin and in the gaps alone: their lines are each "
+    "other's, and those searched with"
+)
 
 
 def describe(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -154,6 +161,8 @@ def _check(args: argparse.Namespace) -> None:
             )
     if args.exact:
         planning.require_vllm()
+        # What vLLM has to say of this machine is of no concern to one that is not there.
+        logging.getLogger("vllm").setLevel(logging.ERROR)
 
 
 def _said(args: argparse.Namespace) -> list[str]:
@@ -265,11 +274,16 @@ def _judged_by(found: Plan, args: argparse.Namespace) -> Iterator[str]:
     """Say how far to trust it, and the command that checks it."""
     question = found.question
     if not args.exact:
+        of_trace = isinstance(question.source, Sampled)
+        seen = OF_TRACE if of_trace else NEW
         yield (
             f"each rate is one of which {question.share:.0%} are in time in each of "
-            f"{question.draws} draws of {found.requests:,} requests, none of them searched with; "
-            f"in a further draw as many are with a chance of about {question.draws} in "
-            f"{question.draws + 1}"
+            f"{question.draws} draws of {found.requests:,} requests, {seen}"
+        )
+        yield (
+            f"in a further draw{' of this trace' * of_trace} as many are with a chance of about "
+            f"{question.draws} in {question.draws + 1}"
+            + (", of another day's traffic nothing is said" if of_trace else "")
         )
     yield (
         f"by {found.runs} simulations with plain workers (the fluid engine); figures of other "
@@ -278,14 +292,15 @@ def _judged_by(found: Plan, args: argparse.Namespace) -> Iterator[str]:
     )
     if args.exact:
         yield (
-            "the order and rates are those of vLLM's own schedulers (the exact engine); one worker "
-            "more and one fewer are of plain ones, taken to be as far off"
+            "the order and rates are those of vLLM's own schedulers (the exact engine), by one "
+            "more draw; a worker more and one fewer are of plain ones, taken to be as far off"
         )
         return
     fleet = args.save or "FLEET.yaml"
     command = ["vllm-sched", "simulate", str(fleet), *_traffic(args, found, exact=True)]
     saved = "" if args.save else " (--save FLEET.yaml writes it)"
-    yield f"no vLLM scheduler was asked; to play the best with them{saved}:"
+    what = " and the trace's first lines" if isinstance(question.source, Sampled) else ""
+    yield f"no vLLM scheduler was asked; to play the best with them{what}{saved}:"
     yield f"    {shlex.join(command)}"
 
 
@@ -334,9 +349,14 @@ def _place(at: int) -> str:
 
 
 def _spread(worst: float, best: float) -> str:
-    """Show shares, rounded down: 100 % says that none was late."""
-    low, high = (math.floor(100 * each + 1e-9) for each in (worst, best))
-    return f"{low} %" if low == high else f"{low}-{high} %"
+    """Show a range of shares, or the one that all are."""
+    low, high = _down(worst), _down(best)
+    return high if low == high else f"{low.removesuffix(' %')}-{high}"
+
+
+def _down(share: float) -> str:
+    """Show a share, rounded down: 100 % says that none was late."""
+    return f"{math.floor(100 * share + 1e-9)} %"
 
 
 def _pair(one: float, other: float) -> str:
@@ -368,10 +388,10 @@ def _otherwise(found: Plan, rate: float | None) -> Iterator[str]:
         least = found.question.share
         short = " (too few)" if proof.share < least else ""
         if proof.longest < least:
-            short += f" ({proof.longest:.0%} of the longest tenth: they starve)"
+            short += f" ({_down(proof.longest)} of the longest tenth: they starve)"
         yield (
-            f"with vLLM's own schedulers {proof.share:.0%} in time at {proof.rate:.3g} "
-            f"req./s{short}: {shape}"
+            f"with vLLM's own schedulers {_down(proof.share)} of {proof.requests:,} in time at "
+            f"{proof.rate:.3g} req./s{short}: {shape}"
         )
 
 

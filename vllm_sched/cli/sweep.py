@@ -163,6 +163,8 @@ class _Runner:
     async def run(self, plans: Sequence[_Plan]) -> bool:
         """Play them; whether the user stopped it."""
         endpoint = await learn(asked(self._args))
+        for doubt in endpoint.doubts:
+            self._console.print(doubt, style="yellow", highlight=False)
         for plan in plans:
 
             async def measure(load: float, plan: _Plan = plan) -> float:

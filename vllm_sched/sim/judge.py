@@ -12,6 +12,8 @@ likely than those to be the worst of all, it has so with a chance of about K in 
 Cost: where to begin on the ladder is found with one draw, that which failed last; so a rate that is
 too high takes one run, cut short, and few but the one that is named take all. How it fails: of few
 requests, or few draws, what all bear goes up and down from rung to rung, and one may hold by luck.
+Draws of a trace share its lines, with what was searched too: they tell of chance in when and beside
+whom those come, and nothing of another day's.
 """
 
 from __future__ import annotations
@@ -76,6 +78,7 @@ class Judge:
         enough: Callable[[Run], bool],
     ) -> None:
         self._order = list(range(1, draws + 1))  # draw 0 is what was searched with
+        self._margins: dict[int, float] = {}  # of each, when it last had enough
         self._play, self._enough = play, enough
 
     def highest(
@@ -121,15 +124,23 @@ class Judge:
 
     def _at(self, rung: int, play: Callable[[int, int], Run | None]) -> Verdict | None:
         runs: list[Run] = []
+        # Who had least to spare is next to fail: the others need not be played for nothing.
+        self._order[1:] = sorted(self._order[1:], key=lambda draw: self._margins.get(draw, 0.0))
         for draw in tuple(self._order):
             run = play(rung, draw)
             if run is None:
                 self._order.remove(draw)
                 self._order.insert(0, draw)
                 return None
+            self._margins[draw] = _margin(run)
             runs.append(run)
         whole = together(runs)
         return Verdict(rate_at(rung), runs, whole) if self._enough(whole) else None
+
+
+def _margin(run: Run) -> float:
+    """Return the least share of a run: in time of all, or not too late of a class."""
+    return min(run.all.share, *(each.kept_share for each in run.classes.values()), 1.0)
 
 
 def _rung(rate: float) -> int:

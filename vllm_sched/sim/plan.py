@@ -50,6 +50,7 @@ class Proof(NamedTuple):
     rate: float
     share: float  # in time
     longest: float  # of the longest prompts, in time or as late as may be borne
+    requests: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,7 +223,8 @@ def _exactly(search: Search, ranking: list[Served]) -> tuple[list[Served], dict[
                 break
             rate *= EXACT_STEP
             run = play_exactly(search, served.shape, rate)
-        played[str(served.shape)] = Proof(rate, run.all.share, longest_kept(run))
+        proof = Proof(rate, run.all.share, longest_kept(run), run.all.arrived)
+        played[str(served.shape)] = proof
         if search.enough(run, brief=True):
             again.append(Served(served.shape, rate, run))
     if not again:
@@ -238,7 +240,7 @@ def _exactly(search: Search, ranking: list[Served]) -> tuple[list[Served], dict[
 
 
 def play_exactly(search: Search, shape: Shape, rate: float) -> Run:
-    """Play a fleet with real schedulers."""
+    """Play a fleet with real schedulers; with requests by which nothing was chosen or judged."""
     from proxy.config import FleetConfig
     from vllm_sched.sim.exact import ExactEngine
     from vllm_sched.sim.fleet import SimulatedFleet
@@ -248,7 +250,12 @@ def play_exactly(search: Search, shape: Shape, rate: float) -> Run:
     models = {each.model.name: each.model for each in shape.placed(question.machine)}
     fleet = SimulatedFleet(config, models, ExactEngine, seed=question.seed)
     count = min(max(round(rate * EXACT_LASTS_S), EXACT_REQUESTS), MOST_EXACT_REQUESTS)
-    played = fleet.play(question.schedule(rate, count))
+
+    def told(_now: float, _sent: int, done: int) -> None:
+        search.note(f"exactly: {shape} at {rate:.3g}/s: {done:,} of {count:,} requests")
+
+    told(0.0, 0, 0)
+    played = fleet.play(question.schedule(rate, count, question.draws + 1), told)
     return counted(search, played.outcomes, played.duration)
 
 

@@ -1,12 +1,23 @@
 from __future__ import annotations
 
 import json
+import ssl
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+import trustme
 
 from tests.bench.fake_openai import TEMPLATE_TOKENS, TOKENS_PER_WORD, FakeOpenAI, serving, tokens
-from vllm_sched.bench.client.endpoint import CHAT, COMPLETIONS, Asked, EndpointError, learn
+from vllm_sched.bench.client.endpoint import (
+    CHAT,
+    COMPLETIONS,
+    NO_COUNT,
+    NO_IGNORE_EOS,
+    Asked,
+    EndpointError,
+    learn,
+)
 from vllm_sched.bench.client.text import Measure, Texts
 from vllm_sched.bench.traffic.types import Request
 
@@ -37,15 +48,30 @@ async def test_a_small_model_is_not_asked_for_more_than_it_holds() -> None:
 async def test_who_does_not_know_ignore_eos_is_not_told_of_it() -> None:
     async with serving(FakeOpenAI(knows_ignore_eos=False)) as fake:
         endpoint = await learn(Asked(fake.url))
+        wanted = await learn(Asked(fake.url, ignore_eos=False))
     assert not endpoint.ignore_eos
     assert b"ignore_eos" not in endpoint.body("a", 3)
+    assert endpoint.doubts == (NO_IGNORE_EOS,)
+    assert wanted.doubts == ()
+
+
+async def test_who_counts_no_tokens_is_said_to() -> None:
+    async with serving(FakeOpenAI(tokenizer=False, tells_usage=False)) as fake:
+        endpoint = await learn(Asked(fake.url))
+    assert endpoint.measure == Measure()  # a word is a token: nobody knows better
+    assert endpoint.doubts == (NO_COUNT,)
+    async with serving(FakeOpenAI(tells_usage=False)) as fake:
+        assert (await learn(Asked(fake.url))).doubts == ()
 
 
 async def test_the_key_goes_with_every_request_and_nowhere_else() -> None:
     async with serving(FakeOpenAI(key="secret")) as fake:
         endpoint = await learn(Asked(fake.url, key="secret", explain=True))
-        with pytest.raises(EndpointError, match=r"HTTP 401: .*bad key"):
+        with pytest.raises(EndpointError, match=r"HTTP 401: .*bad key.*does not take this key"):
             await learn(Asked(fake.url, key="wrong"))
+        with pytest.raises(EndpointError, match=r"/v1/models: HTTP 401: .*--api-key, or in OPENAI"):
+            await learn(Asked(fake.url))
+    assert fake.headers
     assert all(h["Authorization"] == "Bearer secret" for h in fake.headers)
     assert all(h["X-Explain"] == "1" for h in fake.headers)
     assert "secret" not in repr(endpoint) + repr(Asked(fake.url, key="secret"))
@@ -72,11 +98,42 @@ async def test_nobody_there_is_said_in_a_line() -> None:
 async def test_what_is_no_endpoint_is_said_in_a_line() -> None:
     fake = FakeOpenAI()
     async with serving(fake):
-        with pytest.raises(EndpointError, match="HTTP 404"):
+        with pytest.raises(
+            EndpointError, match=r"/elsewhere: /v1/models: HTTP 404: .*an OpenAI end"
+        ):
             await learn(Asked(fake.url + "/elsewhere"))
     async with serving(FakeOpenAI(streams=False)) as fake:
         with pytest.raises(EndpointError, match="/v1/completions does not stream"):
             await learn(Asked(fake.url))
+
+
+@pytest.mark.parametrize(("asked", "served"), [(COMPLETIONS, CHAT), (CHAT, COMPLETIONS)])
+async def test_an_api_that_it_has_not_is_said_with_the_other(asked: str, served: str) -> None:
+    async with serving(FakeOpenAI(paths=(served,))) as fake:
+        with pytest.raises(EndpointError, match=rf"{asked}: HTTP 404: .*say --endpoint {served}$"):
+            await learn(Asked(fake.url, path=asked))
+        assert (await learn(Asked(fake.url, path=served))).path == served
+
+
+async def test_over_tls_who_is_not_trusted_is_said_with_what_would_help(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    authority, known = trustme.CA(), tmp_path / "ca.pem"
+    tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    authority.issue_cert("127.0.0.1").configure_cert(tls)
+    authority.cert_pem.write_to_path(str(known))
+    async with serving(FakeOpenAI(), tls) as fake:
+        assert fake.url.startswith("https://127.0.0.1:")
+        with pytest.raises(EndpointError, match=r"not trusted: .*; name who signed it with SSL_CE"):
+            await learn(Asked(fake.url))
+        with pytest.raises(EndpointError, match="if it speaks TLS, write https://"):
+            await learn(Asked(fake.url.replace("https", "http")))
+        monkeypatch.setenv("SSL_CERT_FILE", str(known))
+        assert (await learn(Asked(fake.url))).model == "fake"
+        elsewhere = fake.url.replace("127.0.0.1", "localhost")
+        with pytest.raises(EndpointError, match="not trusted: ") as caught:
+            await learn(Asked(elsewhere))
+    assert "SSL_CERT_FILE" not in str(caught.value)  # another name: no authority mends that
 
 
 def test_odd_names_are_escaped() -> None:

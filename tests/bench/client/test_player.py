@@ -146,6 +146,16 @@ async def test_prompts_that_no_model_holds_are_cut_and_counted() -> None:
     assert "cut to what the model holds" in " ".join(result.warnings())
 
 
+@pytest.mark.parametrize("path", ["", CHAT])
+async def test_where_no_usage_is_told_events_are_counted_and_that_is_said(path: str) -> None:
+    fake = FakeOpenAI(tells_usage=False)
+    result = await played(fake, schedule(rate=200, count=3), path)
+    assert [(each.error, each.completed) for each in result.outcomes] == [("", 4)] * 3
+    assert result.uncounted == 3
+    assert "3 answers told no usage: each event is counted" in " ".join(result.warnings())
+    assert (await played(FakeOpenAI(), schedule(rate=200, count=3), path)).uncounted == 0
+
+
 async def test_shared_prefixes_are_sent_as_such() -> None:
     fake = FakeOpenAI()
     await played(fake, schedule("400x2", rate=500, count=20, prefix_hit=0.5))

@@ -185,6 +185,16 @@ def test_the_routers_strips(tmp_path: Path) -> None:
     assert sum(map(sum, rows)) * seconds / len(rows[0]) == pytest.approx(60 * 100)
 
 
+def test_large_numbers_are_written_out(tmp_path: Path) -> None:
+    outcomes = crowd()
+    for each in outcomes:
+        each.prompt_tokens = 100_000
+    draw_run(run(outcomes), tmp_path)
+    assert "1e6" not in "".join(texts(tmp_path / "tenants.svg"))
+    for name in ("tenants", "router"):
+        assert any(text.endswith("0,000") for text in texts(tmp_path / f"{name}.svg"))
+
+
 def test_a_plain_endpoint_has_two_pictures(tmp_path: Path) -> None:
     outcomes = crowd()
     for each in outcomes:

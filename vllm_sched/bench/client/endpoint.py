@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final
 
@@ -18,10 +19,19 @@ if TYPE_CHECKING:
 
 COMPLETIONS: Final = "/v1/completions"
 CHAT: Final = "/v1/chat/completions"
+MODELS: Final = "/v1/models"
 PROBE_TIMEOUT_S: Final = 60.0
 # Two lengths of text, from which a line is drawn; the longer one where the model holds it.
 PROBE_WORDS: Final = (40, 1040)
 LEAST_PROBE_WORDS: Final = 80
+REFUSED: Final = re.compile(r"HTTP (\d+)")
+NO_IGNORE_EOS: Final = (
+    "the endpoint does not know ignore_eos: answers end where the model ends them"
+)
+NO_COUNT: Final = (
+    "the endpoint counts no tokens, neither at /tokenize nor as usage: each word of a prompt is "
+    "taken for a token"
+)
 
 
 class EndpointError(VllmSchedError):
@@ -51,6 +61,7 @@ class Endpoint:
     max_model_len: int | None = None
     ignore_eos: bool = True
     headers: tuple[tuple[str, str], ...] = field(default=(), repr=False)
+    doubts: tuple[str, ...] = ()  # what of it makes figures doubtful
 
     def wire(self) -> Wire:
         """Open connections to it, on demand."""
@@ -91,24 +102,46 @@ async def learn(asked: Asked) -> Endpoint:
     try:
         endpoint = await _with_model(endpoint, wire)
         endpoint = await _that_answers(endpoint, wire)
-        return replace(endpoint, measure=await _measure(endpoint, wire))
+        measure = await _measure(endpoint, wire)
     except WireError as error:
-        raise EndpointError(f"{address}: {str(error).removeprefix(f'{address}: ')}") from None
+        words = str(error).removeprefix(f"{address}: ")
+        raise EndpointError(f"{address}: {words}{_remedy(asked, address, words)}") from None
     finally:
         wire.close()
+    doubts = [NO_IGNORE_EOS] * (asked.ignore_eos and not endpoint.ignore_eos)
+    doubts += [NO_COUNT] * (measure is None)
+    return replace(endpoint, measure=measure or Measure(), doubts=tuple(doubts))
+
+
+def _remedy(asked: Asked, address: Address, words: str) -> str:
+    """Say what to do about an error, where that is known."""
+    refused = REFUSED.search(words)
+    match refused and int(refused[1]):
+        case 401 | 403 if asked.key:
+            return "; it does not take this key (--api-key, or OPENAI_API_KEY)"
+        case 401 | 403:
+            return "; give its key with --api-key, or in OPENAI_API_KEY"
+        case 404 if words.startswith(MODELS):
+            return "; is this an OpenAI endpoint? With --model NAME it needs no such list"
+        case 404 | 405 if "model" not in words:
+            other = COMPLETIONS if asked.path == CHAT else CHAT
+            return f"; if it has {other} instead, say --endpoint {other}"
+        case None if "no answer" in words and not address.tls:
+            return "; if it speaks TLS, write https://"
+    return ""
 
 
 async def _with_model(endpoint: Endpoint, wire: Wire) -> Endpoint:
     try:
-        served = json.loads(await wire.get("/v1/models", PROBE_TIMEOUT_S))["data"]
+        served = json.loads(await wire.get(MODELS, PROBE_TIMEOUT_S))["data"]
         models: dict[str, Any] = {each["id"]: each for each in served}
     except WireError as error:
         if endpoint.model and str(error).startswith("HTTP 404"):
             return endpoint  # it has no list; what was asked for is tried
-        raise
+        raise _at(MODELS, error) from None
     except (ValueError, KeyError, TypeError):
         raise EndpointError(
-            f"{endpoint.address}/v1/models: is not a list of models; is this an OpenAI endpoint?"
+            f"{endpoint.address}{MODELS}: is not a list of models; is this an OpenAI endpoint?"
         ) from None
     if not models:
         raise EndpointError(f"{endpoint.address} serves no model yet; wait until it is ready")
@@ -119,6 +152,11 @@ async def _with_model(endpoint: Endpoint, wire: Wire) -> Endpoint:
         )
     limit = models[name].get("max_model_len")
     return replace(endpoint, model=name, max_model_len=limit if isinstance(limit, int) else None)
+
+
+def _at(path: str, error: WireError) -> WireError:
+    """Say what was refused, if the endpoint said anything."""
+    return WireError(f"{path}: {error}") if REFUSED.match(str(error)) else error
 
 
 async def _that_answers(endpoint: Endpoint, wire: Wire) -> Endpoint:
@@ -133,13 +171,16 @@ async def _that_answers(endpoint: Endpoint, wire: Wire) -> Endpoint:
     return endpoint
 
 
-async def _measure(endpoint: Endpoint, wire: Wire) -> Measure:
-    """Learn tokens per word: from `/tokenize`, or else from the usage of two requests."""
+async def _measure(endpoint: Endpoint, wire: Wire) -> Measure | None:
+    """Learn tokens per word: from `/tokenize`, or else from the usage of two requests.
+
+    None if it counts no tokens.
+    """
     texts = Texts(-1)
     words, most = PROBE_WORDS
     few = await _tokens(endpoint, wire, texts.text("few", words))
     if not few:
-        return Measure()
+        return None
     if endpoint.max_model_len is not None:
         most = min(most, max(LEAST_PROBE_WORDS, int(words * endpoint.max_model_len / few / 2)))
     many = await _tokens(endpoint, wire, texts.text("many", most))
@@ -168,13 +209,16 @@ async def _tokens(endpoint: Endpoint, wire: Wire, text: str) -> int:
 async def _usage(endpoint: Endpoint, wire: Wire, text: str) -> int:
     outcome = Outcome(0.0, "probe", 0, 1)
     stream = EventStream(outcome)
-    await wire.stream(
-        endpoint.path,
-        endpoint.body(text, 1),
-        lambda _, __: None,
-        lambda piece: stream.feed(piece, 0.0),
-        PROBE_TIMEOUT_S,
-    )
+    try:
+        await wire.stream(
+            endpoint.path,
+            endpoint.body(text, 1),
+            lambda _, __: None,
+            lambda piece: stream.feed(piece, 0.0),
+            PROBE_TIMEOUT_S,
+        )
+    except WireError as error:
+        raise _at(endpoint.path, error) from None
     if outcome.error:
         raise WireError(f"answered a small request with: {excerpt(outcome.error)}")
     if not stream.done:

@@ -65,6 +65,7 @@ class Played:
     interrupted: bool = False
     cut: int = 0  # requests cut to what the model holds
     short: int = 0  # answers that ended before their length
+    uncounted: int = 0  # answers that did not say how many tokens they have
 
     @property
     def late_p99(self) -> float:
@@ -96,6 +97,10 @@ class Played:
             )
         if self.short:
             found.append(f"{self.short} answers ended before the length asked for")
+        if self.uncounted:
+            found.append(
+                f"{self.uncounted} answers told no usage: each event is counted as a token"
+            )
         return found
 
 
@@ -139,7 +144,7 @@ class _Player:
         self._stop = stop
         self._texts = texts
         self._outcomes: list[Outcome] = []
-        self._cut = 0
+        self._cut = self._uncounted = 0
 
     async def run(self) -> Played:
         wire = self._endpoint.wire()
@@ -176,6 +181,7 @@ class _Player:
                 each.good and self._endpoint.ignore_eos and each.completed < each.output_tokens
                 for each in self._outcomes
             ),
+            uncounted=self._uncounted,
         )
 
     async def _open(self, wire: Wire, jobs: Iterator[tuple[Request, bytes]]) -> None:
@@ -232,10 +238,11 @@ class _Player:
         except asyncio.CancelledError:
             outcome.interrupted = True
             raise
-        outcome.completed = outcome.completed or len(outcome.ticks)
+        counted, outcome.completed = outcome.completed, outcome.completed or len(outcome.ticks)
         if outcome.error:
             self._tally.failed += 1
             return headers.retry_after_s
+        self._uncounted += not counted
         self._tally.done += 1
         self._tally.tokens += outcome.completed
         return None

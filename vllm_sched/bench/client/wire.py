@@ -20,6 +20,8 @@ from vllm_sched.bench.excerpt import excerpt
 from vllm_sched.errors import UsageError
 
 OK: Final = 200
+# OpenSSL's: self-signed, itself or at the chain's end, or signed by nobody that is known here.
+UNKNOWN_SIGNERS: Final = (18, 19, 20, 21)
 OnBody = Callable[[bytes], None]
 OnHeader = Callable[[bytes, bytes], None]
 
@@ -255,6 +257,13 @@ def _words(error: OSError) -> str:
     # asyncio says "Connect call failed", or lists what failed for each of a name's addresses.
     if isinstance(error, ConnectionRefusedError) or f"Errno {errno.ECONNREFUSED}" in str(error):
         return "connection refused; does anything listen there?"
+    if isinstance(error, ssl.SSLCertVerificationError):
+        remedy = "; name who signed it with SSL_CERT_FILE=FILE.pem" * (
+            error.verify_code in UNKNOWN_SIGNERS
+        )
+        return f"its certificate is not trusted: {excerpt(error.verify_message)}{remedy}"
+    if isinstance(error, ssl.SSLError):
+        return f"{excerpt(error.strerror or str(error))}; does that port speak TLS?"
     return excerpt(error.strerror or str(error))
 
 

@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from typing import TYPE_CHECKING, Final
 
-from vllm_sched.bench.plots.style import INCHES, label, legend, looks, picture
+from vllm_sched.bench.plots.style import (
+    INCHES,
+    check_available,
+    in_full,
+    label,
+    legend,
+    looks,
+    picture,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -40,6 +48,7 @@ def draw_tenants(stem: Path, outcomes: Sequence[Outcome]) -> None:
             )
         axes.set_xlim(left=0)
         axes.set_ylim(bottom=0)
+        in_full(axes.yaxis)
         legend(axes, len(served))
 
 
@@ -66,7 +75,13 @@ def served_by_tenant(outcomes: Sequence[Outcome]) -> dict[str, list[tuple[float,
 
 
 def draw_router(stem: Path, outcomes: Sequence[Outcome]) -> None:
-    """Draw a strip per worker: the darker, the more prompt tokens it was sent in that time."""
+    """Draw a strip per worker: the darker, the more prompt tokens it was sent in that time.
+
+    By the root of it: beside one long prompt all shorts would be white.
+    """
+    check_available()
+    from matplotlib.colors import PowerNorm
+
     workers, seconds, rows = sent_to_workers(outcomes)
     height = max(2.2, min(9.0, 1.4 + 0.38 * len(workers)))
     title = "Where the router sent prompts"
@@ -76,14 +91,15 @@ def draw_router(stem: Path, outcomes: Sequence[Outcome]) -> None:
         axes.grid(visible=False)
         # Dark is much, on paper too: a grey scale is a colour scale that survives a copier.
         strip = axes.imshow(
-            rows, aspect="auto", cmap="Greys", interpolation="nearest", vmin=0,
+            rows, aspect="auto", cmap="Greys", interpolation="nearest", norm=PowerNorm(0.5, vmin=0),
             extent=(0, seconds, len(workers) - 0.5, -0.5), gid="strip",
         )  # fmt: skip
         every = -(-len(workers) // NAMED)
         axes.set_yticks(range(0, len(workers), every), workers[::every])
         for edge in range(1, len(workers) if every == 1 else 0):
             axes.axhline(edge - 0.5, color="white", linewidth=2)
-        axes.figure.colorbar(strip, ax=axes, label="prompt tokens/s")
+        bar = axes.figure.colorbar(strip, ax=axes, label="prompt tokens/s")
+        in_full(bar.ax.yaxis)
 
 
 def sent_to_workers(

@@ -128,6 +128,13 @@ def limit(axes: Any, at: float, text: str, *, upright: bool) -> None:
         )  # fmt: skip
 
 
+def in_full(axis: Any) -> None:
+    """Write an axis's numbers out: 2,000,000, not 2.0 and 1e6 in a corner."""
+    from matplotlib.ticker import FuncFormatter
+
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
+
+
 def plain_log(axis: Any, unit: str = "", factor: float = 1.0) -> None:
     """Label a logarithmic axis with numbers that people write: 20, 50, 100."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
