@@ -1,4 +1,4 @@
-"""What can go wrong, as one tree.
+"""What can go wrong, as one tree; and how much of it is told.
 
 ProxyError
 └── ConfigError    a fleet file that can't be used: all its problems at once; exit status 2
@@ -32,3 +32,9 @@ class ConfigError(ProxyError, ValueError):
         self.source = source
         self.problems = tuple(problems)
         super().__init__("\n".join(f"{source}: {problem}" for problem in self.problems))
+
+
+def a_few(names: Sequence[str], most: int) -> str:
+    """Name so many of them, and say how many more there are."""
+    more = len(names) - most
+    return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")

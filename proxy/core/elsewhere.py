@@ -1,4 +1,4 @@
-"""What other processes of the same router have charged to a worker.
+"""What is charged to a worker for others: by other processes of this router, or before its time.
 
 Idea: a worker's charges are everybody's, so that rules, limits and what is subtracted from its own
 page need not know how many processes there are. What of them is others' is kept beside, is replaced
@@ -6,6 +6,9 @@ whenever somebody looks (`Others.look`), and goes into the charges as a differen
 as a charge would, less of it as a first token would.
 
 A breaker is a register that whoever wrote last owns: its state travels whole.
+
+A worker that was taken out may still have requests in flight, and who comes to its address is the
+same server by another name. To that one, its heir, all of these are charged too, until they end.
 """
 
 from __future__ import annotations
@@ -68,25 +71,38 @@ def own(worker: Worker) -> Load:
 
 def replace(worker: Worker, load: Load, now: float) -> None:
     """Have a worker charged by others with so much, in place of what it was."""
-    requests, sequences, prefill, long, decode, kv, decoding, pinned, coming, written = (
-        worker.elsewhere
-    )
-    worker.elsewhere = load
-    worker.requests += load[0] - requests
-    worker.sequences += load[1] - sequences
-    worker.long_tokens += load[3] - long
-    worker.decode_tokens += load[4] - decode
-    worker.kv_tokens += load[5] - kv
-    worker.pinned += load[7] - pinned
-    worker.kv_coming += load[8] - coming
-    worker.written += load[9] - written
-    if grown := load[2] - prefill:
-        worker.prefill_tokens += grown
+    before, worker.elsewhere = worker.elsewhere, load
+    if grown := _shift(worker, before, load):
         token_s = worker.pace.token_s
         if grown > 0:
             worker.free_at = max(worker.free_at, now) + token_s * grown
         else:
             worker.free_at = now + token_s * worker.prefill_tokens
-    if load[6] != decoding:
-        worker.decoding += load[6] - decoding
+
+
+def inherit(heir: Worker, before: Worker) -> None:
+    """Have a worker charged with what is charged to one that had its address before."""
+    load = own(before)
+    had, heir.inherited = heir.inherited, load
+    if grown := _shift(heir, had, load):
+        token_s = heir.pace.token_s
+        after = before.free_at + token_s * (heir.prefill_tokens - load.prefill_tokens)
+        heir.free_at = max(heir.free_at + token_s * min(grown, 0), after)
+
+
+def _shift(worker: Worker, before: Load, load: Load) -> int:
+    """Charge one load in place of another; return how much more that is to prefill."""
+    worker.requests += load[0] - before[0]
+    worker.sequences += load[1] - before[1]
+    worker.long_tokens += load[3] - before[3]
+    worker.decode_tokens += load[4] - before[4]
+    worker.kv_tokens += load[5] - before[5]
+    worker.pinned += load[7] - before[7]
+    worker.kv_coming += load[8] - before[8]
+    worker.written += load[9] - before[9]
+    if load[6] != before[6]:
+        worker.decoding += load[6] - before[6]
         worker.reprice()
+    grown = load[2] - before[2]
+    worker.prefill_tokens += grown
+    return grown

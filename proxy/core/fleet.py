@@ -111,7 +111,7 @@ class Fleet(Roster):
         lease.charged_at = now
         lease.worker.sequences += lease.ask.samples
         if self._leaving:
-            self._inherited(lease.worker, 0, lease.ask.samples)
+            self.moved(lease.worker)
         handover = lease.decision.handover
         if handover is not None and not lease.ask.stream:
             wait = handover.transfer_s + lease.worker.pace.fixed_s
@@ -138,8 +138,6 @@ class Fleet(Roster):
             each.decode_tokens += sign * lease.decode_tokens
         kv_tokens = lease.kv_tokens
         holding.give(lease)
-        if self._leaving:
-            self._inherited(before, -1, -samples)
         worker.served = next(self._numbers)
         lease.worker = lease.decision.worker = worker
         lease.kv_tokens = kv_tokens
@@ -199,6 +197,8 @@ class Fleet(Roster):
         if not lease.prefill_tokens:
             if lease.prefill is not None and not lease.decoding:
                 self._decodes(lease)
+            elif self._leaving:
+                self.moved(lease.worker)
             return
         ask, worker = lease.ask, lease.worker
         pace = worker.pace
@@ -243,6 +243,8 @@ class Fleet(Roster):
                 left = _more(lease.ask, lease.seen_tokens)
             lease.decode_tokens = left
             lease.worker.decode_tokens += left - before
+        if self._leaving and lease.worker in self._leaving:
+            self._hand_down(lease.worker)
 
     def release(self, lease: Lease) -> bool:
         """Give back what was charged; False if that was done before."""
@@ -268,8 +270,6 @@ class Fleet(Roster):
             lease.decoding = 0
             worker.reprice()
         lease.prefill_tokens = lease.decode_tokens = 0
-        if self._leaving:
-            self._inherited(worker, -1, -sequences)
         self.moved(worker)
         return True
 

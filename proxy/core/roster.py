@@ -12,7 +12,7 @@ from math import inf
 
 from proxy.core import holding, seats
 from proxy.core.breaker import Told
-from proxy.core.elsewhere import NO_LOAD, Load, Others, replace
+from proxy.core.elsewhere import NO_LOAD, Load, Others, inherit, replace
 from proxy.core.pool import NO_POOL, Pool
 from proxy.core.prefix import PrefixIndex
 from proxy.core.records import Gauges, WorkerSpec
@@ -38,9 +38,7 @@ class Roster:
         self._expected: tuple[str, ...] = ()  # models, be there workers of them or not
         self._by_model: dict[str, list[Worker]] = {}
         self._pools: dict[str, Pool] = {}
-        # Removed, with leases in flight; and who came to the same address since: to one server all
-        # of these are requests, whatever it is called.
-        self._leaving: dict[Worker, Worker | None] = {}
+        self._leaving: set[Worker] = set()  # removed, with leases in flight
         self._left: dict[str, Worker] = {}  # of those, who left an address to which nobody came
         self._numbers = count(1)
 
@@ -140,9 +138,9 @@ class Roster:
         worker.served = next(self._numbers)
         self._workers[spec.name] = self.by_index[index] = worker
         if self._left and (before := self._left.pop(spec.url, None)) is not None:
-            self._leaving[before] = worker
-            worker.requests, worker.sequences = before.requests, before.sequences
-            self.moved(worker)
+            before.heir = worker
+            worker.due_at = before.due_at
+            self._hand_down(before)
         return worker
 
     def remove(self, name: str) -> Worker | None:
@@ -160,22 +158,19 @@ class Roster:
         del self.by_index[worker.index]
         self.prefixes.forget(worker.index)
         replace(worker, NO_LOAD, worker.free_at)
-        if worker.requests:
-            self._leaving[worker] = None
+        if worker.requests or worker.pinned:
+            self._leaving.add(worker)
             self._left[worker.url] = worker
 
-    def _inherited(self, worker: Worker, requests: int, sequences: int) -> None:
-        """Change for a removed worker's heir, if it has one, what it took over from it."""
-        heir = self._leaving.get(worker)
-        if not worker.requests and worker in self._leaving:
-            del self._leaving[worker]
+    def _hand_down(self, worker: Worker) -> None:
+        """Charge what is charged to a removed worker to its heir, if it has one."""
+        if (heir := worker.heir) is not None:
+            inherit(heir, worker)
+            self.moved(heir)
+        if not (worker.requests or worker.pinned):
+            self._leaving.discard(worker)
             if self._left.get(worker.url) is worker:
                 del self._left[worker.url]
-        if heir is not None:
-            heir.requests += requests
-            heir.sequences += sequences
-            self.moved(heir)
-            self._inherited(heir, requests, sequences)
 
     def swap(self, gone: Iterable[Worker], come: Iterable[WorkerSpec]) -> None:
         """Take workers out and others in: as `remove` and `add`, and one change however many."""
@@ -388,6 +383,8 @@ class Roster:
                     group.put(worker)
         if self.others is not None:
             self.others.changed(worker)
+        if self._leaving and worker in self._leaving:
+            self._hand_down(worker)
 
     # What other processes say
 

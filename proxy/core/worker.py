@@ -12,6 +12,7 @@ from proxy.core.predict import Pace
 from proxy.core.records import Gauges, WorkerSpec
 from proxy.core.stems import Stems
 from proxy.core.types import Ask, Role
+from proxy.errors import a_few
 
 if TYPE_CHECKING:
     from proxy.core.pool import Group
@@ -47,7 +48,9 @@ class Worker:
         "free_at",
         "gauges",
         "good_probes",
+        "heir",
         "index",
+        "inherited",
         "key",
         "kv_apart",
         "kv_capacity",
@@ -136,6 +139,8 @@ class Worker:
         self.free_at = 0.0  # when its prefills should be done
         self.due_at = 0.0  # when one of them should have shown, since anything was heard
         self.elsewhere: Load = NO_LOAD  # of all this, what other processes have charged
+        self.inherited: Load = NO_LOAD  # and what is for who had its address before it
+        self.heir: Worker | None = None  # who came to its address once it was taken out
 
         self.reprice()
 
@@ -180,9 +185,7 @@ class Worker:
     def why(self) -> str:
         """Say what keeps its own model's requests from it, as probes found it; empty if nothing."""
         if self.up and self.strays:
-            more = len(self.models) - FEW
-            listed = ", ".join(self.models[:FEW]) + (f" and {more} more" if more > 0 else "")
-            return f"serves {listed}, not {self.spec.model}"
+            return f"serves {a_few(self.models, FEW)}, not {self.spec.model}"
         return "" if self.up else self.trouble
 
     @property
@@ -295,3 +298,5 @@ class Worker:
         self.due_at = (
             now + pace.fixed_s + pace.token_s * (self.prefill_tokens + self.strange_tokens)
         )
+        if self.heir is not None:  # it is the same server
+            self.heir.heard(now)

@@ -10,7 +10,7 @@ from typing import TypeAlias
 import yaml
 
 from proxy.config import Check, Draft, FleetConfig, PoolConfig, WorkerConfig, load, shown
-from proxy.errors import ConfigError, Problem
+from proxy.errors import ConfigError, Problem, a_few
 from vllm_sched.cli import demo, explain, up
 from vllm_sched.cli.text import columns
 from vllm_sched.cli.wiring import agreement
@@ -146,16 +146,11 @@ def unshared(config: FleetConfig) -> Iterator[str]:
     crowds = [each.name for each in config.tenants if each.limits.concurrency is None]
     if len(config.tenants) > 1 and workers and crowds:
         yield (
-            f"tenants {_some(crowds)} have no limits.concurrency, workers {_some(workers)} no "
-            "max_requests: tenants have their shares of what waits in the router, and nothing "
-            "does until twice a worker's KV cache is taken; give one or the other"
+            f"tenants {a_few(crowds, FEW)} have no limits.concurrency, workers "
+            f"{a_few(workers, FEW)} no max_requests: tenants have their shares of what waits in "
+            "the router, and nothing does until twice a worker's KV cache is taken; give one or "
+            "the other"
         )
-
-
-def _some(names: list[str]) -> str:
-    """Name a few."""
-    more = len(names) - FEW
-    return ", ".join(names[:FEW]) + (f" and {more} more" if more > 0 else "")
 
 
 def _tenants(config: FleetConfig) -> str:

@@ -7,15 +7,28 @@ from dataclasses import replace
 
 import pytest
 
-from proxy.core.decisions import Decision, Lease
+from proxy.core.decisions import Decision, Handover, Lease
+from proxy.core.elsewhere import own
 from proxy.core.fleet import Fleet
 from proxy.core.prefix import BLOCKS
 from proxy.core.records import Gauges
 from proxy.core.roster import STALE_S
 from proxy.core.seats import HEEDED_S
-from proxy.core.types import Reason, Role
+from proxy.core.types import Outcome, Reason, Role
 from proxy.core.worker import WORKS_S
-from tests.proxy.core.making import LONG, MODEL, SHORT, ask, fleet_of, members, spec
+from tests.proxy.core.making import (
+    LONG,
+    MODEL,
+    SHORT,
+    ask,
+    fleet_of,
+    idle,
+    members,
+    placed,
+    router_of,
+    spec,
+    worker_of,
+)
 
 
 def test_a_worker_comes_up_with_its_first_good_probe() -> None:
@@ -301,7 +314,8 @@ def test_a_server_by_another_name_still_has_the_requests_that_it_has() -> None:
     for lease in (*leases, *own):
         fleet.release(lease)
     assert (worker.requests, worker.sequences) == (0, 0)
-    assert fleet._leaving == fleet._left == {}
+    assert not fleet._leaving
+    assert not fleet._left
 
 
 def test_one_that_is_taken_out_and_in_again_has_them_too() -> None:
@@ -313,7 +327,65 @@ def test_one_that_is_taken_out_and_in_again_has_them_too() -> None:
     assert members(fleet)[0].requests == 0
     fleet.remove("a")
     assert fleet.add(spec("a")).requests == 0
-    assert fleet._leaving == fleet._left == {}
+    assert not fleet._leaving
+    assert not fleet._left
+
+
+def test_an_heir_is_as_busy_as_the_one_before_it() -> None:
+    """To `adaptive` it would look idle, and be given what has to wait there."""
+    router = router_of(spec("a"), spec("x"))
+    fleet = router.fleet
+    before = worker_of(router, "a")
+    lease = fleet.charge(ask(4000, 300, samples=2), Decision(before, Reason.ONLY_CHOICE), 0.0)
+    fleet.charge(ask(2000), Decision(worker_of(router, "x"), Reason.ONLY_CHOICE), 0.0)
+    for name in "bc":
+        fleet.replace([replace(spec("a"), name=name), spec("x")])
+        fleet.probe_ok(name, 0.0)
+    heir, other = worker_of(router, "c"), worker_of(router, "x")
+    assert own(heir) == own(before)
+    assert heir.wait_s(0.1, for_long=False) == before.wait_s(0.1, for_long=False) > 0.2
+    assert placed(router.submit(ask(2000), 0.1)).worker is other  # which has half of that to do
+    fleet.first_token(lease, 0.4)
+    assert heir.wait_s(0.4, for_long=False) == 0.0
+    assert heir.decoding == 2
+    assert heir.prompt_price == pytest.approx(before.prompt_price)
+    fleet.tokens(lease, 100)
+    assert heir.decode_tokens == before.decode_tokens == 500
+    fleet.release(lease)
+    assert idle([heir, before])
+    assert heir.free_at <= 0.4
+    assert not fleet._leaving
+
+
+def test_an_heir_hears_of_what_shows_at_the_one_before_it() -> None:
+    """Else it would seem to hang for as long as it has nothing of its own to show."""
+    router = router_of(spec("a"))
+    before = worker_of(router, "a")
+    first, second = (placed(router.submit(ask(5000), 0.0)) for _ in range(2))
+    router.fleet.replace([replace(spec("a"), name="b")])
+    heir = worker_of(router, "b")
+    overdue = before.due_at + 5.0
+    assert heir.wait_s(overdue, for_long=False) > 5.0
+    router.first_token(first, overdue)
+    assert heir.wait_s(overdue, for_long=False) == pytest.approx(before.pace.token_s * 5000)
+    router.finish(second, overdue, Outcome.DONE)
+    assert heir.wait_s(overdue, for_long=False) == 0.0
+
+
+def test_an_heir_keeps_blocks_until_the_other_half_has_fetched_them() -> None:
+    fleet = fleet_of(spec("p", Role.PREFILL), spec("d", Role.DECODE))
+    prefill, decode = members(fleet)
+    made = Decision(decode, Reason.HANDOVER, handover=Handover(prefill, 0, 100, 0.1, 0.1))
+    lease = fleet.charge(ask(), made, 0.0)
+    fleet.hand_over(lease, 0.1)
+    fleet.replace([replace(spec("p", Role.PREFILL), name="q"), spec("d", Role.DECODE)])
+    heir = fleet.get("q")
+    assert heir is not None
+    assert (heir.requests, heir.pinned) == (0, 1)
+    fleet.first_token(lease, 0.2)
+    assert heir.pinned == 0
+    assert not fleet._leaving
+    fleet.release(lease)
 
 
 def test_one_at_another_address_has_nothing_of_a_namesake() -> None:
@@ -322,4 +394,5 @@ def test_one_at_another_address_has_nothing_of_a_namesake() -> None:
     fleet.replace([replace(spec("a"), url="http://elsewhere")])
     fleet.release(lease)
     assert members(fleet)[0].requests == 0
-    assert fleet._leaving == fleet._left == {}
+    assert not fleet._leaving
+    assert not fleet._left

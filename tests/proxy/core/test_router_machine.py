@@ -324,21 +324,21 @@ class RouterMachine(RuleBasedStateMachine):
     def charges_are_what_the_leases_say(self) -> None:
         legs = [leg for lease in self.leases for leg in (lease, lease.prefill)]
         for worker in self.workers:
-            own = [leg for leg in legs if leg and leg.worker is worker and not leg.released]
-            line = self.workers[: self.workers.index(worker) + 1]
-            there = [
-                leg
-                for leg in legs
-                if leg and not leg.released and leg.worker in line and leg.worker.url == worker.url
-            ]  # its own, and of those that it replaced
+            # Its own, and of those that it replaced: it is the same server.
+            line = {
+                each
+                for each in self.workers[: self.workers.index(worker) + 1]
+                if each.url == worker.url
+            }
+            there = [leg for leg in legs if leg and not leg.released and leg.worker in line]
             assert worker.requests == len(there)
-            assert worker.prefill_tokens == sum(lease.prefill_tokens for lease in own)
-            assert worker.decode_tokens == sum(lease.decode_tokens for lease in own)
-            alone = sum(lease.kv_tokens for lease in own)
-            assert worker.kv_tokens == alone + worker.stems.tokens
-            assert worker.kv_coming == sum(lease.kv_coming for lease in own)
+            assert worker.prefill_tokens == sum(lease.prefill_tokens for lease in there)
+            assert worker.decode_tokens == sum(lease.decode_tokens for lease in there)
+            alone = sum(lease.kv_tokens for lease in there)
+            assert worker.kv_tokens == alone + sum(each.stems.tokens for each in line)
+            assert worker.kv_coming == sum(lease.kv_coming for lease in there)
             assert worker.sequences == sum(lease.ask.samples for lease in there if lease.sent)
-            assert worker.decoding <= sum(lease.ask.samples for lease in own)
+            assert worker.decoding <= sum(lease.ask.samples for lease in there)
             assert worker.shut == (worker.full or not worker.breaker.closed), (
                 "what pools rely on is true"
             )
