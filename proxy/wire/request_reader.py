@@ -132,9 +132,10 @@ class RequestReader:
             self._parse(data)
 
     def _feed_known(self, length: int, data: bytes) -> None:
-        if length > self._max_body:
-            raise too_large(self._max_body)
         head = self._head = self._known_as
+        if length > self._max_body:
+            self.state = Reading.BODY  # or nobody would know whose it is
+            raise too_large(self._max_body)
         if len(data) == length:
             self.ready.append(Request(head, data))
             return
@@ -189,8 +190,13 @@ class RequestReader:
         """Count what is in `ready` as held; raises `RefusedError` where that is too much."""
         if (ready := self.ready) and not self._waiting:
             size = sum(AHEAD_BYTES + len(request.body) for request in ready)
-            whose = self._collecting.account(ready[0].head.tenant)
-            self._collecting.take(size, whose)
+            head = ready[0].head
+            whose = self._collecting.account(head.tenant)
+            try:
+                self._collecting.take(size, whose)
+            except RefusedError:
+                self._head, self.state = head, Reading.BODY  # that one hears of it
+                raise
             self._waiting, self._waiting_of = size, whose
 
     def waits_no_more(self, request: Request) -> None:

@@ -24,6 +24,7 @@ from tests.proxy.wire.conftest import Start
 from tests.proxy.wire.site import Fake, Site
 
 MESSAGES: Any = [{"role": "user", "content": "hi"}]
+BODY = json.dumps({"model": "tiny", "max_tokens": 1, "messages": MESSAGES}).encode()
 KEY = "sk-vs-aaaaaaaaaaaaaaaa"
 SSE_HEAD = scripts.head(200, (b"content-type", scripts.SSE), (b"transfer-encoding", b"chunked"))
 
@@ -159,6 +160,19 @@ async def test_a_body_that_is_too_large_in_anthropic_s_words(start: Start) -> No
     async with client_of(site) as client:
         large = await refused(client, text="x" * 2000)
     assert (large.status_code, kind_of(large)) == (413, "request_too_large")
+
+
+async def test_one_that_is_too_large_behind_others_like_it(start: Start) -> None:
+    """Its head is not read again, and tells even so where it goes and what it is called."""
+    site = await start(Fake("w0"), wire={"max_body_bytes": 1000})
+    client = await site.client()
+    named = b"X-Request-Id: mine"
+    for _ in range(2):
+        assert (await client.ask(request(BODY, named, path="/v1/messages"))).status == 200
+    large = await client.ask(request(BODY.ljust(2000), named, path="/v1/messages"))
+    assert (large.status, large.one(b"x-request-id")) == (413, b"mine")
+    told = large.json()
+    assert (told["error"]["type"], told["request_id"]) == ("request_too_large", "mine")
 
 
 async def test_a_stream_that_breaks_in_anthropic_s_words(

@@ -38,7 +38,7 @@ def outcome(made: RequestReader, data: bytes) -> object:
     try:
         made.feed(data)
     except RefusedError as error:
-        return error.refusal
+        return error.refusal, made.state, made.path, made.request_id
     found = [(each.body, each.head.start, each.head.lines) for each in made.ready]
     return found, made.state
 
@@ -100,9 +100,10 @@ def test_a_head_that_was_seen_means_the_same_again(size: int | None) -> None:
     ],
 )
 def test_a_head_that_differs_is_read_as_if_it_were_the_first(instead: bytes) -> None:
-    other = post(b"b", b"X: 1").replace(b"X: 1\r\nContent-Length: 1", instead)
+    named = b"X-Request-Id: i"
+    other = post(b"b", named, b"X: 1").replace(b"X: 1\r\nContent-Length: 1", instead)
     second = reader()
-    second.feed(post(b"a", b"X: 1"))
+    second.feed(post(b"a", named, b"X: 1"))
     second.ready.clear()
     assert outcome(second, other) == outcome(reader(), other)
 

@@ -81,13 +81,17 @@ async def test_what_waits_for_its_turn_is_of_what_is_held(start: Start) -> None:
     few, many = await site.client(), await site.client()
     await few.send(chat() + get("/health") * 300)
     await eventually(lambda: site.wire.collecting.held > 300 << 10)
-    await many.send(chat() + get("/health") * 300)
+    next_one = request(b"{}", b"X-Request-Id: mine", path="/v1/messages")
+    await many.send(chat() + next_one + get("/health") * 300)
     await eventually(lambda: len(site.wire.unread) == 2)
     assert site.wire.collecting.held < 400 << 10
     gate.set()
     assert [(await few.answer()).status for _ in range(301)] == [200] * 301
     assert (await many.answer()).status == 200
     refused = await many.answer()
-    assert (refused.status, refused.error()["code"]) == (503, "too_many_bodies")
+    assert (refused.status, refused.one(b"x-request-id")) == (503, b"mine")
+    told = refused.json()
+    assert told["error"]["message"].startswith("Too many large requests")
+    assert (told["error"]["type"], told["request_id"]) == ("overloaded_error", "mine")
     assert await many.closed() == b""
     assert site.wire.collecting.held == 0
