@@ -67,10 +67,14 @@ class Channel(asyncio.Protocol):
                 return
             message = pickle.loads(buffer[LENGTH.size : end])  # noqa: S301  # from our own process
             del buffer[:end]
-            try:
-                self._heard(message)
-            except Exception:  # what can't be done with one message must not end the line
-                logger.exception("a message of another process: %s", type(message).__name__)
+            self.take(message)
+
+    def take(self, message: Message) -> None:
+        """Hear one; what can't be done with it must not end the line, nor whoever hears it."""
+        try:
+            self._heard(message)
+        except Exception:
+            logger.exception("a message of another process: %s", type(message).__name__)
 
     def connection_lost(self, error: Exception | None) -> None:  # noqa: ARG002
         """Say so."""

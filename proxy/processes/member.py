@@ -9,7 +9,6 @@ import socket
 import time
 from collections.abc import Coroutine, Mapping
 from contextlib import suppress
-from functools import partial
 from itertools import count
 from typing import Any
 
@@ -35,6 +34,7 @@ from proxy.processes.messages import (
     Remembered,
     Serving,
     Stop,
+    Unanswered,
     What,
     Workers,
 )
@@ -134,10 +134,8 @@ class Member:
                 self.drain()
             case Stop():
                 self._soon(self._stop())
-            case Ask(number, "page"):
-                self._soon(self._tell_page(number), vital=False)
-            case Ask(number, what, given):
-                self._channel.say(Answer(number, self._answer(what, given)))
+            case Ask():
+                self._soon(self._tell_answer(message))
             case Answer(number, found):
                 asked = self._asked.pop(number, None)
                 if asked is not None and not asked.done():
@@ -191,11 +189,19 @@ class Member:
         finally:
             self._asked.pop(number, None)
 
-    async def _tell_page(self, number: int) -> None:
-        page, _ = await self.app.metrics.page()
-        self._channel.say(Answer(number, page.decode()))
+    async def _tell_answer(self, question: Ask) -> None:
+        """Answer, or say that there will be no answer; this process goes on, whatever it is."""
+        try:
+            found = await self._answer(question.what, question.given)
+            self._channel.say(Answer(question.number, found))
+        except Exception:
+            logger.exception("process %d has no answer: %s", self._index, question.what)
+            self._channel.say(Unanswered(question.number))
 
-    def _answer(self, what: What, given: Any) -> object:
+    async def _answer(self, what: What, given: Any) -> object:
+        if what == "page":
+            page, _ = await self.app.metrics.page()
+            return page.decode()
         if what == "minute":
             return self.app.live.notes.part(self._clock(), given)
         if what == "logs":
@@ -266,21 +272,19 @@ class Member:
         await self.app.stop()
         self.ended.set()
 
-    def _soon(self, work: Coroutine[Any, Any, None], *, vital: bool = True) -> None:
-        """Do something beside all else; if it is not vital, this process outlives its failure."""
+    def _soon(self, work: Coroutine[Any, Any, None]) -> None:
+        """Do something beside all else; this process does not outlive its failure."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
-        task.add_done_callback(partial(self._done, vital=vital))
+        task.add_done_callback(self._done)
 
-    def _done(self, task: asyncio.Task[None], *, vital: bool = True) -> None:
+    def _done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if task.cancelled() or (error := task.exception()) is None:
             return
-        what = "ends" if vital else "goes on"
-        logger.error("this process %s: %s", what, error, exc_info=error)
-        if vital:
-            self.failed = True
-            self.ended.set()
+        logger.error("this process ends: %s", error, exc_info=error)
+        self.failed = True
+        self.ended.set()
 
 
 def bound(address: Address) -> socket.socket:
@@ -327,7 +331,7 @@ async def serve(index: int, table: int, line: socket.socket, admin: socket.socke
     member = Member(begin, index, table, channel)
     loop.add_signal_handler(signal.SIGTERM, member.drain)
     for message in early:
-        member.heard(message)
+        channel.take(message)
     await member.run(admin)
     channel.close()
     return FAILED if member.failed else 0

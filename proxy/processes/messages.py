@@ -125,6 +125,13 @@ class Answer:
     found: Any
 
 
+@dataclass(frozen=True, slots=True)
+class Unanswered:
+    """To that question there will be no answer; why is in the log of whoever has none."""
+
+    number: int
+
+
 Message: TypeAlias = (
     Begin
     | Joined
@@ -138,4 +145,5 @@ Message: TypeAlias = (
     | Stop
     | Ask
     | Answer
+    | Unanswered
 )

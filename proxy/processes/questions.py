@@ -5,15 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from dataclasses import dataclass, field
-from itertools import count
 from typing import TYPE_CHECKING, Any
-
-from proxy.processes.messages import Ask
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from proxy.processes.child import Child
+    from proxy.processes.messages import Ask
 
 logger = logging.getLogger(__name__)
 
@@ -39,15 +37,14 @@ class Questions:
     """Those under way."""
 
     def __init__(self) -> None:
-        self._numbers = count(1)
         self._pending: dict[int, Pending] = {}
 
     async def put(self, question: Ask, children: Sequence[Child]) -> dict[int, Any]:
-        """Ask these; those that do not answer in time are left out."""
-        number = next(self._numbers)
+        """Ask these; those that do not answer in time are left out. No two have one number."""
+        number = question.number
         pending = self._pending[number] = Pending({child.index for child in children})
         for child in children:
-            child.channel.say(Ask(number, question.what, question.given))
+            child.channel.say(question)
         try:
             async with asyncio.timeout(ANSWER_S):
                 if pending.missing:
@@ -64,6 +61,11 @@ class Questions:
         """Hear what one says."""
         if (pending := self._pending.get(number)) is not None:
             pending.answers[index] = found
+            pending.without(index)
+
+    def unanswered(self, index: int, number: int) -> None:
+        """Hear that one has nothing to say."""
+        if (pending := self._pending.get(number)) is not None:
             pending.without(index)
 
     def gone(self, index: int) -> None:

@@ -43,6 +43,7 @@ from proxy.processes.messages import (
     Remembered,
     Serving,
     Stop,
+    Unanswered,
     Workers,
 )
 from proxy.processes.ports import Ports
@@ -313,6 +314,8 @@ class Supervisor:
                 task.add_done_callback(self._tasks.discard)
             case Answer(number, found):
                 self._questions.answered(child.index, number, found)
+            case Unanswered(number):
+                self._questions.unanswered(child.index, number)
 
     def _pass_on(self, child: Child, message: Workers) -> None:
         """Tell a process of workers, unless it has not read what it was told before."""
@@ -337,8 +340,8 @@ class Supervisor:
 
     async def _ask(self, child: Child, question: Ask) -> None:
         """Put a question to all, and give whoever asked the answers, the leader's first."""
-        number = next(self._numbers)
-        found = await self.gather(question)
+        number = next(self._numbers)  # each process that asks has numbers of its own
+        found = await self.gather(Ask(number, question.what, question.given))
         answer: object = [*found.values()]
         if question.what == "page":
             answer = self._totals.page(

@@ -30,9 +30,11 @@ class Asked:
         channel = SimpleNamespace(say=lambda message: self.heard.append((index, message)))
         return cast("Child", SimpleNamespace(index=index, channel=channel))
 
-    async def under_way(self, questions: Questions) -> asyncio.Task[dict[int, Any]]:
+    async def under_way(
+        self, questions: Questions, number: int = 77
+    ) -> asyncio.Task[dict[int, Any]]:
         """Put one to all."""
-        putting = asyncio.create_task(questions.put(Ask(77, "page", True), self.children))
+        putting = asyncio.create_task(questions.put(Ask(number, "page", True), self.children))
         await eventually(lambda: len(self.heard) >= len(self.children))
         return putting
 
@@ -49,7 +51,7 @@ async def test_answers_come_in_the_order_of_who_was_asked() -> None:
 
 async def test_questions_at_once_are_told_apart() -> None:
     questions, first, second = Questions(), Asked(0), Asked(0)
-    one, other = await first.under_way(questions), await second.under_way(questions)
+    one, other = await first.under_way(questions, 1), await second.under_way(questions, 2)
     questions.answered(0, second.heard[0][1].number, "second")
     questions.answered(0, first.heard[0][1].number, "first")
     assert (await one, await other) == ({0: "first"}, {0: "second"})
@@ -61,6 +63,15 @@ async def test_nobody_waits_for_one_that_is_no_more() -> None:
     questions.answered(1, asked.heard[0][1].number, "here")
     questions.gone(0)
     assert await putting == {1: "here"}
+
+
+async def test_nobody_waits_for_one_that_has_no_answer() -> None:
+    questions, asked = Questions(), Asked(0, 1)
+    putting = await asked.under_way(questions)
+    questions.unanswered(0, 77)
+    questions.answered(1, 77, "here")
+    assert await asyncio.wait_for(putting, 1.0) == {1: "here"}
+    questions.unanswered(0, 77)  # of which nobody waits any more
 
 
 async def test_what_one_said_who_is_no_more_is_not_taken() -> None:

@@ -67,6 +67,17 @@ async def test_one_that_stands_still_is_killed_and_another_begins(
     assert kept.pids == []
 
 
+async def test_what_can_t_be_done_with_the_first_words_ends_no_process() -> None:
+    kept = Supervisor(config(1), None)
+    kept._logs = Ask(1, "logs", "nothing of the kind")
+    await kept.start()
+    try:
+        assert (len(kept.pids), kept.restarts) == (1, 0)
+        assert set(await kept.gather(Ask(2, "page"))) == {0}
+    finally:
+        await kept.stop()
+
+
 async def test_who_begins_is_told_what_is_logged_until_the_file_is_read_again() -> None:
     told: dict[int, list[object]] = {0: [], 1: []}
     kept = Supervisor(config(), None)
