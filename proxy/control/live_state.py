@@ -199,8 +199,13 @@ def worst_first(workers: Iterable[Worker]) -> list[Worker]:
     troubled: list[Worker] = []
     well: list[Worker] = []
     for worker in workers:
-        (well if state(worker) in WELL else troubled).append(worker)
+        (well if is_well(worker) else troubled).append(worker)
     return [*troubled, *well][:MOST_WORKERS]
+
+
+def is_well(worker: Worker) -> bool:
+    """Whether nothing need be done about a worker."""
+    return state(worker) in WELL
 
 
 def _pools(workers: Iterable[Worker]) -> list[dict[str, Any]]:
@@ -221,6 +226,7 @@ def _worker(worker: Worker, now: float) -> dict[str, Any]:
         "role": worker.role.value,
         "model": worker.model,
         "state": state(worker),
+        "well": is_well(worker),
         "why": worker.why,
         "breaker": worker.breaker.state(now).value,
         "requests": worker.requests,

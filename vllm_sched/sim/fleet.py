@@ -317,9 +317,10 @@ class SimulatedFleet:
             self._send(flight, lease.worker.name, Leg.DECODE, now)
         else:  # nobody is good for the rest: it is begun anew
             self._let_go(flight, now)
-            router.finish(lease, now, core.Outcome.MOOT)
-            tried = frozenset({lease.worker})
-            self._placed(flight, router.submit(lease.ask, now, tried=tried), now)
+            tried = frozenset({lease.worker if router.has_another(lease) else first.worker})
+            outcome = core.Outcome.MOOT
+            anew = router.retry(lease, now, outcome, tried=tried, after=lease, free=True)
+            self._placed(flight, anew, now)
         self._settle(now)
 
     def _let_go(self, flight: Flight, now: float) -> None:

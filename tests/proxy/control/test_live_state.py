@@ -117,8 +117,8 @@ def test_of_a_large_fleet_those_in_trouble_are_shown_and_all_are_counted(
         router.fleet.probe_failed("w5", 1.0)
     w0.requests = w5.requests = 2
     told = LiveState(Metrics(router))(2.0)
-    shown = [(each["name"], each["state"]) for each in told["workers"]]
-    assert shown == [("w4", "resting"), ("w5", "down"), ("w0", "up")]
+    shown = [(each["name"], each["state"], each["well"]) for each in told["workers"]]
+    assert shown == [("w4", "resting", False), ("w5", "down", False), ("w0", "up", True)]
     assert told["more_workers"] == 3
     assert told["pools"] == [
         {"role": "long", "workers": 4, "up": 2, "requests": 2},
