@@ -120,8 +120,11 @@ def _compile(folder: Path) -> None:
     from setuptools import setup
 
     temp = folder / "temp"
+    # Alone: of an installed package all that lies beside it would be taken for sources of ours.
+    alone = temp / "sources"
+    shutil.copytree(PACKAGE, alone / PACKAGE.name, ignore=shutil.ignore_patterns("__pycache__"))
     options = ["--config-file=", f"--cache-dir={temp / 'types'}", "--follow-imports=silent"]
-    os.chdir(PACKAGE.parent)  # what a module is called comes from where it lies
+    os.chdir(alone)  # what a module is called comes from where it lies
     sources = [str(path.relative_to(PACKAGE.parent)) for path in hot()]
     modules: Any = mypycify(
         [*options, "--ignore-missing-imports", *sources],

@@ -223,9 +223,38 @@ def test_an_image_is_built_from_pinned_ones_and_runs_as_nobody_special(name: str
 
 def test_the_routers_image_has_no_vllm_in_it() -> None:
     assert not [value for kind, value in dockerfile("router.Dockerfile") if "vllm/" in value]
-    installed = [value for _, value in dockerfile("router.Dockerfile") if "pip install" in value]
+    installed = [v for _, v in dockerfile("router.Dockerfile") if v.startswith("/opt/venv/bin/pip")]
     # A fleet file with `router.tracing` is refused where its extra is not installed.
     assert installed == ["/opt/venv/bin/pip install --no-cache-dir --no-compile '.[otel]'"]
+
+
+@pytest.mark.parametrize("compiled", ["1", "0"])
+def test_the_routers_image_is_compiled_by_what_is_not_in_it(tmp_path: Path, compiled: str) -> None:
+    """Its steps are run, with programs that only say how they were called."""
+    log, opt = tmp_path / "log", tmp_path / "opt"
+    for program in ("bin/python", "bin/pip", "bin/apt-get", "opt/venv/bin/pip",
+                    "opt/venv/bin/vllm-sched"):  # fmt: skip
+        path = tmp_path / program
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f'#!/bin/sh\necho "{path.name} $* $PYTHONPATH" >> {log}\n')
+        path.chmod(0o755)
+    steps = dockerfile("router.Dockerfile")
+    assert ("ARG", "COMPILED=1") in steps
+    last = max(at for at, (kind, _) in enumerate(steps) if kind == "FROM")
+    assert [v for kind, v in steps[last:] if kind == "COPY"] == ["--from=build /opt/venv /opt/venv"]
+    env = {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "COMPILED": compiled}
+    for kind, value in steps[:last]:
+        if kind == "RUN":
+            subprocess.run(["sh", "-c", value.replace("/opt/", f"{opt}/")], env=env, check=True)
+    told = log.read_text().splitlines()
+    if compiled == "1":
+        assert f"vllm-sched compile {opt}/tools" == told[-1]
+        assert any(line.startswith("apt-get install") and "gcc" in line for line in told)
+        [tools] = [line for line in told if f"--target {opt}/tools" in line]
+        assert "mypy==" in tools
+        assert "setuptools==" in tools
+    else:
+        assert len(told) == 2  # the environment, and what is installed into it
 
 
 def test_all_that_is_copied_is_let_through() -> None:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import sysconfig
 from pathlib import Path
 
 import pytest
+import typing_extensions
 
 from proxy.compiled import build, places
 from proxy.compiled.places import CompileError
 from vllm_sched.cli.main import main
 
+ONE = "from typing_extensions import TypeAlias\nCount: TypeAlias = int\nONE: Count = 1\n"
 IN_USE = "from proxy.compiled.places import in_use; print(in_use())"
 
 
@@ -99,6 +102,29 @@ def test_what_failed_is_told_and_leaves_nothing(
     assert f"it ended with {results[-1]}" in said
     assert "two: the reason" in said
     assert list(elsewhere.iterdir()) == []
+
+
+def test_an_installed_package_is_compiled_whatever_lies_beside_it(tmp_path: Path) -> None:
+    """As in a folder of installed packages, where mypy would take others for sources of ours."""
+    try:
+        build.require()
+    except CompileError as error:
+        pytest.skip(str(error))
+    site, made = tmp_path / "site", tmp_path / "made"
+    for name in ("__init__.py", "errors.py", "compiled", "core/__init__.py", "core/values.py"):
+        source, place = places.PACKAGE / name, site / "proxy" / name
+        place.parent.mkdir(parents=True, exist_ok=True)
+        (shutil.copytree if source.is_dir() else shutil.copy)(source, place)
+    (site / "proxy" / "core" / "one.py").write_text(ONE)
+    shutil.copy(typing_extensions.__file__, site)
+    made.mkdir()
+    env = os.environ | {places.SWITCH: "0", "PYTHONPATH": str(site)}
+    command = [sys.executable, "-m", "proxy.compiled.build", str(made)]
+    done = subprocess.run(command, cwd=made, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    compiled = {path.name.partition(".")[0] for path in made.glob("proxy/core/*.so")}
+    assert compiled == {"one", "values"}
+    assert (made / "proxy" / "core" / "__init__.py").is_file()
 
 
 def test_what_is_missing_is_named(elsewhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
