@@ -255,6 +255,25 @@ def test_may_enter_knows_slots_gates_and_pauses(
     assert probe.entered[2:] == [False, False, True]
 
 
+@pytest.mark.parametrize(("looks", "first"), [(False, ["0"]), (True, ["0", "0"])])
+def test_who_stands_in_front_is_asked_about_once_a_step_unless_by_what_is_cached(
+    probed: Made, looks: bool, first: list[str]
+) -> None:
+    """That changes as blocks are taken. It is asked twice who enters: by the probe, and by vLLM."""
+    scheduler, _ = probed(20, 20, max_num_seqs=1)
+    asked: list[str] = []
+
+    def lane(request: RequestView, cached: Callable[[], int]) -> str:
+        asked.append(request.request_id)
+        return "" if not looks or cached() >= 0 else "never"
+
+    scheduler._ask_lane = [(0, lane)]
+    step(scheduler)
+    assert asked == [*first, "1"]
+    step(scheduler)
+    assert asked == [*first, "1", "1"]
+
+
 # Order
 
 

@@ -7,12 +7,16 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from vllm.config import VllmConfig
 from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.sched.scheduler import Scheduler
 
+from tests.engine.schedulers import make_request, make_scheduler, step
+from vllm_sched import SyncPolicyScheduler
 from vllm_sched.engine import seams
 from vllm_sched.engine.scheduler import PolicySteps
 from vllm_sched.engine.watched import Seen, Watched
@@ -151,6 +155,36 @@ def test_all_that_is_read_of_upstreams_scheduler_is_a_seam(module: str) -> None:
         ours |= {name for name, written in of_a_scheduler(each).items() if written}
     assert used.keys() - ours <= theirs
     assert theirs - {"shutdown"} <= {*seams.METHODS, *seams.ATTRIBUTES}
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_upstream_changes_no_chunk_where_no_drafter_looks_ahead(ahead: int) -> None:
+    ask = Scheduler._reserve_prefill_lookahead
+    scheduler = SimpleNamespace(num_prefill_lookahead=ahead)
+    assert not seams.looks_ahead(scheduler, ask)
+    for rest in range(1, 20):
+        request = SimpleNamespace(num_tokens=100 + rest)
+        for tokens in range(-2, rest + 1):
+            assert ask(scheduler, request, 100, tokens) == max(tokens, 0)  # type: ignore[arg-type]
+
+
+def test_in_doubt_upstream_is_asked() -> None:
+    ask = Scheduler._reserve_prefill_lookahead
+    assert seams.looks_ahead(SimpleNamespace(num_prefill_lookahead=2), ask)
+    assert seams.looks_ahead(SimpleNamespace(), ask)
+    another = lambda *_: 0  # noqa: E731
+    assert seams.looks_ahead(SimpleNamespace(num_prefill_lookahead=0), another)
+
+
+@pytest.mark.parametrize(("ahead", "chunks"), [(0, [64, 2]), (1, [64, 2]), (4, [62, 4])])
+def test_chunks_end_where_a_drafter_needs_them_to(
+    ahead: int, chunks: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(VllmConfig, "num_prefill_lookahead_tokens", property(lambda _: ahead))
+    for kind, policies in ((Scheduler, None), (SyncPolicyScheduler, {"long_prompt": {}})):
+        scheduler = make_scheduler(policies, scheduler_cls=kind)
+        scheduler.add_request(make_request(66))
+        assert [sum(step(scheduler).values()) for _ in chunks] == chunks
 
 
 def test_a_cache_without_its_watermark_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

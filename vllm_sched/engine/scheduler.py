@@ -22,7 +22,7 @@ from vllm.v1.core.sched.request_queue import SchedulingPolicy
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request, RequestStatus
 
-from vllm_sched.engine import start
+from vllm_sched.engine import seams, start
 from vllm_sched.engine.in_flight import Begun, Done, InFlight, chunks_of
 from vllm_sched.engine.queue import LaneKey, LaneQueue
 from vllm_sched.engine.watched import Seen, Watched
@@ -39,6 +39,8 @@ else:
     Upstream = object
 
 RUNNING: Final = RequestStatus.RUNNING
+# To look up an enum's member takes as long as a gate may.
+OPEN, CLOSED = Gate.OPEN, Gate.CLOSED
 computed = attrgetter("num_computed_tokens")
 
 
@@ -66,6 +68,7 @@ class PolicySteps(Upstream):
         self._upstream_lookahead: Callable[..., int] = super(
             PolicySteps, type(self)
         )._reserve_prefill_lookahead
+        self._looks_ahead = seams.looks_ahead(self, self._upstream_lookahead)
         self._policies = start.configured(self, self.default_policies)
         self._in_flight = InFlight()
         self._cuts_prefills = False  # in this step
@@ -74,6 +77,8 @@ class PolicySteps(Upstream):
         self._kept_for_image = 0  # in this step: what they may not have, for one who stands at one
         self._looked_up: dict[str, int] = {}  # cached tokens of who waits, in one state of things
         self._looked_up_in = (-1, -1, -1)
+        self._lanes_known: dict[str, LaneKey] | None = None  # of fronts, in a step
+        self._looked = False  # whether somebody's lane is by what is cached
         self._blocks_read = 0  # of cached prefixes, by the look-ups of this step
         self._idle = False  # nothing runs, none awake holds blocks: every gate is open
         self._lenient = False  # the last step came out empty: none is cut short or paused in this
@@ -146,6 +151,7 @@ class PolicySteps(Upstream):
         finally:
             self.max_num_scheduled_tokens = budget
             self._cuts_prefills = False
+            self._lanes_known = None
             self.waiting.end_step()
         self._note_step(output, step, num_running)
         return output
@@ -183,7 +189,9 @@ class PolicySteps(Upstream):
         # Asked for everybody who runs, in each step: most of what policies cost is here.
         if self._cuts_prefills and (request.is_prefill_chunk or request.status is not RUNNING):
             num_new_tokens = self._cut(request, num_computed_tokens, num_new_tokens)
-        return self._upstream_lookahead(self, request, num_computed_tokens, num_new_tokens)
+        if self._looks_ahead:
+            return self._upstream_lookahead(self, request, num_computed_tokens, num_new_tokens)
+        return num_new_tokens if num_new_tokens > 0 else 0  # noqa: FURB136 - a call takes longer
 
     # Before the step
 
@@ -193,6 +201,7 @@ class PolicySteps(Upstream):
         prefills, decoding = self._prefills_and_decodes()
         self._decode_last = False
         self._blocks_read = 0
+        self._lanes_known = {}
         kv_free = 1.0 - self.kv_cache_manager.usage
         kv_short = self._by_class and self._may_preempt(kv_free, prefills)
         if kv_short or (prefills and self._arranges):
@@ -383,14 +392,24 @@ class PolicySteps(Upstream):
     # During the step
 
     def _lanes_of(self, request: Request) -> LaneKey:
+        # Fronts are asked about whenever somebody asks who enters. What was found without a look at
+        # the cache, which changes as blocks are taken, stays so for a step.
+        known = self._lanes_known
+        if known is not None and (lanes := known.get(request.request_id)) is not None:
+            return lanes
+        self._looked = False
         cached = partial(self._cached_tokens, request)
-        lanes = [""] * len(self._policies)
+        names = [""] * len(self._policies)
         for number, lane in self._ask_lane:
-            lanes[number] = lane(request, cached)
-        return tuple(lanes)
+            names[number] = lane(request, cached)
+        lanes = tuple(names)
+        if known is not None and not self._looked:
+            known[request.request_id] = lanes
+        return lanes
 
     def _cached_tokens(self, request: Request) -> int:
         """How much of a waiting prompt need not be computed: local hits, and KV on its way."""
+        self._looked = True
         remote = request.kv_transfer_params
         if remote and remote.get("do_remote_prefill"):
             return int(request.num_tokens)
@@ -431,15 +450,18 @@ class PolicySteps(Upstream):
         return not full and self.pause_state == PauseState.UNPAUSED
 
     def _gate_of(self, lanes: LaneKey, head: Request, waited: float) -> Gate:
-        self._note_admissions()
-        strictest, closed_by = Gate.OPEN, None
-        if not self._idle or self.running:
+        running = self.running
+        if len(running) != self._counted:
+            self._note_admissions()
+        strictest, closed_by = OPEN, None
+        if not self._idle or running:
             for number, gate in self._ask_gate:
-                strictest = max(strictest, gate(lanes[number], head, waited))
-                if strictest is Gate.CLOSED:
+                if (said := gate(lanes[number], head, waited)) is CLOSED:
                     # Who comes after holds nobody, and need not be told of one that it lets in.
-                    closed_by = number
+                    strictest, closed_by = CLOSED, number
                     break
+                if said is not OPEN:
+                    strictest = said
         self.waiting.held(lanes, closed_by)
         if self._seen is not None:
             self._seen.gate(lanes, closed_by)

@@ -47,6 +47,8 @@ REQUEST_FIELDS = (
     "has_encoder_inputs",
     "mm_features",
 )
+# From so many prefill tokens on, read ahead by a drafter, chunks are cut for its sake.
+LOOKS_AHEAD = 2
 # What a scheduler must have once it is made.
 ATTRIBUTES = (
     "waiting",
@@ -122,6 +124,18 @@ def missing_seams() -> list[str]:
     for (module, name), wanted in CACHE_METHODS.items():
         missing += missing_methods(getattr(importlib.import_module(module), name), wanted)
     return missing
+
+
+def looks_ahead(scheduler: Any, method: Any) -> bool:
+    """Whether upstream's last word on a chunk can be another number than it is given.
+
+    It is asked for everybody who runs, in each step, for the sake of drafters alone that read more
+    than one token ahead. In doubt it is asked.
+    """
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    known = method is Scheduler._reserve_prefill_lookahead
+    return not known or getattr(scheduler, "num_prefill_lookahead", LOOKS_AHEAD) >= LOOKS_AHEAD
 
 
 def require_tested_vllm() -> None:
