@@ -193,6 +193,51 @@ def test_prompts_are_computed_in_the_lanes_order() -> None:
     assert bench.step() == {"u": 64}
 
 
+@pytest.mark.parametrize("kind", [SyncPolicyScheduler, PolicyScheduler])
+def test_an_urgent_prompt_begins_in_the_next_step_whatever_is_computed(kind: type) -> None:
+    asynchronous = kind is PolicyScheduler
+    bench = Bench(laned(), scheduler_cls=kind, async_scheduling=asynchronous)
+    bench.add("n", 1900)
+    bench.steps(2)
+    bench.add("u", 300, lane="urgent", output=1)
+    first, *after = bench.steps(6)
+    assert first == {"n": 32, "u": 32}
+    assert after == [{"u": 64}] * 4 + [{"u": 12, "n": 52}]
+
+
+def test_it_is_left_what_it_can_use_and_others_of_its_lane_the_rest() -> None:
+    bench = Bench(laned())
+    bench.add("n", 1900)
+    bench.add("m", 1900)
+    bench.steps(2)
+    for name, tokens in (("u", 10), ("v", 50)):
+        bench.add(name, tokens, lane="urgent", output=1)
+    assert bench.step() == {"n": 54, "u": 10}
+    assert bench.step() == {"n": 32, "v": 32}
+    assert bench.step() == {"v": 18, "n": 46}
+
+
+def test_prompts_leave_nothing_to_an_urgent_one_that_does_not_come() -> None:
+    bench = Bench(laned(), num_blocks=125, scheduler_reserve_full_isl=True)
+    bench.add("n", 1900)
+    bench.steps(18)
+    bench.add("u", 900, lane="urgent")  # there is no room for it
+    bench.step()
+    assert bench.steps(8) == [{"n": 64}] * 8
+
+
+def test_nor_to_one_that_comes_when_they_have_been_at_it_for_too_long() -> None:
+    bench = Bench(laned(normal_max_wait_s=1.0))
+    bench.add("n", 1900)
+    for number in range(10):
+        bench.add(f"u{number}", 10, lane="urgent", output=1)
+        assert bench.step()["n"] == 54
+    bench.now += 1
+    for number in range(10):
+        bench.add(f"v{number}", 10, lane="urgent", output=1)
+        assert bench.step() == {"n": 64}
+
+
 def test_batch_prompts_share_a_part_of_the_step_while_others_are_about() -> None:
     bench = Bench(laned(batch_share=0.25, reserve_slots=0))
     bench.add("b1", 640, lane="batch")
@@ -303,16 +348,16 @@ def test_overdue_ones_of_a_lane_are_released_one_at_a_time(
     assert bench["lanes"].counters()["starvation_releases"] == entered
 
 
-def test_a_prompt_too_long_in_prefill_ranks_with_the_urgent() -> None:
+def test_a_prompt_too_long_in_prefill_is_computed_before_the_urgent() -> None:
     bench = Bench(laned(normal_max_wait_s=1.0), budget=64, max_num_seqs=16)
     bench.add("n", 1900)
     bench.step()
     for number in range(5):
         bench.add(f"u{number}", 1900, lane="urgent")
-    bench.steps(10)
+    assert bench.steps(10)[1:] == [{"u0": 64}] * 9
     bench.now += 2
-    assert bench.step().get("n", 0) > 1
-    assert bench.steps(3)[-1] == {"n": 64}
+    bench.step()  # in which it is seen how late it is
+    assert bench.steps(3) == [{"n": 64}] * 3
 
 
 def test_a_released_one_that_is_preempted_need_not_wait_again() -> None:

@@ -107,7 +107,7 @@ class PolicySteps(Upstream):
             for number, ask in overrides(self._policies, "chunk")
         ]
         self._ask_rank = [ask for _, ask in overrides(self._policies, "rank")]
-        self._class_of = next((p.rank for p in self._policies if p.classes), one_class)
+        self._class_of = next((p.service_class for p in self._policies if p.classes), one_class)
         # By priority upstream chooses for itself whom to preempt.
         self._by_class = (
             self._class_of is not one_class and self.policy != SchedulingPolicy.PRIORITY

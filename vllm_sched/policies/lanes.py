@@ -3,7 +3,8 @@
 Idea: classes of service (Llumnix, QLM; Borg's batch tier). Urgent requests enter before normal
 ones, and batch only while nobody else waits, leaving slots and KV blocks free for those who come
 next. Its answers may grow into those blocks: when the cache is full the lowest lane is preempted,
-of it the newest. A step's prefill is in the lanes' order. While others are about, or were a moment
+of it the newest. A step's prefill is in the lanes' order, and an urgent prompt that enters finds
+half of it: normal ones in prefill leave it that. While others are about, or were a moment
 ago, batch prompts share a part of its budget, since whoever arrives waits for the step in progress;
 and none of it in a step in which somebody else's prompt is computed.
 
@@ -15,14 +16,14 @@ or not, but one at a time: the next is released when that one is done. So an ove
 moves, and a flood of overdue batch can't shut out the urgent. With slots so few that the overdue
 take them all, an urgent one that has waited `urgent_max_wait_s` takes turns with them: it goes
 before the next of them, and that one before the next urgent one, or urgent ones that come faster
-than they are served would shut everybody out. A prompt that has been in prefill as long ranks with
-the urgent.
+than they are served would shut everybody out. A prompt that has been in prefill as long is computed
+before the urgent.
 
 Cost per step: O(running prefills). How it fails: a batch request that decodes for long keeps its
-slot and its share of each step; only those who enter are chosen. By itself it cuts the prompts of
-batch alone: an urgent one that comes while a normal one is computed, waits until all of that is, as
-in vLLM. With `long_prompt` or `rotation` beside it, it begins in the next step. With `lane` in its
-hands a client may call everything urgent: set it in the gateway.
+slot and its share of each step; only those who enter are chosen. By itself it makes no step
+shorter: an urgent prompt waits for the one in progress, which may be a whole budget of a normal
+one's. With `long_prompt` or `chunk_budget` beside it that is sized. With `lane` in its hands a
+client may call everything urgent: set it in the gateway.
 """
 
 from __future__ import annotations
@@ -49,6 +50,7 @@ PLACES: Final = {lane: FIRST_CLASS + place for place, lane in enumerate(LANES)}
 OVERDUE: Final = -1.0
 FIRST: Final = -2.0
 EMPTY: Final = LaneCount()
+NO_LIMIT: Final = 1 << 60  # more tokens than any step has
 
 
 class LanesSettings(Settings):
@@ -109,6 +111,7 @@ class Lanes(Policy):
 
         # What follows is of the current step alone.
         self._now = 0.0
+        self._this = Step(index=0, now=0.0, budget=0, decodes=0, prefills=())
         self._step: Step | None = None  # until it is known who else computes a prompt in it
         self._waiting: Mapping[str, LaneCount] = {}
         # Fronts that go before everybody, of which a lane has several where other policies have
@@ -119,6 +122,10 @@ class Lanes(Policy):
         self._batch_left = facts.max_num_batched_tokens
         self._others_in_prefill = False
         self._shares = False  # whether the last chunk was of that
+        # Tokens for prompts of the others, beside an urgent one who enters; None until it is known
+        # whether there is one.
+        self._beside: int | None = None
+        self._counts_beside = False  # whether the last chunk was of that
 
     # Who waits where
 
@@ -155,7 +162,8 @@ class Lanes(Policy):
         share = 1.0 if alone else self.settings.batch_share
         self._others_in_prefill = any(self._lane(request) != BATCH for request in step.prefills)
         self._batch_left = max(int(share * step.budget), 1)
-        self._step = step
+        self._beside = None
+        self._step = self._this = step
 
     def _forget_preempted(self, step: Step) -> None:
         here = {r.request_id for each in (step.prefills, step.decoding) for r in each}
@@ -241,8 +249,8 @@ class Lanes(Policy):
 
     # Who gets how much
 
-    def rank(self, request: RequestView) -> float:
-        """Compute prompts in the lanes' order, unless one has been at it for too long."""
+    def service_class(self, request: RequestView) -> float:
+        """Return its lane's place, or the first if it is served for its long wait."""
         name = request.request_id
         lane, since = self._running.get(name) or (self._lane(request), self._now)
         if self._released.get(lane) == name:
@@ -253,11 +261,19 @@ class Lanes(Policy):
         in_prefill = request.num_tokens - request.num_computed_tokens > 1
         return PLACES[URGENT] if in_prefill else PLACES[lane]
 
+    def rank(self, request: RequestView) -> float:
+        """Compute prompts in the lanes' order, but before all one that has been at it too long."""
+        place = self.service_class(request)
+        return place if place == PLACES[self._lane(request)] else OVERDUE
+
     def chunk(self, request: RequestView, computed: int, tokens: int) -> int:
-        """Give batch prompts, together, their share; if overdue, whatever there is."""
-        self._shares = False
+        """Give batch prompts, together, their share; if overdue, whatever there is.
+
+        Of the others those in prefill leave an urgent one who enters what it can use, or half.
+        """
+        self._shares = self._counts_beside = False
         if self._lane(request) != BATCH:
-            return tokens
+            return self._of_others(request, tokens)
         if self._due.get(request.request_id) or self.rank(request) < PLACES[BATCH]:
             return tokens
         if (step := self._step) is not None:
@@ -272,9 +288,41 @@ class Lanes(Policy):
         return granted
 
     def taken_back(self, request: RequestView, tokens: int) -> None:
-        """Leave it to other batch prompts."""
+        """Leave it to others like it."""
         if self._shares:
             self._batch_left += tokens
+        elif self._counts_beside and self._beside is not None:
+            self._beside += tokens
+
+    def _of_others(self, request: RequestView, tokens: int) -> int:
+        if request.request_id not in self._running:
+            return tokens  # it enters
+        if self._beside is None:
+            self._beside = self._room_beside_urgent()
+        if self._beside == NO_LIMIT:
+            return tokens
+        granted = tokens
+        if self.rank(request) > PLACES[URGENT]:
+            granted = min(tokens, max(self._beside, 0))
+        self._beside -= granted
+        self._counts_beside = True
+        return granted
+
+    def _room_beside_urgent(self) -> int:
+        """Count what those in prefill may have, where an urgent one enters.
+
+        They stand before it, and would take the whole step until they are done. It may turn out to
+        have no use for its part, so that is half at most.
+        """
+        step = self._this
+        # One that was refused for want of KV blocks may be so again.
+        if step.refused is not None or not self._waiting.get(URGENT, EMPTY).requests:
+            return NO_LIMIT
+        head = step.may_enter()
+        if head is None or self._lane(head) != URGENT:
+            return NO_LIMIT
+        room = max(step.budget - step.decodes, 0)
+        return room - min(head.num_tokens, room // 2)
 
     def _others_prefill(self, step: Step) -> bool:
         if self._others_in_prefill:

@@ -172,7 +172,7 @@ class Policy:
     arranges: bool = False
     # Whether prefills stand before decodes, so that they get all they can use of the budget.
     prefills_lead: bool = False
-    # Whether its ranks are classes of service: limits of later policies then hold within each.
+    # Whether it has classes of service: limits of later policies then hold within each.
     classes: bool = False
     # Whether its `fit` learns what every step takes: then whoever watches need not learn the same.
     learns: bool = False
@@ -227,6 +227,10 @@ class Policy:
     def rank(self, request: RequestView) -> float:
         """Place a running prefill behind those of lower rank; the last is preempted first."""
         return 0.0
+
+    def service_class(self, request: RequestView) -> float:
+        """Say which class it is of, FIRST_CLASS lowest; asked where there are `classes`."""
+        return FIRST_CLASS
 
     def observe(self, result: StepResult) -> None:
         """Hear how a past step went."""
