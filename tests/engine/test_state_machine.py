@@ -27,12 +27,17 @@ from vllm.v1.request import RequestStatus
 from tests.engine.schedulers import answer, make_request, make_scheduler
 from vllm_sched import PolicyScheduler, SyncPolicyScheduler
 from vllm_sched.policies import registry
-from vllm_sched.policies.types import Policy
+from vllm_sched.policies.types import Gate, Policy
 
 BUDGET, CONTEXT = 64, 2000
 LONG = 80  # 4 % of the context
 MAX_WAIT = 30.0
 SHARED = list(range(10, 170))  # a prefix that some prompts have in common
+
+
+def lane_of(request: Any) -> str:
+    """Name the lane that a priority stands for."""
+    return "normal" if not request.priority else "urgent" if request.priority < 0 else "batch"
 
 
 class Machine(RuleBasedStateMachine):
@@ -98,7 +103,7 @@ class Machine(RuleBasedStateMachine):
         tokens=st.one_of(st.integers(1, 90), st.sampled_from([81, 200, 700, 1200])),
         output=st.integers(1, 12),
         shared=st.booleans(),
-        priority=st.integers(0, 2),
+        priority=st.integers(-1, 2),  # with lanes: urgent, normal, batch
     )
     def add(self, tokens: int, output: int, shared: bool, priority: int) -> None:
         """Let a prompt arrive."""
@@ -308,7 +313,9 @@ SETTINGS: dict[str, st.SearchStrategy[dict[str, Any]]] = {
             "reserve_slots": st.sampled_from([0.0, 0.5]),
             "reserve_kv": st.sampled_from([0.0, 0.5]),
             "batch_share": st.sampled_from([0.25, 1.0]),
-            "batch_max_wait_s": st.just(MAX_WAIT),
+            "urgent_max_wait_s": st.sampled_from([1.0, 10.0]),
+            "normal_max_wait_s": st.sampled_from([5.0, MAX_WAIT]),
+            "batch_max_wait_s": st.sampled_from([15.0, MAX_WAIT]),
         }
     ),
     "long_prompt": st.fixed_dictionaries(
@@ -367,6 +374,11 @@ class AnyPolicies(Machine):
         )
         self.left_out_since: dict[str, float] = {}
         self.kept_steps = 0
+        self.waited: dict[Any, float] = {}  # when the step began
+        self.passing: set[str] = set()  # who was chosen before one overdue, in this step
+        self.passed = 0  # how many such entered in a row
+        if "lanes" in policies:
+            self._judge_choices(policies["lanes"])
         if "lanes" in policies and not (priority or "prefill_first" in policies):
             self.scheduler._preempt_request = self._judged(self.scheduler._preempt_request)
         self.turned_away: set[str] = set()
@@ -379,6 +391,16 @@ class AnyPolicies(Machine):
     def add_long_answer(self, tokens: int) -> None:
         """Let one come that keeps the engine from falling idle, which opens every gate."""
         self.add(tokens, 150, shared=False, priority=1)
+
+    @rule(
+        priorities=st.lists(st.integers(-1, 2), min_size=2, max_size=4),
+        seconds=st.sampled_from([2.0, 6.0, 16.0]),
+    )
+    def add_one_after_another(self, priorities: list[int], seconds: float) -> None:
+        """Let some wait for longer than others: then it matters who goes first."""
+        for priority in priorities:
+            self.add(20, 3, shared=False, priority=priority)
+            self.now += seconds
 
     @precondition(lambda self: len(getattr(self, "turned_away", "x")) == 0 and self.alive)
     @rule(data=st.data())
@@ -399,8 +421,10 @@ class AnyPolicies(Machine):
         begun = self.now
         was_running = set(scheduler.running)
         waited = {r: begun - self.waits_since[r.request_id] for r in scheduler.waiting}
+        self.waited = waited
         super()._schedule()
         output = self.in_flight[-1][0]
+        self._check_turns([r for r in scheduler.running if r not in was_running])
         if scheduler.pause_state != PauseState.UNPAUSED:
             self.left_out_since.clear()
             return
@@ -420,6 +444,58 @@ class AnyPolicies(Machine):
             preempt(victim, *args, **kwargs)
 
         return judging
+
+    def _judge_choices(self, settings: dict[str, Any]) -> None:
+        """Let the bound of each lane hold, by our own clock, whenever it is asked who enters.
+
+        Once a lane's front has waited for so long `lanes` holds it no more, and nobody goes before
+        it but others like it, and an urgent one that has waited for its own bound.
+        """
+        queue = self.scheduler.waiting
+        names = [policy.name for policy in self.scheduler._policies]
+        number = names.index("lanes")
+        lanes = self.scheduler._policies[number]
+        ask, choose = queue._gate_of, queue._choose
+        gates: dict[Any, Gate] = {}
+
+        def has_waited(request: Any) -> bool:
+            return self.waited.get(request, 0.0) >= settings[f"{lane_of(request)}_max_wait_s"]
+
+        def is_overdue(request: Any) -> bool:
+            # The next of a lane has its turn when the one that was released is done.
+            released = lanes._released.get(lane_of(request))
+            served = any(r.request_id == released for r in self.scheduler.running)
+            return lane_of(request) != "urgent" and has_waited(request) and not served
+
+        def gate_of(lane: Any, head: Any, waited: float) -> Gate:
+            gates[head] = gate = ask(lane, head, waited)
+            held = queue._held_by.get(lane) == number
+            assert not (held and is_overdue(head)), "held beyond the bound of its lane"
+            return gate
+
+        def choosing() -> Any:
+            gates.clear()
+            chosen = choose()
+            fronts = [heap[0].request for heap in queue._heaps.values()]
+            overdue = [r for r in fronts if gates[r] is Gate.OPEN and is_overdue(r)]
+            # One that was preempted stands for the longest wait behind it.
+            if overdue and chosen not in overdue and not chosen.num_preemptions:
+                patient = lane_of(chosen) == "urgent" and has_waited(chosen)
+                assert patient, "one was passed who has waited for its lane's bound"
+                self.passing.add(chosen.request_id)
+            return chosen
+
+        queue._gate_of, queue._choose = gate_of, choosing
+
+    def _check_turns(self, admitted: list[Any]) -> None:
+        """Let urgent ones and the overdue take turns where both have waited for long."""
+        for request in admitted:
+            if request.request_id in self.passing:
+                self.passed += 1
+            elif lane_of(request) != "urgent":
+                self.passed = 0
+        self.passing.clear()
+        assert self.passed <= 1, "one overdue was passed by urgent ones in a row"
 
     def _check_progress(self, tokens: Any) -> None:
         if self.alive.keys() <= self.turned_away:
@@ -445,6 +521,7 @@ class AnyPolicies(Machine):
         lanes = next((p for p in scheduler._policies if p.name == "lanes"), None)
         kept = (
             bool(waiting)
+            # No lane's bound is longer.
             and all(waited.get(r, 0.0) >= MAX_WAIT for r in waiting)
             and all(r.num_tokens <= room for r in waiting)
             and len(scheduler.running) < scheduler.max_num_active_reqs
