@@ -10,7 +10,7 @@ from vllm_sched.cost.recursion import Recursion
 from vllm_sched.cost.regime import Regime
 from vllm_sched.cost.step_time import StepTime
 from vllm_sched.errors import UsageError
-from vllm_sched.policies import registry
+from vllm_sched.policies import deferred_prefill, registry
 from vllm_sched.policies.deferred_prefill import (
     DEFERRABLE,
     DIRECT,
@@ -552,13 +552,47 @@ def test_a_pause_of_decodes_is_no_longer_for_those_who_come_in_its_course() -> N
         assert (policy.gate(DEFERRABLE, HEAD, 0.0) is Gate.OPEN) is enters
 
 
-def test_it_gives_up_when_mixed_steps_become_free() -> None:
-    busy = loop(a100(mixed_s=0.020), {}, slots=64, mean_output=100, noise=0.05)
-    busy.run(3000)
+def test_nobody_waits_until_several_reckonings_in_a_row_say_that_it_pays(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found = [9, 9, 9, 1, 9, 7, 9, 9, 2]
+    monkeypatch.setattr(deferred_prefill, "to_run", lambda *_, **__: found.pop(0))
+    busy = loop(a100(mixed_s=0.012), {}, slots=64, mean_output=100, noise=0.0)
+    policy = busy.policy
+    assert isinstance(policy, DeferredPrefill)
+    thresholds = []
+    while found:
+        left = len(found)
+        busy.step()
+        if len(found) < left:
+            thresholds.append(policy.threshold)
+    assert thresholds == [1] * 7 + [7, 2]
+
+
+@pytest.mark.parametrize(("slots", "exclusive"), [(32, False), (64, False), (64, True)])
+@pytest.mark.parametrize("noise", [0.0, 0.1])
+def test_what_a_slow_beginning_taught_is_soon_unlearnt(
+    slots: int, exclusive: bool, noise: float
+) -> None:
+    """With batches all of one size their fixed cost went on to be seen in cheaper prompts."""
+    slow = {"prefill_fixed_s": 0.050} if exclusive else {"mixed_s": 0.020}
+    settings: dict[str, object] = {"exclusive": exclusive}
+    busy = loop(a100(**slow), settings, slots=slots, mean_output=100, noise=noise)
+    busy.run(1000)
     assert busy.policy.gauges()["k"] > 1
-    busy.time = a100()
-    busy.run(5000)
+    busy.time = a100(prefill_fixed_s=0.0)
+    busy.run(1000)
     assert busy.policy.gauges()["k"] == 1
+
+
+def test_what_still_holds_is_not_unlearnt() -> None:
+    busy = loop(a100(mixed_s=0.012), {}, slots=64, mean_output=100, noise=0.1)
+    busy.run(1000)
+    least = busy.policy.gauges()["k"]
+    for _ in range(10):
+        busy.run(200)
+        least = min(least, busy.policy.gauges()["k"])
+    assert least > 1
 
 
 def test_what_it_shows() -> None:

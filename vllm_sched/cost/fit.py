@@ -101,6 +101,12 @@ class Sums:
         ]
         self.steps += 1
 
+    def fade(self, share: float) -> None:
+        """Let what was taken in count for so much."""
+        self.products = [share * each for each in self.products]
+        self.times = [share * each for each in self.times]
+        self.steps = math.ceil(share * self.steps)
+
 
 class OnlineFit:
     """See the module's text."""
@@ -133,6 +139,10 @@ class OnlineFit:
             if self._enough():
                 most = 1 / (1 - self._memory)
                 self._model = solve(self._sums, self.spread, most)
+
+    def forget(self, kind: Kind, outlives: float) -> None:
+        """Let what was learnt of a kind of step so far count for so much beside what comes."""
+        self._sums[kind].fade(outlives)
 
     @property
     def model(self) -> StepTime | None:

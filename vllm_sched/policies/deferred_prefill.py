@@ -4,8 +4,9 @@ Idea: a step that prefills costs something fixed, however many prompts it prefil
 share it. Source: deferred prefill for throughput maximisation, where prefill and decode steps are
 apart (`exclusive`). In vLLM V1 prefills ride along with decodes, and what can be shared is the
 extra fixed time of such a mixed step: often nothing, and then waiting only leaves slots idle. So
-`departures: auto` fits the times of steps while it runs, and holds nobody unless the model says
-that it pays; it runs half of the best K, which keeps nearly all of the gain.
+`departures: auto` fits the times of steps while it runs, and holds nobody unless the model says,
+several times in a row, that it pays; it runs half of the best K, which keeps nearly all of the
+gain. Now and then nobody is held for a moment, to see whether what it says of batches is still so.
 
 Full is: no slot was left after a step's admissions, or somebody found no room in the KV cache. In
 the first case free slots are counted; in the second departures, and the room they leave: what K
@@ -28,15 +29,18 @@ they depart and none waiting there is no batch to fill, and nothing is held.
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Mapping
+from dataclasses import replace
+from statistics import fmean, stdev
 from typing import ClassVar, Final, Literal
 
 from pydantic import Field
 
-from vllm_sched.cost.fit import OnlineFit
+from vllm_sched.cost.fit import UNUSUAL, OnlineFit
 from vllm_sched.cost.pace import Chunk
 from vllm_sched.cost.regime import Regime
-from vllm_sched.cost.step_time import StepShape
+from vllm_sched.cost.step_time import StepShape, StepTime
 from vllm_sched.cost.threshold import asymptotic, to_run, within_itl
 from vllm_sched.errors import UsageError
 from vllm_sched.policies.types import (
@@ -60,6 +64,21 @@ CACHED_SHARE: Final = 0.5
 LOOK_UP_EVERY: Final = 8
 # K is reckoned anew after so many steps, at least so many prompts and answers into the run.
 RECKON_EVERY, ENOUGH_REQUESTS = 64, 8
+# It is the least that so many reckonings in a row came to: until they agree that waiting pays
+# nobody waits, and one that says that it doesn't is enough.
+AGREEING: Final = 4
+# With batches all of one size what each costs and what its prompts cost can't be told apart, and
+# what was wrong once, while the engine began, stays so. So at times, ever more seldom, nobody is
+# held until so many batches were seen, or for so many steps: after so many reckonings that said
+# that waiting pays, at first and at most.
+CHECK_BATCHES, CHECK_STEPS = 24, 256
+# Fewer do where it is clear by then, give or take two standard errors, that they take no less than
+# predicted by this part of what a batch costs.
+FEW_BATCHES, LESS = 6, 0.3
+FIRST_CHECK, RAREST_CHECK = 4, 32
+# Where single prompts say that it is worth less than this part of K, what was learnt of batches
+# counts for so much, and all begins anew.
+STANDS, OUTLIVES = 0.6, 0.1
 # After so many steps in a row with prefill one goes without, to see what decoding alone takes.
 PROBE_EVERY: Final = 64
 # The share of what was seen of lengths that outlives one more request.
@@ -157,7 +176,14 @@ class DeferredPrefill(Policy):
         self._step = Step(index=0, now=0.0, budget=0, decodes=0, prefills=())
         self._running_full = facts.max_num_seqs  # how many run when the engine is full
         self._free_left = facts.max_num_seqs  # slots, after the admissions of the last step
-        self._reckoned = 0  # the step in which K was reckoned
+        self._reckons_at = RECKON_EVERY  # the step in which K is reckoned next
+        # What of the model a batch costs, however many are in it.
+        self._batch_fixed = "prefill_fixed_s" if settings.exclusive else "mixed_s"
+        self._checking = False  # until then nobody is held, to see what single prompts cost
+        self._errors_s: list[float] = []  # of those steps, by which they are longer than predicted
+        self._check_after = FIRST_CHECK
+        self._unchecked = 0  # reckonings since
+        self._reckonings: deque[int] = deque([1] * AGREEING, AGREEING)  # what it came to
 
         # The hold, while there is one.
         self.holding = False
@@ -306,8 +332,10 @@ class DeferredPrefill(Policy):
         slots_full = free_before <= 0 or step.free_slots <= 0
         if slots_full or step.refused is not None:
             self._running_full = max(step.running + step.departed, 1)
-        if self.learns and step.index - self._reckoned >= RECKON_EVERY:
-            self._reckon(step.index)
+        if self.learns and (step.index >= self._reckons_at or self._checked):
+            self._reckon()
+            self._checking = not self._checking and self._check_due()
+            self._reckons_at = step.index + (CHECK_STEPS if self._checking else RECKON_EVERY)
         self._probing = self._probe_due(step, full=slots_full)
         if self._asked:
             # Others stand in front of those who were not asked about: it is not for us they wait.
@@ -317,7 +345,7 @@ class DeferredPrefill(Policy):
             self._steps += 1
             self._departed += step.departed
             self._held_s += max(step.now - before.now, 0.0)
-        elif self.threshold > 1 and waiting and self._may_hold(step, full=slots_full):
+        elif self._holds and waiting and self._may_hold(step, full=slots_full):
             self.holding = True
             self._since, self._steps = step.now, 0
             self._departed = step.departed
@@ -347,6 +375,10 @@ class DeferredPrefill(Policy):
             self._mixed_in_a_row += 1
         elif result.decodes:
             self._mixed_in_a_row = 0
+        if tokens and self._checking and (model := self.fit.model) is not None:
+            predicted = model.seconds(result.shape)
+            longer = result.seconds - predicted
+            self._errors_s.append(min(longer, UNUSUAL * self.fit.spread * predicted))  # no stalls
         self.fit.observe(result.shape, result.seconds)
 
     def gauges(self) -> Mapping[str, float]:
@@ -406,12 +438,56 @@ class DeferredPrefill(Policy):
         self._mixed_in_a_row = 0
         return True
 
-    def _reckon(self, index: int) -> None:
-        self._reckoned = index
+    @property
+    def _holds(self) -> bool:
+        return self.threshold > 1 and not self._checking
+
+    @property
+    def _checked(self) -> bool:
+        """Whether enough batches were seen to tell whether what is known of them is so."""
+        errors, model = self._errors_s, self.fit.model
+        if not self._checking or len(errors) < FEW_BATCHES or model is None:
+            return False
+        if len(errors) >= CHECK_BATCHES:
+            return True
+        at_least = fmean(errors) - 2 * stdev(errors) / math.sqrt(len(errors))
+        fixed: float = getattr(model, self._batch_fixed)
+        return at_least > -LESS * fixed
+
+    def _check_due(self) -> bool:
+        if self.threshold == 1 or not self._auto:
+            self._check_after, self._unchecked = FIRST_CHECK, 0
+            return False
+        self._unchecked += 1
+        if self._unchecked < self._check_after:
+            return False
+        self._check_after, self._unchecked = min(2 * self._check_after, RAREST_CHECK), 0
+        self._errors_s.clear()
+        return True
+
+    def _reckon(self) -> None:
         model = self.fit.model
         if model is None or not self.lengths.known:
             return
-        regime = Regime.of(
+        if not self._auto:
+            if self._itl_s is not None:
+                most = within_itl(self._regime(model), self._itl_s)
+                self.threshold = max(min(self._asked_for, most), 1)
+            return
+        if self._checking and self._to_run(self._as_checked(model)) < STANDS * self.threshold:
+            self.fit.forget("prefill" if self.settings.exclusive else "mixed", OUTLIVES)
+            self._reckonings.extend([1] * AGREEING)
+        else:
+            self._reckonings.append(self._to_run(model))
+        self.best = asymptotic(self._regime(model))
+        self.threshold = min(self._reckonings)
+
+    def _to_run(self, model: StepTime) -> int:
+        most_s = K_STANDS * self._longest_s
+        return to_run(self._regime(model), itl_s=self._itl_s, max_delay_s=most_s)
+
+    def _regime(self, model: StepTime) -> Regime:
+        return Regime.of(
             model,
             slots=self._running_full,
             mean_output=self.lengths.output,
@@ -419,9 +495,11 @@ class DeferredPrefill(Policy):
             exclusive=self.settings.exclusive,
             budget=self.facts.max_num_batched_tokens,
         )
-        if self._auto:
-            self.best = asymptotic(regime)
-            most_s = K_STANDS * self._longest_s
-            self.threshold = to_run(regime, itl_s=self._itl_s, max_delay_s=most_s)
-        elif self._itl_s is not None:
-            self.threshold = max(min(self._asked_for, within_itl(regime, self._itl_s)), 1)
+
+    def _as_checked(self, model: StepTime) -> StepTime:
+        """Take off the fixed part of a batch what those of the check took less."""
+        if len(self._errors_s) < FEW_BATCHES:
+            return model
+        less = min(fmean(self._errors_s), 0.0)
+        fixed: float = getattr(model, self._batch_fixed)
+        return replace(model, **{self._batch_fixed: max(fixed + less, 0.0)})
