@@ -4,6 +4,7 @@ BIN := .venv/bin
 OUT ?= out/demo
 ROUNDS ?= 3
 MINUTES ?= 30
+SEED ?= 1
 FLEET ?= deploy/fleets/cpu-demo.yaml
 
 .DEFAULT_GOAL := help
@@ -62,8 +63,8 @@ figures: setup ## the figures of docs/evaluation.md anew, in docs/figures (minut
 fuzz: setup ## 100,000 messages made wrong against the readers of HTTP
 	@$(BIN)/python -m benchmarks.fuzz --requests 100000
 
-soak: setup ## the router under load and faults, 30 minutes; MINUTES=5 for less
-	@$(BIN)/python -m benchmarks.soak --minutes $(MINUTES)
+soak: setup ## the router under load and faults, 30 minutes; MINUTES=5 for less, SEED=2, WITH="--processes 2 --guarded"
+	@$(BIN)/python -m benchmarks.soak --minutes $(MINUTES) --seed $(SEED) $(WITH)
 
 reliability: setup ## the same troubles for our router and two others
 	@$(BIN)/python -m benchmarks.reliability

@@ -4,9 +4,11 @@
 
 The router is a process of its own, as its users start it, and so are the clients; the workers are
 fakes in this one. With `--kill-router` it is killed and started again every so many seconds; with
-`--processes 2 --kill-member 60` one of its processes is; with `--tenants` the requests are two
-tenants'. With `--guarded` clients and a worker speak TLS, some requests are refused for their wait,
-and a third tenant has files of requests run, on a disk that fills up.
+`--processes 2 --kill-member 60` one of its processes is; with `--stall-member 60` one stands still
+for some seconds and goes on; with `--tenants` the requests are two tenants'. With `--guarded`
+clients and a worker speak TLS, some requests are refused for their wait, and a third tenant has
+files of requests run, on a disk that fills up. Compiled modules are used where there are any, as by
+every router, and plain ones with VLLM_SCHED_COMPILED=0. What befalls whom follows from `--seed`.
 
 What is printed each minute: how requests ended, what the router holds, its memory, its open files.
 The exit status says whether any request hung or had a wrong answer, a line none or two, anything
@@ -18,6 +20,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import logging
 import os
 import random
 import signal
@@ -34,6 +37,7 @@ from typing import TypeVar
 import aiohttp
 import openai
 
+from proxy.compiled import places
 from tests.faults import disk, names
 from tests.faults.crowd import LEFT, NOBODY, Crowd
 from tests.faults.night import Night
@@ -45,6 +49,7 @@ T = TypeVar("T")
 
 ROW_S, READY_S, CALM_S = 60.0, 60.0, 60.0
 NIGHT_S = 300.0  # for a file of requests: a line that fails rests for up to a minute
+STILL_S = (1.0, 8.0)  # of a process that goes on then; after thirty it would be killed
 WIDTH = 10
 COLUMNS = (
     "minute", "sent", "whole", "refused", "torn", "left", "nobody", "wrong", "slowest", "rss MiB",
@@ -106,7 +111,7 @@ class Router:
     ) -> None:
         self.fleet, self.port, self.env, self.tls = fleet, port, env, tls
         self.process: asyncio.subprocess.Process | None = None
-        self.kills = self.lost = 0
+        self.kills = self.lost = self.stills = 0
         self.recovered_s: list[float] = []
 
     async def start(self) -> None:
@@ -148,6 +153,19 @@ class Router:
         if there := children_of(self.process.pid):
             self.lost += 1
             os.kill(dice.choice(there), signal.SIGKILL)
+
+    async def stand_still(self, dice: random.Random) -> None:
+        """Have one of its processes do nothing for a while, and then go on."""
+        assert self.process is not None
+        one = dice.choice(children_of(self.process.pid) or [self.process.pid])
+        with suppress(ProcessLookupError):
+            os.kill(one, signal.SIGSTOP)
+            self.stills += 1
+        try:
+            await asyncio.sleep(dice.uniform(*STILL_S))
+        finally:
+            with suppress(ProcessLookupError):
+                os.kill(one, signal.SIGCONT)
 
     async def stop(self) -> int:
         """Ask it to go."""
@@ -223,6 +241,8 @@ async def asked(ask: Callable[[], Awaitable[T]]) -> T:
 
 async def soak(given: argparse.Namespace) -> int:
     """Run it all, and print the table."""
+    # Workers that speak TLS write on to a router that hung up in that turn of the loop.
+    logging.getLogger("asyncio").setLevel(logging.ERROR)
     with tempfile.TemporaryDirectory() as folder:
         kept_on = disk.DiskThere(Path(folder)) if given.guarded else None
         env, no_names = names.failing(Path(folder), kept_on.code if kept_on else "")
@@ -245,6 +265,8 @@ async def soak(given: argparse.Namespace) -> int:
         )
         router = Router(fleet, port, env, tls)
         await router.start()
+        modules = "compiled" if places.in_use() else "plain"
+        print(f"seed {given.seed}, {given.processes} processes, {modules} modules")
         seconds = given.minutes * 60
         crowd = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "benchmarks.soak", "--clients-of", str(port),
@@ -296,6 +318,11 @@ async def _watch(
             await asyncio.sleep(given.kill_member)
             router.lose(dice)
 
+    async def still() -> None:
+        while given.stall_member and time.monotonic() + given.stall_member < until:
+            await asyncio.sleep(given.stall_member)
+            await router.stand_still(dice)
+
     async def rows() -> None:
         print("".join(f"{name:>{WIDTH}}" for name in COLUMNS))
         while time.monotonic() < until:
@@ -311,7 +338,7 @@ async def _watch(
 
     held: list[tuple[float, int]] = []
     nights: list[str] = []
-    await asyncio.gather(listen(), befall(), befall(), kill(), lose(), batches(), rows())
+    await asyncio.gather(listen(), befall(), befall(), kill(), lose(), still(), batches(), rows())
     await crowd.wait()
     return await _verdict(troupe, router, last, held, nights)
 
@@ -365,6 +392,8 @@ async def _verdict(
         print(f"{len(nights)} files of requests were run; without room they paused {full} times")
     if router.lost:
         print(f"of the router's processes {router.lost} were killed")
+    if router.stills:
+        print(f"of the router's processes one stood still {router.stills} times")
     # Of processes that are killed, those that come after them are younger.
     more = grown(held, (rss, files)) if not (router.kills or router.lost) else []
     print(f"grown: {more}")
@@ -390,6 +419,7 @@ def main() -> int:
     options.add_argument("--processes", type=int, default=1)
     options.add_argument("--tenants", action="store_true")
     options.add_argument("--kill-member", type=float, default=0.0, help="every so many seconds")
+    options.add_argument("--stall-member", type=float, default=0.0, help="every so many seconds")
     options.add_argument("--guarded", action="store_true", help="and with `--tenants`")
     options.add_argument("--clients-of", type=int, help=argparse.SUPPRESS)
     options.add_argument("--ca", help=argparse.SUPPRESS)

@@ -70,7 +70,8 @@ class Crowd:
         try:
             outcome, again = await self._ask(client, dice)
         except TimeoutError:
-            self.wrong.append(f"no end within {self.patience_s:g} s")
+            waited = time.monotonic() - began
+            self.wrong.append(f"no end after {waited:.0f} s, of {self.patience_s:g} s of patience")
             outcome, again = "hangs", False
         except (WrongError, AssertionError, ValueError) as error:
             self.wrong.append(repr(error)[:500])

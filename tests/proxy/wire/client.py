@@ -161,17 +161,17 @@ class Client:
         async with asyncio.timeout(within):
             head = await self.head(within=within)
             bodiless = head_only or head.status in (204, 304) or head.status < 200
-            body = b"" if bodiless else await self.body(head)
+            body = b"" if bodiless else await self.body(head, within=within)
         return Answer(head.version, head.status, head.headers, body)
 
-    async def body(self, head: Head) -> bytes:
-        """Read a body as its head frames it."""
+    async def body(self, head: Head, *, within: float = DEADLINE_S) -> bytes:
+        """Read a body as its head frames it; `within`: of a piece, where it comes in pieces."""
         lengths, codings = head.all(b"content-length"), head.all(b"transfer-encoding")
         assert len(lengths) + len(codings) <= 1, f"ambiguous framing: {head}"
         if codings:
             assert codings == [b"chunked"]
             pieces = []
-            while piece := await self.piece():
+            while piece := await self.piece(within=within):
                 pieces.append(piece)
             return b"".join(pieces)
         if lengths:
