@@ -141,8 +141,8 @@ LINES = (
     Line(MANY_STREAMS, "2,000 streams: gone wrong", "", gone_wrong, Target(0, relative=False)),
     Line("pd-1kb-c32", "P/D: CPU per request, 1 KB, c=32", "us", cpu_per_request, Target(0.66)),
     Line("pd-1kb-c32", "P/D: requests/s, 1 KB, c=32", "1/s", rate, Target(1.5, at_least=True)),
-    Line("pd-100kb-c32", "P/D: CPU per request, 100 KB, c=32", "us", cpu_per_request),
-    Line("pd-100kb-c32", "P/D: requests/s, 100 KB, c=32", "1/s", rate),
+    Line("pd-100kb-c32", "P/D: CPU per request, 100 KB, c=32", "us", cpu_per_request, Target(0.66)),
+    Line("pd-100kb-c32", "P/D: requests/s, 100 KB, c=32", "1/s", rate, Target(1.5, at_least=True)),
     Line("pd-chunks", "P/D: CPU per chunk, 64 streams", "us", cpu_per_chunk),
 )
 

@@ -192,8 +192,7 @@ class Notes:
             key = (seen.decision, seen.placed_at, seen.prefilled_at, seen.first_token_at)
             if seen.number == 0 or self._known.get(seen.number) != key:
                 if len(rows) >= MOST_ROWS:
-                    self._dropped += 1
-                    continue
+                    continue  # it is told of with the next, or counted as it ends
                 rows.append(self._row(seen, None, None, None))
                 self._known[seen.number] = key
             if passed := self._ticks(seen):
@@ -245,6 +244,8 @@ class Notes:
             if decision.handover is not None:
                 pool, prefill = "handover", decision.handover.prefill.name
         first = seen.first_token_at
+        # With a worker that failed it was placed already, and waited no more.
+        placed = None if seen.placed_at is None else seen.started + seen.queue_s
         return [
             seen.number,
             text(seen.id),
@@ -253,7 +254,7 @@ class Notes:
             pool, worker, prefill, reason, status,
             None if ask is None else ask.prompt_tokens,
             None if first is None else seen.opening + seen.tokens,
-            self.ms(seen.started), self.ms(seen.placed_at), self.ms(seen.prefilled_at),
+            self.ms(seen.started), self.ms(placed), self.ms(seen.prefilled_at),
             self.ms(first), self.ms(ended),
         ]  # fmt: skip
 

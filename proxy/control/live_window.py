@@ -57,7 +57,8 @@ class Window:
         before = self._copies[0].histograms.get(key) if self._copies else None
         if before is None:
             return [*histogram.counts]
-        return [now - then for now, then in zip(histogram.counts, before, strict=True)]
+        # One that was forgotten and came back has less than before.
+        return [max(now - then, 0) for now, then in zip(histogram.counts, before, strict=True)]
 
 
 def quantile(share: float, counts: Sequence[int], bounds: Sequence[float]) -> float | None:

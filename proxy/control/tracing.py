@@ -131,10 +131,9 @@ def spans_of(seen: Seen, now: float, route: str, reason: Reason) -> Iterator[Spa
             "gen_ai.usage.output_tokens": None if first is None else seen.opening + seen.tokens,
         },
     )  # fmt: skip
-    waited_until = seen.placed_at
-    if waited_until is None and seen.queue_s:
-        waited_until = now  # and left, or was let go
-    if waited_until is not None:
+    if seen.placed_at is not None or seen.queue_s:
+        # What a worker took that failed is its own leg's, and no wait.
+        waited_until = seen.started + seen.queue_s
         yield "queue", new_id(64), trace.span, ns(seen.started), ns(waited_until), {}
     # One more than there are legs where there is none: it was refused, or left.
     ends = [after.at_ns for after in trace.legs[1:]] + [wall]

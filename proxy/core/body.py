@@ -44,7 +44,7 @@ class Extent:
     """What was found."""
 
     text: int = 0  # bytes, all prompts together
-    tools: int = 0  # of those, what describes tools
+    tools: int = 0  # of those, what describes tools, and documents beside a chat
     tokens: int = 0  # that need no estimate, all prompts together
     vague: int = 0  # of those, guessed: images and their like
     largest_text: int = -1  # of the largest prompt alone; -1 where there is but one
@@ -206,11 +206,19 @@ def _chat(extent: Extent, body: dict[str, JSON]) -> None:
     system = body.get("system")
     if system is not None:
         _parts(extent, system if type(system) is list else [system])
-    tools = body.get("tools")
-    if tools:
-        extent.tools = _loose(tools)
-        extent.text += extent.tools
-    extent.plain = not extent.vague
+    _beside(extent, body)
+    extent.plain = not (extent.vague or body.get("documents"))  # of which /tokenize knows nothing
+
+
+def _beside(extent: Extent, body: dict[str, JSON]) -> None:
+    """Count what a template may print or leave out: learnt apart from text."""
+    documents = body.get("documents")
+    if documents is None and type(more := body.get("chat_template_kwargs")) is dict:
+        documents = more.get("documents")
+    for each in (body.get("tools"), documents):
+        if each:
+            extent.tools += _loose(each)
+    extent.text += extent.tools
 
 
 def _chats(extent: Extent, body: dict[str, JSON]) -> None:
@@ -305,9 +313,7 @@ def _response(extent: Extent, body: dict[str, JSON]) -> None:
         _one(extent, items)
         extent.tokens += TOKENS_PER_CHAT + TOKENS_PER_MESSAGE
     extent.text += _loose(body.get("instructions"))
-    if body.get("tools"):
-        extent.tools = _loose(body["tools"])
-        extent.text += extent.tools
+    _beside(extent, body)
 
 
 def _tokens(extent: Extent, body: dict[str, JSON]) -> None:

@@ -30,11 +30,14 @@ NULL = b"null"
 
 NAMES = tuple(name.decode() for name in LEAVES)
 ARGUMENTS = b"vllm_xargs"
-# What begins such a part of a form; older parsers put `name*0=vllm_; name*1=xargs` together.
-PART = re.compile(
-    rb"[ \t]*content-disposition[ \t]*:.*?[; \t]name(?:[ \t]*=[ \t]*\"?" + ARGUMENTS + rb"|\*)",
-    re.IGNORECASE,
+# What names such a part in a form's head. Older parsers put `name*0=vllm_; name*1=xargs` together,
+# in any case, and one parser or another takes all of these for white space.
+BLANK = rb"[\s\x1c-\x1f\x85\xa0]"
+NAME = re.compile(
+    rb"(?:;|%b)name(?:%b*=%b*\"?%b|\*)\Z" % (BLANK, BLANK, BLANK, ARGUMENTS), re.IGNORECASE
 )
+PLACE = b"content-disposition"
+MARKS = re.compile(ARGUMENTS), re.compile(rb"\*(?<=[nN][aA][mM][eE]\*)")  # found by memchr
 HEAD_END, PART_END = b"\r\n\r\n", b"\r\n--"
 # Beyond these it is no form as anybody writes one, and not worth more time to tell.
 LONGEST_LINE = 8192
@@ -86,25 +89,24 @@ def steering_form(body: bytes, content_type: bytes, *, at_all: bool = False) -> 
         if extended.strip() or charset.lower() not in PLAIN:
             return "charset"  # of which names and values could be spelt in any way
     read: set[int] = set()  # where texts begin that were: many heads may have one in common
-    for mark in (ARGUMENTS, b"name*"):
-        at, mentions = body.find(mark), 0
-        while at >= 0:
-            mentions += 1
-            if mentions > MOST_MENTIONS:
+    for mark in MARKS:
+        for mentions, found in enumerate(mark.finditer(body)):
+            if mentions >= MOST_MENTIONS:
                 return ARGUMENTS.decode()
-            if (name := _in_part(body, at, at + len(mark), read, at_all=at_all)) is not None:
+            if (name := _in_part(body, *found.span(), read, at_all=at_all)) is not None:
                 return name
-            at = body.find(mark, at + len(mark))
     return None
 
 
 def _in_part(body: bytes, at: int, end: int, read: set[int], *, at_all: bool) -> str | None:
     """Look into the part in whose head a mention may be."""
     first = max(at - LONGEST_LINE, 0)
-    line = body.rfind(b"\n", first, at) + 1
+    # A header runs up to its CR: to some parsers a mere LF is part of it.
+    line = body.rfind(b"\r", first, at) + 1
     if not line and first:
         return ARGUMENTS.decode()
-    if not PART.match(body, line, end):
+    head = body[line:end].lower()
+    if PLACE not in head or not NAME.search(head):
         return None
     if at_all:
         return ARGUMENTS.decode()

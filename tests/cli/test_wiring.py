@@ -79,6 +79,10 @@ def test_the_router_knows_how_many_seats_a_worker_is_launched_with(
     assert [each.endswith(told) for each in said] == [False, seats is not None, False]
 
 
+def test_one_that_says_what_all_load_agrees_with_one_that_does_not(tmp_path: Path) -> None:
+    fleet.read(written(tmp_path, end("prefill", model="m"), end("decode")))
+
+
 def test_the_environment_given_reaches_it_and_wins(tmp_path: Path) -> None:
     config = fleet.read(written(tmp_path, end("prefill", env={SIDE_PORT: "5999"}), end("decode")))
     ports = [wiring.wiring_of(config, each).env[SIDE_PORT] for each in config.workers]

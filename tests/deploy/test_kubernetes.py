@@ -231,9 +231,8 @@ def test_selectors_find_their_pods_and_ports_are_there(name: str) -> None:
 def test_every_pool_has_a_budget_for_disruptions(name: str) -> None:
     budgets = kinds(overlay(name), "PodDisruptionBudget")
     for what, template in templates(overlay(name)):
-        if not what.endswith("/workerTemplate"):
-            own = [b for b in budgets if matches(b["spec"]["selector"]["matchLabels"], template)]
-            assert len(own) == 1, f"{what}: eviction fails with {len(own)} budgets for a pod"
+        own = [b for b in budgets if matches(b["spec"]["selector"]["matchLabels"], template)]
+        assert len(own) == 1, f"{what}: eviction fails with {len(own)} budgets for a pod"
 
 
 @each_overlay

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -200,12 +201,23 @@ def test_one_held_with_the_same_prefix_enters_once_that_is_cached() -> None:
 
 
 def test_a_request_with_remote_kv_is_never_long() -> None:
-    scheduler = loaded(1200, 1200)
     remote = make_request(1200, name="remote")
     remote.kv_transfer_params = {"do_remote_prefill": True}
-    scheduler.add_request(remote)
+    connected, alone = loaded(), loaded()
+    connected.connector = SimpleNamespace()
+    assert connected._lanes_of(remote) == ("short",)
+    assert alone._lanes_of(remote) == ("long",)
+
+
+@pytest.mark.parametrize("claim", [{"do_remote_prefill": True}, "x", [1]])
+def test_without_a_connector_nobody_brings_kv_whatever_a_client_says(claim: Any) -> None:
+    scheduler = loaded(1200, 1200)
+    for name in "ab":
+        said = make_request(1200, name=name)
+        said.kv_transfer_params = claim
+        scheduler.add_request(said)
     step(scheduler)
-    assert "remote" in {r.request_id for r in scheduler.running}
+    assert [r.request_id for r in scheduler.running] == ["0"]
 
 
 def test_the_wait_of_a_held_long_is_bounded_however_many_shorts_there_are(

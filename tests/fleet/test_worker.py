@@ -116,13 +116,17 @@ async def test_greedy_output_is_that_of_the_default_scheduler(workers: Workers) 
 async def test_two_hundred_mixed_requests(workers: Workers) -> None:
     rng = random.Random(7)
     sizes = [rng.choice([5, 30, 100, 100, 300, 1100, 3000]) for _ in range(200)]
-    async with client_of(workers["long_prompt"]) as client:
-        done = await asyncio.gather(
-            *(complete(client, prompt(1000 + i, n), 1 + i % 6) for i, n in enumerate(sizes))
-        )
-    assert [d.usage.prompt_tokens for d in done] == sizes
-    assert [d.usage.completion_tokens for d in done] == [1 + i % 6 for i in range(200)]
-    await settled(workers["long_prompt"], running=0, waiting=0)
+    answers = {}
+    for name, worker in workers.items():
+        async with client_of(worker) as client:
+            done = await asyncio.gather(
+                *(complete(client, prompt(1000 + i, n), 1 + i % 6) for i, n in enumerate(sizes))
+            )
+        assert [d.usage.prompt_tokens for d in done] == sizes
+        assert [d.usage.completion_tokens for d in done] == [1 + i % 6 for i in range(200)]
+        await settled(worker, running=0, waiting=0)
+        answers[name] = [d.choices[0].token_ids for d in done]
+    assert answers["long_prompt"] == answers["default"]
 
 
 async def test_shorts_overtake_a_long_that_came_first(workers: Workers) -> None:

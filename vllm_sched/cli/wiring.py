@@ -90,13 +90,13 @@ def agreement(draft: Draft) -> Iterator[Problem]:
         if there == index:
             continue
         named = f"workers[{there}] ({other_worker.name})"
-        if told.model != others.model:
+        loaded, theirs_loaded = told.model or model or "", others.model or model or ""
+        if loaded != theirs_loaded:
             yield Problem(
                 f"workers[{index}].launch.model",
-                f"{told.model or 'none'}: {named} loads {others.model or 'none'}, and neither "
+                f"{loaded or 'none'}: {named} loads {theirs_loaded or 'none'}, and neither "
                 "could read the other's KV cache; give both the same",
             )
-        loaded = told.model or model or ""
         for flag, ours, theirs in differences(told.args, others.args, model=loaded):
             yield Problem(
                 f"workers[{index}].launch.args",

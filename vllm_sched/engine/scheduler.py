@@ -410,8 +410,9 @@ class PolicySteps(Upstream):
     def _cached_tokens(self, request: Request) -> int:
         """How much of a waiting prompt need not be computed: local hits, and KV on its way."""
         self._looked = True
-        remote = request.kv_transfer_params
-        if remote and remote.get("do_remote_prefill"):
+        # Any client can say so; without a connector nothing comes, and it is computed here.
+        remote = request.kv_transfer_params if self.connector is not None else None
+        if isinstance(remote, dict) and remote.get("do_remote_prefill"):
             return int(request.num_tokens)
         manager = self.kv_cache_manager
         if not manager.prefix_cache_lookup_enabled(request):

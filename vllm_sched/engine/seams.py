@@ -60,6 +60,7 @@ ATTRIBUTES = (
     "max_num_scheduled_tokens",
     "current_step",
     "pause_state",
+    "connector",
     "kv_cache_manager",
     "need_mamba_block_aligned_split",
     "policy",

@@ -40,7 +40,7 @@ PACKAGES: Mapping[str, tuple[str, ...]] = {
 }
 ROLES: Mapping[Part, str] = {"prefill": "kv_producer", "decode": "kv_consumer"}
 # Our own variants of vLLM's NIXL classes.
-OURS = "vllm_sched.engine.nixl"
+OURS, MODULE = "vllm_sched.engine.nixl", "kv_connector_module_path"
 SIDE_HOST, SIDE_PORT = "VLLM_NIXL_SIDE_CHANNEL_HOST", "VLLM_NIXL_SIDE_CHANNEL_PORT"
 BOOTSTRAP_PORT = "VLLM_MOONCAKE_BOOTSTRAP_PORT"
 
@@ -101,7 +101,7 @@ def wiring(
         more[SIDE_PORT] = env.get(SIDE_PORT) or str(launch.free_port())
         said.append(f"side channel {more[SIDE_HOST]}:{more[SIDE_PORT]}")
         if on_cpu or few_cpus:
-            config["kv_connector_module_path"] = OURS
+            config[MODULE] = OURS
             said.append("it computes where it was bound, and NIXL's thread sleeps between polls")
     elif connector == "shared-storage":
         config["kv_role"] = "kv_both"  # it knows no sides
@@ -114,16 +114,20 @@ def wiring(
     if extra:
         config["kv_connector_extra_config"] = extra
     flags = ["--enable-prompt-tokens-details"]  # in which a client sees what was cached
+    blocks: list[str] = []
     if on_cpu:
         block = last(expanded(args), "--block-size") or CPU_BLOCK
         flags += ["--block-size", block]
-        said.append(f"blocks of {block}")
+        blocks.append(f"blocks of {block}")
     if connector == "shared-storage":
         flags.append(WHOLE)
-    if own_config(args) is None:
+    if (own := own_config(args)) is None:
         flags += [OWN, json.dumps(config)]
     else:
         said = ["--kv-transfer-config as given"]
+        if MODULE in config and not own.get(MODULE):
+            said.append(f'without "{MODULE}": "{OURS}" in it NIXL\'s thread takes a processor')
+    said += blocks
     return Wiring(tuple(flags), more, ", ".join(said))
 
 

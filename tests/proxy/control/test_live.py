@@ -138,6 +138,7 @@ async def test_one_that_waits_is_shown_then_where_it_went(site: Site, viewer: Vi
     row = named((await told(viewer))[1]["rows"][0])
     assert (row["pool"], row["worker"], row["placed"]) == ("none", None, None)
     workers = worker_of(site.metrics.router, "l0"), worker_of(site.metrics.router, "s0")
+    record.queue_s = 0.25
     record.place(
         site.now, Decision(workers[0], Reason.HANDOVER, handover=Handover(workers[1], 0, 9, 1, 1))
     )
@@ -212,7 +213,19 @@ async def test_too_many_at_once_are_counted_instead(
     await site.beat()
     _, data = await told(viewer)
     assert len(data["rows"]) == 3
-    assert data["dropped"] == 3
+    assert data["dropped"] == 2
+    await site.beat()
+    _, data = await told(viewer)
+    assert (len(data["rows"]), data["dropped"]) == (1, 0)  # it is still under way
+
+
+async def test_what_a_worker_took_that_failed_is_no_wait(site: Site, viewer: Viewer) -> None:
+    record = site.request()
+    site.now += 5.0
+    record.place(site.now, Decision(worker_of(site.metrics.router, "l0"), Reason.RETRY))
+    await site.beat()
+    row = named((await told(viewer))[1]["rows"][0])
+    assert (row["worker"], row["placed"] - row["arrived"]) == ("l0", 0)
 
 
 async def test_what_was_before_is_remembered(site: Site) -> None:

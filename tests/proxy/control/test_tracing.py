@@ -208,6 +208,18 @@ def test_who_left_the_queue_has_a_span_of_the_wait() -> None:
     assert end - start == 2_000_000_000
 
 
+def test_what_a_worker_took_that_failed_is_no_wait() -> None:
+    record = Record()
+    record.request = Request(RequestHead(), b"")
+    record.request.trace = Trace.begin(None, sample=True)
+    record.started, record.queue_s, record.placed_at = 10.0, 0.5, 17.0
+    spans = {name: (start, end) for name, _, _, start, end, _ in tracing.spans_of(
+        record, 18.0, "completions", Reason.RETRY
+    )}  # fmt: skip
+    start, end = spans["queue"]
+    assert end - start == 500_000_000
+
+
 def test_without_the_extra_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "opentelemetry.sdk.resources", None)
     with pytest.raises(ProxyError, match=r"vllm-sched\[otel\]"):

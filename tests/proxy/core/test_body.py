@@ -110,6 +110,16 @@ def test_embedded_prompts_are_looked_at_as_all_prompts_are() -> None:
     assert extent.tokens > 20_000
 
 
+def test_documents_count_as_they_are_printed_and_no_worker_can_count_them() -> None:
+    documents = [{"title": "t", "text": "x" * 4000}]
+    extent = measure(Shape.CHAT, chat("x", documents=documents))
+    assert extent.text == 1 + len(orjson.dumps(documents))
+    assert extent.tools == extent.text - 1
+    assert not extent.plain
+    inner = measure(Shape.CHAT, chat("x", chat_template_kwargs={"documents": documents}))
+    assert (inner.text, inner.plain) == (extent.text, True)
+
+
 def test_a_tools_output_may_be_a_picture() -> None:
     parts = [{"type": "input_text", "text": "seen:"}, {"type": "input_image", "image_url": PICTURE}]
     item = {"type": "function_call_output", "call_id": "c1", "output": parts}

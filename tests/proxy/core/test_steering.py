@@ -130,6 +130,10 @@ def form(*parts: tuple[bytes, bytes]) -> bytes:
         b'Content-Disposition: form-data; name="vllm_xargs"\r\nContent-Type: application/json',
         b"Content-Disposition: form-data; name*=utf-8''vllm%5Fxargs",
         b'Content-Disposition: form-data; name*0="vllm_"; name*1="xargs"',
+        b'Content-Disposition: form-data; NAME*0="vllm_"; NAME*1="xargs"',
+        b'Content-Disposition: form-data; x=\n; name="vllm_xargs"',
+        b'Content-Disposition: form-data; x="a\nb"; name="vllm_xargs"',
+        b'Content-Disposition: form-data;\x0cname=\xa0"vllm_xargs"',
     ],
 )
 @pytest.mark.parametrize(
