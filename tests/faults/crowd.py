@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from tests.proxy.wire import scripts
-from tests.proxy.wire.client import Answer, BrokenError, Client, request
+from tests.proxy.wire.client import Answer, BrokenError, Client, bearer, request
 from tests.proxy.wire.kv import CHAT, COMPLETIONS, answer_to, prompts_of
 
 WHOLE, REFUSED, TORN, LEFT, NOBODY = "whole", "refused", "torn", "left", "nobody there"
@@ -93,7 +93,7 @@ class Crowd:
             body["stream"] = True
         data = json.dumps(body).encode()
         chunks = (7, 4096) if dice.random() < 0.1 else None
-        shown = [b"Authorization: Bearer " + dice.choice(self.keys).encode()] if self.keys else []
+        shown = [bearer(dice.choice(self.keys))] if self.keys else []
         whole = request(data, *shown, path=path, chunks=chunks)
         try:
             await self._send(client, whole, dice)

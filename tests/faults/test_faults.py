@@ -125,7 +125,8 @@ async def under_fire(
 
     def enough() -> bool:
         kinds = min(crowd.outcomes[WHOLE], crowd.outcomes[LEFT])
-        return crowd.sent > ENOUGH and kinds > FEW
+        troubled = crowd.outcomes[REFUSED] + crowd.outcomes[TORN]
+        return crowd.sent > ENOUGH and kinds > FEW and troubled > 0
 
     def over() -> bool:
         """Whether it was long enough; longer on a machine that got little done meanwhile."""

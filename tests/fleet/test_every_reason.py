@@ -23,13 +23,13 @@ from proxy.core.handover import Why
 from proxy.core.types import Reason
 from proxy.wire.handing import REFUSED_PREFILL
 from tests.fleet.test_handover import ABOVE, DECODE, PREFILL, connected, listed
-from tests.fleet.test_router import PORTS, Router, routing
+from tests.fleet.test_router import PORTS, Router, port_of, routing
 from tests.prometheus.corners import counted, unseen
 from tests.prometheus.scene import fake
 from tests.prometheus.server import Prometheus, exhausted
 from tests.prometheus.tools import program
 from tests.proxy.wire import scripts
-from tests.proxy.wire.client import Client, chat, get, request
+from tests.proxy.wire.client import Client, bearer, chat, get, request
 from vllm_sched.workers.launch import Worker
 
 Json = dict[str, Any]
@@ -71,16 +71,6 @@ def prompt(tokens: int, *headers: bytes, first: int = 10, **fields: Any) -> byte
     ids = [first, *[20 + at % 400 for at in range(tokens - 1)]]
     body = {"model": "tiny", "prompt": ids, "max_tokens": 2, **fields}
     return request(json.dumps(body).encode(), *headers, path="/v1/completions")
-
-
-def bearer(key: str) -> bytes:
-    """Write the header that shows a key."""
-    return b"Authorization: Bearer " + key.encode()
-
-
-def port_of(url: str) -> int:
-    """Read it."""
-    return int(url.rsplit(":", 1)[1])
 
 
 class Stage:

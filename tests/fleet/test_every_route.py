@@ -19,7 +19,7 @@ import pytest
 
 from proxy.control.metrics import ROUTES as NAMES
 from proxy.core.routes import ROUTES, Shape
-from tests.fleet.test_router import PORTS, Router, routing
+from tests.fleet.test_router import PORTS, Router, port_of, routing
 from tests.prometheus.server import Prometheus, exhausted
 from tests.prometheus.tools import program
 from vllm_sched.workers.launch import Side, Worker, worker
@@ -202,8 +202,10 @@ async def test_every_route_is_answered_by_real_workers_and_seen(
     asked = {name: f'proxy_requests_total{{route="{name}",status="200"}}' for name in NAMES}
     prometheus = Prometheus(tmp_path, session)
     async with AsyncExitStack() as stack:
-        ports = {"router": [router.url], "worker": [workers["default"].url, embeds.url]}
-        targets = {job: [int(url.rsplit(":", 1)[1]) for url in urls] for job, urls in ports.items()}
+        targets = {
+            "router": [port_of(router.url)],
+            "worker": [port_of(workers["default"].url), port_of(embeds.url)],
+        }
         await prometheus.begin(stack, targets)
         seen = {asked[name]: f"route {name}" for name in NAMES - without}
         missing = await exhausted(partial(prometheus.unanswered, seen))

@@ -7,7 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
@@ -28,7 +28,7 @@ from tests.fleet.test_handover import (
     tokens,
 )
 from tests.fleet.test_handover_killed import handed_over_again
-from tests.fleet.test_router import PORTS, routing
+from tests.fleet.test_router import PORTS, family, routing
 from tests.fleet.test_worker import DEADLINE_S, prompt, settled
 from tests.proxy.wire.site import eventually
 from vllm_sched.workers.launch import Worker
@@ -45,24 +45,17 @@ LEASE_S = 10.0  # the workers keep theirs for a minute, whatever this router is 
 @contextmanager
 def standing_still(worker: Worker, part: str = ALL) -> Iterator[None]:
     """Stop a worker's processes, or the one that computes under a server that answers probes."""
-    assert worker.pid is not None
-    family = [*_family(worker.pid)]
+    pids = [*family(worker)]
+    assert pids
     if part == ENGINE:
-        [family] = [[p] for p in family if b"EngineCore" in Path(f"/proc/{p}/cmdline").read_bytes()]
-    for pid in family:
+        [pids] = [[p] for p in pids if b"EngineCore" in Path(f"/proc/{p}/cmdline").read_bytes()]
+    for pid in pids:
         os.kill(pid, signal.SIGSTOP)
     try:
         yield
     finally:
-        for pid in family:
+        for pid in pids:
             os.kill(pid, signal.SIGCONT)
-
-
-def _family(group: int) -> Iterator[int]:
-    for process in Path("/proc").glob("[0-9]*"):
-        with suppress(ProcessLookupError):
-            if os.getpgid(int(process.name)) == group:
-                yield int(process.name)
 
 
 @pytest.mark.parametrize("part", [ENGINE, ALL])

@@ -86,6 +86,11 @@ class Router:
 PORTS = {"port": 0, "admin": {"port": 0}, "drain_s": 2.0}
 
 
+def port_of(url: str) -> int:
+    """Read the port of a server's URL."""
+    return int(url.rsplit(":", 1)[1])
+
+
 @contextmanager
 def routing(
     folder: Path, workers: list[dict[str, object]], rules: dict[str, object], **blocks: object
@@ -349,10 +354,17 @@ def apart(*workers: Worker) -> Iterator[None]:
 
 def threads(worker: Worker) -> Iterator[int]:
     """Name every thread of the worker's process group."""
+    for process in family(worker):
+        with contextlib.suppress(OSError):
+            yield from (int(task.name) for task in Path(f"/proc/{process}/task").iterdir())
+
+
+def family(worker: Worker) -> Iterator[int]:
+    """Name every process of the worker's group."""
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             if os.getpgid(int(process.name)) == worker.pid:
-                yield from (int(task.name) for task in (process / "task").iterdir())
+                yield int(process.name)
 
 
 async def test_a_long_prompt_freezes_nobody_in_the_short_pool(

@@ -20,12 +20,13 @@ import pytest
 from grafana.boards import engine
 from proxy.config import FleetConfig
 from proxy.core import routes
+from tests.fleet.test_router import port_of
 from tests.prometheus.corners import begin_batch
 from tests.prometheus.scene import Scene, fake
 from tests.prometheus.server import PUT, exhausted, plain, questions
 from tests.prometheus.tools import ALERTS, program
 from tests.proxy.wire import scripts
-from tests.proxy.wire.client import chat, request
+from tests.proxy.wire.client import bearer, chat, request
 from vllm_sched.workers.launch import Worker
 
 KEY, NIGHT = "sk-vs-of-the-chat-window", "sk-vs-of-jobs-at-night"
@@ -79,11 +80,6 @@ FAULTS = {
 }
 
 
-def bearer(key: str) -> bytes:
-    """Write the header that shows a key."""
-    return f"Authorization: Bearer {key}".encode()
-
-
 def excused() -> set[str]:
     """Name what has nothing to show here, as a list has it."""
     (row,) = (row for row in engine.BOARD.rows if row.title == "What single policies tell")
@@ -105,7 +101,7 @@ class Real(Scene):
         bad.always(scripts.error(500))
         for name, key in (("keys", KEY), ("night", NIGHT)):
             (self.folder / name).write_text(key)
-        ports = {name: int(url.rsplit(":", 1)[1]) for name, url in urls.items()}
+        ports = {name: port_of(url) for name, url in urls.items()}
         given = {**urls, "bad": bad.url, "idle": idle.url, "found_port": ports["short"]}
         await self.begin(stack, FLEETS, given, ports.values())
         body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": BATCH_WRITES}

@@ -23,7 +23,7 @@ from proxy.core.links import STRIKES
 from proxy.core.routes import Shape
 from proxy.core.types import Reason
 from tests.proxy.wire import scripts
-from tests.proxy.wire.client import Client, chat, get, request
+from tests.proxy.wire.client import Client, bearer, chat, get, request
 from tests.proxy.wire.fake_worker import FakeWorker
 from tests.proxy.wire.kv import Kv
 from vllm_sched.workers.launch import free_port
@@ -36,7 +36,7 @@ LATE_S = 1.0
 LONG, HANDED = "long " * 4000, "to be handed over " * 200
 CHAT, STORED = "/v1/chat/completions", "/v1/responses/resp_1"
 KEY = "sk-vs-of-the-chat-window"
-BEARER = f"Authorization: Bearer {KEY}".encode()
+BEARER = bearer(KEY)
 # A third router: of another rule, with a queue for one, and targets that nobody can meet.
 RULES = """
 model: turn

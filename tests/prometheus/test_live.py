@@ -21,7 +21,7 @@ from tests.prometheus.scene import Scene, fake
 from tests.prometheus.server import exhausted, questions
 from tests.prometheus.tools import program
 from tests.proxy.wire import scripts
-from tests.proxy.wire.client import chat, request
+from tests.proxy.wire.client import bearer, chat, request
 from tests.proxy.wire.fake_worker import Call
 from tests.proxy.wire.kv import Faults, Kv
 from tests.proxy.wire.pairs import chat_body
@@ -73,11 +73,6 @@ FLEETS = {"split": SPLIT, "pairs": PAIRS, "rules": RULES}
 COMPLETIONS = "/v1/completions"
 IN_ONE_PIECE = b'{"model": "tiny", "prompt": "hi", "max_tokens": 4}'
 JOBS = "sk-vs-of-jobs-at-night"
-
-
-def bearer(key: str) -> bytes:
-    """Write the header that shows a key."""
-    return b"Authorization: Bearer " + key.encode()
 
 
 async def lost_transfer(call: Call) -> None:

@@ -472,8 +472,6 @@ class PolicySteps(Upstream):
         return tuple(urgency(lanes[number], head, waited) for number, urgency in self._ask_urgency)
 
     def _note_admissions(self) -> None:
-        if len(self.running) == self._counted:
-            return
         for request in self.running[self._counted :]:
             for tell in self._tell_admitted:
                 tell(request)

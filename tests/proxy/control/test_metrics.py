@@ -321,20 +321,25 @@ def test_beyond_a_hundred_models_the_rest_is_other(metrics: Metrics, router: Rou
     assert requests_total(metrics, model="other") == 5
 
 
-def test_models_that_nobody_serves_any_more_make_room(
-    metrics: Metrics, router: Router, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def full_of_old(metrics: Metrics, router: Router, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Count as many models as there is room for; all but `tiny` are then served no more."""
     monkeypatch.setattr(metrics_module, "LOOK_EVERY_S", 0.0)
     old = [f"adapter-{number}" for number in range(MAX_MODELS - 1)]
     router.fleet.set_served("s0", ["tiny", *old])
-    done(metrics)
-    for name in old:
+    for name in ("tiny", *old):
         done(metrics, model=name)
     router.fleet.set_served("s0", ["tiny", "new"])
+    return old[0]
+
+
+def test_models_that_nobody_serves_any_more_make_room(
+    metrics: Metrics, router: Router, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old = full_of_old(metrics, router, monkeypatch)
     done(metrics, model="new")
     assert requests_total(metrics, model="new") == 1
     assert requests_total(metrics) == 1
-    assert requests_total(metrics, model=old[0]) is None
+    assert requests_total(metrics, model=old) is None
     assert {key[1] for key in metrics.ttft} == {"tiny", "new"}
     assert {key[1] for key in metrics.phases} == {"tiny", "new"}
 
@@ -342,14 +347,9 @@ def test_models_that_nobody_serves_any_more_make_room(
 def test_the_page_for_which_models_are_dropped_tells_nothing_of_them(
     metrics: Metrics, router: Router, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(metrics_module, "LOOK_EVERY_S", 0.0)
-    old = [f"adapter-{number}" for number in range(MAX_MODELS - 1)]
-    router.fleet.set_served("s0", ["tiny", *old])
-    for name in ("tiny", *old):
-        done(metrics, model=name)
-    router.fleet.set_served("s0", ["tiny", "new"])
+    old = full_of_old(metrics, router, monkeypatch)
     router.decisions["new", Reason.SHORT_POOL] = 1
-    assert requests_total(metrics, model=old[0]) is None
+    assert requests_total(metrics, model=old) is None
     assert requests_total(metrics) == 1
 
 

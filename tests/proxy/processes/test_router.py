@@ -17,7 +17,7 @@ import pytest
 
 from tests.proxy.processes.crew import DEADLINE_S, PROC, Crew, free_port, samples, total
 from tests.proxy.wire import scripts
-from tests.proxy.wire.client import BrokenError, Client, chat, get, request
+from tests.proxy.wire.client import BrokenError, Client, bearer, chat, get, request
 from tests.proxy.wire.fake_worker import FakeWorker
 from tests.proxy.wire.site import eventually
 
@@ -302,7 +302,7 @@ async def test_one_that_is_begun_again_logs_what_was_asked_for(crew: Crew) -> No
 
 async def with_key(client: Client, key: str) -> int:
     """Ask with a key; return the status."""
-    return (await client.ask(chat("hi", f"Authorization: Bearer {key}".encode()))).status
+    return (await client.ask(chat("hi", bearer(key)))).status
 
 
 async def test_a_breaker_that_one_opens_keeps_all_away(

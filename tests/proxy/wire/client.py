@@ -83,6 +83,11 @@ def get(path: str, *headers: bytes) -> bytes:
     return request(b"", *headers, path=path, method="GET")
 
 
+def bearer(key: str) -> bytes:
+    """Return the header that shows a key."""
+    return b"Authorization: Bearer " + key.encode()
+
+
 def chat(text: str = "hi", *headers: bytes, **fields: Any) -> bytes:
     """Return the bytes of a chat request."""
     messages = [{"role": "user", "content": text}]
