@@ -238,6 +238,16 @@ def test_nor_to_one_that_comes_when_they_have_been_at_it_for_too_long() -> None:
         assert bench.step() == {"n": 64}
 
 
+def test_nor_to_an_overdue_one_that_does_not_come() -> None:
+    bench = Bench(laned(normal_max_wait_s=1.0), num_blocks=125, scheduler_reserve_full_isl=True)
+    bench.add("u", 1900, lane="urgent")
+    bench.steps(18)
+    bench.add("late", 900)  # there is no room for it
+    bench.now += 1
+    bench.step()
+    assert bench.steps(8) == [{"u": 64}] * 8
+
+
 def test_batch_prompts_share_a_part_of_the_step_while_others_are_about() -> None:
     bench = Bench(laned(batch_share=0.25, reserve_slots=0))
     bench.add("b1", 640, lane="batch")
@@ -273,6 +283,36 @@ def test_an_overdue_prompt_is_computed_beside_others() -> None:
     assert "b" in bench.running
     assert bench["lanes"].counters()["starvation_releases"] == 1
     assert sum(step.get("b", 0) for step in bench.steps(8)) > 100
+
+
+@pytest.mark.parametrize("kind", [SyncPolicyScheduler, PolicyScheduler])
+@pytest.mark.parametrize(
+    ("lane", "key"), [(None, "normal_max_wait_s"), ("batch", "batch_max_wait_s")]
+)
+def test_an_overdue_prompt_begins_in_the_next_step_whatever_is_computed(
+    lane: str | None, key: str, kind: type
+) -> None:
+    bench = Bench(laned(**{key: 5.0}), scheduler_cls=kind, async_scheduling=kind is PolicyScheduler)
+    bench.add("u", 1900, lane="urgent")
+    bench.step()
+    bench.add("late", 300, lane=lane, output=1)
+    assert bench.steps(2) == [{"u": 64}] * 2
+    bench.now += 5
+    first, *after = bench.steps(6)
+    assert first == {"u": 32, "late": 32}
+    assert after == [{"late": 64}] * 4 + [{"late": 12, "u": 52}]
+
+
+def test_an_urgent_one_that_takes_its_turn_keeps_nobody_waiting_for_what_others_read() -> None:
+    bench = Bench(laned(urgent_max_wait_s=4.0, normal_max_wait_s=5.0, batch_max_wait_s=5.0))
+    bench.add("u", 1900, lane="urgent")
+    bench.step()
+    bench.add("n", 300, output=1)
+    bench.add("b", 300, lane="batch")
+    bench.add("v", 1900, lane="urgent")
+    bench.now += 5
+    assert bench.steps(5) == [{"u": 32, "n": 32}, *[{"n": 64}] * 4]
+    assert bench.steps(2) == [{"n": 12, "u": 20, "v": 32}, {"u": 32, "b": 32}]
 
 
 def test_batch_goes_on_beside_one_that_finds_no_room() -> None:

@@ -13,11 +13,12 @@ A request's lane is what its client wrote as `"vllm_xargs": {"lane": "batch"}`, 
 
 Ageing: once the front of a lane has waited for its `max_wait_s` it goes before everybody, reserve
 or not, but one at a time: the next is released when that one is done. So an overdue lane always
-moves, and a flood of overdue batch can't shut out the urgent. With slots so few that the overdue
-take them all, an urgent one that has waited `urgent_max_wait_s` takes turns with them: it goes
-before the next of them, and that one before the next urgent one, or urgent ones that come faster
-than they are served would shut everybody out. A prompt that has been in prefill as long is computed
-before the urgent.
+moves, and a flood of overdue batch can't shut out the urgent. Prompts of better lanes in prefill
+leave it half of the step that it enters with. With slots so few that the overdue take them all, an
+urgent one that has waited `urgent_max_wait_s` takes turns with them: it goes before the next of
+them, and that one before the next urgent one, or urgent ones that come faster than they are served
+would shut everybody out. Urgent prompts in prefill leave that one half, too. A prompt that has been
+in prefill as long is computed before the urgent.
 
 Cost per step: O(running prefills). How it fails: a batch request that decodes for long keeps its
 slot and its share of each step; only those who enter are chosen. By itself it makes no step
@@ -51,6 +52,7 @@ OVERDUE: Final = -1.0
 FIRST: Final = -2.0
 EMPTY: Final = LaneCount()
 NO_LIMIT: Final = 1 << 60  # more tokens than any step has
+NOBODY: Final = (math.inf, math.inf)  # no rank is between them
 
 
 class LanesSettings(Settings):
@@ -121,10 +123,12 @@ class Lanes(Policy):
         self._kv_free = 1.0
         self._batch_left = facts.max_num_batched_tokens
         self._others_in_prefill = False
+        self._one_is_late = False
         self._shares = False  # whether the last chunk was of that
-        # Tokens for prompts of the others, beside an urgent one who enters; None until it is known
-        # whether there is one.
+        # Tokens for prompts of the others, beside an urgent or overdue one who enters; None until
+        # it is known whether there is one. Those whose ranks are between these have no more.
         self._beside: int | None = None
+        self._leave_room = NOBODY
         self._counts_beside = False  # whether the last chunk was of that
 
     # Who waits where
@@ -163,6 +167,10 @@ class Lanes(Policy):
         self._others_in_prefill = any(self._lane(request) != BATCH for request in step.prefills)
         self._batch_left = max(int(share * step.budget), 1)
         self._beside = None
+        self._one_is_late = any(
+            (count := lanes.get(lane)) is not None and count.waited >= self.max_wait_s[lane]
+            for lane in (NORMAL, BATCH)
+        )
         self._step = self._this = step
 
     def _forget_preempted(self, step: Step) -> None:
@@ -269,7 +277,8 @@ class Lanes(Policy):
     def chunk(self, request: RequestView, computed: int, tokens: int) -> int:
         """Give batch prompts, together, their share; if overdue, whatever there is.
 
-        Of the others those in prefill leave an urgent one who enters what it can use, or half.
+        Of the others those in prefill leave one who enters what it can use, or half: an urgent one,
+        or one overdue of a lesser lane.
         """
         self._shares = self._counts_beside = False
         if self._lane(request) != BATCH:
@@ -298,31 +307,48 @@ class Lanes(Policy):
         if request.request_id not in self._running:
             return tokens  # it enters
         if self._beside is None:
-            self._beside = self._room_beside_urgent()
+            self._beside = self._room_beside_first()
         if self._beside == NO_LIMIT:
             return tokens
         granted = tokens
-        if self.rank(request) > PLACES[URGENT]:
+        better, worse = self._leave_room
+        if better < self.rank(request) < worse:
             granted = min(tokens, max(self._beside, 0))
         self._beside -= granted
         self._counts_beside = True
         return granted
 
-    def _room_beside_urgent(self) -> int:
-        """Count what those in prefill may have, where an urgent one enters.
+    def _room_beside_first(self) -> int:
+        """Count what those in prefill may have, where one enters who goes before them.
 
         They stand before it, and would take the whole step until they are done. It may turn out to
         have no use for its part, so that is half at most.
         """
         step = self._this
+        urgent_wait = bool(self._waiting.get(URGENT, EMPTY).requests)
         # One that was refused for want of KV blocks may be so again.
-        if step.refused is not None or not self._waiting.get(URGENT, EMPTY).requests:
+        if step.refused is not None or not (urgent_wait or self._one_is_late):
             return NO_LIMIT
-        head = step.may_enter()
-        if head is None or self._lane(head) != URGENT:
+        if (head := step.may_enter()) is None:
+            return NO_LIMIT
+        lane = self._lane(head)
+        if lane == URGENT:
+            self._leave_room = OVERDUE if self._takes_turns() else PLACES[URGENT], math.inf
+        elif self._due.get(head.request_id):
+            self._leave_room = OVERDUE, PLACES[lane]
+        else:
             return NO_LIMIT
         room = max(step.budget - step.decodes, 0)
         return room - min(head.num_tokens, room // 2)
+
+    def _takes_turns(self) -> bool:
+        """Whether an urgent one goes before the overdue, who wait for it to enter.
+
+        They are not to wait for all that others of its lane have yet to read.
+        """
+        waited = self._waiting.get(URGENT, EMPTY).waited
+        late = self._one_is_late and self._urgents_turn
+        return late and waited >= self.settings.urgent_max_wait_s
 
     def _others_prefill(self, step: Step) -> bool:
         if self._others_in_prefill:
