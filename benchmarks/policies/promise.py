@@ -46,11 +46,12 @@ def table(title: str, promises: Sequence[Promise]) -> Table:
     for heading in ("", "measured", "promised", ""):
         layout.add_column(heading, justify="right" if heading == "measured" else "left")
     for each in promises:
+        verdict = "kept" if each.kept else "missed"
         layout.add_row(
             each.what,
             "-" if each.measured is None else f"{each.measured:.3g}",
             each.bound,
-            "kept" if each.kept else "missed",
-            style="green" if each.kept else "red",
+            verdict if each.bound else "",  # a figure beside the others promises nothing
+            style=None if not each.bound else "green" if each.kept else "red",
         )
     return layout

@@ -122,10 +122,12 @@ def test_a_promise_has_both_bounds_and_nothing_measured_is_none_kept() -> None:
     assert not Promise("", None, 1.0).kept
     shown = Console(width=100)
     with shown.capture() as capture:
-        shown.print(table("t", [Promise("what", 0.512, 0.5), Promise("nothing", None)]))
+        promises = [Promise("what", 0.512, 0.5), Promise("nothing", None), Promise("beside", 0.9)]
+        shown.print(table("t", promises))
     assert "0.512" in capture.get()
     assert "at most 0.5" in capture.get()
     assert "missed" in capture.get()
+    assert "kept" not in capture.get()
 
 
 def test_an_unknown_trial_is_named_beside_those_there_are(

@@ -1,0 +1,323 @@
+"""Do a short and a long worker serve shorts alone as two workers do? Real ones, in turns.
+
+    python -m benchmarks.both_pools --rounds 5 --save out/both-pools.json
+
+Two equal workers of the tiny model with a processor each, and nothing but short prompts: a closed
+loop through the router before the short and the long one, and through a router before the short one
+alone, the order turned round every time. The same number is under way either way, enough for two
+workers, and no bound makes either router keep any of them back; prompts are new words each time,
+and prefix caches are off. What is counted is what ended in a stretch of time when all lanes were
+under way: the first seconds and the last answers are not.
+
+What two workers give here at most is measured too: in each round both are asked at once, directly,
+each by half of the loop. Client and router have no processor of their own, and two workers that
+compute at once share caches and memory. 6 GB of memory; nothing else should run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import statistics
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Final
+
+import uvloop
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.policies import promise
+from benchmarks.policies.promise import Promise
+from benchmarks.router.processes import cpu_seconds, tree
+from proxy.config import FleetConfig, LaunchConfig, WorkerConfig
+from vllm_sched.bench.client.endpoint import Asked, Endpoint, learn
+from vllm_sched.bench.client.player import Played, play
+from vllm_sched.bench.compare import REST_S, Narrator, running
+from vllm_sched.bench.traffic.fixed import Fixed
+from vllm_sched.bench.traffic.schedule import Schedule
+from vllm_sched.cli.demo import router_of
+from vllm_sched.cli.up import described, placed
+from vllm_sched.errors import UsageError, VllmSchedError
+from vllm_sched.workers.launch import Worker
+
+FLAGS: Final = (
+    "--max-model-len=16384", "--max-num-batched-tokens=512", "--num-gpu-blocks-override=2048",
+    "--no-enable-prefix-caching",
+)  # fmt: skip
+ROLES: Final = ("short", "long")
+ALONE, BOTH, DIRECT = "the short one alone", "short and long", "both, without a router"
+TARGET: Final = 1.8
+# Before what is counted: until then lanes begin all at once.
+SETTLE_S: Final = 3.0
+WARM_UP_S: Final = 12.0
+BUSY: Final = 1.0  # load average above which the figures are worth little
+
+
+@dataclass(frozen=True)
+class Load:
+    """What is played: the same for all sides."""
+
+    prompt: int
+    output: int
+    concurrency: int
+    seconds: float
+    seed: int
+
+
+@dataclass(frozen=True)
+class Side:
+    """Who is asked: one router, or each worker; a part of the loop each."""
+
+    name: str
+    urls: Sequence[str]
+    router: Worker | None = None
+
+
+@dataclass(frozen=True)
+class Rate:
+    """What a side served in one round."""
+
+    requests_per_s: float
+    tokens_per_s: float  # prompts and answers
+    counted: int  # requests
+    by_worker: Mapping[str, int]  # of these, where a router says
+    beside: float  # processors that the client and the router took
+    failed: Sequence[str] = ()
+    warnings: Sequence[str] = ()
+
+
+def fleet(cpus: Sequence[int]) -> FleetConfig:
+    """Describe both workers: equal, but for what they are there for."""
+    if len(cpus) < len(ROLES):
+        raise UsageError("both_pools: two processors are needed; this machine offers one")
+    workers = tuple(
+        WorkerConfig.model_validate(
+            {
+                "name": f"{role}-0",
+                "role": role,
+                "launch": LaunchConfig(model="tiny", args=FLAGS, cpus=(cpu,)),
+            }
+        )
+        for role, cpu in zip(ROLES, cpus, strict=False)
+    )
+    return placed(FleetConfig(model="tiny", workers=workers))
+
+
+def sides(config: FleetConfig, folder: Path) -> list[Side]:
+    """Describe who is asked."""
+    short = config.model_copy(update={"workers": config.workers[:1]})
+    alone, both = router_of(short, folder, "alone"), router_of(config, folder, "both")
+    return [
+        Side(ALONE, [alone.url], alone),
+        Side(BOTH, [both.url], both),
+        Side(DIRECT, [str(worker.url) for worker in config.workers]),
+    ]
+
+
+async def measured(
+    side: Side, endpoints: Sequence[Endpoint], load: Load, number: int, seconds: float
+) -> Rate:
+    """Play a side for so long; its endpoints have the loop divided among them."""
+    share, rest = divmod(load.concurrency, len(endpoints))
+    lanes = [share + (index < rest) for index in range(len(endpoints))]
+    source = Fixed(f"{load.prompt}x{load.output}")
+    pids = tree(side.router.pid) if side.router and side.router.pid else []
+    used = cpu_seconds(pids)
+    played = await asyncio.gather(
+        *(
+            play(
+                endpoint,
+                Schedule(source=source, seed=load.seed, concurrency=count, duration_s=seconds),
+                salt=f"{side.name}/{number}/{index}",
+            )
+            for index, (endpoint, count) in enumerate(zip(endpoints, lanes, strict=True))
+        )
+    )
+    used = cpu_seconds(pids) - used
+    return rate(played, min(SETTLE_S, seconds / 2), seconds, used)
+
+
+def rate(played: Sequence[Played], since: float, until: float, router_s: float) -> Rate:
+    """Count what ended while all lanes were under way."""
+    everything = [outcome for each in played for outcome in each.outcomes]
+    counted = [each for each in everything if each.good and since < each.end <= until]
+    by_worker: dict[str, int] = {}
+    for each in counted:
+        by_worker[each.worker] = by_worker.get(each.worker, 0) + 1
+    longest = max(each.duration for each in played)
+    return Rate(
+        requests_per_s=len(counted) / (until - since),
+        tokens_per_s=sum(e.prompt_tokens + e.completed for e in counted) / (until - since),
+        counted=len(counted),
+        by_worker=by_worker,
+        # Each of several loops in this process has counted all that it took.
+        beside=max(each.busy for each in played) + router_s / longest,
+        failed=[each.error for each in everything if each.error],
+        warnings=sorted({warning for each in played for warning in each.warnings()}),
+    )
+
+
+async def run(load: Load, rounds: int, narrator: Narrator) -> dict[str, list[Rate]]:
+    """Start all, warm each side up, and measure them in turns."""
+    found: dict[str, list[Rate]] = {ALONE: [], BOTH: [], DIRECT: []}
+    with tempfile.TemporaryDirectory(prefix="both-pools-") as name:
+        folder = Path(name)
+        config = fleet(sorted(os.sched_getaffinity(0)))
+        workers = [described(config, worker, folder, folder) for worker in config.workers]
+        asked = sides(config, folder)
+        routers = [side.router for side in asked if side.router]
+        async with running(workers, narrator), running(routers, narrator):
+            endpoints = {
+                side.name: [await learn(Asked(url, explain=True)) for url in side.urls]
+                for side in asked
+            }
+            for number in range(rounds + 1):
+                for side in asked if number % 2 else reversed(asked):
+                    what = f"round {number} of {rounds}" if number else "warming up"
+                    narrator.step(f"{what}, {side.name}")
+                    # vLLM's processes spin for a second after a step.
+                    await asyncio.sleep(REST_S)
+                    for worker in (*workers, *routers):
+                        worker.check()
+                    seconds = load.seconds if number else min(WARM_UP_S, load.seconds)
+                    each = await measured(side, endpoints[side.name], load, number, seconds)
+                    if number:
+                        found[side.name].append(each)
+    return found
+
+
+def ratios(ours: Sequence[Rate], theirs: Sequence[Rate], figure: str) -> list[float]:
+    """Hold a side's rounds against another's; a round in which nothing ended tells nothing."""
+    return [
+        getattr(one, figure) / getattr(other, figure)
+        for one, other in zip(ours, theirs, strict=True)
+        if getattr(other, figure)
+    ]
+
+
+def promises(found: Mapping[str, Sequence[Rate]]) -> list[Promise]:
+    """Say what was promised, and beside it what two workers give here at most."""
+    alone, both, direct = found[ALONE], found[BOTH], found[DIRECT]
+    requests = "requests_per_s"
+    return [
+        Promise(
+            "requests/s over both, to the short one alone, median of the rounds",
+            _middle(ratios(both, alone, requests)),
+            at_least=TARGET,
+        ),
+        Promise(
+            "tokens/s over both, to the short one alone",
+            _middle(ratios(both, alone, "tokens_per_s")),
+            at_least=TARGET,
+        ),
+        Promise(
+            "requests/s of both without a router, to the short one alone, for comparison",
+            _middle(ratios(direct, alone, requests)),
+        ),
+        Promise(
+            "requests/s over both, to both without a router, for comparison",
+            _middle(ratios(both, direct, requests)),
+        ),
+    ]
+
+
+def _middle(found: Sequence[float]) -> float | None:
+    return statistics.median(found) if found else None
+
+
+def table(found: Mapping[str, Sequence[Rate]]) -> Table:
+    """Lay out each round's figures, and what they come to."""
+    layout = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    layout.add_column("round")
+    layout.add_column("")
+    for heading in ("requests/s", "tokens/s", "counted", "to alone", "client and router"):
+        layout.add_column(heading, justify="right")
+    layout.add_column("by worker")
+    rounds = len(found[ALONE])
+    for number in range(rounds):
+        for name, rates in found.items():
+            each, alone = rates[number], found[ALONE][number]
+            to_alone = each.requests_per_s / alone.requests_per_s if alone.requests_per_s else None
+            layout.add_row(
+                str(number + 1),
+                name,
+                f"{each.requests_per_s:.2f}",
+                f"{each.tokens_per_s:,.0f}",
+                str(each.counted),
+                "-" if to_alone is None else f"{to_alone:.2f}x",
+                f"{each.beside:.0%} of one CPU",
+                ", ".join(f"{who} {count}" for who, count in sorted(each.by_worker.items()) if who),
+                end_section=name == DIRECT,
+            )
+    for name, rates in found.items():
+        layout.add_row(
+            "median",
+            name,
+            f"{statistics.median(each.requests_per_s for each in rates):.2f}",
+            f"{statistics.median(each.tokens_per_s for each in rates):,.0f}",
+        )
+    return layout
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure and print; 1 when a request failed, whatever the figures."""
+    args = _arguments(argv)
+    console = Console(width=None if sys.stdout.isatty() else 150)
+    load = Load(args.prompt, args.output, args.concurrency, args.seconds, args.seed)
+    busy = os.getloadavg()[0]
+    try:
+        with Narrator(console) as narrator:
+            found = uvloop.run(run(load, args.rounds, narrator))
+    except VllmSchedError as error:
+        console.print(f"both_pools: {error}", style="red", markup=False, highlight=False)
+        return 1
+    told = promises(found)
+    console.print(table(found))
+    console.print(promise.table("shorts alone, by two workers and by one", told))
+    everything = [each for rates in found.values() for each in rates]
+    warnings = {warning for each in everything for warning in each.warnings}
+    warnings |= {f"load average {busy:.1f} at the start"} if busy > BUSY else set()
+    for warning in sorted(warnings):
+        console.print(warning, style="yellow", highlight=False)
+    failed = [error for each in everything for error in each.failed]
+    if failed:
+        console.print(f"{len(failed)} failed, one of them: {failed[0]}", style="red", markup=False)
+    if args.save:
+        whole = {
+            "load": asdict(load),
+            "rounds": {name: [asdict(each) for each in rates] for name, rates in found.items()},
+            "promises": promise.to_json(told),
+        }
+        args.save.write_text(json.dumps(whole, indent=1) + "\n")
+    return int(bool(failed))
+
+
+def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="both_pools", description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=5, help="that count")
+    parser.add_argument("--seconds", type=float, default=20.0, help="of each side in each round")
+    parser.add_argument("--concurrency", type=int, default=16, help="requests under way")
+    parser.add_argument("--prompt", type=int, default=1500, help="tokens")
+    parser.add_argument("--output", type=int, default=8, help="tokens")
+    parser.add_argument("--seed", type=int, default=0, help="fixes the prompts")
+    parser.add_argument("--save", type=Path, metavar="FILE.json", help="write the figures as JSON")
+    args = parser.parse_args(argv)
+    for name, least in (("rounds", 1), ("concurrency", 2), ("prompt", 1), ("output", 1)):
+        if getattr(args, name) < least:
+            parser.error(f"--{name} {getattr(args, name)}: at least {least} is needed")
+    if args.seconds <= SETTLE_S:
+        parser.error(f"--seconds {args.seconds:g}: more than {SETTLE_S:g} are needed")
+    if args.save and not args.save.parent.is_dir():
+        parser.error(f"--save {args.save}: there is no folder {args.save.parent}; make it first")
+    return args
+
+
+if __name__ == "__main__":
+    sys.exit(main())
