@@ -173,6 +173,8 @@ class Reader:
         if self.splits:
             ask.whole = ask.whole or whole_because(ask, fields)
             ask.least_output = "min_tokens" in fields
+            if not ask.whole:
+                ask.said = _said(fields, ask.fields)
         if ask.fields is not None or (self.splits and not ask.whole):
             check(body)  # which is changed on its way
         return ask
@@ -294,6 +296,14 @@ class Reader:
         most = self._fleet.pool(ask.model).limit if pinned is None else pinned.limit
         if ask.needs > most:
             fit(ask, most, cuts_output=self.cuts_output)
+
+
+def _said(fields: dict[str, Any], changed: dict[str, bytes | None] | None) -> frozenset[str]:
+    """Name the members of a body as it will be, once some are set or taken out."""
+    if changed is None:
+        return frozenset(fields)
+    added = {name for name, text in changed.items() if text is not None}
+    return frozenset((fields.keys() - changed.keys()) | added)
 
 
 def _would_be_refused(ask: Ask, tenant: Tenant) -> bool:

@@ -4,19 +4,22 @@ The text must have been parsed before: what is not JSON is not noticed here. Not
 again and nothing is printed anew, so that numbers, escapes, white space and the order of members
 reach a worker as the client wrote them.
 
-Cost: of a small body a search for each name and, where one is found, a walk from there to the end
-of the text, which tells whether it was a member of the outermost object: 1-5 us for 1 KB. Else a
-walk through all of it: a prompt of 100 KB takes 10-100 us (the more it escapes, the more), the same
-in 200 messages 300, a list of 160,000 token ids 60, for long strings and lists of numbers are
-passed over at the speed of memchr.
+Cost: where the names are known that a parser found, nothing for those that are not among them; the
+others are searched for, and one that stands in one place alone is that member. Else, of a small
+body, a search for each name and, where one is found, a walk from there to the end of the text,
+which tells whether it was a member of the outermost object: 1-5 us for 1 KB. Else a walk through
+all of it: a prompt of 100 KB takes 10-100 us (the more it escapes, the more), the same in 200
+messages 300, a list of 160,000 token ids 60, for long strings and lists of numbers are passed over
+at the speed of memchr.
 """
 
 from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from contextlib import suppress
+from operator import attrgetter
 from typing import NamedTuple
 
 import orjson
@@ -34,10 +37,12 @@ JUMP = re.compile(rb'[^"\[\]{}]*(?:"[^"]{0,96}"[^"\[\]{}]*)*')
 # A letter, a digit or `_` that is written as an escape: a name may be spelt otherwise.
 ESCAPED = re.compile(rb"\\u00(?:3\d|[46][1-9a-f]|[57][0-9a]|5f)", re.IGNORECASE)
 SMALL = 8192  # in more than that, to search for some names takes longer than to walk
+SHORT = 256  # bytes of a value that is told without a walk, beside numbers and words
 # Of one object: 4 us each, and meanwhile nobody else is served. vLLM's bodies know 150 of them.
 MOST_MEMBERS = 2000
 OURS = 50  # more than are set in one on its way
 SHORTEST, QUOTES = 5, 2 * MOST_MEMBERS  # bytes of one, as in `"":1,`; quotes of all of them
+START = attrgetter("start")
 
 
 class CrowdedError(ValueError):
@@ -71,9 +76,7 @@ def check(body: bytes) -> None:
 def _walk(body: bytes, start: int) -> list[Member] | None:
     """List the members from one on; None if they are not the outermost object's."""
     text = body[start:]
-    # Escapes of quotes are blanked, so that each quote that is left begins or ends a string. The
-    # backslashes go first, and in pairs, as a parser takes them.
-    masked = text.replace(rb"\\", b"..").replace(rb"\"", b"..") if b"\\" in text else text
+    masked = _masked(text)
     found: list[Member] = []
     at = 0
     while (key := KEY.match(masked, at)) is not None:
@@ -92,6 +95,14 @@ def _walk(body: bytes, start: int) -> list[Member] | None:
             return found if END.match(masked, end) else None
         at = comma.end()
     return None
+
+
+def _masked(text: bytes) -> bytes:
+    """Blank escapes of quotes, so that each quote that is left begins or ends a string.
+
+    The backslashes go first, and in pairs, as a parser takes them.
+    """
+    return text.replace(rb"\\", b"..").replace(rb"\"", b"..") if b"\\" in text else text
 
 
 def _value_end(masked: bytes, start: int) -> int:
@@ -125,8 +136,57 @@ def _spelt(names: tuple[str, ...]) -> dict[bytes, tuple[str, bytes]]:
     return {name.encode(): (name, b'"%b"' % name.encode()) for name in names}
 
 
-def _named(body: bytes, names: Mapping[bytes, tuple[str, bytes]]) -> list[Member]:
+def _found(body: bytes, names: Mapping[bytes, tuple[str, bytes]]) -> list[Member] | None:
+    """List the members of names that are there, each known by the one place where its name stands.
+
+    None where that does not tell: a name stands in several places, or may be spelt otherwise.
+    """
+    if b"\\u00" in body and (len(body) > SMALL or ESCAPED.search(body)):
+        return None
+    found: list[Member] = []
+    for name, (_, quoted) in names.items():
+        at = _place(body, quoted, 0)
+        if at < 0 or _place(body, quoted, at + 1) >= 0 or (key := KEY.match(body, at)) is None:
+            return None
+        value = key.end()
+        end = _end_of_short(body, value)
+        if end < 0:
+            return None
+        found.append(Member(name, at, value, end))
+    found.sort(key=START)
+    return found
+
+
+def _place(body: bytes, quoted: bytes, start: int) -> int:
+    """Find a name from somewhere on, or -1; a `_` is seldom in a text, and found by memchr."""
+    mark = quoted.find(b"_")
+    if mark < 0:
+        return body.find(quoted, start)
+    first = body.find(b"_", start)
+    return -1 if first < 0 else body.find(quoted, max(start, first - mark))
+
+
+def _end_of_short(body: bytes, start: int) -> int:
+    """Find the end of a value in the text around it; -1 where it is long, or a list."""
+    first = body[start]
+    if first == QUOTE or first == OPENING[1]:
+        try:
+            return start + _value_end(_masked(body[start : start + SHORT]), 0)
+        except (IndexError, ValueError):  # it does not end in there
+            return -1
+    scalar = None if first == OPENING[0] else SCALAR.match(body, start)
+    return scalar.end() if scalar else -1
+
+
+def _named(
+    body: bytes, names: Mapping[bytes, tuple[str, bytes]], said: Set[str] | None
+) -> list[Member]:
     """List the members of these names."""
+    if said is not None:
+        names = {key: each for key, each in names.items() if each[0] in said}
+        found = _found(body, names) if names else []
+        if found is not None:
+            return found
     there = None
     if len(body) <= SMALL and not (b"\\u00" in body and ESCAPED.search(body)):
         # In a string such quotes would be escaped: it is a key somewhere, or the end of a string.
@@ -141,19 +201,21 @@ def _named(body: bytes, names: Mapping[bytes, tuple[str, bytes]]) -> list[Member
     return [each for each in there or members(body) if each.name in names]
 
 
-def spliced(body: bytes, fields: Mapping[str, bytes | None]) -> bytes:
+def spliced(body: bytes, fields: Mapping[str, bytes | None], said: Set[str] | None = None) -> bytes:
     """Set members, or take out those that are None; each is JSON text and goes in as it is.
 
     Their names are of letters, digits and `_`. Where a member is there several times, all of them
     are changed. One that is not there yet comes last: who reads `body` from its start finds the
     prompt where the client put it.
+
+    `said`: the names of all members, as a parser found them in this very text; None: not known.
     """
     names = _spelt(tuple(fields))
     pieces: list[bytes] = []
     at = 0  # bytes of the body that are dealt with
     there: set[str] = set()
     text: bytes | None = None  # for the last of those that are there
-    for key, start, value, end in _named(body, names):
+    for key, start, value, end in _named(body, names, said):
         name = names[key][0]
         there.add(name)
         text = fields[name]

@@ -102,6 +102,7 @@ class Ask:
     pinned: str = ""  # the worker that holds what it refers to, as a stored response
     whole: str = ""  # why its prefill and its decode can't be two workers'; empty if they can
     least_output: bool = False  # whether its body says `min_tokens`
+    said: frozenset[str] | None = None  # the names of its body's members, where it may be split
     tenant: Tenant | None = None  # who asks; None where nobody is asked for a key
     rank: Rank = STANDARD
     salt: str = ""  # of its cached prefix: with another, the same text is another prefix

@@ -11,8 +11,7 @@ from proxy.core.types import Ask
 from proxy.transfer.types import Connector, Fields, Pair, Taken
 
 ONE, FALSE = b"1", b"false"
-ESCAPE = b"\\u00"  # with which a name may be spelt otherwise
-THINKING = b"thinking"
+THINKING = "thinking"
 # Where each route has its output limit. One token is the least a worker computes; the decode worker
 # computes the same one again, from the last token of the prompt.
 LIMITS = {
@@ -34,20 +33,21 @@ def prefill_body(connector: Connector, pair: Pair, ask: Ask, body: bytes) -> byt
     fields = {**PREFILL[ask.route], **connector.prefill(pair)}
     if ask.least_output:
         fields["min_tokens"] = ONE
-    if ask.route == "messages" and not connector.is_marked and _may_think_long(body):
-        fields[THINKING.decode()] = None
-    return spliced(body, fields)
+    if ask.route == "messages" and not connector.is_marked and _may_think_long(ask, body):
+        fields[THINKING] = None
+    return spliced(body, fields, ask.said)
 
 
-def _may_think_long(body: bytes) -> bool:
+def _may_think_long(ask: Ask, body: bytes) -> bool:
     """Whether a message says for how many tokens it may be thought about: for more than one.
 
     vLLM refuses that beside a limit of one token. It is a matter of the answer alone; to think not
     at all, or as the model likes, is one of the prompt.
     """
-    if THINKING not in body and ESCAPE not in body:
+    if ask.said is not None and THINKING not in ask.said:
         return False
-    said = [body[each.value : each.end] for each in members(body) if each.name == THINKING]
+    name = THINKING.encode()
+    said = [body[each.value : each.end] for each in members(body) if each.name == name]
     try:
         thinking = orjson.loads(said[-1]) if said else None
     except orjson.JSONDecodeError:
@@ -55,14 +55,13 @@ def _may_think_long(body: bytes) -> bool:
     return isinstance(thinking, dict) and thinking.get("type") == "enabled"
 
 
-def decode_body(connector: Connector, pair: Pair, taken: Taken, body: bytes) -> bytes:
-    """Write the decode leg's."""
+def decode_body(
+    connector: Connector,
+    pair: Pair,
+    taken: Taken,
+    body: bytes,
+    said: frozenset[str] | None = None,
+) -> bytes:
+    """Write the decode leg's; `said`: the names of the body's members, where they are known."""
     fields = connector.decode(pair, taken)
-    if not fields:
-        return body
-    if ESCAPE in body or any(name.encode() in body for name in fields):
-        return spliced(body, fields)
-    # There is nothing to replace, and a request's body is never an empty object.
-    end = body.rindex(b"}")
-    new = b"".join(b',"%b":%b' % (k.encode(), v) for k, v in fields.items() if v is not None)
-    return b"".join((body[:end], new, body[end:]))
+    return spliced(body, fields, said) if fields else body

@@ -126,7 +126,7 @@ def test_long_lists_of_token_ids() -> None:
 
 
 NAMES = st.sampled_from(["a", "b", "max_tokens", 'q"', "s\\", "é", "[", ""])
-PLAIN = st.sampled_from(["a", "b", "max_tokens"])
+PLAIN = st.sampled_from(["a", "b", "max_tokens"])  # one with a `_`, which is looked for otherwise
 VALUES: st.SearchStrategy[Any] = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(max_size=6) | st.sampled_from(['"', "\\"]),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(NAMES, inner, max_size=3),
@@ -175,6 +175,76 @@ def test_it_agrees_with_a_parser(
     expected += [(n, v) for n, v in fields.items() if n not in there and v is not None]
     assert json.loads(after) == dict(expected)
     assert pairs_of(after) == expected
+
+
+@given(texts(), st.dictionaries(PLAIN, st.none() | VALUES), st.sampled_from(["", "x" * 9000]))
+def test_to_know_the_names_changes_nothing_but_the_cost(
+    drawn: tuple[bytes, list[tuple[str, Any]]], fields: dict[str, Any], long: str
+) -> None:
+    body, _ = drawn
+    if long:  # beyond what is searched where nothing is known
+        comma = b"," if json.loads(body) else b""
+        body = body.replace(b"{", b'{"p": "%b \\"a\\" \\\\"%b' % (long.encode(), comma), 1)
+    wanted = {
+        name: None if value is None else json.dumps(value).encode()
+        for name, value in fields.items()
+    }
+    said = frozenset(json.loads(body))
+    assert spliced(body, wanted, said) == spliced(body, wanted)
+    # More may be named than is there, as what was taken out on the way.
+    assert spliced(body, wanted, said | {"a", "b"}) == spliced(body, wanted)
+
+
+LONG = 'please tell me more\n "stream" ' * 1000
+OTHERWISE = {
+    "once": rb'{"p":%b,"stream" : true}',
+    "in front": rb'{"stream":true,"p":%b}',
+    "twice": rb'{"stream":false,"p":%b,"stream":true}',
+    "an escape": rb'{"str\u0065am":false,"p":%b,"stream":true}',
+    "an escape alone": rb'{"p":%b,"str\u0065am":false}',
+    "deeper too": rb'{"t":{"stream":1},"p":%b,"stream":true}',
+    "deeper too, and escaped": rb'{"t":{"stream":1},"p":%b,"\u0073tream":true}',
+    "a value": rb'{"t":"stream","p":%b,"stream":true}',
+    "the end of a key": rb'{"t\"stream":1,"p":%b,"stream":true}',
+    "the end of a string": rb'{"t":"a \"stream","p":%b,"stream":true}',
+    "an object": rb'{"p":%b,"stream":{"}":"\"}","x":[{}]}}',
+    "a long object": rb'{"p":%b,"stream":{"x":[' + b"1," * 500 + b"1]}}",
+    "a string": rb'{"p":%b,"stream":"\\\" }"}',
+    "a long string": rb'{"p":%b,"stream":"' + rb"\"" * 500 + b'"}',
+    "a list": rb'{"p":%b,"stream":["]",2]}',
+}
+
+
+@pytest.mark.parametrize("name", OTHERWISE)
+@pytest.mark.parametrize("prompt", ["", LONG, LONG + "\u00e9"], ids=["short", "long", "escaped"])
+@pytest.mark.parametrize("text", [b"false", None])
+def test_a_name_that_is_known_to_be_there(name: str, prompt: str, text: bytes | None) -> None:
+    body = OTHERWISE[name] % json.dumps(prompt).encode()
+    said = frozenset(json.loads(body))
+    assert "stream" in said
+    fields = {"stream": text, "kv": b"{}"}
+    after = spliced(body, fields, said)
+    assert after == spliced(body, fields)
+    pairs = [each for each in pairs_of(body) if each[0] != "stream" or text is not None]
+    pairs = [(key, False if key == "stream" else value) for key, value in pairs]
+    assert pairs_of(after) == [*pairs, ("kv", {})]
+
+
+@pytest.mark.parametrize("before", ["", "a_b _ ", "max_tokens ", '"max_tokens" ', "_" * 9000])
+@pytest.mark.parametrize("again", ["", '"x":"_","max_tokens":3,', '"max_tokens":[1],'])
+def test_a_name_with_a_mark_that_is_elsewhere_too(before: str, again: str) -> None:
+    text = json.dumps({"p": before})
+    body = f'{text[:-1]},{again}"max_tokens":7}}'.encode()
+    said = frozenset(json.loads(body))
+    after = spliced(body, {"max_tokens": b"1"}, said)
+    assert after == spliced(body, {"max_tokens": b"1"})
+    assert {value for name, value in pairs_of(after) if name == "max_tokens"} == {1}
+
+
+def test_what_is_known_not_to_be_there_is_not_looked_for() -> None:
+    """It is for who knows to be right: here it is not."""
+    body = b'{"a":1,"b":2}'
+    assert spliced(body, {"a": b"3", "b": b"4"}, frozenset({"b"})) == b'{"a":1,"b":4,"a":3}'
 
 
 @given(texts())

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from proxy.core.router import Router
-from proxy.core.types import Role
+from proxy.core.routes import ROUTES
+from proxy.core.splice import spliced
+from proxy.core.tenants import Tenant, TenantSpec
+from proxy.core.types import Ask, Role
 from tests.proxy.core.making import chat, router_of, sized, spec
 
 IMAGE = [{"type": "image_url", "image_url": {"url": "http://x/y.png"}}]
@@ -70,5 +75,24 @@ def test_whether_it_says_min_tokens_is_known(router: Router) -> None:
     assert not sized(router, chat("hi")).least_output
 
 
+def test_the_names_of_its_members_are_known_where_it_can_be(router: Router) -> None:
+    one = sized(router, chat("hi", stream=True))
+    assert one.said == chat("hi", stream=True).keys()
+    assert sized(router, chat("hi", n=2)).said is None
+
+
 def test_fleets_without_a_transfer_do_not_ask() -> None:
-    assert sized(router_of(spec("w0")), chat("hi", n=2)).whole == ""
+    whole = sized(router_of(spec("w0")), chat("hi", n=2))
+    assert (whole.whole, whole.said) == ("", None)
+
+
+def test_the_names_are_those_of_the_body_as_the_router_sends_it(router: Router) -> None:
+    """What it sets for a tenant is there then, and what it takes out is not."""
+    tenant = Tenant(TenantSpec("a", salted=True))
+    body = json.dumps(chat("hi", stream=True, priority=3)).encode()
+    one = router.read(ROUTES["/v1/chat/completions"], body, b"application/json", "id", tenant)
+    assert isinstance(one, Ask)
+    assert one.fields is not None
+    assert one.said == json.loads(spliced(body, one.fields)).keys()
+    assert {"cache_salt", "stream_options"} <= one.said
+    assert "priority" not in one.said
