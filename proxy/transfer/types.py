@@ -22,6 +22,9 @@ NOTHING: Fields = {}
 # What no worker serves: a request for it is refused before it is scheduled, and the refusal has the
 # decode worker tell the prefill worker that nobody will come for its blocks.
 NO_MODEL = "vllm-sched:release"
+CACHED, READ = "cached_tokens", "cache_read_input_tokens"
+APART = (READ, "cache_creation_input_tokens")
+MOST = 2.0**53  # beyond it no float is a count
 LEASE_USED = 0.8  # of the time for which blocks are kept: what comes later may read others' blocks
 
 
@@ -110,22 +113,39 @@ class Connector:
 
 
 def usage_of(answer: Mapping[str, Any]) -> Usage | None:
-    """Read what a prefill worker says it computed; None where it doesn't say."""
-    usage = answer.get("usage")
-    if type(usage) is not dict:
-        return None
-    prompt = usage.get("prompt_tokens") or usage.get("input_tokens")
-    return Usage(prompt, 1, cached_tokens_in(answer) or 0) if type(prompt) is int else None
+    """Read what a prefill worker says it computed; None where it doesn't say.
+
+    Anthropic's `input_tokens` leave out what was cached, which is told beside them; Cohere's are
+    within `tokens`.
+    """
+    usage = _object(answer.get("usage"))
+    prompt = _number(usage.get("prompt_tokens"))
+    if not prompt and (prompt := _number(usage.get("input_tokens"))) is not None:
+        prompt += sum(_number(usage.get(name)) or 0 for name in APART)
+    if prompt is None:
+        prompt = _number(_object(usage.get("tokens")).get("input_tokens"))
+    return None if prompt is None else Usage(prompt, 1, cached_tokens_in(answer) or 0)
 
 
 def cached_tokens_in(answer: Mapping[str, Any]) -> int | None:
     """Read how much of the prompt a worker says it had cached; None where it doesn't say."""
-    usage = answer.get("usage")
-    if type(usage) is not dict:
-        return None
+    usage = _object(answer.get("usage"))
     details = usage.get("prompt_tokens_details") or usage.get("input_tokens_details")
-    cached = details.get("cached_tokens") if type(details) is dict else None
-    return cached if type(cached) is int else None
+    if details is not None:
+        return _number(_object(details).get(CACHED))
+    cached = usage.get(CACHED)
+    return _number(usage.get(READ) if cached is None else cached)
+
+
+def _object(value: object) -> dict[str, Any]:
+    return value if type(value) is dict else {}
+
+
+def _number(value: object) -> int | None:
+    """Read a count of tokens, which Cohere's API writes as 5.0."""
+    if type(value) is float and value.is_integer() and abs(value) < MOST:
+        return int(value)
+    return value if type(value) is int else None
 
 
 def params_of(answer: Mapping[str, Any]) -> dict[str, Any]:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from proxy.wire.request import Request
     from proxy.wire.response import Head
 
+LENGTH = re.compile(rb"\r\nContent-Length: \d+\r\n")
 RESPONSE_ID = re.compile(rb'"id"\s*:\s*"(resp_[^"\\]{1,200})"')
 RESPONSE_ID_BYTES = 8192
 MOST_HELD = 1 << 20
@@ -79,7 +80,7 @@ class Answering:
             if ended:
                 body += stream.rest()
             if self._cached is not None:
-                body = recounted(body, self._cached, same_length=not self._chunked)
+                body = recounted(body, self._cached)
             if self._hides and USAGE in body:
                 body = without_usage(body)
         elif self._cached is not None and self._tail is not None:
@@ -106,7 +107,11 @@ class Answering:
             return b""
         body, self._held = self._held, b""
         if ended:
-            body = recounted(body, cached, same_length=not self._chunked)
+            told = recounted(body, cached)
+            if len(told) != len(body):  # of an answer whose length is told, in a head not yet sent
+                length = b"\r\nContent-Length: %d\r\n" % len(told)
+                self._head = LENGTH.sub(length, self._head, 1)
+            body = told
         else:
             self._cached = None  # an answer this long: its count has to do
         self._tail = body[-TAIL:]

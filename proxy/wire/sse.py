@@ -29,7 +29,11 @@ USAGE = b'"usage":'
 PROMPT = re.compile(rb'"(?:prompt|input)_tokens"\s*:\s*(\d+)')
 WRITTEN = re.compile(rb'"(?:completion|output)_tokens"\s*:\s*(\d+)')
 NO_CHOICES = re.compile(rb'"choices"\s*:\s*\[\s*\]')
-CACHED = re.compile(rb'"cached_tokens"\s*:\s*(\d+)')
+# Cohere's numbers are written as 5.0.
+CACHED = re.compile(rb'"(?:cached|cache_read_input)_tokens"\s*:\s*(\d+)(?:\.\d+)?')
+# Anthropic's `input_tokens` leave out what was cached, read or written, which is told beside them.
+TYPED, READ = b'"input', b'"cache_read'
+APART = re.compile(rb'"cache_(?:read|creation)_input_tokens"\s*:\s*(\d+)')
 # How a piece ends, the second as a chunk: with a choice, as nearly all do, or with the last word.
 CHOICE = b"}]}\n\n", b"}]}\n\n\r\n", b"}]}\r\n\r\n"
 LAST_WORDS = b"[DONE]\n\n", b"[DONE]\n\n\r\n", b"[DONE]\r\n\r\n"
@@ -170,9 +174,12 @@ def usage_in(text: bytes) -> Usage | None:
         return None
     end = at + USAGE_BYTES
     numbers = [pattern.search(text, at, end) for pattern in (PROMPT, WRITTEN, CACHED)]
-    if numbers[0] is None:
+    if (first := numbers[0]) is None:
         return None
-    return Usage(*(min(int(found[1]), MOST_TOKENS) if found else 0 for found in numbers))
+    prompt, written, cached = [int(found[1]) if found else 0 for found in numbers]
+    if first[0].startswith(TYPED) and text.find(b'"cache_', at, end) >= 0:
+        prompt += sum(map(int, APART.findall(text, at, end)))
+    return Usage(*(min(each, MOST_TOKENS) for each in (prompt, written, cached)))
 
 
 def without_usage(events: bytes) -> bytes:
@@ -185,22 +192,22 @@ def without_usage(events: bytes) -> bytes:
     return events[:start] + events[end:]
 
 
-def recounted(text: bytes, cached: int, *, same_length: bool) -> bytes:
+def recounted(text: bytes, cached: int) -> bytes:
     """Put another number of cached tokens into the last `usage` of a text, if it has one.
 
-    Where the length was told already, blanks make up for digits; a number that has more of them
-    than the one it replaces does not fit then, and that one stays.
+    Where those are told apart from the prompt's others, the two come to as much as before.
     """
     at = text.rfind(USAGE)
-    found = CACHED.search(text, at, at + USAGE_BYTES) if at >= 0 else None
-    if found is None:
+    if at < 0 or (found := CACHED.search(text, at, at + USAGE_BYTES)) is None:
         return text
-    number, old = b"%d" % cached, found[1]
-    if same_length:
-        if len(number) > len(old):
-            return text
-        number = number.ljust(len(old))
-    return text[: found.start(1)] + number + text[found.end(1) :]
+    changes = [(found.start(1), found.end(), cached)]
+    others = PROMPT.search(text, at, at + USAGE_BYTES)
+    if others is not None and found[0].startswith(READ) and others[0].startswith(TYPED):
+        rest = int(others[1]) + int(found[1]) - cached
+        changes.append((others.start(1), others.end(), max(rest, 0)))
+    for start, end, number in sorted(changes, reverse=True):
+        text = b"%b%d%b" % (text[:start], number, text[end:])
+    return text
 
 
 def _end_of_events(data: bytes) -> int:

@@ -124,13 +124,49 @@ def test_the_decode_leg_of_any_body_has_the_parameters_once(body: bytes) -> None
     assert ours == theirs
 
 
+@pytest.mark.parametrize("connector", NAMES)
+@pytest.mark.parametrize("route", LIMITS)
+@pytest.mark.parametrize(
+    "more",
+    [
+        "",
+        '"stream":true,"max_tokens":9,"stream_options":{"include_usage":true},',
+        '"max_tokens":1,"max\\u005ftokens":99,"str\\u0065am":true,',
+        '"thinking":{"type":"enabled","budget_tokens":2048},"store":true,',
+        '"kv_transfer_params":null,"min_tokens":7,',
+        '"kv_transfer_params":{"a":1},"kv\\u005ftransfer_params":null,',
+    ],
+)
+def test_to_know_a_bodys_names_changes_neither_leg(connector: str, route: str, more: str) -> None:
+    body = ("{" + more + '"x":"max_tokens","messages":[{"content":"stream"}]}').encode()
+    moves, one = make(connector), ask(100)
+    one.route, one.least_output = route, "min_tokens" in more
+    taken = Taken(b'{"c":3}')
+    plain = prefill_body(moves, PAIR, one, body), decode_body(moves, PAIR, taken, body)
+    one.said = frozenset(json.loads(body))
+    known = prefill_body(moves, PAIR, one, body), decode_body(moves, PAIR, taken, body, one.said)
+    assert known == plain
+
+
 @pytest.mark.parametrize(
     ("usage", "then"),
     [
         ({"prompt_tokens": 9}, Usage(9, 1, 0)),
         ({"prompt_tokens": 9, "prompt_tokens_details": {"cached_tokens": 4}}, Usage(9, 1, 4)),
         ({"input_tokens": 9, "input_tokens_details": {"cached_tokens": 4}}, Usage(9, 1, 4)),
+        ({"input_tokens": 5, "cache_read_input_tokens": 4}, Usage(9, 1, 4)),
+        (
+            {
+                "input_tokens": 2,
+                "cache_creation_input_tokens": 3,
+                "cache_read_input_tokens": 4,
+            },
+            Usage(9, 1, 4),
+        ),
+        ({"tokens": {"input_tokens": 9.0}, "cached_tokens": 4.0}, Usage(9, 1, 4)),
+        ({"tokens": {"input_tokens": 9.5}}, None),
         ({"prompt_tokens": "9"}, None),
+        ({"prompt_tokens": True}, None),
         (None, None),
     ],
 )

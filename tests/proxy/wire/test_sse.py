@@ -297,20 +297,38 @@ def test_the_last_usage_counts() -> None:
 
 
 TOLD = b'{"usage":{"prompt_tokens":9,"prompt_tokens_details":{"cached_tokens":1024}}}'
-
-
-@pytest.mark.parametrize(
-    ("cached", "same_length", "then"),
-    [
-        (12, False, TOLD.replace(b"1024", b"12")),
-        (12, True, TOLD.replace(b"1024", b"12  ")),
-        (20_000, False, TOLD.replace(b"1024", b"20000")),
-        (20_000, True, TOLD),  # it does not fit
-        (0, True, TOLD.replace(b"1024", b"0   ")),
-    ],
+COHERES = (
+    b'{"id":"c","usage":{"billed_units":{"input_tokens":1600.0,"output_tokens":9.0},'
+    b'"tokens":{"input_tokens":1600.0,"output_tokens":9.0},"cached_tokens":1536.0},"x":1.0}'
 )
-def test_cached_tokens_are_told_anew(cached: int, same_length: bool, then: bytes) -> None:
-    assert recounted(TOLD, cached, same_length=same_length) == then
+ANTHROPICS = (
+    b'{"usage":{"input_tokens":64,"output_tokens":9,"cache_creation_input_tokens":null,'
+    b'"cache_read_input_tokens":1536}}'
+)
+
+
+@pytest.mark.parametrize("cached", [0, 12, 20_000])
+def test_cached_tokens_are_told_anew(cached: int) -> None:
+    assert recounted(TOLD, cached) == TOLD.replace(b"1024", b"%d" % cached)
+
+
+@pytest.mark.parametrize("cached", [0, 128, 1600])
+def test_they_are_in_each_apis_own_manner(cached: int) -> None:
+    told = json.loads(recounted(COHERES, cached))
+    theirs = json.loads(COHERES)
+    theirs["usage"]["cached_tokens"] = cached
+    assert told == theirs
+    assert usage_in(COHERES) == Usage(1600, 9, 1536)
+    told, theirs = json.loads(recounted(ANTHROPICS, cached)), json.loads(ANTHROPICS)
+    theirs["usage"] |= {"input_tokens": 1600 - cached, "cache_read_input_tokens": cached}
+    assert told == theirs
+
+
+def test_what_was_cached_is_part_of_the_prompt() -> None:
+    """Anthropic's API tells of it beside the others."""
+    assert usage_in(ANTHROPICS) == Usage(1600, 9, 1536)
+    assert usage_in(ANTHROPICS.replace(b"null", b"32")) == Usage(1632, 9, 1536)
+    assert usage_in(b'{"usage":{"input_tokens":64,"output_tokens":9}}') == Usage(64, 9)
 
 
 @pytest.mark.parametrize(
@@ -323,4 +341,4 @@ def test_cached_tokens_are_told_anew(cached: int, same_length: bool, then: bytes
     ],
 )
 def test_what_is_no_usage_stays(text: bytes) -> None:
-    assert recounted(text, 3, same_length=False) == text
+    assert recounted(text, 3) == text
