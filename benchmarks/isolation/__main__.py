@@ -112,7 +112,10 @@ async def _run(
 def _trial(args: argparse.Namespace) -> stage.Trial:
     policies = Side.parse(args.decode_policy, sets=args.set).settings
     return stage.Trial(
-        tuple(shlex.split(args.prefill_args)), tuple(shlex.split(args.decode_args)), policies
+        tuple(shlex.split(args.prefill_args)),
+        tuple(shlex.split(args.decode_args)),
+        policies,
+        args.mode,
     )
 
 
@@ -141,6 +144,9 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--set", action="append", default=[], metavar="POLICY.KEY=VALUE", help="and its settings"
+    )
+    parser.add_argument(
+        "--mode", choices=("pull", "push"), default="pull", help="who moves the bytes, P or D"
     )
     parser.add_argument("--seed", type=int, default=0, help="fixes the prompts")
     parser.add_argument("--save", type=Path, metavar="FILE", help="write every sample as JSON")

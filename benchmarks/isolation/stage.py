@@ -47,6 +47,7 @@ class Trial:
     prefill: tuple[str, ...] = ()  # more flags
     decode: tuple[str, ...] = ()
     policies: Mapping[str, Mapping[str, object]] = field(default_factory=dict)  # on the latter
+    mode: Literal["pull", "push"] = "pull"  # who moves the bytes
 
     def launch(self, role: str, cpu: int) -> LaunchConfig:
         """Describe how a worker of a role is started."""
@@ -79,7 +80,11 @@ def fleet(trial: Trial | None = None) -> FleetConfig:
         for number, role in enumerate(ROLES)
     ]
     return placed(
-        FleetConfig(model="tiny", workers=tuple(workers), transfer=TransferConfig(connector="nixl"))
+        FleetConfig(
+            model="tiny",
+            workers=tuple(workers),
+            transfer=TransferConfig(connector="nixl", mode=trial.mode),
+        )
     )
 
 

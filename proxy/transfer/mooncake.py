@@ -2,9 +2,9 @@
 
 The prefill's answer says nothing. The decode leg names the engine that holds the blocks and the
 bootstrap server where that is found: the prefill worker has to be started with an `engine_id` that
-is its name in the fleet file, and listens on its own host, port 8998 unless `transfer.addresses`
-says where. Its blocks are kept only if the prefill ends because of its length: `min_tokens` bars
-the end of the sequence from being the first token.
+is its name in the fleet file, as `up` starts it, and listens on its own host, port 8998 unless
+`transfer.addresses` says where. Its blocks are kept only if the prefill ends because of its length:
+`min_tokens` bars the end of the sequence from being the first token.
 """
 
 from __future__ import annotations

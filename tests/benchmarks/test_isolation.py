@@ -46,6 +46,7 @@ def test_the_halves_may_be_started_otherwise_to_see_what_it_changes(tmp_path: Pa
         prefill=("--max-num-seqs=8",),
         decode=("--max-num-batched-tokens=256",),
         policies={"chunk_budget": {"itl_ms": 20}},
+        mode="push",
     )
     *general, prefill, decode = (
         worker.command for worker in stage.started(stage.fleet(trial), tmp_path)
@@ -56,6 +57,9 @@ def test_the_halves_may_be_started_otherwise_to_see_what_it_changes(tmp_path: Pa
     assert "--max-num-batched-tokens=256" in decode
     assert ["--scheduler-cls" in command for command in (*general, prefill, decode)] == [
         False, False, False, True,
+    ]  # fmt: skip
+    assert ["NixlPushConnector" in " ".join(each) for each in (*general, prefill, decode)] == [
+        False, False, True, True,
     ]  # fmt: skip
 
 

@@ -291,15 +291,47 @@ def test_a_connector_that_vllm_has_not_is_told_before_anything_starts(
     assert "choose from nixl, shared-storage" in line
 
 
+def test_workers_of_lmcache_share_a_store(tmp_path: Path) -> None:
+    """Which is known to its own settings; they name a file of it, or all of it."""
+    ends = end("prefill"), end("decode", env={"LMCACHE_CONFIG_FILE": "/d.yaml"})
+    (line,) = problems(tmp_path, *ends, transfer="lmcache")
+    assert "workers[0].launch.env: says nothing of the store" in line
+    ends = end("prefill", env={"LMCACHE_REMOTE_URL": "lm://10.0.0.9:65432"}), ends[1]
+    config = up.placed(fleet.read(written(tmp_path, *ends, transfer="lmcache")))
+    made = [up.described(config, each, tmp_path, tmp_path) for each in config.workers]
+    told = [each.command[each.command.index("--kv-transfer-config") + 1] for each in made]
+    assert [(json.loads(each)["kv_connector"], json.loads(each)["kv_role"]) for each in told] == [
+        ("LMCacheConnectorV1", "kv_producer"),
+        ("LMCacheConnectorV1", "kv_consumer"),
+    ]
+
+
+def test_workers_of_mooncake_are_started_to_be_found(tmp_path: Path) -> None:
+    """By the names and ports that the router tells decode workers."""
+    second = {**end("prefill"), "name": "p2"}
+    both = end("prefill"), second, end("decode")
+    (line,) = problems(tmp_path, *both, transfer="mooncake")
+    assert "transfer.addresses: 'p2' would listen on port 8998, as 'p' does" in line
+    told = {"connector": "mooncake", "addresses": {"p2": "http://127.0.0.1:9001"}}
+    config = up.placed(fleet.read(written(tmp_path, *both, transfer=told)))
+    made = [wiring.wiring_of(config, each) for each in config.workers]
+    flags = [json.loads(each.flags[each.flags.index("--kv-transfer-config") + 1]) for each in made]
+    assert [each.get("engine_id") for each in flags] == ["p", "p2", None]
+    assert [each["kv_role"] for each in flags] == ["kv_producer", "kv_producer", "kv_consumer"]
+    assert [each.env for each in made] == [{}, {"VLLM_MOONCAKE_BOOTSTRAP_PORT": "9001"}, {}]
+    assert ["started anew" in each.said for each in made] == [True, True, False]
+    many = end("prefill", "-dp", "2"), end("decode")
+    (line,) = problems(tmp_path, *many, transfer="mooncake")
+    assert "workers[0].launch.args: --data-parallel-size 2: vLLM adds to each engine's id" in line
+
+
 @pytest.mark.parametrize("connector", ["mooncake", "lmcache"])
-def test_what_could_never_move_a_block_is_not_started(tmp_path: Path, connector: str) -> None:
-    (line,) = problems(tmp_path, end("prefill"), end("decode"), transfer=connector)
-    assert f"transfer: {connector!r}: `vllm-sched up` can't start p, d for it" in line
+def test_workers_that_somebody_else_starts_need_say_nothing(tmp_path: Path, connector: str) -> None:
     urls = [
         {"name": role, "role": role, "url": f"http://127.0.0.1:900{number}"}
         for number, role in enumerate(("prefill", "decode"))
     ]
-    fleet.read(written(tmp_path, *urls, transfer=connector))  # started elsewhere
+    fleet.read(written(tmp_path, *urls, transfer=connector))
 
 
 def test_a_mooncake_engine_is_called_what_decode_workers_look_for(tmp_path: Path) -> None:
@@ -319,6 +351,29 @@ def test_a_package_that_is_missing_is_told_before_anything_starts(
     line = capsys.readouterr().err
     assert "transfer: 'nixl': the package nixl is not installed here" in line
     assert "choose from shared-storage" in line
+
+
+@pytest.mark.parametrize("connector", ["mooncake", "lmcache"])
+@pytest.mark.parametrize("own", [True, False])
+def test_so_is_that_of_a_connector_that_vllm_itself_lists(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    connector: str,
+    own: bool,
+) -> None:
+    """Whoever writes the flag."""
+    pytest.importorskip("vllm")
+    monkeypatch.undo()
+    monkeypatch.setattr(transfer, "_importable", lambda package: package == "nixl")
+    config = {"kv_connector": transfer.class_of(connector), "kv_role": "kv_both", "engine_id": "p"}
+    args = [f"--kv-transfer-config={json.dumps(config)}"] if own else []
+    env = {"LMCACHE_CONFIG_FILE": "/lmcache.yaml"}
+    ends = end("prefill", *args, env=env), end("decode", *args, env=env)
+    assert main(["up", str(written(tmp_path, *ends, transfer=connector))]) == 2
+    line = capsys.readouterr().err
+    assert f"transfer: {connector!r}: the package {connector} is not installed here" in line
+    assert "choose from nixl, shared-storage" in line
 
 
 def test_without_a_transfer_a_decode_worker_is_a_plain_one(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import cast
 
@@ -18,14 +18,8 @@ from vllm_sched.workers.transfer import Part, Wiring
 PARTS = ("prefill", "decode")
 LONGEST, LONGEST_PORT = "--max-model-len", len(str(LAST_PORT))
 VLLM_LEASE_S = 30.0  # where nobody says how long
-# What of a connector nobody here can know or keep true: each prompt would be computed twice.
-BEYOND_US = {
-    "mooncake": (
-        "a decode worker looks for the engine id that its prefill worker was started with first, "
-        "and vLLM makes up another at each start"
-    ),
-    "lmcache": "the store that its workers share, or push through, is known to their own settings",
-}
+# LMCache's own settings, of which the store is one that its workers share or push through.
+STORE = "LMCACHE_"
 
 
 def wiring_of(config: FleetConfig, worker: WorkerConfig) -> Wiring:
@@ -37,6 +31,7 @@ def wiring_of(config: FleetConfig, worker: WorkerConfig) -> Wiring:
     made = transfer.wiring(
         config.transfer.connector,
         cast("Part", worker.role),
+        name=worker.name,
         mode=config.transfer.mode,
         host=host,
         args=told.args,
@@ -63,7 +58,10 @@ def agreement(draft: Draft) -> Iterator[Problem]:
                 "is missing: shared-storage keeps its files in a folder that all its workers see; "
                 "give one, as in transfer: {connector: shared-storage, path: /kv}",
             )
-    yield from _beyond_us(draft.transfer, draft.workers.values())
+    if draft.transfer.connector == "mooncake":
+        yield from _bootstraps(draft.transfer, draft.workers)
+    elif draft.transfer.connector == "lmcache":
+        yield from _stores(draft.workers)
     first: dict[str | None, tuple[int, WorkerConfig, LaunchConfig]] = {}
     sides: dict[tuple[str, str], int] = {}
     for index, worker in draft.workers.items():
@@ -129,20 +127,43 @@ def _cuts(index: int, told: LaunchConfig) -> Iterator[Problem]:
         )
 
 
-def _beyond_us(moved_by: TransferConfig, workers: Iterable[WorkerConfig]) -> Iterator[Problem]:
-    """Refuse to start what would come up, and never move a block."""
-    why = BEYOND_US.get(moved_by.connector)
-    if why is None:
-        return
-    ends = [(w.name, w.launch.args) for w in workers if w.launch and w.role in PARTS]
-    ours = [name for name, args in ends if transfer.own_config(args) is None]
-    if ours:
-        yield Problem(
-            "transfer",
-            f"{moved_by.connector!r}: `vllm-sched up` can't start {', '.join(ours)} for it, for "
-            f"{why}; say all of it with --kv-transfer-config in launch.args, or start them "
-            "elsewhere and give their urls, or use nixl",
-        )
+def _bootstraps(moved_by: TransferConfig, workers: Mapping[int, WorkerConfig]) -> Iterator[Problem]:
+    """Refuse prefill workers of Mooncake's that decode workers would not find."""
+    taken: dict[str, str] = {}
+    for index, worker in workers.items():
+        told = worker.launch
+        if told is None or worker.role != "prefill":
+            continue
+        engines = number(expanded(told.args), "--data-parallel-size") or 1
+        if engines > 1:
+            yield Problem(
+                f"workers[{index}].launch.args",
+                f"--data-parallel-size {engines}: vLLM adds to each engine's id, and decode "
+                f"workers are told to look for {worker.name!r}; start as many workers of one "
+                "engine, or use nixl",
+            )
+        given = moved_by.addresses.get(worker.name, "").rpartition(":")[2].strip("/")
+        port = told.env.get(transfer.BOOTSTRAP_PORT) or given or transfer.USUAL_BOOTSTRAP_PORT
+        if (other := taken.setdefault(port, worker.name)) != worker.name:
+            yield Problem(
+                "transfer.addresses",
+                f"{worker.name!r} would listen on port {port}, as {other!r} does; give each one of "
+                f"its own, as in {worker.name}: http://127.0.0.1:8999",
+            )
+
+
+def _stores(workers: Mapping[int, WorkerConfig]) -> Iterator[Problem]:
+    """Refuse workers of LMCache's that would share nothing: each prompt would be computed twice."""
+    for index, worker in workers.items():
+        told = worker.launch
+        if told is None or worker.role not in PARTS or transfer.own_config(told.args) is not None:
+            continue
+        if not any(name.startswith(STORE) for name in told.env):
+            yield Problem(
+                f"workers[{index}].launch.env",
+                "says nothing of the store that LMCache's workers share, or push through; give "
+                "LMCACHE_CONFIG_FILE, or LMCACHE_REMOTE_URL, or use nixl",
+            )
 
 
 def _own_config(

@@ -1,7 +1,8 @@
 """What a prefill or decode worker is started with, so that KV caches can move between the two.
 
-No engine id is written: vLLM makes one up at each start, so what a worker that died had promised
-can't be read from the one that takes its place.
+No engine id is written but Mooncake's, for which decode workers look by a name that is known
+before: vLLM makes one up at each start, so what a worker that died had promised can't be read from
+the one that takes its place.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ ROLES: Mapping[Part, str] = {"prefill": "kv_producer", "decode": "kv_consumer"}
 # Our own variants of vLLM's NIXL classes.
 OURS, MODULE = "vllm_sched.engine.nixl", "kv_connector_module_path"
 SIDE_HOST, SIDE_PORT = "VLLM_NIXL_SIDE_CHANNEL_HOST", "VLLM_NIXL_SIDE_CHANNEL_PORT"
-BOOTSTRAP_PORT = "VLLM_MOONCAKE_BOOTSTRAP_PORT"
+BOOTSTRAP_PORT, USUAL_BOOTSTRAP_PORT = "VLLM_MOONCAKE_BOOTSTRAP_PORT", "8998"
 
 # It stores what the last of a prompt's chunks computed, and who reads that dies of it.
 WHOLE = "--no-enable-chunked-prefill"
@@ -70,6 +71,7 @@ def wiring(
     connector: str,
     part: Part,
     *,
+    name: str = "",
     mode: str = "pull",
     host: str = launch.LOOPBACK,
     args: Sequence[str] = (),
@@ -107,8 +109,11 @@ def wiring(
         config["kv_role"] = "kv_both"  # it knows no sides
         extra["shared_storage_path"] = path
         said = [f"{config['kv_connector']} in {path}, prompts computed whole"]
-    elif connector == "mooncake" and part == "prefill" and address:
-        more[BOOTSTRAP_PORT] = str(urlsplit(address).port)
+    elif connector == "mooncake" and part == "prefill":
+        config["engine_id"] = name
+        if address:
+            more[BOOTSTRAP_PORT] = str(urlsplit(address).port)
+        said.append("when it was started anew, its decode workers have to be, too")
     elif connector == "p2p-nccl" and address:
         config["kv_port"] = address.rpartition(":")[2]
     if extra:
