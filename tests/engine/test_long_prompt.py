@@ -200,6 +200,64 @@ def test_one_held_with_the_same_prefix_enters_once_that_is_cached() -> None:
     drain(scheduler)
 
 
+def beside_a_long(more: dict[str, dict[str, object]]) -> tuple[Any, list[int]]:
+    """Have a document cached, and a long prompt in prefill that leaves half of each step."""
+    policies: dict[str, dict[str, object]] = {"long_prompt": {"long_prefill_share": 0.5}, **more}
+    scheduler = make_scheduler(policies, prefix_caching=True, budget=64, max_model_len=20_000)
+    document = list(range(10, 1610))
+    scheduler.add_request(make_request(document, output=1))
+    drain(scheduler)
+    scheduler.add_request(make_request(8, output=2000))
+    scheduler.add_request(make_request(19_000))
+    assert len(step(scheduler)) == 2
+    return scheduler, document
+
+
+@pytest.mark.parametrize("rest", [1700, 1000])
+@pytest.mark.parametrize("beside", [{}, {"deferred_prefill": {"departures": 2}}], ids="+".join)
+def test_one_with_much_cached_is_not_looked_up_whenever_prefills_change(
+    clock: list[float],
+    monkeypatch: pytest.MonkeyPatch,
+    beside: dict[str, dict[str, object]],
+    rest: int,
+) -> None:
+    scheduler, document = beside_a_long(beside)
+    asked = lookups_of(scheduler, monkeypatch)
+    held = make_request([*document, *[3] * rest], name="held", output=1)
+    scheduler.add_request(held)
+    seen = set()
+    for number in range(100):
+        clock[0] += 0.0008
+        if number % 4 == 0:
+            scheduler.add_request(make_request(100, output=1))
+        step(scheduler)
+        seen.add(tuple(r.request_id for r in scheduler.running if r.is_prefill_chunk))
+    assert len(seen) > 20
+    assert "held" not in {r.request_id for r in scheduler.running}
+    # 1,600 tokens are not looked for within 8 ms, of which there are ten here; and that when it
+    # came, and of each policy on its own.
+    looks = sum(blocks == len(held.block_hashes) for blocks in asked)
+    assert 5 <= looks <= 11 * (1 + len(beside))
+
+
+def test_one_with_much_cached_is_looked_up_again_though_nothing_changes_any_more(
+    clock: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scheduler, document = beside_a_long({})
+    held = make_request([*document, *[3] * 1700], name="held", output=1)
+    scheduler.add_request(held)
+    step(scheduler)
+    scheduler.add_request(make_request(100, output=1))  # comes and goes
+    asked = lookups_of(scheduler, monkeypatch)
+    for _ in range(20):
+        step(scheduler)
+    assert len(held.block_hashes) not in asked
+    clock[0] += 0.0081
+    for _ in range(20):
+        step(scheduler)
+    assert asked.count(len(held.block_hashes)) == 1
+
+
 def test_a_request_with_remote_kv_is_never_long() -> None:
     remote = make_request(1200, name="remote")
     remote.kv_transfer_params = {"do_remote_prefill": True}

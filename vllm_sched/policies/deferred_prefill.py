@@ -43,6 +43,7 @@ from vllm_sched.cost.regime import Regime
 from vllm_sched.cost.step_time import StepShape, StepTime
 from vllm_sched.cost.threshold import asymptotic, to_run, within_itl
 from vllm_sched.errors import UsageError
+from vllm_sched.policies.looked_up import LookedUp
 from vllm_sched.policies.types import (
     FIRST_CLASS,
     EngineFacts,
@@ -199,7 +200,9 @@ class DeferredPrefill(Policy):
         self._asked: set[str] = set()  # those in front in the step before
         # Found to have little cached; asked anew when the running prefills have changed, and now
         # and then.
-        self._deferrable: set[str] = set()
+        self._deferrable = LookedUp()
+        # Found to have much. Others may hold it, and then it would be looked up in each step.
+        self._direct = LookedUp()
 
         # Of the current step: how many entered, and each prefill with the seconds it takes.
         self._entered = 0
@@ -219,12 +222,15 @@ class DeferredPrefill(Policy):
             return DIRECT
         if not self.learns and self.threshold == 1:
             return DEFERRABLE  # which is never held: the look-up would be in vain
-        if request.request_id in self._deferrable:
+        name, now = request.request_id, self._step.now
+        if self._deferrable.holds(name, now):
             return DEFERRABLE
-        if cached() >= CACHED_SHARE * request.num_tokens:
+        if self._direct.holds(name, now):
             return DIRECT
-        self._deferrable.add(request.request_id)
-        return DEFERRABLE
+        known = cached()
+        much = known >= CACHED_SHARE * request.num_tokens
+        (self._direct if much else self._deferrable).add(name, known, now)
+        return DIRECT if much else DEFERRABLE
 
     def gate(self, lane: str, head: RequestView, waited: float) -> Gate:
         """Close it while a hold lasts, to those who may be held."""
@@ -328,7 +334,8 @@ class DeferredPrefill(Policy):
         self._given.clear()
         here, then = ([r.request_id for r in each.prefills] for each in (step, before))
         if here != then or step.index % LOOK_UP_EVERY == 0:
-            self._deferrable.clear()
+            self._deferrable.changed(step.now)
+            self._direct.changed(step.now)
         slots_full = free_before <= 0 or step.free_slots <= 0
         if slots_full or step.refused is not None:
             self._running_full = max(step.running + step.departed, 1)

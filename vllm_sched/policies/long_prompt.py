@@ -31,6 +31,7 @@ from pydantic import Field, model_validator
 
 from vllm_sched.cost.pace import StepPace, tiled
 from vllm_sched.errors import UsageError
+from vllm_sched.policies.looked_up import LookedUp
 from vllm_sched.policies.types import (
     EngineFacts,
     Gate,
@@ -160,8 +161,9 @@ class LongPrompt(Policy):
         self._gave_long = False  # whether the last chunk was a long one's
         self._beside = 0  # tokens of decodes, and of chunks that were sized
         self._fit_s: float | None = None  # the length of a step that one prefill may cause
-        # Found long beyond what is cached; asked anew when the running prefills have changed.
-        self._seen_long: set[str] = set()
+        # Found long beyond what is cached; asked anew when the running prefills have changed, but
+        # not so soon again of whom much is cached.
+        self._seen_long = LookedUp()
         self._prefilling: list[str] = []  # when the step began
 
     def resolved(self) -> dict[str, object]:
@@ -183,12 +185,15 @@ class LongPrompt(Policy):
         """
         if not self.active or request.num_output_tokens or request.num_tokens <= self.threshold:
             return SHORT
-        if request.request_id in self._seen_long:
+        name, now = request.request_id, self._step.now
+        if self._seen_long.holds(name, now):
             return LONG
         # That it is short is never remembered: the blocks can be evicted before it gets to run.
-        if not self._is_long(request.num_tokens - cached()):
+        known = cached()
+        if not self._is_long(request.num_tokens - known):
+            self._seen_long.discard(name)
             return SHORT
-        self._seen_long.add(request.request_id)
+        self._seen_long.add(name, known, now)
         return LONG
 
     def gate(self, lane: str, head: RequestView, waited: float) -> Gate:
@@ -233,7 +238,7 @@ class LongPrompt(Policy):
         # The cache grows as prefills come and go: only then is a long prompt looked up again.
         prefilling = [request.request_id for request in step.prefills]
         if prefilling != self._prefilling:
-            self._seen_long.clear()
+            self._seen_long.changed(step.now)
             self._prefilling = prefilling
         self._step = step
         self._overdue.clear()
