@@ -16,7 +16,8 @@ HEAVY = {"vllm", "torch", "transformers", "tokenizers", "safetensors"}
 # From the top of each tower down; an import only goes down, or stays on its floor.
 FLOORS = {
     "vllm_sched": [
-        "cli", "sim", "bench", "workers", "engine", "policies", "cost", "metrics_folder", "errors",
+        "cli", "sim", "bench", "workers", "engine", "policies", "cost", "metrics_folder", "files",
+        "errors",
     ],
     "proxy": [
         "app", "processes", "assembly", "batches", "wire", "control", "transfer", "core", "config",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -17,6 +18,7 @@ import pytest
 from tests.bench.fake_openai import FakeOpenAI, serving
 from vllm_sched.bench.client.endpoint import NO_COUNT, NO_IGNORE_EOS
 from vllm_sched.bench.traffic.traces import Trace
+from vllm_sched.cli import telling
 from vllm_sched.cli.main import main
 
 
@@ -105,7 +107,8 @@ def test_a_run_without_a_request_is_refused(
         monkeypatch.setattr(Trace, "requests", lambda *_: iter(()))  # emptied since it was read
         assert main([*bench, "--workload", str(trace)]) == 2
     said = capsys.readouterr()
-    assert said.err == "vllm-sched bench: t: no request was sent, as none is left in it\n"
+    last = said.err.splitlines()[-1]
+    assert last == "vllm-sched bench: t: no request was sent, as none is left in it"
     assert "requests done" not in said.out
 
 
@@ -162,9 +165,12 @@ def test_the_key_comes_from_the_environment(
         assert "k-123" not in "".join(capsys.readouterr())
 
 
-def test_ctrl_c_prints_what_there_is() -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_who_stops_it_has_what_there_is(number: int, tmp_path: Path) -> None:
+    save = tmp_path / "out.json"
     with served(FakeOpenAI(itl_s=0.001)) as fake:
         words = ["--workload", "20x3", "--request-rate", "50", "--duration", "600"]
+        words += ["--save", str(save)]
         process = subprocess.Popen(
             [sys.executable, "-m", "vllm_sched.cli.main", "bench", "--url", fake.url, *words],
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
@@ -175,11 +181,58 @@ def test_ctrl_c_prints_what_there_is() -> None:
                 if len(fake.played) >= 5:
                     break
                 waited.wait(0.05)
-            process.send_signal(signal.SIGINT)
+            process.send_signal(number)
             out, err = process.communicate(timeout=30)
         finally:
             process.kill()
     assert process.returncode == 130
     assert "interrupted: this is what there is" in out
     assert "requests done" in out
-    assert err == ""
+    began, ended = err.splitlines()
+    assert began.startswith("vllm-sched bench: 20x3 against ")
+    assert re.fullmatch(r"vllm-sched bench: \d+ s, \d+ done, \d+ under way", ended)
+    assert json.loads(save.read_text())["completed"] >= 5
+
+
+@pytest.mark.parametrize("command", ["bench", "sweep"])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_who_stops_it_need_not_wait_for_an_endpoint_that_says_nothing(
+    number: int, command: str, tmp_path: Path
+) -> None:
+    words = ["--workload", "20x3", "--save", str(tmp_path / "out.json")]
+    with served(FakeOpenAI(ttft_s=600)) as fake:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "vllm_sched.cli.main", command, "--url", fake.url, *words],
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        try:
+            waited = threading.Event()
+            for _ in range(600):
+                if fake.bodies:
+                    break
+                waited.wait(0.05)
+            assert fake.bodies
+            process.send_signal(number)
+            out, err = process.communicate(timeout=20)
+        finally:
+            process.kill()
+    assert (process.returncode, out) == (130, "")
+    assert err == f"vllm-sched {command}: interrupted\n"
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_how_far_it_is_is_told_without_a_terminal_too(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(telling, "EVERY_S", 0.6)
+    words = ["--workload", "20x3", "--request-rate", "20", "--duration", "2.2"]
+    with served(FakeOpenAI()) as fake:
+        assert main(["bench", "--url", fake.url, *words]) == 0
+    said = capsys.readouterr()
+    began, *told, _ended = said.err.splitlines()
+    assert began.startswith("vllm-sched bench: 20x3 against fake at http://")
+    assert 1 <= len(told) <= 3
+    for line in told:
+        assert re.fullmatch(r"vllm-sched bench: \d s, \d+ done, \d+ under way", line)
+    assert "against" not in said.out
+    assert "under way" not in said.out

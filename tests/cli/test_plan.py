@@ -5,15 +5,19 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from vllm_sched.cli.main import main
+from vllm_sched.cost import profiles
+from vllm_sched.sim.search import Search
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
 ASK = ["plan", "--workload", "2000x20", "--gpus", "2", "--profile", "h100-8b", "--quick"]
@@ -44,6 +48,26 @@ def test_a_plan_is_shown_and_saved(capsys: pytest.CaptureFixture[str], tmp_path:
     assert "general-1" in capsys.readouterr().out
 
 
+def test_a_measured_profile_is_found_from_where_the_fleet_file_lies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured, fleets = tmp_path / "measured", tmp_path / "fleets"
+    for folder in (measured, fleets):
+        folder.mkdir()
+    cost = {"step_time": profiles.find("h100-8b").time.to_json(), "max_model_len": 16384}
+    (measured / "cost.json").write_text(json.dumps(cost))
+    monkeypatch.chdir(tmp_path)
+    words = ["--profile", "measured/cost.json", "--policies", "default"]
+    assert main([*ASK, *words, "--save", "fleets/a plan.yaml", *TARGETS]) == 0
+    head = (fleets / "a plan.yaml").read_text()
+    assert "#     vllm-sched simulate 'fleets/a plan.yaml' --engine=fluid" in head
+    assert "profile: ../measured/cost.json" in head
+    load = ["--engine=fluid", "--workload=2000x20", "--request-rate=1", "--num-requests=5"]
+    assert main(["simulate", "fleets/a plan.yaml", *load]) == 0
+    monkeypatch.chdir(fleets)
+    assert main(["simulate", "a plan.yaml", *load]) == 0
+
+
 def test_a_trace_may_have_blocks_of_another_length(tmp_path: Path) -> None:
     trace, path = tmp_path / "trace.jsonl", tmp_path / "fleet.yaml"
     line = {"timestamp": 0, "input_length": 600, "output_length": 5, "hash_ids": [*range(38)]}
@@ -62,7 +86,8 @@ def test_real_schedulers_are_asked_and_nothing_is_said_of_this_machine() -> None
         [sys.executable, "-m", "vllm_sched.cli.main", *ASK, *words], capture_output=True, text=True
     )
     assert done.returncode == 0
-    assert all(line.startswith("planning") for line in done.stderr.splitlines()), done.stderr
+    said_by_us = "vllm-sched plan: "
+    assert all(line.startswith(said_by_us) for line in done.stderr.splitlines()), done.stderr
     told = " ".join(done.stdout.split())
     asked = re.search(r"schedulers (\d+) % of (\d+) in time at ([\d.]+) req./s: 1 general", told)
     assert asked
@@ -143,14 +168,15 @@ def test_a_worker_takes_several_gpus(capsys: pytest.CaptureFixture[str]) -> None
 def test_how_far_it_is_is_told_without_a_terminal_too(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("vllm_sched.cli.plan.TOLD_EVERY_S", 0.0)
+    monkeypatch.setattr("vllm_sched.cli.telling.EVERY_S", 0.0)
     assert main([*ASK, "--policies", "default", *TARGETS]) == 0
-    began, *told = capsys.readouterr().err.splitlines()
-    assert began == "planning for 2000x20"
+    began, *told, ended = capsys.readouterr().err.splitlines()
+    assert began == "vllm-sched plan: planning for 2000x20"
+    assert ended == "vllm-sched plan: done"
     assert any(re.search(r"; 2 general; no policy: [\d,]+ requests$", each) for each in told)
-    shares = [int(each.split("planning: ")[1].split("%")[0]) for each in told]
+    shares = [int(each.split("plan: ")[1].split("%")[0]) for each in told]
     assert shares == sorted(shares)
-    assert shares[-1] == 100
+    assert 50 < shares[-1] < 100
 
 
 def test_ctrl_c_is_said_in_a_line(
@@ -162,3 +188,92 @@ def test_ctrl_c_is_said_in_a_line(
     monkeypatch.setattr("vllm_sched.sim.plan.plan", interrupted)
     assert main([*ASK, *TARGETS]) == 130
     assert capsys.readouterr().err.splitlines()[-1] == "vllm-sched plan: interrupted"
+
+
+@pytest.fixture
+def own_ctrl_c() -> Iterator[None]:
+    """Have Ctrl-C do what it does to a program: loops of earlier tests may have left theirs."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def stopping(method: Callable[..., Any], number: int, *, after: int) -> Callable[..., Any]:
+    """Have the user stop the command before a method is called once more than so often."""
+    calls = 0
+
+    def called(*args: Any, **named: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls > after:
+            signal.raise_signal(number)
+        return method(*args, **named)
+
+    return called
+
+
+@pytest.mark.usefixtures("own_ctrl_c")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    ("what", "after", "found"),
+    [
+        ("judged", 1, ["best: 2 general", "one GPU more: not known", "one GPU fewer: not known"]),
+        ("more", 0, ["best: 2 general", "runner-up: 1 prefill + 1 decode", "more: not known"]),
+        ("fewer", 0, ["runner-up: ", "one GPU more: ", "requests/s in time", "fewer: not known"]),
+    ],
+)
+def test_who_stops_it_has_the_best_by_then(
+    number: int,
+    what: str,
+    after: int,
+    found: list[str],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "fleet.yaml"
+    monkeypatch.setattr(Search, what, stopping(getattr(Search, what), number, after=after))
+    assert main([*ASK, "--policies", "default", "--save", str(path), *TARGETS]) == 130
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    shown = capsys.readouterr()
+    assert "done\n" not in shown.err
+    text = " ".join(shown.out.split())
+    assert text.startswith("interrupted at ")
+    assert [each for each in found if each not in text] == []
+    assert "# The search was interrupted at " in path.read_text()
+    assert main(["check", str(path)]) == 0
+
+
+@pytest.mark.usefixtures("own_ctrl_c")
+def test_who_stops_real_schedulers_has_what_plain_workers_said(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm_sched.sim import plan
+
+    monkeypatch.setattr(plan, "play_exactly", stopping(plan.play_exactly, signal.SIGINT, after=1))
+    words = ["--policies", "default", "--exact", *TARGETS]
+    assert main([*ASK, *words]) == 130
+    text = said(capsys)
+    assert "best: 2 general" in text
+    assert "with vLLM's own schedulers" in text
+    assert "vLLM's own schedulers were not asked of all; to play the best with them" in text
+    assert "the order and rates are those of vLLM" not in text
+
+
+def test_who_stops_it_before_a_fleet_was_judged_is_told_in_a_line(tmp_path: Path) -> None:
+    path = tmp_path / "fleet.yaml"
+    process = subprocess.Popen(
+        [sys.executable, "-m", "vllm_sched.cli.main", *ASK, "--save", str(path), *TARGETS],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    try:
+        assert process.stderr is not None
+        assert process.stderr.readline() == "vllm-sched plan: planning for 2000x20\n"
+        process.send_signal(signal.SIGTERM)
+        out, err = process.communicate(timeout=30)
+    finally:
+        process.kill()
+    assert process.returncode == 130
+    assert out == ""
+    assert err == "vllm-sched plan: interrupted\n"
+    assert [*tmp_path.iterdir()] == []

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -21,9 +25,11 @@ def test_listed_loads_of_two_workloads(tmp_path: Path, capsys: pytest.CaptureFix
             "--goodput", "ttft:5000", "--save", str(save), "--plot", str(plot),
         ]  # fmt: skip
         assert main(["sweep", "--url", fake.url, *words]) == 0
-    out = capsys.readouterr().out
-    for word in ("20x3 at 20 requests/s, seed 0", "200x3", "40/s", "2 at once", "in time"):
-        assert word in out
+    said = capsys.readouterr()
+    for word in ("200x3", "40/s", "2 at once", "in time"):
+        assert word in said.out
+    assert "vllm-sched sweep: 20x3 at 20 requests/s, seed 0\n" in said.err
+    assert not re.search(r"seed \d+$", said.out, re.MULTILINE)
     result = json.loads(save.read_text())
     assert len(result["points"]) == 2 * (2 + 2) * 2
     assert result["served_request_rate"] == {"20x3": 40, "200x3": 40}
@@ -90,6 +96,30 @@ def test_nothing_but_failures_is_a_failure(capsys: pytest.CaptureFixture[str]) -
     out = capsys.readouterr().out
     assert "no rate was kept up with" in out
     assert "nan" not in out
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_who_stops_it_has_the_loads_that_were_measured(number: int, tmp_path: Path) -> None:
+    save = tmp_path / "sweep.json"
+    words = ["--workload", "20x1", "--request-rates", "20,30", "--seeds", "1", "--duration", "3"]
+    with served(FakeOpenAI()) as fake:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "vllm_sched.cli.main", "sweep", "--url", fake.url, *words,
+             "--save", str(save)],
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        try:
+            assert process.stderr is not None
+            while "at 30 requests/s" not in (line := process.stderr.readline()):
+                assert line, "it has ended"
+            process.send_signal(number)
+            out, err = process.communicate(timeout=30)
+        finally:
+            process.kill()
+    assert process.returncode == 130
+    assert "interrupted: this is what there is" in out
+    assert "Traceback" not in err
+    assert [each["request_rate"] for each in json.loads(save.read_text())["points"]] == [20]
 
 
 @pytest.mark.parametrize(

@@ -463,7 +463,7 @@ def test_the_file_says_what_it_is_for(tmp_path: Path) -> None:
     write(found, path, model="", command="vllm-sched plan ...", traffic="--x")
     text = path.read_text()
     assert "ttft:500 tpot:40" in text
-    assert "# " + " " * 4 + "vllm-sched simulate fleet.yaml --x\n" in text
+    assert "# " + " " * 4 + f"vllm-sched simulate {path} --x\n" in text
     assert read(path).model == "meta-llama/Llama-3.1-8B-Instruct"
     write(replace(found), path, model="ours", command="", traffic="")
     assert read(path).model == "ours"

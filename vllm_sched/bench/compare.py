@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Self
 from vllm_sched.bench import engine_trace, report
 from vllm_sched.bench.runner import Round, play
 from vllm_sched.bench.workloads import CLASSES, SHORT
+from vllm_sched.files import write_whole
 from vllm_sched.workers.launch import Side, Worker, on_cpu, trace_flags, tracing, worker
 
 if TYPE_CHECKING:
@@ -253,7 +254,7 @@ class Comparison:
 
     def save(self, path: Path) -> None:
         """Write the JSON."""
-        path.write_text(json.dumps(self.to_json(), indent=1) + "\n")
+        write_whole(path, json.dumps(self.to_json(), indent=1) + "\n")
 
 
 def _side_json(each: Contender) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from rich.text import Text
 
 from vllm_sched.bench import report
 from vllm_sched.bench.compare import Comparison
+from vllm_sched.files import write_whole
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -85,7 +86,7 @@ class Contest:
 
     def save(self, path: Path) -> None:
         """Write the JSON."""
-        path.write_text(json.dumps(self.to_json(), indent=1) + "\n")
+        write_whole(path, json.dumps(self.to_json(), indent=1) + "\n")
 
 
 def _cell(line: report.Figure) -> Text:

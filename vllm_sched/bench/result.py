@@ -9,6 +9,7 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 from vllm_sched.bench.summary import ALL, by_class, details
+from vllm_sched.files import write_whole
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -69,4 +70,4 @@ class Result:
 
     def save(self, path: Path) -> None:
         """Write the JSON."""
-        path.write_text(json.dumps(self.to_json()) + "\n")
+        write_whole(path, json.dumps(self.to_json()) + "\n")

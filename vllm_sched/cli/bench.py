@@ -25,6 +25,7 @@ from vllm_sched.cli.load import (
     run_interruptibly,
     salt_of,
     schedule_of,
+    unless_stopped,
     watched,
 )
 
@@ -133,7 +134,7 @@ async def _measured(
     console: Console,
     stop: asyncio.Event,
 ) -> tuple[Played, Endpoint]:
-    endpoint = await learn(asked)
+    endpoint = await unless_stopped(stop, learn(asked))
     tally = Tally()
     label = f"{schedule.source.name} against {endpoint.model} at {endpoint.address}"
     work = play(
@@ -144,7 +145,7 @@ async def _measured(
         tally=tally,
         stop=stop,
     )
-    return await watched(console, label, schedule, tally, work), endpoint
+    return await watched(console, "bench", label, schedule, tally, work), endpoint
 
 
 def complain(errors: Sequence[str], console: Console) -> None:

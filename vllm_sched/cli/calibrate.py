@@ -28,6 +28,7 @@ from vllm_sched.cost.fit import PLACES, Kind, kind_of
 from vllm_sched.cost.kv_size import kv_bytes_per_token
 from vllm_sched.cost.step_time import StepTime
 from vllm_sched.errors import UsageError
+from vllm_sched.files import write_whole
 from vllm_sched.sim.capacity import prefill_seconds
 from vllm_sched.workers import launch
 from vllm_sched.workers.launch import WorkerError
@@ -163,11 +164,11 @@ def run_calibrate(args: argparse.Namespace) -> int:
     _tell_whole(console, whole)
     if args.save:
         with writing(args.save):
-            args.save.write_text(json.dumps(to_json(source, found, whole), indent=1) + "\n")
+            write_whole(args.save, json.dumps(to_json(source, found, whole), indent=1) + "\n")
         console.print(f"saved {args.save}", style="dim", highlight=False)
     if args.plot:
         with writing(args.plot):
-            args.plot.write_text(chart.draw(picture(source, found)))
+            write_whole(args.plot, chart.draw(picture(source, found)))
         console.print(f"drew {args.plot}", style="dim", highlight=False)
     return 0
 

@@ -6,9 +6,8 @@ import argparse
 import asyncio
 import os
 import signal
-import sys
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -21,8 +20,8 @@ from vllm_sched.bench.client.player import TIMEOUT_S
 from vllm_sched.bench.traffic.catalogue import FORMS, NAMES, find
 from vllm_sched.bench.traffic.schedule import Schedule
 from vllm_sched.bench.traffic.traces import BLOCK_TOKENS
-from vllm_sched.cli.exits import INTERRUPTED
 from vllm_sched.cli.paths import require_folders, require_place, writing
+from vllm_sched.cli.telling import Lines, terminal
 from vllm_sched.errors import UsageError
 
 if TYPE_CHECKING:
@@ -103,7 +102,7 @@ def schedule_of(args: argparse.Namespace, *, insist: bool = False) -> Schedule:
         raise UsageError(
             f"--trace: {source.name} has no times of its own; give a --request-rate or a FILE.jsonl"
         )
-    return Schedule(
+    schedule = Schedule(
         source=source,
         seed=args.seed,
         rate=args.request_rate,
@@ -111,6 +110,9 @@ def schedule_of(args: argparse.Namespace, *, insist: bool = False) -> Schedule:
         concurrency=args.concurrency,
         **traffic_of(args),
     )
+    if schedule.concurrency is None and not schedule.timed:
+        schedule.arrivals()  # refused now, not once it is to begin
+    return schedule
 
 
 def add_traffic(parser: argparse.ArgumentParser, *, lasts: str = "60, or the trace") -> None:
@@ -210,6 +212,10 @@ def keep(result: Result, args: argparse.Namespace, console: Console) -> None:
             console.print(f"drew {path}", style="dim", highlight=False)
 
 
+class NothingYetError(Exception):
+    """The user had enough before there was anything to be shown."""
+
+
 def run_interruptibly(work: Callable[[asyncio.Event], Awaitable[T]]) -> T:
     """Run with an event that Ctrl-C sets, so that a part of a run can be shown; twice ends it."""
 
@@ -227,18 +233,35 @@ def run_interruptibly(work: Callable[[asyncio.Event], Awaitable[T]]) -> T:
 
     try:
         return uvloop.run(run())
-    except KeyboardInterrupt:
-        print("vllm-sched: interrupted", file=sys.stderr)
-        raise SystemExit(INTERRUPTED) from None
+    except NothingYetError:
+        raise KeyboardInterrupt from None
+
+
+async def unless_stopped(stop: asyncio.Event, work: Coroutine[Any, Any, T]) -> T:
+    """Wait for what has to be known before anything is measured: a minute, if nobody answers."""
+    task, stopped = asyncio.create_task(work), asyncio.create_task(stop.wait())
+    await asyncio.wait((task, stopped), return_when=asyncio.FIRST_COMPLETED)
+    if task.done():
+        stopped.cancel()
+        return task.result()
+    task.cancel()
+    with suppress(asyncio.CancelledError):
+        await task
+    raise NothingYetError
 
 
 async def watched(
-    console: Console, label: str, schedule: Schedule, tally: Tally, work: Awaitable[Played]
+    console: Console,
+    command: str,
+    label: str,
+    schedule: Schedule,
+    tally: Tally,
+    work: Awaitable[Played],
 ) -> Played:
-    """Show how far it is while it runs, where there is a terminal to show it on."""
-    if not console.is_terminal:
-        console.print(label, style="dim", highlight=False)
-        return await work
+    """Show how far it is while it runs: on a terminal in a bar, else in a line now and then."""
+    place = terminal(console)
+    if place is None:
+        return await _in_lines(Lines(command), label, tally, work)
     end = schedule.ends_after_s
     columns = (
         SpinnerColumn(), TextColumn("{task.description}", markup=False), BarColumn(30),
@@ -246,26 +269,41 @@ async def watched(
         TextColumn("{task.fields[state]}", style="dim"),
     )  # fmt: skip
     # Refreshed by hand and seldom: the clock that times tokens runs in this process too.
-    with Progress(*columns, console=console, auto_refresh=False, transient=True) as progress:
+    with Progress(*columns, console=place, auto_refresh=False, transient=True) as progress:
         task = progress.add_task(label, total=end or schedule.count, state="")
 
-        async def show() -> None:
-            while True:
-                progress.update(
-                    task,
-                    completed=time.perf_counter() - tally.began
-                    if end
-                    else tally.done + tally.failed,
-                    state=(
-                        f"{tally.done:,} done, {tally.in_flight:,} under way"
-                        + (f", {tally.failed:,} failed" if tally.failed else "")
-                    ),
-                )
-                progress.refresh()
-                await asyncio.sleep(REFRESH_S)
+        def show() -> None:
+            completed = time.perf_counter() - tally.began if end else tally.done + tally.failed
+            progress.update(task, completed=completed, state=_how_far(tally))
+            progress.refresh()
 
-        showing = asyncio.create_task(show())
-        try:
-            return await work
-        finally:
-            showing.cancel()
+        return await _beside(work, show)
+
+
+async def _in_lines(lines: Lines, label: str, tally: Tally, work: Awaitable[Played]) -> Played:
+    lines.say(label)
+
+    def show() -> None:
+        lines.tell(f"{time.perf_counter() - tally.began:,.0f} s, {_how_far(tally)}")
+
+    played = await _beside(work, show)
+    lines.say(f"{played.duration:,.0f} s, {_how_far(tally)}")
+    return played
+
+
+async def _beside(work: Awaitable[Played], show: Callable[[], None]) -> Played:
+    async def again_and_again() -> None:
+        while True:
+            show()
+            await asyncio.sleep(REFRESH_S)
+
+    showing = asyncio.create_task(again_and_again())
+    try:
+        return await work
+    finally:
+        showing.cancel()
+
+
+def _how_far(tally: Tally) -> str:
+    failed = f", {tally.failed:,} failed" if tally.failed else ""
+    return f"{tally.done:,} done, {tally.in_flight:,} under way{failed}"

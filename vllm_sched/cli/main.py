@@ -5,14 +5,19 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from importlib import import_module
 from io import TextIOWrapper
 
 from proxy.errors import ProxyError
 from vllm_sched import __version__
-from vllm_sched.cli.exits import BAD_USAGE, INTERRUPTED
+from vllm_sched.cli.exits import BAD_USAGE, INTERRUPTED, terminated_alike
 from vllm_sched.errors import VllmSchedError
 
+# What measures or plays something; the others mind their signals themselves, or are done at once.
+PLAYED = frozenset(
+    ("compare", "bench", "sweep", "simulate", "plan", "threshold", "calibrate", "demo")
+)
 FLEET = ("router", "up", "demo", "check", "explain")
 # Where what a command does is: as listed by --help.
 MODULES = {
@@ -48,6 +53,17 @@ def parser(command: str = "") -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return the exit status."""
     argv = sys.argv[1:] if argv is None else argv
+    command = "".join(argv[:1])
+    try:
+        with terminated_alike() if command in PLAYED else nullcontext():
+            return _run(argv)
+    except KeyboardInterrupt:
+        name = f"vllm-sched {command}" if command in MODULES else "vllm-sched"
+        print(f"{name}: interrupted", file=sys.stderr)
+        return INTERRUPTED
+
+
+def _run(argv: Sequence[str]) -> int:
     if isinstance(sys.stdout, TextIOWrapper):
         # Any bytes name a file, and what came of one is told all the same; so stderr does it.
         sys.stdout.reconfigure(errors="backslashreplace")
@@ -70,9 +86,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         for line in str(error).splitlines():
             print(f"vllm-sched {arguments.command}: {line}", file=sys.stderr)
         return BAD_USAGE
-    except KeyboardInterrupt:
-        print(f"vllm-sched {arguments.command}: interrupted", file=sys.stderr)
-        return INTERRUPTED
 
 
 if __name__ == "__main__":

@@ -6,8 +6,6 @@ import argparse
 import logging
 import math
 import shlex
-import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,9 +22,11 @@ from vllm_sched.bench.traffic.catalogue import find
 from vllm_sched.bench.traffic.sampled import Sampled
 from vllm_sched.bench.traffic.schedule import MOST
 from vllm_sched.bench.traffic.traces import BLOCK_TOKENS
+from vllm_sched.cli.exits import INTERRUPTED
 from vllm_sched.cli.load import WORKLOAD_HELP, add_block_tokens
 from vllm_sched.cli.paths import require_folders, writing
-from vllm_sched.cli.simulate import EXACT, FLUID, MIXED_HELP, TOLD_EVERY_S
+from vllm_sched.cli.simulate import EXACT, FLUID, MIXED_HELP
+from vllm_sched.cli.telling import Lines, terminal
 from vllm_sched.cost import profiles
 from vllm_sched.errors import UsageError
 from vllm_sched.sim import plan as planning
@@ -112,7 +112,7 @@ def describe(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
 
 
 def run_plan(args: argparse.Namespace) -> int:
-    """Run the command."""
+    """Run the command; Ctrl-C shows and keeps the best by then."""
     _check(args)
     machine, gpus_each = planning.machine_of(args.profile, *in_si(args.bandwidth, args.mixed_ms))
     question = Question(
@@ -140,11 +140,11 @@ def run_plan(args: argparse.Namespace) -> int:
     _show(console, found, args)
     if args.save:
         command = shlex.join(["vllm-sched", "plan", *_said(args)])
-        traffic = shlex.join(_traffic(args, found, exact=args.exact))
+        traffic = shlex.join(_traffic(args, found, exact=found.exactly))
         with writing(args.save):
             planning.write(found, args.save, model=args.model, command=command, traffic=traffic)
         console.print(f"saved {args.save}", style="dim", highlight=False)
-    return 0
+    return 0 if found.stopped_at is None else INTERRUPTED
 
 
 def _check(args: argparse.Namespace) -> None:
@@ -206,32 +206,36 @@ def _lengths(args: argparse.Namespace) -> list[str]:
 @contextmanager
 def _watched(console: Console, question: Question) -> Iterator[Tell]:
     """Show how far it is: on a terminal at once, else in a line now and then."""
-    if not console.is_terminal:
-        print(f"planning for {question.source.name}", file=sys.stderr)
-        yield _in_lines()
+    if (place := terminal(console)) is None:
+        lines = Lines("plan")
+        lines.say(f"planning for {question.source.name}")
+
+        def tell(what: str, share: float) -> None:
+            if share < 1:
+                lines.tell(f"{share:.0%} done; {what}")
+            else:
+                lines.say(what)
+
+        yield tell
         return
     columns = (BarColumn(30), TimeElapsedColumn(), TextColumn("{task.description}", style="dim"))
-    with Progress(*columns, console=console, transient=True) as progress:
+    with Progress(*columns, console=place, transient=True) as progress:
         task = progress.add_task("", total=1.0)
         yield lambda what, share: progress.update(task, description=what, completed=share)
-
-
-def _in_lines() -> Tell:
-    latest = time.monotonic()
-
-    def tell(what: str, share: float) -> None:
-        nonlocal latest
-        if (at := time.monotonic()) >= latest + TOLD_EVERY_S:
-            latest = at
-            print(f"planning: {share:.0%} done; {what}", file=sys.stderr)
-
-    return tell
 
 
 # What is shown
 
 
 def _show(console: Console, found: Plan, args: argparse.Namespace) -> None:
+    if found.stopped_at is not None:
+        console.print(
+            f"interrupted at {found.stopped_at:.0%}: the best of what was judged by then; fleets "
+            "that were not looked at may serve more",
+            style="yellow",
+            highlight=False,
+            soft_wrap=True,
+        )
     console.print(
         f"{found.question.source.name}, prompts of {found.prompt:,.0f} and answers of "
         f"{found.output:,.0f} tokens on average, on {some(args.gpus, 'GPU')} as "
@@ -273,7 +277,7 @@ def _show(console: Console, found: Plan, args: argparse.Namespace) -> None:
 def _judged_by(found: Plan, args: argparse.Namespace) -> Iterator[str]:
     """Say how far to trust it, and the command that checks it."""
     question = found.question
-    if not args.exact:
+    if not found.exactly:
         of_trace = isinstance(question.source, Sampled)
         seen = OF_TRACE if of_trace else NEW
         yield (
@@ -290,7 +294,7 @@ def _judged_by(found: Plan, args: argparse.Namespace) -> Iterator[str]:
         "simulators and of real machines differ, most of all near the limit: see "
         "docs/evaluation.md"
     )
-    if args.exact:
+    if found.exactly:
         yield (
             "the order and rates are those of vLLM's own schedulers (the exact engine), by one "
             "more draw; a worker more and one fewer are of plain ones, taken to be as far off"
@@ -300,7 +304,10 @@ def _judged_by(found: Plan, args: argparse.Namespace) -> Iterator[str]:
     command = ["vllm-sched", "simulate", str(fleet), *_traffic(args, found, exact=True)]
     saved = "" if args.save else " (--save FLEET.yaml writes it)"
     what = " and the trace's first lines" if isinstance(question.source, Sampled) else ""
-    yield f"no vLLM scheduler was asked; to play the best with them{what}{saved}:"
+    asked = "no vLLM scheduler was asked"
+    if found.exact:
+        asked = "vLLM's own schedulers were not asked of all"
+    yield f"{asked}; to play the best with them{what}{saved}:"
     yield f"    {shlex.join(command)}"
 
 
@@ -375,7 +382,7 @@ def _otherwise(found: Plan, rate: float | None) -> Iterator[str]:
     }
     for what, other in (("more", found.more), ("fewer", found.fewer)):
         if other is None:
-            yield f"{unit} {what}: {without[what]}"
+            yield f"{unit} {what}: {without[what] if found.stopped_at is None else 'not known'}"
             continue
         change = other.rate / best.rate - 1
         size = f"{change:+.0%}" if abs(change) > SAME else "less than such a search can tell"

@@ -5,11 +5,9 @@ from __future__ import annotations
 import argparse
 import gc
 import logging
-import signal
-import sys
 import time
 from collections.abc import Callable, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
@@ -26,7 +24,7 @@ from vllm_sched.bench.summary import table
 from vllm_sched.bench.traffic.schedule import MOST
 from vllm_sched.cli import fleet as fleet_file
 from vllm_sched.cli.bench import complain
-from vllm_sched.cli.exits import INTERRUPTED
+from vllm_sched.cli.exits import INTERRUPTED, interruptible
 from vllm_sched.cli.load import (
     add_traffic,
     add_workload,
@@ -36,6 +34,7 @@ from vllm_sched.cli.load import (
     schedule_of,
 )
 from vllm_sched.cli.paths import require_folders, writing
+from vllm_sched.cli.telling import Lines, terminal
 from vllm_sched.cost import profiles
 from vllm_sched.errors import UsageError
 from vllm_sched.sim.exact import ExactEngine
@@ -58,7 +57,6 @@ ENGINES: Final = (EXACT, FLUID)
 # Policies that mean nothing to a plain worker.
 PLAINLY: Final = frozenset(("lanes", "rotation"))
 DRAWN_WORKERS: Final = 8
-TOLD_EVERY_S: Final = 30.0  # how far it is, where there is no terminal
 # Of more requests a fluid engine tells first tokens and ends alone: a list of all gaps is too long.
 EACH_TOKEN_UP_TO: Final = 50_000
 
@@ -236,44 +234,31 @@ def _run(
 ) -> Run:
     # What vLLM has to say of this machine is of no concern to one that is not there.
     logging.getLogger("vllm").setLevel(logging.ERROR)
-    if args.engine == EXACT and console.is_terminal:
-        console.print("loading vLLM's scheduler", style="dim")
+    place, lines = terminal(console), Lines("simulate")
+    if place is not None and args.engine == EXACT:
+        place.print("loading vLLM's scheduler", style="dim")
     coarse = is_coarse(args.engine, schedule)
     maker = engine_maker(args.engine, traced=bool(args.trace or args.plot), each_token=not coarse)
     fleet = SimulatedFleet(
         config, models, maker, seed=args.seed, timeout_s=args.timeout, coarse=coarse
     )
+    if place is None:
+        lines.say(f"{schedule.source.name}, workers: {len(models):,}, {args.engine} engine")
     # What was made by now stays: the collector need not look at it again and again.
     gc.collect()
     gc.freeze()
     began, cpu = time.perf_counter(), time.process_time()
     try:
-        with watched(console, schedule) as told, interruptible() as stopped:
+        watched = nullcontext(_in_lines(lines)) if place is None else _in_a_bar(place, schedule)
+        with watched as told, interruptible() as stopped:
             played = fleet.play(schedule, told, stopped)
         wall_s, cpu_s = time.perf_counter() - began, time.process_time() - cpu
     finally:
         gc.unfreeze()
+    if place is None:
+        ended = sum(not each.interrupted for each in played.outcomes)
+        lines.say(_how_far(played.duration, len(played.outcomes), ended))
     return Run(played, fleet, wall_s, cpu_s)
-
-
-@contextmanager
-def interruptible() -> Iterator[Callable[[], bool]]:
-    """Tell whether Ctrl-C came, so that a part of a run can be shown and kept; twice ends it."""
-    came = False
-
-    def interrupt(*_: object) -> None:
-        nonlocal came
-        came = True
-        signal.signal(signal.SIGINT, before)
-
-    before = signal.getsignal(signal.SIGINT)
-    with suppress(ValueError):  # not in the main thread
-        signal.signal(signal.SIGINT, interrupt)
-    try:
-        yield lambda: came
-    finally:
-        with suppress(ValueError):
-            signal.signal(signal.SIGINT, before)
 
 
 def is_coarse(engine: str, schedule: Schedule) -> bool:
@@ -285,11 +270,7 @@ def is_coarse(engine: str, schedule: Schedule) -> bool:
 
 
 @contextmanager
-def watched(console: Console, schedule: Schedule) -> Iterator[Callable[[float, int, int], None]]:
-    """Show how far it is: on a terminal at once, else in a line now and then."""
-    if not console.is_terminal:
-        yield _in_lines()
-        return
+def _in_a_bar(console: Console, schedule: Schedule) -> Iterator[Callable[[float, int, int], None]]:
     end = schedule.ends_after_s
     columns = (
         TextColumn("{task.description}", markup=False), BarColumn(30), TimeElapsedColumn(),
@@ -308,16 +289,8 @@ def watched(console: Console, schedule: Schedule) -> Iterator[Callable[[float, i
         yield told
 
 
-def _in_lines() -> Callable[[float, int, int], None]:
-    latest = time.monotonic()
-
-    def told(now: float, sent: int, done: int) -> None:
-        nonlocal latest
-        if (at := time.monotonic()) >= latest + TOLD_EVERY_S:
-            latest = at
-            print(f"vllm-sched simulate: {_how_far(now, sent, done)}", file=sys.stderr)
-
-    return told
+def _in_lines(lines: Lines) -> Callable[[float, int, int], None]:
+    return lambda now, sent, done: lines.tell(_how_far(now, sent, done))
 
 
 def _how_far(now: float, sent: int, done: int) -> str:

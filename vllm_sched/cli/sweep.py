@@ -32,10 +32,12 @@ from vllm_sched.cli.load import (
     run_interruptibly,
     salt_of,
     traffic_of,
+    unless_stopped,
     watched,
 )
 from vllm_sched.cli.paths import writing
 from vllm_sched.errors import UsageError
+from vllm_sched.files import write_whole
 
 if TYPE_CHECKING:
     import asyncio
@@ -105,7 +107,7 @@ def run_sweep(args: argparse.Namespace) -> int:
     if args.save:
         content = sweep.to_json() | {"goodput_targets_ms": targets.as_ms()}
         with writing(args.save):
-            args.save.write_text(json.dumps(content) + "\n")
+            write_whole(args.save, json.dumps(content) + "\n")
         console.print(f"saved {args.save}", style="dim", highlight=False)
     if args.plot:
         from vllm_sched.bench.plots import draw_sweep
@@ -162,7 +164,7 @@ class _Runner:
 
     async def run(self, plans: Sequence[_Plan]) -> bool:
         """Play them; whether the user stopped it."""
-        endpoint = await learn(asked(self._args))
+        endpoint = await unless_stopped(self._stop, learn(asked(self._args)))
         for doubt in endpoint.doubts:
             self._console.print(doubt, style="yellow", highlight=False)
         for plan in plans:
@@ -202,7 +204,7 @@ class _Runner:
                 tally=tally,
                 stop=self._stop,
             )
-            played = await watched(self._console, label, schedule, tally, work)
+            played = await watched(self._console, "sweep", label, schedule, tally, work)
             if played.interrupted:  # half a run would be another load than it says
                 raise _StoppedError
             figures = summary(played.outcomes, played.duration, self._targets)

@@ -24,6 +24,7 @@ from vllm_sched.cost.regime import Regime
 from vllm_sched.cost.step_time import StepShape, StepTime
 from vllm_sched.cost.threshold import WORTHWHILE, closed_form, to_run
 from vllm_sched.errors import UsageError
+from vllm_sched.files import write_whole
 from vllm_sched.policies.deferred_prefill import K_STANDS, DeferredPrefillSettings
 
 POINTS_DRAWN = 96
@@ -155,7 +156,7 @@ def run_threshold(args: argparse.Namespace) -> int:
         console.print(f"saved {args.save}", style="dim", highlight=False)
     if args.plot:
         with writing(args.plot):
-            args.plot.write_text(chart.draw(_chart(findings, source, args)))
+            write_whole(args.plot, chart.draw(_chart(findings, source, args)))
         console.print(f"drew {args.plot}", style="dim", highlight=False)
     return 0
 
@@ -349,4 +350,4 @@ def _save(
             for finding in findings
         },
     }
-    path.write_text(json.dumps(content, indent=1) + "\n")
+    write_whole(path, json.dumps(content, indent=1) + "\n")

@@ -12,6 +12,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from heapq import heappop, heappush
 from typing import TYPE_CHECKING, Any, Final, Protocol, runtime_checkable
 
+from vllm_sched.files import write_whole
+
 if TYPE_CHECKING:
     from pathlib import Path
 
@@ -43,7 +45,7 @@ def write(path: Path, engines: Engines, outcomes: Iterable[Outcome], now: float)
         "otherData": {"clock": "virtual"},
         "traceEvents": events,
     }
-    path.write_text(json.dumps(content, separators=(",", ":")) + "\n")
+    write_whole(path, json.dumps(content, separators=(",", ":")) + "\n")
 
 
 def _clients(outcomes: Iterable[Outcome]) -> Iterator[Mapping[str, Any]]:

@@ -7,8 +7,11 @@ its real schedulers, and are then ordered by what those say.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+import os
+import shlex
+from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import yaml
@@ -17,16 +20,16 @@ from vllm_sched.bench.goodput import Targets
 from vllm_sched.bench.traffic.schedule import MOST_DRAWN
 from vllm_sched.bench.trend import Trend
 from vllm_sched.errors import UsageError
+from vllm_sched.files import write_whole
 from vllm_sched.sim.capacity import Capacity
 from vllm_sched.sim.flow import Figures, Run
-from vllm_sched.sim.models import assuming, of_profile
+from vllm_sched.sim.models import MACHINES, assuming, of_profile
 from vllm_sched.sim.search import WARM, Question, Search, Served, longest_kept, ordered
 from vllm_sched.sim.shapes import ONE_POOL
 from vllm_sched.sim.sketch import Sketch
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from pathlib import Path
 
     from vllm_sched.bench.outcome import Outcome
     from vllm_sched.sim.search import Tell
@@ -68,6 +71,8 @@ class Plan:
     runs: int
     requests: int  # of each draw
     exact: dict[str, Proof]  # by shape
+    exactly: bool = False  # whether the ranking and its rates are those of real schedulers
+    stopped_at: float | None = None  # how much of the search was done when the user had enough
 
     @property
     def best(self) -> Served:
@@ -107,42 +112,49 @@ def plan(
     exact: bool = False,
     tell: Tell = lambda _what, _share: None,
 ) -> Plan:
-    """Find the best fleet; the error says what cannot be had."""
+    """Find the best fleet; the error says what cannot be had.
+
+    Ctrl-C ends it with the best that was judged by then, if there is one.
+    """
     if not question.targets:
         raise UsageError("--goodput: name the targets to plan for, as in ttft:3000 tpot:100")
     workers = workers_of(gpus, gpus_each, question.machine.profile)
     search = Search(question, tell)
     _check_size(search, workers, gpus, gpus_each)
-    search.tell("an idle worker", 0.0)
-    search.check()
-    ranking = search.best(workers, (0.02, SEARCHED))
-    if not ranking:
-        raise UsageError(
-            f"--goodput: no fleet of {workers} {question.machine.profile} serves "
-            f"{question.source.name} at any rate; give looser targets"
-        )
-    if rate is not None:
-        _check_rate(rate, ranking[0], gpus, gpus_each, question.machine.profile)
-    played: dict[str, Proof] = {}
-    plainly = {each.shape: each.rate for each in ranking}
-    if exact:
-        require_vllm()
-        ranking, played = _exactly(search, ranking)
-    best = ranking[0]
-    plain = replace(best, rate=plainly[best.shape])
-    more = search.more(plain, (EXACTED if exact else SEARCHED, MORE))
-    fewer = search.fewer(plain, (MORE, 1.0))
-    if fewer is None and workers > 1:  # one worker is no two pools
-        fewer = next(iter(search.family(ONE_POOL, workers - 1, (MORE, 1.0))), None)
+    known, stopped_at = _Known(), None
+    try:
+        search.tell("an idle worker", 0.0)
+        search.check()
+        known.plainly = search.best(workers, (0.02, SEARCHED))
+        if not known.plainly:
+            raise UsageError(
+                f"--goodput: no fleet of {workers} {question.machine.profile} serves "
+                f"{question.source.name} at any rate; give looser targets"
+            )
+        if rate is not None:
+            _check_rate(rate, known.plainly[0], gpus, gpus_each, question.machine.profile)
+        if exact:
+            require_vllm()
+            known.exactly = _exactly(search, known.plainly, known.proofs)
+        _otherwise(search, known, workers)
+        search.tell("done", 1.0)
+    except KeyboardInterrupt:
+        # Nothing that is thrown away here is used by what follows, and it takes no time.
+        known.plainly = known.plainly or search.so_far(workers)
+        if not known.plainly:
+            raise
+        stopped_at = search.done
+    plain = known.plain
     # These are of plain workers: taken to be as far off as the best was.
-    off = best.rate / plain.rate
-    more, fewer = (each and replace(each, rate=each.rate * off) for each in (more, fewer))
+    off = known.ranking[0].rate / plain.rate
+    more, fewer = (
+        each and replace(each, rate=each.rate * off) for each in (known.more, known.fewer)
+    )
     traffic = search.traffic
-    search.tell("done", 1.0)
     return Plan(
         question,
         gpus_each,
-        ranking,
+        known.ranking,
         more,
         fewer,
         replace(
@@ -153,8 +165,42 @@ def plan(
         traffic.output,
         search.runs,
         search.count(plain.rate, fine=True),
-        played,
+        known.proofs,
+        bool(known.exactly),
+        stopped_at,
     )
+
+
+@dataclass(slots=True)
+class _Known:
+    """What is known by now."""
+
+    plainly: list[Served] = field(default_factory=list)  # the ranking, by plain workers
+    exactly: list[Served] = field(default_factory=list)  # and by real schedulers
+    proofs: dict[str, Proof] = field(default_factory=dict)
+    more: Served | None = None
+    fewer: Served | None = None
+
+    @property
+    def ranking(self) -> list[Served]:
+        """The fleets, best first."""
+        return self.exactly or self.plainly
+
+    @property
+    def plain(self) -> Served:
+        """The best, with its rate by plain workers."""
+        best = self.ranking[0]
+        rate = next(each.rate for each in self.plainly if each.shape == best.shape)
+        return replace(best, rate=rate)
+
+
+def _otherwise(search: Search, known: _Known, workers: int) -> None:
+    """Find out what one worker more or fewer would do."""
+    plain = known.plain
+    known.more = search.more(plain, (EXACTED if known.exactly else SEARCHED, MORE))
+    known.fewer = search.fewer(plain, (MORE, 1.0))
+    if known.fewer is None and workers > 1:  # one worker is no two pools
+        known.fewer = next(iter(search.family(ONE_POOL, workers - 1, (MORE, 1.0))), None)
 
 
 def some(count: int, what: str) -> str:
@@ -209,9 +255,8 @@ def require_vllm() -> None:
         )
 
 
-def _exactly(search: Search, ranking: list[Served]) -> tuple[list[Served], dict[str, Proof]]:
+def _exactly(search: Search, ranking: list[Served], played: dict[str, Proof]) -> list[Served]:
     """Lower the rates of the best of each kind until real schedulers serve them too."""
-    played: dict[str, Proof] = {}
     again: list[Served] = []
     for at, served in enumerate(ranking):
         done = SEARCHED + (EXACTED - SEARCHED) * at / len(ranking)
@@ -236,7 +281,7 @@ def _exactly(search: Search, ranking: list[Served]) -> tuple[list[Served], dict[
             f"{search.question.share:.0%} in time, and as many of the longest tenth, at {lowest} "
             "requests/s; give looser targets, or leave --exact out"
         )
-    return ordered(again), played
+    return ordered(again)
 
 
 def play_exactly(search: Search, shape: Shape, rate: float) -> Run:
@@ -297,13 +342,28 @@ def _count(figures: Figures, outcome: Outcome, search: Search) -> None:
 # As a fleet file
 
 
-def fleet_of(found: Plan, model: str = "") -> dict[str, Any]:
-    """Give the content of a fleet file for the best."""
-    profile = found.question.machine.profile
-    named = (name for part, name in NAMES.items() if part in profile)
-    return found.best.shape.to_fleet(
-        found.question.machine, model or next(named, "model"), found.gpus_each
-    )
+def fleet_of(found: Plan, model: str, folder: Path) -> dict[str, Any]:
+    """Give the content of a fleet file for the best; `folder` is where it will lie."""
+    machine = found.question.machine
+    named = (name for part, name in NAMES.items() if part in machine.profile)
+    machine = replace(machine, profile=_seen_from(folder, machine.profile))
+    return found.best.shape.to_fleet(machine, model or next(named, "model"), found.gpus_each)
+
+
+def _seen_from(folder: Path, profile: str) -> str:
+    """Name a profile as a fleet file does: if it is a file, by the way to it from there."""
+    if profile in MACHINES or Path(profile).is_absolute():
+        return profile
+    return os.path.relpath(profile, folder)
+
+
+def _unfinished(found: Plan) -> list[str]:
+    if found.stopped_at is None:
+        return []
+    return [
+        f"# The search was interrupted at {found.stopped_at:.0%}: the best that it had judged.",
+        "#",
+    ]
 
 
 def write(found: Plan, path: Path, *, model: str, command: str, traffic: str) -> None:
@@ -313,20 +373,22 @@ def write(found: Plan, path: Path, *, model: str, command: str, traffic: str) ->
         for name, value in found.question.targets.as_ms().items()
         if value is not None
     )
+    file = shlex.quote(str(path))  # from where it was planned: a trace is named from there too
     head = [
         f"# {found.best.shape}",
         "#",
+        *_unfinished(found),
         f"# Planned for {found.question.source.name} within {targets}: serves about "
         f"{found.best.rate:.3g} requests/s. By",
         f"#     {command}",
         "#",
-        f"#     vllm-sched check {path.name}",
-        f"#     vllm-sched simulate {path.name} {traffic}",
+        f"#     vllm-sched check {file}",
+        f"#     vllm-sched simulate {file} {traffic}",
         "#",
         "# To run it give each worker the url where it listens; or, with all GPUs in this machine,",
         "# its own of them under launch.env (CUDA_VISIBLE_DEVICES), and `vllm-sched up`.",
     ]
-    content = yaml.safe_dump(fleet_of(found, model), sort_keys=False, width=100)
+    content = yaml.safe_dump(fleet_of(found, model, path.parent), sort_keys=False, width=100)
     text = "\n".join(head) + "\n" + content
     # Names of files, which may be of any bytes, are among the words of the command.
-    path.write_text(text, encoding="utf-8", errors="backslashreplace")
+    write_whole(path, text, errors="backslashreplace")

@@ -141,6 +141,7 @@ class Search:
         prompts = self.traffic.prompts
         self._longest = prompts[int(LONGEST * (len(prompts) - 1))]
         self._drawn: dict[int, Drawn] = {}
+        self._judged: list[Served] = []
         self._judge = Judge(question.draws, self._served_of, self.enough)
         machine = question.machine
 
@@ -159,6 +160,11 @@ class Search:
         """Say what is done now, and how much of all that was asked for is."""
         self._done = share
         self._told(what, share)
+
+    @property
+    def done(self) -> float:
+        """How much of all that was asked for is done."""
+        return self._done
 
     def note(self, what: str) -> None:
         """Say how far it is with what is done now."""
@@ -278,7 +284,9 @@ class Search:
         if verdict is None:
             return None
         shares = tuple(run.all.share for run in verdict.runs)
-        return Served(shape, verdict.rate, verdict.run, shares)
+        served = Served(shape, verdict.rate, verdict.run, shares)
+        self._judged.append(served)
+        return served
 
     def _most(self, shape: Shape) -> float:
         return shape.workers * self.traffic.most_each
@@ -408,6 +416,13 @@ class Search:
             start = share[0] + at * width
             found += self.family(family, workers, (start, start + width))[:1]
         return ordered(found)
+
+    def so_far(self, workers: int) -> list[Served]:
+        """Give the best of every family of which one was judged, best first."""
+        best: dict[str, Served] = {}
+        for each in ordered([each for each in self._judged if each.shape.workers == workers]):
+            best.setdefault(each.shape.family, each)
+        return list(best.values())
 
     def fewer(self, served: Served, share: tuple[float, float]) -> Served | None:
         """Find what a fleet of that kind and policy serves with one worker fewer."""

@@ -1,0 +1,51 @@
+"""How commands end: SIGTERM is a Ctrl-C to those that measure."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+
+import pytest
+
+from vllm_sched.cli import main as program
+from vllm_sched.cli.exits import interruptible, terminated_alike
+
+
+@pytest.fixture(autouse=True)
+def own_signals() -> Iterator[None]:
+    """Have both do what they do to a program."""
+    interrupt = signal.signal(signal.SIGINT, signal.default_int_handler)
+    terminate = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGINT, interrupt)
+    signal.signal(signal.SIGTERM, terminate)
+
+
+def test_who_minds_ctrl_c_minds_a_sigterm() -> None:
+    with terminated_alike():
+        with interruptible() as stopped:
+            assert not stopped()
+            signal.raise_signal(signal.SIGTERM)
+            assert stopped()
+            with pytest.raises(KeyboardInterrupt):
+                signal.raise_signal(signal.SIGTERM)
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGTERM)
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def test_a_job_in_the_background_that_ignores_ctrl_c_ends_by_a_sigterm() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with terminated_alike(), pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGTERM)
+
+
+def test_ctrl_c_while_a_command_is_loaded_is_a_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def stopped(_: str) -> None:
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(program, "import_module", stopped)
+    assert program.main(["plan", "--gpus", "1"]) == 130
+    assert capsys.readouterr().err == "vllm-sched plan: interrupted\n"

@@ -1,0 +1,84 @@
+"""A file is there whole or as it was."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+
+from vllm_sched.files import write_whole
+
+
+def test_it_is_written_and_nothing_beside_it(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    for text in ("one", "two"):
+        write_whole(path, text)
+        assert path.read_text() == text
+        path.chmod(0o640)
+    assert [each.name for each in tmp_path.iterdir()] == ["a.json"]
+    assert path.stat().st_mode & 0o777 == 0o640
+
+
+@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "full"), KeyboardInterrupt()])
+def test_what_was_there_stays_if_it_fails(
+    error: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "a.json"
+    path.write_text("old")
+
+    def half(place: Path, text: str, **_: object) -> int:
+        place.write_bytes(text[:2].encode())
+        raise error
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "write_text", half)
+        with pytest.raises(type(error)):
+            write_whole(path, "new and longer")
+    assert path.read_text() == "old"
+    assert [each.name for each in tmp_path.iterdir()] == ["a.json"]
+
+
+def test_links_pipes_and_devices_stay_what_they_are(tmp_path: Path) -> None:
+    there, link, pipe = (tmp_path / name for name in ("there", "link", "pipe"))
+    link.symlink_to(there)
+    write_whole(link, "through")
+    assert link.is_symlink()
+    assert there.read_text() == "through"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    write_whole(pipe, "piped")
+    assert os.read(reader, 10) == b"piped"
+    os.close(reader)
+    with pytest.raises(OSError, match="No space left"):
+        write_whole(Path("/dev/full"), "x")
+
+
+def test_a_folder_that_takes_no_more_files_may_have_one_to_write_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Root, whom tests may be run by, may write anywhere."""
+    path = tmp_path / "a.json"
+    path.write_text("old")
+    monkeypatch.setattr(os, "access", lambda place, _: Path(place) != tmp_path)
+    inode = path.stat().st_ino
+    write_whole(path, "new")
+    assert path.read_text() == "new"
+    assert path.stat().st_ino == inode
+
+
+def test_a_file_that_is_a_mount_is_written_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a container has it that is given one file of its host's."""
+    path = tmp_path / "a.json"
+    path.write_text("old")
+
+    def busy(*_: object) -> None:
+        raise OSError(errno.EBUSY, "Device or resource busy")
+
+    monkeypatch.setattr(Path, "replace", busy)
+    write_whole(path, "new")
+    assert path.read_text() == "new"
+    assert [each.name for each in tmp_path.iterdir()] == ["a.json"]
