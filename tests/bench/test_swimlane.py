@@ -69,6 +69,19 @@ def test_a_failed_request_says_so_and_waits_to_the_end() -> None:
     assert "failed: HTTP 500: &lt;boom&gt;" in svg
 
 
+@pytest.mark.parametrize(
+    ("label", "title"),
+    [
+        ("default --x", "side: default --x (vLLM&#x27;s own scheduler)"),
+        ("none", "side: none (our scheduler without a policy, which schedules as vLLM&#x27;s own"),
+        ("long_prompt", "side: long_prompt<"),
+    ],
+)
+def test_a_side_without_a_policy_is_named_in_words(label: str, title: str) -> None:
+    panel = swimlane.Panel("side", label, canned_round(1, 2.0))
+    assert title in swimlane.swimlane([panel], title="one")
+
+
 def test_a_round_in_which_everything_failed_can_be_drawn() -> None:
     drawn(Round(1, (Record("short", 100, 16, error="no"),)), Round(1, ()))
 
@@ -140,7 +153,7 @@ def test_the_engines_account_is_drawn_chunk_by_chunk() -> None:
     first, second = [(float(x), float(width)) for _, x, width in boxes[:2]]
     assert first[1] == second[1]
     assert second[0] - first[0] == pytest.approx(3 * first[1], rel=0.01)
-    assert "in the engine&#x27;s queue 500 ms, prompt in 2 chunks, preempted 1 times" in svg
+    assert "in the engine&#x27;s queue 500 ms, prompt in 2 chunks, preempted 1 time," in svg
 
 
 def test_the_grey_ends_where_the_engine_began() -> None:

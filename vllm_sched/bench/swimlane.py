@@ -20,6 +20,8 @@ from vllm_sched.bench.engine_trace import PREEMPTED, PREFILL, WAITING, Phase
 from vllm_sched.bench.report import GROUPS, Figure, foreground_end, show, show_ratio
 from vllm_sched.bench.workloads import BACKGROUND, BATCH, LONG, SHORT
 from vllm_sched.errors import UsageError
+from vllm_sched.files import write_whole
+from vllm_sched.workers.launch import DEFAULT, NONE
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -30,6 +32,11 @@ if TYPE_CHECKING:
 
 SUFFIXES = (".html", ".svg")
 ORDER = (LONG, SHORT, BATCH, BACKGROUND)
+# What runs where no policy is named.
+MEANT = {
+    DEFAULT: "vLLM's own scheduler",
+    NONE: "our scheduler without a policy, which schedules as vLLM's own does",
+}
 
 WIDTH = 1200.0
 LEFT, RIGHT = 150.0, 24.0  # gutters beside the lanes
@@ -76,6 +83,12 @@ class Panel:
     played: Round
     numbers: str = ""
     stories: Stories = field(default_factory=dict)  # what its engine says
+
+    @property
+    def title(self) -> str:
+        """Name it, in words where its label is none that a reader knows."""
+        meant = MEANT.get(self.label.split(" ")[0])
+        return f"{self.role}: {self.label}" + (f" ({meant})" if meant else "")
 
     def phases(self, record: Record) -> list[Phase]:
         """Return what the engine did with a request, on the round's clock."""
@@ -174,12 +187,11 @@ def write(comparison: Comparison, path: Path) -> None:
     svg = swimlane(panels, title=title, subtitle=notes)
     if path.suffix == ".html":
         roles = [f"{each.role}: {each.label}" for each in comparison.sides]
-        path.write_text(
-            page(svg, title=title, lines=lines, roles=roles, notes=_method(comparison)),
-            encoding="utf-8",
+        write_whole(
+            path, page(svg, title=title, lines=lines, roles=roles, notes=_method(comparison))
         )
     else:
-        path.write_text(svg, encoding="utf-8")
+        write_whole(path, svg)
 
 
 def _panel(panel: Panel, scale: Scale, top: float) -> tuple[str, float]:
@@ -191,7 +203,7 @@ def _panel(panel: Panel, scale: Scale, top: float) -> tuple[str, float]:
     lanes = sum(len(records) for _, records in groups) * LANE + GROUP_GAP * len(groups)
     bottom = top + PANEL_HEAD + lanes
     parts = [
-        _text(24, top + 16, f"{panel.role}: {panel.label}", "h2"),
+        _text(24, top + 16, panel.title, "h2"),
         _text(24, top + 34, panel.numbers, "num"),
         _axis(scale, top + PANEL_HEAD - 4, bottom),
     ]
@@ -273,9 +285,9 @@ def _story(record: Record, name: str, phases: Sequence[Phase] = ()) -> str:
     waits = [phase for phase in phases if phase.name == WAITING]
     if chunks := [phase for phase in phases if phase.name == PREFILL]:
         queued = show(sum(wait.end - wait.start for wait in waits), "s")
-        parts.append(f"in the engine's queue {queued}, prompt in {len(chunks)} chunks")
+        parts.append(f"in the engine's queue {queued}, prompt in {_some(len(chunks), 'chunk')}")
     if out := sum(phase.name == PREEMPTED for phase in phases):
-        parts.append(f"preempted {out} times")
+        parts.append(f"preempted {_some(out, 'time')}")
     parts.append(f"{record.completed} tokens")
     if record.itls:
         parts.append(f"longest gap {show(max(record.itls), 's')}")
@@ -306,15 +318,15 @@ def _legend(scale: Scale, y: float, *, engines: bool = False) -> str:
     entry(
         f'<rect class="wait" x="{at:g}" y="{y - 2.5:g}" width="24" height="5"/>',
         "waiting for the engine" if engines else "waiting for the first token",
-        175 if engines else 205,
+        185 if engines else 215,
     )
     if engines:
         box = f'y="{y - 4:g}" height="8"'
         chunks = "".join(
             f'<rect class="chunk long" x="{at + dx:g}" {box} width="11"/>' for dx in (0, 12)
         )
-        entry(chunks, "a chunk of the prompt", 165)
-        entry(f'<rect class="out" x="{at:g}" {box} width="24"/>', "preempted", 105)
+        entry(chunks, "a chunk of the prompt", 190)
+        entry(f'<rect class="out" x="{at:g}" {box} width="24"/>', "preempted", 120)
     entry(f'<circle class="short" cx="{at + 14:g}" cy="{y:g}" r="3.4"/>', "first token", 118)
     ticks = "".join(f"M{at + dx:g} {y - 4.5:g}v9" for dx in (4, 9, 14, 19))
     entry(f'<path class="tick short" d="{ticks}"/>', "a token", 98)
@@ -379,6 +391,10 @@ def _method(comparison: Comparison) -> str:
         "on both sides. A decode's gaps count while long or short prompts were about. "
         f"{comparison.warning()}"
     )
+
+
+def _some(count: int, what: str) -> str:
+    return f"{count} {what}" + ("" if count == 1 else "s")
 
 
 def _nice(step: float) -> float:
