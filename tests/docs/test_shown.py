@@ -28,6 +28,7 @@ NAMED = re.compile(
     r"(?<![\w./~-])(?:deploy|docs|grafana|benchmarks|scripts|tests|proxy|vllm_sched)/[\w./*-]*[\w*/]"
 )
 MADE = {*(ROOT / ".gitignore").read_text().split()}  # by whoever follows a page
+RUN = re.compile(r"python -m ((?:benchmarks|grafana|proxy|vllm_sched)[\w.]*)([^`\n]*)")
 CURL = re.compile(r"^ {4}(curl .*)$|`(curl [^`]+)`", re.MULTILINE)
 each_page = pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md"], ids=name_of)
 
@@ -43,10 +44,19 @@ def test_targets_and_modules_that_are_named_are_there(page: Path) -> None:
     text = page.read_text()
     targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
     assert set(re.findall(r"(?:`|^ {4})make ([a-z-]+)", text, re.MULTILINE)) <= {*targets}
-    for module in set(
-        re.findall(r"python -m ((?:benchmarks|grafana|proxy|vllm_sched)[\w.]*)", text)
-    ):
-        assert importlib.util.find_spec(module), module
+    for module, said in set(RUN.findall(text.replace("\\\n", " "))):
+        source = source_of(module)
+        for option in re.findall(r" (--[\w-]+)", said):
+            assert f'"{option}"' in source, f"{module}{said}"
+
+
+def source_of(module: str) -> str:
+    """Return what is run by a module's name."""
+    spec = importlib.util.find_spec(module)
+    assert spec, module
+    assert spec.origin, module
+    path = Path(spec.origin)
+    return (path.with_name("__main__.py") if path.name == "__init__.py" else path).read_text()
 
 
 def curls() -> list[str]:
