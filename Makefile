@@ -8,7 +8,7 @@ SEED ?= 1
 FLEET ?= deploy/fleets/cpu-demo.yaml
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo compare up test explore lint format bench bench-router boards figures fuzz soak reliability sbom audit clean
+.PHONY: help setup demo compare up test explore lint format bench bench-router boards figures fuzz soak starvation reliability sbom audit clean
 
 help: ## show this
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 18
@@ -65,6 +65,9 @@ fuzz: setup ## 100,000 messages made wrong against the readers of HTTP
 
 soak: setup ## the router under load and faults, 30 minutes; MINUTES=5 for less, SEED=2, WITH="--processes 2 --guarded"
 	@$(BIN)/python -m benchmarks.soak --minutes $(MINUTES) --seed $(SEED) $(WITH)
+
+starvation: setup ## how long those whom a policy holds wait in real workers, beside its bound (7 min)
+	@$(BIN)/python -m benchmarks.starvation
 
 reliability: setup ## the same troubles for our router and two others
 	@$(BIN)/python -m benchmarks.reliability

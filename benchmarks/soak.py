@@ -4,15 +4,17 @@
 
 The router is a process of its own, as its users start it, and so are the clients; the workers are
 fakes in this one. With `--kill-router` it is killed and started again every so many seconds; with
-`--processes 2 --kill-member 60` one of its processes is; with `--stall-member 60` one stands still
-for some seconds and goes on; with `--tenants` the requests are two tenants'. With `--guarded`
+`--processes 2 --kill-member 60` one of its processes is, in the first half of the time: whether
+anything grows is seen in the second; with `--stall-member 60` one stands still for some seconds and
+goes on; with `--tenants` the requests are two tenants'. With `--guarded`
 clients and a worker speak TLS, some requests are refused for their wait, and a third tenant has
 files of requests run, on a disk that fills up. Compiled modules are used where there are any, as by
 every router, and plain ones with VLLM_SCHED_COMPILED=0. What befalls whom follows from `--seed`.
 
 What is printed each minute: how requests ended, what the router holds, its memory, its open files.
 The exit status says whether any request hung or had a wrong answer, a line none or two, anything
-was left at the end, or memory or files have grown since the first minute.
+was left at the end, or memory or files have grown since the first minute, or the first after the
+last kill of a process.
 """
 
 from __future__ import annotations
@@ -48,6 +50,7 @@ from vllm_sched.workers.launch import free_port
 T = TypeVar("T")
 
 ROW_S, READY_S, CALM_S = 60.0, 60.0, 60.0
+YOUNG_S = ROW_S / 2  # a process holds less than it will
 NIGHT_S = 300.0  # for a file of requests: a line that fails rests for up to a minute
 STILL_S = (1.0, 8.0)  # of a process that goes on then; after thirty it would be killed
 WIDTH = 10
@@ -63,7 +66,7 @@ IN_FLIGHT = (
     "proxy_client_connections ",
     "proxy_tenant_inflight_requests{",
 )
-MORE_MEMORY, MORE_FILES = 1.15, 16  # than after the first minute
+MORE_MEMORY, MORE_FILES = 1.15, 16  # than at first
 NO_ROOM = 507
 
 
@@ -112,6 +115,7 @@ class Router:
         self.fleet, self.port, self.env, self.tls = fleet, port, env, tls
         self.process: asyncio.subprocess.Process | None = None
         self.kills = self.lost = self.stills = 0
+        self.young_until = 0.0
         self.recovered_s: list[float] = []
 
     async def start(self) -> None:
@@ -153,6 +157,7 @@ class Router:
         if there := children_of(self.process.pid):
             self.lost += 1
             os.kill(dice.choice(there), signal.SIGKILL)
+            self.young_until = time.monotonic() + YOUNG_S
 
     async def stand_still(self, dice: random.Random) -> None:
         """Have one of its processes do nothing for a while, and then go on."""
@@ -293,7 +298,7 @@ async def _watch(
     seconds: float,
 ) -> int:
     began = time.monotonic()
-    until = began + seconds - 2
+    until, half = began + seconds - 2, began + seconds / 2
     dice = random.Random(given.seed)
     last: dict[str, object] = {}
 
@@ -314,9 +319,10 @@ async def _watch(
             await router.die()
 
     async def lose() -> None:
-        while given.kill_member and time.monotonic() + given.kill_member < until:
+        while given.kill_member and time.monotonic() + given.kill_member < half:
             await asyncio.sleep(given.kill_member)
             router.lose(dice)
+            held.clear()
 
     async def still() -> None:
         while given.stall_member and time.monotonic() + given.stall_member < until:
@@ -330,7 +336,8 @@ async def _watch(
             with suppress(aiohttp.ClientError, OSError):
                 holds, flying = router.holds(), await in_flight(router.port, router.tls)
                 row((time.monotonic() - began) / 60, last, *holds, flying)
-                held.append(holds)
+                if time.monotonic() > router.young_until:
+                    held.append(holds)
 
     async def batches() -> None:
         while router.tls is not None and time.monotonic() < until:
@@ -356,15 +363,15 @@ def row(minute: float, said: dict[str, object], rss: float, files: int, flying: 
 
 
 def grown(held: list[tuple[float, int]], last: tuple[float, int]) -> list[str]:
-    """Say what has grown since the first minute, by more than a busy moment explains."""
+    """Say what has grown since the first look, by more than a busy moment explains."""
     if len(held) < 2:  # too short to tell
         return []
     (rss, files), (last_rss, last_files) = held[0], last
     found = []
     if last_rss > rss * MORE_MEMORY:
-        found.append(f"memory: {rss:.0f} MiB after a minute, {last_rss:.0f} at the end")
+        found.append(f"memory: {rss:.0f} MiB at first, {last_rss:.0f} at the end")
     if last_files > files + MORE_FILES:
-        found.append(f"files: {files} after a minute, {last_files} at the end")
+        found.append(f"files: {files} at first, {last_files} at the end")
     return found
 
 
@@ -394,9 +401,9 @@ async def _verdict(
         print(f"of the router's processes {router.lost} were killed")
     if router.stills:
         print(f"of the router's processes one stood still {router.stills} times")
-    # Of processes that are killed, those that come after them are younger.
-    more = grown(held, (rss, files)) if not (router.kills or router.lost) else []
-    print(f"grown: {more}")
+    # Who comes after one that is killed is younger.
+    more = grown(held, (rss, files)) if not router.kills else []
+    print(f"grown: {more}, looked at {len(held)} times")
     if router.kills:
         worst = max(router.recovered_s)
         print(f"the router was killed {router.kills} times, and served again within {worst:.1f} s")
