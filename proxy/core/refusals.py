@@ -32,6 +32,16 @@ def unknown_model(model: str, known: Iterable[str]) -> Refusal:
     return Refusal(404, Reason.UNKNOWN_MODEL, message, "model_not_found", "model")
 
 
+def not_known_yet(model: str, known: Iterable[str]) -> Refusal:
+    """503: it may be for that model who has yet to say what it serves."""
+    names = ", ".join(sorted(known)) or "none"
+    message = (
+        f"The model `{model[:200]}` is not known yet: some workers have still to say what they "
+        f"serve. Known so far: {names}."
+    )
+    return Refusal(503, Reason.NO_WORKER, message, "no_worker", retry_after_s=1.0)
+
+
 def too_long(ask: Ask, limit: int) -> Refusal:
     """400: no worker can hold it."""
     about = "" if ask.counted else "about "

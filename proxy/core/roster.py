@@ -81,6 +81,15 @@ class Roster:
         """Whether some worker is for a model, live or not, or is expected to be."""
         return model in self._by_model
 
+    def all_told(self) -> bool:
+        """Whether everybody has said what it serves: adapters are in no fleet file.
+
+        Who was never up has not, nor have the workers of a model that nobody is here for.
+        """
+        return all(self._by_model[model] for model in self._expected) and all(
+            worker.up or worker.up_since for worker in self
+        )
+
     def of(self, model: str) -> list[Worker]:
         """List the workers of a model, live or not. Not to be changed."""
         return self._by_model.get(model, [])

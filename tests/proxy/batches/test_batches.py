@@ -147,6 +147,26 @@ async def test_a_restart_in_the_middle_leaves_one_result_for_each_line(office: O
     await office.site.settled()
 
 
+async def test_lines_for_an_adapter_wait_until_workers_say_that_they_have_it(
+    start: Start, tmp_path: Path
+) -> None:
+    """As after a restart: a fleet file knows nothing of adapters, and the probes come later."""
+    site = await start(Fake(up=False))
+    office = Office(site, tmp_path)
+    await office.open()
+    body = {**line("")["body"], "model": "adapter"}
+    batch = await office.begin([line("a", body=body)])
+    await office.until(batch, "in_progress")
+    await office.batches.lane.turn()
+    assert office.batches.lane.in_flight == 0
+    site.fleet.set_served("w0", ("tiny", "adapter"), 16384)
+    site.up("w0")
+    done = await office.until(batch)
+    assert done.request_counts is not None
+    assert done.request_counts.model_dump() == {"total": 1, "completed": 1, "failed": 0}
+    await office.close()
+
+
 async def test_cancelling_drops_what_runs_and_keeps_what_is_done(office: Office) -> None:
     fake = office.site.fake
     fake.then(scripts.obey("w0"))

@@ -41,3 +41,13 @@ def test_only_those_who_wait_for_the_same_model_come_first() -> None:
 def test_what_nobody_serves_may_go_and_be_refused() -> None:
     assert gap(router_of(spec("a")), "nothing", 0.0)
     assert not gap(router_of(), "nothing", 0.0)
+
+
+def test_not_before_all_have_said_what_they_serve() -> None:
+    router = router_of(spec("a"))
+    router.fleet.add(spec("late"))
+    assert not gap(router, "adapter", 0.0)
+    router.fleet.set_served("late", [MODEL, "adapter"])
+    router.fleet.probe_ok("late", 1.0)
+    assert gap(router, "adapter", 1.0)
+    assert gap(router, "nothing", 1.0)

@@ -135,6 +135,28 @@ def test_an_unknown_model_is_404_in_openais_words() -> None:
     assert router.decisions == {("", Reason.UNKNOWN_MODEL): 1}
 
 
+def test_an_unknown_model_may_be_an_adapter_of_one_that_was_never_up() -> None:
+    router = router_of(spec("w"))
+    router.fleet.add(spec("late"))
+    refusal = refused(read(router, chat("x", model="adapter")))
+    assert (refusal.status, refusal.reason, refusal.retry_after_s) == (503, Reason.NO_WORKER, 1.0)
+    assert router.decisions == {("", Reason.NO_WORKER): 1}
+    router.fleet.set_served("late", ["m", "adapter"])
+    router.fleet.probe_ok("late", 1.0)
+    assert sized(router, chat("x", model="adapter")).model == "adapter"
+    for _ in range(3):
+        router.fleet.probe_failed("late", 2.0)
+    assert refused(read(router, chat("x", model="other"))).status == 404
+
+
+def test_or_one_of_a_model_that_nobody_is_here_for() -> None:
+    router = router_of(spec("w"))
+    router.fleet.expect(["m", "scaled-to-none"])
+    assert refused(read(router, chat("x", model="adapter"))).status == 503
+    router.fleet.expect(["m"])
+    assert refused(read(router, chat("x", model="adapter"))).status == 404
+
+
 @pytest.mark.parametrize("model", [None, ""])
 def test_the_only_model_need_not_be_named(model: str | None) -> None:
     assert sized(router_of(spec("w")), chat("x", model=model)).model == MODEL
