@@ -30,7 +30,8 @@ NAMED = re.compile(
 MADE = {*(ROOT / ".gitignore").read_text().split()}  # by whoever follows a page
 RUN = re.compile(r"python -m ((?:benchmarks|grafana|proxy|vllm_sched)[\w.]*)([^`\n]*)")
 CURL = re.compile(r"^ {4}(curl .*)$|`(curl [^`]+)`", re.MULTILINE)
-each_page = pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md"], ids=name_of)
+OTHERS = [ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md"]
+each_page = pytest.mark.parametrize("page", [*PAGES, *OTHERS], ids=name_of)
 
 
 @each_page

@@ -294,6 +294,16 @@ async def test_nobody_listens(caplog: pytest.LogCaptureFixture) -> None:
     assert [record.levelname for record in caplog.records] == ["INFO"]
 
 
+@pytest.mark.parametrize(
+    ("path", "up"), [("/health", False), ("/metrics", True), ("/v1/models", False)]
+)
+async def test_nobody_is_followed_elsewhere(bench: Bench, path: str, up: bool) -> None:
+    async with worker_double() as elsewhere:
+        bench.double.leads[path] = elsewhere.url + path
+        assert await bench.ups(1) == [up]
+        assert elsewhere.seen == []
+
+
 async def test_no_answer_in_time(bench: Bench) -> None:
     await bench.ups(1)
     bench.double.hangs = True

@@ -222,6 +222,18 @@ async def test_a_key_that_is_refused_makes_no_link(monkeypatch: pytest.MonkeyPat
         assert here.is_cold("p0", "d0")
 
 
+async def test_nobody_is_followed_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "PAUSE_S", 0.01)
+    async with stage(2, api_key="hush") as here:
+        there = f"{here.fakes['p1'].url}/v1/completions".encode()
+        here.router.fleet.remove("p1")
+        here.fakes["p0"].always(scripts.answer(307, b"", (b"location", there)))
+        async with here.running():
+            await eventually(lambda: here.counts.bars)
+        assert here.counts.warmups == {"failed": 3}
+        assert here.fakes["p1"].calls == []
+
+
 async def test_a_worker_without_the_connector_is_named(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -22,6 +22,7 @@ class WorkerDouble:
         self.models_status = 200
         self.hangs = False
         self.endless = False  # a page without an end
+        self.leads: dict[str, str] = {}  # paths that are elsewhere
         self.seen: list[tuple[str, str | None]] = []  # path and Authorization
         self.peers: set[object] = set()  # whose connections they were
         self._probed = asyncio.Condition()
@@ -50,6 +51,8 @@ class WorkerDouble:
             self._probed.notify_all()
         if self.hangs:
             await self._let_go.wait()
+        if (elsewhere := self.leads.get(request.path)) is not None:
+            return web.Response(status=307, headers={"Location": elsewhere})
         if request.path == "/health":
             return web.Response(status=self.health)
         if request.path == "/metrics":
