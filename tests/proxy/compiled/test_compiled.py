@@ -17,6 +17,9 @@ from proxy.compiled import build
 from proxy.compiled.places import SWITCH, CompileError, hot_names
 from proxy.core.records import Gauges, Score, WorkerSpec
 from proxy.core.types import Role
+from tests.proxy.processes.crew import Crew
+from tests.proxy.wire.client import Client, chat
+from tests.proxy.wire.fake_worker import FakeWorker
 from vllm_sched.cli.main import main
 
 ROOT = Path(__file__).parents[3]
@@ -71,6 +74,28 @@ def run(*command: str) -> str:
 
 def test_a_router_runs_on_them() -> None:
     run("-c", SHOWN, *hot_names())
+
+
+async def test_one_as_users_start_it_says_so_and_answers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(SWITCH, "1")
+    crew = Crew(tmp_path, ["a"], count=1)
+    try:
+        assert crew.says("/v1").rstrip().endswith("; its modules are compiled")
+        worker = FakeWorker("a")
+        worker.port = crew.ports["a"]
+        await worker.listen()
+        await crew.up()
+        client = await Client.connect(crew.port)
+        whole, stream = [await client.ask(chat(stream=stream)) for stream in (False, True)]
+        client.close()
+        await worker.stop()
+    finally:
+        crew.close()
+    assert (whole.status, stream.status) == (200, 200)
+    assert b'"choices"' in whole.body
+    assert stream.body.endswith(b"data: [DONE]\n\n")
 
 
 def test_records_are_the_same_for_plain_and_compiled_processes() -> None:
