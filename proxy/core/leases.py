@@ -116,6 +116,7 @@ class Leases(Placer):
         if lease.ask.tenant is not None:
             accounts.settle(self.settings.fairness, lease, now, outcome, usage)
         if first is not None:  # it ended in its prefill
+            self._never_sent(lease)
             learning.judge(self.fleet, first, now, outcome, retry_after_s)
             learning.judge(self.fleet, lease, now, Outcome.MOOT, None)
             return
@@ -131,6 +132,15 @@ class Leases(Placer):
             elif (written := learning.written(lease)) > 0:
                 self.sizer.wrote(lease.ask, written)
                 learning.learn_pace(lease, now, written, decoding)
+
+    def _never_sent(self, lease: Lease) -> None:
+        """Know that a decode worker has nothing of a prompt whose prefill came to nothing.
+
+        Else its next try would be taken for one whose prompt is cached there.
+        """
+        ask, halves = lease.ask, lease.decision.handover
+        if ask.prefix and halves is not None:
+            self.prefixes.never_sent(ask.prefix[halves.sent_before :], lease.worker.index)
 
     def has_larger(self, lease: Lease) -> bool:
         """Whether somebody holds more than a lease's worker."""

@@ -91,9 +91,10 @@ class Placer:
             cached = decision.cached_tokens if halves is None else halves.cached_tokens
             fairness.charge(fair, ask.tenant, ask, cached)
         if ask.prefix:
+            if (halves := decision.handover) is not None:
+                halves.sent_before = self.prefixes.sent(ask.prefix, worker.index)
+                self.prefixes.record(ask.prefix, halves.prefill.index)
             self.prefixes.record(ask.prefix, worker.index)
-            if decision.handover is not None:
-                self.prefixes.record(ask.prefix, decision.handover.prefill.index)
         self._count(ask.model, decision.reason)
         return lease
 

@@ -107,6 +107,31 @@ class PrefixIndex:
         if len(young) > self._generation:
             self._old, self._young = young, {}
 
+    def sent(self, hashes: tuple[int, ...], worker: int) -> int:
+        """Count the first of these blocks that a worker was sent."""
+        bit = (1 << worker) & ~self._gone
+        for depth, block in enumerate(hashes):
+            if not bit & (self._young.get(block) or self._old.get(block, 0)):
+                return depth
+        return len(hashes)
+
+    def never_sent(self, hashes: tuple[int, ...], worker: int) -> None:
+        """Take blocks back that were recorded of a worker and did not come to it after all.
+
+        Who was sent the same meanwhile is forgotten too, and so it is by this process alone: what
+        is cached and not known of is computed twice by nobody, it is only not sought.
+        """
+        keep = ~(1 << worker)
+        for generation in (self._young, self._old):
+            for block in hashes:
+                holders = generation.get(block)
+                if holders is None:
+                    continue
+                if left := holders & keep:
+                    generation[block] = left
+                else:
+                    del generation[block]
+
     def forget(self, worker: int) -> None:
         """Drop a worker from every block: it is gone, or has restarted with an empty cache."""
         self._gone |= 1 << worker  # many may be gone at a time: see `_sweep`

@@ -95,7 +95,12 @@ def both(
                 args=args,
                 policies=policies.get(role, {}),
                 cpus=(cpu,),
-                env={"VLLM_LOGGING_LEVEL": "INFO", **env, "OTEL_SERVICE_NAME": f"{role}-0"},
+                env={
+                    "VLLM_LOGGING_LEVEL": "INFO",
+                    "VLLM_ENABLE_COHERE_API": "1",
+                    **env,
+                    "OTEL_SERVICE_NAME": f"{role}-0",
+                },
             ),
         )
         for role, cpu in (("prefill", cpus[0]), ("decode", cpus[-1]))

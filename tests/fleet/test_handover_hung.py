@@ -1,11 +1,13 @@
-"""A real prefill worker that stands still, and goes on when whoever waited was served elsewhere."""
+"""A real worker that stands still, and goes on when whoever waited was served elsewhere."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import time
+import urllib.request
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -27,9 +29,9 @@ from tests.fleet.test_handover import (
     listed,
     tokens,
 )
-from tests.fleet.test_handover_killed import handed_over_again
-from tests.fleet.test_router import PORTS, family, routing
-from tests.fleet.test_worker import DEADLINE_S, prompt, settled
+from tests.fleet.test_handover_killed import OTHER, handed_over_again, one_more, tell
+from tests.fleet.test_router import PORTS, Router, family, routing
+from tests.fleet.test_worker import DEADLINE_S, complete, prompt, settled
 from tests.proxy.wire.site import eventually
 from vllm_sched.workers.launch import Worker
 
@@ -126,4 +128,107 @@ async def test_a_prefill_worker_that_stands_still_before_its_blocks_are_fetched(
     async with direct(ends[PREFILL]) as client:
         assert said == await tokens(client, some)
     for worker in ends.values():
+        await freed(worker)
+
+
+@pytest.fixture(scope="module")
+def other(
+    ends: Ends, fleet: FleetConfig, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Worker]:
+    """Start one more decode worker."""
+    with one_more(ends, fleet, DECODE, OTHER, tmp_path_factory.mktemp("other")) as worker:
+        yield worker
+
+
+@contextmanager
+def with_another(
+    fleet: FleetConfig, other: Worker, folder: Path, **blocks: object
+) -> Iterator[Router]:
+    """Run a router that gives what it hands over to that one, for now."""
+    more: dict[str, object] = {"name": OTHER, "role": "decode", "url": other.url}
+    rules: dict[str, object] = {"disaggregate_above": ABOVE}
+    with routing(folder, [*listed(fleet), more], rules, **blocks) as router:
+        connected(router, links=2)
+        tell(router, "drain", DECODE)
+        yield router
+
+
+def state_of(router: Router, name: str) -> object:
+    """Ask the router what it takes a worker for."""
+    with urllib.request.urlopen(f"{router.admin}/admin/workers", timeout=10) as answer:
+        return {each["name"]: each["state"] for each in json.load(answer)}[name]
+
+
+@pytest.mark.parametrize("part", [ENGINE, ALL])
+async def test_a_decode_worker_that_stands_still_before_its_first_byte(
+    ends: Ends, fleet: FleetConfig, other: Worker, tmp_path: Path, part: str
+) -> None:
+    """Nobody waits for longer than the blocks are sure to be kept; the other has it all.
+
+    Whether nothing of it lives, or a server that has taken the leg.
+    """
+    transfer = {"connector": "nixl", "lease_s": LEASE_S}
+    some = prompt(48_300 + len(part), SIZE)
+    with with_another(fleet, other, tmp_path, transfer=transfer) as router:
+        async with router.client() as client:
+            begun = time.monotonic()
+            await tokens(client, prompt(48_320 + len(part), SIZE))
+            took_s = time.monotonic() - begun
+            assert handed_over(router) == [True]
+            asked = asyncio.create_task(tokens(client, some))
+            await settled(ends[PREFILL], running=1, waiting=0)
+            with ExitStack() as still:
+                with router.held_up():
+                    await settled(ends[PREFILL], running=0, waiting=0)
+                    still.enter_context(standing_still(other, part))
+                begun = time.monotonic()
+                await eventually(lambda: router.handovers()["prefilled"] == 2, within=DEADLINE_S)
+                tell(router, "undrain", DECODE)
+                # Who comes meanwhile does not wait for it.
+                await tokens(client, prompt(48_340 + len(part), 40))
+                assert time.monotonic() - begun < SOON_S
+                said = await asked
+                assert time.monotonic() - begun < LEASE_S + 2 * took_s + SOON_S
+                [decision] = router.decisions(1)
+                assert (decision["worker"], decision["prefill_worker"]) == (DECODE, None)
+                # The one that lives has the prefill worker free what nobody fetches.
+                await eventually(lambda: router.handovers()["released"] == 1, within=DEADLINE_S)
+                await freed(ends[PREFILL])
+            assert router.handovers()["late_failed"] == 1
+            # It hears, once it can, that nobody wants it any more.
+            await settled(other, running=0, waiting=0)
+            await freed(other)
+            await handed_over_again(router, client)
+    async with direct(ends[PREFILL]) as client:
+        assert said == await tokens(client, some)
+    for worker in (*ends.values(), other):
+        await freed(worker)
+
+
+async def test_a_decode_worker_that_stands_still_in_a_stream(
+    ends: Ends, fleet: FleetConfig, other: Worker, tmp_path: Path
+) -> None:
+    """Who has part of an answer goes on with it, and has each token once.
+
+    Who comes meanwhile is served by the other, once probes have called this one down.
+    """
+    some = prompt(48_400, 1500)
+    with with_another(fleet, other, tmp_path, transfer="nixl") as router:
+        async with router.client() as client:
+            stream = await complete(client, some, 2000, stream=True)
+            ids = [*(await anext(stream)).choices[0].token_ids]
+            assert router.handovers() == {"prefilled": 1, "transferred": 1}
+            tell(router, "undrain", DECODE)
+            with standing_still(other):
+                await eventually(lambda: state_of(router, OTHER) != "up", within=2 * DOWN_S)
+                await tokens(client, prompt(48_401, 1500))
+                [decision] = router.decisions(1)
+                assert (decision["worker"], decision["prefill_worker"]) == (DECODE, PREFILL)
+            async for event in stream:
+                ids += [one for choice in event.choices for one in choice.token_ids]
+        assert router.handovers() == {"prefilled": 2, "transferred": 2}
+    async with direct(ends[PREFILL]) as client:
+        assert ids == (await tokens(client, some, 2000)).ids
+    for worker in (*ends.values(), other):
+        await settled(worker, running=0, waiting=0)
         await freed(worker)

@@ -12,6 +12,7 @@ import os
 import signal
 import urllib.request
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,7 @@ from tests.proxy.wire.site import eventually
 from vllm_sched.cli.up import placed
 from vllm_sched.workers.launch import Worker
 
-GENERAL, OTHER = "general-0", "decode-1"
+GENERAL, OTHER, SECOND = "general-0", "decode-1", "prefill-1"
 FAILED = "nixl_num_failed_transfers_total"
 
 
@@ -59,14 +60,28 @@ def router(
         yield running
 
 
+@contextmanager
+def one_more(ends: Ends, fleet: FleetConfig, like: str, name: str, logs: Path) -> Iterator[Worker]:
+    """Start one more worker, like one that there is."""
+    assert all(worker.healthy() for worker in ends.values())
+    [first] = [each for each in fleet.workers if each.name == like]
+    again = first.model_copy(update={"name": name, "url": None})
+    with started(placed(fleet.model_copy(update={"workers": (again,)})), logs) as workers:
+        yield workers[name]
+
+
 @pytest.fixture
 def other(ends: Ends, fleet: FleetConfig, tmp_path: Path) -> Iterator[Worker]:
     """Start one more decode worker."""
-    assert all(worker.healthy() for worker in ends.values())
-    [first] = [each for each in fleet.workers if each.name == DECODE]
-    again = first.model_copy(update={"name": OTHER, "url": None})
-    with started(placed(fleet.model_copy(update={"workers": (again,)})), tmp_path) as workers:
-        yield workers[OTHER]
+    with one_more(ends, fleet, DECODE, OTHER, tmp_path) as worker:
+        yield worker
+
+
+@pytest.fixture
+def second(ends: Ends, fleet: FleetConfig, tmp_path: Path) -> Iterator[Worker]:
+    """Start one more prefill worker."""
+    with one_more(ends, fleet, PREFILL, SECOND, tmp_path) as worker:
+        yield worker
 
 
 def tell(router: Router, what: str, whom: str = GENERAL) -> None:
@@ -166,6 +181,40 @@ async def test_a_decode_worker_is_killed_while_another_is_left(
             }  # fmt: skip
             await tokens(client, prompt(46_021, 3000))
             assert handed_over(router) == [True]
+    async with direct(ends[PREFILL]) as client:
+        assert said == await tokens(client, some)
+    for worker in ends.values():
+        await freed(worker)
+
+
+async def test_a_prefill_worker_is_killed_while_another_is_left(
+    ends: Ends, fleet: FleetConfig, second: Worker, tmp_path: Path
+) -> None:
+    """In its prefill, before it has answered: the other prefills, and D decodes what that one has.
+
+    So does what comes after, without another try.
+    """
+    some = prompt(46_030, 12_000)
+    more: dict[str, object] = {"name": SECOND, "role": "prefill", "url": second.url}
+    rules: dict[str, object] = {"disaggregate_above": ABOVE}
+    with routing(tmp_path, [*listed(fleet), more], rules, transfer="nixl") as router:
+        connected(router, links=2)
+        async with router.client() as client:
+            tell(router, "drain", PREFILL)
+            asked = asyncio.create_task(tokens(client, some))
+            await settled(second, running=1, waiting=0)
+            tell(router, "undrain", PREFILL)
+            kill(second)
+            said = await asked
+            [decision] = router.decisions(1)
+            assert (decision["worker"], decision["prefill_worker"]) == (DECODE, PREFILL)
+            assert router.handovers() == {
+                "prefill_failed": 1, "prefilled": 1, "transferred": 1,
+            }  # fmt: skip
+            await tokens(client, prompt(46_031, 3000))
+            [decision] = router.decisions(1)
+            assert (decision["worker"], decision["prefill_worker"]) == (DECODE, PREFILL)
+            assert router.handovers()["prefill_failed"] == 1
     async with direct(ends[PREFILL]) as client:
         assert said == await tokens(client, some)
     for worker in ends.values():

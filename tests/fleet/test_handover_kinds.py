@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -23,7 +24,7 @@ from tests.fleet.test_router import Router, routing
 from tests.fleet.test_worker import DEADLINE_S
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
-RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
+RESPONSES, MESSAGES, COHERE = "/v1/responses", "/v1/messages", "/cohere/v2/chat"
 ABOVE = 64
 # More than that by whatever estimate, and no more than a worker reads in one step.
 TEXT = "please tell me more about that and the other thing too. " * 13
@@ -125,6 +126,14 @@ KINDS = {
     "a list": Kind(COMPLETIONS, {"max_tokens": 5, **ON}, legs=1),
     "suffix": Kind(COMPLETIONS, {"max_tokens": 5, "suffix": "x"}, legs=0),
 }
+# vLLM has this route where Cohere's own package is installed.
+if importlib.util.find_spec("cohere") is not None:
+    KINDS |= {
+        "cohere": Kind(COHERE, {"max_tokens": 8}),
+        "cohere, stopped": Kind(COHERE, {"max_tokens": 40, "stop_sequences": ["a", "e "]}),
+        "cohere, thinking": Kind(COHERE, {"max_tokens": 8, "thinking": {"type": "disabled"}}),
+        "cohere, one token": Kind(COHERE, {"max_tokens": 1}, legs=1),
+    }
 # What is made up for each answer.
 OWN = frozenset(
     ["id", "item_id", "response_id", "request_id", "created", "created_at", "completed_at"]
@@ -151,7 +160,7 @@ def body_of(name: str, *, stream: bool) -> dict[str, Any]:
     kind = KINDS[name]
     text = f"{name} {stream} {TEXT}"
     body: dict[str, Any] = {"model": "tiny", "temperature": 0, **kind.fields}
-    if kind.path in (CHAT, MESSAGES):
+    if kind.path in (CHAT, MESSAGES, COHERE):
         body["messages"] = [{"role": "user", "content": text}]
         if name == "a beginning":
             body["messages"].append({"role": "assistant", "content": "I think"})
@@ -252,3 +261,6 @@ async def test_each_kind_is_as_the_prefill_worker_alone_has_it(
         # What the prefill worker had cached, of which the decode worker had nothing.
         assert (usage is None) == (stream and name == "no usage")
         assert usage is None or usage["prompt_tokens_details"]["cached_tokens"] > 0
+    if kind.legs == 2 and kind.path == COHERE:
+        usage = (told["message-end"]["delta"] if stream else told)["usage"]
+        assert usage["cached_tokens"] > 0

@@ -373,6 +373,33 @@ def test_a_prefill_worker_that_fails_is_replaced_then_done_without() -> None:
     assert worker_of(here, "d0").breaker.spotless
 
 
+@pytest.mark.parametrize("outcome", [Outcome.FAILED, Outcome.REFUSED, Outcome.CLIENT_GONE])
+@pytest.mark.parametrize("before", [0, 2])
+def test_what_a_prefill_that_fails_was_for_is_not_cached_where_it_never_came(
+    outcome: Outcome, before: int
+) -> None:
+    """Else the next try would find it there, and have the decode worker compute all of it."""
+    here = router(prefills=2, disaggregate_above=256)
+    blocks = tuple(range(1, 97))
+    d0 = worker_of(here, "d0")
+    here.prefixes.record(blocks[:before], d0.index)
+    one = ask(LONG, prefix=blocks)
+    lease = placed(here.submit(one, 0.0))
+    assert lease.decision.handover is not None
+    tokens = lease.decision.handover.tokens
+    assert here.prefixes.sent(blocks, d0.index) == len(blocks)
+    first = lease.under_way.worker
+    here.finish(lease, 1.0, outcome)
+    assert here.prefixes.sent(blocks, d0.index) == before
+    again = placed(here.submit(one, 1.0, tried=frozenset([first])))
+    assert again.decision.handover is not None
+    assert again.decision.handover.prefill is not first
+    assert again.decision.handover.tokens == tokens
+    here.prefilled(again, 2.0, None)
+    here.finish(again, 3.0, Outcome.FAILED)  # by then it was sent all of it
+    assert here.prefixes.sent(blocks, d0.index) == len(blocks)
+
+
 def test_a_decode_worker_that_fails_means_a_new_prefill() -> None:
     here = router(decodes=2, disaggregate_above=1)
     one = ask(LONG)
