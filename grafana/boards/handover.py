@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from grafana.asking import OF_MODEL, ROUTER, mean, quantiles, rate, ratio
+from grafana.asking import OF_MODEL, ROUTER, WINDOW, mean, quantiles, rate, ratio
 from grafana.panels import Board, Panel, Query, Row, Variable
 
 DECISIONS = "proxy_handover_decisions_total"
@@ -10,6 +10,9 @@ HANDED_OVER = f'{OF_MODEL},why="handed_over"'
 WANTED = f'{OF_MODEL},why=~"handed_over|no_prefill_worker|prefill_busy"'
 ENDS = "proxy_handovers_total"
 LEGS = f'{ROUTER},outcome=~"transferred|given_up|.*_failed|client_left_.*"'
+# Whichever routers are chosen: each tells of all workers, and of its own transfers alone.
+ARRIVED = 'job=~"$job",outcome="transferred"'
+MOVED = "proxy_transfer_bytes_total"
 BLOCKS = f'{ROUTER},outcome!~"transferred|prefilled.*|given_up|.*_failed|client_left_.*"'
 SIDES = f'{ROUTER},role=~"prefill|decode"'
 PREFILL, DECODE = f'{ROUTER},role="prefill"', f'{ROUTER},role="decode"'
@@ -131,9 +134,21 @@ TAKES = (
         "Bytes moved", "As the workers themselves say.", "Bps",
         (
             Query(
-                f"max by (worker, role) (rate(proxy_transfer_bytes_total{{{ROUTER}}}"
-                "[$__rate_interval]))",
-                "{{role}} {{worker}}",
+                f"max by (worker, role) (rate({MOVED}{{{ROUTER}}}{WINDOW}))", "{{role}} {{worker}}"
+            ),
+        ),
+    ),
+    Panel(
+        "Bytes of a hand-over",
+        "Mean: what all workers say that they moved, by the transfers of all routers.", "bytes",
+        (
+            Query(
+                ratio(
+                    f'sum by (job) (max by (job, worker, role) (rate({MOVED}{{job=~"$job"}}'
+                    f"{WINDOW})))",
+                    rate(ENDS, ARRIVED, "job"),
+                ),
+                "{{job}}",
             ),
         ),
     ),
