@@ -30,19 +30,19 @@ def held(index: PrefixIndex, body: bytes) -> dict[int, int]:
 
 
 def test_what_was_never_sent_is_taken_back_from_both_generations() -> None:
-    index = PrefixIndex(generation=2)
+    index = PrefixIndex(generation=4)
     one, other = tuple(range(1, 5)), tuple(range(3, 7))
-    for hashes, worker in ((one, 0), (one, 1), (other, 1)):
-        index.record(hashes, worker)
-    assert [index.sent(one, worker) for worker in range(3)] == [4, 4, 0]
+    for hashes, worker in ((one, 0), (one, 1), (other, 1), (one[:2], 2)):
+        index.record(hashes, worker)  # of the first two there is an entry in either
+    assert [index.sent(one, worker) for worker in range(4)] == [4, 4, 2, 0]
     assert index.sent((1, 2, 9, 3), 0) == 2
     before = len(index)
     index.never_sent(one[2:], 1)
-    assert [index.sent(one, worker) for worker in range(3)] == [4, 2, 0]
+    assert [index.sent(one, worker) for worker in range(3)] == [4, 2, 2]
     assert index.sent(other[2:], 1) == 2
     index.never_sent(one, 0)
-    assert [index.sent(one, worker) for worker in range(3)] == [0, 2, 0]
-    assert len(index) < before  # what nobody was sent takes no room
+    assert [index.sent(one, worker) for worker in range(3)] == [0, 2, 2]
+    assert len(index) == before - 2  # what nobody was sent takes no room
     index.forget(1)
     assert index.sent(one, 1) == 0
 
