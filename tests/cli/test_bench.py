@@ -188,10 +188,11 @@ def test_who_stops_it_has_what_there_is(number: int, tmp_path: Path) -> None:
     assert process.returncode == 130
     assert "interrupted: this is what there is" in out
     assert "requests done" in out
-    began, ended = err.splitlines()
+    began, *_, ended = err.splitlines()
     assert began.startswith("vllm-sched bench: 20x3 against ")
     assert re.fullmatch(r"vllm-sched bench: \d+ s, \d+ done, \d+ under way", ended)
-    assert json.loads(save.read_text())["completed"] >= 5
+    kept = json.loads(save.read_text())
+    assert kept["completed"] + kept["interrupted"] >= 5  # the last of them may be under way
 
 
 @pytest.mark.parametrize("command", ["bench", "sweep"])
@@ -213,7 +214,7 @@ def test_who_stops_it_need_not_wait_for_an_endpoint_that_says_nothing(
                 waited.wait(0.05)
             assert fake.bodies
             process.send_signal(number)
-            out, err = process.communicate(timeout=20)
+            out, err = process.communicate(timeout=60)
         finally:
             process.kill()
     assert (process.returncode, out) == (130, "")
