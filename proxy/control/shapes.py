@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from proxy.core.decisions import Decision
 from proxy.core.records import Score
-from proxy.core.refusals import unknown_model
+from proxy.core.refusals import nobody_serves
 from proxy.core.router import Router
 from proxy.core.sizing import fit
 from proxy.core.types import Ask, Reason, Refusal, Role
@@ -161,7 +161,7 @@ def explanation(router: Router, question: Question, fleets_model: str, now: floa
     """Say where such a request would go now."""
     model = question.model or fleets_model
     if model not in (known := router.fleet.models()):
-        return shown_answer(unknown_model(model, known))
+        return shown_answer(nobody_serves(model, known, all_told=router.fleet.all_told()))
     usual = int(router.sizer.learnt(model, CHAT).output)
     limit = router.settings.short_limit
     ask = ask_of(question, model, usual_output=usual, short_limit=limit)

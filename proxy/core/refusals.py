@@ -25,6 +25,11 @@ def steers(param: str) -> Refusal:
     return Refusal(400, Reason.BAD_REQUEST, message, "forbidden_parameter", param[:100])
 
 
+def nobody_serves(model: str, known: Iterable[str], *, all_told: bool) -> Refusal:
+    """Refuse what nobody is known to serve; `all_told`: each worker has said what it serves."""
+    return (unknown_model if all_told else not_known_yet)(model, known)
+
+
 def unknown_model(model: str, known: Iterable[str]) -> Refusal:
     """404: no worker is for that model."""
     names = ", ".join(sorted(known)) or "none"
