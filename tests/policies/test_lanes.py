@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 from vllm.v1.request import RequestStatus
 
 from tests.engine.schedulers import make_request
 from tests.policies.making import Bench
 from vllm_sched import PolicyScheduler, SyncPolicyScheduler
+from vllm_sched.policies.lanes import SITS_OUT_EVERY
 
 
 def laned(**settings: object) -> dict[str, dict[str, object]]:
@@ -88,14 +91,19 @@ def test_batch_gives_way_where_its_answers_grew_into_what_it_left(
     )  # fmt: skip
     requests = [bench.add(f"b{number}", 100, lane="batch", output=800) for number in range(20)]
     urgent = []
+    sat_out = -SITS_OUT_EVERY
     for number in range(600):
         if number % 40 == 30:
             urgent.append(bench.add(f"u{number}", 120, lane="urgent", output=60))
         before = {r.request_id: r.num_output_tokens for r in bench.scheduler.running}
         tokens = bench.step()
-        # Whoever stands behind a prompt has his token in each step.
-        left_out = before.keys() & bench.running - tokens.keys()
-        assert not any(before[name] for name in left_out)
+        # Whoever stands behind a prompt has his token in each step, but batch at times, where an
+        # urgent one's is computed.
+        if any(before[name] for name in before.keys() & bench.running - tokens.keys()):
+            assert all(name in tokens for name in before if name.startswith("u"))
+            assert any(name.startswith("u") and count > 1 for name, count in tokens.items())
+            assert number - sat_out >= SITS_OUT_EVERY
+            sat_out = number
     assert sum(request.num_preemptions for request in requests) > 3
     assert not any(request.num_preemptions for request in urgent)
     assert sum(request.is_finished() for request in urgent) >= 13
@@ -258,6 +266,60 @@ def test_batch_prompts_share_a_part_of_the_step_while_others_are_about() -> None
     assert bench.step() == {"n": 64}
     assert bench.step() == {"n": 36}
     assert bench.step() == {"n": 1, "b1": 16}
+
+
+@pytest.mark.parametrize("kind", [SyncPolicyScheduler, PolicyScheduler])
+def test_batchs_answers_sit_out_a_step_that_ends_a_prompt_of_others(kind: type) -> None:
+    asynchronous = kind is PolicyScheduler
+    bench = Bench(laned(), scheduler_cls=kind, async_scheduling=asynchronous)
+    bench.add("b", 10, lane="batch", output=100)
+    bench.steps(3)
+    bench.add("n", 30, output=30)
+    assert bench.step() == {"n": 30}
+    assert bench.step() == {"b": 1, "n": 1}
+    bench.add("m", 30, output=1)
+    assert bench.step() == {"b": 1, "n": 1, "m": 30}
+    # One step in five.
+    bench.steps(2)
+    bench.add("u", 30, lane="urgent", output=1)
+    assert bench.step() == {"n": 1, "u": 30}
+
+
+def test_of_a_long_prompt_that_is_the_last_step_alone() -> None:
+    bench = Bench(laned())
+    bench.add("b", 10, lane="batch", output=100)
+    bench.steps(3)
+    bench.add("n", 200)
+    assert bench.steps(4) == [{"b": 1, "n": 63}] * 3 + [{"n": 11}]
+
+
+def test_they_sit_out_nothing_for_one_of_their_lane_or_one_who_does_not_come() -> None:
+    bench = Bench(laned(reserve_slots=0, reserve_kv=0), num_blocks=41)
+    bench.add("b", 100, lane="batch", output=300)
+    bench.steps(3)
+    bench.add("c", 30, lane="batch", output=1)
+    assert bench.step()["b"] == 1
+    bench.add("u", 620, lane="urgent")  # there is no room for it
+    without = [number for number, tokens in enumerate(bench.steps(100)) if "b" not in tokens]
+    assert len(without) <= 1
+    bench.turn_away("n")
+    bench.add("n", 10)
+    without = [number for number, tokens in enumerate(bench.steps(33)) if "b" not in tokens]
+    assert len(without) <= 5
+    assert all(later - sooner >= SITS_OUT_EVERY for sooner, later in pairwise(without))
+
+
+def test_one_that_is_served_for_its_long_wait_sits_out_nothing() -> None:
+    bench = Bench(laned(reserve_slots=1.0, batch_max_wait_s=5.0))
+    bench.add("n", 10, output=100)
+    bench.step()
+    bench.add("b", 10, lane="batch", output=100)
+    bench.step()
+    bench.now += 5
+    bench.until(lambda: "b" in bench.running)
+    assert bench["lanes"].counters()["starvation_releases"] == 1
+    bench.add("m", 30, output=1)
+    assert bench.step() == {"n": 1, "b": 1, "m": 30}
 
 
 def test_others_count_as_about_for_a_moment_after_they_left() -> None:

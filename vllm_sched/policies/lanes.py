@@ -6,7 +6,8 @@ next. Its answers may grow into those blocks: when the cache is full the lowest 
 of it the newest. A step's prefill is in the lanes' order, and an urgent prompt that enters finds
 half of it: normal ones in prefill leave it that. While others are about, or were a moment
 ago, batch prompts share a part of its budget, since whoever arrives waits for the step in progress;
-and none of it in a step in which somebody else's prompt is computed.
+and none of it in a step in which somebody else's prompt is computed. Where that is to be the last
+of his prompt batch's answers sit it out too, one step in five at most.
 
 A request's lane is what its client wrote as `"vllm_xargs": {"lane": "batch"}`, else what its
 `priority` says: below 0 urgent, above 0 batch.
@@ -30,7 +31,7 @@ client may call everything urgent: set it in the gateway.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import ClassVar, Final
 
 from pydantic import Field
@@ -53,6 +54,8 @@ FIRST: Final = -2.0
 EMPTY: Final = LaneCount()
 NO_LIMIT: Final = 1 << 60  # more tokens than any step has
 NOBODY: Final = (math.inf, math.inf)  # no rank is between them
+# Of so many steps batch's answers sit out one at most: four fifths are theirs, whoever comes.
+SITS_OUT_EVERY: Final = 5
 
 
 class LanesSettings(Settings):
@@ -110,6 +113,7 @@ class Lanes(Policy):
         self._unknown = 0
 
         self._others_at = -math.inf  # when others were seen last
+        self._sat_out = -SITS_OUT_EVERY  # the last step that batch's answers had no part in
 
         # What follows is of the current step alone.
         self._now = 0.0
@@ -269,6 +273,26 @@ class Lanes(Policy):
         in_prefill = request.num_tokens - request.num_computed_tokens > 1
         return PLACES[URGENT] if in_prefill else PLACES[lane]
 
+    def sits_out(self, step: Step) -> Sequence[RequestView]:
+        """Leave batch's answers out of a step that somebody else's first token may come from.
+
+        They lose a step, and he is spared what it takes to decode for them.
+        """
+        if step.index - self._sat_out < SITS_OUT_EVERY or not self._counts[BATCH]:
+            return ()
+        others = [request for request in step.prefills if self._lane(request) != BATCH]
+        head = self._other_who_enters(step) if self._others_wait() else None
+        # One that finds no room in the cache would not be spared anything.
+        room = step.kv_free * (self.facts.kv_tokens or math.inf)
+        if head is not None and head.num_tokens <= room:
+            others.append(head)
+        if all(r.num_tokens - r.num_computed_tokens > step.budget for r in others):
+            return ()
+        out = [r for r in step.decoding if self.service_class(r) == PLACES[BATCH]]
+        if out:
+            self._sat_out = step.index
+        return out
+
     def rank(self, request: RequestView) -> float:
         """Compute prompts in the lanes' order, but before all one that has been at it too long."""
         place = self.service_class(request)
@@ -351,15 +375,14 @@ class Lanes(Policy):
         return late and waited >= self.settings.urgent_max_wait_s
 
     def _others_prefill(self, step: Step) -> bool:
-        if self._others_in_prefill:
-            return True
+        return self._others_in_prefill or self._other_who_enters(step) is not None
+
+    def _other_who_enters(self, step: Step) -> RequestView | None:
         # One that was refused for want of KV blocks may be so again, and then nobody would move.
-        entering = step.may_enter()
-        return (
-            entering is not None
-            and self._lane(entering) != BATCH
-            and entering.request_id != step.refused
-        )
+        head = step.may_enter()
+        if head is None or self._lane(head) == BATCH or head.request_id == step.refused:
+            return None
+        return head
 
     # What it does
 
