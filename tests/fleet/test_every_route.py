@@ -28,11 +28,9 @@ from vllm_sched.workers.tiny_model import tiny_model
 Json = dict[str, Any]
 DEADLINE_S = 120.0
 EMBEDS = "embeds"
-HEARS, COHERE = "needs a model that hears", "needs Cohere's own package beside vLLM"
+HEARS = "needs a model that hears"
 # What these two workers have no answer for.
 WITHOUT = {
-    "/cohere/v2/chat": COHERE,
-    "/cohere/v2/chat/render": COHERE,
     "/v1/audio/transcriptions": HEARS,
     "/v1/audio/translations": HEARS,
     "/classify": "needs a model that classifies",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -125,15 +124,11 @@ KINDS = {
     "truncated": Kind(COMPLETIONS, {"max_tokens": 5, "truncate_prompt_tokens": 200, **ON}, legs=1),
     "a list": Kind(COMPLETIONS, {"max_tokens": 5, **ON}, legs=1),
     "suffix": Kind(COMPLETIONS, {"max_tokens": 5, "suffix": "x"}, legs=0),
+    "cohere": Kind(COHERE, {"max_tokens": 8}),
+    "cohere, stopped": Kind(COHERE, {"max_tokens": 40, "stop_sequences": ["a", "e "]}),
+    "cohere, thinking": Kind(COHERE, {"max_tokens": 8, "thinking": {"type": "disabled"}}),
+    "cohere, one token": Kind(COHERE, {"max_tokens": 1}, legs=1),
 }
-# vLLM has this route where Cohere's own package is installed.
-if importlib.util.find_spec("cohere") is not None:
-    KINDS |= {
-        "cohere": Kind(COHERE, {"max_tokens": 8}),
-        "cohere, stopped": Kind(COHERE, {"max_tokens": 40, "stop_sequences": ["a", "e "]}),
-        "cohere, thinking": Kind(COHERE, {"max_tokens": 8, "thinking": {"type": "disabled"}}),
-        "cohere, one token": Kind(COHERE, {"max_tokens": 1}, legs=1),
-    }
 # What is made up for each answer.
 OWN = frozenset(
     ["id", "item_id", "response_id", "request_id", "created", "created_at", "completed_at"]
