@@ -258,6 +258,12 @@ def test_one_with_much_cached_is_looked_up_again_though_nothing_changes_any_more
     assert asked.count(len(held.block_hashes)) == 1
 
 
+def test_nothing_is_kept_of_longs_that_one_step_reads() -> None:
+    scheduler = loaded(*[100] * 3, budget=128)
+    drain(scheduler)
+    assert not any(str(number) in policy(scheduler)._seen_long for number in range(3))
+
+
 def test_a_request_with_remote_kv_is_never_long() -> None:
     remote = make_request(1200, name="remote")
     remote.kv_transfer_params = {"do_remote_prefill": True}

@@ -27,7 +27,6 @@ from vllm.v1.request import RequestStatus
 from tests.engine.schedulers import answer, make_request, make_scheduler
 from vllm_sched import PolicyScheduler, SyncPolicyScheduler
 from vllm_sched.policies import registry
-from vllm_sched.policies.lanes import SITS_OUT_EVERY
 from vllm_sched.policies.types import Gate, Policy
 
 BUDGET, CONTEXT = 64, 2000
@@ -174,17 +173,14 @@ class Machine(RuleBasedStateMachine):
         if paused == PauseState.PAUSED_ALL:
             assert not tokens
         elif not (preempted or self.pauses_decodes) and len(decodes) <= BUDGET:
-            self._check_left_out([r for r in decodes if tokens.get(r.request_id) != 1])
+            for request in decodes:
+                assert tokens.get(request.request_id) == 1, "a decode was left out"
 
         admitted = [r for r in scheduler.running if r not in was_running]
         assert not (admitted and paused != PauseState.UNPAUSED)
         self._check_longs(scheduler.running, admitted, tokens, waited)
         self._check_progress(tokens)
         self.in_flight.append((output, answer(scheduler, output)))
-
-    def _check_left_out(self, decodes: list[Any]) -> None:
-        """Let every decode have its token."""
-        assert not decodes, "a decode was left out"
 
     def _check_progress(self, tokens: Any) -> None:
         # One with nothing in it may be a mistake of the policies': the next one puts it right.
@@ -377,9 +373,6 @@ class AnyPolicies(Machine):
             policies.get("prefill_first", {}).get("max_pause_s", 0.0), 1.0 if exclusive else 0.0
         )
         self.left_out_since: dict[str, float] = {}
-        self.sit_out = "lanes" in policies
-        self.sat_out: set[str] = set()  # in this step
-        self.sat_out_at = -SITS_OUT_EVERY  # the last step in which anybody did
         self.kept_steps = 0
         self.waited: dict[Any, float] = {}  # when the step began
         self.passing: set[str] = set()  # who was chosen before one overdue, in this step
@@ -429,7 +422,6 @@ class AnyPolicies(Machine):
         was_running = set(scheduler.running)
         waited = {r: begun - self.waits_since[r.request_id] for r in scheduler.waiting}
         self.waited = waited
-        self.sat_out = set()
         super()._schedule()
         output = self.in_flight[-1][0]
         self._check_turns([r for r in scheduler.running if r not in was_running])
@@ -511,19 +503,9 @@ class AnyPolicies(Machine):
         else:
             super()._check_progress(tokens)
 
-    def _check_left_out(self, decodes: list[Any]) -> None:
-        """With `lanes` those of batch may be, one step in five."""
-        if self.sit_out and decodes:
-            assert {lane_of(r) for r in decodes} == {"batch"}, "a decode was left out"
-            step = self.scheduler.current_step
-            assert step - self.sat_out_at >= SITS_OUT_EVERY, "decodes sit out too often"
-            self.sat_out_at, self.sat_out = step, {r.request_id for r in decodes}
-            decodes = []
-        super()._check_left_out(decodes)
-
     def _check_pauses(self, decodes: list[Any], output: Any, begun: float) -> None:
         """Let no decode stand still for longer than the bound on pauses."""
-        out = {r.request_id for r in decodes} - output.num_scheduled_tokens.keys() - self.sat_out
+        out = {r.request_id for r in decodes} - output.num_scheduled_tokens.keys()
         if output.preempted_req_ids:
             # Upstream ends a step where one gives way to itself: whoever follows is in the next.
             out &= self.left_out_since.keys()

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, ClassVar, Final, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
@@ -26,7 +26,7 @@ from vllm_sched.engine import seams, start
 from vllm_sched.engine.in_flight import Begun, Done, InFlight, chunks_of
 from vllm_sched.engine.queue import LaneKey, LaneQueue
 from vllm_sched.engine.watched import Seen, Watched
-from vllm_sched.policies.types import Gate, Policy, RequestView, Step, StepResult, one_class
+from vllm_sched.policies.types import Gate, Policy, Step, StepResult, one_class
 
 # What stands behind `PolicySteps` is either of vLLM's classes; both have what it uses.
 if TYPE_CHECKING:
@@ -102,9 +102,6 @@ class PolicySteps(Upstream):
         self._ask_urgency = overrides(self._policies, "urgency")
         self._ask_budget = [ask for _, ask in overrides(self._policies, "budget")]
         self._ask_pause = [ask for _, ask in overrides(self._policies, "pauses_decodes")]
-        # Behind prefills that lead they have what those leave, and a bound on going without.
-        leads = self._prefills_lead
-        self._ask_sits_out = [] if leads else [a for _, a in overrides(self._policies, "sits_out")]
         self._ask_chunk = [
             (ask, self._policies[number].taken_back)
             for number, ask in overrides(self._policies, "chunk")
@@ -325,14 +322,13 @@ class PolicySteps(Upstream):
                 self._paused_since = step.now
             self._paused_steps += 1
             step.decodes = 0
-            for request in step.decoding:
-                self._leave_out(request, step)
-        # After a pause that has lasted for as long as it may all of them go on.
-        elif step.decoding and self._ask_sits_out and not step.paused_steps:
-            out = {r.request_id: r for ask in self._ask_sits_out for r in ask(step)}
-            step.decodes -= len(out) * (1 + self.num_spec_tokens)
-            for request in out.values():
-                self._leave_out(request, step)
+            for request in self.running:
+                if request.is_prefill_chunk:
+                    continue
+                # Upstream counts its step before it compares: this one alone is left out.
+                request.next_decode_eligible_step = max(
+                    request.next_decode_eligible_step, step.index + 1
+                )
         if self._ask_budget:
             # What holds KV blocks already is never kept waiting for tokens.
             needed = step.holding_kv * (1 + self.num_spec_tokens) + step.decodes
@@ -340,11 +336,6 @@ class PolicySteps(Upstream):
             if self._whole_images and wanted < step.budget:
                 wanted = self._with_image(step, wanted)
             step.budget = self.max_num_scheduled_tokens = min(max(wanted, needed, 1), step.budget)
-
-    def _leave_out(self, request: RequestView, step: Step) -> None:
-        # Upstream counts its step before it compares: this one alone is left out.
-        decode = cast("Request", request)
-        decode.next_decode_eligible_step = max(decode.next_decode_eligible_step, step.index + 1)
 
     def _with_image(self, step: Step, wanted: int) -> int:
         """Have the image that this step comes to fit into it, beside what others get of it.

@@ -6,8 +6,7 @@ next. Its answers may grow into those blocks: when the cache is full the lowest 
 of it the newest. A step's prefill is in the lanes' order, and an urgent prompt that enters finds
 half of it: normal ones in prefill leave it that. While others are about, or were a moment
 ago, batch prompts share a part of its budget, since whoever arrives waits for the step in progress;
-and none of it in a step in which somebody else's prompt is computed. Where that is to be the last
-of his prompt batch's answers sit it out too, one step in five at most.
+and none of it in a step in which somebody else's prompt is computed.
 
 A request's lane is what its client wrote as `"vllm_xargs": {"lane": "batch"}`, else what its
 `priority` says: below 0 urgent, above 0 batch.
@@ -18,8 +17,10 @@ moves, and a flood of overdue batch can't shut out the urgent. Prompts of better
 leave it half of the step that it enters with. With slots so few that the overdue take them all, an
 urgent one that has waited `urgent_max_wait_s` takes turns with them: it goes before the next of
 them, and that one before the next urgent one, or urgent ones that come faster than they are served
-would shut everybody out. Urgent prompts in prefill leave that one half, too. A prompt that has been
-in prefill as long is computed before the urgent.
+would shut everybody out. Urgent prompts in prefill leave that one half, too. Once it is in prefill
+an overdue prompt is computed first, and leaves others than batch half of each step, or one after
+the other would keep an urgent one from its second. A prompt that has been in prefill as long is
+computed before the urgent.
 
 Cost per step: O(running prefills). How it fails: a batch request that decodes for long keeps its
 slot and its share of each step; only those who enter are chosen. By itself it makes no step
@@ -31,7 +32,7 @@ client may call everything urgent: set it in the gateway.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import ClassVar, Final
 
 from pydantic import Field
@@ -54,8 +55,6 @@ FIRST: Final = -2.0
 EMPTY: Final = LaneCount()
 NO_LIMIT: Final = 1 << 60  # more tokens than any step has
 NOBODY: Final = (math.inf, math.inf)  # no rank is between them
-# Of so many steps batch's answers sit out one at most: four fifths are theirs, whoever comes.
-SITS_OUT_EVERY: Final = 5
 
 
 class LanesSettings(Settings):
@@ -113,7 +112,6 @@ class Lanes(Policy):
         self._unknown = 0
 
         self._others_at = -math.inf  # when others were seen last
-        self._sat_out = -SITS_OUT_EVERY  # the last step that batch's answers had no part in
 
         # What follows is of the current step alone.
         self._now = 0.0
@@ -134,6 +132,9 @@ class Lanes(Policy):
         self._beside: int | None = None
         self._leave_room = NOBODY
         self._counts_beside = False  # whether the last chunk was of that
+        # Tokens for those who were let in for their wait; None until it is known.
+        self._for_overdue: int | None = None
+        self._counts_overdue = False  # whether the last chunk was of that
 
     # Who waits where
 
@@ -170,7 +171,7 @@ class Lanes(Policy):
         share = 1.0 if alone else self.settings.batch_share
         self._others_in_prefill = any(self._lane(request) != BATCH for request in step.prefills)
         self._batch_left = max(int(share * step.budget), 1)
-        self._beside = None
+        self._beside = self._for_overdue = None
         self._one_is_late = any(
             (count := lanes.get(lane)) is not None and count.waited >= self.max_wait_s[lane]
             for lane in (NORMAL, BATCH)
@@ -265,7 +266,7 @@ class Lanes(Policy):
         """Return its lane's place, or the first if it is served for its long wait."""
         name = request.request_id
         lane, since = self._running.get(name) or (self._lane(request), self._now)
-        if self._released.get(lane) == name:
+        if self._is_released(request):
             return PLACES[URGENT]
         if self._now - since < self.max_wait_s[lane]:
             return PLACES[lane]
@@ -273,38 +274,20 @@ class Lanes(Policy):
         in_prefill = request.num_tokens - request.num_computed_tokens > 1
         return PLACES[URGENT] if in_prefill else PLACES[lane]
 
-    def sits_out(self, step: Step) -> Sequence[RequestView]:
-        """Leave batch's answers out of a step that somebody else's first token may come from.
-
-        They lose a step, and he is spared what it takes to decode for them.
-        """
-        if step.index - self._sat_out < SITS_OUT_EVERY or not self._counts[BATCH]:
-            return ()
-        others = [request for request in step.prefills if self._lane(request) != BATCH]
-        head = self._other_who_enters(step) if self._others_wait() else None
-        # One that finds no room in the cache would not be spared anything.
-        room = step.kv_free * (self.facts.kv_tokens or math.inf)
-        if head is not None and head.num_tokens <= room:
-            others.append(head)
-        if all(r.num_tokens - r.num_computed_tokens > step.budget for r in others):
-            return ()
-        out = [r for r in step.decoding if self.service_class(r) == PLACES[BATCH]]
-        if out:
-            self._sat_out = step.index
-        return out
-
     def rank(self, request: RequestView) -> float:
         """Compute prompts in the lanes' order, but before all one that has been at it too long."""
         place = self.service_class(request)
         return place if place == PLACES[self._lane(request)] else OVERDUE
 
     def chunk(self, request: RequestView, computed: int, tokens: int) -> int:
-        """Give batch prompts, together, their share; if overdue, whatever there is.
+        """Give batch prompts, together, their share; if overdue, half of the step or more.
 
         Of the others those in prefill leave one who enters what it can use, or half: an urgent one,
         or one overdue of a lesser lane.
         """
-        self._shares = self._counts_beside = False
+        self._shares = self._counts_beside = self._counts_overdue = False
+        if self._is_released(request):
+            tokens = self._of_overdue(tokens)
         if self._lane(request) != BATCH:
             return self._of_others(request, tokens)
         if self._due.get(request.request_id) or self.rank(request) < PLACES[BATCH]:
@@ -324,8 +307,28 @@ class Lanes(Policy):
         """Leave it to others like it."""
         if self._shares:
             self._batch_left += tokens
-        elif self._counts_beside and self._beside is not None:
+        if self._counts_beside and self._beside is not None:
             self._beside += tokens
+        if self._counts_overdue and self._for_overdue is not None:
+            self._for_overdue += tokens
+
+    def _is_released(self, request: RequestView) -> bool:
+        return self._released.get(self._lane(request)) == request.request_id
+
+    def _of_overdue(self, tokens: int) -> int:
+        if self._for_overdue is None:
+            step = self._this
+            room = max(step.budget - step.decodes, 0)
+            theirs = sum(
+                request.num_tokens - request.num_computed_tokens
+                for request in step.prefills
+                if self._lane(request) != BATCH and self.rank(request) != OVERDUE
+            )
+            self._for_overdue = room - min(theirs, room // 2)
+        granted = min(tokens, max(self._for_overdue, 0))
+        self._for_overdue -= granted
+        self._counts_overdue = True
+        return granted
 
     def _of_others(self, request: RequestView, tokens: int) -> int:
         if request.request_id not in self._running:
@@ -375,14 +378,15 @@ class Lanes(Policy):
         return late and waited >= self.settings.urgent_max_wait_s
 
     def _others_prefill(self, step: Step) -> bool:
-        return self._others_in_prefill or self._other_who_enters(step) is not None
-
-    def _other_who_enters(self, step: Step) -> RequestView | None:
+        if self._others_in_prefill:
+            return True
         # One that was refused for want of KV blocks may be so again, and then nobody would move.
-        head = step.may_enter()
-        if head is None or self._lane(head) == BATCH or head.request_id == step.refused:
-            return None
-        return head
+        entering = step.may_enter()
+        return (
+            entering is not None
+            and self._lane(entering) != BATCH
+            and entering.request_id != step.refused
+        )
 
     # What it does
 

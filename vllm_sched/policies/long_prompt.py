@@ -224,6 +224,10 @@ class LongPrompt(Policy):
             self._classes.append(self._step.class_of(request))
         self._releases += request.request_id in self._overdue
 
+    def departed(self, request: RequestView, now: float) -> None:
+        """Forget what was found of it: where each long is read in one step nothing else would."""
+        self._seen_long.discard(request.request_id)
+
     # Who gets how much
 
     def begin_step(self, step: Step, lanes: Mapping[str, LaneCount]) -> None:

@@ -3,9 +3,9 @@
 To look through the cache takes time for each block that is found. Whoever is held with a long
 prefix cached would be looked up again whenever that may have grown, which under a steady stream of
 shorts is in each step. So it isn't before a time that goes by how much was found: a hundredth of
-the engine's time, and no more, is spent on looking, and that more is cached of one of whom 100,000
-tokens are is seen half a second late at most. One of whom little is cached is looked up at once.
-That blocks are gone changes nothing here: then there is more to compute.
+the engine's time, and no more, is spent on looking up each, and that more or less is cached of one
+of whom 100,000 tokens are is seen half a second late at most. One of whom little is cached is
+looked up at once.
 """
 
 from __future__ import annotations

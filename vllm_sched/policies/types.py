@@ -4,8 +4,8 @@ The engine (and later the simulator) asks, in this order:
 
 1. `arrived` once when a request comes, `lane` when it starts to wait, and again for a lane's head
    when it may have changed;
-2. `begin_step` once a step, with everything countable about that step; then `pauses_decodes`,
-   `sits_out` unless they are paused, and `budget`, once each;
+2. `begin_step` once a step, with everything countable about that step; then `budget` and
+   `pauses_decodes`, once each;
 3. `gate` and `urgency` whenever the head of a lane could be admitted, `admitted` once it was; of a
    head that an earlier policy holds the later ones hear nothing;
 4. `chunk` for each prefill, as the last word on how many tokens it gets, and `taken_back` at once
@@ -115,8 +115,8 @@ class Step:
     paused_steps: int = 0
     # What turns a request's arrival_time, which is by the wall clock, into a time such as `now`.
     clock_offset: float = 0.0
-    # Who would be admitted now, room in the KV cache aside; None where nobody may. Ask it after
-    # `begin_step`, when all policies have seen the step; it asks gates.
+    # Who would be admitted now, room in the KV cache aside; None where nobody may. Ask it in
+    # `budget`, `pauses_decodes` or `chunk`, when all policies have seen the step; it asks gates.
     may_enter: Callable[[], RequestView | None] = nobody
     # Counts anew who is `held` in each lane, unless it is known from the step before. When to: as
     # above.
@@ -202,10 +202,6 @@ class Policy:
     def pauses_decodes(self, step: Step) -> bool:
         """Say whether running decodes sit this step out."""
         return False
-
-    def sits_out(self, step: Step) -> Sequence[RequestView]:
-        """Say which of them do, where some go on; never the same ones two steps in a row."""
-        return ()
 
     def gate(self, lane: str, head: RequestView, waited: float) -> Gate:
         """May the head of this lane enter, having waited so many seconds?"""
