@@ -156,7 +156,7 @@ class WorkerConfig(Block):
     profile: Name | None = Field(
         None,
         description="what `vllm-sched simulate` takes it to be: a machine's name, or the file that "
-        "`calibrate` saved",
+        "`calibrate` saved, looked for beside the fleet file first",
     )
 
     @property

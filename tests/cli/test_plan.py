@@ -68,6 +68,29 @@ def test_a_measured_profile_is_found_from_where_the_fleet_file_lies(
     assert main(["simulate", "a plan.yaml", *load]) == 0
 
 
+def test_the_profile_that_was_planned_with_is_the_one_that_is_simulated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the saved name another one can be reached too: from here, but not from the file."""
+    here, fleets = tmp_path / "proj" / "h100", tmp_path / "deep" / "er" / "fleets"
+    for folder in (here, fleets):
+        folder.mkdir(parents=True)
+    (here / "linked").symlink_to(fleets)
+    (here / "beside").mkdir()
+    for path, front_s in ((tmp_path / "proj" / "cost.json", 60), (here / "cost.json", 0)):
+        cost = {"step_time": profiles.find("h100-8b").time.to_json(), "front_s": front_s}
+        path.write_text(json.dumps(cost))
+    monkeypatch.chdir(here)
+    words = ["--profile", "cost.json", "--policies", "default"]
+    load = ["--engine=fluid", "--workload=2000x20", "--request-rate=1", "--num-requests=2"]
+    for folder, named in (("beside", "../cost.json"), ("linked", "../../../proj/h100/cost.json")):
+        assert main([*ASK, *words, "--save", f"{folder}/f.yaml", *TARGETS]) == 0
+        assert f"profile: {named}" in (here / folder / "f.yaml").read_text()
+        save = here / f"{folder}.json"
+        assert main(["simulate", f"{folder}/f.yaml", *load, "--save", str(save)]) == 0
+        assert json.loads(save.read_text())["mean_ttft_ms"] < 60_000
+
+
 def test_a_trace_may_have_blocks_of_another_length(tmp_path: Path) -> None:
     trace, path = tmp_path / "trace.jsonl", tmp_path / "fleet.yaml"
     line = {"timestamp": 0, "input_length": 600, "output_length": 5, "hash_ids": [*range(38)]}

@@ -142,6 +142,29 @@ def test_a_calibrated_file_is_found_beside_the_fleet(tmp_path: Path) -> None:
     assert not {"kv_tokens", "kv_token_bytes"} & set(model.assumed)
 
 
+def test_of_two_files_of_a_name_it_is_the_one_that_was_meant(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here, beside = tmp_path / "here", tmp_path / "beside"
+    for folder, tokens in ((here, 8000), (beside, 9000)):
+        folder.mkdir()
+        (folder / "cost.json").write_text(json.dumps({"step_time": {}, "kv_tokens": tokens}))
+    monkeypatch.chdir(here)
+    workers = [{"name": "w0", "profile": "cost.json"}, {"name": "w1", "url": "http://a:1"}]
+    config = FleetConfig.model_validate({"model": "m", "workers": workers})
+    shell = Assumed(profile="cost.json")
+
+    def sizes() -> list[int]:
+        found = worker_models(config, beside / "fleet.yaml", shell)
+        return [found[name].kv_tokens for name in ("w0", "w1")]
+
+    assert sizes() == [9000, 8000]  # the fleet file's lies beside it, the shell's here
+    (here / "cost.json").unlink()
+    assert sizes() == [9000, 9000]
+    (beside / "cost.json").rename(here / "cost.json")
+    assert sizes() == [9000, 9000]
+
+
 def test_sizes_and_front_are_those_that_were_measured(tmp_path: Path) -> None:
     sizes = {"gpus": 4, "max_model_len": 16_384, "max_num_batched_tokens": 512, "kv_tokens": 65_536}
     (tmp_path / "cost.json").write_text(json.dumps({"step_time": {}, "front_s": 0.004, **sizes}))

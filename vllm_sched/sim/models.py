@@ -140,7 +140,8 @@ def worker_models(
     if config.discovery is not None:
         why = "workers that are found while a router runs can't be simulated; list them as workers"
         problems.append(Problem("discovery", why))
-    read: dict[str, WorkerModel] = {}
+    here, beside = Path(), source.parent
+    read: dict[tuple[str, tuple[Path, ...]], WorkerModel] = {}
     for index, worker in enumerate(config.workers):
         path = f"workers[{index}]"
         profile = worker.profile or assumed.profile
@@ -149,9 +150,11 @@ def worker_models(
             problems.append(Problem(f"{path}.profile", why + "saved, or give --profile"))
             continue
         try:
-            if profile not in read:
-                read[profile] = of_profile(profile, source.parent)
-            found[worker.name] = model_of(worker, read[profile], config, assumed)
+            # Of two files with that name the one meant is beside who named it.
+            folders = (here, beside) if worker.profile is None else (beside, here)
+            if (profile, folders) not in read:
+                read[profile, folders] = of_profile(profile, *folders)
+            found[worker.name] = model_of(worker, read[profile, folders], config, assumed)
         except UsageError as error:
             problems.append(Problem(path, str(error)))
     if problems:
@@ -159,8 +162,11 @@ def worker_models(
     return found
 
 
-def of_profile(profile: str, folder: Path = Path()) -> WorkerModel:
-    """Describe a machine that nothing else is said of; a file is looked for in the folder too."""
+def of_profile(profile: str, *folders: Path) -> WorkerModel:
+    """Describe a machine that nothing else is said of; a file is that of the first folder it is in.
+
+    Without folders it is looked for here.
+    """
     if (machine := MACHINES.get(profile)) is not None:
         return WorkerModel(
             name=profile,
@@ -177,13 +183,11 @@ def of_profile(profile: str, folder: Path = Path()) -> WorkerModel:
         )
     if not profile.endswith(".json"):
         profiles.find(profile)  # whose error lists the valid ones
-    return _calibrated(profile, folder)
+    places = [folder / profile for folder in folders or (Path(),)]
+    return _calibrated(profile, next((each for each in places if each.exists()), places[-1]))
 
 
-def _calibrated(name: str, folder: Path) -> WorkerModel:
-    path = Path(name)
-    if not path.exists():
-        path = folder / name
+def _calibrated(name: str, path: Path) -> WorkerModel:
     advice = "save one with `vllm-sched calibrate --save`"
     try:
         content = json.loads(path.read_text())

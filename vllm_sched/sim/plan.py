@@ -354,7 +354,9 @@ def _seen_from(folder: Path, profile: str) -> str:
     """Name a profile as a fleet file does: if it is a file, by the way to it from there."""
     if profile in MACHINES or Path(profile).is_absolute():
         return profile
-    return os.path.relpath(profile, folder)
+    # Of real folders: from one that is a link `..` leads to where the other lies.
+    path = Path(profile)
+    return os.path.relpath(path.parent.resolve() / path.name, folder.resolve())
 
 
 def _unfinished(found: Plan) -> list[str]:
