@@ -222,6 +222,36 @@ def test_who_stops_it_need_not_wait_for_an_endpoint_that_says_nothing(
     assert [*tmp_path.iterdir()] == []
 
 
+@pytest.mark.parametrize("command", ["bench", "sweep"])
+def test_who_stops_it_before_a_request_has_ended_loses_no_older_result(
+    command: str, tmp_path: Path
+) -> None:
+    save, plot = tmp_path / "out.json", tmp_path / "pictures"
+    save.write_text("older")
+    words = ["--workload", "20x3", "--save", str(save), "--plot", str(plot)]
+    with served(FakeOpenAI(hangs=True)) as fake:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "vllm_sched.cli.main", command, "--url", fake.url, *words],
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        try:
+            waited = threading.Event()
+            for _ in range(600):
+                if fake.played:
+                    break
+                waited.wait(0.05)
+            assert fake.played
+            process.send_signal(signal.SIGINT)
+            out, err = process.communicate(timeout=60)
+        finally:
+            process.kill()
+    assert process.returncode == 130
+    assert "this is what there is" not in out
+    assert err.splitlines()[-1] == f"vllm-sched {command}: interrupted"
+    assert save.read_text() == "older"
+    assert not plot.exists()
+
+
 def test_how_far_it_is_is_told_without_a_terminal_too(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -6,12 +6,13 @@ import json
 import os
 import re
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from vllm_sched.cli import simulate, telling
+from vllm_sched.cli import exits, simulate, telling
 from vllm_sched.cli.main import main
 
 FLEET = """
@@ -185,6 +186,32 @@ def test_who_stops_it_has_what_there_is(
     assert kept["interrupted"] > 0
     assert kept["completed"] + kept["interrupted"] < 9000
     assert json.loads(trace.read_text())["traceEvents"]
+
+
+@pytest.mark.usefixtures("own_ctrl_c")
+def test_who_stops_it_before_a_request_has_ended_loses_no_older_result(
+    fleet: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    @contextmanager
+    def at_once() -> Iterator[Callable[[], bool]]:
+        with exits.interruptible() as stopped:
+            signal.raise_signal(signal.SIGINT)
+            yield stopped
+
+    monkeypatch.setattr(simulate, "interruptible", at_once)
+    save = tmp_path / "out.json"
+    save.write_text("older")
+    words = ["--workload", "100x1000", "--concurrency", "4", "--num-requests", "90"]
+    words += ["--engine", "fluid", "--save", str(save)]
+    assert main(["simulate", str(fleet), *words]) == 130
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert re.search(r" 0 done, [1-9]\d* under way\n", said.err)
+    assert said.err.splitlines()[-1] == "vllm-sched simulate: interrupted"
+    assert save.read_text() == "older"
 
 
 @pytest.mark.usefixtures("own_ctrl_c")

@@ -21,6 +21,7 @@ from vllm_sched.cli.load import (
     asked,
     check_outputs,
     keep,
+    require_ended,
     require_some,
     run_interruptibly,
     salt_of,
@@ -70,6 +71,8 @@ def run_bench(args: argparse.Namespace) -> int:
     played, endpoint = run_interruptibly(
         lambda stop: _measured(asked(args, explain=bool(args.plot)), schedule, args, console, stop)
     )
+    if played.interrupted:
+        require_ended(played.outcomes)
     notes = {"prompt_salt": args.prompt_salt}
     result = as_result(played, endpoint, schedule, targets, notes)
     if not played.interrupted:

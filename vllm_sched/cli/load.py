@@ -7,7 +7,7 @@ import asyncio
 import os
 import signal
 import time
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from vllm_sched.bench.client.player import Played, Tally
+    from vllm_sched.bench.outcome import Outcome
     from vllm_sched.bench.result import Result
 
 WORKLOAD_HELP = f"{', '.join(NAMES)}; {FORMS} (default: %(default)s)"
@@ -195,6 +196,12 @@ def require_some(result: Result) -> None:
     if schedule.concurrency is not None and (end := schedule.ends_after_s) is not None:
         raise UsageError(f"--duration {end:g}: was over before a request was sent; make it longer")
     raise UsageError(f"{schedule.source.name}: no request was sent, as none is left in it")
+
+
+def require_ended(outcomes: Sequence[Outcome]) -> None:
+    """End a run that was stopped before any request had ended: an older result is worth more."""
+    if all(each.interrupted for each in outcomes):
+        raise KeyboardInterrupt
 
 
 def keep(result: Result, args: argparse.Namespace, console: Console) -> None:

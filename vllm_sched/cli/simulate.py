@@ -30,6 +30,7 @@ from vllm_sched.cli.load import (
     add_workload,
     check_outputs,
     keep,
+    require_ended,
     require_some,
     schedule_of,
 )
@@ -160,6 +161,8 @@ def run_simulate(args: argparse.Namespace) -> int:
         )
     console = Console(markup=False)
     run = _run(args, config, models, schedule, console)
+    if run.played.interrupted:
+        require_ended(run.played.outcomes)
     result = as_result(run, args, config, schedule, targets)
     if run.played.interrupted:
         console.print("interrupted: this is what there is", style="yellow")

@@ -100,6 +100,8 @@ def run_sweep(args: argparse.Namespace) -> int:
     stopped = run_interruptibly(
         lambda stop: _Runner(args, targets, sweep, console, stop).run(plans)
     )
+    if stopped and not sweep.points:
+        raise KeyboardInterrupt  # an older result is worth more than none
     if stopped:
         console.print("interrupted: this is what there is", style="yellow")
     console.print(sweep.table(targets=bool(targets)))
