@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import errno
+import io
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,9 +15,9 @@ from vllm_sched.files import write_whole
 
 def test_it_is_written_and_nothing_beside_it(tmp_path: Path) -> None:
     path = tmp_path / "a.json"
-    for text in ("one", "two"):
-        write_whole(path, text)
-        assert path.read_text() == text
+    for content in ("one", b"\x89\r\n", "tw\u00f6"):
+        write_whole(path, content)
+        assert path.read_bytes() == (content if isinstance(content, bytes) else content.encode())
         path.chmod(0o640)
     assert [each.name for each in tmp_path.iterdir()] == ["a.json"]
     assert path.stat().st_mode & 0o777 == 0o640
@@ -28,16 +30,41 @@ def test_what_was_there_stays_if_it_fails(
     path = tmp_path / "a.json"
     path.write_text("old")
 
-    def half(place: Path, text: str, **_: object) -> int:
-        place.write_bytes(text[:2].encode())
-        raise error
+    class Half(io.FileIO):
+        def write(self, content: Any) -> int:
+            super().write(content[:2])
+            raise error
+
+    def opened(place: Path, mode: str) -> Half:
+        return Half(place, mode)
 
     with monkeypatch.context() as patched:
-        patched.setattr(Path, "write_text", half)
+        patched.setattr(Path, "open", opened)
         with pytest.raises(type(error)):
             write_whole(path, "new and longer")
     assert path.read_text() == "old"
     assert [each.name for each in tmp_path.iterdir()] == ["a.json"]
+
+
+def test_who_has_the_same_process_id_writes_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As all have it that are the first process of a container; and nobody can foresee the name."""
+    monkeypatch.setattr(os, "getpid", lambda: 1)
+    places: list[tuple[str, str]] = []
+    opened = Path.open
+
+    def noted(place: Path, mode: str, **more: Any) -> Any:
+        places.append((place.name, mode))
+        return opened(place, mode, **more)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "open", noted)
+        for name in ("a.json", "a.json"):
+            write_whole(tmp_path / name, "text")
+    (one, how), (other, _) = places
+    assert one != other
+    assert how == "xb"  # nothing that lies there is followed
 
 
 def test_links_pipes_and_devices_stay_what_they_are(tmp_path: Path) -> None:

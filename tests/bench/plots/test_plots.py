@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Sequence
+from contextlib import nullcontext
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree as ET
 
 import pytest
@@ -79,6 +81,26 @@ def test_a_run_is_drawn(tmp_path: Path) -> None:
     for path in drawn:
         if path.suffix == ".png":
             assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_picture_that_is_not_finished_leaves_the_older_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from matplotlib.figure import Figure
+
+    older = draw_run(run(crowd()), tmp_path)
+    before = [path.read_bytes() for path in older]
+
+    def half(_: Figure, to: Any, **__: object) -> None:
+        with to.open("wb") if isinstance(to, Path) else nullcontext(to) as file:
+            file.write(b"half")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Figure, "savefig", half)
+    with pytest.raises(KeyboardInterrupt):
+        draw_run(run(crowd()[:9]), tmp_path)
+    assert [path.read_bytes() for path in older] == before
+    assert sorted(tmp_path.iterdir()) == sorted(older)
 
 
 def test_steps_are_drawn_under_their_budget(tmp_path: Path) -> None:

@@ -10,10 +10,12 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
+from io import BytesIO
 from itertools import cycle, islice
 from typing import TYPE_CHECKING, Any, Final
 
 from vllm_sched.errors import UsageError
+from vllm_sched.files import write_whole
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -92,7 +94,12 @@ def picture(
             warnings.filterwarnings("ignore", "Glyph .* missing from")
             for path in files(stem):
                 dated = {"Date": None} if path.suffix == ".svg" else {}
-                figure.savefig(path, dpi=DPI, metadata={"Creator": "vllm-sched", **dated})
+                drawn = BytesIO()
+                figure.savefig(
+                    drawn, format=path.suffix[1:], dpi=DPI,
+                    metadata={"Creator": "vllm-sched", **dated},
+                )  # fmt: skip
+                write_whole(path, drawn.getvalue())
 
 
 def files(stem: Path) -> Sequence[Path]:
