@@ -68,6 +68,16 @@ def test_lines_come_now_and_then(
     ]  # fmt: skip
 
 
+def test_without_a_stderr_nothing_is_said(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who closes it (`2>&-`) is not to find our lines in the result."""
+    monkeypatch.setattr(sys, "stderr", None)
+    telling.Lines("bench").say("anything")
+    assert telling.terminal(Console(file=io.StringIO())) is None
+    assert capsys.readouterr().out == ""
+
+
 def test_a_reader_who_left_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stderr", Gone())
     telling.Lines("bench").say("anything")

@@ -34,6 +34,8 @@ class Lines:
     def say(self, text: str) -> None:
         """Print it now."""
         self._latest = time.monotonic()
+        if sys.stderr is None:  # it was closed; print would take stdout, which has the result
+            return
         # Who reads along may leave: that is no reason to end a measurement.
         with suppress(OSError, ValueError):
             print(f"{self._head}{text}", file=sys.stderr, flush=True)
