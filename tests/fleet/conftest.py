@@ -58,7 +58,11 @@ def workers() -> Iterator[dict[str, Worker]]:
                 # With all paths that vLLM has for such a model.
                 flags=(*FLAGS, "--served-model-name", "tiny", "--enable-scale-out"),
                 name=name,
-                env={"VLLM_LOGGING_LEVEL": "INFO", "VLLM_ENABLE_RESPONSES_API_STORE": "1"},
+                env={
+                    "VLLM_LOGGING_LEVEL": "INFO",
+                    "VLLM_ENABLE_RESPONSES_API_STORE": "1",
+                    "VLLM_ENABLE_COHERE_API": "1",
+                },
             )
             stack.callback(each.stop)
             each.start()
