@@ -31,7 +31,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
@@ -416,7 +416,7 @@ async def _verdict(
     return 1 if flying > 0 or wrong or traces or status or faults or more else 0
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Be one process or the other."""
     options = argparse.ArgumentParser(prog="python -m benchmarks.soak", description=__doc__)
     options.add_argument("--minutes", type=float, default=30.0)
@@ -430,7 +430,9 @@ def main() -> int:
     options.add_argument("--guarded", action="store_true", help="and with `--tenants`")
     options.add_argument("--clients-of", type=int, help=argparse.SUPPRESS)
     options.add_argument("--ca", help=argparse.SUPPRESS)
-    given = options.parse_args()
+    given = options.parse_args(argv)
+    if given.kill_member and 2 * given.kill_member >= 60 * given.minutes:
+        options.error("--kill-member: none would be killed in the first half of --minutes")
     given.tenants |= given.guarded
     if given.clients_of:
         asyncio.run(clients(given))

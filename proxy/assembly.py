@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from math import inf
 from pathlib import Path
+from time import monotonic
 from typing import TYPE_CHECKING, Any, Protocol
 
 from proxy.config import BatchesConfig, FleetConfig, TlsConfig, WorkerConfig, load
@@ -86,7 +87,7 @@ class App:
         self._started_with = started_with or config
         config = as_started(config, self._started_with)
         probe = config.router.probe
-        self.fleet = Fleet(down_after=probe.down_after, up_after=probe.up_after)
+        self.fleet = Fleet(down_after=probe.down_after, up_after=probe.up_after, clock=monotonic)
         for spec in specs(config):
             self.fleet.add(spec)
         self.router = Router(router_settings(config), self.fleet)

@@ -24,9 +24,9 @@ SMALLEST = Ask("", "", "", 0, 0, 0, 0, 0)
 def gap(router: Router, model: str, now: float, size: int = 0) -> bool:
     """Whether a model has a worker to spare, and nobody of it waits in the queue.
 
-    What no worker is for may go as well, to be refused as any other such request, once all have
-    said what they are for. `size`: the bytes of a line, of which only this is heeded, that a long
-    one needs a prefill worker.
+    What no worker is for may go as well, to be refused as any other such request, once nobody is
+    waited for any more to say what it is for. `size`: the bytes of a line, of which only this is
+    heeded, that a long one needs a prefill worker.
     """
     fleet = router.fleet
     known = fleet.models()

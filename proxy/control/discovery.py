@@ -196,7 +196,7 @@ class Discovery:
         if self._fleet.get(worker.name) is not worker:
             return  # an operator took it out
         if draining and not worker.draining:
-            self._fleet.drain(worker.name)
+            self._fleet.drain(worker.name, starts=True)
             self._drained.add(worker)
         elif not draining and worker in self._drained:
             self._drained.discard(worker)

@@ -7,11 +7,12 @@ way out comes first.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from heapq import heappop, heappush
 
 from proxy.core import holding
 from proxy.core.decisions import Decision, Handover, Lease
-from proxy.core.roster import Roster
+from proxy.core.roster import Roster, still
 from proxy.core.types import Ask, Role
 from proxy.core.worker import Worker
 
@@ -24,8 +25,14 @@ LENDS = 8  # so many first observations are lent to workers that have none
 class Fleet(Roster):
     """The workers, and the charges on them."""
 
-    def __init__(self, *, down_after: int = 3, up_after: int = 2) -> None:
-        super().__init__(down_after=down_after, up_after=up_after)
+    def __init__(
+        self,
+        *,
+        down_after: int = 3,
+        up_after: int = 2,
+        clock: Callable[[], float] = still,
+    ) -> None:
+        super().__init__(down_after=down_after, up_after=up_after, clock=clock)
         self._silent: list[tuple[float, int, Lease]] = []
 
     def charge(self, ask: Ask, decision: Decision, now: float) -> Lease:

@@ -26,7 +26,7 @@ def steers(param: str) -> Refusal:
 
 
 def nobody_serves(model: str, known: Iterable[str], *, all_told: bool) -> Refusal:
-    """Refuse what nobody is known to serve; `all_told`: each worker has said what it serves."""
+    """Refuse what nobody is known to serve; `all_told`: nobody more is waited for to say so."""
     return (unknown_model if all_told else not_known_yet)(model, known)
 
 
@@ -44,7 +44,7 @@ def not_known_yet(model: str, known: Iterable[str]) -> Refusal:
         f"The model `{model[:200]}` is not known yet: some workers have still to say what they "
         f"serve. Known so far: {names}."
     )
-    return Refusal(503, Reason.NO_WORKER, message, "no_worker", retry_after_s=1.0)
+    return Refusal(503, Reason.NOT_KNOWN_YET, message, "not_known_yet", retry_after_s=1.0)
 
 
 def too_long(ask: Ask, limit: int) -> Refusal:

@@ -16,16 +16,29 @@ from proxy.core.elsewhere import NO_LOAD, Load, Others, inherit, replace
 from proxy.core.pool import NO_POOL, Pool
 from proxy.core.prefix import PrefixIndex
 from proxy.core.records import Gauges, WorkerSpec
+from proxy.core.types import Role
 from proxy.core.worker import Worker
 
+WAITED_S = 600.0  # for a worker, or anybody of an empty pool, to say what is served
 STALE_S = 10.0  # a worker that had nothing to do for so long is given the benefit of the doubt
 FORGIVE = 0.1
+
+
+def still() -> float:
+    """Tell a time at which everybody who is waited for may still come."""
+    return 0.0
 
 
 class Roster:
     """The workers by name. `Fleet` adds what is charged to them."""
 
-    def __init__(self, *, down_after: int = 3, up_after: int = 2) -> None:
+    def __init__(
+        self,
+        *,
+        down_after: int = 3,
+        up_after: int = 2,
+        clock: Callable[[], float] = still,
+    ) -> None:
         self.version = 0  # changes whenever a worker comes, goes, or becomes another
         self.down_after = down_after
         self.up_after = up_after
@@ -35,7 +48,9 @@ class Roster:
         self.others: Others | None = None  # processes that charge the same workers
         self._rank: Callable[[Worker], float] = lambda worker: worker.requests
         self._workers: dict[str, Worker] = {}
+        self._clock = clock
         self._expected: tuple[str, ...] = ()  # models, be there workers of them or not
+        self._empty_since: dict[str, float] = {}  # of those, the ones that nobody is here for
         self._by_model: dict[str, list[Worker]] = {}
         self._pools: dict[str, Pool] = {}
         self._leaving: set[Worker] = set()  # removed, with leases in flight
@@ -84,10 +99,14 @@ class Roster:
     def all_told(self) -> bool:
         """Whether everybody has said what it serves: adapters are in no fleet file.
 
-        Who was never up has not, nor have the workers of a model that nobody is here for.
+        Who was never up has not, nor have the workers of a model that nobody is here for. Neither
+        is waited for without end: one that never comes would leave every mistyped name possible.
         """
-        return all(self._by_model[model] for model in self._expected) and all(
-            worker.up or worker.up_since for worker in self
+        due = self._clock() - WAITED_S
+        return all(since <= due for since in self._empty_since.values()) and all(
+            worker.up or worker.up_since or worker.awaited_since <= due
+            for worker in self
+            if worker.role is not Role.PREFILL  # who decodes serves the same
         )
 
     def of(self, model: str) -> list[Worker]:
@@ -144,6 +163,7 @@ class Roster:
 
     def _take_in(self, spec: WorkerSpec, index: int) -> Worker:
         worker = Worker(spec, index)
+        worker.awaited_since = self._clock()
         worker.served = next(self._numbers)
         self._workers[spec.name] = self.by_index[index] = worker
         if self._left and (before := self._left.pop(spec.url, None)) is not None:
@@ -210,11 +230,16 @@ class Roster:
         self.moved(worker)
         self._live_changed()
 
-    def drain(self, name: str, *, draining: bool = True) -> bool:
-        """Give a worker nothing more, or something again; False when there is none of the name."""
+    def drain(self, name: str, *, draining: bool = True, starts: bool = False) -> bool:
+        """Give a worker nothing more, or something again; False when there is none of the name.
+
+        `starts`: it is not ready yet. Of any other that was never up nobody waits for a word.
+        """
         worker = self._workers.get(name)
         if worker is None:
             return False
+        if draining and not starts:
+            worker.awaited_since = -inf
         worker.draining = draining
         self._live_changed()
         return True
@@ -238,6 +263,10 @@ class Roster:
                 if model in worker.models:
                     workers.append(worker)
         self._by_model = by_model
+        before, now = self._empty_since, self._clock()
+        self._empty_since = {
+            model: before.get(model, now) for model in self._expected if not by_model[model]
+        }
         self._live_changed()
 
     def _live_changed(self) -> None:
@@ -285,9 +314,17 @@ class Roster:
         return True
 
     def follow(
-        self, worker: Worker, *, up: bool, probed: bool, up_since: float, draining: bool
+        self,
+        worker: Worker,
+        *,
+        up: bool,
+        probed: bool,
+        up_since: float,
+        awaited_since: float,
+        draining: bool,
     ) -> None:
         """Take what another process, that probes, has found of a worker that is here."""
+        worker.awaited_since = awaited_since
         if worker.up_since != up_since:
             if worker.probed:
                 self.prefixes.forget(worker.index)  # it was started anew

@@ -58,6 +58,7 @@ class Reason(StrEnum):
     BAD_REQUEST = "bad_request"
     UNKNOWN_PATH = "unknown_path"
     UNKNOWN_MODEL = "unknown_model"
+    NOT_KNOWN_YET = "not_known_yet"  # a model that somebody may serve who has yet to say
     TOO_LONG = "too_long"
     QUEUE_FULL = "queue_full"
     WAITED_TOO_LONG = "waited_too_long"

@@ -35,6 +35,7 @@ class Worker:
     """A worker. Only the fleet changes one."""
 
     __slots__ = (
+        "awaited_since",
         "bit",
         "breaker",
         "cached_price",
@@ -104,6 +105,7 @@ class Worker:
         self.respecify(spec)
         self.models: tuple[str, ...] = (spec.model,)
 
+        self.awaited_since = 0.0  # for its first word; -inf: no more
         self.up = False
         self.up_since = 0.0  # when it came up last, or was seen to have been started anew
         self.probed = False  # until the first probe answers, nothing is known

@@ -70,6 +70,7 @@ class Known:
     up: bool
     probed: bool
     up_since: float
+    awaited_since: float
     draining: bool
     models: tuple[str, ...]
     told_max_model_len: int | None

@@ -79,6 +79,7 @@ class Mirror:
                 worker.up,
                 worker.probed,
                 worker.up_since,
+                worker.awaited_since,
                 worker.draining,
                 worker.models,
                 worker.told_max_model_len,
@@ -119,6 +120,7 @@ class Mirror:
             up=worker.up,
             probed=worker.probed,
             up_since=worker.up_since,
+            awaited_since=worker.awaited_since,
             draining=worker.draining,
             models=worker.models,
             told_max_model_len=worker.told_max_model_len,
@@ -207,6 +209,7 @@ class Mirror:
             up=known.up,
             probed=known.probed,
             up_since=known.up_since,
+            awaited_since=known.awaited_since,
             draining=known.draining,
         )
 

@@ -45,3 +45,9 @@ async def test_a_process_stands_still_and_goes_on(
     await asyncio.gather(standing, return_exceptions=True)
     await eventually(lambda: state(child) != "T", within=20.0)
     assert parent.stills == 1
+
+
+def test_nobody_is_told_of_kills_that_would_not_be(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        soak.main(["--minutes", "1", "--processes", "2", "--kill-member", "30"])
+    assert "none would be killed" in capsys.readouterr().err

@@ -30,7 +30,7 @@ from tests.prometheus.server import Prometheus, exhausted
 from tests.prometheus.tools import program
 from tests.proxy.wire import scripts
 from tests.proxy.wire.client import Client, bearer, chat, get, request
-from vllm_sched.workers.launch import Worker
+from vllm_sched.workers.launch import Worker, free_port
 
 Json = dict[str, Any]
 DEADLINE_S = 120.0
@@ -40,6 +40,7 @@ SHORT_LIMIT, WRITES_SHORT, WRITES_LONG = 14_000, 12_000, 15_500
 END = {"1": 100}
 PROMPT, LATE_PROMPT = 8000, 15_000
 HANDED = 600
+AWAY = "away"  # a worker that is never there
 KEY, NIGHT = "sk-vs-of-the-chat-window", "sk-vs-of-jobs-at-night"
 TENANTS: list[Json] = [
     {"name": "chat", "class": "interactive"},
@@ -82,12 +83,12 @@ class Stage:
         self._source = folder / "fleet.yaml"
 
     async def show(self, workers: list[Json], rules: Json, **router: Json) -> None:
-        """Show the router a fleet, and wait until all of it is up."""
+        """Show the router a fleet, and wait until all of it is up that ever will be."""
         fleet = {"model": "tiny", "workers": workers, "routing": rules}
         self._source.write_text(json.dumps({**fleet, "router": {**PORTS, **router}}))
         await self._post("reload")
         async with asyncio.timeout(DEADLINE_S):
-            while {each["state"] for each in await self._workers()} != {"up"}:  # noqa: ASYNC110
+            while any((w["state"] == "up") == (w["name"] == AWAY) for w in await self._workers()):  # noqa: ASYNC110
                 await asyncio.sleep(0.05)
 
     async def busy(self, name: str) -> None:
@@ -198,6 +199,9 @@ async def refused(stage: Stage, urls: Mapping[str, str]) -> None:
     assert await stage.ask(request(b"{")) == 400
     assert await stage.ask(get("/nowhere")) == 404
     assert await stage.ask(brief(model="nobodys")) == 404
+    await stage.show([*one, *pool({AWAY: f"http://127.0.0.1:{free_port()}"}, "general", AWAY)], {})
+    assert await stage.ask(brief(model="nobodys")) == 503  # unless it is one that AWAY has
+    await stage.show(one, {}, admission={"ttft_s": 0.001})
     assert await stage.ask(prompt(20_000)) == 400
     assert await stage.ask(brief(b"Origin: https://elsewhere.example")) == 403
     assert await stage.ask(prompt(PROMPT, first=12, stream=True)) == 200  # its pace is known now

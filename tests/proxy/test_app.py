@@ -17,10 +17,12 @@ from threading import Event
 import aiohttp
 import pytest
 
+from proxy import assembly
 from proxy.app import App, allow_connections, serve
 from proxy.config import FleetConfig, WorkerConfig, load, parse
 from proxy.control.keys import Keys
 from proxy.core.handover import Why
+from proxy.core.roster import WAITED_S
 from proxy.errors import ConfigError, Problem, ProxyError
 from proxy.wire import listening as waiting
 from tests.proxy.wire import scripts
@@ -202,6 +204,17 @@ async def test_keys_that_the_file_only_names_are_in_no_log(
     monkeypatch.setenv("THE_KEY", "of-the-operator-2")
     await app.reload()
     assert said(app).endswith(b" *** ***")
+
+
+async def test_a_worker_that_never_comes_up_is_waited_for_by_a_clock_that_goes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = 100.0
+    monkeypatch.setattr(assembly, "monotonic", lambda: now)
+    app = App(parse("model: tiny\nworkers: [{name: a, url: 'http://a'}]\n", "fleet.yaml"))
+    assert not app.fleet.all_told()
+    now += WAITED_S
+    assert app.fleet.all_told()
 
 
 def test_keys_are_not_shown_where_what_was_read_is() -> None:

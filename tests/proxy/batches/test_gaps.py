@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from proxy.batches.gaps import gap
-from proxy.core.router import Router
+from proxy.core.fleet import Fleet
+from proxy.core.roster import WAITED_S
+from proxy.core.router import Router, RouterSettings
 from proxy.core.types import Role
 from tests.proxy.core.making import MODEL, ask, placed, router_of, spec, waits
 
@@ -51,3 +53,16 @@ def test_not_before_all_have_said_what_they_serve() -> None:
     router.fleet.probe_ok("late", 1.0)
     assert gap(router, "adapter", 1.0)
     assert gap(router, "nothing", 1.0)
+
+
+def test_nor_for_ever_after_one_that_never_comes_up() -> None:
+    now = 50.0
+    fleet = Fleet(clock=lambda: now)
+    router = Router(RouterSettings(), fleet)
+    for name in ("a", "dead"):
+        fleet.add(spec(name))
+    fleet.probe_ok("a", now)
+    now += WAITED_S - 1
+    assert not gap(router, "nothing", now)
+    now += 1
+    assert gap(router, "nothing", now)

@@ -314,7 +314,7 @@ async def test_before_the_first_probe_a_client_would_wait(api: httpx.AsyncClient
     assert {score["note"] for score in told["scores"]} == {"not probed yet"}
     adapter = {"prompt_tokens": 10, "model": "adapter"}  # it may be one of theirs
     told = (await api.post("/admin/explain", json=adapter)).json()
-    assert (told["status"], told["reason"]) == (503, "no_worker")
+    assert (told["status"], told["reason"]) == (503, "not_known_yet")
 
 
 @pytest.mark.parametrize("question", [{}, {"prompt_tokens": 0}, {"prompt_tokens": 1, "n": 1}])

@@ -191,6 +191,19 @@ def test_not_ready_ones_drain_and_come_back(site: Site) -> None:
     assert not site.draining("s-2")
 
 
+def test_one_that_is_not_ready_yet_has_still_to_say_what_it_serves() -> None:
+    site = Site()
+    site.start(POOLS.replace("model: other", "model: tiny"))
+    site.told("s-1")
+    site.fleet.probe_ok("s-1", 1.0)
+    assert site.fleet.all_told()
+    site.discovery.pools[0].told(endpoints("s-1") | endpoints("s-2", ready=False))
+    assert site.draining("s-2")
+    assert not site.fleet.all_told()
+    site.fleet.drain("s-2")  # an operator
+    assert site.fleet.all_told()
+
+
 def test_what_an_operator_drained_stays_so(site: Site) -> None:
     site.told("s-1", "s-2")
     site.fleet.drain("s-2")

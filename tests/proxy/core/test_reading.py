@@ -139,8 +139,9 @@ def test_an_unknown_model_may_be_an_adapter_of_one_that_was_never_up() -> None:
     router = router_of(spec("w"))
     router.fleet.add(spec("late"))
     refusal = refused(read(router, chat("x", model="adapter")))
-    assert (refusal.status, refusal.reason, refusal.retry_after_s) == (503, Reason.NO_WORKER, 1.0)
-    assert router.decisions == {("", Reason.NO_WORKER): 1}
+    assert (refusal.status, refusal.reason) == (503, Reason.NOT_KNOWN_YET)
+    assert refusal.retry_after_s == 1.0
+    assert router.decisions == {("", Reason.NOT_KNOWN_YET): 1}
     router.fleet.set_served("late", ["m", "adapter"])
     router.fleet.probe_ok("late", 1.0)
     assert sized(router, chat("x", model="adapter")).model == "adapter"

@@ -12,7 +12,7 @@ from proxy.core.elsewhere import own
 from proxy.core.fleet import Fleet
 from proxy.core.prefix import BLOCKS
 from proxy.core.records import Gauges
-from proxy.core.roster import STALE_S
+from proxy.core.roster import STALE_S, WAITED_S
 from proxy.core.seats import HEEDED_S
 from proxy.core.types import Outcome, Reason, Role
 from proxy.core.worker import WORKS_S
@@ -84,6 +84,70 @@ def test_what_a_worker_says_it_serves_counts() -> None:
     assert fleet.serves(MODEL)  # the fleet file says so: 503, not 404
     fleet.set_served("a", [])
     assert fleet.of(MODEL) == [members(fleet)[0]]
+
+
+class Waiting:
+    """A fleet whose workers are waited for, and the time."""
+
+    def __init__(self, *names: str) -> None:
+        self.now = 1000.0
+        self.fleet = Fleet(clock=lambda: self.now)
+        for name in names:
+            self.fleet.add(spec(name))
+
+    def later(self, seconds: float) -> bool:
+        """Let time pass; return whether all have told what they serve by then."""
+        self.now += seconds
+        return self.fleet.all_told()
+
+
+def test_who_never_comes_up_is_waited_for_for_ten_minutes() -> None:
+    here = Waiting("a", "dead")
+    here.fleet.probe_ok("a", here.now)
+    assert not here.later(WAITED_S - 1)
+    here.fleet.probe_failed("dead", here.now)
+    here.fleet.add(spec("late"))
+    assert not here.later(1)
+    here.fleet.drain("late", starts=True)  # as one that is not ready yet
+    here.fleet.set_served("a", [MODEL, "adapter"])
+    here.fleet.replace([spec("a"), spec("dead"), spec("late")])
+    assert not here.later(WAITED_S - 2), "each has its own ten minutes"
+    assert here.later(1)
+    here.fleet.remove("dead")
+    here.fleet.add(spec("dead"))
+    assert not here.later(0), "a namesake is another"
+
+
+def test_who_was_up_has_told_and_who_was_drained_before_will_not() -> None:
+    here = Waiting("a", "b")
+    here.fleet.probe_ok("a", here.now)
+    assert not here.later(1)
+    here.fleet.drain("b")
+    assert here.later(0)
+    for _ in range(3):
+        here.fleet.probe_failed("a", here.now)
+    assert here.later(0)
+
+
+def test_a_prefill_worker_tells_of_nothing_that_others_do_not() -> None:
+    here = Waiting("a")
+    here.fleet.probe_ok("a", here.now)
+    here.fleet.add(spec("p", Role.PREFILL))
+    assert here.later(0)
+
+
+def test_a_pool_is_waited_for_from_when_it_was_empty() -> None:
+    here = Waiting("a")
+    here.fleet.probe_ok("a", here.now)
+    here.fleet.expect([MODEL, "other"])
+    assert not here.later(WAITED_S - 1)
+    here.fleet.expect([MODEL, "other"])  # a reload
+    assert here.later(1)
+    here.fleet.remove("a")  # another comes soon: its adapters are not nobody's
+    assert not here.later(WAITED_S - 1)
+    here.fleet.add(spec("b"))
+    here.fleet.probe_ok("b", here.now)
+    assert here.later(0)
 
 
 def test_a_model_s_context_is_the_longest_that_is_offered_now() -> None:

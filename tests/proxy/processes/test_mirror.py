@@ -14,6 +14,7 @@ from proxy.control.discovery import Discovery
 from proxy.core.fleet import Fleet
 from proxy.core.links import Links
 from proxy.core.records import Gauges
+from proxy.core.roster import WAITED_S
 from proxy.core.router import Router, RouterSettings
 from proxy.core.types import Role
 from proxy.core.worker import Worker
@@ -31,7 +32,7 @@ class Process:
 
     def __init__(self, table: Table, index: int) -> None:
         self.now = 1.0
-        self.fleet = Fleet()
+        self.fleet = Fleet(clock=lambda: self.now)
         self.router = Router(RouterSettings(), self.fleet)
         self.later: list[Callable[[], None]] = []
         self.sharing = Sharing(table, index, self.fleet, lambda: self.now, self.later.append)
@@ -102,6 +103,23 @@ def test_workers_come_change_and_go(pair: tuple[Process, Process]) -> None:
     pass_on(leader, other)
     assert other.names == {"a"}
     assert (other.worker("a").up, other.worker("a").draining) == (False, False)
+
+
+def test_all_wait_for_who_never_comes_up_for_as_long(pair: tuple[Process, Process]) -> None:
+    leader, other = pair
+    leader.fleet.add(spec("dead"))
+    leader.now += WAITED_S - 1
+    other.now = leader.now  # a process that was started anew
+    pass_on(leader, other)
+    assert (leader.fleet.all_told(), other.fleet.all_told()) == (False, False)
+    other.now = leader.now = leader.now + 1
+    assert (leader.fleet.all_told(), other.fleet.all_told()) == (True, True)
+    leader.fleet.add(spec("late"))
+    pass_on(leader, other)
+    assert not other.fleet.all_told()
+    leader.fleet.drain("late")
+    pass_on(leader, other)
+    assert other.fleet.all_told()
 
 
 def test_what_is_stated_of_one_may_change(pair: tuple[Process, Process]) -> None:
