@@ -20,7 +20,8 @@ async def parent() -> AsyncIterator[soak.Router]:
     router = soak.Router(Path(), 0, dict(os.environ), None)
     router.process = await asyncio.create_subprocess_exec("sh", "-c", "sleep 60 & wait")
     yield router
-    for pid in (*soak.children_of(router.process.pid), router.process.pid):
+    # The shell first: it ends with its child, and may be gone by then.
+    for pid in (router.process.pid, *soak.children_of(router.process.pid)):
         os.kill(pid, 9)
     await router.process.wait()
 
