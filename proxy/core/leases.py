@@ -69,12 +69,18 @@ class Leases(Placer):
             other = handover.instead(workers, lease, now, self.links, within_s)
         if other is None:
             # To be down may be a probe's mistake: where there is nobody else, it is asked.
-            return stands or not (
+            is_asked = stands or not (
                 within_s <= 0.0 or handover.is_well(lease) or self.has_another(lease)
             )
+            if not is_asked:
+                self._never_sent(lease)
+            return is_asked
+        self._never_sent(lease)
         self.fleet.move(lease, other, now)
-        if lease.ask.prefix:
-            self.prefixes.record(lease.ask.prefix, other.index)
+        if prefix := lease.ask.prefix:
+            if (halves := lease.decision.handover) is not None:
+                halves.sent_before = self.prefixes.sent(prefix, other.index)
+            self.prefixes.record(prefix, other.index)
         return True
 
     def tokens(self, lease: Lease, count: int) -> None:
@@ -134,7 +140,7 @@ class Leases(Placer):
                 learning.learn_pace(lease, now, written, decoding)
 
     def _never_sent(self, lease: Lease) -> None:
-        """Know that a decode worker has nothing of a prompt whose prefill came to nothing.
+        """Know that a decode worker has nothing of a prompt: the decode leg never came to it.
 
         Else its next try would be taken for one whose prompt is cached there.
         """

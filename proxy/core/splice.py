@@ -208,7 +208,8 @@ def spliced(body: bytes, fields: Mapping[str, bytes | None], said: Set[str] | No
     are changed. One that is not there yet comes last: who reads `body` from its start finds the
     prompt where the client put it.
 
-    `said`: the names of all members, as a parser found them in this very text; None: not known.
+    `said`: the names of all members, as a parser found them in this very text; None: not known. It
+    must name no more than is there: a member of that name deeper down would be taken for it.
     """
     names = _spelt(tuple(fields))
     pieces: list[bytes] = []

@@ -291,6 +291,53 @@ def test_a_connector_that_vllm_has_not_is_told_before_anything_starts(
     assert "choose from nixl, shared-storage" in line
 
 
+@pytest.mark.parametrize(
+    ("addresses", "own", "told"),
+    [({}, "9001", "8998"), ({"p": "http://127.0.0.1:9001"}, "8998", "9001"), ({}, "", "8998")],
+)
+def test_a_bootstrap_server_listens_where_decode_workers_are_told(
+    tmp_path: Path, addresses: dict[str, str], own: str, told: str
+) -> None:
+    moved = {"connector": "mooncake", "addresses": addresses}
+    prefill = end("prefill", env={transfer.BOOTSTRAP_PORT: own})
+    (line,) = problems(tmp_path, prefill, end("decode"), transfer=moved)
+    path = "workers[0].launch.env.VLLM_MOONCAKE_BOOTSTRAP_PORT"
+    assert f"{path}: {own!r}: decode workers are told port {told}; leave it out" in line
+    assert f"transfer.addresses, as in p: http://127.0.0.1:{own or '8999'}" in line
+    prefill = end("prefill", env={transfer.BOOTSTRAP_PORT: told})
+    fleet.read(written(tmp_path, prefill, end("decode"), transfer=moved))
+
+
+@pytest.mark.parametrize(
+    ("env", "names_one"),
+    [
+        ({"LMCACHE_CHUNK_SIZE": "256"}, False),
+        ({"LMCACHE_ENABLE_PD": "False"}, False),
+        ({"LMCACHE_REMOTE_URL": ""}, False),
+        ({"LMCACHE_ENABLE_PD": "True"}, True),
+        ({"LMCACHE_CONFIG_FILE": "/d.yaml"}, True),
+    ],
+)
+@pytest.mark.parametrize("exported", [True, False])
+def test_a_store_is_named_where_workers_read_it(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    env: dict[str, str],
+    names_one: bool,
+    exported: bool,
+) -> None:
+    """In the file, or in the environment that `up` hands on; not all of LMCache's is a store."""
+    for name, value in env.items() if exported else ():
+        monkeypatch.setenv(name, value)
+    own: dict[str, Any] = {} if exported else {"env": env}
+    ends = end("prefill", **own), end("decode", **own)
+    if names_one:
+        fleet.read(written(tmp_path, *ends, transfer="lmcache"))
+        return
+    lines = problems(tmp_path, *ends, transfer="lmcache")
+    assert ["says nothing of the store" in line for line in lines] == [True, True]
+
+
 def test_workers_of_lmcache_share_a_store(tmp_path: Path) -> None:
     """Which is known to its own settings; they name a file of it, or all of it."""
     ends = end("prefill"), end("decode", env={"LMCACHE_CONFIG_FILE": "/d.yaml"})
@@ -318,7 +365,8 @@ def test_workers_of_mooncake_are_started_to_be_found(tmp_path: Path) -> None:
     flags = [json.loads(each.flags[each.flags.index("--kv-transfer-config") + 1]) for each in made]
     assert [each.get("engine_id") for each in flags] == ["p", "p2", None]
     assert [each["kv_role"] for each in flags] == ["kv_producer", "kv_producer", "kv_consumer"]
-    assert [each.env for each in made] == [{}, {"VLLM_MOONCAKE_BOOTSTRAP_PORT": "9001"}, {}]
+    named = "VLLM_MOONCAKE_BOOTSTRAP_PORT"
+    assert [each.env for each in made] == [{named: "8998"}, {named: "9001"}, {}]
     assert ["started anew" in each.said for each in made] == [True, True, False]
     many = end("prefill", "-dp", "2"), end("decode")
     (line,) = problems(tmp_path, *many, transfer="mooncake")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import cast
@@ -18,8 +19,24 @@ from vllm_sched.workers.transfer import Part, Wiring
 PARTS = ("prefill", "decode")
 LONGEST, LONGEST_PORT = "--max-model-len", len(str(LAST_PORT))
 VLLM_LEASE_S = 30.0  # where nobody says how long
-# LMCache's own settings, of which the store is one that its workers share or push through.
-STORE = "LMCACHE_"
+# Of LMCache's own settings those that name what its workers share or push through, or a file of all
+# of them; with the older names of some.
+STORES = (
+    "LMCACHE_CONFIG_FILE",
+    "LMCACHE_REMOTE_URL",
+    "LMCACHE_REMOTE_STORAGE_PLUGINS",
+    "LMCACHE_STORAGE_PLUGINS",
+    "LMCACHE_EXTERNAL_BACKENDS",
+    "LMCACHE_EXTRA_CONFIG",
+    "LMCACHE_GDS_PATH",
+    "LMCACHE_WEKA_PATH",
+    "LMCACHE_MARU_PATH",
+    "LMCACHE_ENABLE_P2P",
+    "LMCACHE_ENABLE_PD",
+    "LMCACHE_ENABLE_XPYD",
+    "LMCACHE_ENABLE_NIXL",
+)
+NONE = ("", "0", "false")  # values that name nothing
 
 
 def wiring_of(config: FleetConfig, worker: WorkerConfig) -> Wiring:
@@ -143,7 +160,15 @@ def _bootstraps(moved_by: TransferConfig, workers: Mapping[int, WorkerConfig]) -
                 "engine, or use nixl",
             )
         given = moved_by.addresses.get(worker.name, "").rpartition(":")[2].strip("/")
-        port = told.env.get(transfer.BOOTSTRAP_PORT) or given or transfer.USUAL_BOOTSTRAP_PORT
+        sought = given or transfer.USUAL_BOOTSTRAP_PORT
+        own = told.env.get(transfer.BOOTSTRAP_PORT)
+        if own is not None and own != sought:
+            yield Problem(
+                f"workers[{index}].launch.env.{transfer.BOOTSTRAP_PORT}",
+                f"{own!r}: decode workers are told port {sought}; leave it out, and say it in "
+                f"transfer.addresses, as in {worker.name}: http://127.0.0.1:{own or '8999'}",
+            )
+        port = own or sought
         if (other := taken.setdefault(port, worker.name)) != worker.name:
             yield Problem(
                 "transfer.addresses",
@@ -158,11 +183,12 @@ def _stores(workers: Mapping[int, WorkerConfig]) -> Iterator[Problem]:
         told = worker.launch
         if told is None or worker.role not in PARTS or transfer.own_config(told.args) is not None:
             continue
-        if not any(name.startswith(STORE) for name in told.env):
+        env = {**os.environ, **told.env}  # as the worker has it
+        if all(env.get(name, "").lower() in NONE for name in STORES):
             yield Problem(
                 f"workers[{index}].launch.env",
                 "says nothing of the store that LMCache's workers share, or push through; give "
-                "LMCACHE_CONFIG_FILE, or LMCACHE_REMOTE_URL, or use nixl",
+                "LMCACHE_CONFIG_FILE, or LMCACHE_REMOTE_URL, or LMCACHE_ENABLE_PD, or use nixl",
             )
 
 

@@ -111,8 +111,8 @@ def wiring(
         said = [f"{config['kv_connector']} in {path}, prompts computed whole"]
     elif connector == "mooncake" and part == "prefill":
         config["engine_id"] = name
-        if address:
-            more[BOOTSTRAP_PORT] = str(urlsplit(address).port)
+        # Whatever it is: one that is exported where `up` runs is not where decode workers look.
+        more[BOOTSTRAP_PORT] = str(urlsplit(address).port) if address else USUAL_BOOTSTRAP_PORT
         said.append("when it was started anew, its decode workers have to be, too")
     elif connector == "p2p-nccl" and address:
         config["kv_port"] = address.rpartition(":")[2]

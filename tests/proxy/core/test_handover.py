@@ -607,6 +607,30 @@ def test_one_that_seems_down_is_asked_where_nobody_else_is_but_not_too_late(
     assert here.reconsider(lease, 1.0, may_move=True, spent_s=spent_s) is is_asked
 
 
+def test_who_is_passed_over_for_the_rest_is_known_to_have_nothing_of_the_prompt() -> None:
+    """But what it was sent before: else the next try is taken for one that is cached there."""
+    here = router(decodes=2, disaggregate_above=1)
+    prefix, had = tuple(range(1, 9)), {"d0": 2, "d1": 3}
+    for name, blocks in had.items():
+        here.prefixes.record(prefix[:blocks], worker_of(here, name).index)
+
+    def sent(worker: Worker) -> int:
+        return here.prefixes.sent(prefix, worker.index)
+
+    lease = placed(here.submit(ask(LONG, prefix=prefix), 0.0))
+    here.prefilled(lease, 1.0, None)
+    first = lease.worker
+    assert sent(first) == 8
+    first.up = False
+    assert here.reconsider(lease, 1.0, may_move=True)
+    second = lease.worker
+    assert second is not first
+    assert (sent(first), sent(second)) == (had[first.name], 8)
+    second.up = False
+    assert not here.reconsider(lease, 1.0, may_move=False)
+    assert sent(second) == had[second.name]
+
+
 def test_a_link_that_fails_is_left_alone_for_a_while() -> None:
     here = router(disaggregate_above=1)
     first, second = worker_of(here, "p0"), worker_of(here, "d0")
