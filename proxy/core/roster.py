@@ -238,7 +238,9 @@ class Roster:
         worker = self._workers.get(name)
         if worker is None:
             return False
-        if draining and not starts:
+        if not draining and worker.awaited_since == -inf:
+            worker.awaited_since = self._clock()
+        elif draining and not starts:
             worker.awaited_since = -inf
         worker.draining = draining
         self._live_changed()

@@ -285,10 +285,11 @@ def test_an_overdue_prompt_is_computed_beside_others() -> None:
     assert sum(step.get("b", 0) for step in bench.steps(8)) > 100
 
 
+LESSER = [(None, "normal_max_wait_s"), ("batch", "batch_max_wait_s")]
+
+
 @pytest.mark.parametrize("kind", [SyncPolicyScheduler, PolicyScheduler])
-@pytest.mark.parametrize(
-    ("lane", "key"), [(None, "normal_max_wait_s"), ("batch", "batch_max_wait_s")]
-)
+@pytest.mark.parametrize(("lane", "key"), LESSER)
 def test_an_overdue_prompt_begins_in_the_next_step_whatever_is_computed(
     lane: str | None, key: str, kind: type
 ) -> None:
@@ -314,6 +315,31 @@ def test_an_urgent_one_that_takes_its_turn_keeps_nobody_waiting_for_what_others_
     # The overdue have one half together, the older first.
     assert bench.steps(6) == [{"n": 32, "u": 32}] * 6
     assert bench.steps(2) == [{"n": 12, "b": 20, "u": 32}, {"b": 32, "u": 32}]
+
+
+@pytest.mark.parametrize(("lane", "key"), LESSER)
+def test_who_comes_while_an_overdue_prompt_is_read_finds_half_of_the_step(
+    lane: str | None, key: str
+) -> None:
+    bench = Bench(laned(**{key: 5.0}))
+    bench.add("u", 100, lane="urgent", output=1)
+    bench.step()
+    bench.add("late", 900, lane=lane)
+    bench.now += 5
+    assert bench.steps(3) == [{"u": 32, "late": 32}, {"late": 60, "u": 4}, {"late": 64}]
+    bench.add("v", 900, lane="urgent")
+    assert bench.steps(2) == [{"late": 32, "v": 32}] * 2
+
+
+def test_beside_an_overdue_prompt_and_a_normal_one_an_urgent_one_finds_half_of_the_step() -> None:
+    bench = Bench(laned(batch_max_wait_s=5.0, normal_max_wait_s=60.0))
+    bench.add("n", 1900)
+    bench.step()
+    bench.add("b", 900, lane="batch")
+    bench.now += 5
+    assert bench.steps(2) == [{"n": 32, "b": 32}] * 2
+    bench.add("u", 40, lane="urgent", output=1)
+    assert bench.steps(2) == [{"b": 32, "u": 32}, {"b": 32, "u": 8, "n": 24}]
 
 
 def test_overdue_prompts_one_after_the_other_leave_an_urgent_one_half_of_each_step() -> None:

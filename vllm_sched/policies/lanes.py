@@ -286,9 +286,10 @@ class Lanes(Policy):
         or one overdue of a lesser lane.
         """
         self._shares = self._counts_beside = self._counts_overdue = False
-        if self._is_released(request):
+        is_released = self._is_released(request)
+        if is_released:
             tokens = self._of_overdue(tokens)
-        if self._lane(request) != BATCH:
+        if is_released or self._lane(request) != BATCH:
             return self._of_others(request, tokens)
         if self._due.get(request.request_id) or self.rank(request) < PLACES[BATCH]:
             return tokens
@@ -318,13 +319,18 @@ class Lanes(Policy):
     def _of_overdue(self, tokens: int) -> int:
         if self._for_overdue is None:
             step = self._this
-            room = max(step.budget - step.decodes, 0)
+            # Decodes are counted with all that may be drafted for them: there may be more.
+            room = max(step.budget - step.decodes, 1)
             theirs = sum(
                 request.num_tokens - request.num_computed_tokens
                 for request in step.prefills
                 if self._lane(request) != BATCH and self.rank(request) != OVERDUE
             )
-            self._for_overdue = room - min(theirs, room // 2)
+            if self._others_wait() and step.refused is None:
+                head = step.may_enter()
+                if head is not None and self._lane(head) != BATCH:
+                    theirs += head.num_tokens
+            self._for_overdue = room - min(theirs, room // 2) if theirs else NO_LIMIT
         granted = min(tokens, max(self._for_overdue, 0))
         self._for_overdue -= granted
         self._counts_overdue = True

@@ -136,6 +136,16 @@ def test_a_prefill_worker_tells_of_nothing_that_others_do_not() -> None:
     assert here.later(0)
 
 
+def test_who_was_drained_and_is_taken_back_is_waited_for_again() -> None:
+    here = Waiting("a", "b")
+    here.fleet.probe_ok("a", here.now)
+    here.fleet.drain("b")
+    assert here.later(0)
+    here.fleet.drain("b", draining=False)
+    assert not here.later(WAITED_S - 1)
+    assert here.later(1)
+
+
 def test_a_pool_is_waited_for_from_when_it_was_empty() -> None:
     here = Waiting("a")
     here.fleet.probe_ok("a", here.now)
