@@ -32,19 +32,21 @@ def nobody_serves(model: str, known: Iterable[str], *, all_told: bool) -> Refusa
 
 def unknown_model(model: str, known: Iterable[str]) -> Refusal:
     """404: no worker is for that model."""
-    names = ", ".join(sorted(known)) or "none"
-    message = f"The model `{model[:200]}` does not exist. This fleet serves: {names}."
+    message = f"The model `{model[:200]}` does not exist. This fleet serves: {_listed(known)}."
     return Refusal(404, Reason.UNKNOWN_MODEL, message, "model_not_found", "model")
 
 
 def not_known_yet(model: str, known: Iterable[str]) -> Refusal:
     """503: it may be for that model who has yet to say what it serves."""
-    names = ", ".join(sorted(known)) or "none"
     message = (
         f"The model `{model[:200]}` is not known yet: some workers have still to say what they "
-        f"serve. Known so far: {names}."
+        f"serve. Known so far: {_listed(known)}."
     )
     return Refusal(503, Reason.NOT_KNOWN_YET, message, "not_known_yet", retry_after_s=1.0)
+
+
+def _listed(models: Iterable[str]) -> str:
+    return ", ".join(sorted(models)) or "none"
 
 
 def too_long(ask: Ask, limit: int) -> Refusal:

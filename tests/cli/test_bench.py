@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -165,27 +165,41 @@ def test_the_key_comes_from_the_environment(
         assert "k-123" not in "".join(capsys.readouterr())
 
 
+def stopped(
+    command: str,
+    fake: FakeOpenAI,
+    words: list[str],
+    number: int,
+    when: Callable[[], object],
+    within_s: float = 60,
+) -> tuple[int, str, str]:
+    """Run a command until something has come about, and stop it; give its status and words."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "vllm_sched.cli.main", command, "--url", fake.url, *words],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    try:
+        waited = threading.Event()
+        for _ in range(600):
+            if when():
+                break
+            waited.wait(0.05)
+        assert when()
+        process.send_signal(number)
+        out, err = process.communicate(timeout=within_s)
+    finally:
+        process.kill()
+    return process.returncode, out, err
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_who_stops_it_has_what_there_is(number: int, tmp_path: Path) -> None:
     save = tmp_path / "out.json"
     with served(FakeOpenAI(itl_s=0.001)) as fake:
         words = ["--workload", "20x3", "--request-rate", "50", "--duration", "600"]
         words += ["--save", str(save)]
-        process = subprocess.Popen(
-            [sys.executable, "-m", "vllm_sched.cli.main", "bench", "--url", fake.url, *words],
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        )  # fmt: skip
-        try:
-            waited = threading.Event()
-            for _ in range(600):
-                if len(fake.played) >= 5:
-                    break
-                waited.wait(0.05)
-            process.send_signal(number)
-            out, err = process.communicate(timeout=30)
-        finally:
-            process.kill()
-    assert process.returncode == 130
+        status, out, err = stopped("bench", fake, words, number, lambda: len(fake.played) >= 5, 30)
+    assert status == 130
     assert "interrupted: this is what there is" in out
     assert "requests done" in out
     began, *_, ended = err.splitlines()
@@ -202,22 +216,8 @@ def test_who_stops_it_need_not_wait_for_an_endpoint_that_says_nothing(
 ) -> None:
     words = ["--workload", "20x3", "--save", str(tmp_path / "out.json")]
     with served(FakeOpenAI(ttft_s=600)) as fake:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "vllm_sched.cli.main", command, "--url", fake.url, *words],
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        )  # fmt: skip
-        try:
-            waited = threading.Event()
-            for _ in range(600):
-                if fake.bodies:
-                    break
-                waited.wait(0.05)
-            assert fake.bodies
-            process.send_signal(number)
-            out, err = process.communicate(timeout=60)
-        finally:
-            process.kill()
-    assert (process.returncode, out) == (130, "")
+        status, out, err = stopped(command, fake, words, number, lambda: fake.bodies)
+    assert (status, out) == (130, "")
     assert err == f"vllm-sched {command}: interrupted\n"
     assert [*tmp_path.iterdir()] == []
 
@@ -230,22 +230,8 @@ def test_who_stops_it_before_a_request_has_ended_loses_no_older_result(
     save.write_text("older")
     words = ["--workload", "20x3", "--save", str(save), "--plot", str(plot)]
     with served(FakeOpenAI(hangs=True)) as fake:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "vllm_sched.cli.main", command, "--url", fake.url, *words],
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        )  # fmt: skip
-        try:
-            waited = threading.Event()
-            for _ in range(600):
-                if fake.played:
-                    break
-                waited.wait(0.05)
-            assert fake.played
-            process.send_signal(signal.SIGINT)
-            out, err = process.communicate(timeout=60)
-        finally:
-            process.kill()
-    assert process.returncode == 130
+        status, out, err = stopped(command, fake, words, signal.SIGINT, lambda: fake.played)
+    assert status == 130
     assert "this is what there is" not in out
     assert err.splitlines()[-1] == f"vllm-sched {command}: interrupted"
     assert save.read_text() == "older"
