@@ -292,3 +292,8 @@ def _median(values: Iterable[float | None]) -> float | None:
 
 def _style(*, better: bool | None) -> str:
     return {True: "green", False: "red", None: ""}[better]
+
+
+def some(count: int, what: str) -> str:
+    """Say how many there are of something."""
+    return f"{count:,} {what}" + ("" if count == 1 else "s")

@@ -17,7 +17,7 @@ from string import Template
 from typing import TYPE_CHECKING
 
 from vllm_sched.bench.engine_trace import PREEMPTED, PREFILL, WAITING, Phase
-from vllm_sched.bench.report import GROUPS, Figure, foreground_end, show, show_ratio
+from vllm_sched.bench.report import GROUPS, Figure, foreground_end, show, show_ratio, some
 from vllm_sched.bench.workloads import BACKGROUND, BATCH, LONG, SHORT
 from vllm_sched.errors import UsageError
 from vllm_sched.files import write_whole
@@ -285,9 +285,9 @@ def _story(record: Record, name: str, phases: Sequence[Phase] = ()) -> str:
     waits = [phase for phase in phases if phase.name == WAITING]
     if chunks := [phase for phase in phases if phase.name == PREFILL]:
         queued = show(sum(wait.end - wait.start for wait in waits), "s")
-        parts.append(f"in the engine's queue {queued}, prompt in {_some(len(chunks), 'chunk')}")
+        parts.append(f"in the engine's queue {queued}, prompt in {some(len(chunks), 'chunk')}")
     if out := sum(phase.name == PREEMPTED for phase in phases):
-        parts.append(f"preempted {_some(out, 'time')}")
+        parts.append(f"preempted {some(out, 'time')}")
     parts.append(f"{record.completed} tokens")
     if record.itls:
         parts.append(f"longest gap {show(max(record.itls), 's')}")
@@ -391,10 +391,6 @@ def _method(comparison: Comparison) -> str:
         "on both sides. A decode's gaps count while long or short prompts were about. "
         f"{comparison.warning()}"
     )
-
-
-def _some(count: int, what: str) -> str:
-    return f"{count} {what}" + ("" if count == 1 else "s")
 
 
 def _nice(step: float) -> float:

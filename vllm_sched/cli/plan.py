@@ -17,6 +17,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from vllm_sched.bench import goodput
+from vllm_sched.bench.report import some
 from vllm_sched.bench.summary import milliseconds
 from vllm_sched.bench.traffic.catalogue import find
 from vllm_sched.bench.traffic.sampled import Sampled
@@ -31,7 +32,6 @@ from vllm_sched.cost import profiles
 from vllm_sched.errors import UsageError
 from vllm_sched.sim import plan as planning
 from vllm_sched.sim.models import GPU_BANDWIDTH, in_si
-from vllm_sched.sim.plan import some
 from vllm_sched.sim.search import DRAWS, FEW_DRAWS, SAME, Question
 from vllm_sched.sim.shapes import POLICIES
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import yaml
 
 from vllm_sched.bench.goodput import Targets
+from vllm_sched.bench.report import some
 from vllm_sched.bench.traffic.schedule import MOST_DRAWN
 from vllm_sched.bench.trend import Trend
 from vllm_sched.errors import UsageError
@@ -201,11 +202,6 @@ def _otherwise(search: Search, known: _Known, workers: int) -> None:
     known.fewer = search.fewer(plain, (MORE, 1.0))
     if known.fewer is None and workers > 1:  # one worker is no two pools
         known.fewer = next(iter(search.family(ONE_POOL, workers - 1, (MORE, 1.0))), None)
-
-
-def some(count: int, what: str) -> str:
-    """Say how many there are of something."""
-    return f"{count:,} {what}" + ("" if count == 1 else "s")
 
 
 def _check_size(search: Search, workers: int, gpus: int, gpus_each: int) -> None:
