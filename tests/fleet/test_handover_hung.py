@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import signal
 import time
-import urllib.request
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -29,7 +27,7 @@ from tests.fleet.test_handover import (
     listed,
     tokens,
 )
-from tests.fleet.test_handover_killed import OTHER, handed_over_again, one_more, tell
+from tests.fleet.test_handover_killed import OTHER, handed_over_again, one_more, state_of, tell
 from tests.fleet.test_router import PORTS, Router, family, routing
 from tests.fleet.test_worker import DEADLINE_S, complete, prompt, settled
 from tests.proxy.wire.site import eventually
@@ -151,12 +149,6 @@ def with_another(
         connected(router, links=2)
         tell(router, "drain", DECODE)
         yield router
-
-
-def state_of(router: Router, name: str) -> object:
-    """Ask the router what it takes a worker for."""
-    with urllib.request.urlopen(f"{router.admin}/admin/workers", timeout=10) as answer:
-        return {each["name"]: each["state"] for each in json.load(answer)}[name]
 
 
 @pytest.mark.parametrize("part", [ENGINE, ALL])

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import json
 import os
 import signal
 import urllib.request
@@ -89,6 +90,12 @@ def tell(router: Router, what: str, whom: str = GENERAL) -> None:
     url = f"{router.admin}/admin/workers/{whom}/{what}"
     with urllib.request.urlopen(urllib.request.Request(url, method="POST"), timeout=10) as answer:
         assert answer.status == 200
+
+
+def state_of(router: Router, name: str) -> object:
+    """Ask the router what it takes a worker for."""
+    with urllib.request.urlopen(f"{router.admin}/admin/workers", timeout=10) as answer:
+        return {each["name"]: each["state"] for each in json.load(answer)}[name]
 
 
 def kill(worker: Worker) -> None:
@@ -192,7 +199,7 @@ async def test_a_prefill_worker_is_killed_while_another_is_left(
 ) -> None:
     """In its prefill, before it has answered: the other prefills, and D decodes what that one has.
 
-    So does what comes after, without another try.
+    So does what comes once the killed one is known to be down, without another try.
     """
     some = prompt(46_030, 12_000)
     more: dict[str, object] = {"name": SECOND, "role": "prefill", "url": second.url}
@@ -211,6 +218,8 @@ async def test_a_prefill_worker_is_killed_while_another_is_left(
             assert router.handovers() == {
                 "prefill_failed": 1, "prefilled": 1, "transferred": 1,
             }  # fmt: skip
+            # A fast machine has answered before enough probes have failed.
+            await eventually(lambda: state_of(router, SECOND) == "down", within=DEADLINE_S)
             await tokens(client, prompt(46_031, 3000))
             [decision] = router.decisions(1)
             assert (decision["worker"], decision["prefill_worker"]) == (DECODE, PREFILL)
