@@ -91,7 +91,7 @@ async def settled(
 
 
 async def one_behind_another(
-    client: AsyncOpenAI, worker: Worker, seed: int
+    client: AsyncOpenAI, worker: Worker, seed: int, output: int = 8
 ) -> tuple[asyncio.Task[Any], asyncio.Task[Any]]:
     """Have a long prompt in prefill, and another that is seen to wait behind it.
 
@@ -99,10 +99,10 @@ async def one_behind_another(
     others are sent: new ones, since a prompt that was computed before is cached, and not long.
     """
     for first_seed in range(seed, seed + 2 * SCENES, 2):
-        first = asyncio.create_task(complete(client, prompt(first_seed, 15_000)))
+        first = asyncio.create_task(complete(client, prompt(first_seed, 15_000), output))
         # Else the server may read the second first.
         if await settled(worker, running=1, waiting=0, beside=first):
-            second = asyncio.create_task(complete(client, prompt(first_seed + 1, 15_000)))
+            second = asyncio.create_task(complete(client, prompt(first_seed + 1, 15_000), output))
             if await settled(worker, running=1, waiting=1, beside=first):
                 return first, second
             await second
