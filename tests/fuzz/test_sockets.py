@@ -64,7 +64,7 @@ async def answered(client: Client, request: Request) -> None:
 
 
 async def test_each_stream_of_requests_gets_the_answers_that_are_due(start: Start) -> None:
-    site = await start(wire=QUICK)
+    site = await start(wire={"linger_s": QUICK["linger_s"]})  # its worker has all the time it needs
     site.fake.always(scripts.answer())
     taken = 0
     for first in range(0, STREAMS, AT_ONCE):

@@ -174,7 +174,8 @@ async def test_a_silent_watch_is_taken_to_be_dead(
         await ear.hears("s-1", "s-2")
         await api.apply(endpoint_slice("b", endpoint("s-3")))
         await ear.hears("s-1", "s-2", "s-3")
-    assert ear.troubles == ["the API server does not answer in time"]
+    # Of each watch; a slow machine may be at the second one by now.
+    assert set(ear.troubles) == {"the API server does not answer in time"}
 
 
 async def test_everything_is_listed_again_now_and_then(api: ApiServer) -> None:

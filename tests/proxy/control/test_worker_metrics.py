@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import timeit
 from collections import defaultdict
 
 import pytest
@@ -12,6 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from proxy.control.worker_metrics import parse
 from proxy.core.records import Gauges
+from tests.proxy.control.costs import in_steps
 from tests.proxy.control.vllm_page import STARTED, Engine, vllm_page
 
 BUSY = Engine(
@@ -214,5 +214,5 @@ def test_it_reads_what_the_library_reads(engines: list[Engine], model: str) -> N
 def test_a_page_of_real_size_costs_little() -> None:
     page = vllm_page(*[BUSY] * 2)
     assert 95_000 < len(page) < 200_000
-    took = min(timeit.repeat(lambda: parse(page, 0), number=5, repeat=20)) / 5
-    assert took < 200e-6
+    # Almost three times what it takes, whatever the machine; where a step is 130 ns, 200 us.
+    assert in_steps(lambda: parse(page, 0), 5) < 1500

@@ -93,11 +93,15 @@ async def test_who_is_late_is_left_out_and_named(
 ) -> None:
     monkeypatch.setattr(module, "ANSWER_S", 0.05)
     questions, asked = Questions(), Asked(0, 1, 2)
-    putting = await asked.under_way(questions)
-    number = asked.heard[0][1].number
-    questions.answered(1, number, "in time")
+    number = 77
+
+    def answers(_: Any) -> None:
+        questions.answered(1, number, "in time")
+
+    asked.children[1].channel = cast("Any", SimpleNamespace(say=answers))
     with caplog.at_level(logging.WARNING):
-        assert await putting == {1: "in time"}
+        found = await questions.put(Ask(number, "page", True), asked.children)
+    assert found == {1: "in time"}
     assert "no answer from process 0, 2" in caplog.text
     questions.answered(0, number, "too late")  # and is heard by nobody
 

@@ -403,7 +403,7 @@ async def end(client: Client) -> int | None:
 
 
 async def test_a_drain_lets_requests_finish_in_all_processes(tmp_path: Path) -> None:
-    crew = Crew(tmp_path, NAMES)
+    crew = Crew(tmp_path, NAMES, drain_s=DEADLINE_S)
     fakes = await listening(crew)
     try:
         await crew.up()

@@ -51,7 +51,7 @@ async def test_one_that_stands_still_is_killed_and_another_begins(
 ) -> None:
     monkeypatch.setattr(module, "STILL_S", 2.0)
     monkeypatch.setattr(module, "LOOK_S", 0.1)
-    monkeypatch.setattr(questions, "ANSWER_S", 0.2)
+    monkeypatch.setattr(questions, "ANSWER_S", 1.0)
     kept = Supervisor(config(), None)
     await kept.start()
     try:
@@ -280,7 +280,10 @@ async def test_ports_that_are_let_go_in_time_are_waited_for(
         await kept.stop()
 
 
-async def test_a_port_that_can_never_be_had_is_an_error_at_once() -> None:
+async def test_a_port_that_can_never_be_had_is_an_error_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(listening, "LET_GO_S", 2 * DEADLINE_S)
     kept = Supervisor(
         parse(
             "model: tiny\nworkers: [{name: a, url: 'http://127.0.0.1:9'}]\n"
@@ -290,7 +293,7 @@ async def test_a_port_that_can_never_be_had_is_an_error_at_once() -> None:
         None,
     )
     with pytest.raises(ProxyError, match="choose another host or port"):
-        async with asyncio.timeout(listening.LET_GO_S):
+        async with asyncio.timeout(DEADLINE_S):
             await kept.start()
 
 

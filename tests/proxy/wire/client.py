@@ -9,9 +9,8 @@ import ssl
 from dataclasses import dataclass
 from typing import Any
 
-from tests.proxy.wire.fake_worker import RST
+from tests.proxy.wire.fake_worker import DEADLINE_S, RST
 
-DEADLINE_S = 5.0
 JSON = b"application/json"
 
 

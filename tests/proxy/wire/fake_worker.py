@@ -20,6 +20,9 @@ from typing import Any, cast
 
 from tests.proxy.wire import scripts
 
+# Longer than a machine stands still now and then, and shorter than the ten seconds after which the
+# router itself gives most things up: what should happen at once has not waited for those.
+DEADLINE_S = 9.0
 A_TURN = 1 << 16  # bytes after which a script lets its loop do something else
 RST = struct.pack("ii", 1, 0)  # SO_LINGER: what is unsent is dropped, and the peer gets a reset
 
@@ -266,6 +269,14 @@ class Connection(asyncio.Protocol):
         await self.gone.wait()
 
 
+def _is_connected(raw: socket.socket) -> bool:
+    try:
+        raw.getpeername()
+    except OSError:
+        return False
+    return True
+
+
 class FakeWorker:
     """A server on a loopback port; its scripts may change at any time."""
 
@@ -343,15 +354,16 @@ class FakeWorker:
         deaf = socket.create_server(("127.0.0.1", self.port), backlog=0)
         self._deaf = [deaf]
         loop = asyncio.get_running_loop()
-        try:
-            async with asyncio.timeout(0.1):
-                while True:
-                    filler = socket.socket()
-                    filler.setblocking(False)
-                    self._deaf.append(filler)
+        hangs = False
+        while not hangs:
+            filler = socket.socket()
+            filler.setblocking(False)
+            self._deaf.append(filler)
+            try:
+                async with asyncio.timeout(0.1):
                     await loop.sock_connect(filler, deaf.getsockname())
-        except TimeoutError:
-            pass
+            except TimeoutError:
+                hangs = not _is_connected(filler)  # or this process was too slow to hear of it
 
     async def wake(self) -> None:
         """Take the connections that hang."""
@@ -393,7 +405,9 @@ class FakeWorker:
         for event in self._waiting:
             event.set()
 
-    async def got(self, number: int = 1, *, path: str | None = None, within: float = 5.0) -> Call:
+    async def got(
+        self, number: int = 1, *, path: str | None = None, within: float = DEADLINE_S
+    ) -> Call:
         """Wait until so many calls have come (to a path), and return the last of them."""
         arrived = asyncio.Event()
         self._waiting.add(arrived)

@@ -201,7 +201,7 @@ async def eventually(
     what: Callable[[], object],
     why: Callable[[], object] = lambda: "still not so",
     *,
-    within: float = 3.0,
+    within: float = DEADLINE_S,
 ) -> None:
     """Wait for what no event tells."""
     give_up = time.monotonic() + within

@@ -69,7 +69,7 @@ async def test_a_retry_after_may_be_a_date(start: Start) -> None:
     date = formatdate(time.time() + 30, usegmt=True).encode()
     site = await two(start, scripts.error(503, "busy", (b"Retry-After", date)))
     assert await ask(site, 6) == 1
-    site.skip(26)
+    site.skip(20)
     assert await ask(site, 6) == 0
 
 

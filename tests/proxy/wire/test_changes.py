@@ -173,7 +173,8 @@ async def test_a_worker_that_hangs_is_found_out_and_welcomed_back(start: Start) 
 
 async def test_one_bad_probe_is_forgiven(start: Start) -> None:
     site = await start(Fake("w0", up=False))
-    async with probing(site):
+    patient = PROBES.model_copy(update={"timeout_s": 10.0})  # or a slow one is the third bad one
+    async with probing(site, patient):
         await eventually(lambda: site.worker().up)
         bad = 0
 

@@ -76,6 +76,7 @@ async def test_a_fresh_one_that_dies_is_a_failure(start: Start) -> None:
 
 async def test_idle_ones_are_given_up_before_the_worker_does(start: Start) -> None:
     site = await start()
+    site.stand_still()
     await site.ask(chat())
     assert len(site.fake.open) == 1
     site.skip(4.9)  # uvicorn's patience is 5 s

@@ -24,7 +24,7 @@ async def test_the_old_is_finished(start: Start) -> None:
     await site.fake.got()
     await two.send(chat(stream=True))
     await two.head()
-    draining = asyncio.create_task(site.wire.drain(5.0))
+    draining = asyncio.create_task(site.wire.drain(60.0))
     await asyncio.sleep(0.05)
     assert not draining.done()
     gate.set()
@@ -77,7 +77,7 @@ async def test_new_connections_are_refused(start: Start) -> None:
     client = await site.client()
     await client.send(chat())
     await site.fake.got()
-    draining = asyncio.create_task(site.wire.drain(5.0))
+    draining = asyncio.create_task(site.wire.drain(60.0))
     await asyncio.sleep(0.05)
     with pytest.raises(ConnectionRefusedError):
         await asyncio.open_connection("127.0.0.1", port)
@@ -94,7 +94,7 @@ async def test_new_requests_on_old_connections_are_refused(start: Start) -> None
     assert (await idle.ask(get("/health"))).status == 200
     await busy.send(chat())
     await site.fake.got()
-    draining = asyncio.create_task(site.wire.drain(5.0))
+    draining = asyncio.create_task(site.wire.drain(60.0))
     await asyncio.sleep(0.05)
     await idle.send(chat())
     try:
@@ -119,7 +119,7 @@ async def test_who_is_in_the_middle_of_a_request_hears_why(start: Start, part: i
     await client.send(chat()[:part])
     [connection] = site.wire.clients
     await eventually(lambda: connection._reader.state is not Reading.NOTHING)
-    draining = asyncio.create_task(site.wire.drain(5.0))
+    draining = asyncio.create_task(site.wire.drain(60.0))
     answer = await client.answer()
     assert (answer.status, answer.one(b"connection")) == (503, b"close")
     client.close()
@@ -134,7 +134,7 @@ async def test_probes_hear_of_it(start: Start) -> None:
     assert (await prober.ask(get("/ready"))).status == 200
     await busy.send(chat())
     await site.fake.got()
-    draining = asyncio.create_task(site.wire.drain(5.0))
+    draining = asyncio.create_task(site.wire.drain(60.0))
     await asyncio.sleep(0.05)
     assert (await prober.ask(get("/ready"))).status == 503
     gate.set()
@@ -150,7 +150,7 @@ async def test_who_waits_in_the_queue_is_old_enough(start: Start) -> None:
     for client in clients:
         await client.send(chat())
     await eventually(lambda: len(site.router.queue) == 2)
-    draining = asyncio.create_task(site.wire.drain(5.0))
+    draining = asyncio.create_task(site.wire.drain(60.0))
     await asyncio.sleep(0.05)
     gate.set()
     for client in clients:

@@ -62,7 +62,11 @@ async def test_somebody_else_computes_it_whole(start: Start, stream: bool) -> No
 
 
 async def half(here: Pairs, body: bytes, rest: asyncio.Event) -> Client:
-    """Ask, and let half of the prefill's answer come; the rest when it is said."""
+    """Ask, and let half of the prefill's answer come; the rest when it is said.
+
+    No time passes for the router from here on but what is skipped.
+    """
+    here.site.stand_still()
     fake = here.victim(Role.PREFILL, body)
     usual = fake.script_for
 

@@ -16,7 +16,7 @@ from proxy.core.types import Role
 from proxy.wire import release as module
 from proxy.wire.release import GRACE_S
 from tests.proxy.wire import scripts
-from tests.proxy.wire.client import chat, request
+from tests.proxy.wire.client import DEADLINE_S, chat, request
 from tests.proxy.wire.conftest import Start
 from tests.proxy.wire.fake_worker import Call, Script
 from tests.proxy.wire.kv import Faults
@@ -51,6 +51,7 @@ async def test_during_the_prefill(start: Start, way: str, stream: bool) -> None:
 async def test_while_the_prefill_answers(start: Start, way: str, pieces: int) -> None:
     """It is done then, and its blocks are held: its answer has to be heard to free them."""
     here = await pairs(start, prefills=1, decodes=1)
+    here.site.stand_still()  # it is waited for, but not for long
     fake, rest = here.site.fakes["p0"], asyncio.Event()
     usual = fake.script_for
 
@@ -173,6 +174,7 @@ async def test_one_that_refuses_then_holds_nothing(
 async def test_between_the_legs(start: Start, way: str) -> None:
     """The decode leg waits for a connection: the decode worker has heard nothing yet."""
     here = await pairs(start, prefills=1, decodes=2)
+    here.site.stand_still()  # or the leg would go to the other in time
     body = chat_body()
     victim = here.victim(Role.DECODE, body)
     await victim.hang()
@@ -192,6 +194,7 @@ async def test_between_the_legs(start: Start, way: str) -> None:
 async def test_between_the_legs_where_there_is_one_decode_worker(start: Start, way: str) -> None:
     """It is asked as soon as it takes connections: nobody else could free the blocks."""
     here = await pairs(start, prefills=1, decodes=1)
+    here.site.stand_still()
     await here.site.fakes["d0"].hang()
     client = await here.site.client()
     await client.send(request(chat_body()))
@@ -306,6 +309,7 @@ async def test_the_router_is_stopped_in_any_phase(start: Start) -> None:
 
 async def test_a_router_that_stops_has_blocks_freed_first(start: Start) -> None:
     here = await pairs(start, prefills=1, decodes=2)
+    here.site.stand_still()
     body = chat_body()
     victim = here.victim(Role.DECODE, body)
     await victim.hang()  # the decode leg waits for a connection
@@ -319,7 +323,7 @@ async def test_a_router_that_stops_has_blocks_freed_first(start: Start) -> None:
     draining = asyncio.create_task(here.site.wire.drain(0.0))
     assert (await client.answer()).status == 503
     client.close()
-    await draining
+    await asyncio.wait_for(draining, DEADLINE_S)
     assert here.kv.ends() == ["released"]
     assert here.site.metrics.handovers.ends["released"] == 1
     await victim.wake()

@@ -33,7 +33,9 @@ KEY = b"Authorization: Bearer theirs\r\n"
 async def two(start: Start) -> Site:
     """Start a router before two decode workers and a prefill worker."""
     fakes = Fake("d0", Role.DECODE), Fake("d1", Role.DECODE), Fake("p0", Role.PREFILL)
-    return await start(*fakes, router={"transfer": True})
+    site = await start(*fakes, router={"transfer": True})
+    site.stand_still()  # who is asked next is so at once, not once patience with the last is over
+    return site
 
 
 def ends(site: Site) -> dict[str, int]:
@@ -79,6 +81,7 @@ async def test_what_fails_everywhere_is_left_to_expire(start: Start) -> None:
 
 async def test_a_large_fleet_is_not_asked_one_by_one(start: Start) -> None:
     site = await start(*(Fake(f"d{n}", Role.DECODE) for n in range(5)), router={"transfer": True})
+    site.stand_still()
     site.always(scripts.reset)
     release(site.wire, site.clock(), site.worker("d0"), TAKEN, b"")
     await eventually(lambda: ends(site) == {LEFT: 1})

@@ -202,7 +202,12 @@ def counts(site: Site) -> int:
 async def test_near_a_boundary_the_workers_own_count_decides(
     start: Start, tokens: int, served: int
 ) -> None:
-    site = await start(Fake("w0", max_model_len=2048), Fake("w1"), router={"policy": "round_robin"})
+    site = await start(
+        Fake("w0", max_model_len=2048),
+        Fake("w1"),
+        router={"policy": "round_robin"},
+        wire={"count_s": 60.0},  # nobody does without it, however slow this machine is
+    )
     for fake in site.fakes.values():
         fake.always(
             scripts.answer(200, json.dumps({"count": tokens, "tokens": []}).encode()), "/tokenize"
@@ -223,7 +228,7 @@ async def test_a_count_that_does_not_come_is_done_without(start: Start, script: 
     site = await start(Fake("w0", max_model_len=2048), Fake("w1"), wire={"count_s": 0.1})
     for fake in site.fakes.values():
         fake.always(script, "/tokenize")
-    assert (await site.ask(NEAR, within=2.0)).status == 200
+    assert (await site.ask(NEAR)).status == 200
     assert counts(site) == 1
     assert site.fakes["w0"].served == []  # it can't be sure to hold it
 

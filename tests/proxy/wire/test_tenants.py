@@ -350,7 +350,12 @@ NEAR = chat("word " * 1600, bearer())
 
 
 async def counting(start: Start, limits: Limits) -> Site:
-    site = await start(Fake("w0", max_model_len=2048), Fake("w1"), router={"policy": "round_robin"})
+    site = await start(
+        Fake("w0", max_model_len=2048),
+        Fake("w1"),
+        router={"policy": "round_robin"},
+        wire={"count_s": 60.0},  # nobody does without it, however slow this machine is
+    )
     keep(site, TenantSpec("a", limits=limits), a=KEY)
     return site
 
