@@ -181,9 +181,11 @@ class Watch:
         if not models:
             logger.warning("worker %s does not list its models to us: see its api_key", worker.name)
             return
-        lengths = [length for length in models.values() if length is not None]
-        length = models.get(worker.model) or min(lengths, default=None)
-        self._fleet.set_served(worker.name, models, length)
+        lengths = [card.length for card in models.values() if card.length is not None]
+        own = models.get(worker.model)
+        length = (own.length if own else None) or min(lengths, default=None)
+        origins = {name: (card.root, card.parent) for name, card in models.items()}
+        self._fleet.set_served(worker.name, models, length, origins)
         if worker.model not in models:
             names = ", ".join(models)
             logger.warning("worker %s serves %s, not %s", worker.name, names, worker.model)

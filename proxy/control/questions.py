@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from http import HTTPStatus
-from typing import Any
+from typing import Any, NamedTuple
 
 import orjson
 
@@ -16,6 +16,7 @@ from proxy.errors import ProxyError
 MAX_PAGE_BYTES = 8 << 20
 MAX_MODELS = 1000
 MAX_NAME = 200
+MAX_ROOT = 4096
 # The worker is alive, but lists its models to nobody, or not to us.
 KEPT_FROM_US = (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN, HTTPStatus.NOT_FOUND)
 
@@ -28,7 +29,15 @@ class SilentError(ProbeError):
     """A worker that did not answer in time: hung, or only busy."""
 
 
-Models = dict[str, int | None]  # by name, with the longest context where that is told
+class Card(NamedTuple):
+    """What a worker says of a model."""
+
+    length: int | None  # the longest context
+    root: str | None  # what was loaded for it: a folder, or a name on a hub
+    parent: str | None  # of an adapter, the model that it is for
+
+
+Models = dict[str, Card]  # by name
 
 
 class Questions:
@@ -81,7 +90,7 @@ def read_models(body: bytes) -> Models:
     models: Models = {}
     try:
         cards: Any = orjson.loads(body)["data"]
-        models = {str(card["id"])[:MAX_NAME]: _length(card) for card in cards[:MAX_MODELS]}
+        models = {str(card["id"])[:MAX_NAME]: _card(card) for card in cards[:MAX_MODELS]}
     except (ValueError, TypeError, KeyError, AttributeError):
         pass
     if not models:
@@ -89,6 +98,11 @@ def read_models(body: bytes) -> Models:
     return models
 
 
-def _length(card: dict[str, Any]) -> int | None:
-    length = card.get("max_model_len")
-    return length if type(length) is int and length > 0 else None
+def _card(said: dict[str, Any]) -> Card:
+    length = said.get("max_model_len")
+    told = length if type(length) is int and length > 0 else None
+    return Card(told, _text(said.get("root")), _text(said.get("parent")))
+
+
+def _text(said: object) -> str | None:
+    return said if type(said) is str and 0 < len(said) <= MAX_ROOT else None

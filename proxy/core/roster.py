@@ -6,7 +6,7 @@ object, and a namesake that is added later is another.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import count
 from math import inf
 
@@ -17,7 +17,7 @@ from proxy.core.pool import NO_POOL, Pool
 from proxy.core.prefix import PrefixIndex
 from proxy.core.records import Gauges, WorkerSpec
 from proxy.core.types import Role
-from proxy.core.worker import Worker
+from proxy.core.worker import Origin, Worker
 
 WAITED_S = 600.0  # for a worker, or anybody of an empty pool, to say what is served
 STALE_S = 10.0  # a worker that had nothing to do for so long is given the benefit of the doubt
@@ -91,6 +91,12 @@ class Roster:
                 limits = [limit for limit in (found.get(model), worker.max_model_len) if limit]
                 found[model] = max(limits, default=None)
         return found
+
+    def origin(self, model: str) -> Origin:
+        """Say what live workers have loaded for a model, and whose adapter it is."""
+        live = (worker for worker in self.of(model) if worker.live)
+        told = (worker.origins[model] for worker in live if model in worker.origins)
+        return next(told, (None, None))
 
     def serves(self, model: str) -> bool:
         """Whether some worker is for a model, live or not, or is expected to be."""
@@ -247,12 +253,17 @@ class Roster:
         return True
 
     def set_served(
-        self, name: str, models: Iterable[str], max_model_len: int | None = None
+        self,
+        name: str,
+        models: Iterable[str],
+        max_model_len: int | None = None,
+        origins: Mapping[str, Origin] | None = None,
     ) -> None:
         """Take what a worker's /v1/models says; a shorter context that is stated stands."""
         worker = self._workers.get(name)
         if worker is not None:
             worker.models = tuple(models) or (worker.model,)
+            worker.origins = dict(origins or {})
             worker.told_max_model_len = max_model_len
             worker.respecify(worker.spec)
             self._changed()

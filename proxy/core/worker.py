@@ -29,6 +29,8 @@ WORKS_S = 30.0  # of no progress on its own page: longer than a step, and than m
 MISFIT = {Role.SHORT: (0, 2), Role.LONG: (2, 0)}
 # So many tokens of a prompt, and a mask of the workers that hold them; the most tokens first.
 Held = list[tuple[int, int]]
+# Of a model what was loaded for it, and of an adapter the model that it is for.
+Origin = tuple[str | None, str | None]
 
 
 class Worker:
@@ -66,6 +68,7 @@ class Worker:
         "models",
         "most",
         "name",
+        "origins",
         "output_price",
         "pace",
         "pinned",
@@ -104,6 +107,7 @@ class Worker:
         self.told_max_model_len: int | None = None  # by its /v1/models
         self.respecify(spec)
         self.models: tuple[str, ...] = (spec.model,)
+        self.origins: dict[str, Origin] = {}  # of those, as far as it says
 
         self.awaited_since = 0.0  # for its first word; -inf: no more
         self.up = False

@@ -7,7 +7,7 @@ workers; all else is asked of everybody and answered.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -76,6 +76,7 @@ class Known:
     told_max_model_len: int | None
     gauges: Gauges | None
     pace: tuple[float, ...] | None  # None: nothing was learnt
+    origins: Mapping[str, tuple[str | None, str | None]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

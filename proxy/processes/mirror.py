@@ -82,6 +82,7 @@ class Mirror:
                 worker.awaited_since,
                 worker.draining,
                 worker.models,
+                worker.origins,
                 worker.told_max_model_len,
                 id(worker.gauges),
             )
@@ -126,6 +127,7 @@ class Mirror:
             told_max_model_len=worker.told_max_model_len,
             gauges=worker.gauges,
             pace=tuple(getattr(pace, part) for part in PARTS) if pace.prefills else None,
+            origins=worker.origins,
         )
 
     def _warmed(self) -> tuple[tuple[str, str], ...]:
@@ -198,8 +200,9 @@ class Mirror:
         if known.pace is not None and not worker.pace.prefills:
             worker.pace.adopt(_pace(known.pace))
             worker.reprice()
-        if (known.models, known.told_max_model_len) != (worker.models, worker.told_max_model_len):
-            fleet.set_served(spec.name, known.models, known.told_max_model_len)
+        told = known.models, known.told_max_model_len, known.origins
+        if told != (worker.models, worker.told_max_model_len, worker.origins):
+            fleet.set_served(spec.name, *told)
         if known.gauges is None:
             fleet.forget_gauges(worker)
         elif not worker.gauges or known.gauges.at > worker.gauges.at:

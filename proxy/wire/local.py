@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote_to_bytes
 
 import orjson
 
+from proxy.core import refusals
 from proxy.core.types import Reason, Refusal
 from proxy.wire.own_answers import answer, refuse
 
@@ -15,22 +17,28 @@ if TYPE_CHECKING:
     from proxy.wire.request import Request, RequestHead
     from proxy.wire.server import Wire
 
-METRICS = "/metrics"
-PATHS = frozenset(["/health", "/ready", "/v1/models", METRICS])
+METRICS, MODELS = "/metrics", "/v1/models"
+ONE_MODEL = f"{MODELS}/"  # and its name, which may have slashes in it
+PATHS = frozenset(["/health", "/ready", MODELS, METRICS])
 METHODS = frozenset(["GET", "HEAD"])
 OPENMETRICS = b"application/openmetrics-text"
+
+
+def is_local(path: str) -> bool:
+    """Whether the router itself answers there."""
+    return path in PATHS or (path.startswith(ONE_MODEL) and path != ONE_MODEL)
 
 
 def local_refusal(head: RequestHead) -> Refusal | None:
     """Refuse other methods than those that read."""
     if head.method in METHODS:
         return None
-    message = f"{head.path} takes GET, not {head.method}"
+    message = f"{head.path[:200]} takes GET, not {head.method[:20]}"
     return Refusal(405, Reason.UNKNOWN_PATH, message, param="GET, HEAD")
 
 
 def local_answer(wire: Wire, request: Request, *, keep_alive: bool) -> bytes:
-    """Answer a request for one of `PATHS`, but for a page of metrics: see `PageVisit`."""
+    """Answer a request that `is_local`, but for a page of metrics: see `PageVisit`."""
     fleet, head = wire.router.fleet, request.head
     bodiless = head.method == "HEAD"
     body = b""
@@ -40,8 +48,13 @@ def local_answer(wire: Wire, request: Request, *, keep_alive: bool) -> bytes:
             why = "the router is shutting down" if leaving else "no worker is up"
             refusal = Refusal(503, Reason.NO_WORKER, why, retry_after_s=1.0)
             return refuse(refusal, request, keep_alive=keep_alive)
-    elif head.path == "/v1/models":
+    elif head.path == MODELS:
         body = models(fleet, head.tenant)
+    elif head.path.startswith(ONE_MODEL):
+        found = model(fleet, _named(head.path), head.tenant)
+        if isinstance(found, Refusal):
+            return refuse(found, request, keep_alive=keep_alive)
+        body = found
     headers = [(b"X-Request-Id", request.id)]
     return answer(200, body, headers=headers, keep_alive=keep_alive, bodiless=bodiless)
 
@@ -73,18 +86,41 @@ def models(fleet: Fleet, tenant: Tenant | None = None) -> bytes:
 
     To a tenant, those that it may use.
     """
-    cards: list[dict[str, Any]] = [
-        {
-            "id": model,
-            "object": "model",
-            "created": 0,
-            "owned_by": "vllm",
-            "root": model,
-            "parent": None,
-            "max_model_len": limit,
-            "permission": [],
-        }
-        for model, limit in fleet.contexts().items()
-        if tenant is None or tenant.may_use(model)
+    cards = [
+        _card(fleet, name, limit)
+        for name, limit in fleet.contexts().items()
+        if tenant is None or tenant.may_use(name)
     ]
     return orjson.dumps({"object": "list", "data": cards})
+
+
+def model(fleet: Fleet, name: str, tenant: Tenant | None = None) -> bytes | Refusal:
+    """Show one of them; or say what a request for it would be told."""
+    known = [each for each in fleet.models() if tenant is None or tenant.may_use(each)]
+    if not fleet.serves(name):
+        return refusals.nobody_serves(name, known, all_told=fleet.all_told())
+    if name not in known:
+        return refusals.not_allowed(name, known)
+    served = fleet.contexts()
+    if name not in served:
+        return refusals.no_worker(name)
+    return orjson.dumps(_card(fleet, name, served[name]))
+
+
+def _named(path: str) -> str:
+    """Read a model's name from a path, its slashes as they are or escaped."""
+    return unquote_to_bytes(path.removeprefix(ONE_MODEL).encode("latin-1")).decode(errors="replace")
+
+
+def _card(fleet: Fleet, name: str, limit: int | None) -> dict[str, Any]:
+    root, parent = fleet.origin(name)
+    return {
+        "id": name,
+        "object": "model",
+        "created": 0,
+        "owned_by": "vllm",
+        "root": root or name,
+        "parent": parent,
+        "max_model_len": limit,
+        "permission": [],
+    }

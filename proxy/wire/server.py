@@ -194,7 +194,7 @@ class Wire:
             head.refusal = page_refusal(head)
         if head.refusal is not None:
             return
-        if head.path in local.PATHS:
+        if local.is_local(head.path):
             head.refusal = local.local_refusal(head)
             return
         route = find(head.method, head.path)

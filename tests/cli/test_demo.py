@@ -97,6 +97,21 @@ def test_both_routers_get_the_same_uncached_workers(
     assert worker.launch.cpus == (3,)
 
 
+def test_its_routers_ask_for_no_keys_and_find_no_other_workers(tmp_path: Path) -> None:
+    hashed = f"sha256:{'0' * 64}"
+    pools = [{"name": "others", "dns": "others.example"}]
+    shared = {
+        **yaml.safe_load(FLEET.read_text()),
+        "tenants": [{"name": "chat", "class": "interactive", "key_hashes": [hashed]}],
+        "discovery": {"pools": pools},
+    }
+    config = parse(yaml.safe_dump(shared), "fleet.yaml")
+    file = Path(demo.router_of(config, tmp_path, "pools").command[-1])
+    played = load(file)
+    assert (played.tenants, played.discovery) == ((), None)
+    assert roles(played) == roles(config)
+
+
 def roles(config: FleetConfig) -> list[str]:
     return [worker.role for worker in config.workers]
 

@@ -191,6 +191,7 @@ def test_explain_names_worker_reason_and_scores(
     assert lines[0].startswith(first)
     assert lines[1].split()[:2] == ["worker", "cost"]
     assert lines[3].split()[0] == last
+    assert lines[4].startswith("these seconds are assumed")
 
 
 def test_explain_says_why_a_worker_is_no_candidate(
@@ -451,6 +452,7 @@ def test_explain_asks_a_running_router(
     assert lines[0] == "l0: spill_to_long, first token in about 0.25 s"
     assert lines[2].split() == ["l0", "0.5000", "0.1250", "0.1250", "0.2500", "0"]
     assert lines[3].split() == ["s0", "-", "-", "-", "-", "-", "down"]
+    assert len(lines) == 4
 
 
 PAIR = {

@@ -198,8 +198,8 @@ def router_of(config: FleetConfig, folder: Path, name: str) -> Worker:
     port = free_port()
     router = RouterConfig(port=port, admin=AdminConfig(port=free_port()))
     file = folder / f"{name}.yaml"
-    file.write_text(
-        yaml.safe_dump(config.model_copy(update={"router": router}).model_dump(mode="json"))
-    )
+    # Nobody's keys are asked for, and nothing is played to workers that are found elsewhere.
+    less = config.model_copy(update={"router": router, "tenants": (), "discovery": None})
+    file.write_text(yaml.safe_dump(less.model_dump(mode="json")))
     command = [sys.executable, "-m", "vllm_sched.cli.main", "router", str(file)]
     return Worker(command, port=port, name=name, health="/ready", deadline_s=READY_S)

@@ -35,6 +35,7 @@ WANTED = (
     "give the address of a running router's admin API, as http://127.0.0.1:8001: its port is "
     "router.admin.port, not the one that clients use"
 )
+ASSUMED = "these seconds are assumed, nothing was measured; --live asks a running router, which has"
 NOWHERE = 1
 HEADING = ("worker", "cost s", "wait s", "prefill s", "harm s", "cached", "note")
 SIDES = ("model", "side", "workers", "busy", "wanted", "ahead s", "step ms", "")
@@ -157,6 +158,8 @@ def _explain_one(arguments: argparse.Namespace, config: FleetConfig, live: Live)
     print(_verdict(found))
     if found.scores:
         print(columns([HEADING, *_rows(found.scores)]))
+    if arguments.live is None and found.worker:
+        print(ASSUMED)
     return 0 if found.worker else NOWHERE
 
 

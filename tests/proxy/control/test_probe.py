@@ -197,6 +197,23 @@ async def test_the_length_is_that_of_its_own_model(bench: Bench) -> None:
     assert bench.worker.models == ("base", "tiny", "adapter")
 
 
+async def test_what_is_loaded_for_a_model_is_as_the_worker_says(bench: Bench) -> None:
+    said = [
+        {"id": "tiny", "max_model_len": 4096, "root": "/models/tiny"},
+        {"id": "adapter", "root": "/adapters/a", "parent": "tiny"},
+        {"id": "odd", "root": 7, "parent": ["tiny"]},
+        {"id": "odder", "root": "", "parent": "x" * 5000},
+    ]
+    bench.double.models = {"object": "list", "data": said}
+    await bench.ups(1)
+    assert bench.fleet.origin("tiny") == ("/models/tiny", None)
+    assert bench.fleet.origin("adapter") == ("/adapters/a", "tiny")
+    for unsaid in ("odd", "odder", "nobody's"):
+        assert bench.fleet.origin(unsaid) == (None, None)
+    bench.fleet.drain("s0")
+    assert bench.fleet.origin("tiny") == (None, None)
+
+
 async def test_the_api_key_is_sent() -> None:
     fleet = Fleet()
     async with worker_double() as double:

@@ -59,6 +59,9 @@ async def test_completions_embeddings_and_models(site: Site, client: AsyncOpenAI
     made = await client.embeddings.create(model="tiny", input="x", encoding_format="float")
     assert made.data[0].embedding == [0.5, -1.0]
     assert [model.id async for model in client.models.list()] == ["tiny"]
+    assert (await client.models.retrieve("tiny")).id == "tiny"
+    with pytest.raises(openai.NotFoundError, match="serves: tiny"):
+        await client.models.retrieve("org/huge")
 
 
 async def test_tools_pass(site: Site, client: AsyncOpenAI) -> None:

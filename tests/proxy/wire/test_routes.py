@@ -294,6 +294,34 @@ async def test_models_are_those_of_live_workers(start: Start) -> None:
     assert await models(client) == ["other"]
 
 
+async def test_one_model_is_shown_by_its_name(start: Start) -> None:
+    site = await start(Fake("w0"), Fake("w1", model="llama/8b", max_model_len=4096))
+    site.fleet.set_served(
+        "w0", ("tiny", "adapter"), 16384, {"tiny": ("/t", None), "adapter": ("/a", "tiny")}
+    )
+    client = await site.client()
+    listed = (await client.ask(get("/v1/models"))).json()["data"]
+    for card in listed:
+        assert (await client.ask(get(f"/v1/models/{card['id']}"))).json() == card
+    assert [(card["root"], card["parent"]) for card in listed] == [
+        ("/t", None),
+        ("/a", "tiny"),
+        ("llama/8b", None),  # it says nothing of it
+    ]
+    answer = await client.ask(get("/v1/models/llama%2F8b"))
+    assert (answer.json()["id"], answer.json()["max_model_len"]) == ("llama/8b", 4096)
+    for name in ("huge", "tiny/", "%ff%00", "../models/tiny"):
+        answer = await client.ask(get(f"/v1/models/{name}"))
+        assert (answer.status, answer.error()["code"]) == (404, "model_not_found"), name
+    assert (await client.ask(get("/v1/models/"))).status == 404
+    answer = await client.ask(request(b"{}", path="/v1/models/tiny", method="DELETE"))
+    assert (answer.status, answer.one(b"allow")) == (405, b"GET, HEAD")
+    site.down("w1")
+    answer = await client.ask(get("/v1/models/llama%2F8b"))
+    assert (answer.status, answer.error()["code"]) == (503, "no_worker")
+    assert not any(fake.calls for fake in site.fakes.values())
+
+
 async def test_ready_says_whether_anything_can_be_served(start: Start) -> None:
     site = await start(Fake("w0", up=False))
     client = await site.client()

@@ -251,6 +251,9 @@ async def test_models_of_a_tenant(start: Start) -> None:
 
     assert await names(KEY) == ["tiny"]
     assert await names(OTHER) == ["tiny", "large"]
+    for key, name, status in ((KEY, "tiny", 200), (KEY, "large", 403), (OTHER, "large", 200)):
+        assert (await site.ask(get(f"/v1/models/{name}", bearer(key)))).status == status
+    assert (await site.ask(get("/v1/models/tiny"))).status == 401
     refused = await site.ask(chat("hi", bearer(), model="large"))
     assert refused.status == 403
     assert refused.error()["code"] == "model_not_allowed"
