@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,13 +15,31 @@ pytest.importorskip("vllm")
 REQUESTS, RATE = 60, 20.0
 PROMPT, OUTPUT = 50, 16
 TTFT_S, ITL_S = 0.08, 0.02
+# Where the machine is held up while one of them measures: then once more.
+TRIES = 3
+
+
+def apart(own: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+    """Return what took so long that the tools do not agree."""
+    rates = ("duration", "request_throughput", "output_throughput", "request_goodput")
+    found = [key for key in rates if own[key] != pytest.approx(other[key], rel=0.2)]
+    for measure in ("ttft", "tpot", "itl", "e2el"):
+        key = f"median_{measure}_ms"
+        # A busy machine makes either wait; another unit, or another clock, would be further off.
+        if not other[key] / 3 <= own[key] <= other[key] * 3:
+            found.append(key)
+    return {key: (own[key], other[key]) for key in found}
 
 
 async def test_both_tools_agree(tmp_path: Path) -> None:
     async with serving(FakeOpenAI(ttft_s=TTFT_S, itl_s=ITL_S)) as fake:
         load = Load(fake.url, "fake", REQUESTS, RATE, PROMPT, OUTPUT)
-        other = await theirs(load, tmp_path)
-        own = await ours(load, tmp_path)
+        for _ in range(TRIES):
+            other = await theirs(load, tmp_path)
+            own = await ours(load, tmp_path)
+            if not (differ := apart(own, other)):
+                break
+    assert differ == {}
 
     # What was generated is not kept: it is nobody's business, and most of the memory.
     assert set(other) - set(own) <= {"generated_texts"}
@@ -28,8 +47,6 @@ async def test_both_tools_agree(tmp_path: Path) -> None:
         assert own[key] == other[key], key
     for key in ("request_rate", "burstiness", "max_concurrency", "backend", "endpoint_type"):
         assert own[key] == other[key], key
-    for key in ("duration", "request_throughput", "output_throughput", "request_goodput"):
-        assert own[key] == pytest.approx(other[key], rel=0.2), key
     # The fake counts words, of which theirs have few: only ours are measured on it beforehand.
     assert own["total_input_tokens"] == pytest.approx(PROMPT * REQUESTS, rel=0.03)
     for result in (own, other):
@@ -37,10 +54,6 @@ async def test_both_tools_agree(tmp_path: Path) -> None:
         assert result["median_itl_ms"] >= ITL_S * 1000
         assert result["median_tpot_ms"] >= ITL_S * 1000
         assert result["median_e2el_ms"] >= (TTFT_S + (OUTPUT - 1) * ITL_S) * 1000
-    for measure in ("ttft", "tpot", "itl", "e2el"):
-        key = f"median_{measure}_ms"
-        # A busy machine makes either wait; another unit, or another clock, would be further off.
-        assert other[key] / 3 <= own[key] <= other[key] * 3, key
     for key in ("ttfts", "itls", "latencies", "start_times", "queue_times", "errors"):
         assert len(own[key]) == len(other[key]) == REQUESTS
     assert {len(gaps) for gaps in own["itls"]} == {len(gaps) for gaps in other["itls"]}

