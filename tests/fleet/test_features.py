@@ -12,7 +12,14 @@ import pytest
 
 from tests.fleet.conftest import FLAGS, SETTINGS
 from tests.fleet.lora import make_adapter
-from tests.fleet.test_worker import client_of, complete, gauges, prompt, settled
+from tests.fleet.test_worker import (
+    client_of,
+    complete,
+    gauges,
+    one_behind_another,
+    prompt,
+    settled,
+)
 from vllm_sched.workers.launch import Side, Worker, worker
 from vllm_sched.workers.tiny_model import tiny_model
 
@@ -79,7 +86,7 @@ async def test_the_urgent_go_first_among_the_long(featured: Worker) -> None:
             await complete(client, prompt(seed, tokens), 2, priority=priority)
             finished.append(name)
 
-        group.create_task(run("first", 7201, 10_000, 0))
+        group.create_task(run("first", 7201, 15_000, 0))
         await settled(featured, running=1, waiting=0)
         group.create_task(run("patient", 7202, 4000, 5))
         group.create_task(run("urgent", 7203, 4000, 1))
@@ -88,9 +95,7 @@ async def test_the_urgent_go_first_among_the_long(featured: Worker) -> None:
 
 async def test_a_pause_keeps_what_is_held(featured: Worker) -> None:
     async with client_of(featured) as client:
-        first = asyncio.create_task(complete(client, prompt(7301, 10_000), 40))
-        second = asyncio.create_task(complete(client, prompt(7302, 10_000), 40))
-        await settled(featured, running=1, waiting=1)
+        first, second = await one_behind_another(client, featured, 7301, 40)
         await asyncio.to_thread(post, featured, "/pause?mode=keep")
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(asyncio.shield(first), 3)

@@ -36,6 +36,8 @@ ABOVE = 256
 HELD = "kv_cache_usage_perc"
 # A lease of vLLM's ends after a minute: what is free sooner was freed, not left to it.
 FREED_S = 20.0
+# A prompt that is still being read, on any machine, when it has been seen that it is.
+LENGTHY = 12_000
 # Chunks cut elsewhere round otherwise; another prompt's KV cache is 0.01 and more away.
 NEAR = 1e-3
 
@@ -239,7 +241,7 @@ async def given_back(router: Router, ends: Ends) -> None:
         await settled(worker, running=0, waiting=0)
     for worker in ends.values():
         await freed(worker)
-    await eventually(lambda: router.handovers()["released"])
+    await eventually(lambda: router.handovers()["released"], within=DEADLINE_S)
 
 
 async def test_a_client_that_leaves_just_before_the_prefills_answer_comes(
@@ -250,7 +252,7 @@ async def test_a_client_that_leaves_just_before_the_prefills_answer_comes(
     with routing(tmp_path, listed(fleet), {"disaggregate_above": ABOVE}, transfer="nixl") as router:
         connected(router)
         async with router.client() as client:
-            leaving = asyncio.create_task(complete(client, prompt(43_160, 5000), 200))
+            leaving = asyncio.create_task(complete(client, prompt(43_160, LENGTHY), 200))
             await settled(ends[PREFILL], running=1, waiting=0)
             with router.held_up():
                 await left(leaving)
@@ -267,7 +269,7 @@ async def test_a_client_that_leaves_just_after_the_prefills_answer_came(
     with routing(tmp_path, listed(fleet), {"disaggregate_above": ABOVE}, transfer="nixl") as router:
         connected(router)
         async with router.client() as client:
-            leaving = asyncio.create_task(complete(client, prompt(43_161, 5000), 200))
+            leaving = asyncio.create_task(complete(client, prompt(43_161, LENGTHY), 200))
             await settled(ends[PREFILL], running=1, waiting=0)
             with router.held_up():
                 await settled(ends[PREFILL], running=0, waiting=0)

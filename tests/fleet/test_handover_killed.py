@@ -26,6 +26,7 @@ from tests.fleet.conftest import started
 from tests.fleet.test_handover import (
     ABOVE,
     DECODE,
+    LENGTHY,
     PREFILL,
     Ends,
     Said,
@@ -133,7 +134,7 @@ async def test_the_decode_worker_is_killed_and_comes_back(
     router: Router, ends: Ends, workers: Workers
 ) -> None:
     """Before its first byte of one request, and in the middle of another."""
-    some = [prompt(46_000 + number, 5000) for number in range(2)]
+    some = [prompt(46_000 + number, size) for number, size in enumerate((LENGTHY, 5000))]
     async with direct(workers[LONG]) as client:
         right = [await tokens(client, each) for each in some]
     async with router.client() as client:
@@ -152,7 +153,7 @@ async def test_the_decode_worker_is_killed_and_comes_back(
         with pytest.raises(openai.APIError):
             await drained(stream)
         # There is no other decode worker, through which its blocks could be freed.
-        await eventually(lambda: (router.handovers() - before)["left_to_expire"])
+        await eventually(lambda: (router.handovers() - before)["left_to_expire"], within=DEADLINE_S)
         assert (router.handovers() - before)["decode_failed"] == 1
         tell(router, "drain")
         await back(ends[DECODE])
@@ -166,7 +167,7 @@ async def test_a_decode_worker_is_killed_while_another_is_left(
     ends: Ends, fleet: FleetConfig, other: Worker, tmp_path: Path
 ) -> None:
     """Before its first byte: the other has it all, and has the blocks freed that nobody fetched."""
-    some = prompt(46_020, 5000)
+    some = prompt(46_020, LENGTHY)
     more: dict[str, object] = {"name": OTHER, "role": "decode", "url": other.url}
     rules: dict[str, object] = {"disaggregate_above": ABOVE}
     with routing(tmp_path, [*listed(fleet), more], rules, transfer="nixl") as router:
@@ -181,7 +182,7 @@ async def test_a_decode_worker_is_killed_while_another_is_left(
             said = await asked
             [decision] = router.decisions(1)
             assert (decision["worker"], decision["prefill_worker"]) == (DECODE, PREFILL)
-            await eventually(lambda: router.handovers()["released"])
+            await eventually(lambda: router.handovers()["released"], within=DEADLINE_S)
             # What the first prefill left is nobody's any more, and was not given to the second leg.
             assert router.handovers() == {
                 "prefilled": 2, "decode_failed": 1, "released": 1, "transferred": 1,
@@ -201,7 +202,7 @@ async def test_a_prefill_worker_is_killed_while_another_is_left(
 
     So does what comes once the killed one is known to be down, without another try.
     """
-    some = prompt(46_030, 12_000)
+    some = prompt(46_030, LENGTHY)
     more: dict[str, object] = {"name": SECOND, "role": "prefill", "url": second.url}
     rules: dict[str, object] = {"disaggregate_above": ABOVE}
     with routing(tmp_path, [*listed(fleet), more], rules, transfer="nixl") as router:
@@ -234,7 +235,7 @@ async def test_the_prefill_worker_is_killed_and_comes_back(
     router: Router, ends: Ends, workers: Workers
 ) -> None:
     """When it has answered one request and nothing is fetched yet, and in another's prefill."""
-    some = [prompt(46_010 + number, 5000) for number in range(3)]
+    some = [prompt(46_010 + number, size) for number, size in enumerate((LENGTHY, 5000, 5000))]
     async with direct(workers[LONG]) as client:
         right = [await tokens(client, each) for each in some]
     async with router.client() as client:
