@@ -296,11 +296,14 @@ async def test_a_client_that_leaves_is_gone_from_the_engine(
         await settled(workers[LONG], running=0, waiting=0)
 
 
-def test_vllms_own_benchmark(router: Router, tmp_path: Path) -> None:
+@pytest.mark.parametrize("named", [True, False], ids=["named", "found"])
+def test_vllms_own_benchmark(router: Router, tmp_path: Path, named: bool) -> None:
+    # Unless it is told it takes the first model there is, and what is loaded for that.
+    model = ("--model", "tiny", "--tokenizer", str(tiny_model())) if named else ()
     done = subprocess.run(
         [
             sys.executable, "-c", VLLM_BENCH_SERVE, "--backend", "openai", "--base-url", router.url,
-            "--model", "tiny", "--tokenizer", str(tiny_model()), "--dataset-name", "random",
+            *model, "--dataset-name", "random",
             "--random-input-len", "100", "--random-output-len", "8", "--num-prompts", "40",
             "--max-concurrency", "8", "--save-result", "--result-dir", str(tmp_path),
             "--result-filename", "result.json",
