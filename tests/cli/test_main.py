@@ -35,3 +35,11 @@ def test_a_command_imports_nothing_of_another() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == [f"vllm_sched.cli.{name}" for name in ("exits", "key", "main")]
+
+
+def test_with_stderr_closed_no_error_is_told_on_stdout() -> None:
+    command = [sys.executable, "-m", "vllm_sched.cli.main", "check", "nowhere.yaml"]
+    for closing, told in (('exec "$@" 2>&-', ""), ('exec "$@" 2>&1', "vllm-sched check: ")):
+        done = subprocess.run(["sh", "-c", closing, "sh", *command], capture_output=True, text=True)
+        assert done.returncode == 2
+        assert done.stdout[:18] == told

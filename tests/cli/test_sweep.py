@@ -5,14 +5,12 @@ from __future__ import annotations
 import json
 import re
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.bench.fake_openai import FakeOpenAI
-from tests.cli.test_bench import served
+from tests.cli.test_bench import served, stopped
 from vllm_sched.cli.main import main
 
 
@@ -105,22 +103,13 @@ def test_nothing_but_failures_is_a_failure(capsys: pytest.CaptureFixture[str]) -
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_who_stops_it_has_the_loads_that_were_measured(number: int, tmp_path: Path) -> None:
     save = tmp_path / "sweep.json"
-    words = ["--workload", "20x1", "--request-rates", "20,30", "--seeds", "1", "--duration", "3"]
+    words = ["--workload", "20x2", "--request-rates", "20,30", "--seeds", "1", "--duration", "3"]
+    words += ["--save", str(save)]
     with served(FakeOpenAI()) as fake:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "vllm_sched.cli.main", "sweep", "--url", fake.url, *words,
-             "--save", str(save)],
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        )  # fmt: skip
-        try:
-            assert process.stderr is not None
-            while "at 30 requests/s" not in (line := process.stderr.readline()):
-                assert line, "it has ended"
-            process.send_signal(number)
-            out, err = process.communicate(timeout=30)
-        finally:
-            process.kill()
-    assert process.returncode == 130
+        # The first load has 60 requests, so one more is of the second.
+        status, out, err = stopped("sweep", fake, words, number, lambda: len(fake.played) > 60, 30)
+    assert status == 130
+    assert "at 30 requests/s" in err
     assert "interrupted: this is what there is" in out
     assert "Traceback" not in err
     assert [each["request_rate"] for each in json.loads(save.read_text())["points"]] == [20]

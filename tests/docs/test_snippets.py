@@ -20,6 +20,8 @@ PAGES = [ROOT / "README.md", *DOCS]
 FENCE = re.compile(r"^```(\w+)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 COMMAND = re.compile(r"^\s*(?:\$ )?(vllm-sched .*)$|`(vllm-sched [^`]+)`", re.MULTILINE)
 LINK = re.compile(r"\]\((?!https?:|#|mailto:)([^)#\s]+)")
+ANCHOR = re.compile(r"\]\((?!https?:)([^)#\s]*)#([^)\s]+)\)")
+HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
 PARSER = parser()
 QUICK = ("check", "explain", "key")
 PLACEHOLDER = re.compile(r"\.\.\.|\[|NAME|SIDE")
@@ -102,6 +104,18 @@ def test_commands_that_start_nothing_run(
 def test_links_lead_somewhere(page: Path) -> None:
     for target in LINK.findall(page.read_text()):
         assert (page.parent / target).exists(), target
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_links_into_a_page_lead_to_a_heading(page: Path) -> None:
+    for target, anchor in ANCHOR.findall(page.read_text()):
+        text = FENCE.sub("", ((page.parent / target) if target else page).read_text())
+        assert anchor in [anchored(each) for each in HEADING.findall(text)], anchor
+
+
+def anchored(heading: str) -> str:
+    """Name a heading as the repository's host does."""
+    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
 
 
 def test_there_is_something_to_be_tested() -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
 from importlib import import_module
 from io import TextIOWrapper
+from pathlib import Path
 
 from proxy.errors import ProxyError
 from vllm_sched import __version__
@@ -53,6 +55,8 @@ def parser(command: str = "") -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return the exit status."""
     argv = sys.argv[1:] if argv is None else argv
+    if sys.stderr is None:  # it was closed; print would take stdout, which has the result
+        sys.stderr = Path(os.devnull).open("w")  # noqa: SIM115 - for as long as anybody may write
     command = "".join(argv[:1])
     try:
         with terminated_alike() if command in PLAYED else nullcontext():
