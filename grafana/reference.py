@@ -13,8 +13,8 @@ HEAD = """\
 # Metrics
 
 Written by `python -m grafana.build` from what the router and the engine half declare; a test keeps
-it so. What boards and alerts make of them is said there; where a stream's time goes, in
-[observing](observing.md#phases).
+it so. Boards (`grafana`) and alerts ([runbook](runbook.md)) say what they make of them; where a
+stream's time goes is in [observing](observing.md#phases).
 
 A histogram has `_bucket` (with `le`), `_sum` and `_count`. Labels are bounded: models that nobody
 serves, and tenants and workers where they are too many, are `other`; who got no worker has `none`.
