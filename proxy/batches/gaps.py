@@ -35,7 +35,7 @@ def gap(router: Router, model: str, now: float, size: int = 0) -> bool:
     if not model and len(known) == 1:
         model = known[0]
     if not fleet.serves(model):
-        return fleet.all_told()
+        return fleet.all_told(model)
     if router.queue.has(model):
         return False
     fair, pool = router.settings.fairness, fleet.pool(model)

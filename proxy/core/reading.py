@@ -223,7 +223,7 @@ class Reader:
                 return known[0]
             return refusals.bad_request("The body must name a `model`.", "model")
         if type(named) is str:
-            return refusals.nobody_serves(named, known, all_told=self._fleet.all_told())
+            return refusals.nobody_serves(named, known, all_told=self._fleet.all_told(named))
         return refusals.bad_request("`model` must be a string.", "model")
 
     def _by_id(self, route: Route, request_id: str, tenant: Tenant | None) -> Ask | Refusal:

@@ -20,6 +20,7 @@ from proxy.core.types import Role
 from proxy.core.worker import Origin, Worker
 
 WAITED_S = 600.0  # for a worker, or anybody of an empty pool, to say what is served
+MOST_HEARD = 10_000  # models that are known to have been served; the oldest are forgotten
 STALE_S = 10.0  # a worker that had nothing to do for so long is given the benefit of the doubt
 FORGIVE = 0.1
 
@@ -51,6 +52,8 @@ class Roster:
         self._clock = clock
         self._expected: tuple[str, ...] = ()  # models, be there workers of them or not
         self._empty_since: dict[str, float] = {}  # of those, the ones that nobody is here for
+        self._told_since: dict[str, float] = {}  # pools, from when their first worker was up
+        self._heard: dict[str, None] = {}  # models that somebody served once, the last told last
         self._by_model: dict[str, list[Worker]] = {}
         self._pools: dict[str, Pool] = {}
         self._leaving: set[Worker] = set()  # removed, with leases in flight
@@ -102,18 +105,29 @@ class Roster:
         """Whether some worker is for a model, live or not, or is expected to be."""
         return model in self._by_model
 
-    def all_told(self) -> bool:
-        """Whether everybody has said what it serves: adapters are in no fleet file.
+    def all_told(self, model: str = "") -> bool:
+        """Whether nobody may still say that it serves a model: adapters are in no fleet file.
 
-        Who was never up has not, nor have the workers of a model that nobody is here for. Neither
-        is waited for without end: one that never comes would leave every mistyped name possible.
+        Who was never up has not told, nor have the workers of a model that nobody is here for.
+        Neither is waited for without end: one that never comes would leave every mistyped name
+        possible. So would one after the other that comes: once somebody of a pool was up for as
+        long, others of it are waited for with what was served before, by anybody.
         """
         due = self._clock() - WAITED_S
-        return all(since <= due for since in self._empty_since.values()) and all(
-            worker.up or worker.up_since or worker.awaited_since <= due
+        heard = model in self._heard
+        return not any(
+            since > due and self._may_tell(pool, due, heard=heard)
+            for pool, since in self._empty_since.items()
+        ) and not any(
+            worker.awaited_since > due
+            and not (worker.up or worker.up_since)
+            and self._may_tell(worker.model, due, heard=heard)
             for worker in self
             if worker.role is not Role.PREFILL  # who decodes serves the same
         )
+
+    def _may_tell(self, pool: str, due: float, *, heard: bool) -> bool:
+        return heard or self._told_since.get(pool, inf) > due
 
     def of(self, model: str) -> list[Worker]:
         """List the workers of a model, live or not. Not to be changed."""
@@ -264,9 +278,22 @@ class Roster:
         if worker is not None:
             worker.models = tuple(models) or (worker.model,)
             worker.origins = dict(origins or {})
+            self._hear(worker.models)
             worker.told_max_model_len = max_model_len
             worker.respecify(worker.spec)
             self._changed()
+
+    def _hear(self, models: Iterable[str]) -> None:
+        heard = self._heard
+        for model in models:
+            heard.pop(model, None)
+            heard[model] = None
+        while len(heard) > MOST_HEARD:
+            del heard[next(iter(heard))]
+
+    def _told(self, worker: Worker) -> None:
+        if worker.role is not Role.PREFILL:
+            self._told_since.setdefault(worker.model, self._clock())
 
     def _changed(self) -> None:
         by_model: dict[str, list[Worker]] = {model: [] for model in self._expected}
@@ -305,6 +332,7 @@ class Roster:
             self.prefixes.forget(worker.index)
         worker.up = worker.probed = True
         worker.up_since = now
+        self._told(worker)
         worker.pace.seen_at = now
         if not worker.pace.prefills:
             self._borrow(worker)
@@ -343,6 +371,7 @@ class Roster:
                 self.prefixes.forget(worker.index)  # it was started anew
             worker.up_since = up_since
         if up and not worker.up:
+            self._told(worker)
             worker.pace.seen_at = up_since
             if not worker.pace.prefills:
                 self._borrow(worker)

@@ -37,13 +37,14 @@ NAME = re.compile(
     rb"(?:;|%b)name(?:%b*=%b*\"?%b|\*)\Z" % (BLANK, BLANK, BLANK, ARGUMENTS), re.IGNORECASE
 )
 PLACE = b"content-disposition"
-MARKS = re.compile(ARGUMENTS), re.compile(rb"\*(?<=[nN][aA][mM][eE]\*)")  # found by memchr
+EXTENDED = b"name*"
 HEAD_END, PART_END = b"\r\n\r\n", b"\r\n--"
 # Beyond these it is no form as anybody writes one, and not worth more time to tell.
 LONGEST_LINE = 8192
 MOST_MENTIONS = 100
 LONGEST_TEXT = 65_536
-CHARSET = re.compile(rb"charset([^=]*)=[ \t]*\"?([^\s;\"]*)", re.IGNORECASE)
+CHARSET = re.compile(rb"charset([^=]*)=", re.IGNORECASE)
+VALUE = re.compile(rb"[ \t]*\"?([^\s;\"]*)")
 PLAIN = frozenset([b"utf-8", b"utf8", b"us-ascii", b"ascii", b"iso-8859-1", b"latin-1"])
 
 
@@ -85,16 +86,22 @@ def steering_form(body: bytes, content_type: bytes, *, at_all: bool = False) -> 
     Parts are not told apart by their boundary, about which two parsers might disagree: any line
     that begins such a part counts, and so does the JSON text after its head.
     """
-    for extended, charset in CHARSET.findall(content_type):
-        if extended.strip() or charset.lower() not in PLAIN:
+    # Behind the last sign nothing is looked at: each of many names would be followed to the end.
+    for found in CHARSET.finditer(content_type, 0, content_type.rfind(b"=") + 1):
+        value = VALUE.match(content_type, found.end())
+        if found[1].strip() or value is None or value[1].lower() not in PLAIN:
             return "charset"  # of which names and values could be spelt in any way
     read: set[int] = set()  # where texts begin that were: many heads may have one in common
-    for mark in MARKS:
-        for mentions, found in enumerate(mark.finditer(body)):
-            if mentions >= MOST_MENTIONS:
-                return ARGUMENTS.decode()
-            if (name := _in_part(body, *found.span(), read, at_all=at_all)) is not None:
+    for mark, text in ((ARGUMENTS, body), (EXTENDED, body.lower())):
+        at = text.find(mark)
+        for _ in range(MOST_MENTIONS):
+            if at < 0:
+                break
+            if (name := _in_part(body, at, at + len(mark), read, at_all=at_all)) is not None:
                 return name
+            at = text.find(mark, at + 1)
+        if at >= 0:
+            return ARGUMENTS.decode()
     return None
 
 
@@ -110,7 +117,9 @@ def _in_part(body: bytes, at: int, end: int, read: set[int], *, at_all: bool) ->
         return None
     if at_all:
         return ARGUMENTS.decode()
-    start = body.find(HEAD_END, end)
+    start = body.find(HEAD_END, end, end + LONGEST_TEXT)
+    if start < 0 and len(body) - end > LONGEST_TEXT:
+        return ARGUMENTS.decode()
     if start < 0 or start in read:
         return None
     read.add(start)

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 NO = frozenset([b"", b"0", b"false", b"no", b"off"])
 HANDLED_CONNECTION = frozenset([b"", b"close", b"keep-alive", b"upgrade"])
+AROUND = 4  # bytes of a header, beside its name and value
 
 
 class RequestHead:
@@ -44,6 +45,7 @@ class RequestHead:
         "pieces",
         "refusal",
         "route",
+        "size",
         "special",
         "start",
         "target",
@@ -53,6 +55,7 @@ class RequestHead:
     def __init__(self) -> None:
         self.method = ""
         self.target = b""  # path and query
+        self.size = 0  # bytes of its headers, those that stay behind too
         self.path = ""
         self.start = b""  # the request line for the worker, up to the name of its host
         self.pieces: list[bytes] = []  # of the headers that pass on, four for each
@@ -72,13 +75,9 @@ class RequestHead:
         self.batch = False  # whether it is to be served in the gaps, whoever's it is
         self.lost_body = False  # whether a body came that was not kept, for it was refused then
 
-    @property
-    def size(self) -> int:
-        """Bytes of it that were kept."""
-        return len(self.target) + sum(map(len, self.pieces))
-
     def add(self, name: bytes, value: bytes) -> None:
         """Sort a header."""
+        self.size += len(name) + len(value) + AROUND
         key = name.lower()
         passes = REQUEST_HEADERS.get(key)
         if passes is not False:

@@ -274,7 +274,8 @@ class RequestReader:
         if self._framing:
             return
         head, parser = self._head, self._parser
-        if self._quiet > self._max_head and head.size > self._max_head:
+        # Also where all of it came at once, behind other requests perhaps.
+        if len(head.target) + head.size > self._max_head:
             raise malformed(f"more than {self._max_head} bytes of header", 431)
         self._quiet = 0
         self.state = Reading.BODY

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from proxy.core import roster
 from proxy.core.decisions import Decision, Handover, Lease
 from proxy.core.elsewhere import own
 from proxy.core.fleet import Fleet
@@ -95,27 +96,59 @@ class Waiting:
         for name in names:
             self.fleet.add(spec(name))
 
-    def later(self, seconds: float) -> bool:
-        """Let time pass; return whether all have told what they serve by then."""
+    def later(self, seconds: float, model: str = "") -> bool:
+        """Let time pass; return whether nobody may still say by then that it serves a model."""
         self.now += seconds
-        return self.fleet.all_told()
+        return self.fleet.all_told(model)
 
 
 def test_who_never_comes_up_is_waited_for_for_ten_minutes() -> None:
     here = Waiting("a", "dead")
+    here.fleet.set_served("a", [MODEL, "adapter"])
     here.fleet.probe_ok("a", here.now)
-    assert not here.later(WAITED_S - 1)
+    here.fleet.set_served("a", [MODEL])
+    assert not here.later(WAITED_S - 1, "adapter")
     here.fleet.probe_failed("dead", here.now)
     here.fleet.add(spec("late"))
-    assert not here.later(1)
+    assert not here.later(1, "adapter")
     here.fleet.drain("late", starts=True)  # as one that is not ready yet
-    here.fleet.set_served("a", [MODEL, "adapter"])
+    here.fleet.set_served("a", [MODEL, "another"])
     here.fleet.replace([spec("a"), spec("dead"), spec("late")])
-    assert not here.later(WAITED_S - 2), "each has its own ten minutes"
-    assert here.later(1)
+    assert not here.later(WAITED_S - 2, "adapter"), "each has its own ten minutes"
+    assert here.later(1, "adapter")
     here.fleet.remove("dead")
     here.fleet.add(spec("dead"))
-    assert not here.later(0), "a namesake is another"
+    assert not here.later(0, "adapter"), "a namesake is another"
+
+
+def test_where_workers_come_all_the_time_a_name_of_nobody_s_is_known_to_be_one() -> None:
+    here = Waiting("a")
+    here.fleet.set_served("a", [MODEL, "adapter"])
+    here.fleet.probe_ok("a", here.now)
+    for n in range(5):
+        here.fleet.add(spec(f"late{n}"))
+        assert not here.later(WAITED_S / 5 - 1)
+    here.fleet.remove("a")
+    here.fleet.add(spec("later"))
+    assert not here.later(4)
+    assert here.later(1), "ten minutes after somebody of it was up first"
+    assert not here.later(0, "adapter"), "whoever comes in its place may serve it"
+    here.fleet.add(replace(spec("b"), model="other"))
+    assert not here.later(0), "of another pool nobody has told"
+    here.fleet.probe_ok("b", here.now)
+    assert here.later(0)
+
+
+def test_what_was_served_once_is_known_of_so_many_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(roster, "MOST_HEARD", 3)
+    here = Waiting("a")
+    here.fleet.probe_ok("a", here.now)
+    for names in (["one", "two"], ["one", "three"], ["four"], [MODEL]):
+        here.fleet.set_served("a", names)
+    here.later(WAITED_S)
+    here.fleet.add(spec("b"))
+    told = {name: here.later(0, name) for name in ("one", "two", "three", "four")}
+    assert told == {"one": True, "two": True, "three": False, "four": False}
 
 
 def test_who_was_up_has_told_and_who_was_drained_before_will_not() -> None:
@@ -148,16 +181,18 @@ def test_who_was_drained_and_is_taken_back_is_waited_for_again() -> None:
 
 def test_a_pool_is_waited_for_from_when_it_was_empty() -> None:
     here = Waiting("a")
+    here.fleet.set_served("a", [MODEL, "adapter"])
     here.fleet.probe_ok("a", here.now)
     here.fleet.expect([MODEL, "other"])
     assert not here.later(WAITED_S - 1)
     here.fleet.expect([MODEL, "other"])  # a reload
     assert here.later(1)
     here.fleet.remove("a")  # another comes soon: its adapters are not nobody's
-    assert not here.later(WAITED_S - 1)
+    assert here.later(0)
+    assert not here.later(WAITED_S - 1, "adapter")
     here.fleet.add(spec("b"))
     here.fleet.probe_ok("b", here.now)
-    assert here.later(0)
+    assert here.later(0, "adapter")
 
 
 def test_a_model_s_context_is_the_longest_that_is_offered_now() -> None:

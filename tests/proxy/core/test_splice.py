@@ -3,13 +3,49 @@
 from __future__ import annotations
 
 import json
+import time
+from collections.abc import Callable
 from typing import Any
 
+import orjson
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from proxy.core.splice import members, spliced
+
+
+@pytest.mark.parametrize(
+    ("body", "after"),
+    [
+        (b'{"a":1,"c":2~}', b'{"a":1,"c":2,"b":3~}'),
+        (b'{"c":2~,"a":0}', b'{"c":2~,"a":1,"b":3}'),
+        (b'{"c":2,~"d":4,"a":1}', b'{"c":2,"a":1,"b":3}'),
+        (b'{~"d":4,"a":1}', b'{~"a":1,"b":3}'),
+    ],
+)
+@pytest.mark.parametrize("size", [1, 8191, 8192, 8193, 100_000])
+def test_blanks_however_many(body: bytes, after: bytes, size: int) -> None:
+    blanks = (b" \t\r\n" * size)[:size]
+    changes: dict[str, bytes | None] = {"a": b"1", "b": b"3", "d": None}
+    found = spliced(body.replace(b"~", blanks), changes)
+    assert found == after.replace(b"~", blanks)
+
+
+def test_blanks_cost_no_more_than_to_parse_them() -> None:
+    def cost(work: Callable[[bytes], object]) -> float:
+        best = 1e9
+        for _ in range(5):
+            began = time.process_time()
+            work(body)
+            best = min(best, time.process_time() - began)
+        return best
+
+    body = b'{"a":1' + b" " * (2 << 20) + b"}"
+    most = 10 * cost(orjson.loads)  # it was eighty times
+    assert cost(lambda body: spliced(body, {"b": b"1"}, {"a"})) < most
+    body = b'{"a":1,' + b" " * (2 << 20) + b'"b":1}'
+    assert cost(lambda body: spliced(body, {"b": None}, {"a", "b"})) < most
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 
 import orjson
 import pytest
@@ -168,6 +169,20 @@ def test_forms(head: bytes, value: bytes) -> None:
 def test_a_form_in_an_odd_charset_could_spell_it_in_any_way(kind: bytes) -> None:
     assert steering_form(form(), kind) == "charset"
     assert steering_form(form(), TYPE + b"; charset=UTF-8") is None
+    assert steering_form(form(), TYPE + b"; charset=UTF-8; x=charset") is None
+
+
+def test_a_long_content_type_takes_as_long_as_it_is() -> None:
+    def cost(size: int) -> float:
+        kind, best = TYPE + b"; " + b"charset" * (size // 7), 1e9
+        for _ in range(3):
+            began = time.process_time()
+            assert steering_form(b"", kind) is None
+            best = min(best, time.process_time() - began)
+        return best
+
+    assert cost(64_000) < 64 * max(cost(4_000), 1e-4)  # it was 256 times
+    assert steering_form(b"", TYPE + b"; " + b"charset" * 9000 + b"=utf-8") == "charset"
 
 
 @pytest.mark.parametrize(
@@ -202,3 +217,6 @@ def test_a_form_that_takes_long_to_tell_is_taken_to_steer() -> None:
     assert steering_form(b"name*" * 5_000_000, TYPE) == "vllm_xargs"
     head = b'Content-Disposition: form-data; x="%b"; name="vllm_xargs"' % (b"y" * 10_000)
     assert steering_form(form((head, b'{"kv_transfer_params": 1}')), TYPE) == "vllm_xargs"
+    head = b'Content-Disposition: form-data; name="vllm_xargs"\r\n'
+    assert steering_form(head + b"y" * 10_000, TYPE) is None  # it has no end
+    assert steering_form(head + b"y" * 100_000, TYPE) == "vllm_xargs"

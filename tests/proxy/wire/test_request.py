@@ -185,6 +185,17 @@ def test_ambiguous_or_excessive_heads_are_refused(headers: bytes, refused: int) 
     assert status(START + headers + b"\r\n\r\n") == refused
 
 
+@pytest.mark.parametrize("size", [None, 100])
+@pytest.mark.parametrize("before", [b"", post()])
+@pytest.mark.parametrize("name", [b"X", b"TE", b"Connection", b"Authorization"])
+def test_a_head_is_as_long_however_it_comes(before: bytes, name: bytes, size: int | None) -> None:
+    """Whatever came before it at once, and be it of headers that stay behind."""
+    assert read(before + post(b"{}", name + b": " + b"y" * 1500), size)
+    with pytest.raises(RefusedError) as refused:
+        read(before + post(b"{}", *[name + b": " + b"y" * 500] * 6), size)
+    assert refused.value.refusal.status == 431
+
+
 @pytest.mark.parametrize(
     ("line", "refused"),
     [
@@ -254,6 +265,12 @@ def test_nothing_is_read_after_a_request_that_closes() -> None:
     one.feed(b"more of it")
     [request] = one.ready
     assert not request.head.keep_alive
+
+
+def test_what_calls_itself_rtsp_goes_on_as_http() -> None:
+    [request] = read(post().replace(b"HTTP/1.1", b"RTSP/1.1"))
+    assert request.head.start == b"POST /v1/completions HTTP/1.1\r\nHost: "
+    assert status(post().replace(b"HTTP/1.1", b"RTSP/2.0")) == 505
 
 
 def test_http_1_0_keeps_alive_only_if_asked_to() -> None:
