@@ -96,8 +96,8 @@ def _processes(number: int | str) -> int | str:
 
 
 def _above(tokens: object) -> object:
-    if tokens != "auto" and not (type(tokens) is int and tokens >= 1):
-        raise ValueError("give a whole number of tokens, 1 or more, or auto")
+    if tokens != "auto" and not (type(tokens) is int and tokens >= 0):
+        raise ValueError("give a whole number of tokens, 0 or more, or auto")
     return tokens
 
 
@@ -399,10 +399,12 @@ class RoutingConfig(Block):
         description="have the worker with the largest context cut an output limit for which no "
         "context has room beside the prompt, as vLLM alone does; else that is 400",
     )
-    disaggregate_above: Annotated[Count | Literal["auto"], BeforeValidator(_above)] = Field(
+    disaggregate_above: Annotated[
+        Annotated[int, Field(ge=0)] | Literal["auto"], BeforeValidator(_above)
+    ] = Field(
         "auto",
         description="tokens a decode worker would have to prefill, above which a prefill worker "
-        "does it; auto: where that is predicted to cost everybody less time",
+        "does it; 0: all prompts; auto: where that is predicted to cost everybody less time",
     )
 
 

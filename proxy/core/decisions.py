@@ -20,7 +20,6 @@ class Handover:
     prefill_s: float  # until the prefill worker has answered, predicted
     transfer_s: float
     transferred_s: float | None = None  # the same as it was seen, where the answer is a stream
-    sent_before: int = 0  # blocks of the prompt's text that the decode worker had been sent
 
 
 @dataclass(slots=True)

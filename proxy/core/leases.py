@@ -24,6 +24,7 @@ class Leases(Placer):
         """Note the first token of a stream, or the first byte where nothing is generated."""
         if lease.prefill is not None and lease.sent and lease.first_token_at is None:
             self._transferred(lease, now)
+            self._has_come(lease)
         self.fleet.first_token(lease, now)
         if lease.ask.erred_on:
             learning.blame(self.fleet, lease.ask, now)
@@ -59,9 +60,14 @@ class Leases(Placer):
         `may_move`: whether what the prefill left behind is there for any decode worker. `spent_s`:
         for how long it has been there.
         """
-        worker, within_s = lease.worker, self.settings.transfer_within_s - spent_s
+        goes_on = self._finds_one(lease, now, self.settings.transfer_within_s - spent_s, may_move)
+        if goes_on and not lease.ask.stream:  # which shows no first token
+            self._has_come(lease)
+        return goes_on
+
+    def _finds_one(self, lease: Lease, now: float, within_s: float, may_move: bool) -> bool:
         stands = handover.stands(lease, now, within_s)
-        if stands and not worker.draining:
+        if stands and not lease.worker.draining:
             return True
         other = None
         if may_move:
@@ -69,19 +75,20 @@ class Leases(Placer):
             other = handover.instead(workers, lease, now, self.links, within_s)
         if other is None:
             # To be down may be a probe's mistake: where there is nobody else, it is asked.
-            is_asked = stands or not (
+            return stands or not (
                 within_s <= 0.0 or handover.is_well(lease) or self.has_another(lease)
             )
-            if not is_asked:
-                self._never_sent(lease)
-            return is_asked
-        self._never_sent(lease)
         self.fleet.move(lease, other, now)
-        if prefix := lease.ask.prefix:
-            if (halves := lease.decision.handover) is not None:
-                halves.sent_before = self.prefixes.sent(prefix, other.index)
-            self.prefixes.record(prefix, other.index)
         return True
+
+    def _has_come(self, lease: Lease) -> None:
+        """Know that a decode worker has a prompt that was prefilled elsewhere.
+
+        Not before: whoever else has that prompt, or begins with it, would be taken for one that is
+        cached there, and the decode worker would compute all of it, beside its streams.
+        """
+        if lease.ask.prefix:
+            self.prefixes.record(lease.ask.prefix, lease.worker.index)
 
     def tokens(self, lease: Lease, count: int) -> None:
         """Note output tokens."""
@@ -122,7 +129,6 @@ class Leases(Placer):
         if lease.ask.tenant is not None:
             accounts.settle(self.settings.fairness, lease, now, outcome, usage)
         if first is not None:  # it ended in its prefill
-            self._never_sent(lease)
             learning.judge(self.fleet, first, now, outcome, retry_after_s)
             learning.judge(self.fleet, lease, now, Outcome.MOOT, None)
             return
@@ -138,15 +144,6 @@ class Leases(Placer):
             elif (written := learning.written(lease)) > 0:
                 self.sizer.wrote(lease.ask, written)
                 learning.learn_pace(lease, now, written, decoding)
-
-    def _never_sent(self, lease: Lease) -> None:
-        """Know that a decode worker has nothing of a prompt: the decode leg never came to it.
-
-        Else its next try would be taken for one whose prompt is cached there.
-        """
-        ask, halves = lease.ask, lease.decision.handover
-        if ask.prefix and halves is not None:
-            self.prefixes.never_sent(ask.prefix[halves.sent_before :], lease.worker.index)
 
     def has_larger(self, lease: Lease) -> bool:
         """Whether somebody holds more than a lease's worker."""

@@ -90,11 +90,9 @@ class Placer:
             ask.free, halves = free, decision.handover
             cached = decision.cached_tokens if halves is None else halves.cached_tokens
             fairness.charge(fair, ask.tenant, ask, cached)
-        if ask.prefix:
-            if (halves := decision.handover) is not None:
-                halves.sent_before = self.prefixes.sent(ask.prefix, worker.index)
-                self.prefixes.record(ask.prefix, halves.prefill.index)
-            self.prefixes.record(ask.prefix, worker.index)
+        if ask.prefix:  # a decode worker has it when it has come: see `leases`
+            first = worker if decision.handover is None else decision.handover.prefill
+            self.prefixes.record(ask.prefix, first.index)
         self._count(ask.model, decision.reason)
         return lease
 

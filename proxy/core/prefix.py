@@ -41,7 +41,6 @@ class PrefixIndex:
         self._young: dict[int, int] = {}
         self._old: dict[int, int] = {}
         self._gone = 0  # workers whose bits are still in them, and mean nothing
-        self._torn = 0  # workers of whose young chains the front may be missing
         self._seeds: dict[str, int] = {}
         # Where several processes serve: tells the others what is recorded here.
         self.others_record: Callable[[tuple[int, ...], int], None] | None = None
@@ -94,9 +93,8 @@ class PrefixIndex:
         bit = 1 << worker
         if self._gone & bit:
             self._sweep()
-        if hashes and young.get(hashes[-1], 0) & bit and not self._torn & bit:
+        if hashes and young.get(hashes[-1], 0) & bit:
             return  # and with it all that is in front of it
-        is_new = False
         for block in hashes:
             holders = young.get(block)
             if holders is None:
@@ -104,38 +102,10 @@ class PrefixIndex:
             elif holders & bit:
                 continue
             young[block] = holders | bit
-            is_new = True
-        if is_new and self.others_record is not None:
+        if self.others_record is not None:
             self.others_record(hashes, worker)
         if len(young) > self._generation:
-            self._old, self._young, self._torn = young, {}, 0
-
-    def sent(self, hashes: tuple[int, ...], worker: int) -> int:
-        """Count the first of these blocks that a worker was sent."""
-        bit = (1 << worker) & ~self._gone
-        for depth, block in enumerate(hashes):
-            if not bit & (self._young.get(block) or self._old.get(block, 0)):
-                return depth
-        return len(hashes)
-
-    def never_sent(self, hashes: tuple[int, ...], worker: int) -> None:
-        """Take blocks back that were recorded of a worker and did not come to it after all.
-
-        Who was sent the same meanwhile is forgotten too, and so it is by this process alone: what
-        is cached and not known of is computed twice by nobody, it is only not sought.
-        """
-        if hashes:
-            self._torn |= 1 << worker  # what was sent behind these stays
-        keep = ~(1 << worker)
-        for generation in (self._young, self._old):
-            for block in hashes:
-                holders = generation.get(block)
-                if holders is None:
-                    continue
-                if left := holders & keep:
-                    generation[block] = left
-                else:
-                    del generation[block]
+            self._old, self._young = young, {}
 
     def forget(self, worker: int) -> None:
         """Drop a worker from every block: it is gone, or has restarted with an empty cache."""

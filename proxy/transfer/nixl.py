@@ -41,10 +41,9 @@ PREFILL: Fields = {
         }
     )
 }
-NEEDED = frozenset(
-    ["remote_engine_id", "remote_request_id", "remote_host", "remote_port", "tp_size"]
-)
+NEEDED = frozenset(["remote_engine_id", "remote_request_id", "remote_host", "remote_port"])
 needed = itemgetter(*NEEDED)
+SIZE, USUAL_SIZE = "tp_size", 1  # which a decode worker that pulls takes for this, if it is missing
 HERE = frozenset(["localhost", "127.0.0.1", "::1"])
 CACHED = "remote_prefill_cached_tokens"  # for the decode worker's usage, from vLLM 0.32 on
 
@@ -87,15 +86,17 @@ class Nixl(Connector):
     def take(self, pair: Pair, answer: Mapping[str, Any]) -> Taken:  # noqa: ARG002
         """Take all parameters as they are."""
         params = params_of(answer)
-        if not _are_whole(params):
+        if not _are_whole(params, pushed=self.config.mode == "push"):
             return Taken(None, cached_tokens_in(answer))
         knows = type(params.get(CACHED)) is int
         return Taken(text(params), None if knows else cached_tokens_in(answer))
 
 
-def _are_whole(params: dict[str, Any]) -> bool:
+def _are_whole(params: dict[str, Any], *, pushed: bool) -> bool:
     """Whether a decode worker survives them."""
     if not params.get("do_remote_prefill") or not params.keys() >= NEEDED:
+        return False
+    if params.get(SIZE, None if pushed else USUAL_SIZE) is None:
         return False
     blocks = params.get("remote_block_ids")
     return type(blocks) is list and any(blocks) and None not in needed(params)

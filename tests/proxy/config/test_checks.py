@@ -152,7 +152,8 @@ PAIR = [at(1, role="prefill"), at(2, role="decode")]
 
 @pytest.mark.parametrize("transfer", ["nixl", {"connector": "nixl", "mode": "push"}, "lmcache"])
 def test_a_prefill_and_a_decode_worker_with_a_connector(transfer: Any) -> None:
-    assert found(PAIR, transfer=transfer, routing={"disaggregate_above": 500}) == {}
+    for above in (500, 0, "auto"):
+        assert found(PAIR, transfer=transfer, routing={"disaggregate_above": above}) == {}
 
 
 def test_prefill_needs_something_that_moves_its_cache() -> None:
@@ -184,12 +185,12 @@ def test_a_threshold_without_a_transfer() -> None:
     assert found([at(1)], routing={"disaggregate_above": "auto"}) == {}
 
 
-@pytest.mark.parametrize("above", [0, -4, "often", 1.5, True, None, [1], "1000"])
+@pytest.mark.parametrize("above", [-1, -4, "often", 1.5, True, None, [1], "1000"])
 def test_a_threshold_that_is_none(above: Any) -> None:
     problems = found(PAIR, transfer="nixl", routing={"disaggregate_above": above})
     (message,) = problems.values()
     assert list(problems) == ["routing.disaggregate_above"]
-    assert message.endswith("give a whole number of tokens, 1 or more, or auto")
+    assert message.endswith("give a whole number of tokens, 0 or more, or auto")
 
 
 @pytest.mark.parametrize(

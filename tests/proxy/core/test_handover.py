@@ -57,6 +57,12 @@ def others(here: Router, name: str) -> frozenset[Worker]:
     return frozenset(w for w in here.fleet if w.name != name)
 
 
+def known(here: Router, prefix: tuple[int, ...], worker: Worker) -> int:
+    """Count the first blocks of a prompt that a worker is taken to hold."""
+    found = here.prefixes.matches(prefix)
+    return max((blocks for blocks, holders in found if holders >> worker.index & 1), default=0)
+
+
 def why(here: Router) -> dict[str, int]:
     """Return what was counted."""
     return {key[1]: count for key, count in here.handovers.items()}
@@ -215,6 +221,45 @@ def test_a_threshold_counts_tokens(rule: str) -> None:
     assert placed(here.submit(ask(500), 0.0)).prefill is None
 
 
+def test_above_nothing_is_whatever_there_is() -> None:
+    here = router(disaggregate_above=0)
+    assert placed(here.submit(ask(1), 0.0)).prefill is not None
+    prefix = tuple(range(1, 9))
+    for now in (1.0, 2.0):  # the second time all of it should be there
+        one = ask(1000, prefix=prefix)
+        one.prefix_bytes = 4096
+        assert placed(here.submit(one, now)).prefill is not None
+
+
+@pytest.mark.parametrize("above", [None, 2000])
+@pytest.mark.parametrize("stream", [True, False])
+def test_what_is_on_its_way_to_a_decode_worker_is_not_held_there_yet(
+    above: int | None, stream: bool
+) -> None:
+    """Of many questions to one document that come at once it would compute all but the first."""
+    here = router(disaggregate_above=above)
+    busy(here)
+    prefix = tuple(range(1, 48))
+
+    def submit(now: float) -> Lease:
+        return placed(here.submit(ask(LONG, prefix=prefix, stream=stream), now))
+
+    leases = [submit(0.0) for _ in range(4)]
+    assert all(lease.prefill is not None for lease in leases)
+    d0 = leases[0].worker
+    assert known(here, prefix, d0) == 0
+    first = leases[0].prefill
+    assert first is not None
+    assert known(here, prefix, first.worker) == len(prefix)
+    here.prefilled(leases[0], 2.0, None)
+    assert here.reconsider(leases[0], 2.0, may_move=True)
+    assert (submit(2.0).prefill is None) != stream  # which shows when it has come
+    if stream:
+        here.first_token(leases[0], 2.1)
+    assert known(here, prefix, d0) == len(prefix)
+    assert submit(2.2).prefill is None
+
+
 def test_what_the_decode_worker_holds_does_not_count() -> None:
     here = router(disaggregate_above=500)
     prefix = tuple(range(8))
@@ -222,6 +267,8 @@ def test_what_the_decode_worker_holds_does_not_count() -> None:
     assert first.prefill is not None
     assert first.decision.handover is not None
     assert first.decision.handover.tokens == 1000
+    here.prefilled(first, 0.5, None)
+    here.first_token(first, 0.6)
     again = placed(here.submit(ask(1000, prefix=prefix), 1.0))
     assert again.prefill is None
     assert why(here)["cached"] == 1
@@ -387,17 +434,18 @@ def test_what_a_prefill_that_fails_was_for_is_not_cached_where_it_never_came(
     lease = placed(here.submit(one, 0.0))
     assert lease.decision.handover is not None
     tokens = lease.decision.handover.tokens
-    assert here.prefixes.sent(blocks, d0.index) == len(blocks)
     first = lease.under_way.worker
     here.finish(lease, 1.0, outcome)
-    assert here.prefixes.sent(blocks, d0.index) == before
+    assert known(here, blocks, d0) == before
     again = placed(here.submit(one, 1.0, tried=frozenset([first])))
     assert again.decision.handover is not None
     assert again.decision.handover.prefill is not first
     assert again.decision.handover.tokens == tokens
     here.prefilled(again, 2.0, None)
-    here.finish(again, 3.0, Outcome.FAILED)  # by then it was sent all of it
-    assert here.prefixes.sent(blocks, d0.index) == len(blocks)
+    assert known(here, blocks, d0) == before
+    here.first_token(again, 2.5)
+    here.finish(again, 3.0, Outcome.FAILED)  # by then it had come
+    assert known(here, blocks, d0) == len(blocks)
 
 
 def test_a_decode_worker_that_fails_means_a_new_prefill() -> None:
@@ -607,28 +655,31 @@ def test_one_that_seems_down_is_asked_where_nobody_else_is_but_not_too_late(
     assert here.reconsider(lease, 1.0, may_move=True, spent_s=spent_s) is is_asked
 
 
-def test_who_is_passed_over_for_the_rest_is_known_to_have_nothing_of_the_prompt() -> None:
-    """But what it was sent before: else the next try is taken for one that is cached there."""
+@pytest.mark.parametrize("stream", [True, False])
+def test_who_does_the_rest_is_known_to_have_the_prompt_and_nobody_else(stream: bool) -> None:
     here = router(decodes=2, disaggregate_above=1)
     prefix, had = tuple(range(1, 9)), {"d0": 2, "d1": 3}
     for name, blocks in had.items():
         here.prefixes.record(prefix[:blocks], worker_of(here, name).index)
-
-    def sent(worker: Worker) -> int:
-        return here.prefixes.sent(prefix, worker.index)
-
-    lease = placed(here.submit(ask(LONG, prefix=prefix), 0.0))
+    lease = placed(here.submit(ask(LONG, prefix=prefix, stream=stream), 0.0))
     here.prefilled(lease, 1.0, None)
     first = lease.worker
-    assert sent(first) == 8
     first.up = False
     assert here.reconsider(lease, 1.0, may_move=True)
     second = lease.worker
     assert second is not first
-    assert (sent(first), sent(second)) == (had[first.name], 8)
-    second.up = False
+    here.first_token(lease, 1.1)
+    assert (known(here, prefix, first), known(here, prefix, second)) == (had[first.name], 8)
+
+
+def test_whoever_is_not_asked_for_the_rest_has_nothing_of_the_prompt() -> None:
+    here = router(decodes=2, disaggregate_above=1)
+    prefix = tuple(range(1, 9))
+    lease = placed(here.submit(ask(LONG, prefix=prefix, stream=False), 0.0))
+    here.prefilled(lease, 1.0, None)
+    lease.worker.up = False
     assert not here.reconsider(lease, 1.0, may_move=False)
-    assert sent(second) == had[second.name]
+    assert known(here, prefix, lease.worker) == 0
 
 
 def test_a_link_that_fails_is_left_alone_for_a_while() -> None:

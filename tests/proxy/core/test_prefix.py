@@ -29,42 +29,6 @@ def held(index: PrefixIndex, body: bytes) -> dict[int, int]:
     return found
 
 
-def test_what_was_never_sent_is_taken_back_from_both_generations() -> None:
-    index = PrefixIndex(generation=4)
-    one, other = tuple(range(1, 5)), tuple(range(3, 7))
-    for hashes, worker in ((one, 0), (one, 1), (other, 1), (one[:2], 2)):
-        index.record(hashes, worker)  # of the first two there is an entry in either
-    assert [index.sent(one, worker) for worker in range(4)] == [4, 4, 2, 0]
-    assert index.sent((1, 2, 9, 3), 0) == 2
-    before = len(index)
-    index.never_sent(one[2:], 1)
-    assert [index.sent(one, worker) for worker in range(3)] == [4, 2, 2]
-    assert index.sent(other[2:], 1) == 2
-    index.never_sent(one, 0)
-    assert [index.sent(one, worker) for worker in range(3)] == [0, 2, 2]
-    assert len(index) == before - 2  # what nobody was sent takes no room
-    index.forget(1)
-    assert index.sent(one, 1) == 0
-
-
-def test_what_is_sent_once_more_after_that_is_known_though_a_longer_one_stayed() -> None:
-    index = PrefixIndex(generation=8)
-    told: list[tuple[int, ...]] = []
-    index.others_record = lambda hashes, _: told.append(hashes)
-    one, longer = (1, 2, 3), (1, 2, 3, 4)
-    index.record(one, 0)
-    index.record(longer, 0)
-    index.never_sent(one, 0)
-    index.record(longer, 0)
-    assert index.sent(longer, 0) == 4
-    assert told == [one, longer, longer]
-    index.record(longer, 0)  # of which nothing is new
-    assert len(told) == 3
-    assert index._torn
-    index.record(tuple(range(5, 10)), 1)  # a new generation, of whole chains
-    assert not index._torn
-
-
 def test_a_shared_beginning_is_as_many_hashes() -> None:
     index = PrefixIndex()
     one, other = index.hashes("m", text("a", "b", "c")), index.hashes("m", text("a", "b", "d"))

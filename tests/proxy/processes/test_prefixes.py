@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
+from proxy.core.types import Outcome, Role
 from proxy.processes.table import LOG, Table
 from tests.proxy.core.making import ask, placed, spec
 from tests.proxy.processes.making import Crew
@@ -48,6 +49,22 @@ def test_a_process_that_begins_again_is_read_from_the_start(crews: Crews) -> Non
     prefix = tuple(range(500, 520))
     first = submit(crew, 0, prefix)
     assert submit(crew, 1, prefix) == first
+
+
+def test_what_is_handed_over_is_where_it_has_come_to_all(crews: Crews) -> None:
+    """Before, who has the same prompt would have the decode worker compute it, by any process."""
+    sides = spec("p0", Role.PREFILL), spec("d0", Role.DECODE)
+    crew = crews(2, *sides, transfer=True, disaggregate_above=2000)
+    prefix = tuple(range(1, 21))
+    lease = placed(crew.routers[0].submit(ask(4000, prefix=prefix), crew.now))
+    crew.tell()
+    other = placed(crew.routers[1].submit(ask(4000, prefix=prefix), crew.now))
+    assert (lease.prefill is None, other.prefill is None) == (False, False)
+    crew.finish(1, other, Outcome.CLIENT_GONE)
+    crew.routers[0].prefilled(lease, crew.now, None)
+    crew.routers[0].first_token(lease, crew.now)
+    crew.tell()
+    assert placed(crew.routers[1].submit(ask(4000, prefix=prefix), crew.now)).prefill is None
 
 
 def test_the_log_goes_round() -> None:

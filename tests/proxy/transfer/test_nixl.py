@@ -53,13 +53,21 @@ def test_what_an_older_worker_does_not_know_the_router_does() -> None:
     assert taken.cached_tokens == 128
 
 
-NEEDED = "remote_engine_id", "remote_request_id", "remote_host", "remote_port", "tp_size"
+NEEDED = "remote_engine_id", "remote_request_id", "remote_host", "remote_port"
 
 
 @pytest.mark.parametrize("name", NEEDED)
 def test_a_part_that_is_missing_means_no_transfer(name: str) -> None:
     less = {key: value for key, value in TOLD.items() if key != name}
     assert nixl.take(PAIR, {"kv_transfer_params": less}).params is None
+
+
+@pytest.mark.parametrize("mode", ["pull", "push"])
+def test_a_worker_that_says_nothing_of_its_ranks_has_one_to_who_pulls(mode: str) -> None:
+    """So vLLM reads it: `kv_transfer_params.get("tp_size", 1)`; pushed, its engine would die."""
+    less = {key: value for key, value in TOLD.items() if key != "tp_size"}
+    taken = make("nixl", mode=mode).take(PAIR, {"kv_transfer_params": less})
+    assert (taken.params is None) == (mode == "push")
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import Any
 
@@ -271,3 +272,32 @@ async def test_a_prompt_may_speak_of_it(start: Start) -> None:
     assert words(await ask(here, body)) == expected(body)
     await here.settled()
     assert all(call.json()["messages"][0]["content"] == text for call in here.site.served())
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_two_with_one_prompt_at_once_leave_both_prefills_to_the_prefill_worker(
+    start: Start, stream: bool
+) -> None:
+    """The decode worker has nothing of it until the first has come there; then it has."""
+    here = await pairs(start, prefills=1, decodes=1, disaggregate_above=500)
+    body = chat_body(stream=stream, messages=[{"role": "user", "content": "z" * 8000}])
+    first, rest = here.site.fakes["p0"], asyncio.Event()
+    usual = first.script_for
+
+    async def slowly(call: Call) -> None:
+        await rest.wait()
+        await usual(call)(call)
+
+    first.then(slowly, slowly)
+    clients = [await here.site.client() for _ in range(2)]
+    for client in clients:
+        await client.send(request(body))
+    await first.got(2)
+    rest.set()
+    for client in clients:
+        assert words(await client.answer()) == expected(body)
+        client.close()
+    assert words(await ask(here, body)) == expected(body)
+    await here.settled()
+    assert sorted(here.legs()[:4]) == ["decode d0"] * 2 + ["prefill p0"] * 2
+    assert here.legs()[4:] == ["whole d0"]
