@@ -25,8 +25,11 @@ class FakeOpenAI:
     itl_s: float = 0.0
     tokenizer: bool = True
     lists_models: bool = True
+    without_list: int = 404  # what is said where there is none
     knows_ignore_eos: bool = True
     tells_usage: bool = True
+    usage_alone: bool = False  # with no choices beside it, not even none
+    counts: int | None = None  # tokens of whatever prompt
     paths: tuple[str, ...] = ("/v1/completions", "/v1/chat/completions")
     max_model_len: int | None = 4096
     key: str = ""
@@ -68,14 +71,17 @@ class FakeOpenAI:
 
     async def _models(self, request: web.Request) -> web.Response:
         if not self.lists_models:
-            raise web.HTTPNotFound
+            return web.Response(status=self.without_list)
         if self.key and request.headers.get("Authorization") != f"Bearer {self.key}":
             return web.json_response({"error": {"message": "bad key"}}, status=401)
         served = [{"id": name, "max_model_len": self.max_model_len} for name in ("fake", "other")]
         return web.json_response({"data": served})
 
     async def _tokenize(self, request: web.Request) -> web.Response:
-        return web.json_response({"count": tokens(await request.json())})
+        return web.json_response({"count": self._count(await request.json())})
+
+    def _count(self, body: dict[str, Any]) -> int:
+        return tokens(body) if self.counts is None else self.counts
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
@@ -120,9 +126,10 @@ class FakeOpenAI:
             await response.write(event(piece))
         if chat:
             await response.write(event({"delta": {}, "finish_reason": "length"}))
-        usage = {"prompt_tokens": tokens(body), "completion_tokens": wanted}
+        usage = {"prompt_tokens": self._count(body), "completion_tokens": wanted}
         if self.tells_usage:
-            await response.write(b"data: " + dumped({"choices": [], "usage": usage}) + b"\n\n")
+            beside = {} if self.usage_alone else {"choices": []}
+            await response.write(b"data: " + dumped({**beside, "usage": usage}) + b"\n\n")
         await response.write(b"data: [DONE]\n\n")
         return response
 

@@ -38,6 +38,7 @@ from vllm_sched.sim.shapes import (
     LONG_PROMPT,
     ONE_POOL,
     PREFILL_DECODE,
+    SHORT_APART,
     SHORT_LONG,
     Seen,
     Shape,
@@ -115,6 +116,39 @@ def test_a_policy_is_found_that_makes_up_for_a_second_pool() -> None:
     asked = question(LONGS, "ttft:250", policies=(DEFAULT, LONG_PROMPT))
     best = Search(asked).family(ONE_POOL, 2, (0, 1))[0]
     assert best.shape.policy == LONG_PROMPT
+
+
+@pytest.mark.parametrize(("rate", "place"), [(9.5, None), (9.7, 3), (10.3, 3), (10.5, 0)])
+def test_a_short_pool_beside_prefill_and_decode_has_to_serve_what_others_do(
+    monkeypatch: pytest.MonkeyPatch, rate: float, place: int | None
+) -> None:
+    nothing = Run(Figures(), {}, 0, 1.0, 1.0, Sketch())
+
+    def served(_search: Search, shape: Shape, _start: float, *, least: float = 0.0) -> Any:
+        of_it = (rate if shape.family == SHORT_APART else 10.0) * shape.workers / 4
+        return Served(shape, of_it, nothing) if of_it >= least else None
+
+    monkeypatch.setattr(Search, "rate_of", served)
+    monkeypatch.setattr(Search, "judged", served)
+    search = Search(question(LONGS, "ttft:250"))
+    others = [ONE_POOL, SHORT_LONG, PREFILL_DECODE]
+    assert [each.shape.family for each in search.best(2)] == others  # that takes three workers
+    found = [each.shape.family for each in search.best(4)]
+    wanted = others if place is None else [*others[:place], SHORT_APART, *others[place:]]
+    assert found == wanted
+    # Of fewer workers the others' rate is another.
+    assert (SHORT_APART in [each.shape.family for each in search.best(3)]) == (place is not None)
+
+
+def test_a_short_pool_beside_prefill_and_decode_is_played() -> None:
+    asked = question("300x60:0.9,20000x100:0.1", "ttft:1000 tpot:20", families=(SHORT_APART,))
+    found = plan(asked, 3, 1)
+    assert found.best.shape.pools == {Role.SHORT: 1, Role.PREFILL: 1, Role.DECODE: 1}
+    figures = found.best.run.classes
+    # Longs are handed over, shorts are not.
+    assert figures[LONG].handed_over > 0.5 * figures[LONG].done
+    assert figures[REST].handed_over < 0.1 * figures[REST].done
+    assert found.best.run.all.share >= 0.9
 
 
 def test_nobody_is_starved_for_the_others_sake() -> None:
@@ -399,12 +433,15 @@ def test_where_real_schedulers_serve_nothing(monkeypatch: pytest.MonkeyPatch) ->
 SEEN = Seen(boundaries={500: 0.5, 4000: 0.2}, prefill_share=0.6)
 
 
-@pytest.mark.parametrize("family", [ONE_POOL, SHORT_LONG, PREFILL_DECODE])
+LEAST = {ONE_POOL: 1, SHORT_LONG: 2, PREFILL_DECODE: 2, SHORT_APART: 3}
+
+
+@pytest.mark.parametrize("family", LEAST)
 @pytest.mark.parametrize("workers", [1, 2, 3, 40])
 def test_shapes_have_all_workers_and_a_role_for_each(family: str, workers: int) -> None:
     tried = list(shapes(family, workers, SEEN, (DEFAULT, BOTH), 50))
     assert len(set(tried)) == len(tried)
-    assert bool(tried) == (family == ONE_POOL or workers > 1)
+    assert bool(tried) == (workers >= LEAST[family])
     for shape in tried:
         assert shape.workers == workers
         assert shape.family == family
@@ -417,6 +454,7 @@ def test_shapes_have_all_workers_and_a_role_for_each(family: str, workers: int) 
         Shape(general=2, policy=BOTH, itl_ms=60),
         Shape(short=1, long=2, short_limit=3000, policy=LONG_PROMPT),
         Shape(prefill=1, decode=2, policy=CHUNKS, disaggregate_above=512),
+        Shape(short=2, prefill=1, decode=1, short_limit=3000, policy=BOTH),
     ],
     ids=str,
 )

@@ -2,10 +2,11 @@
 
 What is compared is the rate that a fleet serves: the highest of which so many requests (nine out of
 ten, as in `sweep`) are in time. Roughly, it is closed in on from both sides with one draw of the
-requests, the same for every fleet; a fleet that does not nearly serve what the best so far does is
-left after one run. How those few that are left are ordered, and what is named, other draws say
-(`judge`). Fleets within `SAME` of each other are equal, and the simpler one is taken: the family
-that comes first, and in it fewer policies.
+requests, the same for every fleet; a fleet that does not nearly serve what the best so far does (of
+its family; a short pool beside prefill and decode: of all) is left after one run. How those few
+that are left are ordered, and what is named, other draws say (`judge`). Fleets within `SAME` of
+each other are equal, and the simpler one is taken: the family that comes first, and in it fewer
+policies.
 
 Nobody may be starved for the others' sake: of the longest tenth of the prompts, too, nine out of
 ten have to be in time, or to have their first token within `BORNE` times what they take alone.
@@ -29,7 +30,7 @@ from vllm_sched.errors import UsageError
 from vllm_sched.sim import capacity
 from vllm_sched.sim.flow import Flow, Run
 from vllm_sched.sim.judge import STEP, Drawn, Judge
-from vllm_sched.sim.shapes import FAMILIES, POLICIES, Seen, Shape, shapes
+from vllm_sched.sim.shapes import FAMILIES, POLICIES, SHORT_APART, Seen, Shape, shapes
 from vllm_sched.sim.traffic import Traffic
 
 if TYPE_CHECKING:
@@ -141,6 +142,7 @@ class Search:
         prompts = self.traffic.prompts
         self._longest = prompts[int(LONGEST * (len(prompts) - 1))]
         self._drawn: dict[int, Drawn] = {}
+        self._roughly: dict[int, float] = {}  # the best rough rate of so many workers
         self._judged: list[Served] = []
         self._judge = Judge(question.draws, self._served_of, self.enough)
         machine = question.machine
@@ -364,20 +366,29 @@ class Search:
     def family(self, family: str, workers: int, share: tuple[float, float]) -> list[Served]:
         """Find the best of a family, best first; `share` says from where to where all is done."""
         tried = shapes(family, workers, self.seen(), self.question.policies, self._itl_ms())
-        found = self._of_kind(list(tried), share)
+        # It has many ways, and is seldom the best: named only if it serves about what others do.
+        floor = self._roughly.get(workers, 0.0) if family == SHORT_APART else 0.0
+        found = self._of_kind(list(tried), share, floor)
         return ordered([*found, *(each for best in found[:1] for each in self._thresholds(best))])
 
-    def _of_kind(self, tried: list[Shape], share: tuple[float, float]) -> list[Served]:
-        """Find roughly what fleets serve, and have those that serve most judged; best first."""
+    def _of_kind(
+        self, tried: list[Shape], share: tuple[float, float], floor: float = 0.0
+    ) -> list[Served]:
+        """Find roughly what fleets serve, and have those that serve most judged; best first.
+
+        Who serves not nearly the `floor` is left.
+        """
         found: list[Served] = []
         width = (share[1] - share[0]) / (2 * max(len(tried), 1))
         for at, shape in enumerate(tried):
             self.tell(str(shape), share[0] + at * width)
-            best = max((each.rate for each in found), default=0.0)
+            best = max((each.rate for each in found), default=floor)
             least = best * (1 - SAME)
             start = least or self._start * shape.workers * 0.5
             if (served := self.rate_of(shape, start, least=least)) is not None:
                 found.append(served)
+                most = max(self._roughly.get(shape.workers, 0.0), served.rate)
+                self._roughly[shape.workers] = most
         found.sort(key=lambda each: -each.rate)
         # The simplest first: another has to serve more by what is not equal, or is left at once.
         finalists = sorted(found[:FINALISTS], key=_plainness)

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from vllm_sched.sim.types import WorkerModel
 
 ONE_POOL, SHORT_LONG, PREFILL_DECODE = "one pool", "short/long", "prefill/decode"
-FAMILIES: Final = (ONE_POOL, SHORT_LONG, PREFILL_DECODE)
+SHORT_APART = "short + prefill/decode"
+FAMILIES: Final = (ONE_POOL, SHORT_LONG, PREFILL_DECODE, SHORT_APART)
 DEFAULT, LONG_PROMPT, CHUNKS, BOTH = "default", "long_prompt", "chunk_budget", "both"
 POLICIES: Final = (DEFAULT, LONG_PROMPT, CHUNKS, BOTH)
 ROUND: Final = 1024  # contexts are given in such steps
@@ -45,7 +46,7 @@ class Shape:
     def family(self) -> str:
         """Which kind of fleet it is."""
         if self.prefill:
-            return PREFILL_DECODE
+            return SHORT_APART if self.short else PREFILL_DECODE
         return SHORT_LONG if self.short else ONE_POOL
 
     @property
@@ -175,6 +176,17 @@ def shapes(
             for limit, share in seen.boundaries.items()
             for longs in _near(share * workers, workers)
         ]
+    elif family == SHORT_APART:
+        # The likeliest two of either count: they are many, and seldom the best.
+        splits = [
+            Shape(
+                short=workers - rest, prefill=prefills, decode=rest - prefills,
+                short_limit=limit, itl_ms=itl_ms,
+            )
+            for limit, share in seen.boundaries.items()
+            for rest in [each for each in _near(share * workers, workers) if each > 1][:2]
+            for prefills in _near(seen.prefill_share * rest, rest)[:2]
+        ]  # fmt: skip
     else:
         splits = [
             Shape(prefill=prefills, decode=workers - prefills, itl_ms=itl_ms)

@@ -14,6 +14,7 @@ from vllm_sched.bench.client.endpoint import (
     COMPLETIONS,
     NO_COUNT,
     NO_IGNORE_EOS,
+    SAME_COUNT,
     Asked,
     EndpointError,
     learn,
@@ -64,6 +65,20 @@ async def test_who_counts_no_tokens_is_said_to() -> None:
         assert (await learn(Asked(fake.url))).doubts == ()
 
 
+@pytest.mark.parametrize("tokenizer", [True, False])
+async def test_who_counts_the_same_of_every_prompt_is_said_to(*, tokenizer: bool) -> None:
+    async with serving(FakeOpenAI(tokenizer=tokenizer, counts=10)) as fake:
+        endpoint = await learn(Asked(fake.url))
+    assert endpoint.measure == Measure()
+    assert endpoint.doubts == (SAME_COUNT,)
+
+
+async def test_a_usage_with_no_choices_beside_it_is_one() -> None:
+    async with serving(FakeOpenAI(tokenizer=False, usage_alone=True)) as fake:
+        endpoint = await learn(Asked(fake.url))
+    assert (endpoint.measure, endpoint.doubts) == (Measure(TOKENS_PER_WORD), ())
+
+
 async def test_the_key_goes_with_every_request_and_nowhere_else() -> None:
     async with serving(FakeOpenAI(key="secret")) as fake:
         endpoint = await learn(Asked(fake.url, key="secret", explain=True))
@@ -82,10 +97,14 @@ async def test_a_model_of_somebodys_choosing() -> None:
         assert (await learn(Asked(fake.url, "other"))).model == "other"
         with pytest.raises(EndpointError, match=r"--model third: .*it has: fake, other"):
             await learn(Asked(fake.url, "third"))
-    async with serving(FakeOpenAI(lists_models=False)) as fake:
-        assert (await learn(Asked(fake.url, "any"))).model == "any"
-        with pytest.raises(EndpointError, match="HTTP 404"):
-            await learn(Asked(fake.url))
+    for status in (404, 405, 501):
+        async with serving(FakeOpenAI(lists_models=False, without_list=status)) as fake:
+            assert (await learn(Asked(fake.url, "any"))).model == "any"
+            with pytest.raises(EndpointError, match=f"HTTP {status}"):
+                await learn(Asked(fake.url))
+    async with serving(FakeOpenAI(lists_models=False, without_list=500)) as fake:
+        with pytest.raises(EndpointError, match="HTTP 500"):
+            await learn(Asked(fake.url, "any"))
 
 
 async def test_nobody_there_is_said_in_a_line() -> None:

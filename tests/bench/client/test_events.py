@@ -66,6 +66,13 @@ def test_usage_beside_a_token_counts_too() -> None:
     assert (len(outcome.ticks), outcome.completed, outcome.prompt_tokens) == (1, 1, 1)
 
 
+def test_a_usage_needs_no_choices_beside_it() -> None:
+    alone = b'data: {"usage":{"prompt_tokens":9,"completion_tokens":2}}\n\n'
+    outcome, done = read(event({"text": "a"}), event({"text": "b"}), alone, LAST_WORD)
+    assert (outcome.error, len(outcome.ticks), done) == ("", 2, True)
+    assert (outcome.completed, outcome.prompt_tokens) == (2, 9)
+
+
 @pytest.mark.parametrize(
     "end", [b"data:[DONE]\n\n", b"data: [DONE] \n\n", b"id: 7\nevent: done\ndata: [DONE]\n\n"]
 )
@@ -96,7 +103,8 @@ def test_the_last_word_needs_no_empty_line(end: bytes, cut: int) -> None:
 
 PAYLOADS = [
     b'{"error":{"message":"engine died"}}', b"gibberish", b'{"choices": null}', b'{"choices": [7]}',
-    b"[1, 2, 3]", b"[" * 100_000,
+    b"[1, 2, 3]", b"[" * 100_000, b'{"error":{"message":"no"},"usage":{"completion_tokens":1}}',
+    b'{"usage":null}',
 ]  # fmt: skip
 
 

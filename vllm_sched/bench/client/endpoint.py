@@ -24,6 +24,7 @@ PROBE_TIMEOUT_S: Final = 60.0
 # Two lengths of text, from which a line is drawn; the longer one where the model holds it.
 PROBE_WORDS: Final = (40, 1040)
 LEAST_PROBE_WORDS: Final = 80
+NO_LIST: Final = ("HTTP 404", "HTTP 405", "HTTP 501")
 REFUSED: Final = re.compile(r"HTTP (\d+)")
 NO_IGNORE_EOS: Final = (
     "the endpoint does not know ignore_eos: answers end where the model ends them"
@@ -31,6 +32,10 @@ NO_IGNORE_EOS: Final = (
 NO_COUNT: Final = (
     "the endpoint counts no tokens, neither at /tokenize nor as usage: each word of a prompt is "
     "taken for a token"
+)
+SAME_COUNT: Final = (
+    "the endpoint counts as many tokens in a long prompt as in a short one: each word of a prompt "
+    "is taken for a token"
 )
 
 
@@ -102,15 +107,15 @@ async def learn(asked: Asked) -> Endpoint:
     try:
         endpoint = await _with_model(endpoint, wire)
         endpoint = await _that_answers(endpoint, wire)
-        measure = await _measure(endpoint, wire)
+        measure, doubt = await _measure(endpoint, wire)
     except WireError as error:
         words = str(error).removeprefix(f"{address}: ")
         raise EndpointError(f"{address}: {words}{_remedy(asked, address, words)}") from None
     finally:
         wire.close()
     doubts = [NO_IGNORE_EOS] * (asked.ignore_eos and not endpoint.ignore_eos)
-    doubts += [NO_COUNT] * (measure is None)
-    return replace(endpoint, measure=measure or Measure(), doubts=tuple(doubts))
+    doubts += [doubt] * bool(doubt)
+    return replace(endpoint, measure=measure, doubts=tuple(doubts))
 
 
 def _remedy(asked: Asked, address: Address, words: str) -> str:
@@ -121,7 +126,7 @@ def _remedy(asked: Asked, address: Address, words: str) -> str:
             return "; it does not take this key (--api-key, or OPENAI_API_KEY)"
         case 401 | 403:
             return "; give its key with --api-key, or in OPENAI_API_KEY"
-        case 404 if words.startswith(MODELS):
+        case 404 | 405 | 501 if words.startswith(MODELS):
             return "; is this an OpenAI endpoint? With --model NAME it needs no such list"
         case 404 | 405 if "model" not in words:
             other = COMPLETIONS if asked.path == CHAT else CHAT
@@ -136,7 +141,7 @@ async def _with_model(endpoint: Endpoint, wire: Wire) -> Endpoint:
         served = json.loads(await wire.get(MODELS, PROBE_TIMEOUT_S))["data"]
         models: dict[str, Any] = {each["id"]: each for each in served}
     except WireError as error:
-        if endpoint.model and str(error).startswith("HTTP 404"):
+        if endpoint.model and str(error).startswith(NO_LIST):
             return endpoint  # it has no list; what was asked for is tried
         raise _at(MODELS, error) from None
     except (ValueError, KeyError, TypeError):
@@ -171,26 +176,23 @@ async def _that_answers(endpoint: Endpoint, wire: Wire) -> Endpoint:
     return endpoint
 
 
-async def _measure(endpoint: Endpoint, wire: Wire) -> Measure | None:
+async def _measure(endpoint: Endpoint, wire: Wire) -> tuple[Measure, str]:
     """Learn tokens per word: from `/tokenize`, or else from the usage of two requests.
 
-    None if it counts no tokens.
+    With what makes that doubtful: it may count no tokens, or the same of whatever it is asked.
     """
     texts = Texts(-1)
     words, most = PROBE_WORDS
     few = await _tokens(endpoint, wire, texts.text("few", words))
     if not few:
-        return None
+        return Measure(), NO_COUNT
     if endpoint.max_model_len is not None:
         most = min(most, max(LEAST_PROBE_WORDS, int(words * endpoint.max_model_len / few / 2)))
     many = await _tokens(endpoint, wire, texts.text("many", most))
+    if many <= few:
+        return Measure(), SAME_COUNT
     per_word = (many - few) / (most - words)
-    if per_word <= 0:
-        raise EndpointError(
-            f"{endpoint.address}: {words} words are {few} tokens to it and {most} words {many}; "
-            "prompts of a given length can not be written for it"
-        )
-    return Measure(per_word, max(0.0, few - words * per_word))
+    return Measure(per_word, max(0.0, few - words * per_word)), ""
 
 
 async def _tokens(endpoint: Endpoint, wire: Wire, text: str) -> int:

@@ -66,7 +66,11 @@ class EventStream:
             message = json.loads(payload)
         except (ValueError, RecursionError):
             message = None
-        choices = message.get("choices") if isinstance(message, dict) else None
+        if not isinstance(message, dict):
+            message = {}
+        # Some servers tell the usage with no choices at all, where most have an empty list.
+        alone = isinstance(message.get("usage"), dict) and "error" not in message
+        choices = message.get("choices", [] if alone else None)
         if not (isinstance(choices, list) and all(isinstance(each, dict) for each in choices)):
             self._outcome.error = excerpt(payload)
             return
