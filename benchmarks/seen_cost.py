@@ -44,7 +44,7 @@ def whole_step_s() -> float:
 
 def settled(kind: type[Any], policies: Policies) -> tuple[Any, Any]:
     """Make a scheduler that has taken some steps, and what shows it, which writes when told to."""
-    scheduler = loaded(kind, policies, 10, slots_free=False)
+    scheduler = loaded(kind, policies, 10)
     seen = scheduler._seen
     assert seen is not None, "its metrics are off"
     seen.metrics.due = lambda _: False

@@ -1,9 +1,13 @@
 """What a call of `schedule()` costs with our policies, beside upstream's: `make bench`.
 
 Real Scheduler objects with 256 running (255 decodes and a long prefill) and many waiting, half of
-them long and held. Both sides take the same steps in turns; medians of the processor time of the
-call alone, so that other programs on the machine matter little. Models are fitted when a step's
-result is taken in: the last column has `update_from_output()` too.
+them long and held. Their slots are all taken; or there are more, but no room in the KV cache: then
+the scan looks at who waits, and finds nobody it can admit; or there is so little room that somebody
+may be preempted in the next step, and with classes of service those who run are put in their order.
+
+Both sides take the same steps in turns; medians of the processor time of the call alone, so that
+other programs on the machine matter little. Models are fitted when a step's result is taken in: the
+last column has `update_from_output()` too.
 """
 
 from __future__ import annotations
@@ -52,14 +56,13 @@ SETS: dict[str, Policies] = {
     },
 }  # fmt: skip
 EVERY = ("every", "every, auto", "every, static")
+TAKEN, FREE, LITTLE = SLOTS = ("taken", "free, no KV", "taken, little KV")
+# Blocks that are left where there is little room: fewer than may be needed, as many as are.
+LITTLE_ROOM = 400
 
 
-def loaded(kind: type, policies: Policies | None, waiting: int, *, slots_free: bool) -> Any:
-    """Make a scheduler in the state to measure.
-
-    Its slots are all taken, or there are more but no room in the KV cache: then the scan looks at
-    who waits, and finds nobody it can admit.
-    """
+def loaded(kind: type, policies: Policies | None, waiting: int, slots: str = TAKEN) -> Any:
+    """Make a scheduler in the state to measure."""
     decode_tokens = 8
     decodes = (RUNNING - 1) * -(-(decode_tokens + 2000) // BLOCK)
     scheduler = make_scheduler(
@@ -71,13 +74,16 @@ def loaded(kind: type, policies: Policies | None, waiting: int, *, slots_free: b
         num_blocks=decodes + 131_072 // BLOCK + 1,
         scheduler_reserve_full_isl=True,
     )
-    for _ in range(RUNNING - 1):
-        scheduler.add_request(make_request(decode_tokens, output=2000))
-    scheduler.add_request(make_request(120_000, output=10))
+    # Of two classes, where these matter.
+    better = -1 if slots == LITTLE else 0
+    for number in range(RUNNING - 1):
+        priority = better if number % 2 else 0
+        scheduler.add_request(make_request(decode_tokens, output=2000, priority=priority))
+    scheduler.add_request(make_request(120_000, output=10, priority=better))
     while len(scheduler.running) < RUNNING:
         take_step(scheduler)
     take_step(scheduler)
-    if slots_free:
+    if slots == FREE:
         scheduler.max_num_running_reqs = scheduler.max_num_active_reqs = 2 * RUNNING
         pool = scheduler.kv_cache_manager.block_pool
         needed = decodes + 131_072 // BLOCK  # those who run go on; a newcomer finds nothing
@@ -89,6 +95,17 @@ def loaded(kind: type, policies: Policies | None, waiting: int, *, slots_free: b
         scheduler.add_request(make_request(tokens, output=10, priority=priority, hashed=False))
     assert len(scheduler.running) == RUNNING
     return scheduler
+
+
+def leave_little(scheduler: Any, stock: list[Any]) -> None:
+    """Take blocks into the stock, or give some back, until there is but little room."""
+    pool = scheduler.kv_cache_manager.block_pool
+    more = pool.get_num_free_blocks() - LITTLE_ROOM
+    if more > 0:
+        stock += pool.get_new_blocks(more)
+    elif more < 0:
+        pool.free_blocks(stock[more:])
+        del stock[more:]
 
 
 def take_step(scheduler: Any) -> tuple[float, float]:
@@ -103,16 +120,19 @@ def take_step(scheduler: Any) -> tuple[float, float]:
 
 
 def measure(
-    kinds: tuple[type, type], policies: Policies, waiting: int, steps: int, *, slots_free: bool
+    kinds: tuple[type, type], policies: Policies, waiting: int, steps: int, slots: str
 ) -> tuple[list[float], list[float]]:
     """Return the median seconds of both sides, which step in turns: of the call, and of both."""
     schedulers = [
-        loaded(kind, given, waiting, slots_free=slots_free)
+        loaded(kind, given, waiting, slots)
         for kind, given in zip(kinds, (None, policies), strict=True)
     ]
+    stocks: list[list[Any]] = [[], []]
     times: list[list[tuple[float, float]]] = [[], []]
     for number in range(steps):
         for side in (0, 1) if number % 2 else (1, 0):
+            if slots == LITTLE:
+                leave_little(schedulers[side], stocks[side])
             times[side].append(take_step(schedulers[side]))
     assert all(len(scheduler.running) == RUNNING for scheduler in schedulers)
     assert all(len(scheduler.waiting) == waiting for scheduler in schedulers)
@@ -128,6 +148,7 @@ def main() -> None:
     parser.add_argument("--waiting", type=int, nargs="+", default=[10, 1_000, 10_000])
     parser.add_argument("--sets", nargs="+", choices=SETS, default=["long_prompt", *EVERY])
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
+    parser.add_argument("--slots", nargs="+", choices=SLOTS, default=list(SLOTS))
     arguments = parser.parse_args()
 
     console = Console()
@@ -138,16 +159,13 @@ def main() -> None:
     gc.disable()
     for label in arguments.sets:
         for name in arguments.kinds:
-            for slots_free in (False, True):
+            for slots in arguments.slots:
                 for waiting in arguments.waiting:
                     rounds = []
                     for _ in range(arguments.rounds):
                         rounds.append(
-                            measure(
-                                KINDS[name], SETS[label], waiting, arguments.steps,
-                                slots_free=slots_free,
-                            )
-                        )  # fmt: skip
+                            measure(KINDS[name], SETS[label], waiting, arguments.steps, slots)
+                        )
                         gc.collect()
                     calls, wholes = zip(*rounds, strict=True)
                     theirs, ours = (statistics.median(side) for side in zip(*calls, strict=True))
@@ -155,7 +173,6 @@ def main() -> None:
                         statistics.median(mine / other for other, mine in each)
                         for each in (calls, wholes)
                     )
-                    slots = "free, no KV" if slots_free else "taken"
                     table.add_row(
                         label, name, slots, f"{waiting:,}", f"{theirs * 1e6:.0f}",
                         f"{ours * 1e6:.0f}", f"{ratio:.2f}", f"{whole:.2f}",

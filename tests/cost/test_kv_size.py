@@ -38,6 +38,12 @@ def test_without_grouped_heads_every_head_counts() -> None:
     assert kv_bytes_per_token(opt) == 2 * 40 * 5120 * 2
 
 
+@pytest.mark.parametrize("kv_heads", [None, [4, 8, 8]])
+def test_where_layers_differ_every_head_counts(kv_heads: object) -> None:
+    config = llama(32, 4096, 32, num_key_value_heads=kv_heads, text_config=None)
+    assert kv_bytes_per_token(config) == 4 * 128 * KIB
+
+
 def test_a_stated_head_size_wins() -> None:
     assert kv_bytes_per_token(llama(32, 4096, 32, head_dim=64)) == 64 * KIB
 

@@ -69,6 +69,12 @@ def test_what_fits_at_the_edges() -> None:
     assert StepTime(pair_s=1e-9).prefill_within(0.1, 0, 0, 0) == int(math.sqrt(0.2 / 1e-9))
 
 
+@pytest.mark.parametrize("seconds", [1e300, 1e305])
+def test_into_a_step_of_any_length_fits_what_is_more_than_any(seconds: float) -> None:
+    assert TIME.prefill_within(seconds, 32, 9600, 0) == UNBOUNDED
+    assert StepTime(prefill_s=9.5e-5).prefill_within(seconds, 0, 0, 0) == UNBOUNDED
+
+
 def test_json_there_and_back() -> None:
     assert StepTime.from_json(json.loads(json.dumps(TIME.to_json()))) == TIME
 
@@ -80,6 +86,8 @@ def test_json_there_and_back() -> None:
         ({"decode_s": math.nan}, "decode_s=nan"),
         ({"decode_s": "1"}, "decode_s='1'"),
         ({"decode_s": True}, "decode_s=True"),
+        ({"decode_s": math.inf}, "decode_s=inf"),
+        ({"decode_s": 10**400}, "decode_s=1000"),
         ({"speed": 1.0}, "unknown coefficient 'speed'; valid: decode_fixed_s, decode_s"),
         ([], "must be an object of decode_fixed_s"),
     ],

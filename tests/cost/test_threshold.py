@@ -143,6 +143,7 @@ def test_the_itl_target_caps_what_is_run() -> None:
     assert 1 < capped < 13
     assert regime.pause(capped) <= 0.2 < regime.pause(capped + 1)
     assert to_run(regime, itl_s=0.05) == 1
+    assert to_run(regime, itl_s=1e306) == to_run(regime)
 
 
 def test_the_delay_caps_what_is_run() -> None:

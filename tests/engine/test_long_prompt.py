@@ -258,6 +258,56 @@ def test_one_with_much_cached_is_looked_up_again_though_nothing_changes_any_more
     assert asked.count(len(held.block_hashes)) == 1
 
 
+def behind_a_normal_prompt() -> tuple[Any, Any]:
+    """Have a document cached, a long batch prompt stopped by a normal one, and a batch one held.
+
+    Of the last all but a little is cached, so that it is short.
+    """
+    policies: dict[str, dict[str, object]] = {"long_prompt": {}, "lanes": {"reserve_slots": 0.0}}
+    scheduler = make_scheduler(policies, prefix_caching=True, budget=64, max_model_len=20_000)
+    document = list(range(10, 1610))
+    scheduler.add_request(make_request(document, output=1))
+    drain(scheduler)
+    scheduler.add_request(make_request(19_000, name="batch", priority=1))
+    step(scheduler)
+    scheduler.add_request(make_request(19_000, name="normal"))
+    held = make_request([*document, *[3] * 100], name="held", output=1, priority=1)
+    scheduler.add_request(held)
+    assert step(scheduler).keys() == {"normal"}
+    return scheduler, held
+
+
+def test_one_that_is_short_and_that_others_hold_is_not_looked_up_in_every_step(
+    clock: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scheduler, held = behind_a_normal_prompt()
+    asked = lookups_of(scheduler, monkeypatch)
+    for _ in range(100):
+        clock[0] += 0.0008
+        step(scheduler)
+    assert held in scheduler.waiting
+    # Once in 8 ms.
+    assert 5 <= asked.count(len(held.block_hashes)) <= 11
+    # As soon as it may enter it does.
+    scheduler.finish_requests("normal", RequestStatus.FINISHED_ABORTED)
+    assert "held" in step(scheduler)
+
+
+@pytest.mark.usefixtures("clock")
+def test_before_one_that_was_short_enters_it_is_looked_up() -> None:
+    scheduler, _ = behind_a_normal_prompt()
+    # Others have taken its blocks meanwhile, and are gone.
+    pool = scheduler.kv_cache_manager.block_pool
+    pool.free_blocks(pool.get_new_blocks(pool.get_num_free_blocks()))
+    scheduler.finish_requests("normal", RequestStatus.FINISHED_ABORTED)
+    for _ in range(20):
+        assert step(scheduler).keys() == {"batch"}
+    assert scheduler.waiting.counts[1]["long"].requests == 1
+    scheduler.finish_requests("batch", RequestStatus.FINISHED_ABORTED)
+    assert step(scheduler).keys() == {"held"}
+    assert "held" not in policy(scheduler)._seen_short
+
+
 def test_nothing_is_kept_of_longs_that_one_step_reads() -> None:
     scheduler = loaded(*[100] * 3, budget=128)
     drain(scheduler)

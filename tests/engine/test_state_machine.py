@@ -268,6 +268,17 @@ class Machine(RuleBasedStateMachine):
         assert 0 <= late <= (self.depth - 1) * preempted
 
     @invariant()
+    def classes_are_known_as_they_are(self) -> None:
+        """Let what is kept of the classes of those who decode be what the policy says now."""
+        if not (scheduler := getattr(self, "scheduler", None)) or scheduler._classing is None:
+            return
+        known = scheduler._classes
+        assert known.keys() <= {*scheduler.requests.values()}
+        if scheduler._classing.reclassed == scheduler._classes_as_of:
+            decoding = [r for r in scheduler.running if not r.is_prefill_chunk and r in known]
+            assert [known[r] for r in decoding] == [scheduler._class_of(r) for r in decoding]
+
+    @invariant()
     def who_is_held_is_held_for_a_reason_declared(self) -> None:
         """Metrics show each reason from the start: one that none declared would come as news."""
         if not hasattr(self, "scheduler"):

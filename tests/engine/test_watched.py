@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry
+from vllm.v1.core.sched.interface import PauseState
 
 from tests.engine.schedulers import answer, drain, make_request, make_scheduler, step
 from tests.engine.test_metrics import values
@@ -153,6 +154,25 @@ def test_the_time_held_is_no_wait_for_a_slot(registry: CollectorRegistry) -> Non
     assert list(begun.values()) == [0, 0, 5, 5, 10, 10]
     assert values(registry, "hold_seconds_count") == {("deferred_prefill",): 4}
     assert values(registry, "hold_seconds_sum") == {("deferred_prefill",): 2 * 3 + 2 * 6}
+
+
+def test_while_the_engine_is_paused_no_policy_holds_anybody(registry: CollectorRegistry) -> None:
+    scheduler = make_scheduler(LONG)
+    now = [1000.0]
+    scheduler.clock = scheduler.waiting._clock = lambda: now[0]
+    scheduler.add_request(make_request(20, output=100))
+    for _ in range(2):
+        scheduler.add_request(make_request(200, output=1))
+        step(scheduler)
+    assert sum(values(registry, "requests_held").values()) == 1
+    scheduler.set_pause_state(PauseState.PAUSED_NEW)
+    for _ in range(20):
+        step(scheduler)
+        now[0] += 5
+    assert sum(values(registry, "requests_held").values()) == 0
+    scheduler.set_pause_state(PauseState.UNPAUSED)
+    drain(scheduler)
+    assert values(registry, "hold_seconds_count") == {}
 
 
 def test_who_comes_once_a_hold_is_over_was_not_held(registry: CollectorRegistry) -> None:

@@ -299,6 +299,31 @@ def test_a_fixed_chunk_is_beside_decodes_only() -> None:
     assert run.policy.gauges()["chunk_budget_tokens"] == 100
 
 
+@pytest.mark.parametrize("settings", [{"chunk": 100}, {"itl_ms": 1000.0}])
+def test_tokens_kept_for_drafts_that_are_not_made_are_not_for_prefill(
+    settings: dict[str, object],
+) -> None:
+    run = Run(settings)
+    run.bench.scheduler.num_spec_tokens = 3
+    run.bench.add("d", 16)
+    run.bench.add("long", 12_000)
+    run.step()
+    assert run.step() == {"d": 1, "long": 100 if "chunk" in settings else 256}
+
+
+@pytest.mark.parametrize("settings", [{"chunk": 5000}, {"itl_ms": 10_000.0}, {"min_chunk": 5000}])
+def test_no_larger_chunk_is_shown_than_a_step_has_room_for(settings: dict[str, object]) -> None:
+    run = Run(settings)
+    run.decodes()
+    run.bench.add("long", 19_000)
+    shown = []
+    while run.bench.scheduler.requests["long"].num_computed_tokens < 18_000:
+        tokens = run.step()
+        shown.append(run.policy.gauges()["chunk_budget_tokens"])
+        assert shown[-1] >= tokens["long"]
+    assert max(shown) == 2048 - 4
+
+
 def test_the_first_chunks_are_small_and_grow() -> None:
     run = Run({"itl_ms": 200.0})
     run.decodes()

@@ -115,6 +115,49 @@ def test_the_newest_of_the_worst_class_is_preempted_first() -> None:
     assert gone == ["b2", "b1", "n2", "n1"]
 
 
+def test_classes_of_those_who_decode_are_not_asked_in_every_step() -> None:
+    """While the cache is full they are needed in each; to ask hundreds is a good part of one."""
+    bench = Bench(laned(reserve_kv=0, reserve_slots=0), num_blocks=60, budget=512)
+    lanes = ["batch", "normal", "urgent"] * 5
+    for number, lane in enumerate(lanes):
+        bench.add(f"{lane}{number}", 20, lane=lane, output=600)
+    bench.steps(4)
+    scheduler, asked = bench.scheduler, []
+    assert len(bench.running) == len(lanes)
+    assert 30 - 1 > scheduler.kv_cache_manager.block_pool.get_num_free_blocks() >= 15
+    ask = scheduler._class_of
+    scheduler._class_of = lambda request: asked.append(request) or ask(request)
+    scheduler._classes.clear()
+    bench.steps(10)
+    assert len(asked) == len(lanes)
+    # But they are in their order, and those who are gone are forgotten.
+    order = [r.request_id.rstrip("0123456789") for r in scheduler.running]
+    assert order == ["urgent"] * 5 + ["normal"] * 5 + ["batch"] * 5
+    for request in list(scheduler.running):
+        scheduler.finish_requests(request.request_id, RequestStatus.FINISHED_ABORTED)
+    assert not scheduler._classes
+
+
+def test_of_another_class_it_has_another_place_at_once() -> None:
+    """A released answer is of the first class; preempted, it can lose that to the next one."""
+    bench = Bench(laned(reserve_kv=0, reserve_slots=0, batch_max_wait_s=5.0), num_blocks=200)
+    lanes = bench["lanes"]
+    requests = [bench.add(name, 10, lane="batch", output=600) for name in ("one", "two")]
+    bench.steps(2)
+    before = lanes.reclassed
+    assert [lanes.service_class(request) for request in requests] == [2, 2]
+    lanes._released["batch"] = "one"
+    assert bench.scheduler._classes_of(requests) == dict(zip(requests, (0, 2), strict=True))
+    # Another is let in for its wait while that one is away, as after a preemption.
+    lanes._leave("one")
+    lanes._due["two"] = True
+    lanes.admitted(requests[1])
+    assert lanes.reclassed > before
+    assert bench.scheduler._classes_of(requests) == dict(zip(requests, (2, 0), strict=True))
+    lanes.departed(requests[1], bench.now)
+    assert bench.scheduler._classes_of(requests) == dict.fromkeys(requests, 2)
+
+
 def test_an_answer_that_is_long_in_writing_is_no_better_than_its_lane() -> None:
     bench = Bench(laned(batch_max_wait_s=5.0, reserve_kv=0), num_blocks=41, budget=512)
     bench.add("b", 300, lane="batch", output=900)

@@ -21,13 +21,14 @@ BYTES: Final = {
 def kv_bytes_per_token(config: Mapping[str, Any], kv_cache_dtype: str = "auto") -> int:
     """Return the bytes that a token's KV takes, over all layers and all ranks."""
     # Models that see or hear keep the part that writes under a key of its own.
-    text = config.get("text_config", config)
+    text = config.get("text_config") or config
     layers = _number(text, "num_hidden_layers", "n_layer")
     size = _element(config, text, kv_cache_dtype)
     if rank := text.get("kv_lora_rank"):
         return layers * (int(rank) + _number(text, "qk_rope_head_dim")) * size
     heads = _number(text, "num_attention_heads", "n_head")
-    kv_heads = int(text.get("num_key_value_heads") or heads)
+    # Where each layer has its own number of KV heads none has more than this.
+    kv_heads = _number(text, "num_key_value_heads", "num_attention_heads", "n_head")
     head = text.get("head_dim") or _number(text, "hidden_size", "n_embd") // heads
     return 2 * layers * kv_heads * int(head) * size
 

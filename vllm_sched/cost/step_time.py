@@ -15,6 +15,7 @@ memory-bound turns into compute-bound, which one floor only roughly follows.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Final, Self
@@ -75,7 +76,7 @@ class StepTime:
     def __post_init__(self) -> None:
         """Refuse what no machine has."""
         for name, value in self.to_json().items():
-            if not (math.isfinite(value) and value >= 0):
+            if not 0 <= value <= sys.float_info.max:
                 raise UsageError(
                     f"{name}={value!r} must be a number of seconds from 0 up; "
                     "measure again or correct it"
@@ -99,7 +100,7 @@ class StepTime:
         # The positive root of: pair_s/2 x² + (prefill_s + pair_s context) x = left
         linear = self.prefill_s + self.pair_s * context
         divisor = linear + math.sqrt(linear * linear + 2 * self.pair_s * left)
-        return min(int(2 * left / divisor), UNBOUNDED) if divisor > 0 else UNBOUNDED
+        return int(min(2 * left / divisor, UNBOUNDED)) if divisor > 0 else UNBOUNDED
 
     def chunk_seconds(self, chunk: Chunk) -> float:
         """How much longer a step takes for one more part of a prompt."""

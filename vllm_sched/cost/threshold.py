@@ -26,6 +26,7 @@ import math
 
 from vllm_sched.cost.recursion import Recursion
 from vllm_sched.cost.regime import Regime
+from vllm_sched.cost.step_time import UNBOUNDED
 
 # The optimum is flat: half of it has nearly all of the gain, and half of the pause. Where prefills
 # cost much it is less flat, so no less is run than what keeps this much of the best throughput.
@@ -91,7 +92,7 @@ def within_itl(regime: Regime, itl_s: float) -> int:
     if regime.prompt_s <= 0:
         return regime.slots
     spare = itl_s - regime.decode(regime.slots) - regime.batch_fixed_s
-    return int(max(spare, 0.0) / regime.prompt_s)
+    return int(min(max(spare, 0.0) / regime.prompt_s, UNBOUNDED))
 
 
 def _fixed_costs(regime: Regime) -> list[float]:

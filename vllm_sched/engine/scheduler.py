@@ -107,7 +107,10 @@ class PolicySteps(Upstream):
             for number, ask in overrides(self._policies, "chunk")
         ]
         self._ask_rank = [ask for _, ask in overrides(self._policies, "rank")]
-        self._class_of = next((p.service_class for p in self._policies if p.classes), one_class)
+        self._classing = next((p for p in self._policies if p.classes), None)
+        self._class_of = one_class if self._classing is None else self._classing.service_class
+        self._classes: dict[Request, float] = {}  # of those who decode
+        self._classes_as_of: int | None = None
         # By priority upstream chooses for itself whom to preempt.
         self._by_class = (
             self._class_of is not one_class and self.policy != SchedulingPolicy.PRIORITY
@@ -178,6 +181,7 @@ class PolicySteps(Upstream):
     def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
         if self._policies:
             self._departed += request.num_computed_tokens > 0
+            self._classes.pop(request, None)
             now = self.clock()
             for tell in self._tell_departed:
                 tell(request, now)
@@ -255,18 +259,35 @@ class PolicySteps(Upstream):
         running = self.running
         prefills.sort(key=self._rank)
         if by_class:
-            decoding.sort(key=self._class_of)
+            classes = self._classes_of(decoding)
+            decoding.sort(key=classes.__getitem__)
         running[:] = prefills + decoding if self._prefills_lead else decoding + prefills
         if self._prefills_lead or not (prefills and decoding):
             return
         newest = decoding[-1]
-        if by_class and self._class_of(newest) > self._class_of(prefills[0]):
-            running.sort(key=self._class_of)
+        if by_class and classes[newest] > self._class_of(prefills[0]):
+            running.sort(key=(classes | {r: self._class_of(r) for r in prefills}).__getitem__)
             self._decode_last = True
         if self._spares(prefills[-1], newest):
             running.remove(newest)
             running.append(newest)
             self._decode_last = True
+
+    def _classes_of(self, decoding: list[Request]) -> dict[Request, float]:
+        """Tell the classes of these, who decode.
+
+        To ask about hundreds takes a good part of a step, and while the cache is full it would be
+        in each: only newcomers are asked about, unless the policy says that others have changed.
+        """
+        classes = self._classes
+        reclassed = None if self._classing is None else self._classing.reclassed
+        if reclassed is None or reclassed != self._classes_as_of:
+            classes.clear()
+            self._classes_as_of = reclassed
+        for request in decoding:
+            if request not in classes:
+                classes[request] = self._class_of(request)
+        return classes
 
     def _spares(self, last: Request, newest: Request) -> bool:
         """Whether an answer that came back from a preemption is spared the next.

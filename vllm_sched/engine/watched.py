@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request
@@ -187,14 +188,14 @@ class Seen:
 
     # Now and then
 
-    def show(self, running: Sequence[Request], queue: Any, now: float, *, slots: int) -> None:
+    def show(self, running: Sequence[Request], queue: Any, now: float, *, full: bool) -> None:
         """Write when it is time to, and once more when all are gone."""
         if (told := self.metrics) is None:
             return
         idle = not running and not len(queue)
         if told.due(now) or (idle and not self._idle):
             self._tell_results(told)
-            told.write(self._state(running, queue, full=len(running) >= slots), now)
+            told.write(self._state(running, queue, full=full), now)
         self._idle = idle
 
     def _state(self, running: Sequence[Request], queue: Any, *, full: bool) -> metrics.Now:
@@ -306,8 +307,7 @@ class Watched(Upstream):
             if prefills is not None:
                 prefills += self.running[before:]
                 self._note(output, prefills, seen)
-            running = len(self.running)
-            full = running >= self.max_num_active_reqs
+            running, full = len(self.running), self._admits_nobody
             seen.scheduled(output, self.current_step, running, self.waiting, full=full)
         except Exception:
             self._look_no_more()
@@ -320,11 +320,18 @@ class Watched(Upstream):
         outputs = super().update_from_output(scheduler_output, *args, **kwargs)
         if (seen := self._seen) is not None:
             try:
-                slots = self.max_num_active_reqs
-                seen.show(self.running, self.waiting, self.clock(), slots=slots)
+                full = self._admits_nobody
+                seen.show(self.running, self.waiting, self.clock(), full=full)
             except Exception:
                 self._look_no_more()
         return outputs
+
+    @property
+    def _admits_nobody(self) -> bool:
+        """Whether no slot is free, or the engine is paused: then no policy holds anybody."""
+        if self.pause_state != PauseState.UNPAUSED:
+            return True
+        return bool(len(self.running) >= self.max_num_active_reqs)
 
     def _note(self, output: SchedulerOutput, prefills: Sequence[Request], seen: Seen) -> None:
         if not output.total_num_scheduled_tokens:

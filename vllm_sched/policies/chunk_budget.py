@@ -29,6 +29,7 @@ far.
 from __future__ import annotations
 
 import math
+import sys
 from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -116,7 +117,7 @@ class ChunkBudget(Policy):
         self._furthest = 1.0  # tokens into a prompt, of the middles of all chunks so far
         self._errors: deque[float] = deque()  # that is left of it, by age
         self._sorted: list[float] = []  # and by size
-        self._itl_s = settings.itl_ms / 1000
+        self._itl_s = max(settings.itl_ms / 1000, sys.float_info.min)
         self._bound = float(FIRST_CHUNK)
         self._fitting = math.inf  # tokens that would have fitted into the last step with a full one
         self._tokens = facts.max_num_batched_tokens  # of prefill, as last decided
@@ -127,6 +128,8 @@ class ChunkBudget(Policy):
 
         # What follows is of the current step alone.
         self._seconds: float | None = None  # left for prefill; None = no limit but the budget
+        # Tokens left for it where they are not sized by time; None = all of the budget.
+        self._left: int | None = None
         self._moves = 0  # tokens still owed to `min_chunk`
         self._decodes = self._context_tokens = 0
         self._waiting = False  # whether anybody does
@@ -136,7 +139,7 @@ class ChunkBudget(Policy):
 
     def begin_step(self, step: Step, lanes: Mapping[str, LaneCount]) -> None:
         """Start without a limit: `budget` is not asked where nobody could prefill."""
-        self._seconds = None
+        self._seconds = self._left = None
         self._kept_for = None
         self._waiting = any(lane.requests for lane in lanes.values())
 
@@ -147,8 +150,7 @@ class ChunkBudget(Policy):
             return step.budget
         settings = self.settings
         if settings.chunk is not None:
-            self._tokens = settings.chunk
-            return step.decodes + settings.chunk
+            return self._with_decodes(step, settings.chunk)
         new_ground = self._new_ground(step)
         tokens = int(min(self._bound, self._fitting / new_ground))
         allowed = self._allowed(step)
@@ -158,12 +160,23 @@ class ChunkBudget(Policy):
             self._decodes, self._context_tokens = len(step.decoding), step.context_tokens
             self._moves = settings.min_chunk
             fitting = self._fitting_tokens(step, model, self._seconds)
-            tokens = min(int(GROWTH * self._bound * allowed / self._itl_s), fitting)
-        self._tokens = max(tokens, settings.min_chunk)
+            tokens = min(int(GROWTH * self._bound * (allowed / self._itl_s)), fitting)
+        return self._with_decodes(step, max(tokens, settings.min_chunk))
+
+    def _with_decodes(self, step: Step, tokens: int) -> int:
+        """Return the budget for so many tokens of prefill; there may be room for fewer."""
+        self._tokens = min(tokens, max(step.budget - step.decodes, 1))
+        if self._seconds is None:
+            # Decodes are counted with all that may be drafted for them, and use less at times.
+            self._left = self._tokens
         return step.decodes + self._tokens
 
     def chunk(self, request: RequestView, computed: int, tokens: int) -> int:
         """Cut to the time that is left: a token costs more the further on its prompt is."""
+        if self._left is not None:
+            granted = min(tokens, self._left)
+            self._left -= granted
+            return granted
         model = self.fit.model
         if self._seconds is None or model is None:
             return tokens

@@ -29,6 +29,7 @@ they depart and none waiting there is no batch to fill, and nothing is held.
 from __future__ import annotations
 
 import math
+import sys
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -173,7 +174,7 @@ class DeferredPrefill(Policy):
         self._itl_s = None if settings.itl_ms is None else settings.itl_ms / 1000
         self.learns = self._auto or self._itl_s is not None
         self.lengths = Lengths()
-        self._longest_s = settings.max_delay_ms / 1000
+        self._longest_s = max(settings.max_delay_ms / 1000, sys.float_info.min)
         self._step = Step(index=0, now=0.0, budget=0, decodes=0, prefills=())
         self._running_full = facts.max_num_seqs  # how many run when the engine is full
         self._free_left = facts.max_num_seqs  # slots, after the admissions of the last step

@@ -94,6 +94,7 @@ class Lanes(Policy):
     settings: LanesSettings
     arranges = True
     classes = True
+    reclassed: int = 0
 
     def __init__(self, facts: EngineFacts, settings: LanesSettings) -> None:
         super().__init__(facts, settings)
@@ -239,6 +240,7 @@ class Lanes(Policy):
             if overdue:
                 self._released[lane] = name
                 self._releases += 1
+                self.reclassed += 1
         if name not in self._running:
             self._running[name] = (lane, self._now)
             self._counts[lane] += 1
@@ -252,6 +254,7 @@ class Lanes(Policy):
         lane = self._lane(request)
         if self._released.get(lane) == name:
             del self._released[lane]
+            self.reclassed += 1
         self._asked.pop(name, None)
         self._leave(name)
 

@@ -31,7 +31,7 @@ from pydantic import Field, model_validator
 
 from vllm_sched.cost.pace import StepPace, tiled
 from vllm_sched.errors import UsageError
-from vllm_sched.policies.looked_up import LookedUp
+from vllm_sched.policies.looked_up import LOOK_AGAIN_S, LookedUp
 from vllm_sched.policies.types import (
     EngineFacts,
     Gate,
@@ -164,6 +164,9 @@ class LongPrompt(Policy):
         # Found long beyond what is cached; asked anew when the running prefills have changed, but
         # not so soon again of whom much is cached.
         self._seen_long = LookedUp()
+        # Found short for what is cached: until when that stands, and what looks again. Others may
+        # hold them; those whom this lets in are looked up first, for blocks can be evicted.
+        self._seen_short: dict[str, tuple[float, Callable[[], int]]] = {}
         self._prefilling: list[str] = []  # when the step began
 
     def resolved(self) -> dict[str, object]:
@@ -188,18 +191,21 @@ class LongPrompt(Policy):
         name, now = request.request_id, self._step.now
         if self._seen_long.holds(name, now):
             return LONG
-        # That it is short is never remembered: the blocks can be evicted before it gets to run.
+        if (seen := self._seen_short.get(name)) is not None and now < seen[0]:
+            return SHORT
         known = cached()
         if not self._is_long(request.num_tokens - known):
             self._seen_long.discard(name)
+            self._seen_short[name] = now + LOOK_AGAIN_S * known, cached
             return SHORT
+        self._seen_short.pop(name, None)
         self._seen_long.add(name, known, now)
         return LONG
 
     def gate(self, lane: str, head: RequestView, waited: float) -> Gate:
         """Hold a long prompt while enough others prefill, but not beyond its wait."""
         if lane != LONG:
-            return Gate.OPEN
+            return Gate.OPEN if self._still_short(head) else Gate.CLOSED
         overdue = waited >= self.settings.max_wait_s
         places = self._places_overdue if overdue else self._places
         taken = self._taken_before(head)
@@ -211,6 +217,14 @@ class LongPrompt(Policy):
         stuck = self._step.refused == head.request_id and not overdue
         return Gate.LAST if stuck else Gate.OPEN
 
+    def _still_short(self, head: RequestView) -> bool:
+        """Look again at what is cached, where that made it short; if it is long it moves first."""
+        seen = self._seen_short.get(head.request_id)
+        if seen is None or not self._is_long(head.num_tokens - seen[1]()):
+            return True
+        self._seen_short.clear()  # others may have had the same prefix
+        return False
+
     def _taken_before(self, head: RequestView) -> int:
         """Count the longs that this one waits for: of its class or a better one."""
         if len(self._classes) < self._places:
@@ -220,6 +234,7 @@ class LongPrompt(Policy):
 
     def admitted(self, request: RequestView) -> None:
         """Count a long prompt at once: the next must not slip in within the same step."""
+        self._seen_short.pop(request.request_id, None)
         if self._in_long(request):
             self._classes.append(self._step.class_of(request))
         self._releases += request.request_id in self._overdue
@@ -227,6 +242,7 @@ class LongPrompt(Policy):
     def departed(self, request: RequestView, now: float) -> None:
         """Forget what was found of it: where each long is read in one step nothing else would."""
         self._seen_long.discard(request.request_id)
+        self._seen_short.pop(request.request_id, None)
 
     # Who gets how much
 

@@ -174,6 +174,9 @@ class Policy:
     prefills_lead: bool = False
     # Whether it has classes of service: limits of later policies then hold within each.
     classes: bool = False
+    # Counted up when one who decodes is of another class than it was before, so that all of them
+    # need not be asked about in each step; None = ask.
+    reclassed: int | None = None
     # Whether its `fit` learns what every step takes: then whoever watches need not learn the same.
     learns: bool = False
 

@@ -1,0 +1,45 @@
+"""Whatever setting is accepted serves everybody, and can be shown."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.policies.making import Bench
+from vllm_sched.errors import UsageError
+from vllm_sched.policies import registry
+from vllm_sched.policies.types import EngineFacts
+
+FACTS = EngineFacts(max_model_len=2000, max_num_batched_tokens=64, max_num_seqs=4, kv_tokens=4000)
+LEAST, MOST = 5e-324, 1.7e308
+EVERY = [
+    (name, key)
+    for name, policy in registry.POLICIES.items()
+    for key in policy.settings_type.model_fields
+]
+
+
+def accepted(name: str, key: str) -> list[object]:
+    """Return the extremes that this setting can have."""
+    found: list[object] = []
+    for value in (0, 1, LEAST, MOST, 10**30, 10**400):
+        try:
+            registry.build({name: {key: value}}, FACTS)
+        except UsageError:
+            continue
+        found.append(value)
+    return found
+
+
+@pytest.mark.parametrize(("name", "key"), EVERY)
+def test_any_number_that_is_accepted_serves_everybody(name: str, key: str) -> None:
+    for value in accepted(name, key):
+        bench = Bench({name: {key: value}}, max_num_seqs=4, num_blocks=251, max_model_len=2000)
+        for number in range(12):
+            bench.add(f"r{number}", (20, 300, 900)[number % 3], output=20, priority=number % 3 - 1)
+            bench.steps(2)
+        bench.drain()
+        policy = bench[name]
+        assert all(0 <= each < float("inf") for each in policy.gauges().values())
+        json.dumps(policy.resolved())
