@@ -81,7 +81,7 @@ def writing_seconds(kind: type[Any], policies: Policies, between: int) -> float:
             take_step(scheduler)
         seen.metrics.due = lambda _: True
         start = time.process_time()
-        seen.show(scheduler.running, scheduler.waiting, time.monotonic(), slots=RUNNING)
+        seen.show(scheduler.running, scheduler.waiting, time.monotonic(), full=True)
         writings.append(time.process_time() - start)
     assert len(scheduler.running) == RUNNING
     return statistics.median(writings[2:])

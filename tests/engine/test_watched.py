@@ -157,7 +157,7 @@ def test_the_time_held_is_no_wait_for_a_slot(registry: CollectorRegistry) -> Non
 
 
 def test_while_the_engine_is_paused_no_policy_holds_anybody(registry: CollectorRegistry) -> None:
-    scheduler = make_scheduler(LONG)
+    scheduler = make_scheduler({"long_prompt": {**LONG["long_prompt"], "long_prefill_share": 0.5}})
     now = [1000.0]
     scheduler.clock = scheduler.waiting._clock = lambda: now[0]
     scheduler.add_request(make_request(20, output=100))

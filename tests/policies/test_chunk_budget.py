@@ -15,6 +15,7 @@ import pytest
 from tests.engine.schedulers import answer
 from tests.policies.closed_loop import FakeRequest
 from tests.policies.making import Bench
+from vllm_sched import SyncPolicyScheduler
 from vllm_sched.cost.pace import Chunk
 from vllm_sched.cost.profiles import find
 from vllm_sched.cost.step_time import StepShape, StepTime
@@ -303,7 +304,7 @@ def test_a_fixed_chunk_is_beside_decodes_only() -> None:
 def test_tokens_kept_for_drafts_that_are_not_made_are_not_for_prefill(
     settings: dict[str, object],
 ) -> None:
-    run = Run(settings)
+    run = Run(settings, scheduler_cls=SyncPolicyScheduler)
     run.bench.scheduler.num_spec_tokens = 3
     run.bench.add("d", 16)
     run.bench.add("long", 12_000)

@@ -117,14 +117,16 @@ def test_the_newest_of_the_worst_class_is_preempted_first() -> None:
 
 def test_classes_of_those_who_decode_are_not_asked_in_every_step() -> None:
     """While the cache is full they are needed in each; to ask hundreds is a good part of one."""
-    bench = Bench(laned(reserve_kv=0, reserve_slots=0), num_blocks=60, budget=512)
+    bench = Bench(laned(reserve_kv=0, reserve_slots=0), num_blocks=59, budget=512)
     lanes = ["batch", "normal", "urgent"] * 5
     for number, lane in enumerate(lanes):
         bench.add(f"{lane}{number}", 20, lane=lane, output=600)
     bench.steps(4)
     scheduler, asked = bench.scheduler, []
     assert len(bench.running) == len(lanes)
-    assert 30 - 1 > scheduler.kv_cache_manager.block_pool.get_num_free_blocks() >= 15
+    # Fewer blocks than may be needed in a step, and as many as are in all of them.
+    free = scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+    assert 2 * len(lanes) - 1 > free >= len(lanes)
     ask = scheduler._class_of
     scheduler._class_of = lambda request: asked.append(request) or ask(request)
     scheduler._classes.clear()
@@ -155,7 +157,7 @@ def test_of_another_class_it_has_another_place_at_once() -> None:
     assert lanes.reclassed > before
     assert bench.scheduler._classes_of(requests) == dict(zip(requests, (2, 0), strict=True))
     lanes.departed(requests[1], bench.now)
-    assert bench.scheduler._classes_of(requests) == dict.fromkeys(requests, 2)
+    assert bench.scheduler._classes_of(requests[:1]) == {requests[0]: 2}
 
 
 def test_an_answer_that_is_long_in_writing_is_no_better_than_its_lane() -> None:

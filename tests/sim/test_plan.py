@@ -141,7 +141,7 @@ def test_a_short_pool_beside_prefill_and_decode_has_to_serve_what_others_do(
 
 
 def test_a_short_pool_beside_prefill_and_decode_is_played() -> None:
-    asked = question("300x60:0.9,20000x100:0.1", "ttft:1000 tpot:20", families=(SHORT_APART,))
+    asked = question("300x60:0.9,20000x100:0.1", "ttft:2500 tpot:20", families=(SHORT_APART,))
     found = plan(asked, 3, 1)
     assert found.best.shape.pools == {Role.SHORT: 1, Role.PREFILL: 1, Role.DECODE: 1}
     figures = found.best.run.classes
@@ -160,6 +160,23 @@ def test_nobody_is_starved_for_the_others_sake() -> None:
     beyond = search.play(shape, served.rate * 3, fine=False, whole=True)
     # The shorts alone would be nine out of ten.
     assert beyond.classes["rest"].share > 0.9 > beyond.classes["long"].kept_share
+
+
+@pytest.mark.parametrize(
+    ("workload", "of_300", "of_20000"),
+    [
+        ("300x60:0.95,20000x20:0.05", REST, LONG),
+        # More than a tenth are of the greatest length.
+        ("300x60:0.8,20000x20:0.2", REST, LONG),
+        ("300x60:0.1,20000x20:0.9", REST, LONG),
+        ("20000x20", REST, REST),
+    ],
+)
+def test_the_longest_are_told_apart_where_many_are_as_long(
+    workload: str, of_300: str, of_20000: str
+) -> None:
+    search = Search(question(workload, "ttft:2500"))
+    assert [search.class_of(tokens) for tokens in (300, 20_000)] == [of_300, of_20000]
 
 
 @pytest.mark.parametrize("targets", ["ttft:250", "ttft:1000 tpot:12", "e2el:1500", "itl:60"])

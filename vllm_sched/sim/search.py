@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 import random
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import islice
@@ -139,8 +139,7 @@ class Search:
         self.runs = 0
         self._told, self._done = tell, 0.0
         self._start = self._by_hand()
-        prompts = self.traffic.prompts
-        self._longest = prompts[int(LONGEST * (len(prompts) - 1))]
+        self._short_to = _short_to(self.traffic.prompts)
         self._drawn: dict[int, Drawn] = {}
         self._roughly: dict[int, float] = {}  # the best rough rate of so many workers
         self._judged: list[Served] = []
@@ -214,7 +213,7 @@ class Search:
 
     def class_of(self, prompt: int) -> str:
         """Say whether a prompt is among the longest."""
-        return LONG if prompt > self._longest else REST
+        return LONG if prompt > self._short_to else REST
 
     def enough(self, run: Run, *, strict: bool = True, brief: bool = False) -> bool:
         """Whether enough were in time, and of the longest not too late, and no queue grew.
@@ -473,6 +472,18 @@ class Search:
             for each in shapes(shape.family, workers, seen, (shape.policy,), shape.itl_ms)
         ]
         return list(dict.fromkeys([*nearest, *others]))
+
+
+def _short_to(prompts: Sequence[int]) -> int:
+    """Return the length above which a prompt is among the longest tenth.
+
+    Where a tenth and more are of the greatest length, as in a made-up mixture, all these are; where
+    there is but one length nobody is.
+    """
+    at = int(LONGEST * (len(prompts) - 1))
+    if prompts[at] == prompts[-1]:
+        at = max(bisect_left(prompts, prompts[-1]) - 1, 0)
+    return prompts[at]
 
 
 def longest_kept(run: Run) -> float:
