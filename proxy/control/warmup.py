@@ -214,7 +214,8 @@ class Warmup:
         asked = {"model": prefill.model, "prompt": f"warm up {mark}", "max_tokens": 1}
         # A prompt whose first token is the end leaves nothing to fetch.
         body = orjson.dumps({**asked, "ignore_eos": True})
-        first = prefill_body(connector, pair, _ask(prefill.model), body)
+        ask = _ask(prefill.model)
+        first = prefill_body(connector, pair, ask, body)
         taken = connector.taken(pair, await _post(session, prefill, first, request_id))
         if taken.params is None and connector.needs_params:
             return BARE
@@ -222,7 +223,8 @@ class Warmup:
             logger.warning("%s %s", prefill.name, doubt)
         before = await _fetched(decode)
         try:
-            await _post(session, decode, decode_body(connector, pair, taken, body), request_id)
+            second = decode_body(connector, pair, taken, ask, body)
+            await _post(session, decode, second, request_id)
         except HARMLESS:
             await self._release(session, decode, taken)
             raise

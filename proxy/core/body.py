@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import random
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -35,6 +36,9 @@ LONG_TEXT, LETTERS = 16_384, 4096
 PACE, PHASE = random.uniform(0.5, 1.0), random.random()
 # Beyond this no limit is meant, and arithmetic on charges should stay sane.
 MOST = 2**31
+# What pydantic, and so vLLM, takes for a whole number from 0 up in a text.
+NUMBER = re.compile(r"\s*(\+?[0-9]+(?:_[0-9]+)*|-0+(?:_0+)*)(?:\.0+)?\s*")
+LONGEST_NUMBER = 40
 
 JSON = Any
 
@@ -70,9 +74,9 @@ def count(value: object) -> int | None:
         return min(value, MOST) if value >= 0 else None
     if type(value) is float and math.isfinite(value) and value >= 0 and value.is_integer():
         return int(min(value, MOST))
-    if type(value) is str and value.isascii() and value.isdigit() and len(value) < 20:
-        return min(int(value), MOST)
-    return None
+    if type(value) is str and len(value) < LONGEST_NUMBER and (said := NUMBER.fullmatch(value)):
+        return min(int(said[1]), MOST)
+    return int(value) if type(value) is bool else None
 
 
 def text_bytes(text: str) -> int:

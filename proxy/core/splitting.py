@@ -15,7 +15,7 @@ from proxy.core.types import Ask
 # /inference/v1/generate, which has its output limit inside another object.
 ROUTES = frozenset(["chat/completions", "completions", "messages", "cohere/v2/chat", "responses"])
 SAMPLES = ("n", "best_of")
-CHAT = "chat/completions"
+CHAT, RESPONSES = "chat/completions", "responses"
 
 
 def whole_because(ask: Ask, fields: dict[str, Any]) -> str:
@@ -30,7 +30,8 @@ def whole_because(ask: Ask, fields: dict[str, Any]) -> str:
         return "stored"
     if NOTED.isdisjoint(fields):  # nearly always
         return ""
-    if any((count(fields.get(name)) or 1) > 1 for name in SAMPLES):
+    # Whatever is not surely one: two would share parameters that are for one use.
+    if any(count(said) != 1 for name in SAMPLES if (said := fields.get(name)) is not None):
         return "samples"
     if fields.get("background"):
         return "stored"
@@ -40,8 +41,11 @@ def whole_because(ask: Ask, fields: dict[str, Any]) -> str:
             return why
     if fields.get("truncation") == "auto":
         return "truncated"
-    if ask.route == "responses" and _runs_tools(fields.get("tools")):
-        return "tools"
+    if ask.route == RESPONSES:
+        if fields.get(OWN_ID) is not None:
+            return "own_id"
+        if _runs_tools(fields.get("tools")):
+            return "tools"
     if ask.route != CHAT and _must_call(fields.get("tool_choice")):
         return "tools"
     return ""
@@ -57,8 +61,13 @@ WHOLE = (
     ("kv_transfer_params", "client"),
     ("ec_transfer_params", "client"),
 )
+# By which this route's workers know a request; where both legs need one of ours, it is not this.
+OWN_ID = "request_id"
 NOTED = frozenset(
-    [*SAMPLES, "background", "truncation", "tools", "tool_choice", *(name for name, _ in WHOLE)]
+    [
+        *(*SAMPLES, "background", "truncation", "tools", "tool_choice", OWN_ID),
+        *(name for name, _ in WHOLE),
+    ]
 )
 
 

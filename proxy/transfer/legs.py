@@ -8,7 +8,7 @@ import orjson
 
 from proxy.core.splice import members, spliced
 from proxy.core.types import Ask
-from proxy.transfer.types import Connector, Fields, Pair, Taken
+from proxy.transfer.types import NOTHING, Connector, Fields, Pair, Taken
 
 ONE, FALSE = b"1", b"false"
 THINKING = "thinking"
@@ -21,6 +21,9 @@ LIMITS = {
     "cohere/v2/chat": ("max_tokens",),
     "responses": ("max_output_tokens",),
 }
+# Routes whose workers know a request by a member of its body, and not by X-Request-Id; and how the
+# ids of their answers begin.
+IDS = {"responses": ("request_id", "resp_")}
 PREFILL: Mapping[str, Fields] = {
     route: {**dict.fromkeys(names, ONE), "stream": FALSE, "stream_options": None}
     | ({"store": FALSE} if route == "responses" else {})
@@ -30,7 +33,7 @@ PREFILL: Mapping[str, Fields] = {
 
 def prefill_body(connector: Connector, pair: Pair, ask: Ask, body: bytes) -> bytes:
     """Write the prefill leg's."""
-    fields = {**PREFILL[ask.route], **connector.prefill(pair)}
+    fields = {**PREFILL[ask.route], **_id(connector, pair, ask), **connector.prefill(pair)}
     if ask.least_output:
         fields["min_tokens"] = ONE
     if ask.route == "messages" and not connector.is_marked and _may_think_long(ask, body):
@@ -55,13 +58,17 @@ def _may_think_long(ask: Ask, body: bytes) -> bool:
     return isinstance(thinking, dict) and thinking.get("type") == "enabled"
 
 
-def decode_body(
-    connector: Connector,
-    pair: Pair,
-    taken: Taken,
-    body: bytes,
-    said: frozenset[str] | None = None,
-) -> bytes:
-    """Write the decode leg's; `said`: the names of the body's members, where they are known."""
+def decode_body(connector: Connector, pair: Pair, taken: Taken, ask: Ask, body: bytes) -> bytes:
+    """Write the decode leg's."""
     fields = connector.decode(pair, taken)
-    return spliced(body, fields, said) if fields else body
+    if ask.route in IDS:
+        fields = {**fields, **_id(connector, pair, ask)}
+    return spliced(body, fields, ask.said) if fields else body
+
+
+def _id(connector: Connector, pair: Pair, ask: Ask) -> Fields:
+    """Have both legs go by one id where that decides whose blocks go where."""
+    if ask.route not in IDS or (number := connector.request_id(pair)) is None:
+        return NOTHING
+    name, start = IDS[ask.route]
+    return {name: orjson.dumps(start + number.decode())}

@@ -120,7 +120,7 @@ class HandOver:
         exchange.patience_s = min(late_s, answer_patience_s(lease, wire.settings.first_byte_s))
         self.late_at = now + late_s
         self._is_sent = True
-        body = decode_body(connector, self._pair, taken, request.body, lease.ask.said)
+        body = decode_body(connector, self._pair, taken, lease.ask, request.body)
         pool.send(now, exchange, to_worker(request, pool, body, self._id))
         return True
 

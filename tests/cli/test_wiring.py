@@ -14,7 +14,7 @@ from proxy.errors import ConfigError
 from vllm_sched.cli import fleet, up, wiring
 from vllm_sched.cli.main import main
 from vllm_sched.workers import launch, transfer
-from vllm_sched.workers.transfer import SIDE_PORT, Wiring
+from vllm_sched.workers.transfer import LAYOUT, SIDE_PORT, Wiring
 
 ROOT = Path(__file__).parents[2]
 
@@ -110,6 +110,16 @@ def test_the_environment_given_reaches_it_and_wins(tmp_path: Path) -> None:
             "launch.args: --chat-template /x/other.jinja: workers[0] (p) has none",
         ),
         (end("prefill", model="org/a"), end("decode", model="org/b"), "launch.model: org/b"),
+        (
+            end("prefill", env={LAYOUT: "NHD"}),
+            end("decode", env={LAYOUT: "HND"}),
+            f"launch.env.{LAYOUT}: HND: workers[0] (p) has NHD",
+        ),
+        (
+            end("prefill", env={LAYOUT: "NHD"}),
+            end("decode"),
+            f"launch.env.{LAYOUT}: not set: workers[0] (p) has NHD",
+        ),
         (
             end("prefill", env={SIDE_PORT: "5600"}),
             end("decode", env={SIDE_PORT: "5600"}),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 
@@ -23,6 +24,7 @@ from tests.fleet.test_handover import (
     listed,
     tokens,
 )
+from tests.fleet.test_handover_kinds import TEXT
 from tests.fleet.test_router import Router, routing
 from tests.fleet.test_worker import complete, gauges, prompt, settled
 
@@ -86,6 +88,35 @@ async def test_many_at_once_are_not_mixed_up(pair: Pair) -> None:
         assert routed == [await tokens(client, each) for each in prompts]
     for worker in pair.ends.values():
         await freed(worker)
+
+
+async def test_responses_are_handed_over_though_their_workers_heed_no_header(pair: Pair) -> None:
+    """They name a request themselves, so that pushed blocks were for somebody else on each side."""
+    texts = [f"{number} {TEXT * 2}" for number in range(3)]
+    async with pair.router.client() as client:
+        routed = [
+            await client.responses.create(**response(texts[0])),
+            *await asyncio.gather(*(client.responses.create(**response(t)) for t in texts[1:])),
+        ]
+        assert handed_over(pair.router, len(texts)) == [True] * len(texts)
+        named = await client.responses.create(
+            **response(texts[0]), extra_body={"request_id": "resp_mine"}
+        )
+        assert named.id == "resp_mine"
+        assert handed_over(pair.router) == [False]
+    assert len({each.id for each in routed}) == len(texts)
+    async with direct(pair.ends[PREFILL]) as client:
+        alone = [await client.responses.create(**response(each)) for each in texts]
+    assert [each.output_text for each in [*routed, named]] == [
+        each.output_text for each in [*alone, alone[0]]
+    ]
+    for worker in pair.ends.values():
+        await freed(worker)
+
+
+def response(text: str) -> dict[str, Any]:
+    """Write what to ask for."""
+    return {"model": "tiny", "input": text, "max_output_tokens": 8, "temperature": 0}
 
 
 async def test_a_client_that_leaves_in_the_decode_leg(pair: Pair) -> None:

@@ -42,6 +42,7 @@ PACKAGES: Mapping[str, tuple[str, ...]] = {
 ROLES: Mapping[Part, str] = {"prefill": "kv_producer", "decode": "kv_consumer"}
 # Our own variants of vLLM's NIXL classes.
 OURS, MODULE = "vllm_sched.engine.nixl", "kv_connector_module_path"
+LAYOUT = "VLLM_KV_CACHE_LAYOUT"
 SIDE_HOST, SIDE_PORT = "VLLM_NIXL_SIDE_CHANNEL_HOST", "VLLM_NIXL_SIDE_CHANNEL_PORT"
 BOOTSTRAP_PORT, USUAL_BOOTSTRAP_PORT = "VLLM_MOONCAKE_BOOTSTRAP_PORT", "8998"
 

@@ -9,6 +9,7 @@ import orjson
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import TypeAdapter, ValidationError
 
 from proxy.core.body import (
     EMBEDDED_BYTES,
@@ -187,7 +188,10 @@ def test_conversations_in_a_batch_are_prompts() -> None:
         (7, 7),
         (7.0, 7),
         ("7", 7),
+        (" +0_7.00\n", 7),
+        ("-0", 0),
         (10**30, MOST),
+        ("9" * 30, MOST),
         (1e300, MOST),
         (-1, None),
         (-1.0, None),
@@ -198,7 +202,7 @@ def test_conversations_in_a_batch_are_prompts() -> None:
         ("-7", None),
         ("9" * 50, None),
         ("٣", None),
-        (True, None),
+        (True, 1),
         (None, None),
         ([], None),
         ({}, None),
@@ -211,6 +215,15 @@ def test_numbers_as_clients_write_them(value: object, tokens: int | None) -> Non
 @given(st.one_of(st.integers(), st.floats(), st.text(), st.booleans(), st.none()))
 def test_a_number_is_sane_or_none(value: object) -> None:
     assert (tokens := count(value)) is None or 0 <= tokens <= MOST
+
+
+@given(st.text(alphabet="0123456789+-_. \t\n\u2003e", max_size=12))
+def test_a_number_in_a_text_is_what_the_worker_s_parser_takes_it_for(value: str) -> None:
+    try:
+        theirs = TypeAdapter(int).validate_python(value)
+    except ValidationError:
+        theirs = None
+    assert count(value) == (None if theirs is None or theirs < 0 else min(theirs, MOST))
 
 
 KEYS = [

@@ -31,11 +31,14 @@ def router() -> Router:
         ("/v1/chat/completions", chat("hi", tools=[FUNCTION], tool_choice="required")),
         ("/v1/chat/completions", chat("hi", prompt_logprobs=None, echo=False, max_tokens=2)),
         ("/v1/completions", {"prompt": "hi", "best_of": 1, "logprobs": 3}),
+        ("/v1/completions", {"prompt": "hi", "n": "+1", "best_of": True}),
         ("/v1/completions", {"prompt": ["hi"]}),
         ("/v1/completions", {"prompt": [1, 2, 3]}),
         ("/v1/messages", chat("hi", max_tokens=9, tool_choice={"type": "auto"})),
         ("/v1/responses", {"input": "hi", "tools": [FUNCTION]}),
         ("/v1/responses", {"input": "hi", "tools": []}),
+        ("/v1/responses", {"input": "hi", "request_id": None}),
+        ("/v1/chat/completions", chat("hi", request_id="mine")),
     ],
 )
 def test_what_can_be(router: Router, path: str, fields: dict[str, object]) -> None:
@@ -46,7 +49,10 @@ def test_what_can_be(router: Router, path: str, fields: dict[str, object]) -> No
     ("path", "fields", "why"),
     [
         ("/v1/chat/completions", chat("hi", n=2), "samples"),
-        ("/v1/chat/completions", chat("hi", n="2"), "samples"),
+        *(
+            ("/v1/chat/completions", chat("hi", n=n), "samples")
+            for n in ("2", "+2", " 2", "2\n", "0_2", "2.0", "2_0", 2.0, "0" * 60 + "2", "two", [2])
+        ),
         ("/v1/chat/completions", chat("hi", use_beam_search=True), "beam_search"),
         ("/v1/chat/completions", chat("hi", prompt_logprobs=0), "prompt_logprobs"),
         ("/v1/chat/completions", chat("hi", max_tokens=1), "one_token"),
@@ -58,10 +64,12 @@ def test_what_can_be(router: Router, path: str, fields: dict[str, object]) -> No
         ("/v1/completions", {"prompt": ["a", "b"]}, "samples"),
         ("/v1/completions", {"prompt": [[1], [2]]}, "samples"),
         ("/v1/completions", {"prompt": "a", "best_of": 2}, "samples"),
+        ("/v1/completions", {"prompt": "a", "best_of": "+2"}, "samples"),
         ("/v1/completions", {"prompt": "a", "prompt_embeds": "x"}, "not_text"),
         ("/v1/messages", chat("hi", tool_choice={"type": "tool", "name": "f"}), "tools"),
         ("/v1/responses", {"input": "hi", "tools": [{"type": "code_interpreter"}]}, "tools"),
         ("/v1/responses", {"input": "hi", "background": True}, "stored"),
+        ("/v1/responses", {"input": "hi", "request_id": "resp_mine"}, "own_id"),
         ("/inference/v1/generate", {"token_ids": [1, 2]}, "route"),
         ("/v1/embeddings", {"input": "hi"}, "route"),
     ],

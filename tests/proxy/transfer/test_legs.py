@@ -89,15 +89,15 @@ def test_a_leg_is_marked_by_what_vllm_reads(connector: str) -> None:
 
 def test_the_decode_leg_is_the_clients_body_and_the_parameters() -> None:
     nixl = make("nixl")
-    leg = decode_body(nixl, PAIR, Taken(b'{"do_remote_prefill":true}'), BODY)
+    leg = decode_body(nixl, PAIR, Taken(b'{"do_remote_prefill":true}'), ask(100), BODY)
     assert leg == BODY[:-1] + b',"kv_transfer_params":{"do_remote_prefill":true}}'
-    assert decode_body(nixl, PAIR, Taken(), BODY) is BODY
+    assert decode_body(nixl, PAIR, Taken(), ask(100), BODY) is BODY
 
 
 def test_what_a_client_may_have_said_is_replaced() -> None:
     """Where the operator lets it through, such a request is served whole; this is the backstop."""
     body = b'{"kv_transfer_params":{"a":1},"prompt":"x","kv_transfer_params":{"b":2}}'
-    leg = decode_body(make("nixl"), PAIR, Taken(b'{"c":3}'), body)
+    leg = decode_body(make("nixl"), PAIR, Taken(b'{"c":3}'), ask(100), body)
     assert leg.count(b'{"c":3}') == 2
     assert b'"a"' not in leg
 
@@ -114,7 +114,7 @@ def test_what_a_client_may_have_said_is_replaced() -> None:
     ],
 )
 def test_the_decode_leg_of_any_body_has_the_parameters_once(body: bytes) -> None:
-    leg = decode_body(make("nixl"), PAIR, Taken(b'{"c":3}'), body)
+    leg = decode_body(make("nixl"), PAIR, Taken(b'{"c":3}'), ask(100), body)
     pairs = json.loads(leg, object_pairs_hook=list)
     assert [value for name, value in pairs if name == "kv_transfer_params"] == [[("c", 3)]]
     theirs = json.loads(body)
@@ -122,6 +122,33 @@ def test_the_decode_leg_of_any_body_has_the_parameters_once(body: bytes) -> None
     ours = json.loads(leg)
     del ours["kv_transfer_params"]
     assert ours == theirs
+
+
+@pytest.mark.parametrize("route", LIMITS)
+@pytest.mark.parametrize(
+    ("connector", "settings", "paired"),
+    [
+        ("nixl", {"mode": "push"}, True),
+        ("p2p-nccl", {"addresses": {"p0": "10.0.0.1:21001", "d0": "10.0.0.2:22001"}}, True),
+        ("nixl", {}, False),
+        ("shared-storage", {"path": "/kv"}, False),
+    ],
+)
+def test_both_legs_go_by_one_id_where_that_pairs_them(
+    route: str, connector: str, settings: dict[str, Any], paired: bool
+) -> None:
+    """By X-Request-Id nearly everywhere; of responses a worker takes the body's, or makes one."""
+    moves, one = make(connector, **settings), ask(100)
+    one.route = route
+    body = b'{"input":"x"}'
+    first = json.loads(prefill_body(moves, PAIR, one, body))
+    second = json.loads(decode_body(moves, PAIR, Taken(b'{"c":3}'), one, body))
+    assert first.get("request_id") == second.get("request_id")
+    assert ("request_id" in first) == (paired and route == "responses")
+    if "request_id" in first:
+        number = moves.request_id(PAIR)
+        assert number is not None
+        assert first["request_id"] == f"resp_{number.decode()}"
 
 
 @pytest.mark.parametrize("connector", NAMES)
@@ -142,9 +169,9 @@ def test_to_know_a_bodys_names_changes_neither_leg(connector: str, route: str, m
     moves, one = make(connector), ask(100)
     one.route, one.least_output = route, "min_tokens" in more
     taken = Taken(b'{"c":3}')
-    plain = prefill_body(moves, PAIR, one, body), decode_body(moves, PAIR, taken, body)
+    plain = prefill_body(moves, PAIR, one, body), decode_body(moves, PAIR, taken, one, body)
     one.said = frozenset(json.loads(body))
-    known = prefill_body(moves, PAIR, one, body), decode_body(moves, PAIR, taken, body, one.said)
+    known = prefill_body(moves, PAIR, one, body), decode_body(moves, PAIR, taken, one, body)
     assert known == plain
 
 
