@@ -34,6 +34,17 @@ def test_a_small_system_within_a_percent(exclusive: bool) -> None:
         )
 
 
+@pytest.mark.parametrize("exclusive", [True, False])
+@pytest.mark.parametrize("mean_output", [1.0, 2.0, 10.0])
+def test_rounds_of_many_slots_are_counted_whole(exclusive: bool, mean_output: float) -> None:
+    """There are but forty of them: the prompts of one make up for more than two percent."""
+    regime = Regime(1024, mean_output, 0.006, 5e-5, 0.006, 0.0079, exclusive=exclusive)
+    exact = Recursion(regime)
+    for threshold in (1, 300, 1024):
+        played = play(regime, threshold)
+        assert played.throughput == pytest.approx(exact.at(threshold).throughput, rel=0.01)
+
+
 def test_the_tail_that_throughput_is_paid_with() -> None:
     alike = [play(paper(), k, alike=True).itl_p99_s for k in (1, 13, 26)]
     assert alike == pytest.approx([0.121, 0.351, 0.602], rel=0.02)

@@ -129,13 +129,18 @@ def make_request(
 def answer(scheduler: Any, output: SchedulerOutput) -> ModelRunnerOutput:
     """Play the model: a token for each request whose prompt this step completed.
 
-    Ask right after the step was scheduled: that is when it is known who gets one.
+    Of what was drafted for it every other token is taken. Ask right after the step was scheduled:
+    that is when it is known who gets one.
     """
     ids = list(output.num_scheduled_tokens)
+    drafted = output.scheduled_spec_decode_tokens
+    taken = {i: 1 + len(drafted.get(i, ())) // 2 for i in ids}
     return ModelRunnerOutput(
         req_ids=ids,
         req_id_to_index={request_id: i for i, request_id in enumerate(ids)},
-        sampled_token_ids=[[] if scheduler.requests[i].is_prefill_chunk else [7] for i in ids],
+        sampled_token_ids=[
+            [] if scheduler.requests[i].is_prefill_chunk else [7] * taken[i] for i in ids
+        ],
         logprobs=None,
         prompt_logprobs_dict={},
         pooler_output=[],

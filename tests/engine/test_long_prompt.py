@@ -309,6 +309,83 @@ def test_before_one_that_was_short_enters_it_is_looked_up() -> None:
     assert "held" not in policy(scheduler)._seen_short
 
 
+@pytest.mark.parametrize(
+    ("policies", "longs", "others"),
+    [
+        ({"long_prompt": {}, "rotation": {}}, 1, []),
+        ({"long_prompt": {}, "deferred_prefill": {"exclusive": True}}, 1, []),
+        ({"long_prompt": {}, "lanes": {}}, 1, [(20, 0), (20, -1), (20, -1)]),
+        ({"long_prompt": {"max_long_partial_prefills": 2}}, 2, [(19_000, 0)]),
+    ],
+    ids=lambda each: "+".join(each) if isinstance(each, dict) else None,
+)
+def test_one_whose_prefix_is_gone_does_not_enter_as_a_short_one(
+    clock: list[float],
+    policies: dict[str, dict[str, object]],
+    longs: int,
+    others: list[tuple[int, int]],
+) -> None:
+    """Not when it is asked about again in the step in which that was seen, either."""
+    scheduler = make_scheduler(
+        policies, prefix_caching=True, max_model_len=20_000, max_num_seqs=4, num_blocks=8000
+    )
+    document = list(range(10, 8010))
+    scheduler.add_request(make_request(document, output=1))
+    drain(scheduler)
+    decodes = [make_request(20, output=400) for _ in range(3)]
+    for each in decodes:
+        scheduler.add_request(each)
+    until(scheduler, lambda: len(scheduler.running) == 3)
+    step(scheduler)
+    scheduler.add_request(make_request(19_000, name="long"))
+    step(scheduler)
+    scheduler.add_request(make_request([*document, *[3] * 20], name="question", output=1))
+    for tokens, priority in others:
+        scheduler.add_request(make_request(tokens, output=1, priority=priority))
+    for _ in range(3):
+        step(scheduler)
+        clock[0] += 0.001
+    assert len(scheduler.running) == 4  # it waits for a slot
+    pool = scheduler.kv_cache_manager.block_pool
+    pool.free_blocks(pool.get_new_blocks(pool.get_num_free_blocks()))
+    for each in decodes:
+        scheduler.finish_requests(each.request_id, RequestStatus.FINISHED_ABORTED)
+    for _ in range(5):
+        assert "question" not in step(scheduler)
+        clock[0] += 0.001
+        assert policy(scheduler)._longs <= longs
+
+
+def test_one_that_is_short_and_held_for_room_is_not_looked_up_in_every_step(
+    clock: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scheduler = make_scheduler(
+        {"long_prompt": {}, "rotation": {}},
+        prefix_caching=True,
+        budget=40,
+        max_model_len=7000,
+        num_blocks=450,
+    )
+    document = list(range(10, 5010))
+    for request in (
+        make_request(document, output=1),
+        make_request([*document, 1, 2, 3], output=2000),  # so that it stays in the cache
+    ):
+        scheduler.add_request(request)
+        until(scheduler, lambda r=request: r.num_output_tokens)
+    scheduler.add_request(make_request(1800, output=1))
+    step(scheduler)
+    held = make_request([*document, *[3] * 20], output=1)
+    scheduler.add_request(held)
+    asked = lookups_of(scheduler, monkeypatch)
+    for _ in range(40):
+        clock[0] += 0.002
+        step(scheduler)
+    assert held in scheduler.waiting
+    # Once in 25 ms.
+    assert 2 <= asked.count(len(held.block_hashes)) <= 5
+
+
 def test_nothing_is_kept_of_longs_that_one_step_reads() -> None:
     scheduler = loaded(*[100] * 3, budget=128)
     drain(scheduler)

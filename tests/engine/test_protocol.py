@@ -11,7 +11,7 @@ import pytest
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.request import Request, RequestStatus
 
-from tests.engine.schedulers import answer, drain, make_request, make_scheduler, step
+from tests.engine.schedulers import answer, drain, make_request, make_scheduler, step, until
 from vllm_sched import PolicyScheduler, SyncPolicyScheduler
 from vllm_sched.engine.start import refuse_unsupported
 from vllm_sched.errors import UsageError
@@ -351,6 +351,45 @@ def test_one_token_short_of_a_decode_is_left_as_upstream_pads_it(policy: str, ti
     drain(scheduler)
     scheduler.add_request(make_request(prompt, name="b", output=1))
     assert step(scheduler) == {"b": 4}
+
+
+POLICIES_THAT_CUT: list[dict[str, dict[str, object]]] = [
+    {"long_prompt": {}},
+    {"rotation": {}},
+    {"lanes": {}},
+    {"deferred_prefill": {}},
+    {"prefill_first": {"pause_decodes": False}},
+    {"chunk_budget": {}},
+    {"chunk_budget": {"chunk": 4000}},
+    {"long_prompt": {}, "lanes": {}, "rotation": {}, "chunk_budget": {}},
+]
+
+
+@pytest.mark.parametrize("policies", POLICIES_THAT_CUT, ids=lambda each: "+".join(each))
+@pytest.mark.parametrize("drafted", [0, 2])
+def test_no_room_is_kept_for_what_might_have_been_drafted(
+    policies: dict[str, dict[str, object]], drafted: int
+) -> None:
+    """With all drafts that may be made decodes would take the whole step, and more."""
+    scheduler = make_scheduler(
+        policies, scheduler_cls=SyncPolicyScheduler, budget=256, max_num_seqs=40
+    )
+    scheduler.num_spec_tokens = 7
+    for _ in range(32):
+        scheduler.add_request(make_request(8, output=600))
+    until(scheduler, lambda: len(scheduler.running) == 32)
+    step(scheduler)
+    scheduler.add_request(make_request(500, name="prompt", output=1))
+    got = []
+    while "prompt" in scheduler.requests:
+        for request in scheduler.running:
+            if not request.is_prefill_chunk:
+                request.spec_token_ids = [7] * drafted
+        got.append(step(scheduler)["prompt"])
+    beside = 256 - 32 * (1 + drafted)
+    assert got[0] == beside  # what upstream gives it too
+    assert sum(got) == 500
+    assert len(got) <= 500 // beside + 1
 
 
 # What upstream's asynchronous scheduler can't do

@@ -210,6 +210,21 @@ def test_nobody_is_held_where_all_slots_are_taken(registry: CollectorRegistry) -
     assert max(seen) == 3
 
 
+def test_nor_where_sessions_that_wait_for_input_have_the_rest(registry: CollectorRegistry) -> None:
+    share = {"long_prompt": {**LONG["long_prompt"], "long_prefill_share": 0.5}}
+    scheduler = make_scheduler(share, max_num_seqs=4)
+    scheduler.add_request(make_request(20, output=100))
+    step(scheduler)
+    for tokens in (500, 400):
+        scheduler.add_request(make_request(tokens))
+    step(scheduler)
+    assert sum(values(registry, "requests_held").values()) == 1
+    scheduler.num_waiting_for_streaming_input = 2
+    step(scheduler)
+    step(scheduler)
+    assert sum(values(registry, "requests_held").values()) == 0
+
+
 def test_who_left_is_not_the_one_that_waits_longest(registry: CollectorRegistry) -> None:
     from vllm.v1.request import RequestStatus
 

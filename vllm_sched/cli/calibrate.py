@@ -203,7 +203,7 @@ async def _measure(
             max_model_len=found.max_model_len,
             seed=args.seed,
         )
-        step("measuring")
+        step("measuring (some minutes)")
         seen = await found.measure(plan, detail)
         source = Source(
             args.model or found.model,

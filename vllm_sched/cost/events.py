@@ -38,7 +38,11 @@ def play(
     seed: int = 0,
     alike: bool = False,
 ) -> Played:
-    """Play a backlog until so many have departed; the first are prefilled when the clock starts."""
+    """Play a backlog until so many have departed.
+
+    From when the first are prefilled until the next would be: what is done in between is whole
+    rounds of both, however few they are.
+    """
     rng = random.Random(seed)
     slots = regime.slots
     outputs = _outputs(rng, requests + slots, regime.mean_output)
@@ -52,10 +56,13 @@ def play(
     now = finished = served = 0.0
     step = departed = 0
     active = admitted = slots
-    while departed < requests:
+    while True:
         free = slots - active
         prefill, joining = 0.0, 0
         if free >= threshold or not active:
+            if departed >= requests:
+                now += regime.batch(free)
+                break
             ahead = slice(admitted, admitted + free)
             # The batch's cost is linear in its prompts, whatever the length of each.
             prefill = regime.batch(math.fsum(lengths[ahead]))

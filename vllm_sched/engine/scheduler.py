@@ -99,6 +99,7 @@ class PolicySteps(Upstream):
         self._prefills_lead = any(policy.prefills_lead for policy in self._policies)
         self._ask_lane = overrides(self._policies, "lane")
         self._ask_gate = overrides(self._policies, "gate")
+        self._ask_stays = overrides(self._policies, "stays")
         self._ask_urgency = overrides(self._policies, "urgency")
         self._ask_budget = [ask for _, ask in overrides(self._policies, "budget")]
         self._ask_pause = [ask for _, ask in overrides(self._policies, "pauses_decodes")]
@@ -222,7 +223,7 @@ class PolicySteps(Upstream):
             index=self.current_step + 1,
             now=now,
             budget=self.max_num_scheduled_tokens,
-            decodes=len(decoding) * (1 + self.num_spec_tokens),
+            decodes=self._tokens_of(decoding),
             prefills=prefills,
             free_slots=self.max_num_active_reqs - self._slots_taken(),
             refused=None if refused is None else refused.request_id,
@@ -315,6 +316,18 @@ class PolicySteps(Upstream):
             [request for request in running if not request.is_prefill_chunk],
         )
 
+    def _tokens_of(self, decoding: Sequence[Request]) -> int:
+        """Count what these take of the step, as upstream will: a token each, and what was drafted.
+
+        That is often nothing. Room kept for all that might be would be what prompts starve for.
+        """
+        if not self.num_spec_tokens:
+            return len(decoding)
+        return sum(
+            max(r.num_tokens_with_spec + r.num_output_placeholders - r.num_computed_tokens, 1)
+            for r in decoding
+        )
+
     def _slots_taken(self) -> int:
         # A streaming session that waits for input runs no more, but keeps its slot.
         return len(self.running) + int(self.num_waiting_for_streaming_input)
@@ -402,8 +415,8 @@ class PolicySteps(Upstream):
         holding = holders * (1 + int(self.num_spec_tokens))
         if not (holding or self._decode_last or self._kept_for_image):
             return None
-        # Decodes are counted with all that may be drafted for them: before a prefill they have had
-        # what they take, and upstream gives it no more than is left.
+        # Before a prefill decodes have had what they take, and upstream gives it no more than is
+        # left.
         least = 0 if self._decode_last else 1
         budget = step.budget - self._kept_for_image
         room = budget if self._prefills_lead else max(budget - step.decodes, least)
@@ -484,6 +497,10 @@ class PolicySteps(Upstream):
                     break
                 if said is not OPEN:
                     strictest = said
+            if strictest is not CLOSED and not all(
+                stays(lanes[number], head) for number, stays in self._ask_stays
+            ):
+                strictest = CLOSED  # held by nobody: it is to move
         self.waiting.held(lanes, closed_by)
         if self._seen is not None:
             self._seen.gate(lanes, closed_by)

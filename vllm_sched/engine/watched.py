@@ -331,7 +331,9 @@ class Watched(Upstream):
         """Whether no slot is free, or the engine is paused: then no policy holds anybody."""
         if self.pause_state != PauseState.UNPAUSED:
             return True
-        return bool(len(self.running) >= self.max_num_active_reqs)
+        # A streaming session that waits for input runs no more, but keeps its slot.
+        taken = len(self.running) + int(self.num_waiting_for_streaming_input)
+        return bool(taken >= self.max_num_active_reqs)
 
     def _note(self, output: SchedulerOutput, prefills: Sequence[Request], seen: Seen) -> None:
         if not output.total_num_scheduled_tokens:

@@ -128,8 +128,6 @@ class ChunkBudget(Policy):
 
         # What follows is of the current step alone.
         self._seconds: float | None = None  # left for prefill; None = no limit but the budget
-        # Tokens left for it where they are not sized by time; None = all of the budget.
-        self._left: int | None = None
         self._moves = 0  # tokens still owed to `min_chunk`
         self._decodes = self._context_tokens = 0
         self._waiting = False  # whether anybody does
@@ -139,7 +137,7 @@ class ChunkBudget(Policy):
 
     def begin_step(self, step: Step, lanes: Mapping[str, LaneCount]) -> None:
         """Start without a limit: `budget` is not asked where nobody could prefill."""
-        self._seconds = self._left = None
+        self._seconds = None
         self._kept_for = None
         self._waiting = any(lane.requests for lane in lanes.values())
 
@@ -166,17 +164,10 @@ class ChunkBudget(Policy):
     def _with_decodes(self, step: Step, tokens: int) -> int:
         """Return the budget for so many tokens of prefill; there may be room for fewer."""
         self._tokens = min(tokens, max(step.budget - step.decodes, 1))
-        if self._seconds is None:
-            # Decodes are counted with all that may be drafted for them, and use less at times.
-            self._left = self._tokens
         return step.decodes + self._tokens
 
     def chunk(self, request: RequestView, computed: int, tokens: int) -> int:
         """Cut to the time that is left: a token costs more the further on its prompt is."""
-        if self._left is not None:
-            granted = min(tokens, self._left)
-            self._left -= granted
-            return granted
         model = self.fit.model
         if self._seconds is None or model is None:
             return tokens

@@ -322,7 +322,6 @@ class Lanes(Policy):
     def _of_overdue(self, tokens: int) -> int:
         if self._for_overdue is None:
             step = self._this
-            # Decodes are counted with all that may be drafted for them: there may be more.
             room = max(step.budget - step.decodes, 1)
             theirs = sum(
                 request.num_tokens - request.num_computed_tokens

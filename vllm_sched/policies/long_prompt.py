@@ -167,6 +167,7 @@ class LongPrompt(Policy):
         # Found short for what is cached: until when that stands, and what looks again. Others may
         # hold them; those whom this lets in are looked up first, for blocks can be evicted.
         self._seen_short: dict[str, tuple[float, Callable[[], int]]] = {}
+        self._no_longer_short: set[str] = set()  # in this step
         self._prefilling: list[str] = []  # when the step began
 
     def resolved(self) -> dict[str, object]:
@@ -205,7 +206,7 @@ class LongPrompt(Policy):
     def gate(self, lane: str, head: RequestView, waited: float) -> Gate:
         """Hold a long prompt while enough others prefill, but not beyond its wait."""
         if lane != LONG:
-            return Gate.OPEN if self._still_short(head) else Gate.CLOSED
+            return Gate.OPEN
         overdue = waited >= self.settings.max_wait_s
         places = self._places_overdue if overdue else self._places
         taken = self._taken_before(head)
@@ -217,11 +218,15 @@ class LongPrompt(Policy):
         stuck = self._step.refused == head.request_id and not overdue
         return Gate.LAST if stuck else Gate.OPEN
 
-    def _still_short(self, head: RequestView) -> bool:
+    def stays(self, lane: str, head: RequestView) -> bool:
         """Look again at what is cached, where that made it short; if it is long it moves first."""
-        seen = self._seen_short.get(head.request_id)
-        if seen is None or not self._is_long(head.num_tokens - seen[1]()):
+        name = head.request_id
+        if name in self._no_longer_short:
+            return False
+        seen = self._seen_short.get(name)
+        if lane == LONG or seen is None or not self._is_long(head.num_tokens - seen[1]()):
             return True
+        self._no_longer_short.add(name)
         self._seen_short.clear()  # others may have had the same prefix
         return False
 
@@ -262,6 +267,7 @@ class LongPrompt(Policy):
             self._prefilling = prefilling
         self._step = step
         self._overdue.clear()
+        self._no_longer_short.clear()
         longs = [r for r in step.prefills if self._in_long(r)]
         self._classes = [step.class_of(r) for r in longs]
 

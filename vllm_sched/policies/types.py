@@ -7,7 +7,7 @@ The engine (and later the simulator) asks, in this order:
 2. `begin_step` once a step, with everything countable about that step; then `budget` and
    `pauses_decodes`, once each;
 3. `gate` and `urgency` whenever the head of a lane could be admitted, `admitted` once it was; of a
-   head that an earlier policy holds the later ones hear nothing;
+   head that an earlier policy holds the later ones hear nothing; `stays` of one that nobody holds;
 4. `chunk` for each prefill, as the last word on how many tokens it gets, and `taken_back` at once
    where a later policy leaves it less;
 5. `observe` once the step's result is back, `departed` once a request is over.
@@ -99,7 +99,8 @@ class Step:
     now: float
     # Tokens the engine may schedule; by the time of `chunk`, what the policies left of them.
     budget: int
-    decodes: int  # tokens of those that running decodes need; by then none if they are paused
+    # Tokens of those that running decodes need, drafts included; by then none if they are paused.
+    decodes: int
     prefills: Sequence[RequestView]  # running requests whose prompt is not yet done
     free_slots: int = 0  # how many more may run
     refused: str | None = None  # the request offered earlier that found no room
@@ -209,6 +210,13 @@ class Policy:
     def gate(self, lane: str, head: RequestView, waited: float) -> Gate:
         """May the head of this lane enter, having waited so many seconds?"""
         return Gate.OPEN
+
+    def stays(self, lane: str, head: RequestView) -> bool:
+        """Whether the head is of this lane still; for what is too dear to look at while it waits.
+
+        If not it enters no more in this step, and its lane is asked for anew in the next.
+        """
+        return True
 
     def urgency(self, lane: str, head: RequestView, waited: float) -> float:
         """Place this lane's head before those of higher number; among equals arrival decides."""
