@@ -365,7 +365,7 @@ POLICIES_THAT_CUT: list[dict[str, dict[str, object]]] = [
 ]
 
 
-@pytest.mark.parametrize("policies", POLICIES_THAT_CUT, ids=lambda each: "+".join(each))
+@pytest.mark.parametrize("policies", POLICIES_THAT_CUT, ids="+".join)
 @pytest.mark.parametrize("drafted", [0, 2])
 def test_no_room_is_kept_for_what_might_have_been_drafted(
     policies: dict[str, dict[str, object]], drafted: int
