@@ -43,7 +43,6 @@ from tests.engine.arrivals import ARRIVALS
 from vllm_sched import SyncPolicyScheduler
 from vllm_sched.workers.tiny_model import tiny_model
 
-
 # What takes beside the quickest where nobody disturbs them, and how many times as many to try.
 PEACE, MOST = 1.1, 4
 
