@@ -37,6 +37,7 @@ from vllm_sched.sim.shapes import (
     DEFAULT,
     LONG_PROMPT,
     ONE_POOL,
+    POLICIES,
     PREFILL_DECODE,
     SHORT_APART,
     SHORT_LONG,
@@ -500,6 +501,45 @@ def test_of_equals_the_simplest_is_best() -> None:
     plain = served(9.7, general=2)
     behind = served(5.0, general=2, policy=CHUNKS)
     assert ordered([behind, far, equal, plain]) == [plain, equal, far, behind]
+
+
+def test_no_policy_is_named_that_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    # All serve the same. Roughly, who is tried later seems to serve more.
+    nothing, after = Run(Figures(), {}, 0, 1.0, 1.0, Sketch()), iter(range(100))
+
+    def rough(_search: Search, shape: Shape, _start: float, *, least: float = 0.0) -> Served:
+        return Served(shape, max(10.0 * 1.015 ** next(after), least), nothing)
+
+    def exact(_search: Search, shape: Shape, _start: float, *, least: float = 0.0) -> Any:
+        return Served(shape, 10.0, nothing) if least <= 10.0 else None
+
+    monkeypatch.setattr(Search, "rate_of", rough)
+    monkeypatch.setattr(Search, "judged", exact)
+    search = Search(question(LONGS, "ttft:250", policies=POLICIES))
+    (best,) = search.family(ONE_POOL, 2, (0, 1))
+    assert best.shape.policy == DEFAULT
+
+
+def test_whom_a_policy_helps_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    nothing, judged = Run(Figures(), {}, 0, 1.0, 1.0, Sketch()), list[Shape]()
+    rates = dict(zip(POLICIES, (5.0, 9.5, 9.9, 10.0), strict=True))
+
+    def served(_search: Search, shape: Shape, _start: float, *, least: float = 0.0) -> Any:
+        # Of a fleet with a pool too small, roughly nothing.
+        rate = rates[shape.policy] / (1 + shape.long / 1000)
+        return Served(shape, rate, nothing) if rate >= least else None
+
+    def exact(search: Search, shape: Shape, start: float, *, least: float = 0.0) -> Any:
+        judged.append(shape)
+        return served(search, shape, start, least=least)
+
+    monkeypatch.setattr(Search, "rate_of", served)
+    monkeypatch.setattr(Search, "judged", exact)
+    best, *_ = Search(question(LONGS, "ttft:250", policies=POLICIES)).family(SHORT_LONG, 4, (0, 1))
+    # The policies that are not near are not judged; of those that are each has its best.
+    assert best.shape.policy == CHUNKS
+    assert {each.policy for each in judged} == {LONG_PROMPT, CHUNKS, BOTH}
+    assert len(judged) <= 5
 
 
 def test_traffic_is_known_by_its_requests() -> None:

@@ -55,7 +55,7 @@ WARM: Final = 0.2  # of a run, in which it fills up: not counted
 # Nor is a rate served at which the queue grows, by so many seconds a second: in the end it would be
 # longer than any target, or never end where none is for it.
 GROWS, GROWS_BRIEFLY = 0.04, 0.1
-FINALISTS: Final = 3  # of each family
+FINALISTS: Final = 3  # of each family, and the best of each policy that may serve as much
 DRAWS, FEW_DRAWS = 6, 3  # of which each has to have enough in time
 # How far the seeds of draws are from each other, and from those that somebody replays a plan with.
 SEEDS_APART: Final = 1_000_003
@@ -388,12 +388,11 @@ class Search:
                 found.append(served)
                 most = max(self._roughly.get(shape.workers, 0.0), served.rate)
                 self._roughly[shape.workers] = most
-        found.sort(key=lambda each: -each.rate)
         # The simplest first: another has to serve more by what is not equal, or is left at once.
-        finalists = sorted(found[:FINALISTS], key=_plainness)
+        finalists = sorted(_finalists(found), key=_plainness)
         half, judged = (share[0] + share[1]) / 2, list[Served]()
         for at, each in enumerate(finalists):
-            self.tell(str(each.shape), half + (share[1] - half) * at / FINALISTS)
+            self.tell(str(each.shape), half + (share[1] - half) * at / len(finalists))
             least = max((one.rate for one in judged), default=0.0) * (1 + SAME)
             again = self.judged(each.shape, least or each.rate * NEAR, least=least)
             if again is not None:
@@ -502,6 +501,22 @@ def ordered(found: list[Served]) -> list[Served]:
         left.remove(first)
         best_first.append(first)
     return best_first
+
+
+def _finalists(found: list[Served]) -> list[Served]:
+    """Choose who is judged: those with the highest rough rates, and the best of each policy near.
+
+    A rough rate is as much too low as the two sides of it are apart, and who is tried later begins
+    nearer to the best: what is beaten by less than that may serve as much, and be simpler.
+    """
+    by_rate = sorted(found, key=lambda each: -each.rate)
+    chosen = by_rate[:FINALISTS]
+    policies = {each.shape.policy for each in chosen}
+    for each in by_rate[FINALISTS:]:
+        if each.shape.policy not in policies and each.rate * NEAR >= by_rate[0].rate:
+            policies.add(each.shape.policy)
+            chosen.append(each)
+    return chosen
 
 
 def _plainness(served: Served) -> tuple[int, int, float]:
