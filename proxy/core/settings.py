@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from math import inf
+from typing import Final
 
 from proxy.core.admission import AdmissionSettings
 from proxy.core.fairness import FairnessSettings
+
+# So many times what is called short had short workers better hold: sizes are estimated.
+HEADROOM: Final = 2
 
 
 @dataclass(frozen=True, slots=True)

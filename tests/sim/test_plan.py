@@ -16,7 +16,7 @@ from vllm_sched.bench.goodput import parse
 from vllm_sched.bench.outcome import Outcome
 from vllm_sched.bench.traffic.catalogue import find
 from vllm_sched.bench.traffic.schedule import Schedule
-from vllm_sched.cli.fleet import read
+from vllm_sched.cli.fleet import narrow, read, unshared
 from vllm_sched.cost.transfer import TransferTime
 from vllm_sched.errors import UsageError
 from vllm_sched.sim import plan as planning
@@ -473,6 +473,9 @@ def test_shapes_have_all_workers_and_a_role_for_each(family: str, workers: int) 
         Shape(short=1, long=2, short_limit=3000, policy=LONG_PROMPT),
         Shape(prefill=1, decode=2, policy=CHUNKS, disaggregate_above=512),
         Shape(short=2, prefill=1, decode=1, short_limit=3000, policy=BOTH),
+        Shape(short=1, long=1, short_limit=3600),
+        Shape(short=1, long=1, short_limit=9999),
+        Shape(short=1, long=1, short_limit=100_000),
     ],
     ids=str,
 )
@@ -481,6 +484,7 @@ def test_every_shape_is_a_fleet_that_check_takes(shape: Shape, tmp_path: Path) -
     path = tmp_path / "fleet.yaml"
     path.write_text(yaml.safe_dump(shape.to_fleet(machine, "m", gpus)))
     config = read(path)
+    assert not [*narrow(config), *unshared(config)]
     placed = shape.placed(machine)
     assert [worker.name for worker in config.workers] == [each.model.name for each in placed]
     for worker, each in zip(config.workers, placed, strict=True):

@@ -10,6 +10,7 @@ from typing import TypeAlias
 import yaml
 
 from proxy.config import Check, Draft, FleetConfig, PoolConfig, WorkerConfig, load, shown
+from proxy.core.settings import HEADROOM
 from proxy.errors import ConfigError, Problem, a_few
 from vllm_sched.cli import demo, explain, up
 from vllm_sched.cli.text import columns
@@ -17,7 +18,6 @@ from vllm_sched.cli.wiring import agreement
 from vllm_sched.errors import UsageError
 from vllm_sched.policies import registry
 
-HEADROOM = 2  # times what is called short, short workers had better hold
 FEW = 5  # that a note names
 
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
@@ -121,7 +121,10 @@ def _check(path: Path, print_config: bool) -> int:
 
 
 def narrow(config: FleetConfig) -> Iterator[str]:
-    """Name short workers that a request may not fit into though it was estimated to be short."""
+    """Name short workers that a request may not fit into though it was estimated to be short.
+
+    Where nobody of another role holds more, or may, it has no better place.
+    """
     limit = config.routing.short_limit
     pools = config.discovery.pools if config.discovery else ()
     known = [
@@ -129,8 +132,10 @@ def narrow(config: FleetConfig) -> Iterator[str]:
         *((p.name, p.role, p.model or config.model, p.max_model_len) for p in pools),
     ]
     for name, role, model, length in known:
-        others = any(other[1] != role for other in known if other[2] == model)
-        if role == "short" and others and length and length < HEADROOM * limit:
+        if role != "short" or not length or length >= HEADROOM * limit:
+            continue
+        others = (each[3] for each in known if each[2] == model and each[1] != role)
+        if any(other is None or other > length for other in others):
             yield (
                 f"{name} holds {length} tokens, routing.short_limit is {limit}: sizes are "
                 f"estimated, by as little as half for numbers and rare scripts, and what does not "

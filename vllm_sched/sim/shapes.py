@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
 from proxy.core.router import RouterSettings
+from proxy.core.settings import HEADROOM
 from proxy.core.types import Role
 from vllm_sched.sim.flow import Placed
 
@@ -95,7 +96,7 @@ class Shape:
         """Give the context of a role's workers, where the whole one is so long."""
         if role is not Role.SHORT:
             return whole
-        return min(-(-self.short_limit // ROUND) * ROUND, whole)
+        return min(-(-HEADROOM * self.short_limit // ROUND) * ROUND, whole)
 
     def placed(self, machine: WorkerModel) -> list[Placed]:
         """Make the workers."""
