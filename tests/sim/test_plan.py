@@ -292,6 +292,22 @@ def test_targets_that_the_longest_never_meet_are_refused_before_the_search() -> 
     Search(replace(asked, targets=parse(["ttft:3000", *wanted.split()]))).check()
 
 
+def test_a_whole_answer_that_no_machine_has_in_time_is_refused_with_what_could_be_asked() -> None:
+    asked = question("1500x60", "e2el:100")
+    with pytest.raises(UsageError) as caught:
+        Search(asked).check()
+    wanted = str(caught.value).partition("ask for ")[2].partition(" at the least")[0]
+    assert re.fullmatch(r"e2el:\d+", wanted)
+    Search(replace(asked, targets=parse([wanted]))).check()
+
+
+def test_targets_that_are_met_each_but_not_together_are_to_be_looser() -> None:
+    # The one tenth has too long a prompt, the other too long an answer.
+    asked = question("300x60:0.88,20000x20:0.06,300x600:0.06", "ttft:500 e2el:2000")
+    with pytest.raises(UsageError, match=r"; ask for looser targets$"):
+        Search(asked).check()
+
+
 @pytest.mark.parametrize("borne", [True, False])
 def test_an_idle_worker_is_asked_what_judges_fleets(*, borne: bool) -> None:
     # About one request in ten can't be in time: it matters whose.

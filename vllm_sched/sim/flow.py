@@ -67,6 +67,7 @@ class Figures:
     ttft: Sketch = field(default_factory=Sketch)
     tpot: Sketch = field(default_factory=Sketch)
     longest: Sketch = field(default_factory=Sketch)  # gap of each request
+    e2el: Sketch = field(default_factory=Sketch)  # where that is a target
 
     @property
     def share(self) -> float:
@@ -90,6 +91,7 @@ class Figures:
         self.ttft.merge(other.ttft)
         self.tpot.merge(other.tpot)
         self.longest.merge(other.longest)
+        self.e2el.merge(other.e2el)
 
 
 @dataclass(slots=True)
@@ -398,6 +400,8 @@ class Flow:
             figures.prompt_tokens += request.prompt_tokens
             figures.output_tokens += output
             figures.ttft.add(ttft)
+            if targets.e2el is not None:
+                figures.e2el.add(at - request.at)
             if output > 1:
                 figures.tpot.add(tpot)
                 figures.longest.add(flight.longest)

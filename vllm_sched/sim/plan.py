@@ -330,6 +330,8 @@ def _count(figures: Figures, outcome: Outcome, search: Search) -> None:
     figures.prompt_tokens += outcome.prompt_tokens
     figures.output_tokens += outcome.completed
     figures.ttft.add(outcome.ttft)
+    if targets.e2el is not None:
+        figures.e2el.add(outcome.latency)
     if outcome.tpot is not None:
         figures.tpot.add(outcome.tpot)
         figures.longest.add(max(outcome.itls))

@@ -325,9 +325,13 @@ class Search:
         """Say what an idle worker does; of the longest tenth, where all together have enough."""
         question, share = self.question, self.question.share
         who, met, figures = question.source.name, run.all.share, run.all
-        named = {"ttft": figures.ttft, "tpot": figures.tpot, "itl": figures.longest}
+        named = {
+            "ttft": figures.ttft, "tpot": figures.tpot, "itl": figures.longest,
+            "e2el": figures.e2el,
+        }  # fmt: skip
         if met >= share and (longs := run.classes.get(LONG)) is not None:
-            # Their first tokens may come as late as they take: it is the rest that is too slow.
+            # Their first tokens may come as late as they take, and so may their ends: it is what
+            # comes between that is too slow.
             who, met = f"the longest tenth of {who}", longs.kept_share
             named = {"tpot": longs.tpot, "itl": longs.longest}
         missed = [
@@ -336,11 +340,12 @@ class Search:
             if (target := getattr(question.targets, name)) is not None
             and sketch.quantile(share) > target
         ]
-        wanted = " ".join(missed) or "looser targets"
+        # Each may be met by enough, and all together not.
+        wanted = f"{' '.join(missed)} at the least" if missed else "looser targets"
         return (
             f"--goodput: no number of {question.machine.profile} meets it: on an idle worker "
             f"{math.floor(100 * met)}% of {who} are in time, and {share:.0%} should be; ask for "
-            f"{wanted} at the least"
+            f"{wanted}"
         )
 
     def seen(self) -> Seen:
