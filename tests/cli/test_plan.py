@@ -8,12 +8,14 @@ import re
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from vllm_sched.cli.main import main
 from vllm_sched.cost import profiles
+from vllm_sched.sim import plan as planning
 from vllm_sched.sim.search import Search
 
 if TYPE_CHECKING:
@@ -136,6 +138,22 @@ def test_what_judged_is_said_as_it_is(capsys: pytest.CaptureFixture[str], tmp_pa
     assert "further draw of this trace" in taken
     assert "of another day's traffic nothing is said" in taken
     assert "to play the best with them and the trace's first lines" in taken
+
+
+@pytest.mark.parametrize("gain", [0.98, 1.02])
+def test_it_is_said_why_the_highest_rate_is_not_best(
+    gain: float, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planned = planning.plan
+
+    def plan(*given: Any, **named: Any) -> planning.Plan:
+        found = planned(*given, **named)
+        best, other = found.ranking
+        return replace(found, ranking=[best, replace(other, rate=best.rate * gain)])
+
+    monkeypatch.setattr(planning, "plan", plan)
+    assert main([*ASK, "--policies", "default", *TARGETS]) == 0
+    assert ("rates within 4% are equal: the simpler fleet first" in said(capsys)) == (gain > 1)
 
 
 def test_a_plan_for_a_trace_whose_name_is_no_text_is_saved(tmp_path: Path) -> None:

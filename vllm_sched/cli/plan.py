@@ -251,6 +251,13 @@ def _show(console: Console, found: Plan, args: argparse.Namespace) -> None:
         line = f"{_place(at) + ':':<11}{served.shape}"
         console.print(line, style="" if at else "bold", highlight=False, soft_wrap=True)
     console.print(_fleets(found))
+    rates = [served.rate for served in found.ranking]
+    if rates != sorted(rates, reverse=True):
+        console.print(
+            f"rates within {SAME:.0%} are equal: the simpler fleet first",
+            style="dim",
+            highlight=False,
+        )
     if left := args.gpus - found.best.shape.workers * found.gpus_each:
         console.print(
             f"{left} of {args.gpus} GPUs are over: a worker takes {found.gpus_each}",
