@@ -68,6 +68,17 @@ def test_the_table_has_a_line_per_load() -> None:
         assert word in text
 
 
+def test_workloads_stay_in_the_order_that_they_were_given_in() -> None:
+    console = Console(file=io.StringIO(), width=80)
+    console.print(sweep().table(targets=True))
+    assert isinstance(console.file, io.StringIO)
+    lines = [line.split() for line in console.file.getvalue().splitlines()]
+    rows = [(line[0], line[1]) for line in lines if line and line[0] in ("short", "long")]
+    rates = [row for row in rows if row[1].endswith("/s")]
+    assert rates == [(name, f"{load}/s") for name in sweep().knees(RATE) for load in (1, 4, 8)]
+    assert [*dict.fromkeys(name for name, _ in rows)] == ["short", "long"]
+
+
 def test_the_json_has_every_run() -> None:
     found = sweep().to_json()
     assert len(found["points"]) == 28

@@ -103,7 +103,11 @@ class Sweep:
             layout.add_column(head, justify="right", no_wrap=True)
         for axis, unit in ((RATE, "/s"), (CONCURRENCY, " at once")):
             knees = self.knees(axis)
-            loads = sorted({(p.workload, p.load) for p in self.points if p.axis == axis})
+            given = list(knees)  # the names, in the order that they were played in
+            loads = sorted(
+                {(p.workload, p.load) for p in self.points if p.axis == axis},
+                key=lambda pair: (given.index(pair[0]), pair[1]),
+            )
             for name, load in loads:
                 runs = self.at(name, axis, load)
                 last = (name, load) == max(pair for pair in loads if pair[0] == name)

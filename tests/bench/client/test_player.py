@@ -11,6 +11,7 @@ import pytest
 from tests.bench.fake_openai import FakeOpenAI, serving, tokens
 from vllm_sched.bench.client.endpoint import CHAT, Asked, learn
 from vllm_sched.bench.client.player import Played, Tally, play
+from vllm_sched.bench.outcome import Outcome
 from vllm_sched.bench.traffic.catalogue import find
 from vllm_sched.bench.traffic.schedule import Schedule
 
@@ -55,6 +56,12 @@ async def test_an_open_loop_does_not_wait_for_answers() -> None:
     fake = FakeOpenAI(ttft_s=0.3)
     await played(fake, schedule(rate=1000, count=20))
     assert fake.most_under_way == 20
+
+
+def test_who_is_sent_a_little_early_is_not_late() -> None:
+    early, late = (Outcome(1.0, "a", 10, 5, sent=sent) for sent in (0.9997, 1.5))
+    assert Played((early, early), duration=1.0, busy=0.1, stall=0.0).late_p99 == 0.0
+    assert Played((early, late), duration=1.0, busy=0.1, stall=0.0).late_p99 > 0.4
 
 
 async def test_latency_counts_from_the_time_a_request_was_meant_to_be_sent() -> None:

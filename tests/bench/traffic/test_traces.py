@@ -41,6 +41,13 @@ def test_a_trace_is_read_as_it_is(tmp_path: Path) -> None:
     assert trace.rate == pytest.approx(3 / 1.5005)
 
 
+def test_a_trace_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
+    path = written(tmp_path, *GOOD)
+    plain = [*Trace(path).requests(random.Random())]
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
+    assert [*Trace(path).requests(random.Random())] == plain
+
+
 def test_what_a_pipe_brings_once_is_played_as_often_as_a_file(tmp_path: Path) -> None:
     beside = written(tmp_path, *(line | {"class": "chat"} for line in GOOD))
     reading, writing = os.pipe()

@@ -69,8 +69,11 @@ class Played:
 
     @property
     def late_p99(self) -> float:
-        """How long after its time a request was sent, at the 99th percentile."""
-        return percentile((each.late for each in self.outcomes), 99) or 0.0
+        """How long after its time a request was sent, at the 99th percentile.
+
+        A timer may fire a little early.
+        """
+        return max(percentile((each.late for each in self.outcomes), 99) or 0.0, 0.0)
 
     def warnings(self) -> list[str]:
         """Say what makes the figures doubtful."""

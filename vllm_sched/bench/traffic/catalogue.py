@@ -20,15 +20,39 @@ FORMS: Final = (
 
 def find(workload: str, *, block_tokens: int = BLOCK_TOKENS) -> Source:
     """Find the source that a name, a mixture or a file means."""
-    if workload.endswith(".jsonl") or "/" in workload:
+    if _is_trace(workload) and not _mixes_traces(workload):
         return Trace(Path(workload), block_tokens)
     if "," in workload or ":" in workload:
         return Mixture(workload, [_part(workload, part) for part in workload.split(",")])
     return _single(workload)
 
 
+def _is_trace(name: str) -> bool:
+    return name.endswith(".jsonl") or "/" in name
+
+
+def _mixes_traces(workload: str) -> bool:
+    """Whether it is no file with such a name, but a mixture that has a trace in it."""
+    names = [part.strip().partition(":")[0] for part in workload.split(",")]
+    if names == [workload] or not any(_is_known(name) for name in names):
+        return False
+    try:
+        return not Path(workload).exists()
+    except OSError:  # too long a name
+        return True
+
+
+def _is_known(name: str) -> bool:
+    return name.endswith(".jsonl") or name in NAMES or LENGTHS.fullmatch(name) is not None
+
+
 def _part(workload: str, part: str) -> tuple[Source, float]:
     name, colon, share = part.strip().partition(":")
+    if _is_trace(name):
+        raise UsageError(
+            f"{workload}: {name} is a trace, which mixes with nothing; play it alone, without a "
+            "share"
+        )
     try:
         return _single(name), float(share) if colon else 1.0
     except ValueError as error:

@@ -78,7 +78,7 @@ class Trace(Source):
     def _read(self) -> Iterator[Request]:
         first, latest, number = None, 0.0, 0
         try:
-            with self._path.open(encoding="utf-8") as lines:
+            with self._path.open(encoding="utf-8-sig") as lines:
                 for line in lines:
                     number += 1
                     if not line.strip():
