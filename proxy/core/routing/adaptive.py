@@ -11,9 +11,9 @@ of it, and its prefill less what is cached), plus the delay it brings to others:
   longs keep such workers. With no longs about the share is zero, and the pools are one.
 
 Longs that wait, or came lately, also keep a reserve: shorts may not take the last quarter of a long
-worker's places or of its KV cache, and none at all while longs wait for one; unless no other live
-worker is there for them. Costs within a few per cent are equal: then the pool that is there for the
-size, the fewest requests, and turn decide.
+worker's places or of its KV cache, and none at all while longs wait for one; unless no other worker
+is left for them: live, well, and not one that has failed this very request. Costs within a few per
+cent are equal: then the pool that is there for the size, the fewest requests, and turn decide.
 
 Where prefill workers are about, a decode worker offers a hand-over in place of the whole if that
 costs less (see `handover`); its cost is then that of both legs.
@@ -34,7 +34,7 @@ from proxy.core.decisions import Decision
 from proxy.core.handover import Handing
 from proxy.core.holding import KV_FULL, shares
 from proxy.core.records import Score
-from proxy.core.routing.view import DECODE, WRONG, Rule, View, reason_for
+from proxy.core.routing.view import DECODE, WRONG, Rule, View, left_of_own_pool, reason_for
 from proxy.core.types import Ask, Reason
 from proxy.core.worker import Worker
 
@@ -204,10 +204,15 @@ def kv_wait_s(worker: Worker, ask: Ask, need: int) -> float:
 
 
 def longs_are_about(view: View) -> bool:
-    """Whether there is a reserve to keep from this request."""
-    if view.ask.long or view.ask.pinned or not view.pool.for_shorts:
+    """Whether there is a reserve to keep from this request.
+
+    Not from one that nobody else is left for: it would wait for a worker that has failed it.
+    """
+    if view.ask.long or view.ask.pinned:
         return False
-    return view.longs_waiting or view.traffic.longs_lately(view.now)
+    if not (view.longs_waiting or view.traffic.longs_lately(view.now)):
+        return False
+    return next(left_of_own_pool(view), None) is not None
 
 
 def reserved(worker: Worker, view: View) -> bool:

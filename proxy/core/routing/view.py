@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -74,15 +75,22 @@ def suits(worker: Worker, *, long: bool) -> bool:
     return (worker.misfit_long if long else worker.misfit_short) < WRONG
 
 
+def left_of_own_pool(view: View) -> Iterator[Worker]:
+    """Name the workers meant for this size that may yet serve it, be they full for now.
+
+    They hold it, are well, and have not failed it.
+    """
+    ask, pool = view.ask, view.pool
+    fitting = {group.limit for group in pool.holding(ask)}
+    for worker in pool.for_longs if ask.long else pool.for_shorts:
+        if (
+            worker.limit in fitting
+            and worker.breaker.lets_pass(view.now)
+            and worker not in view.tried
+        ):
+            yield worker
+
+
 def own_pool_is_full(view: View) -> bool:
     """Whether a worker meant for this size is there, well, and merely full."""
-    long = view.ask.long
-    fitting = {group.limit for group in view.pool.holding(view.ask)}
-    return any(
-        suits(worker, long=long)
-        and worker.limit in fitting
-        and worker.full
-        and worker.breaker.lets_pass(view.now)
-        and worker not in view.tried
-        for worker in view.pool.members
-    )
+    return any(worker.full for worker in left_of_own_pool(view))

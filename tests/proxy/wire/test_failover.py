@@ -12,6 +12,7 @@ from collections.abc import Iterator
 import pytest
 
 from proxy.control.names import NobodyAnswersError
+from proxy.core.records import Gauges
 from proxy.core.types import Role
 from proxy.wire.upstream import is_ours
 from tests.proxy.wire import scripts
@@ -402,3 +403,28 @@ def test_an_address_that_nothing_leads_to_is_no_lack_of_ports() -> None:
     assert is_ours(failed(no_port, no_port))
     assert not is_ours(failed(no_port, errno.ECONNREFUSED))
     assert is_ours(failed(no_port, errno.EMFILE))
+
+
+@pytest.mark.parametrize("most", [None, 4], ids=["kv", "most"])
+async def test_a_short_whose_worker_failed_is_not_kept_from_what_is_for_longs(
+    start: Start, most: int | None
+) -> None:
+    """Nobody else is left for it: it would wait for a place that no other short gives back."""
+    site = await start(
+        Fake("s", Role.SHORT, max_requests=most), Fake("l", Role.LONG, max_requests=most)
+    )
+    site.stand_still()
+    site.fleet.set_served("l", ("tiny",), 65_536)
+    long, gate = chat("x" * 100_000), asyncio.Event()
+    assert (await site.ask(long)).status == 200
+    site.fleet.set_gauges("l", Gauges(at=site.clock(), kv_usage=0.8 if most is None else 0.0))
+    site.fakes["l"].then(*[scripts.gated(gate, scripts.answer())] * ((most or 1) - 1))
+    longs = [asyncio.create_task(site.ask(long)) for _ in range((most or 1) - 1)]
+    await site.fakes["l"].got(1 + len(longs))
+    site.fakes["s"].always(scripts.reset)
+    answer = await site.ask(chat("hi", b"X-Explain: 1"))
+    assert answer.status == 200
+    assert answer.one(b"x-route").startswith(b"l; reason=retry")
+    assert len(site.fakes["s"].served) == 1
+    gate.set()
+    assert {each.status for each in await asyncio.gather(*longs)} <= {200}

@@ -8,6 +8,7 @@ from proxy.core.decisions import Decision, Lease
 from proxy.core.pool import SMALL
 from proxy.core.prefix import BLOCKS
 from proxy.core.records import Gauges
+from proxy.core.router import Router
 from proxy.core.types import Ask, Outcome, Reason
 from tests.proxy.core.making import (
     GENERAL,
@@ -129,6 +130,55 @@ def test_a_reserve_is_kept_only_while_longs_are_about() -> None:
     waits(router.submit(ask(10, 1), 2.0))
     assert len(router.due(29.0)) == 0
     placed(router.submit(ask(20_000, long=True), 29.5))
+
+
+def with_a_reserve(most: int | None, kv_usage: float) -> Router:
+    """Make a pair whose long worker has left only what it keeps for longs, as one came lately."""
+    router = router_of(spec("s", SHORT, 8192, most), spec("l", LONG, 65_536, most))
+    router.finish(placed(router.submit(ask(20_000, long=True), 0.0)), 1.0, Outcome.DONE)
+    router.fleet.set_gauges("l", Gauges(at=1.0, kv_usage=kv_usage))
+    for _ in range((most or 1) - 1):
+        assert placed(router.submit(ask(20_000, long=True), 1.0)).worker.name == "l"
+    return router
+
+
+RESERVES = pytest.mark.parametrize(
+    ("most", "kv_usage"), [(None, 0.8), (4, 0.0)], ids=["kv", "most"]
+)
+
+
+@RESERVES
+def test_the_reserve_is_open_to_a_short_whose_own_worker_failed_it(
+    most: int | None, kv_usage: float
+) -> None:
+    router = with_a_reserve(most, kv_usage)
+    lease = placed(router.submit(ask(10, 1), 1.5))
+    assert lease.worker.name == "s"
+    tried = frozenset({lease.worker})
+    again = router.retry(lease, 1.6, Outcome.FAILED, tried=tried, after=lease)
+    assert where(placed(again)) == ("l", Reason.RETRY)
+
+
+@RESERVES
+def test_the_reserve_is_open_to_shorts_while_their_own_worker_rests(
+    most: int | None, kv_usage: float
+) -> None:
+    router = with_a_reserve(most, kv_usage)
+    router.fleet.failed(worker_of(router, "s"), 1.5, 60.0)
+    assert where(placed(router.submit(ask(10, 1), 1.6))) == ("l", Reason.ONLY_CHOICE)
+
+
+def test_the_reserve_is_open_to_a_short_that_its_own_workers_do_not_hold() -> None:
+    """One that is full is worth the wait; one that is too small is not."""
+    router = router_of(
+        spec("s", SHORT, 8192, 1), spec("l", LONG, 65_536, 1), spec("t", SHORT, 512, 1)
+    )
+    router.finish(placed(router.submit(ask(20_000, long=True), 0.0)), 1.0, Outcome.DONE)
+    placed(router.submit(ask(1000, 1), 1.5))
+    waits(router.submit(ask(1000, 1), 1.6))
+    router.fleet.drain("s")
+    [(_, end)] = router.due(1.7)
+    assert placed(end).worker.name == "l"
 
 
 def test_a_cached_prefix_decides_and_says_so() -> None:
