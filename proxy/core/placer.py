@@ -183,7 +183,7 @@ class Placer:
         decision = self._choose(view)
         scored = {score.worker: score for score in decision.scores} if decision else {}
         scores = tuple(
-            scored.get(w.name) or Score(w.name, 0.0, note=self._note(w, ask, now))
+            scored.get(w.name) or Score(w.name, 0.0, note=self._note(w, view))
             for w in self.fleet.of(ask.model)
         )
         if decision is not None:
@@ -191,13 +191,16 @@ class Placer:
             whether = handover.why(decision, view) if asked else ""
             return replace(decision, scores=scores, whether=whether)
         if (refusal := placing.hopeless(self.fleet, ask, now, NOBODY)) is None:
-            message = "It would wait: every worker that can hold it is full, or not probed yet."
+            message = (
+                "It would wait: every worker that can hold it is full, kept for longs, or not "
+                "probed yet."
+            )
             refusal = Refusal(429, Reason.FLEET_FULL, message)
         return replace(refusal, scores=scores)
 
-    def _note(self, worker: Worker, ask: Ask, now: float) -> str:
-        barred = self.links.note(worker, now)
-        return barred or placing.note(worker, ask, now) or self._rule.note(worker)
+    def _note(self, worker: Worker, view: View) -> str:
+        barred = self.links.note(worker, view.now)
+        return barred or placing.note(worker, view.ask, view.now) or self._rule.note(worker, view)
 
     def _refused(self, model: str, refusal: Refusal) -> Refusal:
         self._count(model, refusal.reason)

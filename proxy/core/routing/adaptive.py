@@ -95,9 +95,14 @@ class Adaptive(Rule):
         ahead = worker.prefill_tokens + worker.strange_tokens
         return worker.pace.fixed_s + worker.pace.token_s * ahead + usual
 
-    def note(self, worker: Worker) -> str:  # noqa: ARG002
+    def note(self, worker: Worker, view: View) -> str:
         """Say why one is left out that could have taken it."""
-        return "kept for longs, or others look better"
+        if view.pool.longs and longs_are_about(view) and reserved(worker, view):
+            return "kept for longs"
+        handing = view.handing
+        if handing is not None and worker.role is DECODE and not handing.may_begin(worker, view):
+            return "has no room yet for what would be handed over"
+        return "others look better"
 
 
 def reckon(candidates: list[Worker], view: View) -> tuple[list[float], list[float]]:

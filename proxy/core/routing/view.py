@@ -52,7 +52,7 @@ class Rule:
         """Say where a worker stands in a group too large to be looked at whole; least first."""
         raise NotImplementedError
 
-    def note(self, worker: Worker) -> str:
+    def note(self, worker: Worker, view: View) -> str:  # noqa: ARG002
         """Say something of a candidate that was given no score."""
         return f"{worker.requests} requests"
 

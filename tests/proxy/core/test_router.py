@@ -8,6 +8,7 @@ import pytest
 
 from proxy.core.decisions import Lease
 from proxy.core.fleet import Fleet
+from proxy.core.pool import SMALL
 from proxy.core.records import Gauges, Score
 from proxy.core.router import Router, RouterSettings
 from proxy.core.types import Outcome, Reason, Refusal, Usage
@@ -611,6 +612,35 @@ def test_explain_says_why_not() -> None:
     assert scores(told)["a"].note == "full"
     router.fleet.failed(worker_of(router, "b"), 0.0, 9.0, busy=True)
     assert scores(router.explain(ask(50), 0.0))["b"].note == "busy"
+
+
+def test_explain_tells_what_is_kept_from_what_is_not_as_good() -> None:
+    many = [spec(f"s{at}", SHORT, 8192) for at in range(SMALL + 1)]
+    router = router_of(*many, spec("l", LONG, 65_536, most=1))
+    left_out = {score.note for score in scores(router.explain(ask(10), 0.0)).values()}
+    assert left_out == {"", "others look better"}
+    router.finish(placed(router.submit(ask(20_000, long=True), 0.0)), 1.0, Outcome.DONE)
+    told = scores(router.explain(ask(10), 1.0))
+    assert told["l"].note == "kept for longs"
+    assert {score.note for name, score in told.items() if name != "l"} == left_out
+    for worker in router.fleet:
+        if worker.role is SHORT:
+            router.fleet.failed(worker, 1.0, 60.0)
+    assert scores(router.explain(ask(10), 1.0))["l"].note == ""
+    placed(router.submit(ask(20_000, long=True), 1.0))
+    assert scores(router.explain(ask(10), 1.0))["l"].note == "full"
+
+
+def test_explain_tells_that_one_would_wait_for_what_is_kept() -> None:
+    router = router_of(spec("s", SHORT, 8192, most=1), spec("l", LONG, 65_536, most=1))
+    router.finish(placed(router.submit(ask(20_000, long=True), 0.0)), 1.0, Outcome.DONE)
+    placed(router.submit(ask(10), 1.0))
+    told = refused(router.explain(ask(10), 1.0))
+    assert {name: score.note for name, score in scores(told).items()} == {
+        "s": "full",
+        "l": "kept for longs",
+    }
+    assert "kept for longs" in told.message
 
 
 @pytest.mark.parametrize("policy", ["adaptive", "length", "least_loaded", "round_robin"])

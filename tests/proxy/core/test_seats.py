@@ -191,6 +191,15 @@ def test_so_is_one_that_serves_it_whole() -> None:
     assert placed(here.submit(ask(LONG), 2.0)).worker.name == "g0"
 
 
+def test_an_explanation_tells_that_it_waits_for_room() -> None:
+    here = router(disaggregate_above=1000)
+    handed(here, 4)
+    for second in (1.0, 2.0):
+        page(here, second, 2, 2)
+    told = {score.worker: score.note for score in here.explain(ask(LONG), 2.0).scores}
+    assert told == {"p0": "prefills only", "d0": "has no room yet for what would be handed over"}
+
+
 @pytest.mark.parametrize("rule", RULES)
 def test_shorts_that_are_served_whole_are_not_kept_back(rule: str) -> None:
     here = router(policy=rule, disaggregate_above=1000)
