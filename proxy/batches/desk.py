@@ -77,9 +77,7 @@ class BatchDesk:
         if methods is None:
             return None
         if head.method not in methods:
-            allowed = ", ".join(methods)
-            message = f"{head.path} takes {allowed}, not {head.method[:20]}"
-            return Refusal(405, Reason.UNKNOWN_PATH, message, param=allowed)
+            return refusals.wrong_method(head.path, head.method, methods)
         return FILES if match[1] == "files" else BATCHES
 
     def begin(self, client: Client, request: Request) -> Visit:

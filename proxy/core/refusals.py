@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from proxy.core.limits import Breach, Limit
 from proxy.core.types import Ask, Reason, Refusal
@@ -17,6 +17,13 @@ OF_LIMITS = {
 def bad_request(message: str, param: str | None = None) -> Refusal:
     """400: the body is not what it should be."""
     return Refusal(400, Reason.BAD_REQUEST, message, param=param)
+
+
+def wrong_method(path: str, method: str, allowed: Sequence[str]) -> Refusal:
+    """405: the path has others."""
+    others = ", ".join(allowed)
+    message = f"{path[:200]} takes {others}, not {method[:20]}"
+    return Refusal(405, Reason.UNKNOWN_PATH, message, headers=(("Allow", others),))
 
 
 def steers(param: str) -> Refusal:

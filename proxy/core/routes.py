@@ -11,6 +11,7 @@ import re
 from dataclasses import dataclass, replace
 from enum import IntEnum, auto
 
+from proxy.core.refusals import wrong_method
 from proxy.core.types import Reason, Refusal
 
 
@@ -87,8 +88,7 @@ def find(method: str, path: str) -> Route | Refusal:
     if route is None:
         return Refusal(404, Reason.UNKNOWN_PATH, f"no such path: {path[:200]}")
     if method != route.method:
-        message = f"{path[:200]} takes {route.method}, not {method[:20]}"
-        return Refusal(405, Reason.UNKNOWN_PATH, message, param=route.method)
+        return wrong_method(path, method, (route.method,))
     return route
 
 

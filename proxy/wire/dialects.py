@@ -14,7 +14,7 @@ import orjson
 from proxy.core.types import Refusal
 
 ANTHROPIC, COHERE = "/v1/messages", "/cohere/"
-# Anthropic's kinds; other 5xx are `api_error`, other 4xx `invalid_request_error`.
+# Anthropic's kinds; other 5xx but 505 are `api_error`, all else `invalid_request_error`.
 KINDS = {
     401: "authentication_error",
     403: "permission_error",
@@ -24,6 +24,7 @@ KINDS = {
     503: "overloaded_error",
     504: "timeout_error",
 }
+OTHER_HTTP = HTTPStatus.HTTP_VERSION_NOT_SUPPORTED
 FAILED = HTTPStatus.BAD_GATEWAY  # what a stream ends with whose worker is gone
 
 
@@ -68,17 +69,22 @@ def error_event(manner: Manner, message: str, code: str, number: int) -> bytes:
     return b"event: error\ndata: %b\n\n" % orjson.dumps(body)
 
 
+def is_servers(status: int) -> bool:
+    """Whether an error is the server's; to speak another HTTP, which has a 5xx, is the client's."""
+    return status >= HTTPStatus.INTERNAL_SERVER_ERROR and status != OTHER_HTTP
+
+
 def _openai(status: int, message: str, code: str | None, param: str | None) -> dict[str, Any]:
     kind = "invalid_request_error"
     if status == HTTPStatus.TOO_MANY_REQUESTS:
         kind = "rate_limit_error"
-    elif status >= HTTPStatus.INTERNAL_SERVER_ERROR:
+    elif is_servers(status):
         kind = "server_error"
     return {"message": message, "type": kind, "param": param, "code": code}
 
 
 def _anthropic(status: int, message: str) -> dict[str, str]:
-    other = "api_error" if status >= HTTPStatus.INTERNAL_SERVER_ERROR else "invalid_request_error"
+    other = "api_error" if is_servers(status) else "invalid_request_error"
     return {"type": KINDS.get(status, other), "message": message}
 
 

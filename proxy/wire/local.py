@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 METRICS, MODELS = "/metrics", "/v1/models"
 ONE_MODEL = f"{MODELS}/"  # and its name, which may have slashes in it
 PATHS = frozenset(["/health", "/ready", MODELS, METRICS])
-METHODS = frozenset(["GET", "HEAD"])
+METHODS = "GET", "HEAD"
 OPENMETRICS = b"application/openmetrics-text"
 
 
@@ -33,8 +33,7 @@ def local_refusal(head: RequestHead) -> Refusal | None:
     """Refuse other methods than those that read."""
     if head.method in METHODS:
         return None
-    message = f"{head.path[:200]} takes GET, not {head.method[:20]}"
-    return Refusal(405, Reason.UNKNOWN_PATH, message, param="GET, HEAD")
+    return refusals.wrong_method(head.path, head.method, METHODS)
 
 
 def local_answer(wire: Wire, request: Request, *, keep_alive: bool) -> bytes:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from http import HTTPStatus
 from typing import TYPE_CHECKING
 
 from proxy.control.exposition import NONE
@@ -90,8 +89,6 @@ def refuse(
             headers.append((b"X-Route", route_header(NONE, refusal.reason, refusal.scores)))
     if refusal.retry_after_s is not None:
         headers.append((b"Retry-After", b"%d" % max(1, math.ceil(refusal.retry_after_s))))
-    if refusal.status == HTTPStatus.METHOD_NOT_ALLOWED and refusal.param:
-        headers.append((b"Allow", refusal.param.encode()))
     headers += [(name.encode(), value.encode()) for name, value in refusal.headers]
     body = error_for(path, refusal, known_as)
     return answer(refusal.status, body, headers=headers, keep_alive=keep_alive, bodiless=bodiless)

@@ -36,6 +36,7 @@ SSE_HEAD = scripts.head(200, (b"content-type", scripts.SSE), (b"transfer-encodin
         (404, "invalid_request_error"),
         (429, "rate_limit_error"),
         (502, "server_error"),
+        (505, "invalid_request_error"),  # who asked in it would ask in vain again
     ],
 )
 def test_openai_s(status: int, kind: str) -> None:
@@ -57,6 +58,7 @@ def test_openai_s(status: int, kind: str) -> None:
         (502, "api_error"),
         (503, "overloaded_error"),
         (504, "timeout_error"),
+        (505, "invalid_request_error"),
     ],
 )
 def test_anthropic_s(path: str, status: int, kind: str) -> None:

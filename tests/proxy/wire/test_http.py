@@ -8,6 +8,7 @@ from email.utils import formatdate
 import pytest
 
 from proxy.core.records import Score
+from proxy.core.refusals import wrong_method
 from proxy.core.types import Reason, Refusal
 from proxy.wire.http import seconds, status_line, tokens, without
 from proxy.wire.own_answers import answer, refuse, route_header
@@ -59,8 +60,8 @@ def test_a_refusal_says_when_to_come_back(wait_s: float, shown: bytes) -> None:
 
 
 def test_a_refused_method_says_which_would_do() -> None:
-    said = refuse(Refusal(405, Reason.UNKNOWN_PATH, "no", param="POST"), asked("HEAD"))
-    assert b"\r\nAllow: POST\r\n" in said
+    said = refuse(wrong_method("/v1/x", "HEAD", ("POST", "GET")), asked("HEAD"))
+    assert b"\r\nAllow: POST, GET\r\n" in said
     assert said.endswith(b"\r\n\r\n")
 
 
