@@ -145,7 +145,12 @@ class WorkerConfig(Block):
     max_model_len: Count | None = Field(
         None, description="asked of the worker; stated here it may be less than that, not more"
     )
-    max_requests: Count | None = Field(None, description="in flight at once; no own limit if none")
+    max_requests: Count | None = Field(
+        None,
+        description="in flight at once; no own limit if none; `adaptive` keeps a quarter of a long "
+        "worker's, one at least, for longs until a minute or two after the last: with 1, shorts "
+        "come there meanwhile only if no other worker is left for them",
+    )
     api_key: Key | None = Field(
         None, repr=False, description="sent to this worker in place of the client's Authorization"
     )
@@ -216,7 +221,9 @@ class PoolConfig(Block):
     max_model_len: Count | None = Field(
         None, description="asked of each worker; stated here it may be less than that, not more"
     )
-    max_requests: Count | None = Field(None, description="in flight at once, on each")
+    max_requests: Count | None = Field(
+        None, description="in flight at once, on each: see `workers`"
+    )
     api_key: Key | None = Field(
         None, repr=False, description="sent to them in place of the client's Authorization"
     )
