@@ -31,6 +31,7 @@ from proxy.control.logs import Logs
 from proxy.control.metrics import Metrics
 from proxy.control.probe import Prober
 from proxy.control.recent import Entry, Recent
+from proxy.control.resting import Resting
 from proxy.control.starting import as_started, takes_a_restart
 from proxy.control.tenancy import (
     admission_settings,
@@ -177,6 +178,7 @@ class App:
     def lead(self) -> None:
         """Begin what one process alone does."""
         self.leads = True
+        self.fleet.witness = Resting()
         self._tasks += [
             asyncio.create_task(self.prober.run(), name="probes"),
             asyncio.create_task(self.discovery.run(), name="discovery"),

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from proxy.control.histogram import GAP_BOUNDS, TTFT_BOUNDS, Histogram
 from proxy.control.live_window import EVERY_S, Window, quantile
 from proxy.control.scrape import VERSION
-from proxy.control.shapes import state
+from proxy.control.shapes import state, why_not
 
 if TYPE_CHECKING:
     from proxy.control.metrics import Metrics
@@ -227,7 +227,7 @@ def _worker(worker: Worker, now: float) -> dict[str, Any]:
         "model": worker.model,
         "state": state(worker),
         "well": is_well(worker),
-        "why": worker.why,
+        "why": why_not(worker, now),
         "breaker": worker.breaker.state(now).value,
         "requests": worker.requests,
         "most": worker.max_requests,

@@ -6,6 +6,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from proxy.control.resting import why_it_rests
 from proxy.core.decisions import Decision
 from proxy.core.records import Score
 from proxy.core.refusals import nobody_serves
@@ -40,7 +41,10 @@ class WorkerShown(BaseModel):
         description="resting: it failed or was busy, and is left alone a while; wrong_model: it "
         "lists models, and its own is not among them"
     )
-    why: str = Field(description="what its last probe found where it is down; or what it serves")
+    why: str = Field(
+        description="what its last probe found where it is down; what it rests for; or what it "
+        "serves"
+    )
     max_model_len: int | None
     max_requests: int | None
     requests: int = Field(description="in flight")
@@ -103,7 +107,7 @@ def shown_worker(worker: Worker, now: float) -> WorkerShown:
         model=worker.model,
         serves=worker.models,
         state=state(worker),
-        why=worker.why,
+        why=why_not(worker, now),
         max_model_len=worker.max_model_len,
         max_requests=worker.max_requests,
         requests=worker.requests,
@@ -132,6 +136,11 @@ def state(worker: Worker) -> State:
     if worker.strays:
         return "wrong_model"
     return "up" if worker.breaker.closed else "resting"
+
+
+def why_not(worker: Worker, now: float) -> str:
+    """Say what keeps requests from a worker, where it is more than its state says."""
+    return why_it_rests(worker, now) if state(worker) == "resting" else worker.why
 
 
 def shown_answer(answer: Decision | Refusal) -> Explanation:

@@ -20,8 +20,8 @@ FAILED, BUSY = "failed", "busy"
 LONG_AGO = -math.inf  # when a trial was sent that told nothing: it keeps no other from being sent
 
 
-# Closed, busy, until, failures, openings, tried at (0: no trial is out).
-Told = tuple[bool, bool, float, int, int, float]
+# Closed, busy, until, failures, openings, tried at (0: no trial is out), and why.
+Told = tuple[bool, bool, float, int, int, float, str]
 
 
 class State(StrEnum):
@@ -35,11 +35,12 @@ class State(StrEnum):
 class Breaker:
     """One worker's."""
 
-    __slots__ = ("_failures", "_openings", "_tried_at", "busy", "closed", "opened", "until")
+    __slots__ = ("_failures", "_openings", "_tried_at", "busy", "closed", "opened", "until", "why")
 
     def __init__(self) -> None:
         self.closed = True
         self.busy = False  # opened because the worker was busy, not because it failed
+        self.why = ""  # what the request met that opened it: a status, or a trouble's name
         self.until = 0.0
         # How often, and why; a trial that fails does not count, nor what another process saw.
         self.opened = {FAILED: 0, BUSY: 0}
@@ -75,10 +76,18 @@ class Breaker:
         """Close."""
         self.closed = True
         self.busy = False
+        self.why = ""
         self._failures = self._openings = 0
         self._tried_at = None
 
-    def failed(self, now: float, retry_after_s: float | None = None, *, busy: bool = False) -> None:
+    def failed(
+        self,
+        now: float,
+        retry_after_s: float | None = None,
+        *,
+        busy: bool = False,
+        why: str = "",
+    ) -> None:
         """Count a failure, and open once they are too many."""
         asked = retry_after_s if retry_after_s is not None and retry_after_s >= 0 else None
         self._failures += 1
@@ -97,13 +106,15 @@ class Breaker:
             self.opened[BUSY if busy else FAILED] += 1
         self.closed = False
         self.busy = busy
+        self.why = why
         self._tried_at = None
         self.until = max(self.until, now + rest)
 
     def told(self) -> Told:
         """Say all there is, for a breaker of the same worker in another process."""
         tried_at = self._tried_at or 0.0
-        return self.closed, self.busy, self.until, self._failures, self._openings, tried_at
+        counts = self._failures, self._openings
+        return self.closed, self.busy, self.until, *counts, tried_at, self.why
 
     def take(self, told: Told) -> None:
         """Become what another one was.
@@ -112,7 +123,8 @@ class Breaker:
         one, which a sum would take for as many crashes.
         """
         was_closed = self.closed
-        self.closed, self.busy, self.until, self._failures, self._openings, tried_at = told
+        self.closed, self.busy, self.until = told[:3]
+        self._failures, self._openings, tried_at, self.why = told[3:]
         self._tried_at = tried_at or None
         if was_closed and not self.closed:
             self.opened[BUSY if self.busy else FAILED] += 1

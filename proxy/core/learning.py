@@ -11,19 +11,25 @@ from proxy.core.worker import Worker
 ENOUGH_STEPS = 4  # fewer say little of a step's time
 FAILED, BUSY = Outcome.FAILED, Outcome.BUSY
 ERRED = Outcome.ERRED
+A_500 = "500"  # what it erred with
 # By these a worker has said nothing.
 SILENT = (Outcome.CLIENT_GONE, Outcome.UNFINISHED, Outcome.MOOT)
 
 
 def judge(
-    fleet: Fleet, lease: Lease, now: float, outcome: Outcome, retry_after_s: float | None
+    fleet: Fleet,
+    lease: Lease,
+    now: float,
+    outcome: Outcome,
+    retry_after_s: float | None,
+    why: str = "",
 ) -> None:
     """Tell the breaker. Only the trial closes one that is open: others were sent before."""
     worker = lease.worker
     if outcome not in SILENT and lease.ask.computes:
         worker.heard(now)
     if outcome is FAILED or outcome is BUSY:
-        fleet.failed(worker, now, retry_after_s, busy=outcome is BUSY)
+        fleet.failed(worker, now, retry_after_s, busy=outcome is BUSY, why=why)
     elif outcome is ERRED or outcome in SILENT:
         if outcome is ERRED:
             lease.ask.erred_on += (worker,)
@@ -41,7 +47,7 @@ def blame(fleet: Fleet, ask: Ask, now: float) -> None:
     have every worker shut to everybody else.
     """
     for worker in ask.erred_on:
-        fleet.failed(worker, now)
+        fleet.failed(worker, now, why=A_500)
     ask.erred_on = ()
 
 

@@ -113,10 +113,12 @@ class Leases(Placer):
         outcome: Outcome,
         usage: Usage | None = None,
         retry_after_s: float | None = None,
+        why: str = "",
     ) -> None:
         """Release what was charged, and learn from how it went.
 
-        Of a hand-over the outcome is that of the leg under way.
+        Of a hand-over the outcome is that of the leg under way. `why` it failed, if it did, is for
+        people: a status, or a trouble's name.
         """
         worker = lease.worker
         decoding = worker.decoding
@@ -129,10 +131,10 @@ class Leases(Placer):
         if lease.ask.tenant is not None:
             accounts.settle(self.settings.fairness, lease, now, outcome, usage)
         if first is not None:  # it ended in its prefill
-            learning.judge(self.fleet, first, now, outcome, retry_after_s)
+            learning.judge(self.fleet, first, now, outcome, retry_after_s, why)
             learning.judge(self.fleet, lease, now, Outcome.MOOT, None)
             return
-        learning.judge(self.fleet, lease, now, outcome, retry_after_s)
+        learning.judge(self.fleet, lease, now, outcome, retry_after_s, why)
         if outcome is CLIENT_GONE:
             learning.learn_of_leaving(self.fleet, lease, now)
         if outcome is DONE and lease.ask.erred_on:

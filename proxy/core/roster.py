@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import count
 from math import inf
+from typing import Protocol
 
 from proxy.core import holding, seats
 from proxy.core.breaker import Told
@@ -23,6 +24,16 @@ WAITED_S = 600.0  # for a worker, or anybody of an empty pool, to say what is se
 MOST_HEARD = 10_000  # models that are known to have been served; the oldest are forgotten
 STALE_S = 10.0  # a worker that had nothing to do for so long is given the benefit of the doubt
 FORGIVE = 0.1
+
+
+class Witness(Protocol):
+    """Who wants to know which workers are left alone for a while."""
+
+    def rests(self, worker: Worker, now: float) -> None:
+        """Hear that one is, from now on."""
+
+    def is_back(self, worker: Worker) -> None:
+        """Hear that one is given requests again."""
 
 
 def still() -> float:
@@ -47,6 +58,7 @@ class Roster:
         self.by_index: dict[int, Worker] = {}
         self.resting: set[Worker] = set()  # with a breaker that is not closed
         self.others: Others | None = None  # processes that charge the same workers
+        self.witness: Witness | None = None
         self._rank: Callable[[Worker], float] = lambda worker: worker.requests
         self._workers: dict[str, Worker] = {}
         self._clock = clock
@@ -381,20 +393,34 @@ class Roster:
             self._live_changed()
 
     def failed(
-        self, worker: Worker, now: float, retry_after_s: float | None = None, *, busy: bool = False
+        self,
+        worker: Worker,
+        now: float,
+        retry_after_s: float | None = None,
+        *,
+        busy: bool = False,
+        why: str = "",
     ) -> None:
-        """Note that a request failed on a worker."""
-        worker.breaker.failed(now, retry_after_s, busy=busy)
-        if not worker.breaker.closed and self._workers.get(worker.name) is worker:
-            self.resting.add(worker)
-        self.moved(worker)
+        """Note that a request failed on a worker, and why: see `Breaker`."""
+        worker.breaker.failed(now, retry_after_s, busy=busy, why=why)
+        self._judged(worker, now)
 
     def succeeded(self, worker: Worker) -> None:
         """Note that a request was answered."""
-        breaker = worker.breaker
-        if not breaker.closed:
+        worker.breaker.succeeded()
+        self._judged(worker, 0.0)
+
+    def _judged(self, worker: Worker, now: float) -> None:
+        """Know who rests, and tell of each once when it begins to and when it does no more."""
+        rested, witness = worker in self.resting, self.witness
+        if not worker.breaker.closed and self._workers.get(worker.name) is worker:
+            self.resting.add(worker)
+            if witness is not None and not rested:
+                witness.rests(worker, now)
+        elif rested:
             self.resting.discard(worker)
-        breaker.succeeded()
+            if witness is not None:
+                witness.is_back(worker)
         self.moved(worker)
 
     def set_gauges(self, name: str, gauges: Gauges) -> None:
@@ -487,8 +513,4 @@ class Roster:
     def judged_elsewhere(self, worker: Worker, told: Told) -> None:
         """Take what another process has made of a worker's breaker."""
         worker.breaker.take(told)
-        if not worker.breaker.closed and self._workers.get(worker.name) is worker:
-            self.resting.add(worker)
-        else:
-            self.resting.discard(worker)
-        self.moved(worker)
+        self._judged(worker, self._clock())

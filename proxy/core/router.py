@@ -180,6 +180,7 @@ class Router(Leases):
         after: Lease,
         free: bool = False,
         explain: bool = False,
+        why: str = "",
     ) -> Lease | Ticket | Refusal:
         """Finish a lease and submit its request again: see there. Its tenant's place is kept."""
         ask = lease.ask
@@ -187,7 +188,7 @@ class Router(Leases):
         if ledger is not None:
             ledger.hold()
         try:
-            self.finish(lease, now, outcome, None, retry_after_s)
+            self.finish(lease, now, outcome, None, retry_after_s, why)
             return self.submit(ask, now, tried=tried, after=after, free=free, explain=explain)
         finally:
             if ledger is not None:

@@ -23,7 +23,7 @@ LOOK_S = 0.002
 SURE_S = 2.0  # after which all rows are read, whatever was told
 # A row is given to another worker when nobody can have missed that the last one is gone.
 REST_S = 60.0
-NEW: Told = (True, False, 0.0, 0, 0, 0.0)
+NEW: Told = (True, False, 0.0, 0, 0, 0.0, "")
 
 
 class Peer:

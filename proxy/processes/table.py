@@ -24,6 +24,7 @@ from typing import NamedTuple
 from proxy.core.breaker import Told
 from proxy.core.lines import Last
 from proxy.core.tenants import Rank
+from proxy.wire.worker_connection import Trouble
 
 WORD = 8
 MOST_WORKERS = 1024  # rows, one for each worker
@@ -182,8 +183,8 @@ class Sheet:
 
     def write_breaker(self, row: int, at: float, told: Told) -> None:
         """Say what became of a worker's breaker, and when."""
-        closed, busy, until, failures, openings, tried_at = told
-        flags = closed | busy << 1
+        closed, busy, until, failures, openings, tried_at, why = told
+        flags = closed | busy << 1 | _number_of(why) << 2
         place = self._rows + row * ROW_BYTES + AT_BREAKER
         # The moment comes last: nobody may believe the old state to be as new as that.
         _store(self._memory, place, BREAKER.pack(0.0, flags, until, failures, openings, tried_at))
@@ -194,7 +195,7 @@ class Sheet:
         place = self._rows + row * ROW_BYTES + AT_BREAKER
         at, flags, until, failures, openings, tried_at = BREAKER.unpack_from(self._memory, place)
         closed, busy = bool(flags & 1), bool(flags & 2)
-        return at, (closed, busy, until, failures, openings, tried_at)
+        return at, (closed, busy, until, failures, openings, tried_at, _why(flags >> 2))
 
     def has(self, row: int) -> bool:
         """Whether anything is charged to a worker."""
@@ -337,11 +338,24 @@ class Sheet:
         return (now, found) if self.count(LOGGED) - since <= LOG else (now, [])
 
 
+def _number_of(why: str) -> int:
+    """Write why a breaker opened, a status or a trouble, as a number; 0 is nothing known."""
+    if why.isdecimal():
+        return int(why) + len(TROUBLES)
+    return TROUBLES.index(why) if why in TROUBLES else 0
+
+
+def _why(number: int) -> str:
+    """Read that."""
+    return TROUBLES[number] if number < len(TROUBLES) else str(number - len(TROUBLES))
+
+
 def _store(memory: mmap.mmap, place: int, numbers: bytes) -> None:
     # `pack_into` writes zeroes first, and others would see them.
     memory[place : place + len(numbers)] = numbers
 
 
 ONE_COUNT, ONE_TIME, MARK = Struct("@q"), Struct("@d"), Struct("@Q")
+TROUBLES = ("", *(trouble.value for trouble in Trouble))
 LENGTH_BITS = 8
 LENGTH_MASK = (1 << LENGTH_BITS) - 1

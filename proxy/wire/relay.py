@@ -227,7 +227,9 @@ class Exchange:
             outcome = OUTCOMES.get(status, Outcome.FAILED)
             if outcome is Outcome.ERRED and retry_after_s is not None:
                 outcome = Outcome.FAILED  # it knows that it is at fault
-            refusal = self._try_another(now, outcome, Trouble.STATUS, retry_after_s)
+            refusal = self._try_another(
+                now, outcome, Trouble.STATUS, retry_after_s, why=str(status)
+            )
             if refusal is None:
                 return
             self._last_refusal = refusal
@@ -426,7 +428,7 @@ class Exchange:
             self._refuse(now, refusal)
             return
         if self._lease is not None:
-            self._wire.router.finish(self._lease, now, Outcome.FAILED)
+            self._wire.router.finish(self._lease, now, Outcome.FAILED, why=trouble.value)
         what = "The worker failed while it answered."
         self._break_off(now, answering.last_words(what, f"worker_{trouble}"))
 
@@ -445,10 +447,11 @@ class Exchange:
         retry_after_s: float | None = None,
         *,
         free: bool = False,
+        why: str = "",
     ) -> Refusal | None:
         """Give up on this worker; a refusal if no other is to be asked.
 
-        `free`: it costs no retry.
+        `free`: it costs no retry. `why`: the trouble in more words than its name.
         """
         lease, wire = self._lease, self._wire
         if lease is None:
@@ -471,6 +474,7 @@ class Exchange:
             after=failed,
             free=free,
             explain=self._request.head.explain,
+            why=why or trouble.value,
         )
         if not isinstance(placed, Refusal):
             wire.metrics.retried(worker.name, trouble.value)

@@ -113,12 +113,13 @@ def test_of_a_large_fleet_those_in_trouble_are_shown_and_all_are_counted(
     router = router_of(*(spec(f"w{n}", SHORT if n < 2 else LONG) for n in range(6)))
     w0, _, _, _, w4, w5 = router.fleet
     for _ in range(FAILURES):
-        router.fleet.failed(w4, 1.0)
+        router.fleet.failed(w4, 1.0, why="reset")
         router.fleet.probe_failed("w5", 1.0)
     w0.requests = w5.requests = 2
     told = LiveState(Metrics(router))(2.0)
     shown = [(each["name"], each["state"], each["well"]) for each in told["workers"]]
     assert shown == [("w4", "resting", False), ("w5", "down", False), ("w0", "up", True)]
+    assert told["workers"][0]["why"].startswith("it closed the connection")
     assert told["more_workers"] == 3
     assert told["pools"] == [
         {"role": "long", "workers": 4, "up": 2, "requests": 2},

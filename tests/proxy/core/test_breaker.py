@@ -52,6 +52,21 @@ def test_it_tells_how_often_it_opened_and_why() -> None:
     assert breaker.opened == {FAILED: 2, BUSY: 1}
 
 
+def test_it_knows_what_opened_it_last() -> None:
+    breaker, other = Breaker(), Breaker()
+    for why in ("reset", "timeout", "502"):
+        breaker.failed(0.0, why=why)
+    assert breaker.why == "502"
+    breaker.failed(0.1, why="reset")  # another that was under way
+    assert breaker.why == "502"
+    breaker.sent(FIRST_REST_S)
+    breaker.failed(FIRST_REST_S, why="connect")
+    other.take(breaker.told())
+    assert (other.why, other.told()) == ("connect", breaker.told())
+    breaker.succeeded()
+    assert breaker.why == ""
+
+
 def test_a_success_between_them_does_not() -> None:
     breaker = Breaker()
     for _ in range(10):

@@ -207,7 +207,7 @@ def test_a_trial_given_up_is_told() -> None:
     others = router.fleet.others = Noted()
     router.finish(lease, 5.1, Outcome.CLIENT_GONE)
     assert worker in others.told
-    assert worker.breaker.told()[-1] == LONG_AGO
+    assert LONG_AGO in worker.breaker.told()
 
 
 def test_a_fleet_without_others_is_alone() -> None:

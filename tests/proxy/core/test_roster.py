@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from proxy.core import roster
+from proxy.core.breaker import FAILURES, Breaker
 from proxy.core.decisions import Decision, Handover, Lease
 from proxy.core.elsewhere import own
 from proxy.core.fleet import Fleet
@@ -16,7 +17,7 @@ from proxy.core.records import Gauges
 from proxy.core.roster import STALE_S, WAITED_S
 from proxy.core.seats import HEEDED_S
 from proxy.core.types import Outcome, Reason, Role
-from proxy.core.worker import WORKS_S
+from proxy.core.worker import WORKS_S, Worker
 from tests.proxy.core.making import (
     LONG,
     MODEL,
@@ -505,3 +506,59 @@ def test_one_at_another_address_has_nothing_of_a_namesake() -> None:
     assert members(fleet)[0].requests == 0
     assert not fleet._leaving
     assert not fleet._left
+
+
+class Seen:
+    """Notes what it hears of."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self.said: list[tuple[str, str, str]] = []
+        fleet.witness = self
+
+    def rests(self, worker: Worker, now: float) -> None:
+        """Note who."""
+        self.said.append(("rests", worker.name, f"{worker.breaker.why} at {now:g}"))
+
+    def is_back(self, worker: Worker) -> None:
+        """Note who."""
+        self.said.append(("is back", worker.name, ""))
+
+
+def test_a_rest_is_told_once_and_so_is_its_end() -> None:
+    fleet = fleet_of(spec("a"), spec("b"))
+    a, _ = fleet
+    seen = Seen(fleet)
+    for at in range(10):
+        fleet.failed(a, float(at), why="reset")  # a trial that fails, too
+        a.breaker.sent(at + 0.5)
+    assert seen.said == [("rests", "a", f"reset at {FAILURES - 1}")]
+    fleet.succeeded(a)
+    fleet.succeeded(a)
+    assert seen.said[1:] == [("is back", "a", "")]
+    fleet.failed(a, 20.0, 60.0, busy=True, why="429")
+    assert seen.said[2:] == [("rests", "a", "429 at 20")]
+
+
+def test_what_another_process_made_of_a_breaker_is_told_too() -> None:
+    fleet = fleet_of(spec("a"))
+    [a] = fleet
+    seen = Seen(fleet)
+    other = Breaker()
+    other.failed(1.0, busy=True, why="503")
+    for _ in range(2):
+        fleet.judged_elsewhere(a, other.told())
+    other.succeeded()
+    fleet.judged_elsewhere(a, other.told())
+    assert seen.said == [("rests", "a", "503 at 0"), ("is back", "a", "")]
+
+
+def test_of_a_worker_that_is_gone_nothing_is_told() -> None:
+    fleet = fleet_of(spec("a"), spec("b"))
+    a, b = fleet
+    fleet.failed(b, 0.0, busy=True)
+    seen = Seen(fleet)
+    for worker in (a, b):
+        fleet.remove(worker.name)
+        fleet.failed(worker, 1.0, busy=True)
+        fleet.succeeded(worker)
+    assert seen.said == []

@@ -305,10 +305,13 @@ async def with_key(client: Client, key: str) -> int:
     return (await client.ask(chat("hi", bearer(key)))).status
 
 
+@pytest.mark.parametrize("who", [0, 1])
 async def test_a_breaker_that_one_opens_keeps_all_away(
-    crew: Crew, fakes: dict[str, FakeWorker]
+    crew: Crew, fakes: dict[str, FakeWorker], who: int
 ) -> None:
-    first, second = (await crew.each()).values()
+    clients = await crew.each()
+    first, second = (clients[mark] for mark in sorted(clients, reverse=bool(who)))
+    before = len(rests(crew))
     # It asks to be left alone for a while.
     fakes["a"].always(scripts.error(503, "busy", (b"retry-after", b"2")))
     while not fakes["a"].served:
@@ -316,6 +319,7 @@ async def test_a_breaker_that_one_opens_keeps_all_away(
     assert len(fakes["a"].served) == 1
     # It takes no more than the end of a turn to tell; but nothing says when that was.
     await crew.until(lambda workers: workers["a"]["state"] == "resting")
+    await crew.until(lambda workers: workers["a"]["why"].startswith("it answered 503; "))
     assert await asked(second, 6) == [200] * 6
     assert len(fakes["a"].served) == 1
     fakes["a"].always(scripts.answer())
@@ -325,8 +329,19 @@ async def test_a_breaker_that_one_opens_keeps_all_away(
     await crew.up()
     assert await asked(first, 4) == [200] * 4
     assert len(fakes["a"].served) >= 3
+    crew.says("worker a answers, and", times=before // 2 + 1)
+    began, ended = rests(crew)[before:]  # each once, whoever saw it
+    assert "WARNING" in began
+    assert began.endswith(" s: it answered 503\n")
+    assert "INFO" in ended
     first.close()
     second.close()
+
+
+def rests(crew: Crew) -> list[str]:
+    """Return what the router has said of rests of the first worker, and of their ends."""
+    words = "worker a is left alone", "worker a answers, and"
+    return [line for line in crew.said if any(each in line for each in words)]
 
 
 @pytest.mark.parametrize("who", ["leader", "other"])

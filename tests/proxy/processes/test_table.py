@@ -26,9 +26,10 @@ from proxy.processes.table import (
     Taken,
     Tide,
 )
+from proxy.wire.worker_connection import Trouble
 
 LOAD = Load(1, 2, 3, 4, 5, 6, 7, 8, 9, 10)
-TOLD = (False, True, 12.5, 3, 2, 11.0)
+TOLD = (False, True, 12.5, 3, 2, 11.0, "503")
 
 
 @pytest.fixture
@@ -36,6 +37,17 @@ def table() -> Iterator[Table]:
     made = Table.make(3)
     yield made
     made.close()
+
+
+@pytest.mark.parametrize("why", ["", "100", "503", "999", *Trouble])
+def test_why_a_breaker_opened_is_told(table: Table, why: str) -> None:
+    sheet = table.sheet(1)
+    for flags in ((True, False), (False, True), (False, False)):
+        told = (*flags, 12.5, 3, 2, 11.0, str(why))
+        sheet.write_breaker(0, 7.0, told)
+        assert sheet.read_breaker(0) == (7.0, told)
+    sheet.write_breaker(0, 7.0, (*TOLD[:-1], "what nobody knows"))
+    assert sheet.read_breaker(0)[1] == (*TOLD[:-1], "")
 
 
 def test_each_writes_beside_the_others(table: Table) -> None:

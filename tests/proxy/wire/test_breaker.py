@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from email.utils import formatdate
 from itertools import islice
 
 import pytest
 
+from proxy.control.resting import TROUBLES, Resting
+from proxy.control.shapes import why_not
 from proxy.core.breaker import TRIAL_S
 from tests.proxy.wire import scripts
 from tests.proxy.wire.client import chat
@@ -46,6 +49,62 @@ async def test_failures_in_a_row_open_it(start: Start, status: int) -> None:
 async def test_broken_connections_open_it(start: Start, script: Script) -> None:
     site = await two(start, script)
     assert await ask(site, 20) == 3
+
+
+HEAD = scripts.head(200, (b"content-type", scripts.SSE), (b"transfer-encoding", b"chunked"))
+ILL: dict[str, tuple[Script, str]] = {
+    "502": (scripts.error(502), "it answered 502"),
+    "429": (scripts.error(429), "it answered 429"),
+    "500, which the other has not": (scripts.error(500), "it answered 500"),
+    "closed": (scripts.hang_up, TROUBLES["reset"]),
+    "stalled": (scripts.stall, TROUBLES["timeout"]),
+    "no HTTP": (scripts.raw(b"SSH-2.0-x\r\n"), TROUBLES["broken"]),
+    "cut": (scripts.raw(HEAD + scripts.chunk(scripts.token("a")), end="reset"), TROUBLES["reset"]),
+}
+
+
+@pytest.mark.parametrize("name", ILL)
+async def test_it_is_said_once_why_and_when_it_is_over(
+    start: Start, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    script, why = ILL[name]
+    caplog.set_level(logging.INFO)
+    site = await start(Fake("w0"), Fake("w1"), router=TURNS, wire={"first_byte_s": 0.2})
+    site.fleet.witness = Resting()
+    site.fakes["w0"].always(script)
+    site.stand_still()
+
+    async def many() -> None:
+        for _ in range(8):
+            asking = asyncio.create_task(site.ask(chat(stream=True)))
+            while not (await asyncio.wait([asking], timeout=0.01))[0]:
+                site.skip(0.01)
+            assert (await asking).status == 200
+
+    await many()
+    assert why_not(site.worker(), site.clock()).startswith(f"{why}; ")
+    site.fakes["w0"].always(scripts.answer())
+    site.skip(30.0)
+    await many()
+    assert why_not(site.worker(), site.clock()) == ""
+    said = [(each.levelname, each.getMessage()) for each in caplog.records]
+    [(warning, began), (info, ended)] = said
+    assert (warning, info) == ("WARNING", "INFO")
+    assert began.startswith("worker w0 is left alone for ")
+    assert began.endswith(f" s: {why}")
+    assert ended == "worker w0 answers, and is given requests again"
+
+
+async def test_one_that_takes_no_connection_is_said_to(
+    start: Start, caplog: pytest.LogCaptureFixture
+) -> None:
+    site = await start(Fake("w0"), Fake("w1"), router=TURNS)
+    site.fleet.witness = Resting()
+    await site.fakes["w0"].refuse()
+    site.stand_still()
+    await ask(site, 10)
+    [said] = [each.getMessage() for each in caplog.records]
+    assert said == f"worker w0 is left alone for 0.5 s: {TROUBLES['connect']}"
 
 
 @pytest.mark.parametrize("status", [429, 503])

@@ -1,0 +1,56 @@
+"""Who rests, in the log and for operators."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from proxy.control.resting import TROUBLES, Resting, why_it_rests
+from proxy.core.breaker import FAILURES, FIRST_REST_S, LONGEST_REST_S, TRIAL_S
+from proxy.wire.worker_connection import Trouble
+from tests.proxy.core.making import fleet_of, spec
+
+NEVER = {Trouble.STATUS, Trouble.OURS}  # a status is told itself, and the other is no worker's
+
+
+def test_every_trouble_has_its_words() -> None:
+    assert set(TROUBLES) == {trouble.value for trouble in Trouble} - NEVER
+
+
+def test_a_rest_is_a_line_and_its_end_another(caplog: pytest.LogCaptureFixture) -> None:
+    fleet = fleet_of(spec("a"))
+    [worker] = fleet
+    fleet.witness = Resting()
+    with caplog.at_level(logging.INFO):
+        now = 0.0
+        for _ in range(30):
+            fleet.failed(worker, now, why="502")
+            now = max(worker.breaker.until, now)
+            worker.breaker.sent(now)
+        fleet.succeeded(worker)
+        fleet.failed(worker, now, 20.0, busy=True, why="503")
+    said = [(record.levelname, record.getMessage()) for record in caplog.records]
+    assert said == [
+        ("WARNING", f"worker a is left alone for {FIRST_REST_S:g} s: it answered 502"),
+        ("INFO", "worker a answers, and is given requests again"),
+        ("WARNING", "worker a is left alone for 20 s: it answered 503"),
+    ]
+
+
+def test_operators_are_told_when_it_is_asked_again() -> None:
+    fleet = fleet_of(spec("a"))
+    [worker] = fleet
+    for _ in range(FAILURES):
+        fleet.failed(worker, 10.0, why="timeout")
+    late = "it did not answer in time"
+    assert why_it_rests(worker, 10.0) == f"{late}; left alone for 0.5 s more"
+    assert why_it_rests(worker, 10.5) == f"{late}; the next request tries it"
+    worker.breaker.sent(11.0)
+    assert why_it_rests(worker, 11.5) == f"{late}; a request tries it now"
+    assert why_it_rests(worker, 11.0 + TRIAL_S) == f"{late}; the next request tries it"
+    fleet.failed(worker, 14.0, LONGEST_REST_S)
+    assert why_it_rests(worker, 14.0) == "requests failed there; left alone for 30 s more"
+    fleet.succeeded(worker)
+    fleet.failed(worker, 15.0, busy=True)
+    assert why_it_rests(worker, 15.0).startswith("it is busy; ")
