@@ -24,6 +24,17 @@ LENGTH = re.compile(rb"\r\nContent-Length: \d+\r\n")
 RESPONSE_ID = re.compile(rb'"id"\s*:\s*"(resp_[^"\\]{1,200})"')
 RESPONSE_ID_BYTES = 8192
 MOST_HELD = 1 << 20
+# Routes whose streams end with [DONE]; typed ones end otherwise.
+SAY_DONE = frozenset(
+    [
+        "chat/completions",
+        "completions",
+        "cohere/v2/chat",
+        "inference/v1/generate",
+        "audio/transcriptions",
+        "audio/translations",
+    ]
+)
 
 
 class Answering:
@@ -37,6 +48,7 @@ class Answering:
         "_hides",
         "_stream",
         "_tail",
+        "_until_close",
         "has_begun",
         "keep_alive",
         "status",
@@ -60,6 +72,7 @@ class Answering:
         self._stream: EventStream | None = None
         self._tail: bytes | None = None  # of a JSON body, where usage will be
         self._chunked = False
+        self._until_close = head.until_close
         self._cached = cached_tokens  # to be told in place of what the worker says
         self._hides = hides_usage  # whether a stream's usage was not asked for by the client
         self._held = b""
@@ -116,6 +129,17 @@ class Answering:
             self._cached = None  # an answer this long: its count has to do
         self._tail = body[-TAIL:]
         return body
+
+    def is_cut(self, route: str, body: bytes) -> bool:
+        """Whether a stream ends without its last word, where nothing else tells its end.
+
+        Its end is that of the connection then, and so is the death of its worker. `body`: its last
+        piece, not taken yet.
+        """
+        stream = self._stream
+        if stream is None or not self._until_close or route not in SAY_DONE:
+            return False
+        return not stream.says_done(body)
 
     @property
     def flowing(self) -> EventStream | None:

@@ -273,6 +273,9 @@ class Exchange:
                 return
             answering = self._answering = self._answer(head)
         if ended:
+            if answering.is_cut(self._route.name, body):
+                self.lost(now, Trouble.RESET)
+                return
             self.connection = None
         handing = self._handing
         if handing is not None and handing.waits and answering.status == OK:

@@ -37,6 +37,7 @@ APART = re.compile(rb'"cache_(?:read|creation)_input_tokens"\s*:\s*(\d+)')
 # How a piece ends, the second as a chunk: with a choice, as nearly all do, or with the last word.
 CHOICE = b"}]}\n\n", b"}]}\n\n\r\n", b"}]}\r\n\r\n"
 LAST_WORDS = b"[DONE]\n\n", b"[DONE]\n\n\r\n", b"[DONE]\r\n\r\n"
+DONE = re.compile(rb"(?:\A|\n)data: ?\[DONE\]")  # no line of JSON begins so, whatever text is in it
 ERROR, EMPTY = b'data: {"error"', b"[]"
 COMMENT = b"\n:"  # as keeps a connection alive; no line of JSON begins so
 # Of typed streams, what ends an answer and what signs a thought; both end as no other delta does.
@@ -94,6 +95,10 @@ class EventStream:
     def rest(self) -> bytes:
         """Return what was held back, now that the answer has ended."""
         return self._held
+
+    def says_done(self, more: bytes = b"") -> bool:
+        """Whether its last word is there, with what may have come and was not fed."""
+        return DONE.search(b"".join((*self._last, self._held, more))) is not None
 
     def usage(self) -> Usage | None:
         """Return what the last events say of it."""

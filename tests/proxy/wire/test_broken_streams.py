@@ -108,6 +108,94 @@ async def test_a_stream_that_ended_well_gets_no_error(site: Site) -> None:
         assert answer.body == b"".join(FIRST) + scripts.DONE
 
 
+UNFRAMED = scripts.head(200, (b"content-type", scripts.SSE))
+DONE_PATHS = [
+    "/v1/chat/completions",
+    "/v1/completions",
+    "/inference/v1/generate",
+    "/cohere/v2/chat",
+    "/v1/audio/transcriptions",
+]
+BODY = b'{"model": "tiny", "prompt": "hi", "messages": [], "token_ids": [1], "stream": true}'
+# What a client writes is quoted, so it is no event of its own.
+QUOTED = scripts.token("x\ndata: [DONE]\n\n")
+
+
+def to(path: str) -> bytes:
+    """Ask for a stream there."""
+    if "audio" not in path:
+        return request(BODY, path=path)
+    part = b'--x\r\nContent-Disposition: form-data; name="model"\r\n\r\ntiny\r\n--x--\r\n'
+    data = request(part, path=path)
+    return data.replace(b"application/json", b"multipart/form-data; boundary=x")
+
+
+@pytest.mark.parametrize("path", DONE_PATHS)
+@pytest.mark.parametrize("last", [FIRST[1], HALF, QUOTED], ids=["event", "half", "quoted"])
+@pytest.mark.parametrize("old", [False, True], ids=["1.1", "1.0"])
+async def test_one_without_framing_that_stops_without_its_last_word_was_cut_off(
+    start: Start, path: str, last: bytes, old: bool
+) -> None:
+    """Its end is that of the connection, as if its worker had died."""
+    site = await start(Fake("w0"), Fake("w1"))
+    site.always(scripts.raw(UNFRAMED + FIRST[0], last, gap_s=0.02, end="close"))
+    client = await site.client()
+    asked = to(path)
+    await client.send(asked.replace(b"HTTP/1.1", b"HTTP/1.0") if old else asked)
+    head = await client.head()
+    body = await client.body(head)
+    whole = b"" if last is HALF else last
+    assert body.startswith(FIRST[0] + whole + b'data: {"error"')
+    assert b'"worker_reset"' in body
+    assert b"[DONE]" not in body[len(FIRST[0] + whole) :]
+    assert await client.closed() == b""
+    assert len(site.served()) == 1
+    assert not any(worker.breaker.spotless for worker in site.fleet if worker.name == "w0")
+
+
+@pytest.mark.parametrize("path", DONE_PATHS)
+@pytest.mark.parametrize("end", [b"", b"\n", b": bye\n\n"])
+async def test_one_without_framing_that_has_its_last_word_is_whole(
+    site: Site, path: str, end: bytes
+) -> None:
+    site.fake.then(
+        scripts.raw(UNFRAMED + FIRST[0], FIRST[1], scripts.DONE + end, gap_s=0.02, end="close")
+    )
+    client = await site.client()
+    answer = await client.ask(to(path))
+    assert answer.body == b"".join(FIRST) + scripts.DONE + end
+    assert (await client.ask(chat())).status == 200
+    assert site.worker().breaker.spotless
+
+
+async def test_last_words_may_be_cut_from_what_stands_before_them(site: Site) -> None:
+    """In CRLF, without a blank after the colon, and with no empty line at the end."""
+    for said in (b"data:[DONE]\n\n", b"data: [DONE]\r\n\r\n", b"data: [DONE]\n", b"data: [DONE]"):
+        site.fake.then(
+            scripts.raw(UNFRAMED + FIRST[0], said[:8], said[8:], gap_s=0.02, end="close")
+        )
+        assert (await site.ask(chat(stream=True))).body == FIRST[0] + said
+
+
+@pytest.mark.parametrize("said", [b"", HALF])
+async def test_one_without_framing_that_says_nothing_is_asked_elsewhere(
+    start: Start, said: bytes
+) -> None:
+    site = await start(Fake("w0"), Fake("w1"), router={"policy": "round_robin"})
+    site.fakes["w0"].always(scripts.raw(UNFRAMED + said, end="close"))
+    assert (await site.ask(chat(stream=True))).body.endswith(scripts.DONE)
+    assert [len(fake.served) for fake in site.fakes.values()] == [1, 1]
+
+
+@pytest.mark.parametrize("path", ["/v1/responses", "/v1/messages"])
+async def test_typed_streams_without_framing_end_as_they_do(site: Site, path: str) -> None:
+    """They have no such word."""
+    typed = b'event: response.output_text.delta\ndata: {"type": "x", "delta": "a"}\n\n'
+    site.fake.then(scripts.raw(UNFRAMED + typed, end="close"))
+    body = b'{"model": "tiny", "input": "hi", "messages": [], "max_tokens": 1, "stream": true}'
+    assert (await site.ask(request(body, path=path))).body == typed
+
+
 async def test_what_a_worker_calls_the_end_is_the_end(site: Site) -> None:
     """A whole body without [DONE] passes as it is: nothing is made up, either way."""
     site.fake.then(scripts.raw(SSE_HEAD + CHUNKS + scripts.LAST_CHUNK))
