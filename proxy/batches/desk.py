@@ -206,7 +206,7 @@ class Visit:
 
     @property
     def _keeps(self) -> bool:
-        return self._keep_alive and not self._desk.wire.draining
+        return self._keep_alive and not self._desk.wire.leaving
 
     @property
     def _headers(self) -> list[tuple[bytes, bytes]]:

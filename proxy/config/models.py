@@ -350,7 +350,8 @@ class RouterConfig(Block):
     drain_notice_s: Annotated[float, Field(ge=0)] = Field(
         0.0,
         description="of those, in which /ready says 503 and all is served still: so that a load "
-        "balancer that asks it has heard before connections are refused",
+        "balancer that asks it has heard before connections are refused, and who keeps one hears "
+        "with its next answer to take another; those that are idle at its end are closed",
     )
     queue: QueueConfig = QueueConfig()
     timeouts: TimeoutConfig = TimeoutConfig()

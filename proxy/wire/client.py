@@ -95,7 +95,7 @@ class ClientConnection(asyncio.Protocol):
         notice_silence(transport)
         self._wire.client_came(self)
         self.limit(self._wire.settings)  # there may be new ones since it was accepted
-        self._rest(self._wire.clock())
+        self._listen(self._wire.clock())
 
     def limit(self, settings: WireSettings) -> None:
         """Take new bounds for what else the client asks."""
@@ -191,6 +191,13 @@ class ClientConnection(asyncio.Protocol):
         else:
             self._part(now, refusals.draining())
 
+    def part_if_idle(self, now: float) -> None:
+        """Close, because nothing new is served, unless something is asked, or about to be."""
+        if self._exchange is not None or self._leaving or not self.writable:
+            return
+        if self._reader.state is Reading.NOTHING and not self._sees(select.POLLIN):
+            self.leave(now)
+
     def abort(self) -> None:
         """Close now."""
         self._transport.abort()
@@ -227,13 +234,17 @@ class ClientConnection(asyncio.Protocol):
 
     def look(self) -> None:
         """See whether a client has left that we don't read from: nobody else would tell us."""
-        if (raw := socket_of(self._transport)) is None:
-            return
-        poll = select.poll()
-        poll.register(raw.fileno(), LEFT)
-        if poll.poll(0):
+        if self._sees(LEFT):
             self._gone()
             self._transport.abort()
+
+    def _sees(self, events: int) -> bool:
+        """Whether any of these has happened to the socket, be it not heard of yet."""
+        if (raw := socket_of(self._transport)) is None:
+            return False
+        poll = select.poll()
+        poll.register(raw.fileno(), events)
+        return bool(poll.poll(0))
 
     def _take_turns(self, now: float) -> None:
         """Answer requests that are ready, one after the other."""
@@ -274,7 +285,7 @@ class ClientConnection(asyncio.Protocol):
             self._exchange = wire.begin(self, request, head.route)
             self._exchange.start(now)
             return
-        keep_alive = head.keep_alive and not wire.draining
+        keep_alive = head.keep_alive and not wire.leaving
         if head.path == METRICS and head.refusal is None:
             self.deadline = inf
             self._exchange = PageVisit(wire, self, request)
@@ -309,7 +320,14 @@ class ClientConnection(asyncio.Protocol):
             self._transport.resume_reading()
 
     def _rest(self, now: float) -> None:
-        """Wait for more of the client, with the patience that is due to what comes next."""
+        """Wait for more of the client, unless nothing more would be served."""
+        if self._wire.draining:
+            self.part_if_idle(now)
+        if not self._leaving:
+            self._listen(now)
+
+    def _listen(self, now: float) -> None:
+        """Wait for it with the patience that is due to what comes next."""
         reader, settings = self._reader, self._wire.settings
         if self._reading_paused:
             self._read_on()

@@ -42,9 +42,8 @@ def local_answer(wire: Wire, request: Request, *, keep_alive: bool) -> bytes:
     bodiless = head.method == "HEAD"
     body = b""
     if head.path == "/ready":
-        leaving = wire.leaving or wire.draining
-        if leaving or not live(fleet):
-            why = "the router is shutting down" if leaving else "no worker is up"
+        if wire.leaving or not live(fleet):
+            why = "the router is shutting down" if wire.leaving else "no worker is up"
             refusal = Refusal(503, Reason.NO_WORKER, why, retry_after_s=1.0)
             return refuse(refusal, request, keep_alive=keep_alive)
     elif head.path == MODELS:

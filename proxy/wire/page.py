@@ -43,7 +43,7 @@ class PageVisit:
         if self not in self._wire.visits:  # its client left after the page was written
             return
         self._wire.visit_over(self)
-        keep_alive = self._request.head.keep_alive and not self._wire.draining
+        keep_alive = self._request.head.keep_alive and not self._wire.leaving
         if error:
             logger.warning("no metrics: %s", repr(error))
             refusal = Refusal(503, Reason.NO_WORKER, "not all processes answer", retry_after_s=1.0)

@@ -253,7 +253,7 @@ class Exchange:
 
     def _answer(self, head: Head, cached_tokens: int | None = None) -> Answering:
         request = self._request
-        keep_alive = request.head.keep_alive and not self._wire.draining
+        keep_alive = request.head.keep_alive and not self._wire.leaving
         changed = None if self._ask is None else self._ask.fields
         return Answering(
             request,
@@ -309,7 +309,7 @@ class Exchange:
         if (
             length is None
             or lease is None
-            or wire.draining
+            or wire.leaving
             or asked.explain
             or asked.http_1_0
             or not asked.keep_alive
@@ -554,7 +554,7 @@ class Exchange:
         self._wire.settle(now)
 
     def _refuse(self, now: float, refusal: Refusal) -> None:
-        keep_alive = self._request.head.keep_alive and not self._wire.draining
+        keep_alive = self._request.head.keep_alive and not self._wire.leaving
         answer = refuse(refusal, self._request, keep_alive=keep_alive)
         self.record.sent_bytes += len(answer)
         self._books(now, refusal.status, refusal.reason)

@@ -76,8 +76,8 @@ class Wire:
         self.metrics = metrics
         self.clock = clock
         self.port = 0  # known once it listens
-        self.leaving = False  # which /ready tells, and nothing else yet
-        self.draining = False
+        self.leaving = False  # all is served, and who keeps a connection is told to take another
+        self.draining = False  # nothing new is served
         self.clients: set[ClientConnection] = set()
         self.unread: set[ClientConnection] = set()  # that are not read from for now
         self.exchanges: set[Exchange] = set()
@@ -141,7 +141,8 @@ class Wire:
     async def drain(self, deadline_s: float) -> None:
         """Take nothing new, let the old finish until the deadline, then close.
 
-        Before that, for as long as was asked for, whoever wants to know is told to go elsewhere.
+        Before that, for as long as was asked for, whoever wants to know is told to go elsewhere,
+        and so is, with its answer, who keeps a connection.
         """
         give_up = self.clock() + deadline_s
         self.leaving = True
@@ -150,6 +151,8 @@ class Wire:
         self.draining = True
         for server in self._servers:
             server.close()
+        for client in list(self.clients):
+            client.part_if_idle(self.clock())
         await self._until(lambda: not self.exchanges and not self.visits, give_up)
         now = self.clock()
         for conversation in [*self.exchanges, *self.visits]:
@@ -162,7 +165,7 @@ class Wire:
 
     async def close(self) -> None:
         """Close everything now."""
-        self.draining = True
+        self.leaving = self.draining = True
         for server in self._servers:
             server.close()
         for client in list(self.clients):

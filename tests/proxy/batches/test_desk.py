@@ -163,6 +163,14 @@ async def test_who_leaves_is_no_trouble(office: Office) -> None:
     await eventually(lambda: not office.site.wire.visits)
 
 
+async def test_who_keeps_a_connection_is_told_that_the_router_leaves(office: Office) -> None:
+    office.site.wire.leaving = True
+    client = await office.site.client()
+    answer = await client.ask(get("/v1/files"))
+    assert (answer.status, answer.one(b"connection")) == (200, b"close")
+    assert await client.closed() == b""
+
+
 async def test_a_stop_ends_what_is_read(office: Office) -> None:
     made = await office.client.files.create(file=("in", b"x" * (24 << 20)), purpose="batch")
     client = await office.site.client(rcvbuf=1 << 16)

@@ -33,13 +33,14 @@ class Crew:
         *,
         listens: tuple[int, int] = (0, 0),
         drain_s: float = 5.0,
+        notice_s: float = 0.0,
         more: str = "",
     ) -> None:
         self.ports = {name: free_port() for name in workers}
         self.file = folder / "fleet.yaml"
         self.count = count
         self.listens = listens  # clients' port and operators', as asked for
-        self.drain_s = drain_s
+        self.drain_s, self.notice_s = drain_s, notice_s
         self.more = more  # of the fleet file
         self.write(*workers)
         self.said: list[str] = []
@@ -66,7 +67,8 @@ class Crew:
         self.file.write_text(
             f"model: tiny\nworkers:\n{lines}routing: {routing}\n"
             f"router: {{port: {port}, admin: {{port: {admin}}}, processes: {self.count}, "
-            f"drain_s: {self.drain_s}, probe: {{interval_s: 0.05}}}}\n{self.more}"
+            f"drain_s: {self.drain_s}, drain_notice_s: {self.notice_s}, "
+            f"probe: {{interval_s: 0.05}}}}\n{self.more}"
         )
 
     def _read(self) -> None:

@@ -454,6 +454,42 @@ async def test_a_drain_lets_requests_finish_in_all_processes(tmp_path: Path) -> 
             await fake.stop()
 
 
+async def test_clients_of_all_processes_are_told_to_move_on_and_idle_ones_are_let_go(
+    tmp_path: Path,
+) -> None:
+    crew = Crew(tmp_path, NAMES, drain_s=DEADLINE_S, notice_s=8.0)
+    fakes = await listening(crew)
+    try:
+        await crew.up()
+        opening = asyncio.Event()
+        asking, idle, busy = [list((await crew.each()).values()) for _ in range(3)]
+        crew.tell(signal.SIGTERM)
+        for client in asking:
+            give_up = time.monotonic() + DEADLINE_S
+            while not (answer := await client.ask(chat())).all(b"connection"):
+                assert time.monotonic() < give_up
+            assert (answer.status, answer.one(b"connection")) == (200, b"close")
+            assert await client.closed() == b""
+        new = await Client.connect(crew.port)
+        assert (await new.ask(chat())).status == 200
+        for fake in fakes.values():
+            fake.always(scripts.gated(opening, scripts.answer()))
+        for client in busy:
+            await client.send(chat())
+        for client in idle:
+            assert await client.closed(within=DEADLINE_S) == b""
+        assert crew.process.poll() is None
+        opening.set()
+        assert [(await client.answer()).status for client in busy] == [200, 200]
+        assert await asyncio.to_thread(crew.process.wait, DEADLINE_S) == 0
+        for client in (*asking, *idle, *busy, new):
+            client.close()
+    finally:
+        crew.close()
+        for fake in fakes.values():
+            await fake.stop()
+
+
 async def test_nothing_is_left_of_a_supervisor_that_is_killed(tmp_path: Path) -> None:
     crew = Crew(tmp_path, NAMES)
     try:

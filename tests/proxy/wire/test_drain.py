@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import pytest
 
 from proxy.wire.request_reader import Reading
 from tests.proxy.wire import scripts
-from tests.proxy.wire.client import DEADLINE_S, BrokenError, chat, get
+from tests.proxy.wire.client import DEADLINE_S, Answer, BrokenError, chat, get
 from tests.proxy.wire.conftest import Start
+from tests.proxy.wire.fake_worker import Call
 from tests.proxy.wire.site import Fake, Site, eventually
 
 
@@ -44,20 +48,142 @@ async def test_it_ends_as_soon_as_the_old_is_done(start: Start) -> None:
         await site.wire.drain(3600.0)
 
 
+@asynccontextmanager
+async def leaving(site: Site) -> AsyncIterator[None]:
+    """Have a router in its notice meanwhile."""
+    draining = asyncio.create_task(site.wire.drain(90.0))
+    await eventually(lambda: site.wire.leaving)
+    try:
+        yield
+        assert not site.wire.draining
+    finally:
+        draining.cancel()
+        await asyncio.gather(draining, return_exceptions=True)
+
+
 async def test_load_balancers_are_told_while_all_is_served_still(start: Start) -> None:
     """They ask now and then; what they send until they have heard must not be refused."""
     site = await start(wire={"notice_s": 60.0})
+    client, prober = await site.client(), await site.client()
+    assert (await prober.ask(get("/ready"))).status == 200
+    async with leaving(site):
+        answer = await prober.ask(get("/ready"))
+        assert (answer.status, answer.one(b"retry-after")) == (503, b"1")
+        assert (await site.ask(get("/health"))).status == 200
+        assert (await site.ask(chat())).status == 200  # on a new connection
+        assert (await client.ask(chat())).status == 200
+
+
+ANSWERS = {
+    "whole": (chat(), 200),
+    "explained": (chat("hi", b"X-Explain: 1"), 200),
+    "a stream": (chat(stream=True), 200),
+    "a worker's error": (chat("no"), 400),
+    "no such model": (chat(model="huge"), 404),
+    "no such path": (get("/nowhere"), 404),
+    "another method": (get("/v1/completions"), 405),
+    "health": (get("/health"), 200),
+    "ready": (get("/ready"), 503),
+    "models": (get("/v1/models"), 200),
+    "metrics": (get("/metrics"), 200),
+}
+
+
+@pytest.mark.parametrize("name", ANSWERS)
+@pytest.mark.parametrize("used", [False, True])
+async def test_who_keeps_a_connection_is_told_to_take_another(
+    start: Start, name: str, used: bool
+) -> None:
+    """Behind a balancer of connections it would else be there when nothing is served any more."""
+    site = await start(wire={"notice_s": 60.0})
+
+    async def judge(call: Call) -> None:
+        refuses = b'"no"' in call.body
+        await (scripts.error(400) if refuses else scripts.obey("w0"))(call)
+
+    site.fake.always(judge)
+    data, status = ANSWERS[name]
     client = await site.client()
-    assert (await client.ask(get("/ready"))).status == 200
-    draining = asyncio.create_task(site.wire.drain(90.0))
-    await eventually(lambda: site.wire.leaving)
-    answer = await client.ask(get("/ready"))
-    assert (answer.status, answer.one(b"retry-after")) == (503, b"1")
-    assert (await site.ask(get("/health"))).status == 200
-    assert (await site.ask(chat())).status == 200  # on a new connection
-    assert (await client.ask(chat())).status == 200
-    draining.cancel()
-    await asyncio.gather(draining, return_exceptions=True)
+    if used:
+        assert (await client.ask(chat())).all(b"connection") in ([], [b"keep-alive"])
+    async with leaving(site):
+        answer = await client.ask(data)
+        assert (answer.status, answer.one(b"connection")) == (status, b"close")
+        assert await client.closed() == b""
+
+
+async def test_a_stream_that_began_before_the_notice_is_no_reason_to_close(start: Start) -> None:
+    """Its head said nothing of it; whatever is asked next hears."""
+    site = await start(wire={"notice_s": 60.0})
+    site.fake.then(scripts.stream(2, gap_s=0.02))
+    client = await site.client()
+    await client.send(chat(stream=True))
+    head = await client.head()
+    async with leaving(site):
+        assert scripts.DONE in await client.body(head)
+        answer = await client.ask(chat())
+        assert (answer.status, answer.one(b"connection")) == (200, b"close")
+
+
+async def test_idle_connections_are_closed_when_draining_begins(start: Start) -> None:
+    """Or whoever keeps one finds out by a request that is refused."""
+    site = await start()
+    gate = asyncio.Event()
+    site.fake.always(scripts.gated(gate, scripts.answer()))
+    fresh, used, busy = [await site.client() for _ in range(3)]
+    assert (await used.ask(get("/health"))).status == 200
+    await busy.send(chat())
+    await site.fake.got()
+    draining = asyncio.create_task(site.wire.drain(60.0))
+    assert await fresh.closed() == b""
+    assert await used.closed() == b""
+    assert not draining.done()
+    gate.set()
+    assert (await busy.answer()).status == 200
+    await draining
+
+
+async def test_what_was_sent_before_draining_began_hears_why(start: Start) -> None:
+    """Though it was not read by then: a mere close would not tell that nothing was done."""
+    site = await start()
+    gate = asyncio.Event()
+    site.fake.always(scripts.gated(gate, scripts.answer()))
+    late, busy = await site.client(), await site.client()
+    assert (await late.ask(get("/health"))).status == 200
+    await busy.send(chat())
+    await site.fake.got()
+
+    async def hear() -> Answer:
+        answer = await late.answer()
+        gate.set()
+        return answer
+
+    hearing = asyncio.create_task(hear())
+    os.write(late.writer.get_extra_info("socket").fileno(), chat())
+    await site.wire.drain(60.0)  # begins at once, before the loop looks at any socket
+    answer = await hearing
+    assert (answer.status, answer.one(b"connection")) == (503, b"close")
+    assert (await busy.answer()).status == 200
+    assert len(site.fake.served) == 1
+
+
+async def test_a_connection_is_closed_once_its_last_answer_is_there(start: Start) -> None:
+    """One whose head was written before anybody knew."""
+    site = await start()
+    gate = asyncio.Event()
+    site.fake.then(scripts.stream(5, gap_s=0.02), scripts.gated(gate, scripts.answer()))
+    one, other = await site.client(), await site.client()
+    await one.send(chat(stream=True))
+    head = await one.head()
+    await other.send(chat())
+    await site.fake.got(2)
+    draining = asyncio.create_task(site.wire.drain(60.0))
+    assert (await one.body(head)).endswith(scripts.DONE)
+    assert await one.closed() == b""
+    assert not draining.done()
+    gate.set()
+    await other.answer()
+    await draining
 
 
 async def test_the_notice_is_part_of_the_deadline(start: Start) -> None:
@@ -126,7 +252,9 @@ async def test_who_is_in_the_middle_of_a_request_hears_why(start: Start, part: i
     await draining
 
 
-async def test_probes_hear_of_it(start: Start) -> None:
+@pytest.mark.parametrize("sent", [5, -2])
+async def test_probes_hear_of_it(start: Start, sent: int) -> None:
+    """One that was about to ask is answered; others find their connection closed, as above."""
     site = await start()
     gate = asyncio.Event()
     site.fake.always(scripts.gated(gate, scripts.answer()))
@@ -134,9 +262,12 @@ async def test_probes_hear_of_it(start: Start) -> None:
     assert (await prober.ask(get("/ready"))).status == 200
     await busy.send(chat())
     await site.fake.got()
+    await prober.send(get("/ready")[:sent])
+    await eventually(lambda: any(one._reader.state is Reading.HEAD for one in site.wire.clients))
     draining = asyncio.create_task(site.wire.drain(60.0))
     await asyncio.sleep(0.05)
-    assert (await prober.ask(get("/ready"))).status == 503
+    answer = await prober.ask(get("/ready")[sent:])
+    assert (answer.status, answer.one(b"connection")) == (503, b"close")
     gate.set()
     await busy.answer()
     await draining
