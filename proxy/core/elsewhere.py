@@ -46,6 +46,9 @@ class Others(Protocol):
     def changed(self, worker: Worker) -> None:
         """Tell them soon of a worker whose charges or breaker have changed here."""
 
+    def have_filled(self, worker: Worker, now: float) -> bool:
+        """Whether a worker that was chosen is full by now, through them; then that is taken in."""
+
 
 def own_numbers(worker: Worker) -> tuple[int, ...]:
     """Return what this process has charged to a worker, in the order of a `Load`."""

@@ -10,6 +10,7 @@ from dataclasses import replace
 from proxy.core import fairness, handover, placing
 from proxy.core.admission import AdmissionSettings, placed_too_late
 from proxy.core.decisions import Decision, Lease
+from proxy.core.elsewhere import Others
 from proxy.core.fleet import Fleet
 from proxy.core.links import Links
 from proxy.core.queue import Queue
@@ -25,6 +26,14 @@ from proxy.core.worker import Worker
 
 BATCH = Rank.BATCH
 NOBODY: frozenset[Worker] = frozenset()
+
+
+def _is_late(decision: Decision, others: Others, now: float) -> bool:
+    """Whether other processes have left no room where a request was to go."""
+    handover = decision.handover
+    if handover is not None and others.have_filled(handover.prefill, now):
+        return True
+    return others.have_filled(decision.worker, now)
 
 
 class Placer:
@@ -61,17 +70,10 @@ class Placer:
         late: bool = False,
         admission: AdmissionSettings | None = None,
     ) -> Lease | Refusal | None:
-        view = self._look(ask, now, tried, explain=explain)
-        fair, in_the_gaps = self.settings.fairness, ask.rank is BATCH and not aged
-        if in_the_gaps:
-            placing.keep_to_the_gaps(view, fair)
-        candidates = view.candidates
-        decision = self._choose(view)
-        if decision is None and late and not in_the_gaps and view.handing is not None:
-            decision = self._choose_late(view, view.handing, candidates)
-        if in_the_gaps and decision is not None and placing.is_in_the_way(decision, view, fair):
-            placing.keep_out_of_the_way(view, fair)
-            decision = self._choose(view)
+        view, decision = self._decide(ask, now, tried, explain=explain, aged=aged, late=late)
+        others = self.fleet.others
+        while decision is not None and others is not None and _is_late(decision, others, now):
+            view, decision = self._decide(ask, now, tried, explain=explain, aged=aged, late=late)
         if decision is None:
             return None
         if admission is not None:
@@ -89,12 +91,36 @@ class Placer:
         if ask.tenant is not None:
             ask.free, halves = free, decision.handover
             cached = decision.cached_tokens if halves is None else halves.cached_tokens
-            fairness.charge(fair, ask.tenant, ask, cached)
+            fairness.charge(self.settings.fairness, ask.tenant, ask, cached)
         if ask.prefix:  # a decode worker has it when it has come: see `leases`
             first = worker if decision.handover is None else decision.handover.prefill
             self.prefixes.record(ask.prefix, first.index)
         self._count(ask.model, decision.reason)
         return lease
+
+    def _decide(
+        self,
+        ask: Ask,
+        now: float,
+        tried: frozenset[Worker],
+        *,
+        explain: bool,
+        aged: bool,
+        late: bool,
+    ) -> tuple[View, Decision | None]:
+        """Find the best place there is, and by what."""
+        view = self._look(ask, now, tried, explain=explain)
+        fair, in_the_gaps = self.settings.fairness, ask.rank is BATCH and not aged
+        if in_the_gaps:
+            placing.keep_to_the_gaps(view, fair)
+        candidates = view.candidates
+        decision = self._choose(view)
+        if decision is None and late and not in_the_gaps and view.handing is not None:
+            decision = self._choose_late(view, view.handing, candidates)
+        if in_the_gaps and decision is not None and placing.is_in_the_way(decision, view, fair):
+            placing.keep_out_of_the_way(view, fair)
+            decision = self._choose(view)
+        return view, decision
 
     def _choose(self, view: View) -> Decision | None:
         while view.candidates:

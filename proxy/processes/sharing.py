@@ -1,8 +1,13 @@
 """One process's charges and breakers told to the others, and theirs taken into its fleet.
 
 What has changed is written at the end of the loop's turn, once however often it changed; what
-others wrote is read before a decision, unless that was done two milliseconds ago. So a limit on a
-worker's requests may be overrun by what other processes place there within a turn and that.
+others wrote is read before a decision, unless that was done two milliseconds ago.
+
+That is too late for a worker that takes only so many requests: of a burst each process reads a part
+in one turn, and would place it as if it were alone. There each says how many it has as it places
+one more, and reads how many the others have once it has chosen: who finds no room chooses anew. So
+a limit may be overrun by one request of each other process, that it decides on at that very moment.
+What ends is told with the rest: to hear late of room that is free does no harm.
 """
 
 from __future__ import annotations
@@ -12,6 +17,7 @@ from operator import add
 from typing import TYPE_CHECKING, Protocol
 
 from proxy.core.elsewhere import NO_LOAD, Load, own_numbers
+from proxy.core.worker import NO_LIMIT
 from proxy.processes.table import BREAKS, MOST_WORKERS, Sheet, Table
 
 if TYPE_CHECKING:
@@ -109,9 +115,13 @@ class Sharing:
     # Telling
 
     def changed(self, worker: Worker) -> None:
-        """Tell the others of a worker at the end of this turn."""
+        """Tell the others of a worker at the end of this turn; of one request more at once."""
         if self._taking:
             return
+        if worker.most != NO_LIMIT and (row := self._rows.get(worker)) is not None:
+            own = worker.requests - worker.elsewhere.requests
+            if own > self.sheet.read_requests(row):
+                self.sheet.write_requests(row, own)
         self._changed.add(worker)
         self.speak()
 
@@ -182,6 +192,18 @@ class Sharing:
             self._take(list(self._workers), now, breakers=True)
         elif rows:
             self._take(rows, now)
+
+    def have_filled(self, worker: Worker, now: float) -> bool:
+        """Whether a worker has no room any more, by what others have placed since the last look."""
+        if worker.most == NO_LIMIT or (row := self._rows.get(worker)) is None:
+            return False
+        requests = worker.requests - worker.elsewhere.requests
+        for peer in self.peers:
+            requests += peer.sheet.read_requests(row)
+        if requests < worker.most:
+            return False
+        self._take([row], now)
+        return worker.requests >= worker.most
 
     def _take(self, rows: Iterable[int], now: float, *, breakers: bool = False) -> None:
         self._taking = True

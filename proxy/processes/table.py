@@ -181,6 +181,15 @@ class Sheet:
         values = LOAD.unpack_from(self._memory, self._rows + row * ROW_BYTES)
         return values[:-1], values[-1]
 
+    def write_requests(self, row: int, requests: int) -> None:
+        """Say how many requests of what is charged to a worker; that is its first number."""
+        _store(self._memory, self._rows + row * ROW_BYTES, ONE_COUNT.pack(requests))
+
+    def read_requests(self, row: int) -> int:
+        """Read that."""
+        requests: int = ONE_COUNT.unpack_from(self._memory, self._rows + row * ROW_BYTES)[0]
+        return requests
+
     def write_breaker(self, row: int, at: float, told: Told) -> None:
         """Say what became of a worker's breaker, and when."""
         closed, busy, until, failures, openings, tried_at, why = told

@@ -104,6 +104,43 @@ async def test_a_workers_limit_holds_for_all_together(
         client.close()
 
 
+async def test_a_workers_limit_holds_in_a_burst_that_all_read_in_one_turn(
+    crew: Crew, fakes: dict[str, FakeWorker]
+) -> None:
+    """But for one request that the other decides on at the very moment."""
+    most, each = 4, 20
+    watching = await Client.connect(crew.port)
+    clients = [client for _ in range(each) for client in (await crew.each()).values()]
+    pids = crew.pids.values()
+
+    async def all_read() -> bool:
+        waits = (await samples(watching))["proxy_queue_requests"]
+        return waits + sum(len(fake.served) for fake in fakes.values()) == len(clients)
+
+    for _ in range(5):  # at times one is through before the other begins
+        opening = asyncio.Event()
+        for fake in fakes.values():
+            fake.always(scripts.gated(opening, scripts.answer()))
+            fake.calls.clear()
+        for pid in pids:
+            os.kill(pid, signal.SIGSTOP)
+        for client in clients:
+            await client.send(chat())
+        for pid in pids:
+            os.kill(pid, signal.SIGCONT)
+        async with asyncio.timeout(DEADLINE_S):
+            while not await all_read():
+                pass
+        at_once = [len(fake.served) for fake in fakes.values()]
+        opening.set()
+        answers = await asyncio.gather(*(client.answer() for client in clients))
+        assert {answer.status for answer in answers} == {200}
+        assert all(most <= served <= most + 1 for served in at_once), at_once
+        await crew.until(lambda workers: all(w["requests"] == 0 for w in workers.values()))
+    for client in (*clients, watching):
+        client.close()
+
+
 @pytest.mark.usefixtures("fakes")
 async def test_metrics_are_everybodys_sum_whoever_is_asked(crew: Crew) -> None:
     clients = list((await crew.each()).values())

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 
+import pytest
+
+from proxy.core.decisions import Decision, Lease
 from proxy.core.elsewhere import Load, own
-from proxy.core.types import Outcome
+from proxy.core.types import Outcome, Reason, Role
 from proxy.processes.pages import Family, add_up
 from proxy.processes.sharing import LOOK_S, REST_S, SURE_S, Rows
-from proxy.processes.table import RING
+from proxy.processes.table import RING, Sheet
 from tests.proxy.core.making import (
     ask,
     idle,
@@ -115,6 +119,81 @@ def test_a_look_costs_only_now_and_then(crews: Callable[..., Crew]) -> None:
     assert crew.worker(1, "a").requests == 1
     crew.sharings[1].look(before + LOOK_S)
     assert crew.worker(1, "a").requests == 2
+
+
+def test_what_ends_is_told_at_the_end_of_a_turn_and_seen_now_and_then(
+    crews: Callable[..., Crew],
+) -> None:
+    crew = crews(2, spec("a", most=8))
+    lease = crew.submit(0)
+    crew.sharings[1].look(before := crew.now)
+    assert crew.worker(1, "a").requests == 1
+    crew.finish(0, lease)
+    crew.sharings[1].look(before)
+    assert crew.worker(1, "a").requests == 1
+    crew.sharings[1].look(before + LOOK_S)
+    assert crew.worker(1, "a").requests == 0
+
+
+def test_a_decision_where_requests_are_limited_reads_one_number_of_each_process(
+    crews: Callable[..., Crew], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    crew = crews(4, spec("a", most=5), spec("b"))
+    reads: list[int] = []
+    read = Sheet.read_requests
+
+    def seen(sheet: Sheet, row: int) -> int:
+        reads.append(row)
+        return read(sheet, row)
+
+    a, b = (crew.worker(3, name) for name in "ab")
+    crew.look()
+    monkeypatch.setattr(Sheet, "read_requests", seen)
+    with monkeypatch.context() as patch:
+        patch.setattr(Sheet, "read_load", None)  # no more than that while there is room
+        assert not crew.sharings[3].have_filled(b, crew.now)
+        assert reads == []
+        assert not crew.sharings[3].have_filled(a, crew.now)
+        assert reads == [0] * 3
+    for index in range(3):
+        there = Decision(crew.worker(index, "a"), Reason.LEAST_LOADED)
+        for _ in range(2):
+            crew.routers[index].fleet.charge(ask(), there, crew.now)
+    assert a.requests == 0
+    assert crew.sharings[3].have_filled(a, crew.now)
+    assert a.requests == 6
+    assert crew.worker(3, "a").shut
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("turns", ["one after the other", "all at once"])
+def test_a_burst_in_one_turn_of_each_finds_no_room_that_is_gone(
+    crews: Callable[..., Crew], size: int, turns: str
+) -> None:
+    """Nothing is told at the end of a turn here, for none of them ends."""
+    most, each = 8, 50
+    crew = crews(size, spec("a", most=most), spec("b", most=most), queue_wait_s=5.0)
+    crew.look()
+    order = [index for index in range(size) for _ in range(each)]
+    if turns == "all at once":
+        order = [*range(size)] * each
+    answers = [crew.routers[index].submit(ask(), crew.now) for index in order]
+    went = Counter(each.worker.name for each in answers if isinstance(each, Lease))
+    assert went == {"a": most, "b": most}
+    crew.look()
+    for router in crew.routers:
+        assert [worker.requests for worker in router.fleet] == [most, most]
+
+
+def test_a_burst_of_hand_overs_finds_no_room_that_is_gone(crews: Callable[..., Crew]) -> None:
+    sides = spec("p", Role.PREFILL, most=3), spec("d", Role.DECODE, most=5)
+    crew = crews(3, *sides, queue_wait_s=5.0, transfer=True, disaggregate_above=1)
+    crew.look()
+    answers = [router.submit(ask(), crew.now) for router in crew.routers for _ in range(20)]
+    legs = [each for each in answers if isinstance(each, Lease)]
+    handed_over = sum(each.decision.handover is not None for each in legs)
+    assert handed_over == 3
+    assert len(legs) == 5  # the others whole, while there are seats
 
 
 def test_who_misses_a_round_of_changes_reads_all(crews: Callable[..., Crew]) -> None:
