@@ -36,6 +36,7 @@ from proxy.config.types import (
 PORTS = {"http": 80, "https": 443}
 MOST_PROCESSES = 64
 HOST = re.compile(r"[\w.:-]+", re.ASCII)
+QUERY = re.compile(r"(?<=[?#]).+")
 
 
 def _worker_url(url: str) -> str:
@@ -47,7 +48,7 @@ def _worker_url(url: str) -> str:
     if parts.username is not None:
         raise ValueError("credentials in it would not be sent; give the key as api_key")
     if parts.path.strip("/") or parts.query or parts.fragment:
-        rest = url.partition(parts.netloc)[2]
+        rest = QUERY.sub("...", url.partition(parts.netloc)[2])  # there may be a key in it
         raise ValueError(f"paths are those of the client's requests; leave out {rest!r}")
     if not _names_host(parts.hostname or ""):
         raise ValueError(f"no host in it; {example}")
@@ -105,6 +106,8 @@ def _api_url(url: str) -> str:
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.netloc or parts.path.strip("/"):
         raise ValueError("write it as https://host:port")
+    if parts.username is not None or parts.query or parts.fragment:
+        raise ValueError("leave out what is not host and port; credentials go into token_file")
     return url.rstrip("/")
 
 

@@ -42,6 +42,8 @@ ROUNDS = 4  # of leaving out what is wrong: then a block is wrong that is nothin
 TAG = "tag:yaml.org,2002:"
 MERGE = f"{TAG}merge"
 USER_AND_PASSWORD = re.compile(r"//[^/]*@")
+QUERY = re.compile(r"(?<=[?#])[^\s'\"]+")
+ADDRESSES = {"url", "endpoint"}
 # Their messages say all; the others gain from knowing what the field is for.
 PLAIN = {"bool_type", "literal_error", "model_type", "string_type", "value_error"}
 # What pydantic calls by Python's names is said in the file's.
@@ -339,12 +341,22 @@ def _nearest(name: str, block: type[BaseModel] | None) -> str:
 def _shown(location: Sequence[int | str], value: object) -> str:
     if any(is_secret(str(part)) for part in location):
         return HIDDEN
-    return USER_AND_PASSWORD.sub(f"//{HIDDEN}@", _value(value))
+    text = _written(value)
+    if "//" in text or not ADDRESSES.isdisjoint(location[-1:]):
+        text = QUERY.sub(HIDDEN, USER_AND_PASSWORD.sub(f"//{HIDDEN}@", text))
+    return _cut(text)
 
 
 def _value(value: object) -> str:
-    """Write a value as the file may have it, cut to a bearable length."""
-    text = repr(value) if isinstance(value, str) else yaml_text(value)
+    return _cut(_written(value))
+
+
+def _written(value: object) -> str:
+    """Write a value as the file may have it."""
+    return repr(value) if isinstance(value, str) else yaml_text(value)
+
+
+def _cut(text: str) -> str:
     return text if len(text) <= LONGEST_VALUE else f"{text[:LONGEST_VALUE]}..."
 
 

@@ -14,8 +14,11 @@ def _endpoint(url: str) -> str:
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.netloc:
         raise ValueError("write it as http://collector:4318/v1/traces")
-    if parts.username is not None:
-        raise ValueError("credentials in it would be shown; set OTEL_EXPORTER_OTLP_HEADERS instead")
+    if parts.username is not None or parts.query or parts.fragment:
+        raise ValueError(
+            "credentials in it, or anything from ? or # on, would be shown where the configuration "
+            "is; set OTEL_EXPORTER_OTLP_HEADERS instead"
+        )
     return url
 
 

@@ -232,6 +232,11 @@ def test_without_the_extra_it_says_what_to_install(monkeypatch: pytest.MonkeyPat
     [
         ("{endpoint: 'c:4318'}", "http://collector:4318"),
         ("{endpoint: 'http://me:secret@c/v1/traces'}", "OTEL_EXPORTER_OTLP_HEADERS"),
+        ("{endpoint: 'http://c/v1/traces?token=secret'}", "OTEL_EXPORTER_OTLP_HEADERS"),
+        ("{endpoint: 'http://c/v1/traces?secret'}", "OTEL_EXPORTER_OTLP_HEADERS"),
+        ("{endpoint: 'http://c/v1/traces#secret'}", "OTEL_EXPORTER_OTLP_HEADERS"),
+        ("{endpoint: 'http://me:pw@c/v1/traces?token=secret'}", "OTEL_EXPORTER_OTLP_HEADERS"),
+        ("{endpoint: 'c:4318/v1/traces?token=secret'}", "http://collector:4318"),
         ("{endpoint: 'http://c/', sample: 2}", "router.tracing.sample"),
         ("{sample: 0.5}", "router.tracing.endpoint"),
     ],
