@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from proxy.control.metrics import Metrics
     from proxy.control.trace import Trace
     from proxy.core.decisions import Decision
+    from proxy.core.tenants import Tenant
     from proxy.core.types import Ask, Reason
 
 WINDOW_S = 60.0
@@ -83,6 +84,14 @@ class Seen(Protocol):
     @property
     def id(self) -> str:
         """The client's name for it, or else ours."""
+
+    @property
+    def tenant(self) -> Tenant | None:
+        """Whose it is, be it read or not."""
+
+    @property
+    def in_the_gaps(self) -> bool:
+        """Whether it is of those that wait for room that nobody else wants."""
 
     @property
     def trace(self) -> Trace | None:

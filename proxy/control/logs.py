@@ -18,7 +18,7 @@ import orjson
 
 from proxy.config.showing import HIDDEN, is_secret
 from proxy.control.log_writer import LogWriter
-from proxy.control.metrics import CLIENT_GONE, class_of
+from proxy.control.metrics import BATCH, CLIENT_GONE, class_of
 from proxy.control.recent import MAX_TEXT
 
 if TYPE_CHECKING:
@@ -32,6 +32,9 @@ LEAD = "%(asctime)s %(levelname)s "
 MAX_PROMPT = 64 << 10
 LEAST_SECRET = 4  # a shorter one would be cut out of ordinary words
 BAD_REQUEST, SERVER_ERROR = 400, 500
+UNREAD: dict[str, Any] = dict.fromkeys(
+    ("model", "tenant", "class", "stream", "body_bytes", "prompt_tokens", "counted")
+)
 
 
 class Logs:
@@ -203,7 +206,7 @@ def account(seen: Seen, now: float, route: str, status: int, reason: Reason) -> 
         "prefill_worker": None if handover is None else handover.prefill.name,
         "status": status,
         "outcome": outcome(status),
-        **_sizes(ask),
+        **(_unread(seen) if ask is None else _sizes(ask)),
         "sent_bytes": seen.sent_bytes,
         "output_tokens": None if first is None else seen.opening + seen.tokens,
         "queue_ms": milliseconds(seen.queue_s),
@@ -216,9 +219,7 @@ def account(seen: Seen, now: float, route: str, status: int, reason: Reason) -> 
     }
 
 
-def _sizes(ask: Ask | None) -> dict[str, Any]:
-    if ask is None:
-        return {}
+def _sizes(ask: Ask) -> dict[str, Any]:
     return {
         "model": text(ask.model),
         "tenant": None if ask.tenant is None else ask.tenant.name,
@@ -228,6 +229,15 @@ def _sizes(ask: Ask | None) -> dict[str, Any]:
         "prompt_tokens": ask.prompt_tokens,
         "counted": ask.counted,
     }
+
+
+def _unread(seen: Seen) -> dict[str, Any]:
+    """Say what is known by the head: of what was refused by a limit, or asked of the router."""
+    whose = {
+        "tenant": None if seen.tenant is None else seen.tenant.name,
+        "class": BATCH if seen.in_the_gaps else None,
+    }
+    return UNREAD | whose
 
 
 def outcome(status: int) -> str:

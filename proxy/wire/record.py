@@ -7,15 +7,18 @@ from typing import TYPE_CHECKING
 from proxy.control.exposition import NONE
 from proxy.control.metrics import class_of
 from proxy.control.trace import Trace, id_in
+from proxy.core.tenants import Rank
 from proxy.core.types import Reason
 
 if TYPE_CHECKING:
     from proxy.control.histogram import Histogram
     from proxy.control.metrics import Metrics
     from proxy.core.decisions import Decision
+    from proxy.core.tenants import Tenant
     from proxy.core.types import Ask
     from proxy.wire.request import Request
 
+BATCH = Rank.BATCH
 TRACE = b"traceparent"
 
 
@@ -63,6 +66,18 @@ class Record:
     def id(self) -> str:
         """The client's name for it, or else ours."""
         return "" if self.request is None else self.request.id.decode("latin-1")
+
+    @property
+    def tenant(self) -> Tenant | None:
+        """Whose it is: told by its key, be its body read or not."""
+        return None if self.request is None else self.request.head.tenant
+
+    @property
+    def in_the_gaps(self) -> bool:
+        """Whether it is of those that wait for room that nobody else wants."""
+        tenant = self.tenant
+        of_batch = self.request is not None and self.request.head.batch
+        return of_batch or (tenant is not None and tenant.spec.rank is BATCH)
 
     @property
     def trace_id(self) -> str:
@@ -142,7 +157,7 @@ class Record:
             route, model, worker, reason, status, ttft_s, duration_s, self.queue_s, pool, predicted,
             size, tpot_s, stream, leg, placed_s, leg_s, fetched=fetched,
         )  # fmt: skip
-        if self.request is not None and (tenant := self.request.head.tenant) is not None:
+        if (tenant := self.tenant) is not None:
             metrics.tenants.ended(tenant, status, ttft_s, self.queue_s)
         if (trace := self.trace) is not None and trace.sampled and ttft_s is not None:
             metrics.traced(pool, model, size, ttft_s, trace.id)

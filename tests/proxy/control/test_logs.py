@@ -19,6 +19,7 @@ from proxy.control.log_writer import LogWriter
 from proxy.control.logs import Logs, one_line
 from proxy.control.metrics import Metrics
 from proxy.core.decisions import Decision, Handover
+from proxy.core.tenants import Rank, Tenant, TenantSpec
 from proxy.core.types import Reason
 from proxy.wire.record import Record
 from proxy.wire.request import Request, RequestHead
@@ -118,6 +119,25 @@ def test_what_came_of_it(site: Site, status: int, outcome: str) -> None:
     site.request().close(12.0, site.metrics, "completions", status, Reason.NO_WORKER)
     told = site.told()
     assert (told["outcome"], told["worker"], told["ttft_ms"]) == (outcome, None, None)
+
+
+@pytest.mark.parametrize(
+    ("rank", "batch", "size"),
+    [(Rank.INTERACTIVE, False, None), (Rank.BATCH, False, "batch"), (Rank.STANDARD, True, "batch")],
+)
+def test_one_that_was_not_read_is_told_with_its_tenant(
+    site: Site, rank: Rank, batch: bool, size: str | None
+) -> None:
+    site.said("format: json, requests: true")
+    record = site.request()
+    assert record.request is not None
+    head, record.ask = record.request.head, None
+    head.tenant, head.batch = Tenant(TenantSpec("team-a", rank)), batch
+    record.close(12.0, site.metrics, "chat/completions", 429, Reason.LIMITED)
+    told = site.told()
+    assert (told["reason"], told["tenant"], told["class"]) == ("limited", "team-a", size)
+    nothing = ("model", "stream", "body_bytes", "prompt_tokens", "counted")
+    assert {name: told[name] for name in nothing} == dict.fromkeys(nothing)
 
 
 def test_prompts_are_in_it_only_where_the_file_says_so(site: Site) -> None:

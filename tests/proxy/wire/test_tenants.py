@@ -11,6 +11,7 @@ import openai
 import pytest
 from openai import AsyncOpenAI
 
+from proxy.control.logs import account
 from proxy.core.limits import Limits
 from proxy.core.tenants import Rank, TenantSpec
 from proxy.wire.request_reader import Reading
@@ -316,6 +317,17 @@ async def test_who_is_over_a_limit_is_told_unread(guarded: Site) -> None:
     keep(guarded, TenantSpec("b", limits=Limits(tokens_per_minute=10)), b=KEY)
     assert (await guarded.ask(chat("hi", bearer()))).status == 200  # and owes the rest
     assert (await guarded.ask(NO_JSON)).status == 429
+
+
+async def test_the_log_names_whose_the_refused_are(guarded: Site) -> None:
+    keep(guarded, TenantSpec("a", Rank.BATCH, limits=Limits(requests_per_minute=1)), a=KEY)
+    told: list[dict[str, Any]] = []
+    guarded.metrics.at_end = (lambda *of: told.append(account(*of)),)
+    assert [(await guarded.ask(chat("hi", bearer()))).status for _ in range(2)] == [200, 429]
+    assert (await guarded.ask(chat())).status == 401
+    await eventually(lambda: len(told) == 3)
+    lines = [(line["reason"], line["tenant"], line["class"]) for line in told[1:]]
+    assert lines == [("limited", "a", "batch"), ("bad_key", None, None)]
 
 
 async def test_who_has_too_much_in_flight_is_told_unread(guarded: Site) -> None:
