@@ -47,6 +47,7 @@ REQUEST_HEADERS = {
     b"x-data-parallel-rank": True,
     b"x-explain": False,
     b"x-request-id": False,
+    b"x-route": False,  # it is ours to say, in answers
     b"x-vllm-priority": True,
 }
 RESPONSE_HEADERS = {

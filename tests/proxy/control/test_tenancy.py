@@ -174,6 +174,32 @@ async def test_a_router_that_listens_everywhere_keeps_its_tenants(tmp_path: Path
     await app.stop()
 
 
+async def test_keys_are_taken_away_with_their_tenant_not_by_emptying_their_file(
+    tmp_path: Path,
+) -> None:
+    file, keys = tmp_path / "fleet.yaml", tmp_path / "keys"
+
+    def write(*tenants: dict[str, Any]) -> None:
+        workers = [{"name": "w", "url": "http://127.0.0.1:9001"}]
+        file.write_text(yaml.safe_dump({"model": "m", "workers": workers, "tenants": tenants}))
+
+    stays, goes = (key.encode() for key in KEYS[:2])
+    stayer = {"name": "stays", "key_hashes": [hashed(KEYS[0])]}
+    keys.write_text(KEYS[1])
+    write(stayer, {"name": "goes", "keys_file": str(keys)})
+    app = App(parse(file.read_text(), str(file)), file)
+    tenants = app.router.tenants
+    keys.write_text("")
+    with pytest.raises(ConfigError, match="has no key in its file"):
+        await app.reload()
+    assert tenants.of_key(goes) is not None
+    write(stayer)
+    await app.reload()
+    assert tenants.of_key(goes) is None
+    assert tenants.of_key(stays) is not None
+    await app.stop()
+
+
 async def test_a_reload_takes_other_tenants_and_a_bad_one_changes_nothing(tmp_path: Path) -> None:
     file, keys = tmp_path / "fleet.yaml", tmp_path / "keys"
 
