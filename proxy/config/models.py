@@ -151,8 +151,8 @@ class WorkerConfig(Block):
     max_requests: Count | None = Field(
         None,
         description="in flight at once, of all processes; no own limit if none; `adaptive` keeps a "
-        "quarter of a long worker's, one at least, for longs until a minute or two after the last: with 1, shorts "
-        "come there meanwhile only if no other worker is left for them",
+        "quarter of a long worker's, one at least, for longs until a minute or two after the last: "
+        "with 1, shorts come there meanwhile only if no other worker is left for them",
     )
     api_key: Key | None = Field(
         None, repr=False, description="sent to this worker in place of the client's Authorization"

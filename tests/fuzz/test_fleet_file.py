@@ -6,6 +6,7 @@ import random
 from pathlib import Path
 
 import pytest
+import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -100,6 +101,14 @@ BOMBS = {
 }
 
 
+def merges_once() -> bool:
+    """Whether PyYAML, as 6.0.4 does, merges what comes again and again but once."""
+    loader = yaml.SafeLoader("<<: [&a {k: v}, *a]")
+    node = loader.get_single_node()
+    loader.flatten_mapping(node)
+    return len(node.value) == 1
+
+
 @pytest.mark.parametrize("name", BOMBS)
 @pytest.mark.parametrize(
     "rest",
@@ -113,7 +122,10 @@ BOMBS = {
     ],
 )
 def test_a_bomb_does_not_go_off(name: str, rest: str) -> None:
-    assert "100,000 values" in fails(BOMBS[name] + rest)
+    # Where merges do not add up there is no bomb, and nothing but names that nobody knows.
+    harmless = name == "merges" and merges_once()
+    told = fails(BOMBS[name] + rest)
+    assert ("a0: is not known here" if harmless else "100,000 values") in told
 
 
 @pytest.mark.parametrize(

@@ -16,15 +16,26 @@ from tests.proxy.core.making import ask, idle, members, placed, router_of, spec,
 class Noted:
     """Other processes that only listen."""
 
-    def __init__(self) -> None:
+    def __init__(self, fleet: Fleet | None = None) -> None:
+        self.fleet = fleet
         self.looks: list[float] = []
         self.told: list[Worker] = []
+        self.fills: list[Worker] = []  # who has no room once he is chosen
+        self.chosen: list[Worker] = []
 
     def look(self, now: float) -> None:
         self.looks.append(now)
 
     def changed(self, worker: Worker) -> None:
         self.told.append(worker)
+
+    def have_filled(self, worker: Worker, now: float) -> bool:
+        self.chosen.append(worker)
+        if self.fleet is None or worker not in self.fills:
+            return False
+        self.fills.remove(worker)
+        self.fleet.charged_elsewhere(worker, Load(requests=worker.most), 0.0, now)
+        return True
 
 
 def test_a_request_goes_where_others_have_charged_least() -> None:
@@ -170,6 +181,16 @@ def test_others_are_told_of_every_change_and_asked_before_every_decision() -> No
         others.told.clear()
         event()
         assert worker in others.told
+
+
+def test_a_worker_that_others_have_filled_by_now_is_not_the_one() -> None:
+    router = router_of(spec("a", most=2), spec("b", most=2))
+    others = router.fleet.others = Noted(router.fleet)
+    others.fills = [*members(router.fleet)][:1]
+    filled = others.fills[0]
+    got = [placed(router.submit(ask(), 1.0)).worker for _ in range(2)]
+    assert filled in others.chosen
+    assert filled not in got
 
 
 def test_blocks_that_a_prefill_worker_keeps_are_told_and_that_it_does_no_more() -> None:
