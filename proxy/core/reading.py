@@ -36,7 +36,7 @@ from proxy.core.splitting import whole_because
 from proxy.core.stored import Stored
 from proxy.core.tenants import Rank, Tenant
 from proxy.core.types import Ask, Refusal
-from proxy.core.values import LARGE, too_many
+from proxy.core.values import LARGE, Mask, too_many
 from proxy.core.worker import Worker
 
 # The key where each kind of body begins its prompt. A quote inside a JSON string is escaped, so
@@ -124,6 +124,7 @@ class Reader:
         """
         shape = route.shape
         tenants = tenant is not None
+        mask: Mask | None = None
         if shape is EMPTY:
             return self._by_id(route, request_id, tenant)
         if shape is FORM:
@@ -135,7 +136,9 @@ class Reader:
                 if not fields["model"]:
                     return refusals.bad_request(UNCLEAR, "model")
         else:
-            if what := too_many(body):
+            if len(body) > LARGE:
+                mask = Mask(body)
+            if what := too_many(body, mask):
                 return refusals.bad_request(f"The body has more than {what}.")
             try:
                 fields = parsed(body)
@@ -176,7 +179,10 @@ class Reader:
             if not ask.whole:
                 ask.said = _said(fields, ask.fields)
         if ask.fields is not None or (self.splits and not ask.whole):
-            check(body)  # which is changed on its way
+            found = check(body, mask)  # which is changed on its way
+            if found is not None and (changed := ask.fields) is not None:
+                names = {name.encode() for name in changed}
+                ask.found = [each for each in found if each.name in names]
         return ask
 
     def _own(

@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 import orjson
 
-from proxy.core.values import up_to
+from proxy.core.values import Mask, masked, up_to
 
 QUOTE, OPENING, CLOSING, BACKSLASH = 0x22, b"[{", b"]}", 0x5C
 SPACE = b" \t\n\r"
@@ -61,48 +61,45 @@ class Member(NamedTuple):
     end: int
 
 
-def members(body: bytes) -> list[Member]:
+def members(body: bytes, mask: Mask | None = None) -> list[Member]:
     """List the members of an object, duplicates among them, in order; or raise `CrowdedError`."""
-    return _walk(body, body.index(b"{") + 1) or []
+    return _walk(body, body.index(b"{") + 1, masked(body) if mask is None else mask.get()) or []
 
 
-def check(body: bytes) -> None:
-    """Raise `CrowdedError` where `members` would, now or with what is set in it on its way."""
+def check(body: bytes, mask: Mask | None = None) -> list[Member] | None:
+    """Raise `CrowdedError` where `members` would, now or with what is set in it on its way.
+
+    Return what they are, where that had to be found out, or costs little by now.
+    """
     may = len(body) > MOST_MEMBERS * SHORTEST and up_to(body, b'"', QUOTES) > QUOTES
-    if may and len(members(body)) > MOST_MEMBERS:
+    if not may and (mask is None or not mask.is_made):
+        return None
+    found = members(body, mask)
+    if len(found) > MOST_MEMBERS:
         raise CrowdedError
+    return found
 
 
-def _walk(body: bytes, start: int) -> list[Member] | None:
+def _walk(body: bytes, start: int, plain: bytes) -> list[Member] | None:
     """List the members from one on; None if they are not the outermost object's."""
-    text = body[start:]
-    masked = _masked(text)
     found: list[Member] = []
-    at = 0
-    while (key := KEY.match(masked, at)) is not None:
+    at = start
+    while (key := KEY.match(plain, at)) is not None:
         begin, close = key.span(1)
         value = key.end()
-        end = _value_end(masked, value)
-        name = text[begin:close]
+        end = _value_end(plain, value)
+        name = body[begin:close]
         if b"\\" in name:
             with suppress(orjson.JSONDecodeError):  # half a character: no name that anybody knows
                 name = orjson.loads(b'"%b"' % name).encode()
-        found.append(Member(name, start + begin - 1, start + value, start + end))
+        found.append(Member(name, begin - 1, value, end))
         if len(found) > MOST_MEMBERS + OURS:
             raise CrowdedError
-        comma = COMMA.match(masked, end)
+        comma = COMMA.match(plain, end)
         if comma is None:
-            return found if END.match(masked, end) else None
+            return found if END.match(plain, end) else None
         at = comma.end()
     return None
-
-
-def _masked(text: bytes) -> bytes:
-    """Blank escapes of quotes, so that each quote that is left begins or ends a string.
-
-    The backslashes go first, and in pairs, as a parser takes them.
-    """
-    return text.replace(rb"\\", b"..").replace(rb"\"", b"..") if b"\\" in text else text
 
 
 def _value_end(masked: bytes, start: int) -> int:
@@ -171,7 +168,7 @@ def _end_of_short(body: bytes, start: int) -> int:
     first = body[start]
     if first == QUOTE or first == OPENING[1]:
         try:
-            return start + _value_end(_masked(body[start : start + SHORT]), 0)
+            return start + _value_end(masked(body[start : start + SHORT]), 0)
         except (IndexError, ValueError):  # it does not end in there
             return -1
     scalar = None if first == OPENING[0] else SCALAR.match(body, start)
@@ -197,11 +194,16 @@ def _named(
         if first == len(body):
             return []
         if body[first - 1] != BACKSLASH:
-            there = _walk(body, first)
+            there = _walk(body, first, masked(body))
     return [each for each in there or members(body) if each.name in names]
 
 
-def spliced(body: bytes, fields: Mapping[str, bytes | None], said: Set[str] | None = None) -> bytes:
+def spliced(
+    body: bytes,
+    fields: Mapping[str, bytes | None],
+    said: Set[str] | None = None,
+    found: list[Member] | None = None,
+) -> bytes:
     """Set members, or take out those that are None; each is JSON text and goes in as it is.
 
     Their names are of letters, digits and `_`. Where a member is there several times, all of them
@@ -210,13 +212,14 @@ def spliced(body: bytes, fields: Mapping[str, bytes | None], said: Set[str] | No
 
     `said`: the names of all members, as a parser found them in this very text; None: not known. It
     must name no more than is there: a member of that name deeper down would be taken for it.
+    `found`: of its members those of these names, where somebody has been through it before.
     """
     names = _spelt(tuple(fields))
     pieces: list[bytes] = []
     at = 0  # bytes of the body that are dealt with
     there: set[str] = set()
     text: bytes | None = None  # for the last of those that are there
-    for key, start, value, end in _named(body, names, said):
+    for key, start, value, end in _named(body, names, said) if found is None else found:
         name = names[key][0]
         there.add(name)
         text = fields[name]

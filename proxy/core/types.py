@@ -15,6 +15,7 @@ from proxy.core.records import Score
 from proxy.core.tenants import Rank, Tenant
 
 if TYPE_CHECKING:
+    from proxy.core.splice import Member
     from proxy.core.worker import Worker
 
 STANDARD = Rank.STANDARD
@@ -108,6 +109,7 @@ class Ask:
     rank: Rank = STANDARD
     salt: str = ""  # of its cached prefix: with another, the same text is another prefix
     fields: dict[str, bytes | None] | None = None  # of its body, that are set or taken out
+    found: list[Member] | None = None  # of those, the ones that are there, where that is known
     entered: int = -1  # tokens taken from its tenant's limit, while it is in flight; else -1
     free: bool = False  # nobody waited for what it was given
     paid: float = 0.0  # that its tenant was charged for its prompt when it was placed

@@ -145,7 +145,7 @@ class Exchange:
             return
         self._ask = self.record.ask = ask
         if ask.fields is not None:
-            request.body = spliced(request.body, ask.fields)
+            request.body = spliced(request.body, ask.fields, found=ask.found)
         counter = router.counter_for(ask)
         if counter is None:
             self._place(now, ask)

@@ -7,6 +7,7 @@ import json
 
 import pytest
 
+from proxy.core import splice, values
 from proxy.core.limits import Limits
 from proxy.core.reading import prompt_start
 from proxy.core.routes import Shape
@@ -14,7 +15,7 @@ from proxy.core.splice import MOST_MEMBERS, spliced
 from proxy.core.stored import MOST_RESPONSES
 from proxy.core.tenants import Tenant, TenantSpec
 from proxy.core.types import Ask, Reason
-from proxy.core.values import LARGE, MOST_NODES
+from proxy.core.values import LARGE, MOST_NODES, masked
 from tests.proxy.core.making import (
     GENERAL,
     LONG,
@@ -363,3 +364,27 @@ def test_an_empty_fleet_answers_in_words() -> None:
     get = router.read(route("/v1/responses/resp_1", "GET"), b"", b"", "id")
     assert isinstance(get, Ask)
     assert refused(router.submit(get, 0.0)).status == 503
+
+
+@pytest.mark.plain("replaces a part")
+@pytest.mark.parametrize("text", [r"\"", r"\\\"", r"{\"key\": [1, 2]}, ", "\\\\", "a"])
+@pytest.mark.parametrize("more", ["", ', "seed": NaN'])
+def test_a_body_is_masked_once_however_often_it_is_looked_through(
+    text: str, more: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To mask a text that is full of escapes takes as long as to parse it twice."""
+    escaped = text * (4 * LARGE // len(text))
+    body = f'{{"priority": 1, "stream": true, "x": "{escaped}"{more}}}'.encode()
+    made: list[int] = []
+    for module in (values, splice):
+        monkeypatch.setattr(module, "masked", lambda text: made.append(len(text)) or masked(text))
+    tenant = Tenant(TenantSpec("t"))
+    found = router_of(spec("w")).read(route(), body, b"", "id", tenant)
+    assert isinstance(found, Ask)
+    assert found.fields is not None
+    after = spliced(body, found.fields, found=found.found)
+    assert sum(size >= len(escaped) for size in made) == 1
+    assert json.loads(after) == {
+        **{name: value for name, value in json.loads(body).items() if name != "priority"},
+        "stream_options": {"include_usage": True},
+    }
