@@ -1,7 +1,8 @@
 """Which workers are left alone for a while, and why: a line in the log for each, and for its end.
 
 A trial that fails makes a rest longer and is no other one, so a worker that stays ill is one line.
-Where several processes serve, the one that leads tells of all.
+One that is busy now and again is so in one line a minute, and not a warning. Where several
+processes serve, the one that leads tells of all.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ if TYPE_CHECKING:
     from proxy.core.worker import Worker
 
 logger = logging.getLogger(__name__)
+
+QUIET_S = 60.0  # after a line about a worker, in which its other rests have none
 
 # By what a request met that got no answer; of one that did, its status is known.
 TROUBLES = {
@@ -27,16 +30,36 @@ TROUBLES = {
 class Resting:
     """The `Witness` of a fleet."""
 
+    def __init__(self) -> None:
+        self._told_at: dict[Worker, float] = {}  # of late, that one rests
+        self._awaited: set[Worker] = set()  # whose rest was told, and its end was not
+
     def rests(self, worker: Worker, now: float) -> None:
         """Hear that one is left alone from now on."""
-        for_s = max(worker.breaker.until - now, 0.0)
-        logger.warning(
-            "worker %s is left alone for %.3g s: %s", worker.name, for_s, trouble(worker)
+        for_s, told_at = worker.breaker.until - now, self._told_at
+        for other in [each for each, at in told_at.items() if now - at >= QUIET_S]:
+            del told_at[other]
+        if for_s <= 0.0 or worker in told_at:
+            return
+        told_at[worker] = now
+        self._awaited.add(worker)
+        logger.log(
+            logging.INFO if worker.breaker.busy else logging.WARNING,
+            "worker %s is left alone for %s s: %s",
+            worker.name,
+            _short(for_s),
+            trouble(worker),
         )
 
     def is_back(self, worker: Worker) -> None:
         """Hear that one is given requests again."""
-        logger.info("worker %s answers, and is given requests again", worker.name)
+        if worker in self._awaited:
+            self._awaited.discard(worker)
+            logger.info("worker %s answers, and is given requests again", worker.name)
+
+
+def _short(seconds: float) -> str:
+    return f"{seconds:.0f}" if seconds >= 10 else f"{seconds:.2g}"
 
 
 def trouble(worker: Worker) -> str:
@@ -51,6 +74,6 @@ def why_it_rests(worker: Worker, now: float) -> str:
     """Say that, and when it is asked again."""
     breaker = worker.breaker
     if (left_s := breaker.until - now) > 0:
-        return f"{trouble(worker)}; left alone for {left_s:.2g} s more"
+        return f"{trouble(worker)}; left alone for {_short(left_s)} s more"
     trial = "the next request tries it" if breaker.lets_pass(now) else "a request tries it now"
     return f"{trouble(worker)}; {trial}"

@@ -9,6 +9,7 @@ from proxy.core.placer import Placer
 from proxy.core.settings import RouterSettings
 from proxy.core.sizing import Sizer
 from proxy.core.types import Outcome, Usage
+from proxy.core.worker import Worker
 
 DONE, CLIENT_GONE = Outcome.DONE, Outcome.CLIENT_GONE  # looked up once: see reading.py
 
@@ -69,10 +70,7 @@ class Leases(Placer):
         stands = handover.stands(lease, now, within_s)
         if stands and not lease.worker.draining:
             return True
-        other = None
-        if may_move:
-            workers = self.fleet.pool(lease.ask.model).all
-            other = handover.instead(workers, lease, now, self.links, within_s)
+        other = self._another(lease, now, within_s) if may_move else None
         if other is None:
             # To be down may be a probe's mistake: where there is nobody else, it is asked.
             return stands or not (
@@ -80,6 +78,13 @@ class Leases(Placer):
             )
         self.fleet.move(lease, other, now)
         return True
+
+    def _another(self, lease: Lease, now: float, within_s: float) -> Worker | None:
+        workers, others = self.fleet.pool(lease.ask.model).all, self.fleet.others
+        other = handover.instead(workers, lease, now, self.links, within_s)
+        while other is not None and others is not None and others.have_filled(other, now):
+            other = handover.instead(workers, lease, now, self.links, within_s)
+        return other
 
     def _has_come(self, lease: Lease) -> None:
         """Know that a decode worker has a prompt that was prefilled elsewhere.

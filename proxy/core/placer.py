@@ -70,9 +70,10 @@ class Placer:
         late: bool = False,
         admission: AdmissionSettings | None = None,
     ) -> Lease | Refusal | None:
+        others, whole = self.fleet.others, ask.whole
         view, decision = self._decide(ask, now, tried, explain=explain, aged=aged, late=late)
-        others = self.fleet.others
         while decision is not None and others is not None and _is_late(decision, others, now):
+            ask.whole = whole
             view, decision = self._decide(ask, now, tried, explain=explain, aged=aged, late=late)
         if decision is None:
             return None

@@ -77,7 +77,7 @@ ROUTES: dict[str, Route] = {
 }
 RESPONSES = "/v1/responses/"
 # No dots and no escapes: the path goes on to a worker as it is, and `..` would lead elsewhere.
-ID = re.compile(r"[A-Za-z0-9_-]{1,200}")
+ID = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.:-]{0,199}")  # P2P NCCL's have addresses in them
 GET_RESPONSE = Route("responses/id", Shape.EMPTY, method="GET")
 CANCEL_RESPONSE = Route("responses/cancel", Shape.EMPTY)
 

@@ -177,8 +177,16 @@ def _output(route: Route, body: dict[str, Any]) -> tuple[int | None, int]:
     samples = 1
     if "n" in body or "best_of" in body:
         for key in ("n", "best_of"):
-            samples = max(samples, min(count(body.get(key)) or 1, MOST_SAMPLES))
+            samples = max(samples, min(_samples(body.get(key)), MOST_SAMPLES))
     return output, samples
+
+
+def _samples(said: object) -> int:
+    """Read a number of samples; a text that is none to us may be any to a worker."""
+    found = count(said)
+    if found is None and type(said) is str:
+        return MOST_SAMPLES
+    return found or 1
 
 
 def _cut(ask: Ask, most: int | None, prompts: int) -> None:

@@ -8,6 +8,7 @@ behind: good for one decode leg, and given back in every other case.
 from __future__ import annotations
 
 import logging
+import os
 from math import inf
 from typing import TYPE_CHECKING
 
@@ -15,7 +16,7 @@ from proxy.control.handovers import ANY
 from proxy.core.handover import is_well
 from proxy.core.links import BARRED_S
 from proxy.core.types import Outcome
-from proxy.transfer.legs import decode_body, prefill_body
+from proxy.transfer.legs import IDS, decode_body, prefill_body
 from proxy.transfer.types import Pair, Taken, usage_of
 from proxy.wire import opening
 from proxy.wire.patience import answer_patience_s, decode_patience_s, prefill_patience_s
@@ -69,6 +70,8 @@ class HandOver:
         self._request = request
         self._lease, self._first = lease, first
         number = wire.new_id().decode()
+        if lease.ask.route in IDS:  # its answer may be asked for by that, and not by neighbours
+            number += os.urandom(8).hex()
         self._pair = Pair(wire.pools.of(first).side, wire.pools.of(lease.worker).side, number)
         self._leg: PrefillLeg | None = None
         self._taken: Taken | None = None  # by the prefill, and not yet by the decode worker

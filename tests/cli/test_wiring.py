@@ -113,12 +113,12 @@ def test_the_environment_given_reaches_it_and_wins(tmp_path: Path) -> None:
         (
             end("prefill", env={LAYOUT: "NHD"}),
             end("decode", env={LAYOUT: "HND"}),
-            f"launch.env.{LAYOUT}: HND: workers[0] (p) has NHD",
+            f"launch.env.{LAYOUT}: LBHNC: workers[0] (p) has LBNHC",
         ),
         (
             end("prefill", env={LAYOUT: "NHD"}),
             end("decode"),
-            f"launch.env.{LAYOUT}: not set: workers[0] (p) has NHD",
+            f"launch.env.{LAYOUT}: LBHNC: workers[0] (p) has LBNHC",
         ),
         (
             end("prefill", env={SIDE_PORT: "5600"}),
@@ -273,6 +273,27 @@ def test_ends_that_fit_are_not(tmp_path: Path) -> None:
             {"name": "g", "launch": {"args": ["--block-size=32", "--dtype=a"]}},
         )
     )
+
+
+TURNED_ROUND = [
+    "--kv-transfer-config.kv_connector=NixlConnector",
+    "--kv-transfer-config.kv_role=kv_consumer",
+    "--kv-transfer-config.enable_permute_local_kv=true",
+]
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "flags"),
+    [
+        ({}, {LAYOUT: "HND"}, []),  # which NIXL's workers have where none is set
+        ({LAYOUT: "LBHNC"}, {LAYOUT: "HND"}, []),
+        ({LAYOUT: "HND"}, {LAYOUT: "NHD"}, TURNED_ROUND),
+    ],
+)
+def test_layouts_that_are_equal_or_turned_round_are_no_matter(
+    tmp_path: Path, one: dict[str, str], other: dict[str, str], flags: list[str]
+) -> None:
+    fleet.read(written(tmp_path, end("prefill", env=one), end("decode", *flags, env=other)))
 
 
 def test_workers_of_another_model_may_differ(tmp_path: Path) -> None:

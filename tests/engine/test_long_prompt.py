@@ -356,6 +356,41 @@ def test_one_whose_prefix_is_gone_does_not_enter_as_a_short_one(
         assert policy(scheduler)._longs <= longs
 
 
+def test_nor_does_another_with_that_prefix_in_another_lane(clock: list[float]) -> None:
+    scheduler = make_scheduler(
+        {"long_prompt": {}, "lanes": {}},
+        prefix_caching=True,
+        max_model_len=20_000,
+        max_num_seqs=5,
+        num_blocks=8000,
+    )
+    document = list(range(10, 8010))
+    scheduler.add_request(make_request(document, output=1))
+    drain(scheduler)
+    decodes = [make_request(20, output=400) for _ in range(4)]
+    for each in decodes:
+        scheduler.add_request(each)
+    until(scheduler, lambda: len(scheduler.running) == 4)
+    step(scheduler)
+    scheduler.add_request(make_request(19_000, name="long"))
+    step(scheduler)
+    for name, priority in (("urgent", -1), ("normal", 0)):
+        question = [*document, *[3] * 20, priority + 7]
+        scheduler.add_request(make_request(question, name=name, output=1, priority=priority))
+    for _ in range(3):
+        step(scheduler)
+        clock[0] += 0.001
+    pool = scheduler.kv_cache_manager.block_pool
+    pool.free_blocks(pool.get_new_blocks(pool.get_num_free_blocks()))
+    for each in decodes:
+        scheduler.finish_requests(each.request_id, RequestStatus.FINISHED_ABORTED)
+    for _ in range(4):
+        assert "normal" not in step(scheduler)
+        clock[0] += 0.001
+        # One of a better class may pass a long of a lesser one.
+        assert policy(scheduler)._longs <= 2
+
+
 def test_one_that_is_short_and_held_for_room_is_not_looked_up_in_every_step(
     clock: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:

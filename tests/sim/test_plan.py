@@ -286,7 +286,7 @@ def test_targets_that_the_longest_never_meet_are_refused_before_the_search() -> 
     with pytest.raises(UsageError) as caught:
         Search(asked).check()
     text = str(caught.value)
-    assert f"on an idle worker 0% of the longest tenth of {LONGS} are in time" in text
+    assert f"on an idle worker 0% of the longest of {LONGS} are in time" in text
     wanted = text.partition("ask for ")[2].partition(" at the least")[0]
     assert wanted.startswith("tpot:")
     Search(replace(asked, targets=parse(["ttft:3000", *wanted.split()]))).check()
@@ -426,7 +426,7 @@ def test_real_schedulers_are_asked_of_the_longest_too(monkeypatch: pytest.Monkey
     told = {(proof.share, proof.longest, proof.requests) for proof in found.exact.values()}
     assert told == {(1.0, 0.0, 9), (1.0, 1.0, 9)}
     only = replace(asked, families=(SHORT_LONG,))
-    assert "and as many of the longest tenth, at" in refusal(only, exact=True)
+    assert "and as many of the longest, at" in refusal(only, exact=True)
 
 
 def test_what_was_kept_is_counted_as_in_the_search() -> None:

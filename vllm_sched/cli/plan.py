@@ -402,7 +402,7 @@ def _otherwise(found: Plan, rate: float | None) -> Iterator[str]:
         least = found.question.share
         short = " (too few)" if proof.share < least else ""
         if proof.longest < least:
-            short += f" ({_down(proof.longest)} of the longest tenth: they starve)"
+            short += f" ({_down(proof.longest)} of the longest: they starve)"
         yield (
             f"with vLLM's own schedulers {_down(proof.share)} of {proof.requests:,} in time at "
             f"{proof.rate:.3g} req./s{short}: {shape}"

@@ -112,13 +112,14 @@ def agreement(draft: Draft) -> Iterator[Problem]:
                 f"{loaded or 'none'}: {named} loads {theirs_loaded or 'none'}, and neither "
                 "could read the other's KV cache; give both the same",
             )
-        layout, theirs = (each.env.get(transfer.LAYOUT) for each in (told, others))
-        if layout != theirs:
-            yield Problem(
-                f"workers[{index}].launch.env.{transfer.LAYOUT}",
-                f"{layout or 'not set'}: {named} has {theirs or 'none'}, and a KV cache moves "
-                "between equals only; give both the same, or neither any",
-            )
+        if draft.transfer.connector == "nixl":
+            layout, theirs = (transfer.layout_of(each.args, each.env) for each in (told, others))
+            if layout and theirs and layout != theirs:
+                yield Problem(
+                    f"workers[{index}].launch.env.{transfer.LAYOUT}",
+                    f"{layout}: {named} has {theirs}, and NIXL moves a KV cache between equals "
+                    "only; give both the same, or neither any",
+                )
         for flag, ours, theirs in differences(told.args, others.args, model=loaded):
             yield Problem(
                 f"workers[{index}].launch.args",

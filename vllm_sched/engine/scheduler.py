@@ -223,7 +223,7 @@ class PolicySteps(Upstream):
             index=self.current_step + 1,
             now=now,
             budget=self.max_num_scheduled_tokens,
-            decodes=self._tokens_of(decoding),
+            decodes=self._tokens_of(decoding, prefills),
             prefills=prefills,
             free_slots=self.max_num_active_reqs - self._slots_taken(),
             refused=None if refused is None else refused.request_id,
@@ -316,12 +316,14 @@ class PolicySteps(Upstream):
             [request for request in running if not request.is_prefill_chunk],
         )
 
-    def _tokens_of(self, decoding: Sequence[Request]) -> int:
-        """Count what these take of the step, as upstream will: a token each, and what was drafted.
+    def _tokens_of(self, decoding: Sequence[Request], prefills: Sequence[Request]) -> int:
+        """Count what these take of the step at the most: a token each, and what was drafted.
 
         That is often nothing. Room kept for all that might be would be what prompts starve for.
+        Where there is no prompt nobody divides the step.
         """
-        if not self.num_spec_tokens:
+        prompts_about = prefills or self.kv_holding_waiting or len(self.waiting)
+        if not (self.num_spec_tokens and prompts_about):
             return len(decoding)
         return sum(
             max(r.num_tokens_with_spec + r.num_output_placeholders - r.num_computed_tokens, 1)

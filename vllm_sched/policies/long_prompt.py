@@ -227,7 +227,7 @@ class LongPrompt(Policy):
         if lane == LONG or seen is None or not self._is_long(head.num_tokens - seen[1]()):
             return True
         self._no_longer_short.add(name)
-        self._seen_short.clear()  # others may have had the same prefix
+        del self._seen_short[name]
         return False
 
     def _taken_before(self, head: RequestView) -> int:

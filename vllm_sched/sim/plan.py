@@ -274,7 +274,7 @@ def _exactly(search: Search, ranking: list[Served], played: dict[str, Proof]) ->
         )
         raise UsageError(
             f"--exact: with vLLM's own schedulers none of the best fleets has "
-            f"{search.question.share:.0%} in time, and as many of the longest tenth, at {lowest} "
+            f"{search.question.share:.0%} in time, and as many of the longest, at {lowest} "
             "requests/s; give looser targets, or leave --exact out"
         )
     return ordered(again)

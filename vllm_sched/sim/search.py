@@ -322,7 +322,7 @@ class Search:
         return self._flow(Shape(general=1)).play(requests)
 
     def _hopeless(self, run: Run) -> str:
-        """Say what an idle worker does; of the longest tenth, where all together have enough."""
+        """Say what an idle worker does; of the longest, where all together have enough."""
         question, share = self.question, self.question.share
         who, met, figures = question.source.name, run.all.share, run.all
         named = {
@@ -332,7 +332,7 @@ class Search:
         if met >= share and (longs := run.classes.get(LONG)) is not None:
             # Their first tokens may come as late as they take, and so may their ends: it is what
             # comes between that is too slow.
-            who, met = f"the longest tenth of {who}", longs.kept_share
+            who, met = f"the longest of {who}", longs.kept_share
             named = {"tpot": longs.tpot, "itl": longs.longest}
         missed = [
             f"{name}:{_up(sketch.quantile(share) * 1000)}"

@@ -42,7 +42,8 @@ PACKAGES: Mapping[str, tuple[str, ...]] = {
 ROLES: Mapping[Part, str] = {"prefill": "kv_producer", "decode": "kv_consumer"}
 # Our own variants of vLLM's NIXL classes.
 OURS, MODULE = "vllm_sched.engine.nixl", "kv_connector_module_path"
-LAYOUT = "VLLM_KV_CACHE_LAYOUT"
+LAYOUT, USUAL_LAYOUT = "VLLM_KV_CACHE_LAYOUT", "LBHNC"
+LAYOUTS = {"HND": "LBHNC", "NHD": "LBNHC"}  # by vLLM's older names
 SIDE_HOST, SIDE_PORT = "VLLM_NIXL_SIDE_CHANNEL_HOST", "VLLM_NIXL_SIDE_CHANNEL_PORT"
 BOOTSTRAP_PORT, USUAL_BOOTSTRAP_PORT = "VLLM_MOONCAKE_BOOTSTRAP_PORT", "8998"
 
@@ -170,6 +171,17 @@ def _factory() -> str:
         return ""
     file = Path(found.origin).parent / "distributed/kv_transfer/kv_connector/factory.py"
     return file.read_text() if file.is_file() else ""
+
+
+def layout_of(args: Sequence[str], env: Mapping[str, str]) -> str:
+    """Name the layout of a NIXL worker's KV cache; empty where it is no matter.
+
+    NIXL has one of its own where none is set, and can be told to turn another round as it comes.
+    """
+    if (own_config(args) or {}).get("enable_permute_local_kv"):
+        return ""
+    said = env.get(LAYOUT) or USUAL_LAYOUT
+    return LAYOUTS.get(said, said)
 
 
 def own_config(args: Sequence[str]) -> dict[str, Any] | None:

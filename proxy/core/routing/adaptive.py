@@ -12,8 +12,9 @@ of it, and its prefill less what is cached), plus the delay it brings to others:
 
 Longs that wait, or came lately, also keep a reserve: shorts may not take the last quarter of a long
 worker's places or of its KV cache, and none at all while longs wait for one; unless no other worker
-is left for them: live, well, and not one that has failed this very request. Costs within a few per
-cent are equal: then the pool that is there for the size, the fewest requests, and turn decide.
+is left for them: live, well or merely busy, and not one that has failed this very request. Costs
+within a few per cent are equal: then the pool that is there for the size, the fewest requests, and
+turn decide.
 
 Where prefill workers are about, a decode worker offers a hand-over in place of the whole if that
 costs less (see `handover`); its cost is then that of both legs.
@@ -34,7 +35,7 @@ from proxy.core.decisions import Decision
 from proxy.core.handover import Handing
 from proxy.core.holding import KV_FULL, shares
 from proxy.core.records import Score
-from proxy.core.routing.view import DECODE, WRONG, Rule, View, left_of_own_pool, reason_for
+from proxy.core.routing.view import DECODE, WRONG, Rule, View, own_pool_is_left, reason_for
 from proxy.core.types import Ask, Reason
 from proxy.core.worker import Worker
 
@@ -217,7 +218,7 @@ def longs_are_about(view: View) -> bool:
         return False
     if not (view.longs_waiting or view.traffic.longs_lately(view.now)):
         return False
-    return next(left_of_own_pool(view), None) is not None
+    return own_pool_is_left(view)
 
 
 def reserved(worker: Worker, view: View) -> bool:

@@ -75,22 +75,27 @@ def suits(worker: Worker, *, long: bool) -> bool:
     return (worker.misfit_long if long else worker.misfit_short) < WRONG
 
 
-def left_of_own_pool(view: View) -> Iterator[Worker]:
-    """Name the workers meant for this size that may yet serve it, be they full for now.
+def own_pool_is_full(view: View) -> bool:
+    """Whether a worker meant for this size is there, well, and merely full."""
+    now = view.now
+    return any(w.full and w.breaker.lets_pass(now) for w in _untried_of_own_pool(view))
 
-    They hold it, are well, and have not failed it.
-    """
+
+def own_pool_is_left(view: View) -> bool:
+    """Whether a worker meant for this size is worth the wait: well, or busy, or being tried."""
+    if any(suits(worker, long=view.ask.long) for worker in view.candidates):  # nearly always
+        return True
+    now = view.now
+    return any(
+        w.breaker.closed or w.breaker.busy or now >= w.breaker.until
+        for w in _untried_of_own_pool(view)
+    )
+
+
+def _untried_of_own_pool(view: View) -> Iterator[Worker]:
+    """Name the workers meant for this size that hold it and have not failed it."""
     ask, pool = view.ask, view.pool
     fitting = {group.limit for group in pool.holding(ask)}
     for worker in pool.for_longs if ask.long else pool.for_shorts:
-        if (
-            worker.limit in fitting
-            and worker.breaker.lets_pass(view.now)
-            and worker not in view.tried
-        ):
+        if worker.limit in fitting and worker not in view.tried:
             yield worker
-
-
-def own_pool_is_full(view: View) -> bool:
-    """Whether a worker meant for this size is there, well, and merely full."""
-    return any(worker.full for worker in left_of_own_pool(view))

@@ -34,8 +34,25 @@ def test_a_rest_is_a_line_and_its_end_another(caplog: pytest.LogCaptureFixture) 
     assert said == [
         ("WARNING", f"worker a is left alone for {FIRST_REST_S:g} s: it answered 502"),
         ("INFO", "worker a answers, and is given requests again"),
-        ("WARNING", "worker a is left alone for 20 s: it answered 503"),
+        ("INFO", "worker a is left alone for 20 s: it answered 503"),
     ]
+
+
+def test_one_that_is_busy_now_and_again_does_not_fill_the_log(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    fleet = fleet_of(spec("a"), spec("b"))
+    one, other = fleet
+    fleet.witness = Resting()
+    with caplog.at_level(logging.INFO):
+        for second in range(100):
+            fleet.failed(one, second, 0.5, busy=True, why="429")
+            fleet.succeeded(one)
+            fleet.failed(other, second, 0.0, busy=True, why="429")  # may be asked again at once
+            fleet.succeeded(other)
+    said = [record.getMessage() for record in caplog.records]
+    rests = "worker a is left alone for 0.5 s: it answered 429"
+    assert said == [rests, "worker a answers, and is given requests again"] * 2
 
 
 def test_operators_are_told_when_it_is_asked_again() -> None:
@@ -51,6 +68,9 @@ def test_operators_are_told_when_it_is_asked_again() -> None:
     assert why_it_rests(worker, 11.0 + TRIAL_S) == f"{late}; the next request tries it"
     fleet.failed(worker, 14.0, LONGEST_REST_S)
     assert why_it_rests(worker, 14.0) == "requests failed there; left alone for 30 s more"
+    fleet.succeeded(worker)
+    fleet.failed(worker, 14.0, 250.0)
+    assert why_it_rests(worker, 14.0).endswith("left alone for 250 s more")
     fleet.succeeded(worker)
     fleet.failed(worker, 15.0, busy=True)
     assert why_it_rests(worker, 15.0).startswith("it is busy; ")

@@ -168,6 +168,18 @@ def test_the_reserve_is_open_to_shorts_while_their_own_worker_rests(
     assert where(placed(router.submit(ask(10, 1), 1.6))) == ("l", Reason.ONLY_CHOICE)
 
 
+@RESERVES
+def test_the_reserve_is_none_of_shorts_while_their_own_worker_is_merely_busy(
+    most: int | None, kv_usage: float
+) -> None:
+    router = with_a_reserve(most, kv_usage)
+    router.fleet.failed(worker_of(router, "s"), 1.5, 1.0, busy=True)
+    waits(router.submit(ask(10, 1), 1.6))
+    router.fleet.succeeded(worker_of(router, "s"))
+    [(_, end)] = router.due(2.6)
+    assert placed(end).worker.name == "s"
+
+
 def test_the_reserve_is_open_to_a_short_that_its_own_workers_do_not_hold() -> None:
     """One that is full is worth the wait; one that is too small is not."""
     router = router_of(
