@@ -9,6 +9,8 @@ import pytest
 
 from proxy.core.decisions import Decision, Lease
 from proxy.core.elsewhere import Load, own
+from proxy.core.handover import Handing
+from proxy.core.placer import NOBODY
 from proxy.core.types import Outcome, Reason, Role
 from proxy.processes.pages import Family, add_up
 from proxy.processes.sharing import LOOK_S, REST_S, SURE_S, Rows
@@ -194,6 +196,47 @@ def test_a_burst_of_hand_overs_finds_no_room_that_is_gone(crews: Callable[..., C
     handed_over = sum(each.decision.handover is not None for each in legs)
     assert handed_over == 3
     assert len(legs) == 5  # the others whole, while there are seats
+
+
+def test_decode_legs_that_move_at_once_find_no_room_that_is_gone(
+    crews: Callable[..., Crew],
+) -> None:
+    sides = spec("p", Role.PREFILL), *(spec(name, Role.DECODE, most=8) for name in ("d1", "d2"))
+    crew = crews(2, *sides, queue_wait_s=30.0, transfer=True, disaggregate_above=1)
+    crew.look()
+    legs: list[tuple[int, Lease]] = []
+    for number in range(12):
+        router = crew.routers[number % 2]
+        legs.append((number % 2, placed(router.submit(ask(), crew.now))))
+        crew.tell()
+        crew.look()
+    assert crew.worker(0, "d2").requests == 6
+    for number in (0, 1):
+        crew.worker(number, "d1").up = False
+    for number, lease in legs:
+        if lease.worker.name == "d1":
+            crew.routers[number].prefilled(lease, crew.now, None)
+            crew.routers[number].reconsider(lease, crew.now, may_move=True)
+    crew.tell()
+    crew.look()
+    assert [crew.worker(number, "d2").requests for number in (0, 1)] == [8, 8]
+
+
+def test_one_that_finds_its_worker_filled_may_be_handed_over_later(
+    crews: Callable[..., Crew], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That it would have been served whole, for a seat was long in coming, is no more so then."""
+    sides = spec("p", Role.PREFILL), spec("d", Role.DECODE, most=3)
+    crew = crews(2, *sides, queue_wait_s=30.0, transfer=True, disaggregate_above=1)
+    crew.look()
+    for name in ("may_begin", "is_seated"):
+        monkeypatch.setattr(Handing, name, lambda *_: False)
+    for _ in range(3):
+        decision = Decision(crew.worker(0, "d"), Reason.LEAST_LOADED)
+        crew.routers[0].fleet.charge(ask(), decision, crew.now)
+    one = ask(1000)
+    assert crew.routers[1]._place(one, crew.now, NOBODY, explain=False, late=True) is None
+    assert one.whole == ""
 
 
 def test_who_misses_a_round_of_changes_reads_all(crews: Callable[..., Crew]) -> None:
