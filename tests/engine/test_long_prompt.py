@@ -309,6 +309,44 @@ def test_before_one_that_was_short_enters_it_is_looked_up() -> None:
     assert "held" not in policy(scheduler)._seen_short
 
 
+DOCUMENT = list(range(10, 8010))
+
+
+def without_the_document(
+    policies: dict[str, dict[str, object]], clock: list[float], *waiting: Any
+) -> Any:
+    """Let some wait for slots beside a long prompt; then free these, and evict the document."""
+    scheduler = make_scheduler(
+        policies, prefix_caching=True, max_model_len=20_000, max_num_seqs=4, num_blocks=8000
+    )
+    scheduler.add_request(make_request(DOCUMENT, output=1))
+    drain(scheduler)
+    decodes = [make_request(20, output=400) for _ in range(3)]
+    for each in decodes:
+        scheduler.add_request(each)
+    until(scheduler, lambda: len(scheduler.running) == 3)
+    step(scheduler)
+    scheduler.add_request(make_request(19_000, name="long"))
+    step(scheduler)
+    for each in waiting:
+        scheduler.add_request(each)
+    for _ in range(3):
+        step(scheduler)
+        clock[0] += 0.001
+    assert len(scheduler.running) == 4
+    pool = scheduler.kv_cache_manager.block_pool
+    pool.free_blocks(pool.get_new_blocks(pool.get_num_free_blocks()))
+    for each in decodes:
+        scheduler.finish_requests(each.request_id, RequestStatus.FINISHED_ABORTED)
+    return scheduler
+
+
+def question(name: str, *, priority: int = 0) -> Any:
+    """Make one about the document, which is short while that is cached."""
+    prompt = [*DOCUMENT, *[3] * 20, priority + 7]
+    return make_request(prompt, name=name, output=1, priority=priority)
+
+
 @pytest.mark.parametrize(
     ("policies", "longs", "others"),
     [
@@ -326,30 +364,8 @@ def test_one_whose_prefix_is_gone_does_not_enter_as_a_short_one(
     others: list[tuple[int, int]],
 ) -> None:
     """Not when it is asked about again in the step in which that was seen, either."""
-    scheduler = make_scheduler(
-        policies, prefix_caching=True, max_model_len=20_000, max_num_seqs=4, num_blocks=8000
-    )
-    document = list(range(10, 8010))
-    scheduler.add_request(make_request(document, output=1))
-    drain(scheduler)
-    decodes = [make_request(20, output=400) for _ in range(3)]
-    for each in decodes:
-        scheduler.add_request(each)
-    until(scheduler, lambda: len(scheduler.running) == 3)
-    step(scheduler)
-    scheduler.add_request(make_request(19_000, name="long"))
-    step(scheduler)
-    scheduler.add_request(make_request([*document, *[3] * 20], name="question", output=1))
-    for tokens, priority in others:
-        scheduler.add_request(make_request(tokens, output=1, priority=priority))
-    for _ in range(3):
-        step(scheduler)
-        clock[0] += 0.001
-    assert len(scheduler.running) == 4  # it waits for a slot
-    pool = scheduler.kv_cache_manager.block_pool
-    pool.free_blocks(pool.get_new_blocks(pool.get_num_free_blocks()))
-    for each in decodes:
-        scheduler.finish_requests(each.request_id, RequestStatus.FINISHED_ABORTED)
+    behind = [make_request(tokens, output=1, priority=priority) for tokens, priority in others]
+    scheduler = without_the_document(policies, clock, question("question"), *behind)
     for _ in range(5):
         assert "question" not in step(scheduler)
         clock[0] += 0.001
@@ -357,33 +373,8 @@ def test_one_whose_prefix_is_gone_does_not_enter_as_a_short_one(
 
 
 def test_nor_does_another_with_that_prefix_in_another_lane(clock: list[float]) -> None:
-    scheduler = make_scheduler(
-        {"long_prompt": {}, "lanes": {}},
-        prefix_caching=True,
-        max_model_len=20_000,
-        max_num_seqs=5,
-        num_blocks=8000,
-    )
-    document = list(range(10, 8010))
-    scheduler.add_request(make_request(document, output=1))
-    drain(scheduler)
-    decodes = [make_request(20, output=400) for _ in range(4)]
-    for each in decodes:
-        scheduler.add_request(each)
-    until(scheduler, lambda: len(scheduler.running) == 4)
-    step(scheduler)
-    scheduler.add_request(make_request(19_000, name="long"))
-    step(scheduler)
-    for name, priority in (("urgent", -1), ("normal", 0)):
-        question = [*document, *[3] * 20, priority + 7]
-        scheduler.add_request(make_request(question, name=name, output=1, priority=priority))
-    for _ in range(3):
-        step(scheduler)
-        clock[0] += 0.001
-    pool = scheduler.kv_cache_manager.block_pool
-    pool.free_blocks(pool.get_new_blocks(pool.get_num_free_blocks()))
-    for each in decodes:
-        scheduler.finish_requests(each.request_id, RequestStatus.FINISHED_ABORTED)
+    two = question("urgent", priority=-1), question("normal")
+    scheduler = without_the_document({"long_prompt": {}, "lanes": {}}, clock, *two)
     for _ in range(4):
         assert "normal" not in step(scheduler)
         clock[0] += 0.001
