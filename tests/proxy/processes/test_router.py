@@ -342,42 +342,42 @@ async def with_key(client: Client, key: str) -> int:
     return (await client.ask(chat("hi", bearer(key)))).status
 
 
-@pytest.mark.parametrize("who", [0, 1])
+@pytest.mark.parametrize(("who", "ill"), [(0, "a"), (1, "b")])
 async def test_a_breaker_that_one_opens_keeps_all_away(
-    crew: Crew, fakes: dict[str, FakeWorker], who: int
+    crew: Crew, fakes: dict[str, FakeWorker], who: int, ill: str
 ) -> None:
     clients = await crew.each()
     first, second = (clients[mark] for mark in sorted(clients, reverse=bool(who)))
-    before = len(rests(crew))
+    assert rests(crew, ill) == []  # or this one would be no line, for a minute
     # It asks to be left alone for a while.
-    fakes["a"].always(scripts.error(503, "busy", (b"retry-after", b"2")))
-    while not fakes["a"].served:
+    fakes[ill].always(scripts.error(503, "busy", (b"retry-after", b"2")))
+    while not fakes[ill].served:
         assert await asked(first, 1) == [200]
-    assert len(fakes["a"].served) == 1
+    assert len(fakes[ill].served) == 1
     # It takes no more than the end of a turn to tell; but nothing says when that was.
-    await crew.until(lambda workers: workers["a"]["state"] == "resting")
-    await crew.until(lambda workers: workers["a"]["why"].startswith("it answered 503; "))
+    await crew.until(lambda workers: workers[ill]["state"] == "resting")
+    await crew.until(lambda workers: workers[ill]["why"].startswith("it answered 503; "))
     assert await asked(second, 6) == [200] * 6
-    assert len(fakes["a"].served) == 1
-    fakes["a"].always(scripts.answer())
+    assert len(fakes[ill].served) == 1
+    fakes[ill].always(scripts.answer())
     async with asyncio.timeout(DEADLINE_S):
-        while len(fakes["a"].served) < 2:
+        while len(fakes[ill].served) < 2:
             await asked(second, 1)
     await crew.up()
     assert await asked(first, 4) == [200] * 4
-    assert len(fakes["a"].served) >= 3
-    crew.says("worker a answers, and", times=before // 2 + 1)
-    began, ended = rests(crew)[before:]  # each once, whoever saw it
-    assert "WARNING" in began
+    assert len(fakes[ill].served) >= 3
+    crew.says(f"worker {ill} answers, and")
+    began, ended = rests(crew, ill)  # each once, whoever saw it
+    assert "INFO" in began  # for it is merely busy
     assert began.endswith(" s: it answered 503\n")
     assert "INFO" in ended
     first.close()
     second.close()
 
 
-def rests(crew: Crew) -> list[str]:
-    """Return what the router has said of rests of the first worker, and of their ends."""
-    words = "worker a is left alone", "worker a answers, and"
+def rests(crew: Crew, name: str) -> list[str]:
+    """Return what the router has said of a worker's rests, and of their ends."""
+    words = f"worker {name} is left alone", f"worker {name} answers, and"
     return [line for line in crew.said if any(each in line for each in words)]
 
 

@@ -222,6 +222,7 @@ def test_decode_legs_that_move_at_once_find_no_room_that_is_gone(
     assert [crew.worker(number, "d2").requests for number in (0, 1)] == [8, 8]
 
 
+@pytest.mark.plain("replaces a part")
 def test_one_that_finds_its_worker_filled_may_be_handed_over_later(
     crews: Callable[..., Crew], monkeypatch: pytest.MonkeyPatch
 ) -> None:
