@@ -57,6 +57,11 @@ class Resting:
             self._awaited.discard(worker)
             logger.info("worker %s answers, and is given requests again", worker.name)
 
+    def has_left(self, worker: Worker) -> None:
+        """Forget one that was taken out."""
+        self._told_at.pop(worker, None)
+        self._awaited.discard(worker)
+
 
 def _short(seconds: float) -> str:
     return f"{seconds:.0f}" if seconds >= 10 else f"{seconds:.2g}"

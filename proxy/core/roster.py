@@ -35,6 +35,9 @@ class Witness(Protocol):
     def is_back(self, worker: Worker) -> None:
         """Hear that one is given requests again."""
 
+    def has_left(self, worker: Worker) -> None:
+        """Hear that one was taken out, resting or not."""
+
 
 def still() -> float:
     """Tell a time at which everybody who is waited for may still come."""
@@ -216,6 +219,8 @@ class Roster:
         del self._workers[worker.name]
         worker.draining = True
         self.resting.discard(worker)
+        if self.witness is not None:
+            self.witness.has_left(worker)
         del self.by_index[worker.index]
         self.prefixes.forget(worker.index)
         replace(worker, NO_LOAD, worker.free_at)

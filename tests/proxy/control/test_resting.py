@@ -55,6 +55,17 @@ def test_one_that_is_busy_now_and_again_does_not_fill_the_log(
     assert said == [rests, "worker a answers, and is given requests again"] * 2
 
 
+def test_nothing_is_kept_of_one_that_was_taken_out() -> None:
+    fleet = fleet_of(spec("a"))
+    [worker] = fleet
+    fleet.witness = witness = Resting()
+    fleet.failed(worker, 0.0, 20.0)
+    assert worker in witness._awaited
+    fleet.remove("a")
+    assert not witness._awaited
+    assert not witness._told_at
+
+
 def test_operators_are_told_when_it_is_asked_again() -> None:
     fleet = fleet_of(spec("a"))
     [worker] = fleet

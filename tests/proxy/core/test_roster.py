@@ -523,6 +523,9 @@ class Seen:
         """Note who."""
         self.said.append(("is back", worker.name, ""))
 
+    def has_left(self, worker: Worker) -> None:
+        """Say nothing: it is no rest, nor the end of one."""
+
 
 def test_a_rest_is_told_once_and_so_is_its_end() -> None:
     fleet = fleet_of(spec("a"), spec("b"))
