@@ -76,8 +76,9 @@ ROUTES: dict[str, Route] = {
     ),
 }
 RESPONSES = "/v1/responses/"
-# No dots and no escapes: the path goes on to a worker as it is, and `..` would lead elsewhere.
-ID = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.:-]{0,199}")  # P2P NCCL's have addresses in them
+# No dot in front and no escapes: the path goes on to a worker as it is, and `..` would lead
+# elsewhere. Within, those of hand-overs by P2P NCCL have addresses.
+ID = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.:-]{0,199}")
 GET_RESPONSE = Route("responses/id", Shape.EMPTY, method="GET")
 CANCEL_RESPONSE = Route("responses/cancel", Shape.EMPTY)
 

@@ -61,8 +61,8 @@ def _may_think_long(ask: Ask, body: bytes) -> bool:
 def decode_body(connector: Connector, pair: Pair, taken: Taken, ask: Ask, body: bytes) -> bytes:
     """Write the decode leg's."""
     fields = connector.decode(pair, taken)
-    if ask.route in IDS:
-        fields = {**fields, **_id(connector, pair, ask)}
+    if named := _id(connector, pair, ask):
+        fields = {**fields, **named}
     return spliced(body, fields, ask.said) if fields else body
 
 

@@ -145,6 +145,18 @@ def lookups_of(scheduler: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return asked
 
 
+def looks_while_held(
+    scheduler: Any, held: Any, clock: list[float], monkeypatch: pytest.MonkeyPatch, steps: int
+) -> int:
+    """Count the looks at what is cached of one, in steps of 80 ms in all in which it waits."""
+    asked = lookups_of(scheduler, monkeypatch)
+    for _ in range(steps):
+        clock[0] += 0.08 / steps
+        step(scheduler)
+    assert held in scheduler.waiting
+    return asked.count(len(held.block_hashes))
+
+
 def test_a_prefix_is_looked_up_once_while_nothing_changes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -281,13 +293,8 @@ def test_one_that_is_short_and_that_others_hold_is_not_looked_up_in_every_step(
     clock: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scheduler, held = behind_a_normal_prompt()
-    asked = lookups_of(scheduler, monkeypatch)
-    for _ in range(100):
-        clock[0] += 0.0008
-        step(scheduler)
-    assert held in scheduler.waiting
     # Once in 8 ms.
-    assert 5 <= asked.count(len(held.block_hashes)) <= 11
+    assert 5 <= looks_while_held(scheduler, held, clock, monkeypatch, 100) <= 11
     # As soon as it may enter it does: batch's share of one step has gone to who was there before.
     scheduler.finish_requests("normal", RequestStatus.FINISHED_ABORTED)
     assert step(scheduler).keys() == {"batch"}
@@ -403,13 +410,8 @@ def test_one_that_is_short_and_held_for_room_is_not_looked_up_in_every_step(
     step(scheduler)
     held = make_request([*document, *[3] * 20], output=1)
     scheduler.add_request(held)
-    asked = lookups_of(scheduler, monkeypatch)
-    for _ in range(40):
-        clock[0] += 0.002
-        step(scheduler)
-    assert held in scheduler.waiting
     # Once in 25 ms.
-    assert 2 <= asked.count(len(held.block_hashes)) <= 5
+    assert 2 <= looks_while_held(scheduler, held, clock, monkeypatch, 40) <= 5
 
 
 def test_nothing_is_kept_of_longs_that_one_step_reads() -> None:

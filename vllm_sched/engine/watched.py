@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request
@@ -38,6 +37,9 @@ if TYPE_CHECKING:
 
         def clock(self) -> float:
             """Tell the time that steps are measured by."""
+
+        def _admits(self) -> bool:
+            """Whether there is a slot, and the engine is not paused."""
 
         def _constrain(self, step: Step) -> None: ...
 
@@ -307,7 +309,8 @@ class Watched(Upstream):
             if prefills is not None:
                 prefills += self.running[before:]
                 self._note(output, prefills, seen)
-            running, full = len(self.running), self._admits_nobody
+            # Where nobody could enter no policy holds anybody.
+            running, full = len(self.running), not self._admits()
             seen.scheduled(output, self.current_step, running, self.waiting, full=full)
         except Exception:
             self._look_no_more()
@@ -320,20 +323,11 @@ class Watched(Upstream):
         outputs = super().update_from_output(scheduler_output, *args, **kwargs)
         if (seen := self._seen) is not None:
             try:
-                full = self._admits_nobody
+                full = not self._admits()
                 seen.show(self.running, self.waiting, self.clock(), full=full)
             except Exception:
                 self._look_no_more()
         return outputs
-
-    @property
-    def _admits_nobody(self) -> bool:
-        """Whether no slot is free, or the engine is paused: then no policy holds anybody."""
-        if self.pause_state != PauseState.UNPAUSED:
-            return True
-        # A streaming session that waits for input runs no more, but keeps its slot.
-        taken = len(self.running) + int(self.num_waiting_for_streaming_input)
-        return bool(taken >= self.max_num_active_reqs)
 
     def _note(self, output: SchedulerOutput, prefills: Sequence[Request], seen: Seen) -> None:
         if not output.total_num_scheduled_tokens:

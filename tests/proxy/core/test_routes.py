@@ -61,6 +61,7 @@ def test_what_vllm_serves_to_clients_passes(path: str) -> None:
         "/v1/responses/..",
         "/v1/responses/../cancel",
         "/v1/responses/%2e%2e/cancel",
+        "/v1/responses/.x",
         "/v1/responses/a%2f..%2f..%2fsleep/cancel",
         "/v1/responses/a;b",
         "/v1/responses/a\n",
@@ -85,6 +86,8 @@ def test_stored_responses() -> None:
     assert (get.response_id, get.name) == ("resp_1", "responses/id")
     assert (cancel.response_id, cancel.name) == ("resp_1", "responses/cancel")
     assert get.shape is Shape.EMPTY
+    moved = "resp____prefill_addr_10.0.0.1:21001___decode_addr_10.0.0.2:22001_1a-2"
+    assert route(f"/v1/responses/{moved}", "GET").response_id == moved
 
 
 def test_rendering_a_response_is_not_a_stored_one() -> None:
