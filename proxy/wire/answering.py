@@ -152,13 +152,23 @@ class Answering:
         """Whether its usage is not to pass as it is."""
         return self._cached is not None or self._hides
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether the client has the last event of a stream, whatever ends the connection."""
+        return self._stream is not None and self._stream.is_whole
+
+    @property
+    def end(self) -> bytes:
+        """The framing that ends a body after whole events."""
+        return LAST_CHUNK if self._chunked else b""
+
     def last_words(self, message: str, code: str) -> bytes | None:
         """Write the end of an answer that fails midway; None if it can only be broken off."""
         stream = self._stream
         if stream is None or stream.torn:
             return None
         event = stream.error_event(message, code)
-        return b"%x\r\n%b\r\n%b" % (len(event), event, LAST_CHUNK) if self._chunked else event
+        return b"%x\r\n%b\r\n%b" % (len(event), event, self.end) if self._chunked else event
 
     def usage(self) -> Usage | None:
         """Return what the worker says it computed."""

@@ -430,10 +430,12 @@ class Exchange:
                 refusal = _timed_out(refusal)
             self._refuse(now, refusal)
             return
+        if answering.is_whole:
+            self._end_whole(now, answering)
+            return
         if self._lease is not None:
             self._wire.router.finish(self._lease, now, Outcome.FAILED, why=trouble.value)
-        what = "The worker failed while it answered."
-        self._break_off(now, answering.last_words(what, f"worker_{trouble}"))
+        self._break_off(now, answering, "The worker failed while it answered.", f"worker_{trouble}")
 
     def _is_only_slow(self, now: float, connection: WorkerConnection | None) -> bool:
         """Whether its answer has not begun because it takes long: so it would on another worker."""
@@ -542,15 +544,25 @@ class Exchange:
         self._client.done(now, keep_alive=answering.keep_alive)
         wire.settle(now)
 
-    def _break_off(self, now: float, last_words: bytes | None) -> None:
-        """End an answer that will never be whole, so that it can be seen."""
+    def _end_whole(self, now: float, answering: Answering) -> None:
+        """End a stream whose last event the client has, though its worker did not end it."""
+        self.record.sent_bytes += len(answering.end)
+        self._client.write(answering.end)
+        self._finish(now, answering)
+
+    def _break_off(self, now: float, answering: Answering, message: str, code: str) -> None:
+        """End an answer that is not whole so that the client notices.
+
+        An error event and the end of the framing leave the connection fit for another request.
+        """
+        last_words = answering.last_words(message, code)
         self.record.sent_bytes += len(last_words or b"")
         self._books(now, BAD_GATEWAY)
         if last_words is None:
             self._client.break_off()
         else:
             self._client.write(last_words)
-            self._client.done(now, keep_alive=False)
+            self._client.done(now, keep_alive=answering.keep_alive)
         self._wire.settle(now)
 
     def _refuse(self, now: float, refusal: Refusal) -> None:
@@ -583,8 +595,10 @@ class Exchange:
         answering = self._answering
         if answering is None or not answering.has_begun:
             self._refuse(now, refusals.draining())
+        elif answering.is_whole:
+            self._end_whole(now, answering)
         else:
-            self._break_off(now, answering.last_words("The router was stopped.", "router_stopped"))
+            self._break_off(now, answering, "The router was stopped.", "router_stopped")
 
     def _stop(self, now: float, outcome: Outcome = Outcome.CLIENT_GONE) -> None:
         """Stop everything that is done for the client."""

@@ -38,6 +38,14 @@ APART = re.compile(rb'"cache_(?:read|creation)_input_tokens"\s*:\s*(\d+)')
 CHOICE = b"}]}\n\n", b"}]}\n\n\r\n", b"}]}\r\n\r\n"
 LAST_WORDS = b"[DONE]\n\n", b"[DONE]\n\n\r\n", b"[DONE]\r\n\r\n"
 DONE = re.compile(rb"(?:\A|\n)data: ?\[DONE\]")  # no line of JSON begins so, whatever text is in it
+# The last event of a stream, where it is another. Quotes in a text are escaped.
+LAST_EVENTS = {
+    Manner.RESPONSES: re.compile(
+        rb"(?:\A|\n)event: ?response\.(?:completed|incomplete|failed)\r?\n"
+    ),
+    Manner.MESSAGES: re.compile(rb"(?:\A|\n)event: ?message_stop\r?\n"),
+    Manner.COHERE: re.compile(rb'"type":"message-end"'),
+}
 ERROR, EMPTY = b'data: {"error"', b"[]"
 COMMENT = b"\n:"  # as keeps a connection alive; no line of JSON begins so
 # Of typed streams, what ends an answer and what signs a thought; both end as no other delta does.
@@ -99,6 +107,12 @@ class EventStream:
     def says_done(self, more: bytes = b"") -> bool:
         """Whether its last word is there, with what may have come and was not fed."""
         return DONE.search(b"".join((*self._last, self._held, more))) is not None
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the last event of the stream has passed."""
+        passed, last = b"".join(self._last), LAST_EVENTS.get(self.manner)
+        return DONE.search(passed) is not None or (last is not None and bool(last.search(passed)))
 
     def usage(self) -> Usage | None:
         """Return what the last events say of it."""

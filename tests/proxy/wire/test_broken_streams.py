@@ -10,7 +10,7 @@ import json
 import pytest
 
 from tests.proxy.wire import scripts
-from tests.proxy.wire.client import Client, chat, request
+from tests.proxy.wire.client import Client, chat, get, request
 from tests.proxy.wire.conftest import Start
 from tests.proxy.wire.fake_worker import Script
 from tests.proxy.wire.site import Fake, Site
@@ -19,6 +19,8 @@ SSE_HEAD = scripts.head(200, (b"content-type", scripts.SSE), (b"transfer-encodin
 FIRST = [scripts.token("a"), scripts.token("b")]
 CHUNKS = b"".join(map(scripts.chunk, FIRST))
 HALF = scripts.token("never seen")[:-7]
+# What a client writes is quoted, so it is no event of its own.
+QUOTED_DONE = scripts.token("x\ndata: [DONE]\n\n")
 FAILURES: dict[str, Script] = {
     "close": scripts.raw(SSE_HEAD + CHUNKS, end="close"),
     "reset": scripts.raw(SSE_HEAD + CHUNKS, end="reset"),
@@ -51,9 +53,22 @@ async def test_the_stream_ends_with_an_error_event(start: Start, name: str) -> N
     assert error["message"]
     assert error["type"] == "server_error"
     assert {"param", "code"} <= set(error)
-    assert await client.closed() == b""
     assert len(site.served()) == 1
+    site.always(scripts.obey("well"))
+    assert (await client.ask(chat())).status == 200  # the client's connection is kept
     await site.settled()
+
+
+async def test_a_stream_that_ends_with_an_error_event_closes_only_where_the_client_asked_for_it(
+    site: Site,
+) -> None:
+    site.fake.then(FAILURES["reset"])
+    client = await site.client()
+    await client.send(chat("hi", b"Connection: close", stream=True))
+    answer = await client.answer()
+    assert answer.one(b"connection") == b"close"
+    assert b'"error"' in answer.body
+    assert await client.closed() == b""
 
 
 async def test_http_1_0_gets_the_event_too(site: Site) -> None:
@@ -108,6 +123,63 @@ async def test_a_stream_that_ended_well_gets_no_error(site: Site) -> None:
         assert answer.body == b"".join(FIRST) + scripts.DONE
 
 
+def typed(name: str, **data: object) -> bytes:
+    """Return an event with a name, as /v1/responses and /v1/messages send."""
+    return f"event: {name}\ndata: {json.dumps({'type': name, **data})}\n\n".encode()
+
+
+DELTA = typed("response.output_text.delta", delta="a")
+TEXT = typed("content_block_delta", delta={"type": "text_delta", "text": "a"})
+COHERE_START = b'data: {"delta":{},"type":"message-start"}\n\n'
+COHERE_TEXT = b'data: {"index":0,"delta":{},"type":"content-delta"}\n\n'
+COHERE_END = b'data: {"type":"message-end","delta":{"finish_reason":"COMPLETE"}}\n\n'
+# By path: what begins a stream there, and the event after which it is whole.
+LAST_EVENTS = [
+    ("/v1/chat/completions", b"".join(FIRST), scripts.DONE),
+    ("/v1/completions", b"".join(FIRST), b"data:[DONE]\n\n"),
+    (
+        "/inference/v1/generate",
+        b"".join(FIRST).replace(b"\n", b"\r\n"),
+        b"data: [DONE]\r\n\r\n",
+    ),
+    ("/v1/responses", DELTA, typed("response.completed", response={})),
+    ("/v1/responses", DELTA, typed("response.incomplete", response={})),
+    ("/v1/responses", DELTA, typed("response.failed", response={})),
+    ("/v1/messages", TEXT, typed("message_stop")),
+    ("/cohere/v2/chat", COHERE_START + COHERE_TEXT, COHERE_END),
+    ("/cohere/v2/chat", COHERE_START + COHERE_TEXT, COHERE_END + scripts.DONE),
+]
+ANY_BODY = (
+    b'{"model": "tiny", "prompt": "hi", "input": "hi", "messages": [], "token_ids": [1], '
+    b'"max_tokens": 9, "stream": true}'
+)
+
+
+@pytest.mark.parametrize("end", ["close", "reset", "stall"])
+@pytest.mark.parametrize("apart", [True, False])
+@pytest.mark.parametrize(
+    ("path", "begin", "last"), LAST_EVENTS, ids=[f"{n}{x[0]}" for n, x in enumerate(LAST_EVENTS)]
+)
+async def test_a_stream_that_has_its_last_event_is_whole_however_its_connection_ends(
+    start: Start, path: str, begin: bytes, last: bytes, apart: bool, end: str
+) -> None:
+    site = await start(Fake("w0"), wire={"idle_s": 0.3})
+    pieces = [SSE_HEAD + scripts.chunk(begin), scripts.chunk(last)]
+    site.fake.then(scripts.raw(*pieces if apart else [b"".join(pieces)], gap_s=0.03, end=end))
+    client = await site.client()
+    answer = await client.ask(request(ANY_BODY, path=path))
+    assert answer.body == begin + last
+    assert (await client.ask(chat())).status == 200
+    assert site.worker().breaker.spotless
+    await site.settled()
+
+
+@pytest.mark.parametrize("last", [b"data: [DONE", QUOTED_DONE], ids=["half", "quoted"])
+async def test_what_only_looks_like_the_last_event_is_not_one(site: Site, last: bytes) -> None:
+    site.fake.then(scripts.raw(SSE_HEAD + CHUNKS + scripts.chunk(last), end="reset"))
+    assert b'"worker_reset"' in (await site.ask(chat(stream=True))).body
+
+
 UNFRAMED = scripts.head(200, (b"content-type", scripts.SSE))
 DONE_PATHS = [
     "/v1/chat/completions",
@@ -117,8 +189,6 @@ DONE_PATHS = [
     "/v1/audio/transcriptions",
 ]
 BODY = b'{"model": "tiny", "prompt": "hi", "messages": [], "token_ids": [1], "stream": true}'
-# What a client writes is quoted, so it is no event of its own.
-QUOTED = scripts.token("x\ndata: [DONE]\n\n")
 
 
 def to(path: str) -> bytes:
@@ -131,7 +201,7 @@ def to(path: str) -> bytes:
 
 
 @pytest.mark.parametrize("path", DONE_PATHS)
-@pytest.mark.parametrize("last", [FIRST[1], HALF, QUOTED], ids=["event", "half", "quoted"])
+@pytest.mark.parametrize("last", [FIRST[1], HALF, QUOTED_DONE], ids=["event", "half", "quoted"])
 @pytest.mark.parametrize("old", [False, True], ids=["1.1", "1.0"])
 async def test_one_without_framing_that_stops_without_its_last_word_was_cut_off(
     start: Start, path: str, last: bytes, old: bool
@@ -148,7 +218,8 @@ async def test_one_without_framing_that_stops_without_its_last_word_was_cut_off(
     assert body.startswith(FIRST[0] + whole + b'data: {"error"')
     assert b'"worker_reset"' in body
     assert b"[DONE]" not in body[len(FIRST[0] + whole) :]
-    assert await client.closed() == b""
+    if old:
+        assert await client.closed() == b""
     assert len(site.served()) == 1
     assert not any(worker.breaker.spotless for worker in site.fleet if worker.name == "w0")
 
@@ -209,12 +280,31 @@ async def test_a_workers_own_error_event_passes(site: Site) -> None:
     assert (await site.ask(chat(stream=True))).body == b"".join(FIRST) + event + scripts.DONE
 
 
-async def test_requests_sent_ahead_on_that_connection_are_not_answered(site: Site) -> None:
-    site.fake.then(FAILURES["reset"])
+@pytest.mark.parametrize("end", ["close", "reset"])
+async def test_requests_sent_ahead_behind_a_stream_that_fails_are_answered(
+    site: Site, end: str
+) -> None:
+    site.fake.then(FAILURES[end])
     client = await site.client()
-    await client.send(chat(stream=True) + chat())
-    await read_events(client)
-    assert await client.closed() == b""
+    await client.send(chat(stream=True) + chat() + get("/health") + chat(stream=True))
+    *_, last = await read_events(client)
+    assert b'"error"' in last
+    assert (await client.answer()).json()["choices"]
+    assert (await client.answer()).status == 200
+    assert (await client.answer()).body.endswith(scripts.DONE)
+    assert len(site.fake.served) == 3
+
+
+async def test_requests_sent_ahead_behind_a_body_that_breaks_off_are_not_answered(
+    site: Site,
+) -> None:
+    """No byte after it can be told from the body that was promised."""
+    head = scripts.head(200, (b"content-type", b"application/json"), (b"content-length", b"9"))
+    site.fake.then(scripts.raw(head + b"{", end="reset"))
+    client = await site.client()
+    await client.send(chat() + chat())
+    await client.head()
+    assert await client.closed() in (b"{", b"")
     assert len(site.fake.served) == 1
 
 
