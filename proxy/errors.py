@@ -6,8 +6,11 @@ ProxyError
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from itertools import islice
+
+NAMES_IN_MESSAGE, LONGEST_NAME = 10, 100  # names, and characters of each
 
 
 class ProxyError(Exception):
@@ -34,7 +37,12 @@ class ConfigError(ProxyError, ValueError):
         super().__init__("\n".join(f"{source}: {problem}" for problem in self.problems))
 
 
-def a_few(names: Sequence[str], most: int) -> str:
-    """Name so many of them, and say how many more there are."""
-    more = len(names) - most
-    return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")
+def a_few(names: Collection[str], most: int = NAMES_IN_MESSAGE) -> str:
+    """Return at most so many of the names for a message, and the number of the others."""
+    shown = ", ".join(short(name) for name in islice(names, most))
+    return shown + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+def short(name: str) -> str:
+    """Return a name as a message shows it."""
+    return name if len(name) <= LONGEST_NAME else f"{name[:LONGEST_NAME]}..."

@@ -22,6 +22,7 @@ from proxy.control.worker_metrics import parse
 from proxy.core.records import Gauges, WorkerSpec
 from proxy.core.types import Role
 from proxy.core.worker import Worker
+from proxy.errors import a_few
 
 if TYPE_CHECKING:
     from proxy.core.router import Router
@@ -187,7 +188,7 @@ class Watch:
         origins = {name: (card.root, card.parent) for name, card in models.items()}
         self._fleet.set_served(worker.name, models, length, origins)
         if worker.model not in models:
-            names = ", ".join(models)
+            names = a_few(models)
             logger.warning("worker %s serves %s, not %s", worker.name, names, worker.model)
 
     def _compare_contexts(self) -> None:

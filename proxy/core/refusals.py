@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from proxy.core.limits import Breach, Limit
 from proxy.core.types import Ask, Reason, Refusal
+from proxy.errors import a_few, short
 
 OF_LIMITS = {
     Limit.REQUESTS: "requests per minute (RPM)",
@@ -53,7 +54,7 @@ def not_known_yet(model: str, known: Iterable[str]) -> Refusal:
 
 
 def _listed(models: Iterable[str]) -> str:
-    return ", ".join(sorted(models)) or "none"
+    return a_few(sorted(models)) or "none"
 
 
 def too_long(ask: Ask, limit: int) -> Refusal:
@@ -72,7 +73,7 @@ def too_long(ask: Ask, limit: int) -> Refusal:
 
 def no_worker(model: str, retry_after_s: float | None = None) -> Refusal:
     """503: nobody is there to serve it now."""
-    message = f"No worker of the model `{model}` can take this request now."
+    message = f"No worker of the model `{short(model)}` can take this request now."
     rest_s = max(retry_after_s or 0.0, 1.0)
     return Refusal(503, Reason.NO_WORKER, message, "no_worker", retry_after_s=rest_s)
 
@@ -137,8 +138,7 @@ CHALLENGE = (("WWW-Authenticate", "Bearer"),)
 
 def not_allowed(model: str, allowed: Iterable[str]) -> Refusal:
     """403: the model is there, but not for this key."""
-    names = ", ".join(sorted(allowed)) or "none"
-    message = f"Your key may not use the model `{model[:200]}`. It may use: {names}."
+    message = f"Your key may not use the model `{model[:200]}`. It may use: {_listed(allowed)}."
     return Refusal(403, Reason.NOT_ALLOWED, message, "model_not_allowed", "model")
 
 

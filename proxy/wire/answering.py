@@ -181,9 +181,11 @@ class Answering:
         if decision is not None and request.head.explain:
             route = decision_header(decision)
             pieces += (b"X-Route: ", route, b"\r\n")
-        if head.length is not None:
+        if head.status == NO_CONTENT:
+            pass  # RFC 9110, 8.6: it must have no Content-Length
+        elif head.length is not None:
             pieces += (b"Content-Length: ", head.length, b"\r\n")
-        elif head.status not in (NO_CONTENT, NOT_MODIFIED):
+        elif head.status != NOT_MODIFIED:
             if request.head.http_1_0:
                 self.keep_alive = False
             else:

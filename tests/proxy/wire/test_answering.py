@@ -67,6 +67,25 @@ def test_an_empty_body_is_still_an_answer() -> None:
     assert none == b"HTTP/1.1 204 No Content\r\nX-Request-Id: id-1\r\n\r\n"
 
 
+@pytest.mark.parametrize("old", [False, True])
+@pytest.mark.parametrize(
+    "framing", [b"Content-Length: 0", b"Content-Length: 5", b"Transfer-Encoding: chunked"]
+)
+def test_a_204_has_no_framing(framing: bytes, old: bool) -> None:
+    """RFC 9110, 8.6: a client may take a length for that of a body."""
+    one = answering(b"HTTP/1.1 204 No Content\r\n%b\r\n\r\n" % framing, old=old)
+    data = one.take(b"", ended=True)
+    assert b"Content-Length" not in data
+    assert b"Transfer-Encoding" not in data
+    assert data.endswith(b"\r\n\r\n")
+    assert one.keep_alive
+
+
+def test_a_304_keeps_the_length_that_a_200_would_have() -> None:
+    one = answering(b"HTTP/1.1 304 Not Modified\r\nContent-Length: 5\r\n\r\n")
+    assert one.take(b"", ended=True).endswith(b"\r\nContent-Length: 5\r\n\r\n")
+
+
 def test_http_1_0_gets_no_chunks() -> None:
     one = answering(CHUNKED, old=True)
     assert one.take(b"a", ended=False).endswith(b"\r\nConnection: close\r\n\r\na")

@@ -297,13 +297,17 @@ async def test_interim_answers_are_passed_over(site: Site) -> None:
     assert (await client.ask(chat())).status == 200
 
 
+@pytest.mark.parametrize("length", [b"", b"Content-Length: 0\r\n", b"Content-Length: 7\r\n"])
 @pytest.mark.parametrize("status", [204, 304])
-async def test_an_answer_that_has_no_body_ends_with_its_head(site: Site, status: int) -> None:
-    site.fake.then(scripts.raw(b"HTTP/1.1 %d X\r\nETag: a\r\n\r\n" % status))
+async def test_an_answer_that_has_no_body_ends_with_its_head(
+    site: Site, status: int, length: bytes
+) -> None:
+    site.fake.then(scripts.raw(b"HTTP/1.1 %d X\r\nETag: a\r\n%b\r\n" % (status, length)))
     client = await site.client()
     answer = await client.ask(chat())
     assert (answer.status, answer.all(b"etag")) == (status, [b"a"])
     assert answer.all(b"transfer-encoding") == []
+    assert len(answer.all(b"content-length")) == (status == 304 and bool(length))
     assert (await client.ask(chat())).status == 200
 
 

@@ -146,6 +146,24 @@ async def test_a_stored_response_is_asked_of_the_worker_that_has_it(start: Start
         owner.calls.clear()
 
 
+MANY = tuple(f"{n:04}-" + "\u00e9" * 195 for n in range(1000))
+
+
+@pytest.mark.parametrize("told", [True, False])
+async def test_an_error_names_a_few_of_many_models(start: Start, told: bool) -> None:
+    """The length of the answer does not grow with the fleet."""
+    site = await start(Fake("w0"), *([] if told else [Fake("w1", up=False)]))
+    site.fleet.set_served("w0", MANY, 65_536)
+    for data in (get("/v1/models/x"), chat(model="x")):
+        answer = await site.ask(data)
+        assert answer.status == (404 if told else 503)
+        said = answer.error()["message"]
+        assert MANY[0][:50] in said
+        assert MANY[10][:10] not in said
+        assert " more" in said
+        assert len(answer.body) < 4096
+
+
 async def test_an_unknown_model_is_404_in_openais_words(site: Site) -> None:
     answer = await site.ask(request(b'{"model": "huge", "messages": []}'))
     assert answer.status == 404
