@@ -4,6 +4,9 @@ For every fleet, unless `router.allow_client_kv_transfer`:
 
 - `kv_transfer_params` and `ec_transfer_params`, wherever an engine reads them from: 400. They steer
   transfers between workers: see `steering`.
+- `previous_response_id` and `cache_salt` more than once: 400. They name what a worker stores, and
+  parsers differ in which of two members they keep. Of other members the last one counts, here as in
+  vLLM; a member that the router sets or takes out is set or taken out everywhere.
 - An `X-Request-Id` that names addresses is replaced, and a body's `request_id` that does so is
   refused: one connector would connect to them.
 
@@ -33,11 +36,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from proxy.core.splice import members
+from proxy.core.splice import members, times
 from proxy.core.steering import TREE, Tree, find, steering, steering_form
 
 PRIORITY, ARGUMENTS, SALT, ID = "priority", "vllm_xargs", "cache_salt", "request_id"
 INTERVAL, OPTIONS = "stream_interval", "stream_options"
+PREVIOUS = "previous_response_id"
+ONCE = (PREVIOUS, SALT)
 # In an id, these are followed by the addresses that the p2p-nccl connector is to use.
 ADDRESSES = (b"___prefill_addr_", b"___decode_addr_")
 # The routes whose bodies have these members, as of vLLM 0.32. Where a body has no room for a salt,
@@ -82,6 +87,12 @@ def forbidden(fields: Mapping[str, Any], body: bytes, *, tenants: bool, may: Cli
     ):
         return find(body, {ARGUMENTS.encode(): None} if may.kv_transfer else STRICT) or ""
     return ""
+
+
+def repeated(fields: Mapping[str, Any], body: bytes) -> str:
+    """Name a member of `ONCE` that a JSON body has more than once; empty if there is none."""
+    said = [name for name in ONCE if name in fields]
+    return next((name for name in said if times(body, name) > 1), "")
 
 
 def _id_names_addresses(body: bytes) -> bool:

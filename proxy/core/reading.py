@@ -13,6 +13,7 @@ from proxy.core.client_fields import (
     ID,
     INTERVAL,
     OPTIONS,
+    PREVIOUS,
     PRIORITY,
     SALT,
     WITH_OPTIONS,
@@ -23,6 +24,7 @@ from proxy.core.client_fields import (
     forbidden,
     forbidden_form,
     is_true,
+    repeated,
     salt_in,
     tells_usage,
 )
@@ -148,6 +150,8 @@ class Reader:
                 return refusals.bad_request("The body must be a JSON object.")
             if named := forbidden(fields, body, tenants=tenants, may=self.may):
                 return refusals.steers(named)
+            if named := repeated(fields, body):
+                return refusals.repeated(named)
         model = fields.get("model")
         if type(model) is not str or not self._fleet.serves(model):
             model = self._only_model(model, tenant)
@@ -168,7 +172,7 @@ class Reader:
             ask.salt = salt_in(fields)
         if hashed:
             self._hash(ask, shape, body)
-        if shape is RESPONSE and (previous := fields.get("previous_response_id")) is not None:
+        if shape is RESPONSE and (previous := fields.get(PREVIOUS)) is not None:
             ask.pinned = self._holder(previous, tenant)
             if tenant is not None and not ask.pinned:
                 return refusals.no_response(str(previous))

@@ -27,6 +27,11 @@ def wrong_method(path: str, method: str, allowed: Sequence[str]) -> Refusal:
     return Refusal(405, Reason.UNKNOWN_PATH, message, headers=(("Allow", others),))
 
 
+def repeated(param: str) -> Refusal:
+    """400: a body has a member twice of which it may have one."""
+    return bad_request(f"The body has `{param}` more than once; give it once.", param)
+
+
 def steers(param: str) -> Refusal:
     """400: the body says what is not taken from clients."""
     message = f"`{param[:100]}` is not taken from clients here; leave it out."

@@ -198,6 +198,11 @@ def _named(
     return [each for each in there or members(body) if each.name in names]
 
 
+def times(body: bytes, name: str) -> int:
+    """Count the members of a name that a parser found in this body."""
+    return len(_named(body, _spelt((name,)), {name}))
+
+
 def spliced(
     body: bytes,
     fields: Mapping[str, bytes | None],

@@ -8,7 +8,14 @@ from typing import Any
 import orjson
 import pytest
 
-from proxy.core.client_fields import LONGEST_SALT, ClientFields, forbidden, forbidden_form, salt_in
+from proxy.core.client_fields import (
+    LONGEST_SALT,
+    ClientFields,
+    forbidden,
+    forbidden_form,
+    repeated,
+    salt_in,
+)
 from proxy.core.router import Router, RouterSettings
 from proxy.core.splice import spliced
 from proxy.core.tenants import Rank, Tenant, TenantSpec
@@ -40,6 +47,45 @@ def found(body: str, may: ClientFields = NOTHING, *, tenants: bool = True) -> st
 def test_found_with_tenants(body: str, name: str) -> None:
     assert found(body) == name
     assert bool(found(body, tenants=False)) == ("_transfer_params" in name)
+
+
+@pytest.mark.parametrize(
+    ("body", "name"),
+    [
+        ('{"previous_response_id": "a", "previous_response_id": "b"}', "previous_response_id"),
+        ('{"previous_response_id": "a", "previous_response_id": null}', "previous_response_id"),
+        ('{"previous_response_id": "a", "previous_response_id": "a"}', "previous_response_id"),
+        (
+            '{"previous_response_id":"a","x":{},"previous\\u005fresponse_id":"b"}',
+            "previous_response_id",
+        ),
+        ('{"cache_salt": "theirs", "cache_salt": null}', "cache_salt"),
+        ('{"previous_response_id": "a", "cache_salt": "s"}', ""),
+        ('{"previous_response_id": "a", "metadata": {"previous_response_id": "b"}}', ""),
+        ('{"previous_response_id": "a", "input": "\\"previous_response_id\\": \\"b\\""}', ""),
+        ('{"input": [{"cache_salt": 1, "previous_response_id": 2}]}', ""),
+        ('{"model": "a", "model": "b"}', ""),
+    ],
+)
+@pytest.mark.parametrize("long", [0, 20_000])
+def test_what_names_stored_state_is_there_once(body: str, name: str, long: int) -> None:
+    body = f'{{"x": "{"y" * long}", {body[1:]}'
+    assert repeated(orjson.loads(body), body.encode()) == name
+
+
+@pytest.mark.parametrize("tenants", [True, False])
+def test_a_response_that_is_referred_to_twice_is_refused(tenants: bool) -> None:
+    """Which of two members a worker reads is not known: the other may be another tenant's."""
+    router = Router(RouterSettings(), fleet_of(spec("w0")))
+    one = Tenant(TenantSpec("a")) if tenants else None
+    router.remember("resp_a", "w0", one)
+    body = (
+        b'{"model": "tiny", "input": "hi", "previous_response_id": "resp_b", '
+        b'"previous_response_id": "resp_a"}'
+    )
+    refusal = refused(router.read(route("/v1/responses"), body, b"", "id", one))
+    assert (refusal.status, refusal.param) == (400, "previous_response_id")
+    assert "more than once" in refusal.message
 
 
 @pytest.mark.parametrize(

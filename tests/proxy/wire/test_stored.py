@@ -63,6 +63,18 @@ async def test_while_it_is_down_nobody_else_is_asked(start: Start, retrieve: boo
     assert (await go_on(site, holder)).json()["id"] == f"resp_{holder}"
 
 
+@pytest.mark.parametrize("second", ['"resp_other"', "null"])
+async def test_a_body_that_names_two_is_refused_and_no_worker_asked(
+    start: Start, second: str
+) -> None:
+    site, holder = await stored(start)
+    names = f'"previous_response_id": "resp_{holder}", "previous_response_id": {second}'
+    body = f'{{"model": "tiny", "input": "go on", {names}}}'.encode()
+    answer = await site.ask(request(body, path=PATH))
+    assert (answer.status, answer.error()["param"]) == (400, "previous_response_id")
+    assert sum(asked(site).values()) == 1
+
+
 async def test_one_that_drains_is_asked_still(start: Start) -> None:
     site, holder = await stored(start)
     site.fleet.drain(holder)
