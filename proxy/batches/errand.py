@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 # The batch's own codes for lines that got no answer.
 BROKEN, TOO_LARGE = "worker_failed", "answer_too_large"
-# The router's own, of an answer that takes longer than a worker that is well may.
-UNFINISHED = b'"code":"unfinished"'
-GATEWAY_TIMEOUT = 504
+# The router's own answers that end a line: its answer takes longer than it may on a worker that is
+# well, or two workers closed the connection instead of answering.
+FINAL = {504: b'"code":"unfinished"', 502: b'"code":"request_dropped"'}
 
 
 class Errand:
@@ -99,9 +99,10 @@ class Errand:
         return 0 if head is None or self.broken else head.status
 
     @property
-    def unfinished(self) -> bool:
-        """Whether it took too long, as it would the next time."""
-        return self.status == GATEWAY_TIMEOUT and UNFINISHED in b"".join(self._reader.pieces)
+    def is_final(self) -> bool:
+        """Whether the router says that another try would end in the same way."""
+        code = FINAL.get(self.status)
+        return code is not None and code in b"".join(self._reader.pieces)
 
     @property
     def retry_after_s(self) -> float:

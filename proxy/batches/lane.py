@@ -336,7 +336,7 @@ class Lane:
         self._told.set()
         status, job = errand.status, errand.job
         failed = errand.broken or (
-            status >= SERVER_ERROR and status not in NOBODY_COULD and not errand.unfinished
+            status >= SERVER_ERROR and status not in NOBODY_COULD and not errand.is_final
         )
         if status in NOBODY_COULD or (failed and running.failed(job.number) < MOST_TRIES):
             running.ready.appendleft(job)

@@ -314,7 +314,9 @@ class RetryConfig(Block):
     """Other workers, where one failed before the first byte."""
 
     attempts: Annotated[int, Field(ge=1, le=10)] = Field(
-        3, description="per request, the first one included"
+        3,
+        description="per request, the first one included; 2 where both workers closed the "
+        "connection without an answer",
     )
     budget: Annotated[float, Field(ge=0, le=1)] = Field(
         0.2,

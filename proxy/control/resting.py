@@ -21,7 +21,6 @@ QUIET_S = 60.0  # after a line about a worker, in which its other rests have non
 TROUBLES = {
     "connect": "it takes no connection",
     "reset": "it closed the connection before its answer was whole",
-    "stale": "it closed the connection before its answer was whole",
     "timeout": "it did not answer in time",
     "broken": "what it answered is no HTTP",
 }

@@ -89,6 +89,20 @@ def nobody_left(why: str, retry_after_s: float | None = None) -> Refusal:
     return Refusal(502, Reason.NO_WORKER, message, retry_after_s=retry_after_s)
 
 
+def dropped() -> Refusal:
+    """502: `MAX_DROPS` workers closed the connection instead of answering.
+
+    OpenAI's and Anthropic's clients send a request again unless this header says that they should
+    not. Without a time in Retry-After no client is told to.
+    """
+    message = (
+        "Two workers closed the connection before they answered this request. It is not sent to "
+        "another: the request may be what makes them fail."
+    )
+    headers = (("x-should-retry", "false"),)
+    return Refusal(502, Reason.NO_WORKER, message, "request_dropped", headers=headers)
+
+
 def unfinished(seconds: float) -> Refusal:
     """504: its worker is well, and slower than an answer may be that is not streamed."""
     message = (

@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from proxy.core.worker import Worker
 
+# Workers that may drop one request: it may be the request that makes them die.
+MAX_DROPS = 2
 AT_REST = 10.0
 PER_S = 1.0
 WINDOW_S = 10

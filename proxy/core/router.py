@@ -29,7 +29,7 @@ from proxy.core.leases import Leases
 from proxy.core.placer import NOBODY
 from proxy.core.reading import Reader
 from proxy.core.records import WorkerSpec
-from proxy.core.retries import Falls, RetryBudget
+from proxy.core.retries import MAX_DROPS, Falls, RetryBudget
 from proxy.core.routes import Route
 from proxy.core.routing.registry import rule
 from proxy.core.settings import RouterSettings
@@ -179,11 +179,13 @@ class Router(Leases):
         tried: frozenset[Worker],
         after: Lease,
         free: bool = False,
+        dropped: bool = False,
         explain: bool = False,
         why: str = "",
     ) -> Lease | Ticket | Refusal:
         """Finish a lease and submit its request again: see there. Its tenant's place is kept."""
         ask = lease.ask
+        ask.drops += dropped  # by a worker that may have read it, and did not answer
         ledger = None if ask.tenant is None else ask.tenant.ledger
         if ledger is not None:
             ledger.hold()
@@ -278,6 +280,8 @@ class Router(Leases):
         *,
         free: bool,
     ) -> Refusal | None:
+        if ask.drops >= MAX_DROPS:
+            return self._refused(ask.model, refusals.dropped())
         if free:  # few: the last of the attempts is whole
             return None
         if len(tried) >= self.settings.max_attempts:

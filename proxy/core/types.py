@@ -101,6 +101,7 @@ class Ask:
     extra_tokens: int = 0  # tokens reckoned otherwise: template, images, token ids
     countable: bool = False  # whether a worker's /tokenize understands its body
     erred_on: tuple[Worker, ...] = ()  # workers that answered it with a 500
+    drops: int = 0  # workers that closed its connection before any of the answer was passed on
     pinned: str = ""  # the worker that holds what it refers to, as a stored response
     whole: str = ""  # why its prefill and its decode can't be two workers'; empty if they can
     least_output: bool = False  # whether its body says `min_tokens`

@@ -10,12 +10,9 @@ import asyncio
 import select
 import socket
 import struct
-from array import array
 from collections.abc import Callable
-from fcntl import ioctl
 from functools import partial
 from math import inf
-from termios import TIOCOUTQ
 from typing import TYPE_CHECKING, cast
 
 from proxy.core import refusals
@@ -27,6 +24,7 @@ from proxy.wire.page import PageVisit
 from proxy.wire.request import Request
 from proxy.wire.request_reader import Reading, RequestReader
 from proxy.wire.silence import notice_silence
+from proxy.wire.sockets import socket_of, unacknowledged
 
 if TYPE_CHECKING:
     from proxy.wire.desk import Conversation
@@ -229,7 +227,7 @@ class ClientConnection(asyncio.Protocol):
         """
         if now >= self._leave_by:
             return False
-        before, self._unsent = self._unsent, unsent(self._transport) > 0
+        before, self._unsent = self._unsent, unacknowledged(self._transport) != 0
         return before or self._unsent
 
     def look(self) -> None:
@@ -362,21 +360,3 @@ class ClientConnection(asyncio.Protocol):
         exchange, self._exchange = self._exchange, None
         if exchange is not None:
             exchange.gone(self._wire.clock())
-
-
-def socket_of(transport: asyncio.Transport) -> socket.socket | None:
-    """Return what is underneath; None once it is closed, which is heard of a little later."""
-    raw: socket.socket | None = transport.get_extra_info("socket")
-    return raw if raw is not None and raw.fileno() >= 0 else None
-
-
-def unsent(transport: asyncio.Transport) -> int:
-    """Count the bytes that the other side has not taken; one of what is not known."""
-    raw, size = socket_of(transport), array("i", [0])
-    if raw is None:
-        return 1
-    try:
-        ioctl(raw.fileno(), TIOCOUTQ, size)
-    except OSError:  # not on every system
-        return 1
-    return size[0] + transport.get_write_buffer_size()

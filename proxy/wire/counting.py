@@ -22,7 +22,6 @@ class TokenCount:
     """One question to `/tokenize`; `done` gets the count, or None when the estimate has to do."""
 
     __slots__ = ("_answer", "_done", "_status", "connection", "deadline")
-    once = False
     patience_s = inf
 
     def __init__(self, deadline: float, done: Callable[[float, int | None], None]) -> None:

@@ -100,7 +100,7 @@ class HandOver:
         leg, self._leg = self._leg, None
         fields = read(answer)
         taken = self._taken = connector.taken(self._pair, fields)
-        exchange.once = holds = taken.params is not None
+        holds = taken.params is not None
         halves = lease.decision.handover
         learns = halves is not None and halves.cached_tokens > 0
         bare = connector.needs_params and taken.params is None
@@ -214,20 +214,19 @@ class HandOver:
         if self._taken is None:
             self.is_suspect = bool(self._refused)
             return lease.under_way.worker, outcome
-        stale = trouble is Trouble.STALE
-        well = stale or trouble is Trouble.STATUS if was_sent else is_well(lease)
+        well = trouble is Trouble.STATUS if was_sent else is_well(lease)
         self.give_back(now, well=well)
-        erred = stale or late or outcome is Outcome.ERRED
+        erred = late or outcome is Outcome.ERRED
         if not (erred if was_sent else well):
             return lease.worker, outcome
-        # It may be the transfer that failed, or the worker be well and its connection old: then
-        # nobody need be left out for it. Where it took, or would take, too long, another is better.
+        # The transfer may have failed: then no worker is left out for it. Where it took, or would
+        # take, too long, another worker is better.
         self._was_late = late
         late = late or not was_sent
         lease.ask.whole = LATE_TRANSFER if late else FAILED_TRANSFER
         if late and was_sent:
             self._strike(now, lease.worker)
-        self.is_suspect = was_sent and not late and not stale
+        self.is_suspect = was_sent and not late
         spared = late and self._wire.router.has_another(lease)
         return lease.worker if spared else first, Outcome.MOOT
 

@@ -40,7 +40,6 @@ class PrefillLeg:
     """One of them. Its owner hears of it, or whoever it is left to."""
 
     __slots__ = ("_owner", "_passes", "_pieces", "_size", "begun_at", "connection", "patience_s")
-    once = False
 
     def __init__(self, owner: Owner, patience_s: float) -> None:
         self.connection: WorkerConnection | None = None

@@ -86,14 +86,12 @@ class Exchange:
         "_whose",
         "_wire",
         "connection",
-        "once",
         "patience_s",
         "record",
     )
 
     def __init__(self, wire: Wire, client: Client, request: Request, route: Route) -> None:
         self.connection: WorkerConnection | None = None
-        self.once = False
         self.patience_s = inf
         self._wire = wire
         self._client = client
@@ -195,7 +193,6 @@ class Exchange:
             handing = self._handing = HandOver(self._wire, self._request, placed, first)
             handing.prefill(now, self)
             return
-        self.once = False
         self.patience_s = answer_patience_s(placed, self._wire.settings.first_byte_s)
         pool = self._wire.pools.of(placed.worker)
         request = self._request
@@ -478,6 +475,7 @@ class Exchange:
             tried=self._tried,
             after=failed,
             free=free,
+            dropped=trouble is Trouble.RESET,
             explain=self._request.head.explain,
             why=why or trouble.value,
         )

@@ -34,7 +34,6 @@ class Release:
     """Has one prefill's blocks freed: by a decode worker, or if that fails by another."""
 
     __slots__ = ("_authorization", "_body", "_status", "_tried", "_wire", "connection", "deadline")
-    once = True
     patience_s = inf
 
     def __init__(self, wire: Wire, body: bytes, authorization: bytes) -> None:

@@ -1,7 +1,8 @@
 """One connection to a worker.
 
-A worker may close an idle connection just as a request is put on it. Such a request was never
-read, so it goes out again at once on a fresh connection, and nobody calls the worker failed.
+A worker may close an idle connection just as a request is put on it. Its kernel confirms no byte of
+that request then. Only such a request is sent again on a fresh connection to the same worker, as if
+for the first time. A request of which any byte was confirmed may have been read and acted upon.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from math import inf
 from typing import TYPE_CHECKING, Protocol, cast
 
 from proxy.wire.response import AnswerError, AnswerReader, Head
+from proxy.wire.sockets import unacknowledged
 
 if TYPE_CHECKING:
     from proxy.wire.passage import Passage
@@ -22,8 +24,6 @@ logger = logging.getLogger(__name__)
 
 # uvicorn closes what was idle for 5 s.
 MAX_IDLE_S = 4.0
-# A request unanswered for longer was read: what killed the connection then was no old age.
-STALE_S = 1.0
 
 
 class Trouble(StrEnum):
@@ -31,7 +31,6 @@ class Trouble(StrEnum):
 
     CONNECT = "connect"
     RESET = "reset"
-    STALE = "stale"  # an idle connection closed just then; what was sent may have been read or not
     TIMEOUT = "timeout"
     BROKEN = "broken"  # what it said was no HTTP
     STATUS = "status"  # it answered with a 5xx or 429
@@ -42,8 +41,6 @@ class Caller(Protocol):
     """Who waits for a worker's answer. After `received(ended=True)` or `lost` it hears no more."""
 
     connection: WorkerConnection | None
-    # Whether what it sends may be acted upon once only, by whoever it was that read it.
-    once: bool
     patience_s: float  # until its answer begins
 
     def begun(self, now: float, head: Head) -> None:
@@ -68,7 +65,6 @@ class WorkerConnection(asyncio.Protocol):
         "_pool",
         "_reader",
         "_request",
-        "_sent_at",
         "_transport",
         "_used",
         "caller",
@@ -86,7 +82,6 @@ class WorkerConnection(asyncio.Protocol):
         self._reader = AnswerReader()
         self._transport: asyncio.Transport | None = None
         self._request: tuple[bytes, ...] = ()
-        self._sent_at = 0.0
         self._used = False  # an answer came over it before
         self._begun = False
         self._paused = False
@@ -95,7 +90,6 @@ class WorkerConnection(asyncio.Protocol):
         """Put a request on the connection, or keep it until there is one."""
         self.caller = caller
         self._request = request
-        self._sent_at = now
         if self._transport is None:
             self.deadline = now + self._pool.settings.connect_s
             return
@@ -195,7 +189,10 @@ class WorkerConnection(asyncio.Protocol):
 
     def eof_received(self) -> None:
         """Take it for the end, whatever of the request may still wait to be sent."""
-        self._ended(proper=True)
+        if self._used and self._reader.untouched and self._has_delivered_nothing():
+            self._send_afresh()
+        else:
+            self._ended(proper=True)
         self.drop()
 
     def connection_lost(self, error: Exception | None) -> None:
@@ -213,14 +210,28 @@ class WorkerConnection(asyncio.Protocol):
         now = self._pool.clock()
         if proper and self._reader.finish():
             self._tell(now, caller)
-        elif self._used and self._reader.untouched and now - self._sent_at < STALE_S:
-            if caller.once:
-                self.fail(now, Trouble.STALE)
-                return
-            self.caller = None
-            self._pool.open_for(now, caller, self._request)
         else:
             self.fail(now, Trouble.RESET)
+
+    def _has_delivered_nothing(self) -> bool:
+        """Whether the worker's machine has not taken a byte of the request.
+
+        The segment that ends a connection confirms all that came before it. A reset confirms
+        nothing, so after one this is not known.
+        """
+        transport, pool = self._transport, self._pool
+        if self.caller is None or transport is None:
+            return False
+        if pool.outbox.holds(transport):
+            return True
+        left = unacknowledged(transport)
+        return left is not None and left >= sum(map(len, self._request))
+
+    def _send_afresh(self) -> None:
+        caller, self.caller = self.caller, None
+        if caller is not None:
+            self._pool.forget(self)
+            self._pool.open_for(self._pool.clock(), caller, self._request)
 
     def _tell(self, now: float, caller: Caller) -> None:
         """Hand over what was read; whoever can't make anything of it hears that it is broken.

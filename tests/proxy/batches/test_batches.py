@@ -324,6 +324,20 @@ async def test_a_line_that_always_fails_comes_to_an_end(start: Start, tmp_path: 
     await office.close()
 
 
+async def test_a_line_that_two_workers_dropped_is_not_sent_again(
+    start: Start, tmp_path: Path
+) -> None:
+    site = await start(*(Fake(f"w{n}") for n in range(4)))
+    office = Office(site, tmp_path)
+    await office.open()
+    site.always(scripts.reset)
+    done = await office.until(await office.begin(lines(1)))
+    [failed] = await office.lines_of(done.error_file_id)
+    assert failed["response"]["body"]["error"]["code"] == "request_dropped"
+    assert len(site.served()) == 2
+    await office.close()
+
+
 async def test_a_line_that_takes_too_long_is_not_begun_anew(office: Office) -> None:
     site = office.site
     site.fake.always(scripts.stall)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import socket
 import ssl
 import struct
@@ -188,6 +189,12 @@ class Connection(asyncio.Protocol):
     def _check_open(self) -> None:
         if self.gone.is_set() or self.transport.is_closing():
             raise PeerGoneError
+
+    def close_unread(self) -> None:
+        """Close at once, as a server closes an idle connection: what comes now is never read."""
+        raw = socket.socket(fileno=os.dup(self.transport.get_extra_info("socket").fileno()))
+        raw.shutdown(socket.SHUT_RDWR)
+        raw.close()
 
     def reset(self) -> None:
         if self.transport.is_closing():

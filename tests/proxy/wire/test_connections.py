@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
+
 from tests.proxy.wire import scripts
-from tests.proxy.wire.client import chat
+from tests.proxy.wire.client import Client, chat
 from tests.proxy.wire.conftest import Start
 from tests.proxy.wire.fake_worker import Call, Script
 from tests.proxy.wire.site import Fake, Site, eventually
@@ -48,22 +50,49 @@ async def test_one_that_says_close_is_not_used(site: Site) -> None:
     assert len(site.fake.connections) == 3
 
 
-async def test_one_that_dies_as_a_request_is_put_on_it(start: Start) -> None:
-    """It was never read: it goes out again on a new connection, and nobody has failed."""
-    for end in (scripts.hang_up, scripts.reset):
-        site = await start(Fake("w0"), router={"retry_budget": 0.0})
+async def idle(site: Site) -> Client:
+    """Have one idle connection to each worker; return a connection of a client."""
+    client = await site.client()
+    while not all(fake.open for fake in site.fakes.values()):
+        assert (await client.ask(chat())).status == 200
+    return client
 
-        async def stale(call: Call, end: Script = end) -> None:
-            if len(call.connection.calls) > 1:
-                await end(call)
-            else:
-                await scripts.answer()(call)
 
-        site.fake.always(stale)
-        client = await site.client()
-        for _ in range(10):
-            assert (await client.ask(chat())).status == 200
-        assert site.worker().breaker.closed
+@pytest.mark.parametrize("size", [10, 40_000])
+async def test_one_that_closes_as_a_request_is_put_on_it(start: Start, size: int) -> None:
+    """Its worker reads none of it: it goes out again to the same worker, and nothing has failed."""
+    site = await start(Fake("w0"), router={"retry_budget": 0.0})
+    client = await idle(site)
+    for _ in range(10):
+        before = len(site.fake.served)
+        client.writer.write(chat("x" * size))  # is read before the end of the connection is
+        site.fake.open[0].close_unread()
+        assert (await client.answer()).status == 200
+        assert len(site.fake.served) == before + 1
+        await eventually(lambda: len(site.fake.open) == 1)
+    assert site.fake.faults == []
+    assert site.worker().breaker.spotless
+    assert site.metrics.retries == {}
+
+
+@pytest.mark.parametrize("end", [scripts.hang_up, scripts.reset])
+@pytest.mark.parametrize("workers", [1, 2])
+async def test_a_request_that_was_read_is_not_sent_again_to_the_same_worker(
+    start: Start, end: Script, workers: int
+) -> None:
+    """Though its connection had served others: it may be the request that ends it."""
+    site = await start(*(Fake(f"w{n}") for n in range(workers)), router={"policy": "round_robin"})
+    client = await idle(site)
+    ended: list[str] = []
+
+    async def first_ends(call: Call) -> None:
+        ended.append(call.connection.worker.name)
+        await (end if len(ended) == 1 else scripts.answer())(call)
+
+    site.always(first_ends)
+    assert (await client.ask(chat())).status == (200 if workers > 1 else 502)
+    assert len(ended) == len(set(ended)) == workers
+    assert not site.worker(ended[0]).breaker.spotless
 
 
 async def test_a_fresh_one_that_dies_is_a_failure(start: Start) -> None:

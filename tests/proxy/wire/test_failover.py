@@ -188,6 +188,90 @@ async def test_a_request_is_tried_so_often_and_no_more(start: Start, attempts: i
     assert len(tried) == len(set(tried)) == attempts
 
 
+DEADLY = "this request ends its worker"
+
+
+def deadly(end: Script) -> Script:
+    """End so whatever contains `DEADLY`, and serve the rest."""
+
+    async def run(call: Call) -> None:
+        await (end if DEADLY.encode() in call.body else scripts.obey("well"))(call)
+
+    return run
+
+
+def sent(site: Site) -> list[str]:
+    """Name the workers that a deadly request was sent to."""
+    return [call.connection.worker.name for call in site.served() if DEADLY.encode() in call.body]
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("warm", [True, False], ids=["reused", "fresh"])
+@pytest.mark.parametrize("name", ["reset", "close", "half a head", "a stream's head alone"])
+async def test_a_request_that_two_workers_dropped_is_sent_to_no_third(
+    start: Start, name: str, warm: bool, stream: bool
+) -> None:
+    """It may be what makes them fail. No connection of either gets it a second time."""
+    site = await start(*(Fake(f"w{n}") for n in range(5)), router={"max_attempts": 5})
+    site.always(deadly(FAILURES[name]))
+    client = await site.client()
+    while warm and not all(fake.open for fake in site.fakes.values()):
+        await asyncio.gather(*(site.ask(chat()) for _ in range(10)))
+    answer = await client.ask(chat(DEADLY, stream=stream))
+    assert len(sent(site)) == len(set(sent(site))) == 2
+    assert (answer.status, answer.error()["code"]) == (502, "request_dropped")
+    assert "Two workers" in answer.error()["message"]
+    assert answer.one(b"x-should-retry") == b"false"
+    assert answer.all(b"retry-after") == []
+    assert (await client.ask(chat())).status == 200
+    await site.settled()
+
+
+async def test_a_worker_that_takes_no_connection_was_not_sent_it(start: Start) -> None:
+    fakes = [Fake(f"w{n}") for n in range(4)]
+    site = await start(*fakes, router={"policy": "round_robin", "max_attempts": 4})
+    for name in ("w0", "w2"):
+        await site.fakes[name].refuse()
+    site.fakes["w1"].always(deadly(scripts.reset))
+    answer = await site.ask(chat(DEADLY))
+    assert answer.status == 200
+    assert sent(site) == ["w1", "w3"]
+
+
+async def test_a_worker_that_answered_that_it_is_busy_did_not_drop_it(start: Start) -> None:
+    fakes = [Fake(f"w{n}") for n in range(4)]
+    site = await start(*fakes, router={"policy": "round_robin", "max_attempts": 4})
+    for name, end in (("w0", scripts.reset), ("w1", scripts.error(503))):
+        site.fakes[name].always(deadly(end))
+    assert (await site.ask(chat(DEADLY))).status == 200
+    assert len(sent(site)) == 3
+
+
+@pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
+@pytest.mark.parametrize("warm", [True, False], ids=["reused", "fresh"])
+@pytest.mark.parametrize("end", [scripts.reset, scripts.hang_up])
+async def test_nor_is_either_leg_of_a_hand_over(
+    start: Start, end: Script, warm: bool, role: Role
+) -> None:
+    here = await pairs(start, prefills=4, decodes=4, max_attempts=5)
+    while warm and not all(fake.open for fake in here.site.fakes.values()):
+        await asyncio.gather(*(here.site.ask(request(chat_body())) for _ in range(16)))
+    for fake in here.site.fakes.values():
+        usual = here.kv.worker(fake, here.site.worker(fake.name).role.value)
+
+        async def run(call: Call, usual: Script = usual, name: str = fake.name) -> None:
+            ends = DEADLY.encode() in call.body and name.startswith(role.value[0])
+            await (end if ends else usual)(call)
+
+        fake.always(run)
+    body = chat_body(user=DEADLY)
+    answer = await here.site.ask(request(body))
+    assert (answer.status, answer.error()["code"]) == (502, "request_dropped")
+    hit = [name for name in sent(here.site) if name.startswith(role.value[0])]
+    assert len(hit) == len(set(hit)) == 2
+    await here.site.settled()
+
+
 async def test_retries_have_a_budget(start: Start) -> None:
     """A fleet that fails everything is not asked three times over."""
     site = await start(*(Fake(f"w{n}") for n in range(40)), router={"retry_budget": 0.1})

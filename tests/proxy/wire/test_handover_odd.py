@@ -398,17 +398,34 @@ async def test_a_transfer_that_fails_is_no_reason_to_leave_anybody_out(start: St
     assert here.site.worker("d0").breaker.closed
 
 
-async def test_an_old_connection_that_closes_is_nobodys_failure(start: Start) -> None:
-    """The only decode worker closes it just as the leg is sent; what it got may be used no more."""
+async def test_a_leg_of_which_nothing_was_delivered_is_sent_again_as_it_is(start: Start) -> None:
+    """The only decode worker closes an idle connection just as the leg is put on it."""
     here = await pairs(start, prefills=1, decodes=1)
     assert (await ask(here, chat_body())).status == 200
-    here.kv.wrong("d0", Faults(before=scripts.hang_up))
+    [kept] = here.site.fakes["d0"].open
+    usual = here.kv.worker(here.site.fakes["p0"], "prefill")
+
+    async def prefill(call: Call) -> None:
+        await usual(call)
+        kept.close_unread()  # the router reads the prefill's answer first
+
+    here.site.fakes["p0"].then(prefill)
     body = chat_body()
     assert words(await ask(here, body)) == expected(body)
     await here.settled()
-    kinds = [leg.split()[0] for leg in here.legs()[2:]]
-    assert sorted(kinds) == ["decode", "prefill", "release", "whole"]
+    assert here.legs()[2:] == ["prefill p0", "decode d0"]
+    assert len(here.site.fakes["d0"].connections) == 2
     assert here.site.worker("d0").breaker.spotless
+
+
+async def test_a_leg_that_was_read_on_an_old_connection_is_not_sent_again(start: Start) -> None:
+    here = await pairs(start, prefills=1, decodes=1)
+    assert (await ask(here, chat_body())).status == 200
+    here.kv.wrong("d0", Faults(before=scripts.hang_up))
+    assert (await ask(here, chat_body())).status == 502
+    await here.site.settled()
+    assert here.legs()[2:] == ["prefill p0", "decode d0"]
+    assert not here.site.worker("d0").breaker.spotless
 
 
 STREAM = scripts.head(200, (b"content-type", SSE), (b"transfer-encoding", b"chunked"))

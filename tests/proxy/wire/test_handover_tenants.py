@@ -41,8 +41,8 @@ async def test_it_pays_once_and_its_place_is_free_again(
     start: Start, failing: tuple[str, ...]
 ) -> None:
     here = await guarded(start)
-    for role in failing:
-        here.kv.wrong(role, Faults(during=scripts.reset))
+    for role, how in zip(failing, (scripts.reset, scripts.error(500)), strict=False):
+        here.kv.wrong(role, Faults(during=how))  # of two that drop it no third would be asked
     body = chat_body()
     answer = await ask(here, body, bearer())
     assert words(answer) == expected(body)

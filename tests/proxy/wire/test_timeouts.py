@@ -170,7 +170,8 @@ async def test_between_pieces_of_a_stream(start: Start) -> None:
     while b"tok 1" not in body:
         body += await client.piece()
     is_given(site, site.wire.settings.idle_s)
-    assert b'"error"' in await client.closed()
+    assert b'"error"' in await client.piece()
+    assert await client.piece() == b""
     async with asyncio.timeout(DEADLINE_S):
         await site.fake.served[0].lost.wait()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import inf
 from typing import Any
@@ -11,11 +12,12 @@ import pytest
 from proxy.core.fleet import Fleet
 from proxy.core.records import WorkerSpec
 from proxy.core.types import Role
+from proxy.wire import worker_connection
 from proxy.wire.outbox import Outbox
 from proxy.wire.response import Head
 from proxy.wire.settings import WireSettings
 from proxy.wire.upstream import Pool, Pools
-from proxy.wire.worker_connection import MAX_IDLE_S, STALE_S, Caller, Trouble, WorkerConnection
+from proxy.wire.worker_connection import MAX_IDLE_S, Caller, Trouble, WorkerConnection
 
 SETTINGS = WireSettings(connect_s=3.0, first_byte_s=60.0, idle_s=20.0)
 SPEC = WorkerSpec("w0", "http://127.0.0.1:9", Role.GENERAL, "tiny")
@@ -56,7 +58,6 @@ class Listener:
     """A caller that remembers what it heard."""
 
     drops: bool = False
-    once: bool = False
     patience_s: float = 60.0
     connection: WorkerConnection | None = None
     heard: list[object] = field(default_factory=list)
@@ -158,25 +159,59 @@ def test_an_idle_connection_is_given_up_before_the_worker_does(pool: Quick) -> N
     assert not pool.open
 
 
-def test_a_connection_that_went_stale_is_replaced_in_silence(pool: Quick) -> None:
-    listener, connection, _ = pool.used()
+@pytest.fixture
+def confirmed(monkeypatch: pytest.MonkeyPatch) -> Callable[[int | None], None]:
+    """Have the kernel say how many bytes of a request are left that the worker's has not taken."""
+
+    def say(left: int | None) -> None:
+        monkeypatch.setattr(worker_connection, "unacknowledged", lambda _: left)
+
+    return say
+
+
+def test_a_request_of_which_nothing_was_delivered_goes_out_on_a_fresh_connection(
+    pool: Quick, confirmed: Callable[[int | None], None]
+) -> None:
+    listener, connection, wire = pool.used()
+    confirmed(len(b"request"))
+    connection.eof_received()
     connection.connection_lost(None)
+    assert wire.closed
     assert listener.heard == []
     assert listener.connection is not connection
     assert listener.connection is not None
     assert pool.wires[listener.connection].written == b"request"
-    listener.connection.connection_lost(ConnectionResetError())
+    listener.connection.eof_received()
     assert listener.heard == [Trouble.RESET]
 
 
-@pytest.mark.parametrize("what", ["fresh", "heard", "late"])
-def test_what_was_not_stale_is_trouble(pool: Quick, what: str) -> None:
+@pytest.mark.parametrize("left", [0, 1, len(b"request") - 1, None])
+def test_a_request_that_may_have_been_read_does_not(
+    pool: Quick, confirmed: Callable[[int | None], None], left: int | None
+) -> None:
+    listener, connection, _ = pool.used()
+    confirmed(left)
+    connection.eof_received()
+    connection.connection_lost(None)
+    assert listener.heard == [Trouble.RESET]
+    assert listener.connection is connection
+
+
+@pytest.mark.parametrize("what", ["fresh", "heard", "reset", "broken pipe"])
+def test_nor_one_on_a_connection_that_was_not_closed_while_idle(
+    pool: Quick, confirmed: Callable[[int | None], None], what: str
+) -> None:
+    """A reset does not say how much of the request had come."""
     listener, connection, _ = pool.asked() if what == "fresh" else pool.used()
+    confirmed(len(b"request"))
     if what == "heard":
         connection.data_received(b"HTTP")
-    if what == "late":
-        pool.now += STALE_S + 0.1
-    connection.connection_lost(ConnectionResetError())
+    if what == "reset":
+        connection.connection_lost(ConnectionResetError())
+    elif what == "broken pipe":
+        connection.connection_lost(BrokenPipeError())
+    else:
+        connection.eof_received()
     assert listener.heard == [Trouble.RESET]
     assert listener.connection is connection
 

@@ -1,0 +1,33 @@
+"""What the kernel knows of a connection that its transport does not tell."""
+
+from __future__ import annotations
+
+import socket
+from array import array
+from fcntl import ioctl
+from termios import TIOCOUTQ
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import asyncio
+
+
+def socket_of(transport: asyncio.Transport) -> socket.socket | None:
+    """Return the socket of a transport; None once it is closed."""
+    raw: socket.socket | None = transport.get_extra_info("socket")
+    return raw if raw is not None and raw.fileno() >= 0 else None
+
+
+def unacknowledged(transport: asyncio.Transport) -> int | None:
+    """Count the bytes that the peer's kernel has not confirmed; None where that is not known.
+
+    On Linux only. What TLS adds is counted too.
+    """
+    raw, size = socket_of(transport), array("i", [0])
+    if raw is None:
+        return None
+    try:
+        ioctl(raw.fileno(), TIOCOUTQ, size)
+    except OSError:
+        return None
+    return size[0] + transport.get_write_buffer_size()
