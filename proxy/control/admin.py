@@ -17,6 +17,7 @@ from proxy.config import FleetConfig, WorkerConfig, shown
 from proxy.control.admin_errors import HANDLED, INVALID, AdminError, ErrorAnswer, answer
 from proxy.control.admin_key import AdminKey
 from proxy.control.balance import Balance, BalanceShown
+from proxy.control.body_limit import BodyLimit
 from proxy.control.gate import Gate
 from proxy.control.live import Live
 from proxy.control.log_routes import log_routes
@@ -97,6 +98,7 @@ def admin_app(
         description="Workers, decisions and configuration of a running router.",
         responses={"4XX": problem, 422: problem},
     )
+    app.add_middleware(BodyLimit)
     app.add_middleware(Gate, host=state.config.router.admin.host, key=key)
     for kind in HANDLED:
         app.add_exception_handler(kind, answer)

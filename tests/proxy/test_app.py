@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import re
 import resource
 import signal
 import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from threading import Event
 
@@ -332,20 +334,28 @@ async def process(
 ) -> AsyncIterator[tuple[asyncio.subprocess.Process, int]]:
     """Run the router as its users do; give the process and the port."""
     source = written(tmp_path / "fleet.yaml", *fakes)
-    command = [sys.executable, "-m", "vllm_sched.cli.main", "router", str(source)]
+    async with router_process(source) as started:
+        port, _ = await listening(started)
+        yield started, port
+
+
+@asynccontextmanager
+async def router_process(source: Path, *before: str) -> AsyncIterator[asyncio.subprocess.Process]:
+    """Run the router in a process of its own, perhaps by way of another command."""
+    command = [*before, sys.executable, "-m", "vllm_sched.cli.main", "router", str(source)]
     started = await asyncio.create_subprocess_exec(
         *command, stderr=subprocess.PIPE, env={**os.environ, "PYTHONUNBUFFERED": "1"}
     )
     try:
-        yield started, await listening(started)
+        yield started
     finally:
         if started.returncode is None:
             started.kill()
         await started.communicate()
 
 
-async def listening(process: asyncio.subprocess.Process) -> int:
-    """Read the port from what the process says, once both workers are up."""
+async def listening(process: asyncio.subprocess.Process) -> tuple[int, int]:
+    """Read both ports from what the process says, once both workers are up."""
     assert process.stderr is not None
     said: list[str] = []
     async with asyncio.timeout(DEADLINE_S):
@@ -354,7 +364,32 @@ async def listening(process: asyncio.subprocess.Process) -> int:
             assert line, f"it ended: {''.join(said)}"
             said.append(line)
     [address] = [line for line in said if "/v1" in line]
-    return int(address.split("/v1")[0].rsplit(":", 1)[1])
+    clients, operators = (int(port) for port in re.findall(r"://127\.0\.0\.1:(\d+)", address))
+    return clients, operators
+
+
+@pytest.mark.parametrize("data", [b"GET / HTTP/1.1\r\nHost: localhost\r\nX-Half: ", b""])
+async def test_clients_of_the_admin_port_leave_open_files_for_requests(
+    tmp_path: Path, fakes: list[FakeWorker], data: bytes
+) -> None:
+    """450 connections are more than the process may open files."""
+    source = written(tmp_path / "fleet.yaml", *fakes)
+    few = ("sh", "-c", 'ulimit -n 160 && exec "$@"', "sh")
+    async with router_process(source, *few) as started:
+        port, admin = await listening(started)
+        halves = []
+        for _ in range(450):
+            halves.append(await Client.connect(admin))
+            await halves[-1].send(data)
+        for _ in range(3):
+            clients = [await Client.connect(port) for _ in range(20)]
+            for client in clients:
+                assert (await client.ask(chat())).status == 200
+                client.close()
+        operator = await Client.connect(admin)
+        assert (await operator.ask(get("/admin/workers"))).status == 200
+        for each in (operator, *halves):
+            each.close()
 
 
 async def any_got(fakes: list[FakeWorker]) -> None:

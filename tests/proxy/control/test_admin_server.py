@@ -3,34 +3,108 @@
 from __future__ import annotations
 
 import asyncio
+import resource
 import signal
+import socket
+import ssl
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager, suppress
+from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
-from fastapi import FastAPI
+from fastapi import FastAPI, Request
+from starlette.responses import PlainTextResponse, StreamingResponse
 
-from proxy.control.admin_server import AdminServer, admin_socket
+from proxy.control import admin_connection, admin_server
+from proxy.control.admin_server import AdminServer, admin_socket, max_connections
+from proxy.control.body_limit import MAX_BODY_BYTES, BodyLimit
+from proxy.control.tls import Shown
+from tests.proxy.certificates import Authority
+from tests.proxy.wire.client import Client, get
+from tests.proxy.wire.site import eventually
 
 DEADLINE_S = 10.0
+HALF = b"GET /hello HTTP/1.1\r\nHost: localhost\r\nX-Half: "
+MOST = 6
+
+
+ON = ("asyncio", "uvloop")
+
+
+class Served:
+    """A server, and what its application was given."""
+
+    def __init__(self) -> None:
+        self.app = FastAPI()
+        self.app.add_middleware(BodyLimit)
+        self.bodies: list[int] = []
+        self.streams = 0
+        self.server: AdminServer
+
+        @self.app.get("/hello")
+        async def hello() -> str:
+            return "hello"
+
+        @self.app.post("/take")
+        async def take(request: Request) -> int:
+            self.bodies.append(len(await request.body()))
+            return self.bodies[-1]
+
+        @self.app.get("/endless")
+        async def endless(size: int) -> StreamingResponse:
+            async def pieces() -> AsyncIterator[bytes]:
+                self.streams += 1
+                try:
+                    while True:
+                        yield b"x" * size
+                        await asyncio.sleep(0.01)
+                finally:
+                    self.streams -= 1
+
+            return StreamingResponse(pieces())
+
+    async def connect(self, **options: Any) -> Client:
+        """Open a connection."""
+        return await Client.connect(self.server.port, **options)
+
+    async def answers(self) -> bool:
+        """Whether a new connection is served now."""
+        client = await self.connect()
+        try:
+            return (await client.ask(get("/hello"))).status == 200
+        finally:
+            client.close()
+
+
+@asynccontextmanager
+async def serving(tls: ssl.SSLContext | None = None) -> AsyncIterator[Served]:
+    """Serve for a while."""
+    served = Served()
+    served.server = AdminServer(served.app, await admin_socket("127.0.0.1", 0), tls=tls)
+    task = asyncio.create_task(served.server.run())
+    async with asyncio.timeout(3 * DEADLINE_S):
+        yield served
+        served.server.stop()
+        await task
+
+
+@pytest.fixture
+async def served(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Served]:
+    """Serve `MOST` connections at most."""
+    monkeypatch.setattr(admin_server, "MAX_CONNECTIONS", MOST)
+    async with serving() as one:
+        yield one
 
 
 async def test_it_serves_until_stopped_and_leaves_signals_alone() -> None:
-    app = FastAPI()
-
-    @app.get("/hello")
-    async def hello() -> str:
-        return "hello"
-
     handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
-    server = AdminServer(app, await admin_socket("127.0.0.1", 0))
-    task = asyncio.create_task(server.run())
-    async with asyncio.timeout(DEADLINE_S), httpx.AsyncClient() as client:
-        answer = await client.get(f"http://127.0.0.1:{server.port}/hello")
+    async with serving() as served, httpx.AsyncClient() as client:
+        answer = await client.get(f"http://127.0.0.1:{served.server.port}/hello")
         assert answer.json() == "hello"
         now = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
         assert now == handlers
-        server.stop()
-        await task
 
 
 async def test_a_port_in_use_is_an_error_at_once() -> None:
@@ -38,3 +112,272 @@ async def test_a_port_in_use_is_an_error_at_once() -> None:
     with pytest.raises(OSError, match="in use"):
         await admin_socket("127.0.0.1", first.port)
     first.stop()
+
+
+async def test_it_can_be_stopped_with_connections_open(served: Served) -> None:
+    async with AsyncExitStack() as stack:
+        for data in (b"", HALF, get("/endless?size=1")):
+            client = await served.connect()
+            stack.callback(client.close)
+            await client.send(data)
+        await eventually(lambda: served.streams == 1 and served.server.connections == 3)
+
+
+# Bounds
+
+
+async def test_half_sent_heads_beyond_the_bound_give_way_to_requests(served: Served) -> None:
+    """The oldest of them is closed at once, and the new connection is served."""
+    with ExitStack() as stack:
+        half = []
+        for _ in range(10 * MOST):
+            client = await served.connect()
+            stack.callback(client.close)
+            await client.send(HALF)
+            half.append(client)
+        await eventually(lambda: served.server.connections == MOST)
+        for client in half[: 9 * MOST]:
+            assert await client.closed() == b""
+        assert await served.answers()
+        assert served.server.connections <= MOST
+
+
+async def test_so_do_half_sent_bodies_and_connections_without_a_byte(served: Served) -> None:
+    with ExitStack() as stack:
+        for number in range(10 * MOST):
+            client = await served.connect()
+            stack.callback(client.close)
+            head = b"POST /take HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\nx"
+            await client.send(head if number % 2 else b"")
+        await eventually(lambda: served.server.connections == MOST)
+        assert await served.answers()
+    assert served.bodies == []
+
+
+async def test_requests_that_are_answered_give_way_to_none(served: Served) -> None:
+    with ExitStack() as stack:
+        streams = []
+        for _ in range(MOST):
+            client = await served.connect()
+            stack.callback(client.close)
+            await client.send(get("/endless?size=1"))
+            streams.append(client)
+        await eventually(lambda: served.streams == MOST)
+        late = await served.connect()
+        stack.callback(late.close)
+        assert await late.closed() == b""
+        for client in streams:
+            assert (await client.head()).status == 200
+            assert await client.piece() == b"x"
+        streams[0].close()
+        await eventually(lambda: served.server.connections < MOST)
+        assert await served.answers()
+
+
+@pytest.mark.parametrize(
+    ("files", "most"), [(64, 8), (20, 4), (1 << 20, 64), (resource.RLIM_INFINITY, 64)]
+)
+def test_the_bound_is_a_share_of_the_open_files(
+    monkeypatch: pytest.MonkeyPatch, files: int, most: int
+) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (files, files))
+    assert max_connections() == most
+
+
+# Deadlines
+
+
+@pytest.fixture
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wait for nothing longer than a moment."""
+    for module in (admin_connection, admin_server):
+        monkeypatch.setattr(module, "PATIENCE_S", 0.2)
+
+
+@pytest.mark.usefixtures("soon")
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        HALF,
+        get("/hello") + HALF,
+        b"POST /take HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\nx",
+        b"POST /take HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n1\r\nx\r\n",
+    ],
+    ids=["nothing", "half a head", "half a second head", "half a body", "half of chunks"],
+)
+async def test_a_request_that_is_not_whole_in_time_ends_its_connection(
+    served: Served, data: bytes
+) -> None:
+    client = await served.connect()
+    await client.send(data)
+    said = await client.closed()
+    assert said.count(b"HTTP/1.1 200 OK") == data.count(b"GET /hello HTTP/1.1\r\n") - (HALF in data)
+    await eventually(lambda: served.server.connections == 0)
+    client.close()
+
+
+@pytest.mark.usefixtures("soon")
+@pytest.mark.parametrize("start", [HALF, get("/hello") + HALF])
+async def test_bytes_that_trickle_in_win_no_time(served: Served, start: bytes) -> None:
+    client = await served.connect()
+    await client.send(start)
+    with suppress(ConnectionError):
+        while served.server.connections:
+            await client.send(b"x")
+            await asyncio.sleep(0.02)
+    client.close()
+
+
+@pytest.mark.usefixtures("soon")
+async def test_a_stream_has_no_end_while_its_client_takes_it(served: Served) -> None:
+    client = await served.connect()
+    await client.send(get("/endless?size=1"))
+    await client.head()
+    for _ in range(50):  # longer than a request has to come
+        assert await client.piece() == b"x"
+    client.close()
+
+
+@pytest.mark.usefixtures("soon")
+async def test_a_client_that_takes_nothing_is_given_up(served: Served) -> None:
+    client = await served.connect(rcvbuf=4096, limit=4096)
+    await client.send(get("/endless?size=1000000"))
+    await eventually(lambda: served.streams == 1)
+    await eventually(lambda: served.server.connections == 0 and served.streams == 0)
+    client.close()
+
+
+async def test_a_head_without_end_is_refused(served: Served) -> None:
+    client = await served.connect()
+    await client.send(HALF + b"x" * (admin_server.MAX_HEAD_BYTES + 1))
+    assert (await client.closed()).startswith(b"HTTP/1.1 400 ")
+    client.close()
+
+
+# Bodies
+
+
+POST = b"POST /take HTTP/1.1\r\nHost: localhost\r\n"
+CHUNKED = POST + b"Transfer-Encoding: chunked\r\n\r\n"
+
+
+def chunked(total: int) -> bytes:
+    piece = b"10000\r\n" + b"x" * 0x10000 + b"\r\n"
+    return piece * (total // 0x10000)
+
+
+@pytest.mark.parametrize("framing", ["length", "chunked"])
+async def test_of_a_body_that_is_too_large_no_more_is_read(served: Served, framing: str) -> None:
+    client = await served.connect()
+    if framing == "length":
+        await client.send(POST + b"Content-Length: %d\r\n\r\n" % (400 << 20))
+    else:
+        await client.send(CHUNKED + chunked(2 * MAX_BODY_BYTES))
+    answer = await client.answer()
+    assert answer.status == 413
+    error = answer.json()["error"]
+    assert error["code"] == "too_large"
+    assert str(MAX_BODY_BYTES) in error["message"]
+    assert served.bodies == []
+    client.close()
+
+
+async def test_the_largest_body_passes_whole(served: Served) -> None:
+    client = await served.connect()
+    body = b"x" * MAX_BODY_BYTES
+    head = POST + b"Content-Length: %d\r\n\r\n" % len(body)
+    assert (await client.ask(head + body)).json() == len(body)
+    whole = CHUNKED + chunked(len(body)) + b"0\r\n\r\n"
+    assert (await client.ask(whole)).json() == len(body)
+    client.close()
+
+
+async def test_how_much_of_a_body_is_held() -> None:
+    """The pieces after the one that is too much are not asked for."""
+    asked = 0
+
+    async def receive() -> dict[str, Any]:
+        nonlocal asked
+        asked += 1
+        return {"type": "http.request", "body": b"x" * 65_536, "more_body": True}
+
+    said: list[dict[str, Any]] = []
+
+    async def send(message: Any) -> None:
+        said.append(message)
+
+    scope = {"type": "http", "headers": []}
+    await BodyLimit(PlainTextResponse("passed on"))(scope, receive, send)  # type: ignore[arg-type]
+    assert said[0]["status"] == 413
+    assert asked == MAX_BODY_BYTES // 65_536 + 1
+
+
+# TLS
+
+
+async def test_tls_handshakes_are_bounded_too(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(admin_server, "MAX_CONNECTIONS", MOST)
+    authority = Authority(tmp_path)
+    context = ssl.create_default_context(cafile=authority.ca_file)
+    async with serving(Shown(authority.port("admin")).context) as served:
+        with ExitStack() as stack:
+            silent = []
+            for number in range(10 * MOST):
+                client = await served.connect()
+                stack.callback(client.close)
+                await client.send(b"\x16\x03\x01" if number % 2 else b"")  # half of a first record
+                silent.append(client)
+            await eventually(lambda: served.server.connections == MOST)
+            for client in silent[: 9 * MOST]:
+                assert await client.closed() == b""
+            known = await served.connect(tls=context)
+            stack.callback(known.close)
+            assert (await known.ask(get("/hello"))).status == 200
+            assert served.server.connections <= MOST
+
+
+@pytest.mark.usefixtures("soon")
+@pytest.mark.parametrize("data", [b"", b"\x16\x03\x01", b"GET / HTTP/1.1\r\n\r\n"])
+async def test_a_tls_handshake_has_a_deadline(data: bytes, tmp_path: Path) -> None:
+    async with serving(Shown(Authority(tmp_path).port("admin")).context) as served:
+        client = await served.connect()
+        await client.send(data)
+        await client.closed()
+        await eventually(lambda: served.server.connections == 0)
+        client.close()
+
+
+# Open files
+
+
+@contextmanager
+def no_more_files(spare: int = 0) -> Any:
+    """Let this process open so many further files or sockets."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    held = socket.socket()
+    first = held.fileno()
+    held.close()
+    resource.setrlimit(resource.RLIMIT_NOFILE, (first + spare, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+async def test_it_serves_again_once_there_are_open_files(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(admin_server, "NO_FILES_PAUSE_S", 0.05)
+    raw = socket.socket()
+    raw.setblocking(False)
+    with no_more_files():
+        with suppress(BlockingIOError):
+            raw.connect(("127.0.0.1", served.server.port))
+        await asyncio.sleep(0.2)
+        assert served.server.connections == 0
+    client = Client(*await asyncio.open_connection(sock=raw))
+    assert (await client.ask(get("/hello"))).status == 200
+    client.close()
