@@ -113,6 +113,7 @@ class Ask:
     entered: int = -1  # tokens taken from its tenant's limit, while it is in flight; else -1
     free: bool = False  # nobody waited for what it was given
     paid: float = 0.0  # that its tenant was charged for its prompt when it was placed
+    unsettled: float = 0.0  # its tenant's share that was charged by estimates
     prepaid: int = 0  # output tokens that were charged, and may not have been written yet
 
     @property
