@@ -14,6 +14,7 @@ from enum import IntEnum
 from hashlib import sha256
 
 from proxy.core.limits import Ledger, Limits
+from proxy.core.rates import Learnt
 
 SALTED = b"vllm-sched cache\0"
 
@@ -71,6 +72,7 @@ class Tenant:
     __slots__ = (
         "beside_salted",
         "charged",
+        "learnt",
         "ledger",
         "lifts",
         "own_unsettled",
@@ -97,6 +99,8 @@ class Tenant:
         self.unsettled = [0.0] * len(Rank)
         self.own_unsettled = [0.0] * len(Rank)
         self.lifts = [0.0] * len(Rank)  # what it was lifted by, anywhere
+        # By model and route, the last used at the end: see `sizing`.
+        self.learnt: dict[tuple[str, str], Learnt] = {}
         self.beside_salted = False  # whether one of all is salted: no other may name its salt
         self.waiting = 0  # in the queue
         self.waits = 0  # a bit for each class in which it waits here

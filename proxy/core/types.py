@@ -11,6 +11,7 @@ from enum import StrEnum
 from sys import maxsize
 from typing import TYPE_CHECKING
 
+from proxy.core.media import Media
 from proxy.core.records import Score
 from proxy.core.tenants import Rank, Tenant
 
@@ -99,6 +100,7 @@ class Ask:
     tool_bytes: int = 0  # of those, what describes tools
     prompts: int = 1
     extra_tokens: int = 0  # tokens reckoned otherwise: template, images, token ids
+    media: Media | None = None  # images and their like, where `usage` can tell their sizes
     countable: bool = False  # whether a worker's /tokenize understands its body
     erred_on: tuple[Worker, ...] = ()  # workers that answered it with a 500
     pinned: str = ""  # the worker that holds what it refers to, as a stored response
