@@ -337,9 +337,9 @@ def _router(page: Page, metrics: Metrics) -> None:
 
 def _learnt(metrics: Metrics) -> Iterator[tuple[tuple[str, str], float]]:
     for route, model in dict.fromkeys((key[0], key[1]) for key in metrics.requests):
-        learnt = metrics.router.sizer.learnt(model, route)
-        if learnt.weight:
-            yield (model, route), round(learnt.bytes_per_token, 3)
+        found = metrics.router.sizer.prior(model, route).bytes_per_token
+        if found is not None:
+            yield (model, route), round(found, 3)
 
 
 def _process(page: Page) -> None:

@@ -171,7 +171,7 @@ def explanation(router: Router, question: Question, fleets_model: str, now: floa
     model = question.model or fleets_model
     if model not in (known := router.fleet.models()):
         return shown_answer(nobody_serves(model, known, all_told=router.fleet.all_told(model)))
-    usual = int(router.sizer.learnt(model, CHAT).output)
+    usual = int(router.sizer.prior(model, CHAT).common().output)
     limit = router.settings.short_limit
     ask = ask_of(question, model, usual_output=usual, short_limit=limit)
     fit(ask, router.fleet.pool(model).limit, cuts_output=router.settings.cut_output)

@@ -123,6 +123,8 @@ def settle(
     ask.prepaid = 0
     if not prompt:
         give_back(tenant, ask)
+    tenant.settle(ask.unsettled, ask.rank)
+    ask.unsettled = 0.0
     tenant.totals.prompt_tokens += prompt
     tenant.totals.output_tokens += output
     leave(ask, now, prompt + output)

@@ -18,12 +18,13 @@ from typing import Any
 
 import orjson
 
+from proxy.core.media import AUDIO, FIRST_SIZES, IMAGE, NONE, VIDEO, Numbers
 from proxy.core.routes import Shape
 
 # What a chat template adds around each message, and once per conversation.
 TOKENS_PER_MESSAGE, TOKENS_PER_CHAT = 4, 3
-# What is not text has no size before it is decoded: usual ones, which `vague` says are guesses.
-IMAGE_TOKENS, AUDIO_TOKENS, VIDEO_TOKENS = 1024, 512, 4096
+# Media have no size before they are decoded: usual or learnt ones, which `vague` says are guesses.
+KINDS = (("image", IMAGE), ("audio", AUDIO), ("video", VIDEO))
 EMBEDDED = "prompt_embeds"
 EMBEDDED_BYTES = 10_923  # of such a token: 4096 numbers of two bytes, in base64
 # A look takes up to a microsecond, and meanwhile nobody else is served.
@@ -51,17 +52,19 @@ class Extent:
     tools: int = 0  # of those, what describes tools, and documents beside a chat
     tokens: int = 0  # that need no estimate, all prompts together
     vague: int = 0  # of those, guessed: images and their like
+    media: Numbers | None = None  # how many of each kind, all prompts together
     largest_text: int = -1  # of the largest prompt alone; -1 where there is but one
     largest_tokens: int = 0
     prompts: int = 1
     plain: bool = False  # one prompt of text alone, which /tokenize can count
     cut: bool = False  # whether there is more text, which the body has the worker cut off
     looks: int = MOST_LOOKS  # that are left
+    sizes: Numbers = FIRST_SIZES  # tokens of one of each kind of media
 
 
-def measure(shape: Shape, body: dict[str, JSON]) -> Extent:
-    """Read what matters of a body."""
-    extent = Extent()
+def measure(shape: Shape, body: dict[str, JSON], sizes: Numbers = FIRST_SIZES) -> Extent:
+    """Read what matters of a body. `sizes`: what one of each kind of media comes to."""
+    extent = Extent(sizes=sizes)
     reader = READERS.get(shape)
     if reader is not None:
         reader(extent, body)
@@ -188,10 +191,9 @@ def _part(extent: Extent, part: dict[str, JSON], *, nested: bool) -> None:
     kind = part.get("type")
     if type(kind) is not str:
         kind = " ".join(part)  # vLLM takes {"image_url": "..."}, too
-    for word, tokens in (("image", IMAGE_TOKENS), ("audio", AUDIO_TOKENS), ("video", VIDEO_TOKENS)):
+    for word, which in KINDS:
         if word in kind:
-            extent.tokens += tokens
-            extent.vague += tokens
+            _media(extent, which, 1)
             return
     if EMBEDDED in kind:
         tokens = 1 + json_bytes(part) // EMBEDDED_BYTES
@@ -203,6 +205,33 @@ def _part(extent: Extent, part: dict[str, JSON], *, nested: bool) -> None:
         _parts(extent, inner, nested=True)
     else:
         extent.text += _loose(inner if inner is not None else part)
+
+
+def _media(extent: Extent, kind: int, number: int) -> None:
+    """Count media of a kind."""
+    tokens = number * extent.sizes[kind]
+    extent.tokens += tokens
+    extent.vague += tokens
+    images, audios, videos = extent.media or NONE
+    if kind == IMAGE:
+        images += number
+    elif kind == AUDIO:
+        audios += number
+    else:
+        videos += number
+    extent.media = images, audios, videos
+
+
+def _add_media(extent: Extent, one: Extent, times: int = 1) -> None:
+    """Count the media of a part `times` over; their tokens are counted elsewhere."""
+    if one.media is not None:
+        images, audios, videos = extent.media or NONE
+        more = one.media
+        extent.media = (
+            images + times * more[IMAGE],
+            audios + times * more[AUDIO],
+            videos + times * more[VIDEO],
+        )
 
 
 def _chat(extent: Extent, body: dict[str, JSON]) -> None:
@@ -236,12 +265,13 @@ def _many(extent: Extent, prompts: list[JSON], read: Callable[[Extent, JSON], No
     largest, largest_size = Extent(), -1
     seen = _some(extent, prompts)
     for prompt in seen:
-        one = Extent(looks=extent.looks)
+        one = Extent(looks=extent.looks, sizes=extent.sizes)
         read(one, prompt)
         extent.looks = one.looks
         extent.text += one.text
         extent.tokens += one.tokens
         extent.vague += one.vague
+        _add_media(extent, one)
         size = one.text + 4 * one.tokens
         if size > largest_size:
             largest, largest_size = one, size
@@ -299,9 +329,8 @@ def _input(extent: Extent, body: dict[str, JSON]) -> None:
         if value is None:
             continue
         if key == "images" and type(value) is list:
-            extent.tokens += IMAGE_TOKENS * len(value)
-            extent.vague += IMAGE_TOKENS * len(value)
-            extent.largest_text, extent.largest_tokens = 0, IMAGE_TOKENS
+            _media(extent, IMAGE, len(value))
+            extent.largest_text, extent.largest_tokens = 0, extent.sizes[IMAGE]
         elif key == "messages":
             _conversation(extent, value)
         else:
@@ -333,24 +362,29 @@ BYTES_KEPT = 4  # per token, of what is cut
 
 def _pairs(extent: Extent, body: dict[str, JSON]) -> None:
     cuts = [count(body.get(key)) or 0 for key in PAIR_CUTS]
-    left = _side(body, PAIR_KEYS[0], cuts[0], MOST_LOOKS)
-    right = _side(body, PAIR_KEYS[1], cuts[1], left.looks)
+    sizes = extent.sizes
+    left = _side(body, PAIR_KEYS[0], cuts[0], MOST_LOOKS, sizes)
+    right = _side(body, PAIR_KEYS[1], cuts[1], left.looks, sizes)
     repeats = right.prompts if left.prompts == 1 else 1  # one query is read again for each document
     extent.prompts = right.prompts
     extent.text = repeats * left.text + right.text
     extent.tokens = repeats * left.tokens + right.tokens
     extent.vague = repeats * left.vague + right.vague
+    _add_media(extent, left, repeats)
+    _add_media(extent, right)
     extent.largest_text = left.largest_text + right.largest_text
     extent.largest_tokens = left.largest_tokens + right.largest_tokens
     extent.cut = left.cut or right.cut
 
 
-def _side(body: dict[str, JSON], keys: tuple[str, ...], most: int, looks: int) -> Extent:
+def _side(
+    body: dict[str, JSON], keys: tuple[str, ...], most: int, looks: int, sizes: Numbers
+) -> Extent:
     """Measure one side's prompts together, with the longest text and the most tokens of one."""
     value: JSON = next((body[key] for key in keys if body.get(key) is not None), "")
     many = type(value) is list and bool(value) and type(value[0]) is not int
     prompts = value if many else [value]
-    side = Extent(prompts=len(prompts), largest_text=0, looks=looks)
+    side = Extent(prompts=len(prompts), largest_text=0, looks=looks, sizes=sizes)
     seen = _some(side, prompts)
     for prompt in seen:
         text, tokens = side.text, side.tokens
@@ -372,7 +406,7 @@ def _state(extent: Extent, body: dict[str, JSON]) -> None:
 
 
 def _form(extent: Extent, body: dict[str, JSON]) -> None:
-    extent.tokens = extent.vague = AUDIO_TOKENS
+    _media(extent, AUDIO, 1)
     extent.text = _loose(body.get("prompt"))
 
 

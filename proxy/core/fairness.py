@@ -2,8 +2,10 @@
 
 Idea: virtual token counters (VTC, Sheng et al., OSDI 2024). Each tenant has a counter of the tokens
 it was served, over its weight; whose counter is the least goes first. Nobody is held back while
-there is room, so nothing is lost by it. One who comes back after it had nothing waiting is lifted
-to the least of those that wait: what it did not use is not saved up. What it had while nobody
+there is room, so nothing is lost by it. A tenant that comes back with nothing waiting is lifted
+to the least counter of the tenants that wait: what it did not use is not saved up. The lift
+compares settled counters, without the estimates of requests in flight: an estimate that is too
+high is given back to its own tenant alone, and a lift is for ever. What it had while nobody
 waited for that is not held against it, be it before others came or at workers of another model or
 size. Each class has standings of its own: one's batches change nothing for one's chats.
 
@@ -61,7 +63,10 @@ def charge(settings: FairnessSettings, tenant: Tenant, ask: Ask, cached: int) ->
     output = ask.expected_output * ask.samples
     ask.paid = max(ask.prompt_tokens - cached, 0) + settings.cached_weight * cached
     ask.prepaid = output
-    tenant.charge(ask.paid + settings.output_weight * output, ask.rank, free=ask.free)
+    tokens = ask.paid + settings.output_weight * output
+    tenant.charge(tokens, ask.rank, free=ask.free)
+    if not ask.free:
+        ask.unsettled = tenant.estimate(tokens, ask.rank)
 
 
 def charge_output(settings: FairnessSettings, ask: Ask, tokens: float) -> None:
@@ -84,7 +89,7 @@ def give_back(tenant: Tenant, ask: Ask) -> None:
 
 
 class Lows:
-    """Who of a class stands lowest: a heap in which old entries stay until they come to its top."""
+    """The lowest settled standing of a class; an old entry leaves the heap at its top."""
 
     def __init__(self) -> None:
         self._standings: dict[Tenant, float] = {}
@@ -132,7 +137,7 @@ class Turns:
         self._elsewhere: dict[Tenant, int] = {}
         self._lows = {rank: Lows() for rank in Rank}  # of all who wait, here or there
         self._watch = Watch()
-        # Of the one who went last, here or there, should nobody be left.
+        # Settled standings of the tenants that waited last, here or there.
         self.floors = dict.fromkeys(Rank, 0.0)
 
     def waiting(self, rank: Rank) -> Collection[Tenant]:
@@ -156,7 +161,7 @@ class Turns:
         if last:
             self._waiting[rank].discard(tenant)
             tenant.waits &= ~(1 << rank)
-            self.floors[rank] = max(self.floors[rank], tenant.standings[rank])
+            self.floors[rank] = max(self.floors[rank], tenant.settled(rank))
             self._count(tenant, rank)
             tenant.change()
 
@@ -174,13 +179,13 @@ class Turns:
         for tenant in self._watch.take():
             for each, lows in self._lows.items():
                 if tenant in lows:
-                    lows.put(tenant, tenant.standings[each])
+                    lows.put(tenant, tenant.settled(each))
         return self._lows[rank].least(self.floors[rank])
 
     def _count(self, tenant: Tenant, rank: Rank) -> None:
         waits = tenant.waits | self._elsewhere.get(tenant, 0)
         if waits >> rank & 1:
-            self._lows[rank].put(tenant, tenant.standings[rank])
+            self._lows[rank].put(tenant, tenant.settled(rank))
         else:
             self._lows[rank].drop(tenant)
         if waits:

@@ -144,13 +144,21 @@ class Leases(Placer):
             learning.learn_of_leaving(self.fleet, lease, now)
         if outcome is DONE and lease.ask.erred_on:
             learning.blame(self.fleet, lease.ask, now)
-        if outcome is DONE and self.may_learn(lease, now):
-            if usage is not None:
+        if outcome is DONE:
+            self._learn(lease, now, usage, decoding)
+
+    def _learn(self, lease: Lease, now: float, usage: Usage | None, decoding: int) -> None:
+        """Learn from an answer that came to its end."""
+        may_learn = self.may_learn(lease, now)
+        if usage is not None:
+            # The answers of other tenants must not take all chances to learn from a tenant's.
+            if may_learn or self.sizer.knows_little(lease.ask):
                 self.sizer.learn(lease.ask, usage)
+            if may_learn:
                 learning.learn(lease, now, usage, decoding)
-            elif (written := learning.written(lease)) > 0:
-                self.sizer.wrote(lease.ask, written)
-                learning.learn_pace(lease, now, written, decoding)
+        elif may_learn and (written := learning.written(lease)) > 0:
+            self.sizer.wrote(lease.ask, written)
+            learning.learn_pace(lease, now, written, decoding)
 
     def has_larger(self, lease: Lease) -> bool:
         """Whether somebody holds more than a lease's worker."""

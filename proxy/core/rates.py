@@ -15,8 +15,10 @@ only the variance is kept, not what it has in common with the others.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import sqrt
+
+from proxy.core.media import MediaSizes
 
 BYTES_PER_TOKEN = 4.0
 PER_BYTE = 1.0 / BYTES_PER_TOKEN
@@ -44,7 +46,7 @@ USUAL_OUTPUT = 256  # until answers tell
 
 @dataclass(slots=True)
 class Learnt:
-    """What has been learnt of one model on one route."""
+    """What has been learnt of one model on one route, of one tenant where there are tenants."""
 
     fixed: float = 0.0  # tokens of each prompt
     per_byte: float = PER_BYTE  # of text
@@ -58,6 +60,7 @@ class Learnt:
     seen: int = 0  # in how many requests
     output: float = USUAL_OUTPUT
     outputs: int = 0
+    media: MediaSizes = field(default_factory=MediaSizes)
 
     @property
     def bytes_per_token(self) -> float:

@@ -159,7 +159,7 @@ class Reader:
                 return model
         if tenant is not None and not tenant.may_use(model):
             return refusals.not_allowed(model, self._known(tenant))
-        ask = self._sizer.ask(route, model, fields, len(body), request_id)
+        ask = self._sizer.ask(route, model, fields, len(body), request_id, tenant)
         ask.long = ask.budget > self.short_limit
         if batch:
             ask.rank = BATCH
@@ -248,7 +248,7 @@ class Reader:
         worker, models = fleet.get(holder), fleet.models()
         live = (each for each in models if fleet.pool(each).all)
         model = worker.model if worker else next(live, next(iter(models), ""))
-        ask = self._sizer.ask(route, model, {}, 0, request_id)
+        ask = self._sizer.ask(route, model, {}, 0, request_id, tenant)
         ask.pinned = holder
         if tenant is not None:
             ask.tenant, ask.rank = tenant, tenant.spec.rank

@@ -2,7 +2,9 @@
 
 Idea: workers say in `usage`, or when asked to count, how many tokens a prompt had. What that says
 of prompts to come is for `rates`, which gives an estimate and an error band. What is written is
-learnt too, for clients that state no limit, which most chat clients do not.
+learnt too, for clients that state no limit, which most chat clients do not; and how many tokens an
+image or an audio clip has (`media`). Where there are tenants, each has rates of its own; a tenant
+without data has those that the tenants have in common (`prior`).
 
 Cost: see there. How it fails: languages and code mixed under one model widen the band, and then
 more requests near a boundary are counted by a worker; until the first answers come, the band is
@@ -14,10 +16,13 @@ from __future__ import annotations
 from sys import maxsize
 from typing import Any
 
-from proxy.core.body import count, measure
+from proxy.core.body import Extent, count, measure
 from proxy.core.client_fields import is_true
+from proxy.core.media import AUDIO, IMAGE, NONE, VIDEO, Media
+from proxy.core.prior import Prior
 from proxy.core.rates import MOST_PER_TOKEN, Learnt
 from proxy.core.routes import Route, Shape
+from proxy.core.tenants import Tenant
 from proxy.core.types import Ask, Usage
 
 TOKENS, PROMPT = Shape.TOKENS, Shape.PROMPT  # looked up once: see reading.py
@@ -26,6 +31,9 @@ LONGER = 2.0  # a model that has seen long words may have longer ones by as much
 COMPLETION_OUTPUT = 16  # vLLM's own when /v1/completions states none
 OUTPUT_KEYS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
 MOST_SAMPLES = 4096
+# Models and routes of which a tenant keeps rates of its own: those that it used last.
+MOST_LEARNT = 32
+FEW = 50  # prompts and answers of a tenant that are all learnt from
 COUNTABLE = ("chat/completions", "completions")
 # The routes on which vLLM 0.32 takes any output limit; on others one above its context is an error,
 # whatever the prompt.
@@ -44,22 +52,50 @@ class Sizer:
     """Estimates sizes, and learns from what workers say."""
 
     def __init__(self) -> None:
-        self._learnt: dict[tuple[str, str], Learnt] = {}
+        self._priors: dict[tuple[str, str], Prior] = {}
 
-    def learnt(self, model: str, route: str) -> Learnt:
-        """Show what is known of a model on a route; the models are the fleet's, so few."""
+    def prior(self, model: str, route: str) -> Prior:
+        """Return what tenants have in common; the models are the fleet's, so there are few."""
         key = (model, route)
-        found = self._learnt.get(key)
+        found = self._priors.get(key)
         if found is None:
-            found = self._learnt[key] = Learnt()
+            found = self._priors[key] = Prior()
         return found
 
+    def learnt(self, model: str, route: str, tenant: Tenant | None = None) -> Learnt:
+        """Return what is known of a model on a route: of a tenant, or where there are none."""
+        if tenant is None:
+            return self.prior(model, route).base
+        found = tenant.learnt.get((model, route))
+        return found if found is not None else self.prior(model, route).common()
+
+    def _own(self, ask: Ask) -> Learnt:
+        """Return what a request is to teach."""
+        tenant, prior = ask.tenant, self.prior(ask.model, ask.route)
+        if tenant is None:
+            return prior.base
+        key, known = (ask.model, ask.route), tenant.learnt
+        own = known.pop(key, None)
+        if own is None:
+            own = prior.first()
+            if len(known) >= MOST_LEARNT:
+                del known[next(iter(known))]
+        known[key] = own
+        prior.vote(tenant.name, own)
+        return own
+
     def ask(
-        self, route: Route, model: str, body: dict[str, Any], body_bytes: int, request_id: str
+        self,
+        route: Route,
+        model: str,
+        body: dict[str, Any],
+        body_bytes: int,
+        request_id: str,
+        tenant: Tenant | None = None,
     ) -> Ask:
         """Size a parsed body."""
-        extent = measure(route.shape, body)
-        learnt = self.learnt(model, route.name)
+        learnt = self.learnt(model, route.name, tenant)
+        extent = measure(route.shape, body, learnt.media.tokens)
         text, tokens, tools, shape = extent.text, extent.tokens, extent.tools, route.shape
         prompt = largest = _total(learnt, text - tools, tokens, tools, extent.prompts)
         if extent.largest_text >= 0:
@@ -67,7 +103,7 @@ class Sizer:
             largest = _total(learnt, text, tokens)
         error = int(learnt.error(text - tools, tools)) if text else 0
         if extent.vague:
-            error += extent.vague // 2
+            error += _vague_error(extent, learnt)
         error = min(error, largest)
         output, samples = _output(route, body) if route.generates else (None, 1)
         # Positional, and the rest set after: this is done for every request.
@@ -79,6 +115,7 @@ class Sizer:
         if not (extent.vague or shape is CHAT or shape is RESPONSE or shape is CHATS):
             ask.least_prompt += tokens  # those of a template and of images are guesses
         if extent.vague:
+            ask.media = None if extent.cut else _teaching(extent, learnt)
             ask.text_bytes = 0
             ask.whole = "not_text"
         ask.counted = not (extent.text or extent.vague)
@@ -100,7 +137,7 @@ class Sizer:
 
     def counted(self, ask: Ask, prompt_tokens: int) -> None:
         """Take a worker's own count of the one prompt of an ask, and learn from it."""
-        self._see_prompt(ask, prompt_tokens)
+        self._see_prompt(ask, self._own(ask), prompt_tokens)
         ask.prompt_tokens = ask.largest_prompt = ask.least_prompt = prompt_tokens
         ask.prompt_error, ask.most = 0, maxsize
         ask.counted = True
@@ -114,21 +151,61 @@ class Sizer:
 
     def learn(self, ask: Ask, usage: Usage) -> None:
         """Learn from an answer's usage."""
+        own = self._own(ask)
         if not ask.counted:
-            self._see_prompt(ask, usage.prompt_tokens)
-        self.wrote(ask, usage.completion_tokens)
+            self._see_prompt(ask, own, usage.prompt_tokens)
+        _see_output(ask, own, usage.completion_tokens)
 
     def wrote(self, ask: Ask, tokens: int) -> None:
         """Learn how much was written, all samples together."""
-        if ask.generates and tokens > 0:
-            self.learnt(ask.model, ask.route).see_output(tokens / max(ask.samples, 1))
+        _see_output(ask, self._own(ask), tokens)
 
-    def _see_prompt(self, ask: Ask, prompt_tokens: int) -> None:
-        tools = ask.tool_bytes
-        text = ask.text_bytes - tools
-        if ask.text_bytes and prompt_tokens > 0 and not ask.pinned:  # to what came before
-            tokens = prompt_tokens - ask.extra_tokens
-            self.learnt(ask.model, ask.route).see_prompt(text, tokens, tools, ask.prompts)
+    def knows_little(self, ask: Ask) -> bool:
+        """Whether a tenant has taught so little that each of its answers is worth learning from."""
+        if ask.tenant is None:
+            return False
+        own = ask.tenant.learnt.get((ask.model, ask.route))
+        return own is None or max(own.seen, own.outputs) < FEW
+
+    def _see_prompt(self, ask: Ask, own: Learnt, prompt_tokens: int) -> None:
+        if prompt_tokens <= 0 or ask.pinned:  # to what came before
+            return
+        if ask.media is not None:
+            own.media.see(ask.media, prompt_tokens)
+        elif ask.text_bytes:
+            tools = ask.tool_bytes
+            text, tokens = ask.text_bytes - tools, prompt_tokens - ask.extra_tokens
+            own.see_prompt(text, tokens, tools, ask.prompts)
+
+
+def _see_output(ask: Ask, own: Learnt, tokens: int) -> None:
+    if ask.generates and tokens > 0:
+        own.see_output(tokens / max(ask.samples, 1))
+
+
+def _vague_error(extent: Extent, learnt: Learnt) -> int:
+    """Return by how much the guessed part of a prompt may be off."""
+    if extent.media is None:
+        return extent.vague // 2
+    media = _media_tokens(extent)
+    return learnt.media.error(extent.media) + max(extent.vague - media, 0) // 2
+
+
+def _media_tokens(extent: Extent) -> int:
+    counts, sizes = extent.media or NONE, extent.sizes
+    return (
+        counts[IMAGE] * sizes[IMAGE] + counts[AUDIO] * sizes[AUDIO] + counts[VIDEO] * sizes[VIDEO]
+    )
+
+
+def _teaching(extent: Extent, learnt: Learnt) -> Media | None:
+    """Return a request's media, if nothing else of it is guessed."""
+    counts, tokens = extent.media, _media_tokens(extent)
+    if counts is None or extent.vague != tokens:
+        return None
+    text = extent.text - extent.tools
+    beside = learnt.tokens(text, extent.tools, extent.prompts) + extent.tokens - tokens
+    return Media(counts, int(beside), learnt.error(text, extent.tools))
 
 
 def _total(learnt: Learnt, text: int, tokens: int, tools: int = 0, prompts: int = 1) -> int:
@@ -202,4 +279,5 @@ def _cut(ask: Ask, most: int | None, prompts: int) -> None:
         ask.largest_prompt = min(ask.largest_prompt, most)
         ask.prompt_error = min(ask.prompt_error, most)
     ask.text_bytes = 0
+    ask.media = None
     ask.countable = False

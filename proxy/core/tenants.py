@@ -14,6 +14,7 @@ from enum import IntEnum
 from hashlib import sha256
 
 from proxy.core.limits import Ledger, Limits
+from proxy.core.rates import Learnt
 
 SALTED = b"vllm-sched cache\0"
 
@@ -71,11 +72,14 @@ class Tenant:
     __slots__ = (
         "beside_salted",
         "charged",
+        "learnt",
         "ledger",
         "lifts",
+        "own_unsettled",
         "spec",
         "standings",
         "totals",
+        "unsettled",
         "virtual",
         "waiting",
         "waits",
@@ -91,7 +95,12 @@ class Tenant:
         # goes next. They are the sum of the two below, and of what other processes charged.
         self.standings = [0.0] * len(Rank)
         self.charged = [0.0] * len(Rank)  # by this process, since ever, and not free
+        # Of `standings`, the estimates of requests in flight: all of them, and this process's.
+        self.unsettled = [0.0] * len(Rank)
+        self.own_unsettled = [0.0] * len(Rank)
         self.lifts = [0.0] * len(Rank)  # what it was lifted by, anywhere
+        # By model and route, the last used at the end: see `sizing`.
+        self.learnt: dict[tuple[str, str], Learnt] = {}
         self.beside_salted = False  # whether one of all is salted: no other may name its salt
         self.waiting = 0  # in the queue
         self.waits = 0  # a bit for each class in which it waits here
@@ -111,9 +120,13 @@ class Tenant:
         for watch in self.watches:
             watch.changed.add(self)
 
+    def settled(self, rank: int) -> float:
+        """Return the standing in a class without the estimates of requests in flight."""
+        return self.standings[rank] - self.unsettled[rank]
+
     def lift(self, rank: Rank, floor: float) -> None:
-        """Let it stand no lower than others of a class."""
-        if (lacks := floor - self.standings[rank]) > 0:
+        """Raise the settled standing in a class to the settled standings of others."""
+        if (lacks := floor - self.settled(rank)) > 0:
             self.lifted_to(rank, self.lifts[rank] + lacks)
 
     def lifted_to(self, rank: int, lift: float) -> None:
@@ -133,10 +146,24 @@ class Tenant:
             self.charged[rank] += share
             self.change()
 
-    def charged_elsewhere(self, share: float, rank: int) -> None:
-        """Count what other processes charged it."""
+    def estimate(self, tokens: float, rank: Rank) -> float:
+        """Mark tokens that were just charged as an estimate; return their share, for `settle`."""
+        share = tokens / self.spec.weight
+        self.unsettled[rank] += share
+        self.own_unsettled[rank] += share
+        return share
+
+    def settle(self, share: float, rank: Rank) -> None:
+        """Take a share for settled: its request has ended, and its usage is charged."""
+        self.unsettled[rank] -= share
+        self.own_unsettled[rank] -= share
+        self.change()
+
+    def charged_elsewhere(self, share: float, unsettled: float, rank: int) -> None:
+        """Add what other processes charged, and by how much their estimates in flight changed."""
         self.virtual += share
         self.standings[rank] += share
+        self.unsettled[rank] += unsettled
         self.change()
 
     def may_use(self, model: str) -> bool:

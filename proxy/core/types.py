@@ -11,6 +11,7 @@ from enum import StrEnum
 from sys import maxsize
 from typing import TYPE_CHECKING
 
+from proxy.core.media import Media
 from proxy.core.records import Score
 from proxy.core.tenants import Rank, Tenant
 
@@ -99,6 +100,7 @@ class Ask:
     tool_bytes: int = 0  # of those, what describes tools
     prompts: int = 1
     extra_tokens: int = 0  # tokens reckoned otherwise: template, images, token ids
+    media: Media | None = None  # images and their like, where `usage` can tell their sizes
     countable: bool = False  # whether a worker's /tokenize understands its body
     erred_on: tuple[Worker, ...] = ()  # workers that answered it with a 500
     drops: int = 0  # workers that closed its connection before any of the answer was passed on
@@ -114,6 +116,7 @@ class Ask:
     entered: int = -1  # tokens taken from its tenant's limit, while it is in flight; else -1
     free: bool = False  # nobody waited for what it was given
     paid: float = 0.0  # that its tenant was charged for its prompt when it was placed
+    unsettled: float = 0.0  # its tenant's share that was charged by estimates
     prepaid: int = 0  # output tokens that were charged, and may not have been written yet
 
     @property

@@ -33,7 +33,7 @@ PLACES = 64  # into which models, and sizes, fall by a hash of theirs
 RING = 1024  # numbers of rows that have changed
 LOG = 8192  # words of prompts' beginnings that were sent somewhere
 
-HEAD_WORDS, ROW_WORDS, FRONT_WORDS, LAST_WORDS, TIDE_WORDS, TENANT_WORDS = 16, 17, 4, 4, 4, 8
+HEAD_WORDS, ROW_WORDS, FRONT_WORDS, LAST_WORDS, TIDE_WORDS, TENANT_WORDS = 16, 17, 4, 4, 4, 11
 CLASSES = len(Rank)
 ROW_BYTES = ROW_WORDS * WORD
 AT_RING = HEAD_WORDS
@@ -57,7 +57,7 @@ LOAD = Struct("@10qd")
 BREAKER = Struct("@dqdqqd")
 AT_BREAKER = LOAD.size
 FRONT, LAST, TIDE = Struct("@qddd"), Struct("@dqq"), Struct("@qqd")
-TENANT, FLOOR = Struct("@qq6d"), Struct("@3d")
+TENANT, FLOOR = Struct("@qq9d"), Struct("@3d")
 IDLE = Struct("@qq")  # how a tenant's begins
 
 
@@ -83,9 +83,10 @@ class Taken(NamedTuple):
 
     running: int = 0
     waits: int = 0  # a bit for each class
-    # Each by class, and since ever: they stay when a process dies, and the next goes on from there.
-    charged: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    # Each by class. They stay when a process dies, and its successor goes on from there.
+    settled: tuple[float, float, float] = (0.0, 0.0, 0.0)  # charged since ever
     lifts: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    unsettled: tuple[float, float, float] = (0.0, 0.0, 0.0)  # estimates of requests in flight
 
 
 class Table:
@@ -283,15 +284,16 @@ class Sheet:
     def write_taken(self, row: int, taken: Taken) -> None:
         """Say what a tenant has here."""
         place = self._tenants + row * TENANT_WORDS * WORD
-        running, waits, charged, lifts = taken
-        _store(self._memory, place, TENANT.pack(running, waits, *charged, *lifts))
+        running, waits, settled, lifts, unsettled = taken
+        packed = TENANT.pack(running, waits, *settled, *lifts, *unsettled)
+        _store(self._memory, place, packed)
 
     def read_taken(self, row: int) -> Taken:
         """Read that."""
         place = self._tenants + row * TENANT_WORDS * WORD
         running, waits, *served = TENANT.unpack_from(self._memory, place)
-        a, b, c, d, e, f = served
-        return Taken(running, waits, (a, b, c), (d, e, f))
+        a, b, c, d, e, f, g, h, i = served
+        return Taken(running, waits, (a, b, c), (d, e, f), (g, h, i))
 
     def write_running(self, row: int, running: int) -> None:
         """Say how many requests a tenant has in flight here."""
@@ -305,7 +307,7 @@ class Sheet:
         return running
 
     def write_idle(self, row: int) -> None:
-        """Say that a tenant has nothing here any more, and leave what it was served."""
+        """Write that a tenant has nothing here any more, and leave what it was charged."""
         place = self._tenants + row * TENANT_WORDS * WORD
         _store(self._memory, place, IDLE.pack(0, 0))
 

@@ -7,7 +7,9 @@ said and read at once, and not at the end of a turn as all else is.
 Where it stands among others is the same number in all processes, as far as they have told: what
 each has charged it, added up, and the most that it was lifted by in any. Both stay in the table
 when a process dies, so that the next one, or one that is given a tenant again, goes on from there.
-Who comes back is lifted to the least of those that wait in any process.
+A tenant that comes back is lifted to the least settled standing of the tenants that wait in any
+process. So what is settled and what is an estimate of a request in flight are told apart; the
+estimates of a process that died are given back by its successor.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ TAKE_S = 0.002
 SURE_S = 2.0  # after which all rows are read, whatever was told
 AT_FLOORS = MOST_TENANTS  # told as a row's change is
 Sums = tuple[float, ...]
-NONE: Sums = (0.0,) * len(Rank)
+NONE: Sums = (0.0,) * 2 * len(Rank)
 
 
 class Peer:
@@ -81,7 +83,7 @@ class Tenancy:
         self._edition = -1
         self._rows: dict[Tenant, int] = {}
         self._told: dict[Tenant, Taken] = {}
-        self._theirs: dict[Tenant, Sums] = {}  # charged by all others, as it was read last
+        self._theirs: dict[Tenant, Sums] = {}  # `_sums` of all others, as it was read last
         self._floors: tuple[float, ...] = ()
         self._tenant_of: dict[int, Tenant] = {}  # by row
         self._watch = Watch()
@@ -141,11 +143,13 @@ class Tenancy:
             for rank, lift in enumerate(each.lifts):
                 tenant.lifted_to(rank, lift)
         self._turns.waits_elsewhere(tenant, waits)
-        theirs = tuple(map(sum, zip(*(each.charged for each in said), strict=True))) or NONE
+        theirs = tuple(map(sum, zip(*(_sums(each) for each in said), strict=True))) or NONE
         if theirs != (known := self._theirs[tenant]):
             self._theirs[tenant] = theirs
-            for rank, (total, before) in enumerate(zip(theirs, known, strict=True)):
-                tenant.charged_elsewhere(total - before, rank)
+            grown = [total - before for total, before in zip(theirs, known, strict=True)]
+            for rank in Rank:
+                settled, unsettled = grown[rank], grown[len(Rank) + rank]
+                tenant.charged_elsewhere(settled + unsettled, unsettled, rank)
 
     def _arrange(self) -> None:
         """Find the rows of the tenants that there are now."""
@@ -180,9 +184,9 @@ class Tenancy:
         theirs = [peer.sheet for peer in self._peers]
         tenant.ledger.others = Flights(row, self._sheet, theirs)
         before = self._sheet.read_taken(row)
-        for rank, share in enumerate(before.charged):
+        for rank, share in enumerate(before.settled):
             tenant.charged[rank] += share
-            tenant.charged_elsewhere(share, rank)
+            tenant.charged_elsewhere(share, 0.0, rank)
             tenant.lifted_to(rank, before.lifts[rank])
         self._theirs[tenant] = NONE
         tenant.watches.add(self._watch)
@@ -190,7 +194,13 @@ class Tenancy:
         self._take(tenant, row)
 
 
+def _sums(taken: Taken) -> Sums:
+    return taken.settled + taken.unsettled
+
+
 def _taken(tenant: Tenant) -> Taken:
     a, b, c = tenant.charged
     d, e, f = tenant.lifts
-    return Taken(tenant.ledger.running, tenant.waits, (a, b, c), (d, e, f))
+    g, h, i = tenant.own_unsettled
+    settled = a - g, b - h, c - i
+    return Taken(tenant.ledger.running, tenant.waits, settled, (d, e, f), (g, h, i))

@@ -35,14 +35,15 @@ def ask_of(router: Router, model: str, request: Request, number: int, *, hashed:
     Whose it is, is known where the fleet has a tenant of that name.
     """
     prompt, most = request.prompt_tokens, request.output_tokens
-    usual = router.sizer.learnt(model, ROUTE).output
+    tenant = router.tenants.get(request.tenant)
+    usual = router.sizer.learnt(model, ROUTE, tenant).output
     size = prompt * BYTES_PER_TOKEN
     ask = Ask(f"sim-{number}", ROUTE, model, size, prompt, 0, prompt, most, int(min(usual, most)))
     ask.stream = ask.counted = True
     ask.long = ask.budget > router.settings.short_limit
     if router.settings.transfer and most <= 1:
         ask.whole = "one_token"
-    if (tenant := router.tenants.get(request.tenant)) is not None:
+    if tenant is not None:
         ask.tenant, ask.rank = tenant, tenant.spec.rank
     if hashed:
         ask.prefix = prefix_hashes(number, request.shared, prompt)

@@ -13,18 +13,17 @@ from pydantic import TypeAdapter, ValidationError
 
 from proxy.core.body import (
     EMBEDDED_BYTES,
-    IMAGE_TOKENS,
     LETTERS,
     MOST,
     MOST_LOOKS,
     TOKENS_PER_CHAT,
     TOKENS_PER_MESSAGE,
-    VIDEO_TOKENS,
     Extent,
     count,
     measure,
     text_bytes,
 )
+from proxy.core.media import IMAGE_TOKENS, VIDEO_TOKENS
 from proxy.core.routes import Shape
 from tests.proxy.core.making import chat
 

@@ -293,6 +293,7 @@ def test_a_worker_counts_what_an_estimate_would_refuse_to_a_tenant() -> None:
     assert refused(router.submit(of(170_000), 0.0)).reason is Reason.LIMITED
     for tokens, reason in ((10_001, Reason.LIMITED), (10_000, None)):
         router = router_of(spec("w", GENERAL, 65_536))  # a count is learnt from
+        who = Tenant(TenantSpec("t", limits=Limits(max_prompt_tokens=10_000)))
         doubtful = of(100_000)
         assert router.counter_for(doubtful) is worker_of(router, "w")
         router.counted(doubtful, tokens)

@@ -198,7 +198,7 @@ def test_what_does_not_generate_writes_nothing() -> None:
     assert ask.needs == ask.largest_prompt == 10
 
 
-def test_images_are_guesses_and_teach_nothing() -> None:
+def test_images_are_guesses_and_teach_nothing_of_text() -> None:
     sizer = Sizer()
     parts = [{"type": "text", "text": "x" * 4000}, {"type": "image_url", "image_url": {}}]
     ask = size(chat(parts), sizer=sizer)

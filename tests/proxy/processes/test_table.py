@@ -62,7 +62,8 @@ def test_each_writes_beside_the_others(table: Table) -> None:
             sheet.write_last(place, Last(number, passed=True, passer=2))
             sheet.write_tide(place, Tide(1, number, 2.5))
         for tenant in (0, MOST_TENANTS - 1):
-            sheet.write_taken(tenant, Taken(number, 5, (0.5, 0.0, number), (1.0, 2.0, 3.0)))
+            taken = Taken(number, 5, (0.5, 0.0, number), (1.0, 2.0, 3.0), (number, 4.0, 5.0))
+            sheet.write_taken(tenant, taken)
         sheet.write_count(WAITING, number)
         sheet.write_count(BYTES, 2**40 + number)
     for number, sheet in enumerate(sheets):
@@ -75,7 +76,7 @@ def test_each_writes_beside_the_others(table: Table) -> None:
         assert sheet.read_last(PLACES - 1) == Last(number, passed=True, passer=2)
         assert sheet.read_tide(PLACES - 1) == Tide(1, number, 2.5)
         assert sheet.read_taken(MOST_TENANTS - 1) == Taken(
-            number, 5, (0.5, 0.0, number), (1.0, 2.0, 3.0)
+            number, 5, (0.5, 0.0, number), (1.0, 2.0, 3.0), (number, 4.0, 5.0)
         )
         assert sheet.read_front(PLACES - 1, 1) == Front()
         assert (sheet.count(WAITING), sheet.count(BYTES)) == (number, 2**40 + number)

@@ -337,6 +337,41 @@ def test_who_comes_when_nobody_waits_is_lifted_to_who_waited_last_anywhere(crews
     assert tenant(crew, 1, "t").standings == tenant(crew, 0, "t").standings
 
 
+def flooded(crews: Crews) -> Crew:
+    """Have one tenant run and wait in process 0, with 5,000 tokens settled and a million not."""
+    crew = opened(crews, *map(TenantSpec, ("flood", "small")), most=2)
+    leases = [placed(submit(crew, 0, "flood")) for _ in range(2)]
+    tenant(crew, 0, "flood").charge(5000)
+    for _ in range(2):
+        waits(submit(crew, 0, "flood", 1_000_000))
+    crew.finish(0, leases[0])
+    crew.now += 1.0
+    [(_, answer)] = crew.routers[0].due(crew.now)
+    placed(answer)
+    crew.tell()
+    crew.look()
+    return crew
+
+
+def test_a_lift_counts_no_estimate_of_a_request_in_flight_in_another_process(crews: Crews) -> None:
+    """The estimate is given back to its own tenant; a lift is not."""
+    crew = flooded(crews)
+    flood, small = tenant(crew, 1, "flood"), tenant(crew, 1, "small")
+    assert flood.standings[Rank.STANDARD] > 1e6
+    waits(submit(crew, 1, "small"))
+    assert small.standings[Rank.STANDARD] == flood.settled(Rank.STANDARD) == 5000
+
+
+def test_the_estimates_of_a_process_that_died_are_given_back(crews: Crews) -> None:
+    crew = flooded(crews)
+    crew.restart(0)
+    crew.routers[0].tenants.replace([TenantSpec("flood"), TenantSpec("small")], {})
+    crew.now += 1.0
+    crew.look()
+    flood = tenant(crew, 1, "flood")
+    assert flood.standings[Rank.STANDARD] == flood.settled(Rank.STANDARD) == 5000
+
+
 def test_two_who_lift_one_at_a_time_lift_it_once(crews: Crews) -> None:
     crew = opened(crews, TenantSpec("t"))
     placed(submit(crew, 0))

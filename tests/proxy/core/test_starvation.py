@@ -1,0 +1,151 @@
+"""One tenant floods, others ask one request at a time: how long they wait, in virtual time.
+
+A request runs for as long as the tokens that it is charged for in the end. What is estimated when
+it is placed may be anything.
+"""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass, field
+from itertools import count
+
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from proxy.core.decisions import Lease
+from proxy.core.tenants import Tenant, TenantSpec
+from proxy.core.types import Ask, Outcome, Refusal, Ticket, Usage
+from tests.proxy.core.making import ask, router_of, spec
+
+
+@dataclass(frozen=True)
+class Size:
+    """What a request has in truth, and by how much its estimate is off."""
+
+    prompt: int
+    output: int
+    error: float
+
+    @property
+    def runs(self) -> float:
+        """How long it runs; as many tokens are charged for it."""
+        return self.prompt + 2.0 * self.output
+
+
+@dataclass
+class World:
+    """A worker with a few places, a tenant that fills the queue, and tenants that do not."""
+
+    places: int
+    flood: list[Size]
+    polite: list[Size]
+    depth: int = 14  # requests of the flood that wait at any time
+    now: float = 0.0
+    waited: list[float] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.router = router_of(
+            spec("w", most=self.places), queue_wait_s=1e12, queue_requests=10**6
+        )
+        self.flooder = Tenant(TenantSpec("flooder"))
+        self.others = [Tenant(TenantSpec(f"polite{i}")) for i in range(len(self.polite))]
+        self.running: list[tuple[float, int, Lease, Size]] = []
+        self.tickets: dict[Ticket, tuple[Size, float]] = {}
+        self.numbers = count()
+
+    def ask(self, tenant: Tenant, size: Size) -> None:
+        """Submit a request."""
+        one: Ask = ask(max(int(size.prompt * size.error), 1), size.output + 1)
+        one.expected_output = int(size.output * size.error)
+        one.tenant, one.rank = tenant, tenant.spec.rank
+        answer = self.router.submit(one, self.now)
+        assert not isinstance(answer, Refusal), answer
+        if isinstance(answer, Ticket):
+            self.tickets[answer] = size, self.now
+        else:
+            self.begin(answer, size, self.now)
+
+    def begin(self, lease: Lease, size: Size, since: float) -> None:
+        """Run a request."""
+        heapq.heappush(self.running, (self.now + size.runs, next(self.numbers), lease, size))
+        if lease.ask.tenant is not self.flooder:
+            self.waited.append(self.now - since)
+
+    def refill(self, turn: int) -> None:
+        """Keep the queue full."""
+        while self.flooder.waiting < self.depth:
+            self.ask(self.flooder, self.flood[(turn + self.flooder.waiting) % len(self.flood)])
+
+    def play(self, ends: int, quiet: int) -> None:
+        """Let so many requests end; the polite tenants come after the first `quiet` of them."""
+        for turn in range(ends):
+            self.refill(turn)
+            if turn == quiet:
+                for tenant, size in zip(self.others, self.polite, strict=True):
+                    self.ask(tenant, size)
+            self.now, _, lease, size = heapq.heappop(self.running)
+            usage = Usage(size.prompt, size.output)
+            self.router.finish(lease, self.now, Outcome.DONE, usage)
+            for ticket, answer in self.router.due(self.now):
+                assert isinstance(answer, Lease), answer
+                self.begin(answer, *self.tickets.pop(ticket))
+            if lease.ask.tenant is not self.flooder and lease.ask.tenant is not None:
+                self.ask(lease.ask.tenant, size)
+        since = [at for ticket, (_, at) in self.tickets.items() if self.is_polite(ticket)]
+        self.waited += [self.now - at for at in since]
+
+    def is_polite(self, ticket: Ticket) -> bool:
+        """Whether a request is not the flood's."""
+        return ticket.ask.tenant is not self.flooder
+
+    @property
+    def longest(self) -> float:
+        """How long the longest request runs."""
+        return max(size.runs for size in (*self.flood, *self.polite))
+
+
+ERRORS = st.sampled_from([0.01, 0.1, 0.5, 1.0, 2.0, 20.0, 200.0])
+SIZES = st.builds(Size, st.integers(1, 2000), st.integers(0, 500), ERRORS)
+
+
+@given(
+    st.integers(1, 12),
+    st.lists(SIZES, min_size=1, max_size=6),
+    SIZES,
+    st.integers(0, 30),
+)
+@example(12, [Size(540, 10, 170.0)], Size(100, 20, 1.0), 30)
+@settings(deadline=None, max_examples=50)
+def test_one_request_at_a_time_waits_for_two_requests_at_most_whatever_estimates_say(
+    places: int, flood: list[Size], polite: Size, quiet: int
+) -> None:
+    world = World(places, flood, [polite])
+    world.play(150, quiet)
+    assert world.waited
+    assert max(world.waited) <= 2 * world.longest + 1e-6
+
+
+def test_a_flood_of_overestimated_requests_starves_no_tenant_that_comes_later() -> None:
+    """Ninety tiny images, foreseen at 1,024 tokens each, and a small chat of another tenant."""
+    world = World(16, [Size(540, 10, 170.0)], [Size(100, 20, 1.0)], depth=134)
+    world.play(300, 50)
+    assert max(world.waited) <= world.longest
+
+
+def test_a_tenant_whose_estimates_were_too_high_has_not_saved_up_a_share() -> None:
+    """It begins to wait with requests in flight that come to far less than was charged for them."""
+    world = World(4, [Size(100, 0, 1.0)], [Size(100, 0, 1.0)])
+    world.play(400, 10)
+    router, late = world.router, Tenant(TenantSpec("late"))
+    for _ in range(20):
+        one = ask(100_000, 1)
+        one.expected_output = 0
+        one.tenant = late
+        answer = router.submit(one, world.now)
+        assert isinstance(answer, Ticket)
+        world.tickets[answer] = Size(100, 0, 1000.0), world.now
+    world.play(60, -1)
+    names = [each[2].ask.tenant for each in world.running]
+    assert late in names
+    assert len(set(names)) == 3, "no tenant has all places"
