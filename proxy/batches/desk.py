@@ -16,7 +16,15 @@ from proxy.batches import asked
 from proxy.batches.asked import SaidNoError
 from proxy.batches.shapes import batch_shown, file_shown, listed
 from proxy.batches.store import Store
-from proxy.batches.types import INPUT, File, InUseError, Json, StoreFullError, TooMuchError
+from proxy.batches.types import (
+    INPUT,
+    DiskError,
+    File,
+    InUseError,
+    Json,
+    StoreFullError,
+    TooMuchError,
+)
 from proxy.control.metrics import CLIENT_GONE
 from proxy.core import accounts, refusals
 from proxy.core.routes import Route, Shape
@@ -36,6 +44,7 @@ logger = logging.getLogger(__name__)
 
 MOST_VISITS = 64  # of one tenant at once: they share the store's thread with all others
 AGAIN_S = 1.0
+DISK_AGAIN_S = 5.0
 FILES, BATCHES = Route("files", Shape.OPAQUE), Route("batches", Shape.OPAQUE)
 PATH = re.compile(r"/v1/(files|batches)(?:/([A-Za-z0-9_-]{1,200})(?:/(content|cancel))?)?")
 UPLOADS = "/v1/files"
@@ -192,10 +201,9 @@ class Visit:
         except TooMuchError as error:
             status, code = (429, "rate_limit_exceeded") if error.later else (413, "storage_limit")
             self._refuse(SaidNoError(status, str(error), code=code).refusal)
-        except StoreFullError as error:
+        except DiskError as error:
             logger.error("batches: refused: %s", error)
-            message = "The router has no room to keep this. Its operator has to make some."
-            self._refuse(SaidNoError(507, message, code="insufficient_storage").refusal)
+            self._refuse(_disk_refusal(error))
         except Exception:
             logger.exception("batches: %s %s", self._request.head.method, self._request.head.path)
             message = "The router failed to do this; its log says why."
@@ -338,3 +346,12 @@ class Visit:
         self._count(200)
         self._over()
         self._client.done(wire.clock(), keep_alive=keeps)
+
+
+def _disk_refusal(error: DiskError) -> Refusal:
+    """Say that the disk failed; what is wrong with it is for the log."""
+    if isinstance(error, StoreFullError):
+        message = "The router has no room to keep this. Its operator has to make some."
+        return Refusal(507, Reason.OWN, message, "insufficient_storage")
+    message = "The router can't reach its folder of files and batches now. Retry later."
+    return Refusal(503, Reason.OWN, message, "storage_unavailable", retry_after_s=DISK_AGAIN_S)

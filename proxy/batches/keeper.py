@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Concatenate, ParamSpec, TypeVar
 
+from proxy.batches.disk import disk_errors, gone
 from proxy.batches.store import Bounds, Store
 from proxy.errors import ProxyError
 
@@ -32,6 +33,32 @@ class Keeper:
             self._thread, Store, self._path, self._keep_s, self._bounds
         )
 
+    async def reopen(self) -> bool:
+        """Open the database anew if another one is in its place; whether it did.
+
+        Raises `DiskError` while the folder is gone.
+        """
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self._reopen)
+
+    def _reopen(self) -> bool:
+        store = self._store
+        if store is None or store.is_in_place:
+            return False
+        if not self._path.is_dir():  # as at a mount that is missing: made at the start only
+            raise gone(self._path)
+        self._store = Store(self._path, self._keep_s, self._bounds)
+        store.close()
+        return True
+
+    def _in_place(self) -> Store:
+        """Return the store; raises `DiskError` if its database is not in its folder any more."""
+        store = self._store
+        if store is None:
+            raise ProxyError("the store of batches is closed")
+        if not store.is_in_place:
+            raise gone(self._path)
+        return store
+
     def keep_for(self, keep_s: float, bounds: Bounds) -> None:
         """Keep things for so long, and so many, from now on."""
         self._keep_s, self._bounds = keep_s, bounds
@@ -51,15 +78,17 @@ class Keeper:
         *args: Given.args,
         **named: Given.kwargs,
     ) -> Got:
-        """Do it: `await keep(Store.add_file, tenant, ...)`."""
-        store = self._store
-        if store is None:
+        """Do it: `await keep(Store.add_file, tenant, ...)`; raises `DiskError`."""
+        if self._store is None:
             raise ProxyError("the store of batches is closed")
         loop = asyncio.get_running_loop()
-        todo = [lambda: what(store, *args, **named)]
+        todo = [lambda: what(self._in_place(), *args, **named)]
 
         def do() -> Got:
-            return todo.pop()()
+            with disk_errors(self._path):
+                got = todo.pop()()
+            self._in_place()  # or what was written is in a file that was removed meanwhile
+            return got
 
         try:
             return await loop.run_in_executor(self._thread, do)

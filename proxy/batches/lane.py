@@ -27,16 +27,17 @@ from typing import TYPE_CHECKING
 
 from proxy.batches.almanac import Almanac
 from proxy.batches.chores import Chores, close, take_in
+from proxy.batches.disk import disk_errors
 from proxy.batches.errand import Errand
 from proxy.batches.gaps import gap, within_limits
 from proxy.batches.running import Running
 from proxy.batches.store import Store
 from proxy.batches.types import (
     Batch,
+    DiskError,
     Job,
     Result,
     Status,
-    StoreFullError,
 )
 from proxy.control.batch_counts import COMPLETED, FAILED, SENT_AGAIN, BatchCounts
 
@@ -137,8 +138,10 @@ class Lane:
 
     def _lead(self) -> bool:
         """Whether this is the one that runs the folder's lines."""
+        path = self._path / "lane.lock"
+        if self._lock is not None and not _is_open_at(self._lock, path):
+            self.stop()  # another router may lock what is there now
         if self._lock is None:
-            path = self._path / "lane.lock"
             lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -161,7 +164,14 @@ class Lane:
         if clock() < self._paused_until:
             return
         try:
-            if not self._lead():
+            if await self._keep.reopen():
+                self.stop()  # what was known of the database that is gone
+                self._unsaved.clear()
+                logger.warning("batches: %s holds another database than before", self._path)
+            with disk_errors(self._path):
+                leads = self._lead()
+            if not leads:
+                self._go_on()
                 return
             believed = self._almanac.is_believed()
             more = clock() >= self._next_purge
@@ -184,19 +194,22 @@ class Lane:
                 logger.info("%s", said)
                 await self._look()
             await self._fetch()
-            if self.paused:
-                logger.info("batches: go on")
-                self.paused = ""
-                self.counts.paused = False
+            self._go_on()
             self._send()
             self._goes_on = more or self._chores.waiting(self._full) is not None
-        except StoreFullError as error:
+        except DiskError as error:
             self._pause(str(error))
         except Exception as error:  # whatever it is, the lane must go on
             why = f"{type(error).__name__}: {error}"
             if why != self.paused:  # it is tried every few seconds
                 logger.exception("batches: a turn failed")
             self._pause(why)
+
+    def _go_on(self) -> None:
+        if self.paused:
+            logger.info("batches: go on")
+            self.paused = ""
+            self.counts.paused = False
 
     def _pause(self, why: str) -> None:
         if why != self.paused:
@@ -361,3 +374,11 @@ class Lane:
         for result in results:
             if (running := self._running.get(result.batch)) is not None:
                 running.unsaved -= 1
+
+
+def _is_open_at(file: int, path: Path) -> bool:
+    """Whether a path still names the file that is open."""
+    try:
+        return os.path.samestat(os.fstat(file), path.stat())
+    except OSError:
+        return False

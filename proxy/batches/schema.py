@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from proxy.batches.types import StoreFullError
-from proxy.errors import ProxyError
+from proxy.batches.disk import DATABASE, SETTING
+from proxy.batches.types import DiskError
 
 VERSION = 1
 BUSY_S = 30.0  # that another process may keep it locked
@@ -50,7 +50,7 @@ def connect(path: Path) -> sqlite3.Connection:
     """Open the database of a folder, and make it where there is none."""
     try:
         path.mkdir(parents=True, exist_ok=True, mode=0o700)
-        file = path / "batches.sqlite"
+        file = path / DATABASE
         file.touch(mode=0o600)  # prompts are in it; what SQLite puts beside it is as private
         connection = sqlite3.connect(
             file,
@@ -73,13 +73,13 @@ def connect(path: Path) -> sqlite3.Connection:
                 for statement in counting():
                     connection.execute(statement)
     except (OSError, sqlite3.Error) as error:
-        raise ProxyError(
-            f"router.batches.path: {path}: {error}; give a folder that can be written to"
+        raise DiskError(
+            f"{SETTING}: {path}: {error}; give a folder that can be written to"
         ) from None
     if version not in (0, VERSION):
         connection.close()
-        raise ProxyError(
-            f"router.batches.path: {path}: written by another release (schema {version}, not "
+        raise DiskError(
+            f"{SETTING}: {path}: written by another release (schema {version}, not "
             f"{VERSION}); give another folder"
         )
     return connection
@@ -136,16 +136,3 @@ def transaction(connection: sqlite3.Connection) -> Iterator[None]:
         if connection.in_transaction:  # a full disk may have ended it
             connection.execute("ROLLBACK")
         raise
-
-
-@contextmanager
-def full_disk_told() -> Iterator[None]:
-    """Tell a full disk from all else that can go wrong."""
-    try:
-        yield
-    except sqlite3.OperationalError as error:
-        if error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_FULL:
-            raise
-        raise StoreFullError(
-            "there is no room on the disk of router.batches.path; make some, or set keep_days lower"
-        ) from None

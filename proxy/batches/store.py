@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import sqlite3
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
+from functools import wraps
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
+from proxy.batches.disk import DiskRoom, disk_errors, place_of
 from proxy.batches.rows import (
     Page,
     batch_of,
@@ -23,7 +26,7 @@ from proxy.batches.rows import (
     row_of,
     written,
 )
-from proxy.batches.schema import ROW_BYTES, connect, full_disk_told, transaction
+from proxy.batches.schema import ROW_BYTES, connect, transaction
 from proxy.batches.types import (
     ACTIVE,
     OUTPUT,
@@ -65,6 +68,29 @@ class Bounds(NamedTuple):
     active_each: int = sys.maxsize
 
 
+Given = ParamSpec("Given")
+Got = TypeVar("Got")
+
+
+def frees_room(
+    method: Callable[Concatenate[Store, Given], Got],
+) -> Callable[Concatenate[Store, Given], Got]:
+    """Have a method succeed on a full disk, and give the room that it frees to the disk."""
+
+    @wraps(method)
+    def run(store: Store, /, *args: Given.args, **named: Given.kwargs) -> Got:
+        def do() -> Got:
+            return method(store, *args, **named)
+
+        if not store.room.is_short:
+            with suppress(StoreFullError):
+                return do()
+        with store.room.spared(store.give_back):
+            return store.room.insist(do)
+
+    return run
+
+
 class Store:
     """One folder's files and batches."""
 
@@ -72,6 +98,20 @@ class Store:
         self.keep_s = keep_s
         self.bounds = bounds
         self.connection = connect(path)
+        self._path = path
+        self._place = place_of(path)
+        self.room = DiskRoom(path, self.connection)
+
+    @property
+    def is_in_place(self) -> bool:
+        """Whether the database that is open is still the one that the folder has."""
+        return self._place is not None and place_of(self._path) == self._place
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Do all that is inside, or nothing of it; raises `DiskError`."""
+        with disk_errors(self._path), transaction(self.connection):
+            yield
 
     def close(self) -> None:
         """Close it."""
@@ -83,7 +123,8 @@ class Store:
         """Keep an upload."""
         size = len(content)
         file = File(new_id("file-"), tenant, name, purpose, now, now + self.keep_s, size)
-        with full_disk_told(), transaction(self.connection):
+        with self._writing():
+            self.room.check(size)
             self._check_bytes(tenant, ROW_BYTES + len(name.encode()) + size)
             self._insert_file(file, content)
         return file
@@ -151,9 +192,10 @@ class Store:
             (*values, page.limit + 1),
         ).fetchall()
 
+    @frees_room
     def delete_file(self, tenant: str, file_id: str) -> bool:
         """Forget a file; False if there is none of that id."""
-        with full_disk_told(), transaction(self.connection):
+        with self._writing():
             if self._reads(file_id):
                 raise InUseError(f"A batch still reads {file_id}; cancel that first.")
             file = self.file(tenant, file_id)
@@ -166,6 +208,7 @@ class Store:
                 )
         return True
 
+    @frees_room
     def empty_file(self, file: File, after: int) -> int | None:
         """Forget some of the results that a file shows, those behind the line of that number.
 
@@ -173,7 +216,7 @@ class Store:
         """
         if file.batch is None:
             return None
-        with full_disk_told(), transaction(self.connection):
+        with self._writing():
             where, values = "batch = ? AND ok = ? AND number > ?", (file.batch, file.ok, after)
             some, more = self._few_results(where, values)
             if not more:
@@ -243,7 +286,7 @@ class Store:
     def add_batch(self, batch: Batch) -> None:
         """Keep a new batch."""
         row = row_of(batch)
-        with full_disk_told(), transaction(self.connection):
+        with self._writing():
             self._check_bytes(batch.tenant, 0)
             (active,) = self.connection.execute(
                 f"SELECT count(*) FROM batches WHERE tenant = ? AND status IN ({marks(ACTIVE)})",  # noqa: S608
@@ -269,9 +312,10 @@ class Store:
         """List a tenant's batches: one more than asked for, if there are more."""
         return [batch_of(row) for row in self._page("batches", "*", "tenant = ?", [tenant], page)]
 
+    @frees_room
     def cancel(self, tenant: str, batch_id: str, now: float) -> Batch | None:
         """Ask for the end of a batch that runs; others stay as they are."""
-        with full_disk_told(), transaction(self.connection):
+        with self._writing():
             batch = self.batch(tenant, batch_id)
             if batch is not None and batch.status in (Status.VALIDATING, Status.IN_PROGRESS):
                 self._move(batch, Status.CANCELLING, now)
@@ -306,7 +350,7 @@ class Store:
 
     def forget_lines(self, batch: Batch) -> bool:
         """Forget some of a batch's lines, the first; whether there are more."""
-        with full_disk_told(), transaction(self.connection):
+        with self._writing():
             return self._forget_lines(batch)
 
     def _forget_lines(self, batch: Batch) -> bool:
@@ -319,7 +363,7 @@ class Store:
 
     def add_lines(self, batch: Batch, lines: Iterable[Line]) -> None:
         """Keep where lines are."""
-        with full_disk_told(), transaction(self.connection):
+        with self._writing():
             self.connection.executemany(
                 "INSERT INTO lines (batch, number, custom_id, model, start, size) "
                 "VALUES (?, ?, ?, ?, ?, ?)",
@@ -335,7 +379,7 @@ class Store:
         return self._settle(batch, Status.FAILED, now, complaints=complaints)
 
     def _settle(self, batch: Batch, status: Status, now: float, **changes: Any) -> bool:
-        with full_disk_told(), transaction(self.connection):
+        with self._writing():
             found = self._batches("id = ?", (batch.id,))
             if not found or found[0].status is not Status.VALIDATING:
                 return False
@@ -369,7 +413,7 @@ class Store:
 
     def save(self, results: Sequence[Result]) -> None:
         """Keep results; of a line that has one, the first stays."""
-        with full_disk_told(), transaction(self.connection):
+        with self._writing():
             for result in results:
                 self._save(result)
 
@@ -394,7 +438,7 @@ class Store:
         code, message = ENDS[status]
         if not code:
             return None
-        with full_disk_told(), transaction(self.connection):
+        with self._writing():
             left = self._left(batch, after, MOST_LINES)
             for job in left:
                 self._save(replaced(job, code, message))
@@ -403,7 +447,7 @@ class Store:
     def end(self, batch_id: str, status: Status, now: float) -> None:
         """End a batch: say of each line left why it was not run, and offer the results as files."""
         code, message = ENDS[status]
-        with full_disk_told(), transaction(self.connection):
+        with self._writing():
             (batch,) = self._batches("id = ?", (batch_id,))
             for job in self._left(batch) if code else ():
                 self._save(replaced(job, code, message))
@@ -441,13 +485,14 @@ class Store:
         self._insert_file(file, None)
         return file.id
 
+    @frees_room
     def purge(self, now: float) -> bool:
         """Forget some of what was kept for long enough by what holds now, or give its room back.
 
         Returns whether there is more to do.
         """
         since = now - self.keep_s
-        with full_disk_told(), transaction(self.connection):
+        with self._writing():
             over = self._batches(
                 f"status NOT IN ({marks(ACTIVE)}) AND expires < ? LIMIT 1", (*ACTIVE, since)
             )
@@ -488,7 +533,7 @@ class Store:
         """Give some pages that nothing is in back to the disk; whether there are more."""
         before = self._free_pages()
         # As a script: one that is merely executed is stopped after its first page.
-        with full_disk_told():
+        with disk_errors(self._path):
             self.connection.executescript(f"PRAGMA incremental_vacuum({MOST_PAGES})")
         return 0 < self._free_pages() < before
 

@@ -20,8 +20,12 @@ INPUT, OUTPUT = "batch", "batch_output"  # the purposes of files, in OpenAI's wo
 LONGEST_ID = 512  # of a line, given by the client
 
 
-class StoreFullError(ProxyError):
-    """The disk has no room for what was to be kept; nothing of it was."""
+class DiskError(ProxyError):
+    """The store's folder can't be used now; the message names the folder and a remedy."""
+
+
+class StoreFullError(DiskError):
+    """The disk did not take what was to be kept; nothing of it was kept."""
 
 
 class TooMuchError(ProxyError):

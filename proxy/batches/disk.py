@@ -1,0 +1,185 @@
+"""The disk under the store: its errors, named with a remedy, and a reserve for deletes."""
+
+from __future__ import annotations
+
+import errno
+import os
+import sqlite3
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from shutil import disk_usage
+from typing import TypeVar
+
+from proxy.batches.types import DiskError, StoreFullError
+
+Got = TypeVar("Got")
+
+SETTING = "router.batches.path"
+DATABASE = "batches.sqlite"
+RESERVE = "reserve"
+# A delete of a large file writes less than 1 MiB, and giving its pages back 4 MiB at a time.
+RESERVE_BYTES = 8 << 20
+SHORT_BYTES = 128 << 20  # more than twice a file of the usual largest size
+# One delete gives back 64 MiB, in steps of 1000 pages. The lane gives back the rest.
+MOST_STEPS = 16
+ERASES = ("OFF", "ON", "FAST")  # what SQLite's number for `secure_delete` means
+NO_ROOM = frozenset([errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
+PRIMARY = 0xFF  # of an extended result code of SQLite
+# SQLite reports EDQUOT, EFBIG and EIO alike.
+NOT_WRITTEN = frozenset(
+    [
+        sqlite3.SQLITE_IOERR_WRITE,
+        sqlite3.SQLITE_IOERR_FSYNC,
+        sqlite3.SQLITE_IOERR_DIR_FSYNC,
+        sqlite3.SQLITE_IOERR_TRUNCATE,
+        sqlite3.SQLITE_IOERR_SHMSIZE,
+    ]
+)
+REMEDIES = {
+    sqlite3.SQLITE_IOERR: "look for errors of this disk in the kernel's log",
+    sqlite3.SQLITE_READONLY: "remount it for writing, or let the router's user write there",
+    sqlite3.SQLITE_CANTOPEN: "let the router's user read and write there",
+    sqlite3.SQLITE_PERM: "let the router's user read and write there",
+    sqlite3.SQLITE_BUSY: "find the process that keeps the database locked",
+    sqlite3.SQLITE_CORRUPT: "restore the database from a backup, or give another folder",
+    sqlite3.SQLITE_NOTADB: "restore the database from a backup, or give another folder",
+}
+
+
+@contextmanager
+def disk_errors(folder: Path) -> Iterator[None]:
+    """Raise `DiskError` for every error that the disk causes; other errors pass."""
+    try:
+        yield
+    except sqlite3.Error as error:
+        if (named := _of_sqlite(folder, error)) is None:
+            raise
+        raise named from None
+    except OSError as error:
+        if error.errno in NO_ROOM:
+            raise no_room(folder) from None
+        raise DiskError(f"{SETTING}: {folder}: {error}; repair or remount that folder") from None
+
+
+def no_room(folder: Path) -> StoreFullError:
+    """Return the error for a disk without free space."""
+    return StoreFullError(
+        f"there is no room on the disk of {folder} ({SETTING}); make some, or set "
+        "router.batches.keep_days lower"
+    )
+
+
+def gone(folder: Path) -> DiskError:
+    """Return the error for a database that is no longer where it was opened."""
+    return DiskError(
+        f"{SETTING}: {folder}: the folder or its database was removed or replaced while the router "
+        "ran; put it back, or make an empty folder there"
+    )
+
+
+def _of_sqlite(folder: Path, error: sqlite3.Error) -> DiskError | None:
+    code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR)
+    if code & PRIMARY == sqlite3.SQLITE_FULL:
+        return no_room(folder)
+    if code in NOT_WRITTEN:
+        return StoreFullError(
+            f"writing to {folder} ({SETTING}) failed: {error}; check the disk's space, inodes and "
+            "quota, the limit on file sizes (ulimit -f), and the kernel's log"
+        )
+    if (remedy := REMEDIES.get(code & PRIMARY)) is None:
+        return None
+    return DiskError(f"{SETTING}: {folder}: {error}; {remedy}")
+
+
+class DiskRoom:
+    """The disk's free room, and a reserve for deletes on a full disk: a file of zeros.
+
+    A delete is written to SQLite's log first. A checkpoint moves the log into the database, which
+    may become longer by that.
+    """
+
+    def __init__(self, folder: Path, connection: sqlite3.Connection) -> None:
+        self._folder = folder
+        self._reserve = folder / RESERVE
+        self._run = connection.execute
+        self._renew()
+
+    @property
+    def is_short(self) -> bool:
+        """Whether what is freed in the database is to be given to the disk at once."""
+        return self._free < SHORT_BYTES
+
+    @property
+    def _free(self) -> int:
+        with disk_errors(self._folder):
+            return disk_usage(self._folder).free
+
+    def check(self, size: int) -> None:
+        """Raise `StoreFullError` unless the log and the database have room for this many bytes.
+
+        A log that does not fit into the database would take the room that deletes need.
+        """
+        if self._free < 2 * size:
+            raise no_room(self._folder)
+
+    @contextmanager
+    def spared(self, give_back: Callable[[], bool]) -> Iterator[None]:
+        """Write little in what is inside, then call `give_back` until it has no more pages to give.
+
+        SQLite may be built to overwrite what is deleted, which writes as much as is deleted. An
+        automatic checkpoint could take the reserve's room before `give_back` shortens the database.
+        """
+        (erases,) = self._run("PRAGMA secure_delete").fetchone()
+        (pages,) = self._run("PRAGMA wal_autocheckpoint").fetchone()
+        self._run("PRAGMA secure_delete = FAST")
+        self._run("PRAGMA wal_autocheckpoint = 0")
+        try:
+            yield
+            with suppress(DiskError):  # what was inside is done
+                for _ in range(MOST_STEPS):
+                    self._empty_log()
+                    if not self.insist(give_back):
+                        break
+                self._empty_log()
+        finally:
+            self._run(f"PRAGMA wal_autocheckpoint = {pages}")
+            self._run(f"PRAGMA secure_delete = {ERASES[erases]}")
+            self._renew()
+
+    def insist(self, do: Callable[[], Got]) -> Got:
+        """Do it; on a full disk again with the reserve's room, and again with that of the log."""
+        for make_room in (self._spend, self._empty_log):
+            try:
+                return do()
+            except StoreFullError:
+                make_room()
+        return do()
+
+    def _empty_log(self) -> None:
+        """Move what SQLite's log has into the database, if the disk has room for that."""
+        (pages,) = self._run("PRAGMA page_count").fetchone()
+        (size,) = self._run("PRAGMA page_size").fetchone()
+        with disk_errors(self._folder):
+            longer = pages * size - (self._folder / DATABASE).stat().st_size
+        if longer <= self._free:
+            with suppress(sqlite3.Error):
+                self._run("PRAGMA wal_checkpoint(TRUNCATE)")
+
+    def _spend(self) -> None:
+        with suppress(OSError):
+            os.truncate(self._reserve, 0)
+
+    def _renew(self) -> None:
+        """Fill the reserve up, as far as the disk has room."""
+        with suppress(OSError), self._reserve.open("ab", buffering=0) as file:
+            file.write(bytes(max(RESERVE_BYTES - file.tell(), 0)))
+
+
+def place_of(folder: Path) -> tuple[int, int] | None:
+    """Return which file a folder's database is; None if there is none."""
+    try:
+        found = (folder / DATABASE).stat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
