@@ -8,7 +8,7 @@ SEED ?= 1
 FLEET ?= deploy/fleets/cpu-demo.yaml
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo compare up test explore lint format bench bench-router boards figures fuzz soak starvation reliability sbom audit clean
+.PHONY: help setup demo compare up test explore versions lint format bench bench-router boards figures fuzz soak starvation reliability sbom audit clean
 
 help: ## show this
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 18
@@ -36,6 +36,9 @@ test: setup ## all tests, real engines included
 explore: setup ## the tests that choose at random, with other choices than `make test` has
 	@$(BIN)/python -m pytest --hypothesis-profile=explore \
 		$$(grep -rlE "^from hypothesis" tests --include="test_*.py")
+
+versions: setup ## the engine's tests and vLLM's scheduler tests on vLLM 0.31, 0.32 and 0.33
+	@$(BIN)/python -m tests.upstream.versions
 
 lint: setup ## ruff and mypy
 	@$(BIN)/ruff check .

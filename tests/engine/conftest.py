@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.engine.arrivals import SETS
+from tests.upstream.source import skip_without_kernels
 
 # The same step takes up to a third more or less of a processor that others use too, and where that
 # is lent to another machine, many times as much: three takes of seven may be spoilt.
@@ -20,6 +21,7 @@ TAKES = 7
 @pytest.fixture(scope="session")
 def takes() -> dict[str, list[dict[str, Any]]]:
     """Run one engine under each set, in a process of its own: its settings are the process's."""
+    skip_without_kernels()
     sets = json.dumps(list(SETS.values()))
     done = subprocess.run(
         [sys.executable, "-m", "tests.engine.one_engine", sets, str(TAKES)],

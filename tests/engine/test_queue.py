@@ -323,6 +323,34 @@ def test_one_turned_away_by_a_policy_was_not_refused_for_room() -> None:
     assert queue.refused is None
 
 
+@pytest.mark.parametrize("by_priority", [False, True])
+def test_a_request_without_tokens_ends_the_scan_and_keeps_its_place(by_priority: bool) -> None:
+    """As vLLM 0.33 does it, which pops the request and asks for the next."""
+    doorman = Doorman()
+    queue = doorman.queue(by_priority=by_priority)
+    requests = [make_request(n) for n in (5, 20, 30, 6)]
+    for request in requests:
+        queue.add_request(request)
+    doorman.urgency["long",] = -1.0
+    queue.begin_step(1.0)
+    queue.refused = requests[1]
+    doorman.now = 3.0
+    assert queue.peek_request() is requests[1]
+    queue.excuse()
+    assert queue.pop_request() is requests[1]
+    assert not queue
+    queue.prepend_requests([requests[1]])
+    assert not queue
+    queue.end_step()
+    assert queue.refused is requests[1]
+    assert queue.could_begin(requests[1])
+    assert not queue.entered
+    assert list(queue) == requests
+    queue.begin_step(4.0)
+    assert [queue.counts[0][lane].waited for lane in ("short", "long")] == [4.0, 4.0]
+    assert admit_all(queue) == [requests[1], requests[2], requests[0], requests[3]]
+
+
 def test_who_is_held_is_counted_for_all_policies_but_the_one_that_holds() -> None:
     doorman = Doorman()
     queue = LaneQueue(

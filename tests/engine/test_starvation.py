@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.engine.flood_scenes import BOUND_S, MANY, PLACES, SCENES, STEP_S
+from tests.upstream.source import skip_without_kernels
 
 Sides = dict[str, dict[str, Any]]
 FEW_STEPS = 10  # until a place is free
@@ -20,6 +21,7 @@ NOT_YET = 1e9
 @pytest.fixture(scope="module")
 def found() -> dict[str, Sides]:
     """Play all in one engine, in a process of its own: its settings are the process's."""
+    skip_without_kernels()
     done = subprocess.run(
         [sys.executable, "-m", "tests.engine.floods"],
         capture_output=True,

