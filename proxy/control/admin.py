@@ -16,6 +16,7 @@ from fastapi import APIRouter, FastAPI, Query
 from proxy.config import FleetConfig, WorkerConfig, shown
 from proxy.control.admin_errors import HANDLED, INVALID, AdminError, ErrorAnswer, answer
 from proxy.control.admin_key import AdminKey
+from proxy.control.admin_reference import reference_routes
 from proxy.control.balance import Balance, BalanceShown
 from proxy.control.body_limit import BodyLimit
 from proxy.control.gate import Gate
@@ -97,6 +98,8 @@ def admin_app(
         title="vllm-sched router",
         description="Workers, decisions and configuration of a running router.",
         responses={"4XX": problem, 422: problem},
+        docs_url=None,  # FastAPI's pages run script from elsewhere, unpinned
+        redoc_url=None,
     )
     app.add_middleware(BodyLimit)
     app.add_middleware(Gate, host=state.config.router.admin.host, key=key)
@@ -106,6 +109,7 @@ def admin_app(
     app.include_router(decision_routes(state, clock), prefix="/admin", tags=["decisions"])
     app.include_router(config_routes(state), prefix="/admin", tags=["configuration"])
     app.include_router(page_routes(state.live))
+    app.include_router(reference_routes(app))
     app.include_router(log_routes(state.logs), prefix="/admin", tags=["configuration"])
     return app
 

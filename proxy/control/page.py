@@ -25,6 +25,7 @@ INLINE = re.compile(r"<(script|style)>(.*?)</\1>", re.DOTALL)
 PATHS = ("/", "/status")
 EVENTS = "/admin/live"
 OURS = ("same-origin", "none")
+NONE = "'none'"
 
 
 def page_routes(live: Live) -> APIRouter:
@@ -53,22 +54,27 @@ def page_routes(live: Live) -> APIRouter:
 
 @cache
 def page_file() -> tuple[str, dict[str, str]]:
-    """Read the page, and write the headers that let it do nothing but what it is for."""
+    """Read the page, and write its headers."""
     text = (resources.files("proxy.control") / "status.html").read_text("utf-8")
+    return text, page_headers(text)
+
+
+def page_headers(text: str) -> dict[str, str]:
+    """Return headers that let a page run its own script and style, and fetch from here alone."""
     allowed: dict[str, list[str]] = {"script": [], "style": []}
     for kind, inner in INLINE.findall(text):
         digest = base64.b64encode(hashlib.sha256(inner.encode()).digest()).decode()
         allowed[kind].append(f"'sha256-{digest}'")
     policy = [
         "default-src 'none'",
-        *(f"{kind}-src {' '.join(hashes)}" for kind, hashes in allowed.items()),
+        *(f"{kind}-src {' '.join(hashes) or NONE}" for kind, hashes in allowed.items()),
         "connect-src 'self'",
         "img-src data:",
         "base-uri 'none'",
         "form-action 'none'",
         "frame-ancestors 'none'",
     ]
-    return text, {
+    return {
         "Content-Security-Policy": "; ".join(policy),
         "X-Content-Type-Options": "nosniff",
         "Referrer-Policy": "no-referrer",

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import AsyncIterator
+from html import escape
 from typing import Any
 
 import httpx
@@ -10,6 +12,7 @@ import pytest
 
 from proxy.config import FleetConfig, WorkerConfig, parse
 from proxy.control.admin import admin_app
+from proxy.control.admin_reference import reference_page
 from proxy.control.balance import Balance
 from proxy.control.live import Live
 from proxy.control.live_state import LiveState
@@ -370,7 +373,44 @@ async def test_the_description_is_complete(api: httpx.AsyncClient) -> None:
     operations = [op for path in paths.values() for op in path.values()]
     assert len(operations) == 13
     assert all(operation["summary"] for operation in operations)
-    assert (await api.get("/docs")).status_code == 200
+
+
+async def test_the_reference_shows_all_of_it_and_fetches_nothing(api: httpx.AsyncClient) -> None:
+    described = (await api.get("/openapi.json")).json()
+    answer = await api.get("/docs")
+    assert answer.status_code == 200
+    for path, operations in described["paths"].items():
+        for method, operation in operations.items():
+            said = f"<code>{method.upper()} {path}</code> {escape(operation['summary'])}"
+            assert said in answer.text
+    shapes = described["components"]["schemas"]
+    assert all(f'<section id="{name}">' in answer.text for name in shapes)
+    links = re.findall(r'(?:href|src|action)="([^"]*)"', answer.text)
+    assert {link for link in links if not link.startswith("#")} == {"/openapi.json"}
+    assert {link[1:] for link in links if link.startswith("#")} <= set(shapes)
+    assert "<script" not in answer.text
+    policy = answer.headers["Content-Security-Policy"]
+    assert policy.startswith("default-src 'none'; script-src 'none'; style-src 'sha256-")
+
+
+def test_what_a_description_says_is_no_markup() -> None:
+    evil = "<script>alert(1)</script>"
+    operation = {"summary": evil, "description": evil, "responses": {}}
+    schema = {"description": evil, "properties": {"a": {"description": evil, "enum": [evil]}}}
+    page = reference_page(
+        {
+            "info": {"title": evil},
+            "paths": {"/a": {"get": operation}},
+            "components": {"schemas": {"A": schema}},
+        }
+    )
+    assert page.count(escape(evil)) >= 6
+    assert "<script" not in page
+
+
+async def test_there_are_no_pages_that_run_script_from_elsewhere(api: httpx.AsyncClient) -> None:
+    for path in ("/redoc", "/docs/oauth2-redirect"):
+        assert (await api.get(path)).status_code == 404
 
 
 async def test_the_balance_of_a_fleet_without_two_sides_is_empty(api: httpx.AsyncClient) -> None:
