@@ -46,6 +46,9 @@ class ClientConnection(asyncio.Protocol):
 
     __slots__ = (
         "_ahead",
+        "_body_at",
+        "_body_bytes",
+        "_came_at",
         "_exchange",
         "_last_words",
         "_leave_by",
@@ -84,6 +87,9 @@ class ClientConnection(asyncio.Protocol):
         self._reading_paused = False
         self._ahead = 0
         self._waits_for = Reading.NOTHING
+        self._came_at = inf  # the first byte of the request that is being read
+        self._body_at = inf  # its body's first
+        self._body_bytes = 0  # that have come since
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Wait for a request."""
@@ -110,6 +116,7 @@ class ClientConnection(asyncio.Protocol):
         except RefusedError as error:
             self._last_words = error.refusal
         if self._exchange is None:
+            self._body_bytes += len(data)
             self._take_turns(self._wire.clock())
             return
         self._ahead += len(data)
@@ -212,7 +219,21 @@ class ClientConnection(asyncio.Protocol):
         elif self._reader.state is Reading.NOTHING:
             self.leave(now)
         else:
-            self._part(now, Refusal(408, Reason.BAD_REQUEST, "the request took too long to come"))
+            self._part(now, self._too_late(now))
+
+    def _too_late(self, now: float) -> Refusal:
+        """Say which limit a request that has not all arrived has passed."""
+        settings = self._wire.settings
+        if (request_s := settings.request_s) is not None and now > self._came_at + request_s:
+            return refusals.came_late(request_s)
+        if self._reader.state is Reading.BODY and now > self._body_due(settings):
+            return refusals.slow_body(settings.body_min_bytes_per_s)
+        return Refusal(408, Reason.BAD_REQUEST, "the request took too long to come")
+
+    def _body_due(self, settings: WireSettings) -> float:
+        """Return when more of a body must have come, at the least rate that one may have."""
+        least = settings.body_min_bytes_per_s
+        return self._body_at + settings.client_idle_s + self._body_bytes / least if least else inf
 
     def _bear_with(self, now: float) -> None:
         """Let a client that is to leave take what it was sent, for as long as it does."""
@@ -276,13 +297,14 @@ class ClientConnection(asyncio.Protocol):
     def _answer(self, now: float, request: Request) -> None:
         wire, head = self._wire, request.head
         self._waits_for = Reading.NOTHING  # the next head has a deadline of its own
+        came_at, self._came_at = min(self._came_at, now), inf
         if not request.id:
             request.id = wire.new_id()
         if head.edition != wire.router.tenants.edition and not head.lost_body:
             wire.judge(head)  # anew: its key may not be one any more
         if head.route is not None and not wire.draining:
             self.deadline = inf
-            self._exchange = wire.begin(self, request, head.route)
+            self._exchange = wire.begin(self, request, head.route, came_at)
             self._exchange.start(now)
             return
         keep_alive = head.keep_alive and not wire.leaving
@@ -339,6 +361,16 @@ class ClientConnection(asyncio.Protocol):
             self.deadline = now + settings.client_idle_s
             if reader.owes_continue():
                 self.write(CONTINUE)
+        if reader.state is Reading.BODY:
+            if self._waits_for is not Reading.BODY:
+                self._body_at, self._body_bytes = now, 0
+            self.deadline = min(self.deadline, self._body_due(settings))
+        if reader.state is Reading.NOTHING:
+            self._came_at = inf
+        else:
+            self._came_at = min(self._came_at, now)
+            if (request_s := settings.request_s) is not None:
+                self.deadline = min(self.deadline, self._came_at + request_s)
         self._waits_for = reader.state
 
     def _part(self, now: float, refusal: Refusal) -> None:

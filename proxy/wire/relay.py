@@ -76,6 +76,7 @@ class Exchange:
         "_held",
         "_last_refusal",
         "_lease",
+        "_limit_s",
         "_passage",
         "_request",
         "_route",
@@ -86,6 +87,7 @@ class Exchange:
         "_whose",
         "_wire",
         "connection",
+        "deadline",
         "once",
         "patience_s",
         "record",
@@ -95,6 +97,8 @@ class Exchange:
         self.connection: WorkerConnection | None = None
         self.once = False
         self.patience_s = inf
+        self.deadline = inf  # for its end
+        self._limit_s = inf
         self._wire = wire
         self._client = client
         self._request = request
@@ -114,6 +118,10 @@ class Exchange:
         self._held = 0  # bytes of the body, which lies in memory while another may be asked
         self._whose: str | None = None  # in whose part of what is held they are counted
         self.record = Record()
+
+    def limit(self, came_at: float, limit_s: float) -> None:
+        """Let it take so long in all, from when its first byte came."""
+        self._limit_s, self.deadline = limit_s, came_at + limit_s
 
     # To a worker
 
@@ -542,10 +550,16 @@ class Exchange:
         self._client.done(now, keep_alive=answering.keep_alive)
         wire.settle(now)
 
-    def _break_off(self, now: float, last_words: bytes | None) -> None:
+    def _break_off(
+        self,
+        now: float,
+        last_words: bytes | None,
+        status: int = BAD_GATEWAY,
+        reason: Reason | None = None,
+    ) -> None:
         """End an answer that will never be whole, so that it can be seen."""
         self.record.sent_bytes += len(last_words or b"")
-        self._books(now, BAD_GATEWAY)
+        self._books(now, status, reason)
         if last_words is None:
             self._client.break_off()
         else:
@@ -585,6 +599,17 @@ class Exchange:
             self._refuse(now, refusals.draining())
         else:
             self._break_off(now, answering.last_words("The router was stopped.", "router_stopped"))
+
+    def expire(self, now: float) -> None:
+        """End it, because it has taken as long as a request may."""
+        self._stop(now)
+        refusal, answering = refusals.out_of_time(self._limit_s), self._answering
+        if answering is None or not answering.has_begun:
+            self._refuse(now, refusal)
+            self._wire.settle(now)
+        else:
+            last_words = answering.last_words(refusal.message, "time_limit")
+            self._break_off(now, last_words, refusal.status, refusal.reason)
 
     def _stop(self, now: float, outcome: Outcome = Outcome.CLIENT_GONE) -> None:
         """Stop everything that is done for the client."""
