@@ -19,7 +19,8 @@ from termios import TIOCOUTQ
 from typing import TYPE_CHECKING, cast
 
 from proxy.core import refusals
-from proxy.core.types import Reason, Refusal
+from proxy.core.types import Refusal
+from proxy.wire.arrival import Arrival
 from proxy.wire.http import CONTINUE, RefusedError
 from proxy.wire.local import METRICS, local_answer
 from proxy.wire.own_answers import refuse
@@ -46,9 +47,7 @@ class ClientConnection(asyncio.Protocol):
 
     __slots__ = (
         "_ahead",
-        "_body_at",
-        "_body_bytes",
-        "_came_at",
+        "_arrival",
         "_exchange",
         "_last_words",
         "_leave_by",
@@ -87,9 +86,7 @@ class ClientConnection(asyncio.Protocol):
         self._reading_paused = False
         self._ahead = 0
         self._waits_for = Reading.NOTHING
-        self._came_at = inf  # the first byte of the request that is being read
-        self._body_at = inf  # its body's first
-        self._body_bytes = 0  # that have come since
+        self._arrival = Arrival()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Wait for a request."""
@@ -116,7 +113,7 @@ class ClientConnection(asyncio.Protocol):
         except RefusedError as error:
             self._last_words = error.refusal
         if self._exchange is None:
-            self._body_bytes += len(data)
+            self._arrival.got(len(data))
             self._take_turns(self._wire.clock())
             return
         self._ahead += len(data)
@@ -219,21 +216,7 @@ class ClientConnection(asyncio.Protocol):
         elif self._reader.state is Reading.NOTHING:
             self.leave(now)
         else:
-            self._part(now, self._too_late(now))
-
-    def _too_late(self, now: float) -> Refusal:
-        """Say which limit a request that has not all arrived has passed."""
-        settings = self._wire.settings
-        if (request_s := settings.request_s) is not None and now > self._came_at + request_s:
-            return refusals.came_late(request_s)
-        if self._reader.state is Reading.BODY and now > self._body_due(settings):
-            return refusals.slow_body(settings.body_min_bytes_per_s)
-        return Refusal(408, Reason.BAD_REQUEST, "the request took too long to come")
-
-    def _body_due(self, settings: WireSettings) -> float:
-        """Return when more of a body must have come, at the least rate that one may have."""
-        least = settings.body_min_bytes_per_s
-        return self._body_at + settings.client_idle_s + self._body_bytes / least if least else inf
+            self._part(now, self._arrival.too_late(now, self._wire.settings))
 
     def _bear_with(self, now: float) -> None:
         """Let a client that is to leave take what it was sent, for as long as it does."""
@@ -297,7 +280,7 @@ class ClientConnection(asyncio.Protocol):
     def _answer(self, now: float, request: Request) -> None:
         wire, head = self._wire, request.head
         self._waits_for = Reading.NOTHING  # the next head has a deadline of its own
-        came_at, self._came_at = min(self._came_at, now), inf
+        came_at = self._arrival.ended(now)
         if not request.id:
             request.id = wire.new_id()
         if head.edition != wire.router.tenants.edition and not head.lost_body:
@@ -361,16 +344,13 @@ class ClientConnection(asyncio.Protocol):
             self.deadline = now + settings.client_idle_s
             if reader.owes_continue():
                 self.write(CONTINUE)
-        if reader.state is Reading.BODY:
-            if self._waits_for is not Reading.BODY:
-                self._body_at, self._body_bytes = now, 0
-            self.deadline = min(self.deadline, self._body_due(settings))
         if reader.state is Reading.NOTHING:
-            self._came_at = inf
+            self._arrival.reset()
         else:
-            self._came_at = min(self._came_at, now)
-            if (request_s := settings.request_s) is not None:
-                self.deadline = min(self.deadline, self._came_at + request_s)
+            in_body = reader.state is Reading.BODY
+            begins = in_body and self._waits_for is not Reading.BODY
+            due = self._arrival.due(now, settings, in_body=in_body, body_begins=begins)
+            self.deadline = min(self.deadline, due)
         self._waits_for = reader.state
 
     def _part(self, now: float, refusal: Refusal) -> None:

@@ -93,12 +93,16 @@ class Exchange:
         "record",
     )
 
-    def __init__(self, wire: Wire, client: Client, request: Request, route: Route) -> None:
+    def __init__(
+        self, wire: Wire, client: Client, request: Request, route: Route, came_at: float = inf
+    ) -> None:
+        """Prepare it; `came_at`: when its first byte came, for the limit on its time."""
         self.connection: WorkerConnection | None = None
         self.once = False
         self.patience_s = inf
-        self.deadline = inf  # for its end
-        self._limit_s = inf
+        limit_s = wire.settings.request_s
+        self._limit_s = inf if limit_s is None else limit_s
+        self.deadline = came_at + self._limit_s  # for its end
         self._wire = wire
         self._client = client
         self._request = request
@@ -118,10 +122,6 @@ class Exchange:
         self._held = 0  # bytes of the body, which lies in memory while another may be asked
         self._whose: str | None = None  # in whose part of what is held they are counted
         self.record = Record()
-
-    def limit(self, came_at: float, limit_s: float) -> None:
-        """Let it take so long in all, from when its first byte came."""
-        self._limit_s, self.deadline = limit_s, came_at + limit_s
 
     # To a worker
 

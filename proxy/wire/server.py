@@ -212,13 +212,10 @@ class Wire:
     def begin(
         self, client: ClientConnection, request: Request, route: Route, came_at: float
     ) -> Conversation:
-        """Answer a request that has a route; `came_at`: when its first byte came."""
+        """Answer a request that has a route."""
         if self.desk is not None and route.name in desk.ROUTES:
             return self.desk.begin(client, request)
-        exchange = Exchange(self, client, request, route)
-        if (request_s := self.settings.request_s) is not None:
-            exchange.limit(came_at, request_s)
-        return exchange
+        return Exchange(self, client, request, route, came_at)
 
     def count(self, now: float, done: Callable[[float, int | None], None]) -> TokenCount:
         """Prepare a question to a worker's /tokenize."""

@@ -492,10 +492,10 @@ async def test_lines_whose_model_has_no_room_hold_up_none_of_another(office: Off
 async def test_a_folder_has_one_lane(office: Office) -> None:
     other = Office(office.site, office.path)
     second = Lane(office.site.wire, office.batches.keeper, other.settings, office.path, office.wall)
-    await eventually(lambda: office.batches.lane._lock is not None)
+    await eventually(lambda: office.batches.lane._lock.is_held)
     assert not second._lead()
     await office.reopen()
-    await eventually(lambda: office.batches.lane._lock is not None)
+    await eventually(lambda: office.batches.lane._lock.is_held)
     office.batches.lane.stop()
     assert second._lead()
     second.stop()

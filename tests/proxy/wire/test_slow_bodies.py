@@ -47,9 +47,9 @@ def connection(site: Site) -> ClientConnection:
 
 async def send(site: Site, client: Client, data: bytes) -> None:
     """Send some, and wait until the router has it."""
-    before = connection(site)._body_bytes
+    before = connection(site)._arrival._body_bytes
     await client.send(data)
-    await eventually(lambda: connection(site)._body_bytes == before + len(data))
+    await eventually(lambda: connection(site)._arrival._body_bytes == before + len(data))
 
 
 async def swept() -> None:

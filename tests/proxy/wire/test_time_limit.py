@@ -144,7 +144,7 @@ async def test_one_that_only_waited_is_over_in_the_queue(start: Start) -> None:
     first = asyncio.create_task(client.ask(chat()))
     await site.fake.got(1)
     [exchange] = site.wire.exchanges
-    exchange.limit(site.clock(), 100 * LIMIT_S)
+    exchange.deadline += 100 * LIMIT_S
     second = asyncio.create_task(site.ask(chat()))
     await eventually(lambda: site.wire.queued)
     site.skip(1.1 * LIMIT_S)
@@ -176,7 +176,7 @@ async def test_it_begins_with_the_first_byte_of_the_head(start: Start) -> None:
     client, data = await site.client(), chat()
     await client.send(data[:30])
     [connection] = site.wire.clients
-    await eventually(lambda: connection._came_at == site.clock())
+    await eventually(lambda: connection._arrival._came_at == site.clock())
     site.skip(0.6 * LIMIT_S)
     await client.send(data[30:])
     await site.fake.got(1)
