@@ -12,10 +12,7 @@ times. Lines under way when the router stops have no result, and are run by the 
 from __future__ import annotations
 
 import asyncio
-import errno
-import fcntl
 import logging
-import os
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
@@ -30,6 +27,7 @@ from proxy.batches.chores import Chores, close, take_in
 from proxy.batches.disk import disk_errors
 from proxy.batches.errand import Errand
 from proxy.batches.gaps import gap, within_limits
+from proxy.batches.lock import FolderLock
 from proxy.batches.running import Running
 from proxy.batches.store import Store
 from proxy.batches.types import (
@@ -58,7 +56,6 @@ AT_HAND = 8  # batches of one tenant that have lines at hand
 MOST_TRIES = 3  # of a line on workers that fail
 NOBODY_COULD = (429, 503)  # no verdict on the line
 SERVER_ERROR = 500
-LOCKED = (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES)  # by another; the last as NFS may say it
 
 
 class Lane:
@@ -80,7 +77,7 @@ class Lane:
         self._path = path
         self._wall = wall
         self._almanac = Almanac(wire.clock, wall)
-        self._lock: int | None = None
+        self._lock = FolderLock(path)
         self._running: dict[str, Running] = {}
         self._chores = Chores(keeper)
         self._goes_on = False  # whether something waits for the next turn, and for nothing else
@@ -132,26 +129,13 @@ class Lane:
             running.drop(now)
         self._running = {}
         self._chores.clear()
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
+        self._lock.release()
 
     def _lead(self) -> bool:
         """Whether this is the one that runs the folder's lines."""
-        path = self._path / "lane.lock"
-        if self._lock is not None and not _is_open_at(self._lock, path):
-            self.stop()  # another router may lock what is there now
-        if self._lock is None:
-            lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as error:
-                os.close(lock)
-                if error.errno in LOCKED:
-                    return False
-                raise OSError(error.errno, error.strerror, str(path)) from None
-            self._lock = lock
-        return True
+        if self._lock.is_lost:
+            self.stop()
+        return self._lock.take()
 
     async def turn(self) -> None:
         """Do what there is to do now."""
@@ -374,11 +358,3 @@ class Lane:
         for result in results:
             if (running := self._running.get(result.batch)) is not None:
                 running.unsaved -= 1
-
-
-def _is_open_at(file: int, path: Path) -> bool:
-    """Whether a path still names the file that is open."""
-    try:
-        return os.path.samestat(os.fstat(file), path.stat())
-    except OSError:
-        return False

@@ -306,8 +306,23 @@ class TimeoutConfig(Block):
         "then another worker is asked",
     )
     idle_s: Seconds = Field(300.0, description="between two pieces of an answer")
-    client_idle_s: Seconds = Field(75.0, description="between two requests of a connection")
+    client_idle_s: Seconds = Field(
+        75.0, description="between two requests of a connection, or two pieces of a body"
+    )
     client_header_s: Seconds = Field(10.0, description="for a request's header to arrive")
+    body_min_bytes_per_s: Annotated[int, Field(ge=0)] = Field(
+        1024,
+        description="at which a body must arrive, on average, after its first client_idle_s: else "
+        "408, and the connection is closed; 0: any rate",
+    )
+    request_s: Seconds | None = Field(
+        None,
+        description="for a whole request, from the first byte of its header to the last byte of "
+        "its answer, with its wait, both legs and retries. Then it is 408 while it arrives, 504 "
+        "before its answer begins, and an error event in a stream that has begun; its worker is "
+        "told to stop. No limit if not given, and none for lines of batches and for answers about "
+        "files and batches",
+    )
 
 
 class RetryConfig(Block):

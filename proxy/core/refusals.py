@@ -112,6 +112,24 @@ def unfinished(seconds: float) -> Refusal:
     return Refusal(504, Reason.NO_WORKER, message, "unfinished")
 
 
+def out_of_time(seconds: float) -> Refusal:
+    """504: the whole request has taken as long as one may take."""
+    message = f"The request was not done within the {seconds:g} s that a request may take here."
+    return Refusal(504, Reason.TIME_LIMIT, message, "time_limit")
+
+
+def came_late(seconds: float) -> Refusal:
+    """408: the request was not all there within the time that a request may take."""
+    message = f"The request had not arrived within the {seconds:g} s that a request may take here."
+    return Refusal(408, Reason.TIME_LIMIT, message, "time_limit")
+
+
+def slow_body(bytes_per_s: int) -> Refusal:
+    """408: the body comes at too low a rate."""
+    message = f"The body came at less than {bytes_per_s} bytes a second. Please send it again."
+    return Refusal(408, Reason.SLOW_BODY, message, "slow_body")
+
+
 def queue_full(retry_after_s: float) -> Refusal:
     """429: as many wait as may."""
     message = "Every worker is busy and the queue is full. Retry after the time given."

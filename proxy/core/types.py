@@ -71,6 +71,9 @@ class Reason(StrEnum):
     NOT_ALLOWED = "not_allowed"  # a model that is not for this tenant, or a web page
     LIMITED = "limited"  # the tenant's limits
     TOO_SLOW = "too_slow"  # its first token would have come too late
+    # It was ended.
+    TIME_LIMIT = "time_limit"  # it took longer than a request may take
+    SLOW_BODY = "slow_body"  # its body came at too low a rate
 
 
 @dataclass(slots=True)

@@ -16,7 +16,8 @@ from math import inf
 from typing import TYPE_CHECKING, cast
 
 from proxy.core import refusals
-from proxy.core.types import Reason, Refusal
+from proxy.core.types import Refusal
+from proxy.wire.arrival import Arrival
 from proxy.wire.http import CONTINUE, RefusedError
 from proxy.wire.local import METRICS, local_answer
 from proxy.wire.own_answers import refuse
@@ -44,6 +45,7 @@ class ClientConnection(asyncio.Protocol):
 
     __slots__ = (
         "_ahead",
+        "_arrival",
         "_exchange",
         "_last_words",
         "_leave_by",
@@ -82,6 +84,7 @@ class ClientConnection(asyncio.Protocol):
         self._reading_paused = False
         self._ahead = 0
         self._waits_for = Reading.NOTHING
+        self._arrival = Arrival()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Wait for a request."""
@@ -108,6 +111,7 @@ class ClientConnection(asyncio.Protocol):
         except RefusedError as error:
             self._last_words = error.refusal
         if self._exchange is None:
+            self._arrival.got(len(data))
             self._take_turns(self._wire.clock())
             return
         self._ahead += len(data)
@@ -210,7 +214,7 @@ class ClientConnection(asyncio.Protocol):
         elif self._reader.state is Reading.NOTHING:
             self.leave(now)
         else:
-            self._part(now, Refusal(408, Reason.BAD_REQUEST, "the request took too long to come"))
+            self._part(now, self._arrival.too_late(now, self._wire.settings))
 
     def _bear_with(self, now: float) -> None:
         """Let a client that is to leave take what it was sent, for as long as it does."""
@@ -274,13 +278,14 @@ class ClientConnection(asyncio.Protocol):
     def _answer(self, now: float, request: Request) -> None:
         wire, head = self._wire, request.head
         self._waits_for = Reading.NOTHING  # the next head has a deadline of its own
+        came_at = self._arrival.ended(now)
         if not request.id:
             request.id = wire.new_id()
         if head.edition != wire.router.tenants.edition and not head.lost_body:
             wire.judge(head)  # anew: its key may not be one any more
         if head.route is not None and not wire.draining:
             self.deadline = inf
-            self._exchange = wire.begin(self, request, head.route)
+            self._exchange = wire.begin(self, request, head.route, came_at)
             self._exchange.start(now)
             return
         keep_alive = head.keep_alive and not wire.leaving
@@ -337,6 +342,13 @@ class ClientConnection(asyncio.Protocol):
             self.deadline = now + settings.client_idle_s
             if reader.owes_continue():
                 self.write(CONTINUE)
+        if reader.state is Reading.NOTHING:
+            self._arrival.reset()
+        else:
+            in_body = reader.state is Reading.BODY
+            begins = in_body and self._waits_for is not Reading.BODY
+            due = self._arrival.due(now, settings, in_body=in_body, body_begins=begins)
+            self.deadline = min(self.deadline, due)
         self._waits_for = reader.state
 
     def _part(self, now: float, refusal: Refusal) -> None:

@@ -76,6 +76,7 @@ class Exchange:
         "_held",
         "_last_refusal",
         "_lease",
+        "_limit_s",
         "_passage",
         "_request",
         "_route",
@@ -86,13 +87,20 @@ class Exchange:
         "_whose",
         "_wire",
         "connection",
+        "deadline",
         "patience_s",
         "record",
     )
 
-    def __init__(self, wire: Wire, client: Client, request: Request, route: Route) -> None:
+    def __init__(
+        self, wire: Wire, client: Client, request: Request, route: Route, came_at: float = inf
+    ) -> None:
+        """Prepare it; `came_at`: when its first byte came, for the limit on its time."""
         self.connection: WorkerConnection | None = None
         self.patience_s = inf
+        limit_s = wire.settings.request_s
+        self._limit_s = inf if limit_s is None else limit_s
+        self.deadline = came_at + self._limit_s  # for its end
         self._wire = wire
         self._client = client
         self._request = request
@@ -548,14 +556,22 @@ class Exchange:
         self._client.write(answering.end)
         self._finish(now, answering)
 
-    def _break_off(self, now: float, answering: Answering, message: str, code: str) -> None:
+    def _break_off(
+        self,
+        now: float,
+        answering: Answering,
+        message: str,
+        code: str,
+        status: int = BAD_GATEWAY,
+        reason: Reason | None = None,
+    ) -> None:
         """End an answer that is not whole so that the client notices.
 
         An error event and the end of the framing leave the connection fit for another request.
         """
         last_words = answering.last_words(message, code)
         self.record.sent_bytes += len(last_words or b"")
-        self._books(now, BAD_GATEWAY)
+        self._books(now, status, reason)
         if last_words is None:
             self._client.break_off()
         else:
@@ -597,6 +613,19 @@ class Exchange:
             self._end_whole(now, answering)
         else:
             self._break_off(now, answering, "The router was stopped.", "router_stopped")
+
+    def expire(self, now: float) -> None:
+        """End it, because it has taken as long as a request may."""
+        self._stop(now)
+        refusal, answering = refusals.out_of_time(self._limit_s), self._answering
+        if answering is None or not answering.has_begun:
+            self._refuse(now, refusal)
+            self._wire.settle(now)
+        elif answering.is_whole:
+            self._end_whole(now, answering)
+        else:
+            status, reason = refusal.status, refusal.reason
+            self._break_off(now, answering, refusal.message, "time_limit", status, reason)
 
     def _stop(self, now: float, outcome: Outcome = Outcome.CLIENT_GONE) -> None:
         """Stop everything that is done for the client."""

@@ -209,11 +209,13 @@ class Wire:
         else:
             head.route = route
 
-    def begin(self, client: ClientConnection, request: Request, route: Route) -> Conversation:
+    def begin(
+        self, client: ClientConnection, request: Request, route: Route, came_at: float
+    ) -> Conversation:
         """Answer a request that has a route."""
         if self.desk is not None and route.name in desk.ROUTES:
             return self.desk.begin(client, request)
-        return Exchange(self, client, request, route)
+        return Exchange(self, client, request, route, came_at)
 
     def count(self, now: float, done: Callable[[float, int | None], None]) -> TokenCount:
         """Prepare a question to a worker's /tokenize."""
@@ -346,6 +348,9 @@ class Wire:
         self.settle(now)
         if not self._hurried or now >= self._next_sweep:
             self._next_sweep = now + SWEEP_S
+            for exchange in [each for each in self.exchanges if each.deadline < now]:
+                if exchange in self.exchanges:  # the end of another one may have ended it
+                    exchange.expire(now)
             for client in [each for each in self.clients if each.deadline < now]:
                 client.expire(now)
             for client in list(self.unread):

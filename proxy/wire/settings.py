@@ -19,6 +19,8 @@ class WireSettings:
     idle_s: float = 300.0  # between two pieces of it; also how long a client may take none
     client_idle_s: float = 75.0  # between two requests, or two pieces of a body
     client_header_s: float = 10.0  # for a request's head
+    body_min_bytes_per_s: int = 1024  # on average, once a body has taken `client_idle_s`; 0: any
+    request_s: float | None = None  # for a whole request
     count_s: float = 0.15  # for a worker to count tokens, before the estimate has to do
     notice_s: float = 0.0  # that /ready says no before it listens no more
     linger_s: float = 2.0  # for a refused client to read the answer while it still sends

@@ -19,6 +19,8 @@ WHOLE, REFUSED, TORN, LEFT, NOBODY = "whole", "refused", "torn", "left", "nobody
 # Beyond the router's own patience with workers, its queue and all its retries.
 HANGS_S = 30.0
 REFUSALS = {429, 500, 502, 503, 504}
+TOO_SLOW = 408  # for a body that comes a byte at a time
+DRIPPED, DRIP_S = 0.02, 0.25  # the share of requests that are sent so, and a byte's time
 # The last is uvloop's word for a transport that was closed just now.
 GONE = (BrokenError, ConnectionError, ssl.SSLError, asyncio.IncompleteReadError, RuntimeError)
 
@@ -96,6 +98,8 @@ class Crowd:
         shown = [bearer(dice.choice(self.keys))] if self.keys else []
         whole = request(data, *shown, path=path, chunks=chunks)
         try:
+            if dice.random() < DRIPPED:
+                return await self._drip(client, whole)
             await self._send(client, whole, dice)
             if dice.random() < 0.12:
                 await asyncio.sleep(dice.random() * dice.choice((0.01, 0.2, 1.0)))
@@ -109,6 +113,24 @@ class Crowd:
         outcome = self.judge(answer, answer_to(prompts_of(body)[0], tokens))
         closes = b"close" in answer.all(b"connection")
         return outcome, outcome in (WHOLE, REFUSED) and not closes
+
+    async def _drip(self, client: Client, data: bytes) -> tuple[str, bool]:
+        """Send a body a byte at a time, until the router has had enough of that."""
+        at = data.index(b"\r\n\r\n") + 5
+        await client.send(data[:at], within=HANGS_S)
+        answer = asyncio.create_task(client.answer(within=self.patience_s))
+        try:
+            while not answer.done():
+                await asyncio.wait([answer], timeout=DRIP_S)
+                client.writer.write(data[at : at + 1])
+                at += 1
+        finally:
+            answer.cancel()
+        status = (await answer).status
+        if status != TOO_SLOW and status not in REFUSALS:
+            raise WrongError(f"{status} for a body that never came whole")
+        self.statuses[status] += 1
+        return REFUSED, False
 
     async def _send(self, client: Client, data: bytes, dice: random.Random) -> None:
         if dice.random() < 0.8:

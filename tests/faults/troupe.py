@@ -55,7 +55,7 @@ routing: {{disaggregate_above: 1}}
   retries: {{budget: 0.5}}
   probe: {{interval_s: 0.2, timeout_s: 0.3}}
   timeouts: {{connect_s: 0.3, first_byte_s: 0.6, prefill_s: 0.3, idle_s: 0.6,
-             client_idle_s: 5.0, client_header_s: 2.0}}
+             client_idle_s: 3.0, client_header_s: 2.0, request_s: 4.0}}
 """
 TENANTS = """\
 tenants:

@@ -216,6 +216,9 @@ async def refused(stage: Stage, urls: Mapping[str, str]) -> None:
     await stage.drain(name)
     assert await stage.ask(brief()) == 503
     await stage.undrain(name)
+    await stage.show(one, {}, timeouts={"request_s": 2, "client_idle_s": 1})
+    assert await stage.ask(chat(ignore_eos=True, max_tokens=WRITES_SHORT)) == 504
+    assert await stage.ask(brief()[:-1]) == 408
 
 
 async def gone_on(stage: Stage, urls: Mapping[str, str]) -> None:

@@ -64,7 +64,7 @@ SPLIT = {
     "fails-1": "general", "left-0": "general", "gone-0": "general",
 }  # fmt: skip
 PAIRS = {"night-0": "general", "shut-0": "prefill", "shut-1": "decode"}
-OTHERS = {"turn-0": "general", "slow-0": "general", "full-0": "general"}
+OTHERS = {"turn-0": "general", "slow-0": "general", "full-0": "general", "ends-0": "general"}
 GONE = "gone-0"
 FULL = ("crowd", "over", "full")  # models whose workers take a request each
 
@@ -215,6 +215,7 @@ class Corners:
             self._placed(stack), self._refused(), self._answered(), self._handed_over()
         )
         await self._by_rules(stack, session, f"{admins['rules']}/reload")
+        await self._out_of_time(session, f"{admins['rules']}/reload")
 
     async def _placed(self, stack: AsyncExitStack) -> None:
         """Spill, have no choice, wait for too long, leave, try again, be where a prefix is."""
@@ -279,6 +280,16 @@ class Corners:
             stack.callback(each.cancel)
         [refused], _ = await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED)
         assert refused.result() == 429
+
+    async def _out_of_time(self, session: aiohttp.ClientSession, reload: str) -> None:
+        """Take too long for an answer, and to send a body."""
+        said = self.file.read_text()
+        limits = "  timeouts: {request_s: 2, client_idle_s: 1}\n"
+        self.file.write_text(said.replace("router:\n", f"router:\n{limits}"))
+        async with session.post(reload) as answer:
+            assert answer.status == 200, await answer.text()
+        assert await self._ask("rules", chat(model="ends")) == 504
+        assert await self._ask("rules", chat(model="ends")[:-1]) == 408
 
     async def _ask(self, router: str, data: bytes) -> int:
         """Ask once; return the status."""

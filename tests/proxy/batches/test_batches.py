@@ -352,6 +352,22 @@ async def test_a_line_that_takes_too_long_is_not_begun_anew(office: Office) -> N
     assert len(site.served()) == 1
 
 
+async def test_a_line_has_its_window_and_no_time_limit(start: Start, tmp_path: Path) -> None:
+    office = Office(await start(wire={"request_s": 30.0}), tmp_path)
+    await office.open()
+    opening = asyncio.Event()
+    office.site.fake.always(scripts.gated(opening, scripts.answer(200, b'"well"')))
+    batch = await office.begin(lines(1))
+    await office.site.fake.got()
+    office.skip(60)
+    await asyncio.sleep(0.5)  # two sweeps
+    opening.set()
+    done = await office.until(batch)
+    assert len(await office.lines_of(done.output_file_id)) == 1
+    assert len(office.site.served()) == 1
+    await office.close()
+
+
 async def test_nobody_there_is_no_verdict_on_a_line(office: Office) -> None:
     office.site.down("w0")
     batch = await office.begin(lines(2))
@@ -490,10 +506,10 @@ async def test_lines_whose_model_has_no_room_hold_up_none_of_another(office: Off
 async def test_a_folder_has_one_lane(office: Office) -> None:
     other = Office(office.site, office.path)
     second = Lane(office.site.wire, office.batches.keeper, other.settings, office.path, office.wall)
-    await eventually(lambda: office.batches.lane._lock is not None)
+    await eventually(lambda: office.batches.lane._lock.is_held)
     assert not second._lead()
     await office.reopen()
-    await eventually(lambda: office.batches.lane._lock is not None)
+    await eventually(lambda: office.batches.lane._lock.is_held)
     office.batches.lane.stop()
     assert second._lead()
     second.stop()

@@ -439,7 +439,6 @@ async def test_a_folder_that_is_restored_from_a_copy_is_opened_anew(
     office.site.fake.always(scripts.gated(opening, scripts.answer(200, b'"well"')))
     batch = await office.begin(lines(2))
     await office.site.fake.got(2)
-    lock = office.batches.lane._lock
     copy = shutil.copytree(office.path, office.path.with_name("copy"))
     office.path.rename(office.path.with_name("away"))
     copy.rename(office.path)
@@ -447,9 +446,8 @@ async def test_a_folder_that_is_restored_from_a_copy_is_opened_anew(
     opening.set()
     done = await office.until(batch)
     assert len(await office.lines_of(done.output_file_id)) == 2
-    assert office.batches.lane._lock is not None
-    assert lane._is_open_at(office.batches.lane._lock, office.path / "lane.lock")
-    assert lock is not None
+    assert office.batches.lane._lock.is_held
+    assert not office.batches.lane._lock.is_lost
 
 
 async def test_a_write_that_is_under_way_while_the_folder_is_removed_is_not_taken_for_kept(
@@ -470,11 +468,11 @@ async def test_a_write_that_is_under_way_while_the_folder_is_removed_is_not_take
 async def test_a_lock_that_is_removed_is_taken_anew(office: Office) -> None:
     """Or another router would take the new one, and both would run the lines."""
     batches = office.batches.lane
-    await eventually(lambda: batches._lock is not None)
+    await eventually(lambda: batches._lock.is_held)
     (office.path / "lane.lock").unlink()
     await batches.turn()
-    assert batches._lock is not None
-    assert lane._is_open_at(batches._lock, office.path / "lane.lock")
+    assert batches._lock.is_held
+    assert not batches._lock.is_lost
 
 
 async def test_a_router_that_does_not_run_the_lines_says_so_too_and_then_goes_on(
@@ -483,7 +481,7 @@ async def test_a_router_that_does_not_run_the_lines_says_so_too_and_then_goes_on
     monkeypatch.setattr(lane, "FULL_DISK_S", 0.05)
     first = Office(await start(), tmp_path / "batches")
     await first.open()
-    await eventually(lambda: first.batches.lane._lock is not None)
+    await eventually(lambda: first.batches.lane._lock.is_held)
     second = Office(await start(), tmp_path / "batches")
     await second.open()
     away = first.path.rename(tmp_path / "away")
@@ -493,6 +491,6 @@ async def test_a_router_that_does_not_run_the_lines_says_so_too_and_then_goes_on
     away.rename(first.path)
     for each in (first, second):
         await goes_on(each)
-    assert second.batches.lane._lock is None
+    assert not second.batches.lane._lock.is_held
     await second.close()
     await first.close()

@@ -257,6 +257,26 @@ def test_one_mistake_does_not_hide_others_between_blocks() -> None:
     }
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "limit"),
+    [
+        ("request_s", "0", "greater than 0"),
+        ("request_s", "never", "number"),
+        ("request_s", ".inf", "number"),
+        ("body_min_bytes_per_s", "-1", "or equal to 0"),
+        ("body_min_bytes_per_s", "1.5", "whole number"),
+        ("body_min_bytes_per_s", "true", "whole number"),
+    ],
+)
+def test_limits_on_time_and_rate_are_named_with_what_they_may_be(
+    name: str, value: str, limit: str
+) -> None:
+    one = "workers: [{name: a, url: 'http://h:1'}]"
+    found = problems(f"model: m\n{one}\nrouter: {{timeouts: {{{name}: {value}}}}}")
+    assert found.keys() == {f"router.timeouts.{name}"}
+    assert limit in found[f"router.timeouts.{name}"]
+
+
 @pytest.mark.parametrize("wrong", ["role: prefil", "url: x", "model: ''", "name: ' '"])
 def test_a_block_that_might_be_any_is_judged_by_nothing_else(wrong: str) -> None:
     """Or it would be told that its prefill workers have no decode workers, for a typing mistake."""

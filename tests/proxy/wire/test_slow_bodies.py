@@ -1,0 +1,173 @@
+"""Bodies that come too slowly: a byte a minute holds no connection for ever."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from proxy.control.tls import server_context
+from proxy.wire.client import ClientConnection
+from proxy.wire.request_reader import Reading
+from tests.proxy.certificates import Authority
+from tests.proxy.wire.client import Client, chat, request
+from tests.proxy.wire.conftest import Start
+from tests.proxy.wire.site import Site, eventually
+
+RATE, GRACE_S = 1024, 75.0
+BODY = chat("x" * 200_000)
+
+
+async def begun(start: Start, data: bytes, **wire: Any) -> tuple[Site, Client]:
+    """Start a router where no time passes but what is skipped, and send the start of a request."""
+    site = await start(wire={"linger_s": 0.1} | wire)
+    site.stand_still()
+    client = await site.client()
+    await client.send(data)
+    await reading(site)
+    return site, client
+
+
+async def reading(site: Site) -> None:
+    """Wait until the router has the first of a body."""
+    await eventually(
+        lambda: any(
+            each._reader.state is Reading.BODY and each.deadline == site.clock() + GRACE_S
+            for each in site.wire.clients
+        )
+    )
+
+
+def connection(site: Site) -> ClientConnection:
+    """Return the only client's."""
+    [only] = site.wire.clients
+    return only
+
+
+async def send(site: Site, client: Client, data: bytes) -> None:
+    """Send some, and wait until the router has it."""
+    before = connection(site)._arrival._body_bytes
+    await client.send(data)
+    await eventually(lambda: connection(site)._arrival._body_bytes == before + len(data))
+
+
+async def swept() -> None:
+    """Let the router look at its connections."""
+    await asyncio.sleep(0.5)
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/v1/files"])
+async def test_a_byte_a_minute_is_refused_in_the_shape_of_the_api(start: Start, path: str) -> None:
+    whole = request(b"x" * 100_000, path=path)
+    site, client = await begun(start, whole[:500])
+    for _ in range(2):
+        site.skip(60)
+        if not site.wire.clients:
+            break
+        await client.send(b"x")
+        await swept()
+    answer = await client.answer()
+    assert answer.status == 408
+    error = answer.json()["error"]
+    assert error["type"] == "invalid_request_error"
+    assert f"{RATE} bytes a second" in error["message"]
+    assert answer.one(b"connection") == b"close"
+    counted = [(key[5], key[4]) for key in site.metrics.requests]
+    assert counted == [(408, "slow_body")]
+    assert site.wire.collecting.held == 0
+
+
+async def test_a_slow_link_is_served(start: Start) -> None:
+    """A body of 200 kB at twice the least rate, in bursts of 10 s."""
+    site, client = await begun(start, BODY[:1000])
+    for at in range(1000, len(BODY) - 1, 10 * 2 * RATE):
+        await send(site, client, BODY[at : min(at + 10 * 2 * RATE, len(BODY) - 1)])
+        site.skip(10)
+        await swept()
+        assert not connection(site)._leaving
+    await client.send(BODY[-1:])
+    assert (await client.answer()).status == 200
+
+
+async def test_one_below_the_rate_is_refused_once_the_first_seconds_are_over(start: Start) -> None:
+    site, client = await begun(start, BODY[:1000])
+    at = 1000
+    seconds = 0
+    while not connection(site)._leaving:
+        await send(site, client, BODY[at : at + 10 * RATE // 2])
+        at += 10 * RATE // 2
+        seconds += 10
+        site.skip(10)
+        await asyncio.sleep(0.3)
+    # Half of the rate: what is missing has grown to the first 75 s of it after 150 s.
+    assert seconds == 160
+    assert (await client.answer()).error()["code"] == "slow_body"
+
+
+async def test_a_client_may_pause_as_long_as_between_any_two_pieces(start: Start) -> None:
+    site, client = await begun(start, BODY[:1000])
+    site.skip(0.9 * GRACE_S)
+    await swept()
+    await send(site, client, BODY[1000:-1])
+    site.skip(0.9 * GRACE_S)
+    await swept()
+    await client.send(BODY[-1:])
+    assert (await client.answer()).status == 200
+
+
+async def test_chunks_are_held_to_it_too(start: Start) -> None:
+    site, client = await begun(start, request(b"x" * 100, chunks=(1,))[: -6 * 80 - 5])
+    for _ in range(2):
+        await client.send(b"1\r\nx\r\n")
+        site.skip(60)
+        await swept()
+    assert (await client.answer()).error()["code"] == "slow_body"
+
+
+async def test_so_is_the_body_of_a_request_that_is_refused(start: Start) -> None:
+    data = request(b"x" * 100_000, path="/v1/nothing")
+    site, client = await begun(start, data[:1000])
+    await send(site, client, b"x")
+    site.skip(60)
+    await send(site, client, b"x")
+    site.skip(60)
+    assert (await client.answer()).status == 408
+
+
+async def test_the_next_body_of_a_connection_has_its_own_seconds(start: Start) -> None:
+    site, client = await begun(start, BODY[:1000])
+    site.skip(70)
+    await client.send(BODY[1000:])
+    assert (await client.answer()).status == 200
+    for part in (BODY[:150_000], BODY):  # read as it came, and as one that is known
+        await client.send(part[:100_000])
+        await reading(site)
+        site.skip(70)
+        await swept()
+        await client.send(BODY[100_000:])
+        assert (await client.answer()).status == 200
+
+
+async def test_nought_is_any_rate(start: Start) -> None:
+    site, client = await begun(start, BODY[:1000], body_min_bytes_per_s=0)
+    for at in range(1000, 1010):
+        site.skip(70)
+        await swept()
+        await send(site, client, BODY[at : at + 1])
+    await client.send(BODY[1010:])
+    assert (await client.answer()).status == 200
+
+
+async def test_it_holds_over_tls(start: Start, tmp_path: Any) -> None:
+    authority = Authority(tmp_path)
+    site = await start(tls=server_context(authority.port("router")))  # type: ignore[call-arg]
+    site.stand_still()
+    client = await site.client(tls=authority.client())
+    await client.send(BODY[:1000])
+    await reading(site)
+    for at in (1000, 1001):
+        site.skip(60)
+        await client.send(BODY[at : at + 1])
+        await swept()
+    assert (await client.answer()).error()["code"] == "slow_body"
