@@ -63,10 +63,12 @@ boards: setup ## write the dashboards in grafana/dashboards anew
 figures: setup ## the figures of docs/evaluation.md anew, in docs/figures (minutes)
 	@$(BIN)/python -m benchmarks.figures --out docs/figures
 
-fuzz: setup ## 100,000 messages made wrong against the readers of HTTP
+fuzz: setup ## 100,000 malformed messages against the readers of HTTP, compiled
+	@$(BIN)/vllm-sched compile || echo 'fuzz: NOT COMPILED: this tests the plain modules'
 	@$(BIN)/python -m benchmarks.fuzz --requests 100000
 
-soak: setup ## the router under load and faults, 30 minutes; MINUTES=5 for less, SEED=2, WITH="--processes 2 --guarded"
+soak: setup ## the router, compiled, under load and faults, 30 minutes; MINUTES=5, SEED=2, WITH="--processes 2 --guarded"
+	@$(BIN)/vllm-sched compile || echo 'soak: NOT COMPILED: this tests the plain modules'
 	@$(BIN)/python -m benchmarks.soak --minutes $(MINUTES) --seed $(SEED) $(WITH)
 
 starvation: setup ## how long those whom a policy holds wait in real workers, beside its bound (7 min)

@@ -13,7 +13,7 @@ from pathlib import Path
 import uvloop
 
 from proxy.assembly import App, router_settings, specs, wire_settings
-from proxy.compiled.places import in_use
+from proxy.compiled import places
 from proxy.config import FleetConfig, load
 from proxy.control.logs import Logs
 from proxy.processes.collector import settle
@@ -96,8 +96,7 @@ def run(source: Path, *, config: FleetConfig, read: Callable[[Path], FleetConfig
 
     def tell(router: App | Supervisor) -> None:
         said = f"router {router.url}/v1, admin {router.admin_url} (in a browser: the status page)"
-        if in_use():
-            said += "; its modules are compiled"
+        said += f"; its modules are {places.kind()}"
         if config.router.logs.format == "json":
             logger.warning(said)
         else:

@@ -2,18 +2,41 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tomllib
 import zipfile
+from importlib.metadata import version
 from pathlib import Path
 
+import pytest
+from packaging.requirements import Requirement
+from setuptools import build_meta
+
 import vllm_sched
+from proxy.compiled import backend, places
+from proxy.compiled import build as compiling
+from proxy.compiled.places import SWITCH, CompileError
 from vllm_sched.engine import seams
 
 ROOT = Path(__file__).parents[1]
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+PROJECT, GROUPS = PYPROJECT["project"], PYPROJECT["dependency-groups"]
+PACKAGES = ("proxy", "vllm_sched")
+KIND = "import proxy.app; from proxy.compiled import places; print(places.kind())"
+WHERE = """
+import os
+from importlib import import_module
+from proxy.compiled import places
+folder = places.found()
+assert folder is not None
+for name in os.environ["NAMES"].split():
+    assert import_module(name).__file__.startswith(str(folder)), name
+print(folder.name)
+"""
 
 
 def test_one_version() -> None:
@@ -29,27 +52,156 @@ def test_the_extras_name_the_tested_range() -> None:
     assert set(extras) == {"vllm", "cpu", "plots", "k8s", "otel"}
 
 
-def test_a_wheel_has_every_file_of_both_packages(tmp_path: Path) -> None:
-    packages, skip = ("proxy", "vllm_sched"), shutil.ignore_patterns("__pycache__", "*.so")
-    for name in packages:  # a copy: a build leaves its own files beside what it builds
-        shutil.copytree(ROOT / name, tmp_path / name, ignore=skip)
+@pytest.fixture
+def clone(tmp_path: Path) -> Path:
+    """Copy what a build reads: it leaves its own files beside that."""
+    skip = shutil.ignore_patterns("__pycache__", "*.so")
+    for name in PACKAGES:
+        shutil.copytree(ROOT / name, tmp_path / "clone" / name, ignore=skip)
     for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, tmp_path)
-    wanted = {
-        str(path.relative_to(tmp_path))
-        for name in packages
-        for path in (tmp_path / name).rglob("*")
-        if path.is_file()
-    }
-    assert {"proxy/control/status.html", "proxy/py.typed"} <= wanted
-    build = "import sys; from setuptools import build_meta; build_meta.build_wheel(sys.argv[1])"
+        shutil.copy(ROOT / name, tmp_path / "clone")
+    return tmp_path / "clone"
+
+
+def build(source: Path, what: str = "wheel", **environment: str) -> Path:
+    """Build a wheel or an sdist as pip does, and return it."""
+    hook = f"import sys; from proxy.compiled import backend; backend.build_{what}(sys.argv[1])"
+    env = {name: value for name, value in os.environ.items() if name != SWITCH}
     done = subprocess.run(
-        [sys.executable, "-c", build, "out"], cwd=tmp_path, capture_output=True, text=True
+        [sys.executable, "-c", hook, "out"],
+        cwd=source,
+        env=env | {"PYTHONPATH": str(source)} | environment,
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    [wheel] = (tmp_path / "out").glob("*.whl")
-    held = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
-    assert held == wanted
+    (source / "said").write_text(done.stderr)
+    [made] = (source / "out").iterdir()
+    return made
+
+
+def files(wheel: Path) -> set[str]:
+    """List what a wheel installs."""
+    return {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
+
+
+def wanted(source: Path) -> set[str]:
+    """List the files of both packages."""
+    found = (path for name in PACKAGES for path in (source / name).rglob("*") if path.is_file())
+    return {str(path.relative_to(source)) for path in found if "__pycache__" not in path.parts}
+
+
+def installed(wheel: Path, folder: Path) -> Path:
+    """Install a wheel into a new environment, alone; return the environment's Python."""
+    python = folder / "bin" / "python"
+    for command in (
+        ["-m", "venv", "--without-pip", str(folder)],
+        ["-m", "pip", "--python", str(python), "install", "--no-deps", "--no-index", str(wheel)],
+    ):
+        done = subprocess.run([sys.executable, *command], capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+    return python
+
+
+def run(python: Path, code: str, **environment: str) -> str:
+    """Run code on what was installed, with what that imports from this environment."""
+    env = {name: value for name, value in os.environ.items() if name != SWITCH}
+    needs = sysconfig.get_path("purelib")  # where the editable installation's finder does not run
+    done = subprocess.run(
+        [python, "-c", code],
+        cwd=python.parent,
+        env=env | {"PYTHONPATH": needs} | environment,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_without_a_compiler_a_wheel_is_plain_and_works(clone: Path, tmp_path: Path) -> None:
+    wheel = build(clone, CC="/nowhere/cc")
+    assert wheel.name.endswith("-py3-none-any.whl")
+    assert {"proxy/control/status.html", "proxy/py.typed"} <= wanted(clone)
+    assert files(wheel) == wanted(clone)
+    said = (clone / "said").read_text()
+    assert "plain modules, as they could not be compiled: no C compiler (/nowhere/cc)" in said
+    python = installed(wheel, tmp_path / "venv")
+    assert run(python, KIND).startswith("plain (not compiled yet: ")
+
+
+def test_a_wheel_has_the_compiled_modules_and_the_router_finds_them(
+    clone: Path, tmp_path: Path
+) -> None:
+    """The modules that the tests of compiled modules have made are used, if there is a compiler."""
+    try:
+        compiling.require()
+    except CompileError as error:
+        pytest.skip(str(error))
+    compiled = compiling.build()
+    shutil.copytree(compiled, clone / places.BUILT.name / compiled.name)
+    sdist = build(clone, "sdist")
+    subprocess.run(["tar", "--extract", "--file", sdist, "--directory", tmp_path], check=True)
+    [source] = tmp_path.glob("vllm_sched-*")
+    assert wanted(source) == wanted(clone)
+    shutil.copytree(compiled, source / places.BUILT.name / compiled.name)
+    # A module that was deleted since an earlier build is not in the wheel.
+    (source / "build" / "lib" / "proxy").mkdir(parents=True)
+    (source / "build" / "lib" / "proxy" / "deleted.py").touch()
+
+    wheel = build(source)
+    assert wheel.name.endswith(f"-{backend.platform_tag()}.whl")
+    inner = f"{places.BUILT.name}/{compiled.name}/"
+    assert files(wheel) == wanted(source) | {
+        inner + path.relative_to(compiled).as_posix()
+        for path in compiled.rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    }
+    python = installed(wheel, tmp_path / "venv")
+    assert run(python, KIND) == "compiled\n"
+    assert run(python, WHERE, NAMES=" ".join(places.hot_names())) == f"{compiled.name}\n"
+    assert run(python, KIND, **{SWITCH: "0"}) == "plain (VLLM_SCHED_COMPILED is 0)\n"
+    told = run(python, "from vllm_sched.cli.main import main; main(['compile'])")
+    assert str(tmp_path / "venv") in told  # they are there: it needs no compiler
+
+
+def test_what_a_wheel_is_built_with(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(places, "BUILT", tmp_path)
+    monkeypatch.setattr(compiling, "require_compiler", lambda: None)
+    monkeypatch.setattr(build_meta, "get_requires_for_build_wheel", lambda _: ["wheel"])
+    monkeypatch.setenv(SWITCH, "1")
+    assert backend.get_requires_for_build_wheel() == ["wheel", backend.MYPYC]
+    [ours] = [each for each in GROUPS["lint"] if each.startswith("mypy")]
+    assert Requirement(backend.MYPYC).specifier.contains(version("mypy"))
+    assert Requirement(ours).specifier.contains(version("mypy"))
+    for hook in ("build_editable", "get_requires_for_build_editable"):  # quick and plain
+        assert getattr(backend, hook) is getattr(build_meta, hook)
+    monkeypatch.setenv(SWITCH, "0")
+    assert backend.get_requires_for_build_wheel() == ["wheel"]
+    monkeypatch.setenv(SWITCH, "1")
+
+    def lacks() -> None:
+        raise CompileError("no C compiler")
+
+    monkeypatch.setattr(compiling, "require_compiler", lacks)
+    assert backend.get_requires_for_build_wheel() == ["wheel"]
+
+
+@pytest.mark.parametrize("error", [CompileError("it ended with 1:"), OSError("no space left")])
+def test_a_wheel_is_plain_if_compiling_fails(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    error: Exception,
+) -> None:
+    def fail() -> Path:
+        raise error
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv(SWITCH)
+    monkeypatch.setattr(compiling, "build", fail)
+    monkeypatch.setattr(build_meta, "build_wheel", lambda *_: "v-1-py3-none-any.whl")
+    assert backend.build_wheel("out") == "v-1-py3-none-any.whl"
+    assert f"plain modules, as they could not be compiled: {error}" in capsys.readouterr().err
 
 
 def test_all_names_resolve() -> None:

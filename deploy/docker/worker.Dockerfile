@@ -6,7 +6,8 @@ WORKDIR /source
 COPY pyproject.toml README.md LICENSE ./
 COPY proxy proxy
 COPY vllm_sched vllm_sched
-RUN pip wheel --no-cache-dir --no-deps --wheel-dir /wheels .
+# Plain modules: an engine runs none of the router's, and the other image's Python may differ.
+RUN VLLM_SCHED_COMPILED=0 pip wheel --no-cache-dir --no-deps --wheel-dir /wheels .
 
 FROM vllm/vllm-openai:v0.32.0
 # The wheel names neither vLLM nor torch among what it needs, so they stay as they are. NIXL carries

@@ -44,10 +44,10 @@ for name in sys.argv[2:]:
 
 def build() -> Path:
     """Compile, see that all of it can be loaded, and put it where the router looks."""
-    require()
     folder = BUILT / name()
     if folder.is_dir():
         return folder
+    require()
     try:
         BUILT.mkdir(exist_ok=True)
         BUILT.chmod(0o755)  # whoever runs the router reads it, whatever the umask is
@@ -84,9 +84,14 @@ def remove() -> None:
 
 
 def require() -> None:
-    """Say what is missing before minutes go by."""
+    """Raise `CompileError` if something that compiling takes is missing."""
     if missing := [name for name in ("mypyc", "setuptools") if find_spec(name) is None]:
         raise CompileError(f"no {' and no '.join(missing)}; pip install 'mypy>=2' setuptools")
+    require_compiler()
+
+
+def require_compiler() -> None:
+    """Raise `CompileError` if there is no C compiler or no header of Python."""
     compiler = os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc"
     program = compiler.split()[0]
     if shutil.which(program) is None:
@@ -124,15 +129,18 @@ def _compile(folder: Path) -> None:
     alone = temp / "sources"
     shutil.copytree(PACKAGE, alone / PACKAGE.name, ignore=shutil.ignore_patterns("__pycache__"))
     options = ["--config-file=", f"--cache-dir={temp / 'types'}", "--follow-imports=silent"]
+    # The result is the same whatever is installed here, and relies on no stubs but Python's own.
+    options += ["--no-site-packages", "--ignore-missing-imports"]
     os.chdir(alone)  # what a module is called comes from where it lies
     sources = [str(path.relative_to(PACKAGE.parent)) for path in hot()]
     modules: Any = mypycify(
-        [*options, "--ignore-missing-imports", *sources],
+        [*options, *sources],
         opt_level="1",
         debug_level="0",
         multi_file=True,
         target_dir=str(temp / "c"),
     )
+    _correct_slices(temp / "c")
     arguments = ["--quiet", "build_ext", f"--build-lib={folder}", f"--build-temp={temp}"]
     setup(
         name="vllm-sched-compiled",
@@ -148,6 +156,16 @@ def _compile(folder: Path) -> None:
                 place = folder / path.relative_to(PACKAGE.parent)
                 place.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(path, place)
+
+
+def _correct_slices(folder: Path) -> None:
+    """Call C Python's own slice of `bytes` in the C sources in place of mypyc's.
+
+    mypyc's raises `SystemError` for a slice that ends before it starts, which is empty in Python.
+    """
+    for path in folder.glob("__native_*.c"):
+        text = path.read_text()
+        path.write_text(text.replace("CPyBytes_GetSlice(", "CPyObject_GetSlice("))
 
 
 if __name__ == "__main__":

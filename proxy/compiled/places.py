@@ -14,9 +14,9 @@ from proxy.errors import ProxyError
 
 SWITCH: Final = "VLLM_SCHED_COMPILED"  # "0": leave them aside
 PACKAGE: Final = Path(__file__).parents[1]
-# Beside the package, not in somebody's home: who installs it compiles it, whoever runs it later.
+# Beside the package, in a clone and where a wheel is installed, which has this folder too.
 BUILT: Final = PACKAGE.with_name(".vllm-sched-compiled")
-EDITION: Final = b"1"  # of how they are made
+EDITION: Final = b"2"  # of the way they are made
 PLATFORM: Final = EXTENSION_SUFFIXES[0].strip(".")  # Python's version, processor, C library
 
 
@@ -41,7 +41,10 @@ def hot_names() -> list[str]:
 
 
 def name() -> str:
-    """Name what is made of these sources: all of them, as each takes others' types for granted."""
+    """Return the name of the folder with what is made of these sources.
+
+    It depends on all of them: a module is compiled by the types of the modules that it imports.
+    """
     found = sha256(EDITION + PLATFORM.encode())
     for path in sorted(PACKAGE.rglob("*.py")):
         found.update(path.relative_to(PACKAGE).as_posix().encode() + b"\0")
@@ -67,5 +70,23 @@ def use(folder: Path, path: list[str]) -> None:
 
 
 def in_use() -> bool:
-    """Say whether compiled modules run in this process."""
+    """Return whether compiled modules run in this process."""
     return Path(proxy.__path__[0]) != PACKAGE
+
+
+def kind() -> str:
+    """Return which modules run in this process; if plain ones do, why."""
+    if in_use():
+        return "compiled"
+    if os.environ.get(SWITCH) == "0":
+        return f"plain ({SWITCH} is 0)"
+    try:
+        others = [path.name for path in BUILT.iterdir()] if BUILT.is_dir() else []
+    except OSError as error:
+        return f"plain ({error})"
+    why = "not compiled yet"
+    if any(other.startswith(f"{PLATFORM}-") for other in others):
+        why = "the sources have changed since they were compiled"
+    elif others:
+        why = "compiled for another Python or platform"
+    return f"plain ({why}: see `vllm-sched compile --help`)"

@@ -123,9 +123,10 @@ def _in_part(body: bytes, at: int, end: int, read: set[int], *, at_all: bool) ->
     if start < 0 or start in read:
         return None
     read.add(start)
-    # No line inside of JSON text begins so.
-    stop = body.find(PART_END, start + len(HEAD_END))
-    text = body[start + len(HEAD_END) : stop]
+    begin = start + len(HEAD_END)
+    # No line inside of JSON text begins with `--`. A form that is cut off has no such line.
+    stop = body.find(PART_END, begin)
+    text = body[begin : stop if stop >= 0 else len(body)]
     if len(text) > LONGEST_TEXT:
         return ARGUMENTS.decode()
     try:  # Python's parser, as vLLM: others don't take NaN

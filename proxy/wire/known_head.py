@@ -27,6 +27,8 @@ class KnownHead:
             return b""
         at = len(before)
         end = data.find(b"\r", at, at + MAX_DIGITS)
+        if end < 0:  # more of this head follows
+            return b""
         digits = data[at:end]
         return digits if digits.isdigit() and data.startswith(self._after, end) else b""
 

@@ -6,7 +6,7 @@ than plain `chunked`, chunks in HTTP/1.0, other versions, no or two Hosts, too l
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import httptools
 
@@ -168,10 +168,11 @@ def _origin_form(target: bytes, method: str) -> bytes:
     if method == "CONNECT" or target == b"*":
         return target
     try:
-        url = httptools.parse_url(target)
+        url: Any = httptools.parse_url(target)  # a part is None where the URL has none, not `bytes`
     except httptools.HttpParserError:
         url = None
     if url is None or not url.schema or not url.host:
         raise malformed("the target is no path and no URL")
-    path = url.path or b"/"
-    return path + b"?" + url.query if url.query else path
+    path: bytes = url.path or b"/"
+    query: bytes | None = url.query
+    return path + b"?" + query if query else path

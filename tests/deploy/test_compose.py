@@ -223,20 +223,20 @@ def test_an_image_is_built_from_pinned_ones_and_runs_as_nobody_special(name: str
 
 def test_the_routers_image_has_no_vllm_in_it() -> None:
     assert not [value for kind, value in dockerfile("router.Dockerfile") if "vllm/" in value]
-    installed = [v for _, v in dockerfile("router.Dockerfile") if v.startswith("/opt/venv/bin/pip")]
+    [installed] = [v for _, v in dockerfile("router.Dockerfile") if "/opt/venv/bin/pip" in v]
     # A fleet file with `router.tracing` is refused where its extra is not installed.
-    assert installed == ["/opt/venv/bin/pip install --no-cache-dir --no-compile '.[otel]'"]
+    pip = "/opt/venv/bin/pip install --no-cache-dir --no-compile '.[otel]'"
+    assert installed == f'VLLM_SCHED_COMPILED="$COMPILED" {pip}'
 
 
 @pytest.mark.parametrize("compiled", ["1", "0"])
 def test_the_routers_image_is_compiled_by_what_is_not_in_it(tmp_path: Path, compiled: str) -> None:
     """Its steps are run, with programs that only say how they were called."""
     log, opt = tmp_path / "log", tmp_path / "opt"
-    for program in ("bin/python", "bin/pip", "bin/apt-get", "opt/venv/bin/pip",
-                    "opt/venv/bin/vllm-sched"):  # fmt: skip
+    for program in ("bin/python", "bin/apt-get", "opt/venv/bin/pip", "opt/venv/bin/vllm-sched"):
         path = tmp_path / program
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(f'#!/bin/sh\necho "{path.name} $* $PYTHONPATH" >> {log}\n')
+        path.write_text(f'#!/bin/sh\necho "{path.name} $* $VLLM_SCHED_COMPILED" >> {log}\n')
         path.chmod(0o755)
     steps = dockerfile("router.Dockerfile")
     assert ("ARG", "COMPILED=1") in steps
@@ -247,12 +247,10 @@ def test_the_routers_image_is_compiled_by_what_is_not_in_it(tmp_path: Path, comp
         if kind == "RUN":
             subprocess.run(["sh", "-c", value.replace("/opt/", f"{opt}/")], env=env, check=True)
     told = log.read_text().splitlines()
+    assert any(line.startswith("pip install") and line.endswith(f" {compiled}") for line in told)
     if compiled == "1":
-        assert f"vllm-sched compile {opt}/tools" == told[-1]
+        assert told[-1].startswith("vllm-sched compile")  # fails where pip could not compile
         assert any(line.startswith("apt-get install") and "gcc" in line for line in told)
-        [tools] = [line for line in told if f"--target {opt}/tools" in line]
-        assert "mypy==" in tools
-        assert "setuptools==" in tools
     else:
         assert len(told) == 2  # the environment, and what is installed into it
 

@@ -74,6 +74,7 @@ async def test_a_count_that_makes_no_sense(start: Start, said: bytes) -> None:
 
 
 # An answer that is there in one go is read at once, a stream as it comes.
+@pytest.mark.plain("replaces a part")
 @pytest.mark.parametrize(
     ("place", "stream"), [((Exchange, "_pass_whole"), False), ((Answering, "take"), True)]
 )

@@ -9,23 +9,28 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import Any
 
+from proxy.core.records import WorkerSpec
 from proxy.core.routes import find
-from proxy.core.types import Refusal
+from proxy.core.types import Refusal, Role
 from proxy.wire.http import REQUEST_HEADERS, RESPONSE_HEADERS, RefusedError
+from proxy.wire.outbox import Outbox
 from proxy.wire.request import Request, RequestHead
 from proxy.wire.request_reader import Reading, RequestReader
 from proxy.wire.response import AnswerError, AnswerReader
 from proxy.wire.sending import to_worker
+from proxy.wire.settings import WireSettings
+from proxy.wire.upstream import Pool
 from tests.fuzz import reference
 from tests.fuzz.reference import Message, RejectedError
 
 MAX_HEAD, MAX_BODY = 1 << 16, 1 << 20
 ABSOLUTE = re.compile(rb"[A-Za-z][A-Za-z0-9+.-]*://[^/?#]*")
 TRAILING = re.compile(rb"[ \t]+\r\n")
-POOL = SimpleNamespace(host=b"worker:1\r\n", authorization=b"")
+POOL = Pool(
+    WorkerSpec("w", "http://worker:1", Role.GENERAL, "tiny"), WireSettings(), lambda: 0.0, Outbox()
+)
 
 
 class DifferError(AssertionError):
@@ -167,12 +172,16 @@ def trimmed(lines: bytes) -> bytes:
     return TRAILING.sub(b"\r\n", lines)
 
 
+def forwarded(request: Request) -> bytes:
+    """Write what a worker would be sent."""
+    return b"".join(to_worker(request, POOL, request.body, request.id or b"id"))
+
+
 def _forwarded(request: Request) -> None:
     """Read what a worker would be sent: one request, the same, and nothing after it."""
     if request.head.route is None:
         return
-    pool: Any = POOL
-    sent = b"".join(to_worker(request, pool, request.body, request.id or b"id"))
+    sent = forwarded(request)
     try:
         other = reference.request(sent)
     except RejectedError as error:
@@ -205,9 +214,9 @@ def answers(made: list[bytes], pieces: list[bytes], tally: Tally) -> None:
     tally.messages += len(made)
     for data in made:
         reader.expect()
-        got, head, why = _answer(reader, [data])
+        got, head, why = answered(reader, [data])
         fresh = AnswerReader()
-        again = _answer(fresh, pieces if made == [data] else [data[:9], data[9:]])
+        again = answered(fresh, pieces if made == [data] else [data[:9], data[9:]])
         if (got, why is None) != (again[0], again[2] is None):
             raise DifferError(f"cut otherwise it is {again}, not {got} {why}")
         if why is not None:
@@ -222,7 +231,8 @@ def answers(made: list[bytes], pieces: list[bytes], tally: Tally) -> None:
             return
 
 
-def _answer(reader: AnswerReader, pieces: list[bytes]) -> tuple[Any, Any, str | None]:
+def answered(reader: AnswerReader, pieces: list[bytes]) -> tuple[Any, Any, str | None]:
+    """Read pieces of an answer; return what is known of it, its head, and why it was refused."""
     try:
         for piece in pieces:
             reader.feed(piece)

@@ -16,7 +16,25 @@ from proxy.compiled import build, places
 from proxy.compiled.places import CompileError
 from vllm_sched.cli.main import main
 
-ONE = "from typing_extensions import TypeAlias\nCount: TypeAlias = int\nONE: Count = 1\n"
+ONE = """
+from typing_extensions import TypeAlias
+Count: TypeAlias = int
+def cut(data: bytes, start: Count, end: Count) -> tuple[bytes, bytes, bytes]:
+    return data[start:end], data[start:], data[:end]
+"""
+CUT = """
+import sys
+from pathlib import Path
+import proxy
+from proxy.compiled.places import use
+use(Path(sys.argv[1]), proxy.__path__)
+from proxy.core.one import cut
+assert cut.__class__.__name__ == "builtin_function_or_method"
+for data in (b"", b"abc"):
+    for start in range(-5, 6):
+        for end in range(-5, 6):
+            assert cut(data, start, end) == (data[start:end], data[start:], data[:end])
+"""
 IN_USE = "from proxy.compiled.places import in_use; print(in_use())"
 
 
@@ -72,6 +90,20 @@ def test_what_was_made_of_other_sources_is_not(
     assert places.found() is None
 
 
+def test_a_router_says_which_modules_run_and_why(
+    elsewhere: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert places.kind() == "plain (not compiled yet: see `vllm-sched compile --help`)"
+    (elsewhere / "another Python-0").mkdir(parents=True)
+    assert "compiled for another Python or platform" in places.kind()
+    (elsewhere / f"{places.PLATFORM}-0").mkdir()
+    assert "the sources have changed since they were compiled" in places.kind()
+    monkeypatch.setenv(places.SWITCH, "0")
+    assert places.kind() == "plain (VLLM_SCHED_COMPILED is 0)"
+    monkeypatch.setattr("proxy.__path__", [str(elsewhere)])
+    assert places.kind() == "compiled"
+
+
 def test_it_is_made_once_and_what_was_before_goes(
     elsewhere: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -125,6 +157,10 @@ def test_an_installed_package_is_compiled_whatever_lies_beside_it(tmp_path: Path
     compiled = {path.name.partition(".")[0] for path in made.glob("proxy/core/*.so")}
     assert compiled == {"one", "values"}
     assert (made / "proxy" / "core" / "__init__.py").is_file()
+    # Slices that end before they start are empty, as in Python: mypyc's own raise SystemError.
+    command = [sys.executable, "-c", CUT, str(made)]
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_what_is_missing_is_named(elsewhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:

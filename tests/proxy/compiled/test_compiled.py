@@ -57,12 +57,12 @@ def compiled() -> None:
     assert main(["compile"]) == 0
 
 
-def run(*command: str) -> str:
-    """Run Python with compiled modules and return what it says."""
+def run(*command: str, compiled: bool = True) -> str:
+    """Run Python with compiled modules, or with plain ones, and return what it prints."""
     done = subprocess.run(
         [sys.executable, *command],
         cwd=ROOT,
-        env=os.environ | {SWITCH: "1"},
+        env=os.environ | {SWITCH: "1" if compiled else "0", "PYTHONHASHSEED": "0"},
         text=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -108,7 +108,37 @@ def test_records_are_the_same_for_plain_and_compiled_processes() -> None:
     assert pickle.loads(bytes.fromhex(told)) == records  # noqa: S301  # from our own process
 
 
-@pytest.mark.parametrize("tests", ["core", "wire", "control", "processes/test_router.py"])
+@pytest.mark.parametrize(
+    "tests",
+    [
+        "proxy/core",
+        "proxy/wire",
+        "proxy/control",
+        "proxy/processes/test_router.py",
+        "faults",
+        "fuzz/test_http.py",
+        "fuzz/test_bodies.py",
+        "fuzz/test_sockets.py",
+    ],
+)
 def test_they_do_what_the_plain_ones_do(tests: str) -> None:
-    told = run("-m", "pytest", "-q", "-p", "no:cacheprovider", str(Path("tests/proxy", tests)))
+    told = run("-m", "pytest", "-q", "-p", "no:cacheprovider", str(Path("tests", tests)))
     assert " passed" in told.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("part", "count"),
+    [
+        ("requests", 3000),
+        ("answers", 3000),
+        ("bodies", 3000),
+        ("forms", 2000),
+        ("events", 3000),
+        ("sockets", 240),
+    ],
+)
+def test_plain_and_compiled_modules_make_the_same_of_the_same_bytes(part: str, count: int) -> None:
+    command = ("-m", "tests.fuzz.transcript", part, str(count))
+    plain, compiled = (run(*command, compiled=compiled).splitlines() for compiled in (False, True))
+    assert len(plain) > count / 2
+    assert [pair for pair in zip(plain, compiled, strict=True) if pair[0] != pair[1]] == []

@@ -213,6 +213,17 @@ def test_forms_that_are_none(body: bytes) -> None:
     assert steering_form(body, b"") is None
 
 
+def test_a_form_that_ends_anywhere_is_read_up_to_its_end() -> None:
+    head = b'Content-Disposition: form-data; name="vllm_xargs"'
+    text = b'{"kv_transfer_params": 1}'
+    whole = form((head, text))
+    begin = whole.index(text)
+    for end in range(len(whole) + 1):
+        is_whole = end >= begin + len(text) and not whole[:end].endswith(b"\r\n-")
+        steers = "vllm_xargs.kv_transfer_params" if is_whole else None
+        assert steering_form(whole[:end], TYPE) == steers, whole[:end]
+
+
 def test_a_form_that_takes_long_to_tell_is_taken_to_steer() -> None:
     assert steering_form(b"name*" * 5_000_000, TYPE) == "vllm_xargs"
     head = b'Content-Disposition: form-data; x="%b"; name="vllm_xargs"' % (b"y" * 10_000)

@@ -22,8 +22,7 @@ def test_the_digits_of_a_known_head_are_found() -> None:
     "data",
     [
         b"",
-        HEAD[:20],
-        (HEAD % b"3")[:-1],
+        *((HEAD % b"3")[:end] for end in range(1, len(HEAD % b"3"))),
         HEAD % b"",
         HEAD % b"+3",
         HEAD % b"3 ",

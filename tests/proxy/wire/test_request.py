@@ -119,6 +119,17 @@ def test_no_changed_byte_slips_by_a_known_head() -> None:
             assert outcome(known, other) == outcome(fresh, other), other
 
 
+def test_a_head_like_the_last_is_read_wherever_it_is_cut() -> None:
+    """Clients that write a header's name and value apart cut it behind `Content-Length: `."""
+    first = post(b"abc", b"X: 1")
+    for at in range(len(first) + 1):
+        known = reader()
+        known.feed(first)
+        known.ready.clear()
+        known.feed(first[:at])
+        assert outcome(known, first[at:]) == outcome(reader(), first), first[:at]
+
+
 def test_several_requests_in_one_piece_teach_no_head() -> None:
     """The head that was read last is not the one that the bytes begin with."""
     one = reader()
@@ -132,6 +143,28 @@ def test_a_known_head_does_not_excuse_a_large_body() -> None:
     one.feed(post(b"a"))
     with pytest.raises(RefusedError, match="at most 5000 bytes"):
         one.feed(post(b"b" * (MAX_BODY + 1)))
+
+
+@pytest.mark.parametrize(
+    ("target", "path"),
+    [
+        (b"http://h/v1/completions", b"/v1/completions"),
+        (b"http://h:8000/v1/completions?a=b", b"/v1/completions?a=b"),
+        (b"http://h/v1/completions?", b"/v1/completions"),
+        (b"http://user@h/v1/completions#there", b"/v1/completions"),
+        (b"http://h?a=b", b"/?a=b"),
+        (b"http://h", b"/"),
+    ],
+)
+def test_a_target_that_is_a_url_is_sent_on_as_its_path(target: bytes, path: bytes) -> None:
+    [request] = read(post().replace(b"/v1/completions", target))
+    assert request.head.target == path
+    assert request.head.start == b"POST %b HTTP/1.1\r\nHost: " % path
+
+
+@pytest.mark.parametrize("target", [b"http:/v1", b"h:80", b"*x", b"v1/completions", b"http://:80/"])
+def test_a_target_that_is_neither_a_path_nor_a_url_is_refused(target: bytes) -> None:
+    assert status(post().replace(b"/v1/completions", target)) == 400
 
 
 def test_what_is_sent_on() -> None:

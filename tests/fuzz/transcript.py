@@ -1,0 +1,196 @@
+"""What the router makes of many inputs, one line for each, to compare plain and compiled modules.
+
+    python -m tests.fuzz.transcript PART COUNT
+
+Both processes get the same inputs: every random choice has a fixed seed. Hypothesis is not used, as
+its choices depend on the sources that it finds. Set `PYTHONHASHSEED`: some lines show sets.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import sys
+from collections.abc import Iterator
+from itertools import pairwise
+
+import uvloop
+
+from proxy.core import body
+from proxy.core.client_fields import ClientFields, forbidden_form
+from proxy.core.forms import form_fields, plain_model
+from proxy.core.routes import ROUTES
+from proxy.wire.response import AnswerReader
+from proxy.wire.sse import EventStream, recounted, usage_in, without_usage
+from tests.fuzz import judge
+from tests.fuzz.mutate import Mutator
+from tests.fuzz.test_bodies import FORM_TYPE, JSON_TYPE, passes
+from tests.fuzz.test_sockets import SEED as SOCKET_SEED
+from tests.fuzz.test_sockets import play
+from tests.fuzz.texts import KEYS, NO_NUMBERS, NO_STRINGS, ODD_NUMBERS, ODD_STRINGS
+from tests.proxy.wire import scripts
+from tests.proxy.wire.site import Fake, Site
+
+SEED = 21
+CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"  # sent only where a body is late
+FORMS = tuple(
+    b"".join(b"--b\r\n%b\r\n\r\n%b\r\n" % part for part in parts) + b"--b--\r\n"
+    for parts in (
+        ((b'Content-Disposition: form-data; name="model"', b"tiny"),),
+        (
+            (b'Content-Disposition: form-data; name="file"; filename="a.wav"', b"\x00\xff" * 20),
+            (b'Content-Disposition: form-data; name="vllm_xargs"', b'{"kv_transfer_params": 1}'),
+        ),
+        (
+            (b"content-disposition:form-data;name=vllm_xargs", b'{"x": 1}'),
+            (b"Content-Disposition: form-data; name*0=vllm_; name*1=xargs", b"[]"),
+            (b'Content-Disposition: form-data; name="stream"', b"true"),
+        ),
+    )
+)
+ASKS = '"model":"tiny","prompt":"x","messages":[],"input":"x"'
+SPELT = (*(f'"{key}"' for key in KEYS), '"\\u006dodel"', '"vllm_\\u0078args"')
+PLAIN = (*ODD_NUMBERS, *ODD_STRINGS, '"' + "é" * 40_000 + '"', "true", "false", "null")
+WRONG = (*NO_NUMBERS, *NO_STRINGS, "tru", "[")
+EVENTS = (
+    b'data: {"choices":[{"delta":{"role":"assistant","content":""}}]}\n\n'
+    b'data: {"choices":[{"delta":{"content":"a"}}]}\n\n'
+    b'data: {"choices":[],"usage":{"prompt_tokens":5,"completion_tokens":1,'
+    b'"prompt_tokens_details":{"cached_tokens":3}}}\n\ndata: [DONE]\n\n',
+    b'event: message_start\ndata: {"type":"message_start","usage":{"input_tokens":5,'
+    b'"cache_read_input_tokens":2}}\n\nevent: content_block_delta\ndata: {"delta":{"text":"a"},'
+    b'"type":"content_block_delta"}\n\nevent: message_delta\ndata: {"usage":'
+    b'{"output_tokens":3}}\n\n',
+    b'data: {"type":"message-start"}\r\n\r\ndata: {"type":"content-delta","text":"a"}\r\n\r\n',
+)
+
+
+def requests(count: int) -> Iterator[object]:
+    """Read streams of requests, cut in three ways; show them, and what a worker would be sent."""
+    for number in range(count):
+        mutator = Mutator(SEED, number)
+        made = mutator.requests()
+        data = b"".join(made)
+        for pieces in ([data], mutator.cuts(data), made):
+            try:
+                found, state, why = judge.read(pieces)
+            except Exception as error:
+                yield repr(error)
+                continue
+            sent = [judge.forwarded(each) for each in found if each.head.route is not None]
+            yield judge.shown(found), state, why, sent
+
+
+def answers(count: int) -> Iterator[object]:
+    """Read streams of answers, whole and cut."""
+    for number in range(count):
+        mutator = Mutator(SEED, number)
+        made = mutator.answers()
+        data = b"".join(made)
+        for pieces in (made, mutator.cuts(data)):
+            reader, shown = AnswerReader(), []
+            for piece in pieces:
+                if reader.ended:
+                    reader.expect()
+                try:
+                    shown.append(judge.answered(reader, [piece])[::2])
+                except Exception as error:
+                    shown.append(repr(error))
+                    break
+            yield shown
+
+
+def bodies(count: int) -> Iterator[object]:
+    """Read bodies, send them on, and end their requests."""
+    body.PACE, body.PHASE = 0.75, 0.5  # which are random
+    paths, kinds = sorted(ROUTES), (JSON_TYPE, JSON_TYPE, JSON_TYPE, FORM_TYPE, b"\xff")
+    for number in range(count):
+        mutator = Mutator(SEED, number)
+        dice = mutator.random
+        members = [f"{dice.choice(SPELT)}:{_value(dice, 0)}" for _ in range(dice.randrange(8))]
+        text = ",".join([dice.choice(("", ASKS, ASKS, ASKS)), *members]).strip(",")
+        data = f"{{{text}}}".encode("utf-8", "surrogatepass")
+        if dice.random() < 0.2:
+            data = mutator.bytes_changed(data)
+        try:
+            yield passes(ROUTES[dice.choice(paths)], data, dice.choice(kinds))
+        except Exception as error:
+            yield repr(error)
+
+
+def _value(dice: random.Random, depth: int) -> str:
+    """Write a JSON value; one in thirty is none."""
+    chance = dice.random()
+    if depth < 4 and chance < 0.2:
+        return "[" + ",".join(_value(dice, depth + 1) for _ in range(dice.randrange(4))) + "]"
+    if depth < 4 and chance < 0.4:
+        members = [f"{dice.choice(SPELT)}:{_value(dice, depth + 1)}" for _ in range(2)]
+        return "{" + ",".join(members) + "}"
+    return dice.choice(WRONG if chance > 0.97 else PLAIN)
+
+
+def forms(count: int) -> Iterator[object]:
+    """Read forms that end anywhere, and forms with changed bytes."""
+    cut = [form[:end] for form in FORMS for end in range(len(form) + 1)]
+    changed = [
+        Mutator.bytes_changed(Mutator(SEED, number), FORMS[number % len(FORMS)])
+        for number in range(count)
+    ]
+    for form in cut + changed:
+        try:
+            named = [
+                forbidden_form(form, FORM_TYPE, tenants=tenants, may=ClientFields())
+                for tenants in (False, True)
+            ]
+            yield named, form_fields(form, FORM_TYPE), plain_model(form, FORM_TYPE)
+        except Exception as error:
+            yield repr(error)
+
+
+def events(count: int) -> Iterator[object]:
+    """Pass streams of events on that are cut and changed."""
+    for number in range(count):
+        mutator = Mutator(SEED, number)
+        data = EVENTS[number % len(EVENTS)]
+        if number > len(EVENTS):
+            data = mutator.bytes_changed(data)
+        ends = sorted({0, len(data), *(mutator.random.randrange(len(data)) for _ in range(3))})
+        stream = EventStream()
+        try:
+            passed = [(stream.feed(data[a:b]), stream.tokens) for a, b in pairwise(ends)]
+            told = [recounted(data, 1), without_usage(data), usage_in(data)]
+            yield passed, stream.rest(), stream.usage(), stream.error_event("no", "no"), told
+        except Exception as error:
+            yield repr(error)
+
+
+def sockets(count: int) -> Iterator[object]:
+    """Send streams of requests to a router; show what the client and the worker receive."""
+    yield from uvloop.run(_sockets(count))  # not asyncio's loop: the router runs on this one
+
+
+async def _sockets(count: int) -> list[object]:
+    site = Site({}, {"linger_s": 10.0})
+    await site.start((Fake(),))
+    site.wire._id_prefix = b"id"
+    site.fake.always(scripts.answer())
+    host = b"127.0.0.1:%d" % site.fake.port
+    shown: list[object] = []
+    for number in range(count):
+        read, _, _ = judge.read([b"".join(Mutator(SOCKET_SEED, number).requests())])
+        if not all(request.head.keep_alive for request in read):
+            continue  # the bytes after such a request may have the connection reset
+        heard, before = bytearray(), len(site.fake.served)
+        taken = await play(site, number, heard)
+        calls = [(call.head.replace(host, b"w"), call.body) for call in site.fake.served[before:]]
+        shown.append((taken, bytes(heard).replace(CONTINUE, b""), calls))
+    await asyncio.wait_for(site.stop(), 60.0)
+    return shown
+
+
+PARTS = {each.__name__: each for each in (requests, answers, bodies, forms, events, sockets)}
+
+
+if __name__ == "__main__":
+    for line in PARTS[sys.argv[1]](int(sys.argv[2])):
+        print(repr(line))  # noqa: T201
