@@ -5,6 +5,10 @@ them long and held. Their slots are all taken; or there are more, but no room in
 the scan looks at who waits, and finds nobody it can admit; or there is so little room that somebody
 may be preempted in the next step, and with classes of service those who run are put in their order.
 
+Three scenes have slots and room, and waiting requests that vLLM skips in each step: the adapters of
+the running requests take all LoRA slots, grammars are being compiled, or the KV connector has not
+finished its look-ups. These run 256 decodes and no prefill, so that both sides scan the queue.
+
 Both sides take the same steps in turns; medians of the processor time of the call alone, so that
 other programs on the machine matter little. Models are fitted when a step's result is taken in: the
 last column has `update_from_output()` too.
@@ -17,6 +21,7 @@ import gc
 import statistics
 import time
 from collections.abc import Mapping
+from concurrent.futures import Future
 from typing import Any
 
 from rich.console import Console
@@ -56,7 +61,14 @@ SETS: dict[str, Policies] = {
     },
 }  # fmt: skip
 EVERY = ("every", "every, auto", "every, static")
-TAKEN, FREE, LITTLE = SLOTS = ("taken", "free, no KV", "taken, little KV")
+TAKEN, FREE, LITTLE = ("taken", "free, no KV", "taken, little KV")
+LORAS, GRAMMARS, LOOKUPS = SKIPPED = (
+    "LoRA slots full", "grammars compiling", "look-ups pending"
+)  # fmt: skip
+SLOTS = (TAKEN, FREE, LITTLE, *SKIPPED)
+# Upstream skips each waiting request in each step: with more of them a run takes minutes.
+MAX_SKIPPED = 1_000
+MAX_LORAS, WAITING_ADAPTERS = 2, 8
 # Blocks that are left where there is little room: fewer than may be needed, as many as are.
 LITTLE_ROOM = 400
 
@@ -97,6 +109,39 @@ def loaded(kind: type, policies: Policies | None, waiting: int, slots: str = TAK
     return scheduler
 
 
+def skipping(kind: type, policies: Policies | None, waiting: int, scene: str) -> Any:
+    """Return a scheduler with decodes that run, and waiting requests that vLLM skips."""
+    scheduler = make_scheduler(
+        policies,
+        scheduler_cls=kind,
+        budget=1024,
+        max_model_len=131_072,
+        max_num_seqs=2 * RUNNING,
+        num_blocks=RUNNING * 2048 // BLOCK + 10_000,
+        max_loras=MAX_LORAS if scene == LORAS else 0,
+        connector="SimulatedConnector" if scene == LOOKUPS else None,
+    )
+    for number in range(RUNNING):
+        adapter = 1 + number % MAX_LORAS if scene == LORAS else 0
+        scheduler.add_request(make_request(8, output=2000, adapter=adapter))
+    while len(scheduler.running) < RUNNING:
+        take_step(scheduler)
+    if scene == LOOKUPS:
+        scheduler.connector.get_num_new_matched_tokens = lambda *_: (None, False)
+    for number in range(waiting):
+        tokens = LONG_TOKENS if number % 2 else SHORT_TOKENS
+        adapter = MAX_LORAS + 1 + number % WAITING_ADAPTERS if scene == LORAS else 0
+        grammar: Future[Any] | None = Future() if scene == GRAMMARS else None
+        scheduler.add_request(
+            make_request(
+                tokens, output=10, priority=number % 3 - 1, hashed=False, adapter=adapter,
+                grammar=grammar,
+            )
+        )  # fmt: skip
+    assert len(scheduler.running) == RUNNING
+    return scheduler
+
+
 def leave_little(scheduler: Any, stock: list[Any]) -> None:
     """Take blocks into the stock, or give some back, until there is but little room."""
     pool = scheduler.kv_cache_manager.block_pool
@@ -123,8 +168,9 @@ def measure(
     kinds: tuple[type, type], policies: Policies, waiting: int, steps: int, slots: str
 ) -> tuple[list[float], list[float]]:
     """Return the median seconds of both sides, which step in turns: of the call, and of both."""
+    make = skipping if slots in SKIPPED else loaded
     schedulers = [
-        loaded(kind, given, waiting, slots)
+        make(kind, given, waiting, slots)
         for kind, given in zip(kinds, (None, policies), strict=True)
     ]
     stocks: list[list[Any]] = [[], []]
@@ -161,6 +207,8 @@ def main() -> None:
         for name in arguments.kinds:
             for slots in arguments.slots:
                 for waiting in arguments.waiting:
+                    if slots in SKIPPED and waiting > MAX_SKIPPED:
+                        continue
                     rounds = []
                     for _ in range(arguments.rounds):
                         rounds.append(

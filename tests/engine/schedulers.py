@@ -6,11 +6,20 @@ import copy
 import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import torch
-from vllm.config import CacheConfig, ModelConfig, SchedulerConfig, VllmConfig
-from vllm.sampling_params import SamplingParams
+from vllm.config import (
+    CacheConfig,
+    KVTransferConfig,
+    LoRAConfig,
+    ModelConfig,
+    SchedulerConfig,
+    VllmConfig,
+)
+from vllm.lora.request import LoRARequest
+from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -55,9 +64,14 @@ def make_scheduler(
     priority: bool = False,
     prefix_caching: bool = False,
     chunked_prefill: bool = True,
+    max_loras: int = 0,
+    connector: str | None = None,
     **scheduler_options: Any,
 ) -> Any:
-    """Make a scheduler as the engine does, over a KV cache of so many blocks of 16 tokens."""
+    """Return a scheduler made as the engine makes it, over this many KV blocks of 16 tokens.
+
+    `connector` names a class in `vllm_sched.engine.simulated_transfer`.
+    """
     config = copy.copy(base_config())
     config.model_config = copy.copy(config.model_config)
     config.model_config.max_model_len = max_model_len
@@ -76,6 +90,14 @@ def make_scheduler(
         policy="priority" if priority else "fcfs",
         **scheduler_options,
     )
+    if max_loras:
+        config.lora_config = LoRAConfig(max_loras=max_loras)
+    if connector is not None:
+        config.kv_transfer_config = KVTransferConfig(
+            kv_connector=connector,
+            kv_connector_module_path="vllm_sched.engine.simulated_transfer",
+            kv_role="kv_both",
+        )
     spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=1, dtype=torch.float32)
     return scheduler_cls(
         vllm_config=config,
@@ -105,17 +127,24 @@ def make_request(
     priority: int = 0,
     arrival: float | None = None,
     hashed: bool = True,
+    adapter: int = 0,
+    grammar: Future[Any] | None = None,
 ) -> Request:
     """Make a request with a prompt of that length, unlike any other, or of those tokens.
 
-    Unhashed it is quicker to make, for where nothing is cached.
+    Unhashed it is quicker to make, for where nothing is cached. `adapter` is the number of a LoRA
+    adapter, 0 for none; a request with a `grammar` waits until that is compiled.
     """
     number = next(_ids)
     # The first token is the request's own: no two prompts of plain length share a prefix.
     prompt = [number, *[5] * (tokens - 1)] if isinstance(tokens, int) else list(tokens)
-    sampling = SamplingParams(ignore_eos=True, max_tokens=output)
+    sampling = SamplingParams(
+        ignore_eos=True,
+        max_tokens=output,
+        structured_outputs=None if grammar is None else StructuredOutputsParams(regex="a"),
+    )
     sampling.update_from_generation_config({}, eos_token_id=1)
-    return Request(
+    request = Request(
         request_id=name or f"r{number}",
         prompt_token_ids=prompt,
         sampling_params=sampling,
@@ -123,7 +152,12 @@ def make_request(
         arrival_time=float(number) if arrival is None else arrival,
         priority=priority,
         block_hasher=hasher() if hashed else None,
+        lora_request=LoRARequest(f"adapter{adapter}", adapter, "/none") if adapter else None,
     )
+    if grammar is not None:
+        assert request.structured_output_request is not None
+        request.structured_output_request.grammar = grammar
+    return request
 
 
 def answer(scheduler: Any, output: SchedulerOutput) -> ModelRunnerOutput:

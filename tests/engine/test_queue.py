@@ -10,7 +10,8 @@ from vllm.v1.core.sched.request_queue import FCFSRequestQueue, PriorityRequestQu
 from vllm.v1.request import Request
 
 from tests.engine.schedulers import make_request
-from vllm_sched.engine.queue import LaneKey, LaneQueue
+from vllm_sched.engine.held import LaneKey
+from vllm_sched.engine.queue import LaneQueue
 from vllm_sched.policies.types import Gate
 
 
@@ -72,12 +73,14 @@ def test_with_open_gates_it_is_upstreams_queue(by_priority: bool, seed: int) -> 
             ours.remove_requests(gone)
             theirs.remove_requests(gone)
         elif action < 0.75 and theirs:
-            # The scan skips a few and puts them back, the way upstream does.
+            # The scan skips a few and puts them back, the way upstream does; the next step begins.
             number = min(len(theirs), 3)
             skipped = [theirs.pop_request() for _ in range(number)][::-1]
             assert [ours.pop_request() for _ in range(number)][::-1] == skipped
             ours.prepend_requests(skipped)
             theirs.prepend_requests(skipped)
+            ours.end_step()
+            ours.begin_step(0.0)
         elif theirs:
             assert ours.peek_request() is theirs.peek_request()
             assert ours.pop_request() is theirs.pop_request()

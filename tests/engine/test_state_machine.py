@@ -492,14 +492,15 @@ class AnyPolicies(Machine):
 
         def gate_of(lane: Any, head: Any, waited: float) -> Gate:
             gates[head] = gate = ask(lane, head, waited)
-            held = queue._held_by.get(lane) == number
+            held = queue.counted.held_by.get(lane) == number
             assert not (held and is_overdue(head)), "held beyond the bound of its lane"
             return gate
 
         def choosing() -> Any:
             gates.clear()
             chosen = choose()
-            fronts = [heap[0].request for heap in queue._heaps.values()]
+            lanes_of_group = queue._heaps.values()
+            fronts = [heap[0].request for lanes in lanes_of_group for heap in lanes.values()]
             overdue = [r for r in fronts if gates[r] is Gate.OPEN and is_overdue(r)]
             # One that was preempted stands for the longest wait behind it.
             if overdue and chosen not in overdue and not chosen.num_preemptions:

@@ -6,6 +6,10 @@ many wait in it. Among open lanes the most urgent is offered, and of equals the 
 would serve first, so that with all gates open and no urgency the order is upstream's, first come
 first served or by priority.
 
+A request that upstream takes and puts back could not begin. It leaves its lane for a while, so that
+a step costs the same however many there are: until its LoRA adapter may have a slot, until its
+grammar is compiled, or else until its turn among `MAX_RETRIES` of these requests in each step.
+
 Two promises to the scan: what was peeked is what is popped (blocks were allocated for it), and
 `len` counts everybody while `bool` tells only whether somebody may enter now.
 """
@@ -14,21 +18,26 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from math import inf
 from typing import Any, NamedTuple
 
 from vllm.v1.core.sched.request_queue import RequestQueue
 from vllm.v1.request import Request
 
-from vllm_sched.policies.types import Gate, LaneCount
-
-LaneKey = tuple[str, ...]  # a lane for each policy
+from vllm_sched.engine.held import LaneCounts, LaneKey
+from vllm_sched.policies.types import Gate
 
 # Dead entries are swept out once there are this many and they are the majority.
 SWEEP = 64
 # For so many steps one that could not begin is not thought to be able to.
 RETRY_STEPS = 8
+# In each step so many requests that could not begin are offered again. Upstream's own scan takes
+# each of them in each step; here each waits at most a step per MAX_RETRIES requests.
+MAX_RETRIES = 64
+# A group holds requests whose adapter had no slot, and has that adapter's number. These two hold
+# the requests in their lanes, and requests that could not begin for another reason.
+IN_LANE, SET_ASIDE = 0, -1
 # Of those who belong elsewhere so many move in a step, at most. A prefix that thousands share can
 # be cached from one step to the next.
 MOST_MOVES = 32
@@ -47,6 +56,14 @@ class Entry(NamedTuple):
     owed_since: float  # what its gate goes by: it may stand in front of one who waits for longer
 
 
+class Place(NamedTuple):
+    """Where a request waits."""
+
+    entry: Entry
+    lane: LaneKey
+    group: int
+
+
 class LaneQueue(RequestQueue):
     """Requests in lanes; see the module's text."""
 
@@ -60,6 +77,9 @@ class LaneQueue(RequestQueue):
         blocks_read: Callable[[], int],
         clock: Callable[[], float],
         num_policies: int,
+        closed_adapter: Callable[[Request], int] = lambda _: 0,
+        open_adapters: Callable[[], Collection[int] | None] = lambda: None,
+        compiles_grammar: Callable[[Request], bool] = lambda _: False,
     ) -> None:
         self._by_priority = by_priority
         self._lanes_of = lanes_of
@@ -67,34 +87,39 @@ class LaneQueue(RequestQueue):
         self._urgency_of = urgency_of
         self._blocks_read = blocks_read  # of cached prefixes, to tell lanes in this step
         self._clock = clock
-        self._heaps: dict[LaneKey, list[Entry]] = {}
-        self._live: dict[Request, tuple[Entry, LaneKey]] = {}
+        self._closed_adapter = closed_adapter  # 0 if a request may enter with its adapter
+        self._open_adapters = open_adapters  # None if requests may enter with any adapter
+        self._compiles_grammar = compiles_grammar
+        # By group, then by lane.
+        self._heaps: dict[int, dict[LaneKey, list[Entry]]] = {IN_LANE: {}}
+        self._live: dict[Request, Place] = {}
+        # Requests of the group SET_ASIDE; the one that was offered longest ago is first.
+        self._aside: dict[Request, None] = {}
+        # How many requests each other group holds, by lane.
+        self._sizes: defaultdict[int, Counter[LaneKey]] = defaultdict(Counter)
         self._dead = 0
         self._last = 0  # order of the newest at the end
         self._first = 0  # order of the newest at the front
         # Those popped in this step: put back, they have not begun to wait anew.
-        self._popped: dict[Request, tuple[float, LaneKey]] = {}
+        self._popped: dict[Request, Place] = {}
         # Those who were popped in the step before and stayed away: since when, and whence.
         self.entered: dict[Request, tuple[float, LaneKey]] = {}
-        # Those whom upstream popped and put back, for they could not begin: in which step.
+        # Requests in their lanes that upstream popped and put back, for they could not begin: in
+        # which step.
         self._turned_away: dict[Request, int] = {}
         self._steps = 0
         self._moves = 0  # in this step
-        # The lanes whose fronts belong to another that they have yet to move to.
-        self._strays: dict[LaneKey, LaneKey] = {}
+        # The lanes, of a group each, whose fronts belong to another that they have yet to move to.
+        self._strays: dict[tuple[int, LaneKey], LaneKey] = {}
         self._offer: Request | None = None
         self._peeked = False
         self._now = 0.0
         self.refused: Request | None = None  # offered in an earlier step, and found no room
         # The place of the request that a policy gave no tokens in this step.
-        self._excused: tuple[Entry, LaneKey] | None = None
-        self.counts: list[defaultdict[str, LaneCount]] = [
-            defaultdict(LaneCount) for _ in range(num_policies)
-        ]
-        # How many wait where all policies' lanes meet, which is what a gate is asked for.
-        self.here: Counter[LaneKey] = Counter()
-        # And which policy holds them: the first that did when it was asked last, in this step.
-        self._held_by: dict[LaneKey, int] = {}
+        self._excused: Place | None = None
+        self.counted = LaneCounts(num_policies)
+        self.counts, self.here = self.counted.by_policy, self.counted.here
+        self.held = self.counted.held
         self._offers = False  # whether upstream looked for who enters, in this step
         self.offered = False  # and in the one before
 
@@ -106,20 +131,11 @@ class LaneQueue(RequestQueue):
         self._steps += 1
         self._moves = 0
         self._forget_offer()
-        for counts in self.counts:
-            for count in counts.values():
-                count.waited = 0.0
-        for lane, heap in self._heaps.items():
-            self._bury(heap)
-            if not heap:
-                continue
-            waited = now - heap[0].owed_since
-            for counts, name in zip(self.counts, lane, strict=True):
-                count = counts[name]
-                if waited > count.waited:
-                    count.waited = waited
+        if self._aside:
+            self._offer_again()
+        self.counted.note_waits(self._waits_of_fronts())
         self._count_held()
-        self._held_by.clear()
+        self.counted.held_by.clear()
         self.offered, self._offers = self._offers, False
 
     def end_step(self) -> None:
@@ -127,12 +143,13 @@ class LaneQueue(RequestQueue):
         if self._peeked and self._offer is not None:
             self.refused = self._offer
         self._excused = None
-        self.entered, self._popped = self._popped, {}
+        self.entered = {r: (place.entry.since, place.lane) for r, place in self._popped.items()}
+        self._popped = {}
         if self._turned_away:
             self._turned_away = {
                 request: step
                 for request, step in self._turned_away.items()
-                if request in self._live and self._steps - step < RETRY_STEPS
+                if self._steps - step < RETRY_STEPS
             }
         self._forget_offer()
 
@@ -150,13 +167,6 @@ class LaneQueue(RequestQueue):
     def could_begin(self, request: Request) -> bool:
         """Tell whether it was not turned away of late: for LoRA slots, its grammar, its input."""
         return request not in self._turned_away
-
-    def held(self, lane: LaneKey, by: int | None) -> None:
-        """Hear which policy's gate was closed to this lane's front, if one was."""
-        if by is None:
-            self._held_by.pop(lane, None)
-        else:
-            self._held_by[lane] = by
 
     def ask_gates(self) -> None:
         """Count anew who is held, by what all gates say now."""
@@ -197,10 +207,11 @@ class LaneQueue(RequestQueue):
         request = self._offered()
         if request is None:
             raise IndexError("pop from a queue without an open lane")
-        entry, lane = self._live[request]
-        heapq.heappop(self._heaps[lane])  # it is the head: that is how it came to be offered
+        entry, lane, group = self._live[request]
+        heapq.heappop(self._heaps[group][lane])  # it is the head: so it came to be offered
         self._drop(request)
-        self._popped[request] = entry.since, self._strays.get(lane, lane)
+        self._turned_away.pop(request, None)
+        self._popped[request] = Place(entry, self._strays.get((group, lane), lane), group)
         if self.refused is request and self._excused is None:
             self.refused = None
         self._forget_offer()
@@ -216,8 +227,9 @@ class LaneQueue(RequestQueue):
         """Remove those that are there; their places are swept later."""
         for request in requests:
             if request in self._live:
+                self._dead += self._live[request].group != SET_ASIDE
                 self._drop(request)
-                self._dead += 1
+                self._turned_away.pop(request, None)
             if self.refused is request:
                 self.refused = None
         self._forget_offer()
@@ -238,65 +250,102 @@ class LaneQueue(RequestQueue):
 
     def __iter__(self) -> Iterator[Request]:
         """Go through everybody in upstream's order, lanes and gates aside."""
-        return (entry.request for entry in sorted(entry for entry, _ in self._live.values()))
+        return (entry.request for entry in sorted(place.entry for place in self._live.values()))
 
     # Inside
 
     def _push(self, request: Request, number: int) -> None:
         popped = self._popped.pop(request, None)
-        if self._excused is not None and request is self._excused[0].request:
+        self._forget_offer()
+        if self._excused is not None and request is self._excused.entry.request:
             self._place(*self._excused)
-            self._forget_offer()
             return
         if popped is not None and number < 0:
-            self._turned_away[request] = self._steps
+            self._set_aside(popped)
+            return
         order = request if self._by_priority else number
-        since = self._clock() if popped is None else popped[0]
+        since = self._clock()
         lane = self._lanes_of(request)
         # One that was preempted goes in front, where a bound on waits that had run out, or nearly,
         # must not begin anew for all behind it.
         owed = min(since, self._owed_behind(lane, order)) if number < 0 else since
         self._place(Entry(order, request, since, request.num_tokens, owed), lane)
-        self._forget_offer()
+
+    def _set_aside(self, popped: Place) -> None:
+        """Keep a request that could not begin out of its lane, at the place that it had."""
+        entry, lane, _ = popped
+        request = entry.request
+        if group := self._closed_adapter(request):
+            self._place(entry, lane, group)
+        elif request.num_preemptions:
+            # It waits for results that are under way: for a step or two.
+            self._turned_away[request] = self._steps
+            self._place(entry, lane)
+        else:
+            self._aside[request] = None
+            self._hold(Place(entry, lane, SET_ASIDE))
+
+    def _offer_again(self) -> None:
+        """Put up to MAX_RETRIES requests that could not begin back into their lanes."""
+        offered = Counter(self._live[request].lane for request in self._turned_away)
+        again: list[Place] = []
+        for request in self._aside:
+            place = self._live[request]
+            # Those that were not looked at since, as behind a closed gate, count too.
+            if offered[place.lane] >= MAX_RETRIES or self._compiles_grammar(request):
+                continue
+            offered[place.lane] += 1
+            again.append(place)
+            if len(again) == MAX_RETRIES:
+                break
+        for entry, lane, _ in again:
+            self._drop(entry.request)
+            self._turned_away[entry.request] = self._steps
+            self._place(entry, lane)
 
     def _owed_behind(self, lane: LaneKey, order: Any) -> float:
-        heap = self._heaps.get(lane)
+        heap = self._heaps[IN_LANE].get(lane)
         if not heap or heap[0].request not in self._live or not order < heap[0].order:
             return inf
         return heap[0].owed_since
 
-    def _place(self, entry: Entry, lane: LaneKey) -> None:
-        heapq.heappush(self._heaps.setdefault(lane, []), entry)
-        self._live[entry.request] = (entry, lane)
-        self._count(lane, 1, entry.tokens)
+    def _place(self, entry: Entry, lane: LaneKey, group: int = IN_LANE) -> None:
+        heapq.heappush(self._heaps.setdefault(group, {}).setdefault(lane, []), entry)
+        self._hold(Place(entry, lane, group))
+
+    def _hold(self, place: Place) -> None:
+        self._live[place.entry.request] = place
+        self._count(place, 1)
 
     def _drop(self, request: Request) -> None:
-        entry, lane = self._live.pop(request)
-        self._count(lane, -1, -entry.tokens)
+        place = self._live.pop(request)
+        self._count(place, -1)
+        if place.group == SET_ASIDE:
+            del self._aside[request]
 
-    def _count(self, lane: LaneKey, requests: int, tokens: int) -> None:
-        self.here[lane] += requests
-        if not self.here[lane]:
-            del self.here[lane]
-        for counts, name in zip(self.counts, lane, strict=True):
-            count = counts[name]
-            count.requests += requests
-            count.tokens += tokens
+    def _count(self, place: Place, requests: int) -> None:
+        entry, lane, group = place
+        self.counted.add(lane, requests, requests * entry.tokens)
+        if group != IN_LANE:
+            self._sizes[group][lane] += requests
+
+    def _waits_of_fronts(self) -> Iterator[tuple[LaneKey, float]]:
+        for group in self._open_groups():
+            for lane, heap in self._heaps[group].items():
+                self._bury(heap)
+                if heap:
+                    yield lane, self._now - heap[0].owed_since
 
     def _count_held(self) -> None:
-        for counts in self.counts:
-            for count in counts.values():
-                count.held = count.barred = 0
         barred: Counter[LaneKey] = Counter()
         if self._turned_away:
-            barred.update(self._live[r][1] for r in self._turned_away if r in self._live)
-        for lane in self._held_by.keys() | barred.keys():
-            by = self._held_by.get(lane)
-            for number, (counts, name) in enumerate(zip(self.counts, lane, strict=True)):
-                if by is None or by == number:
-                    counts[name].barred += barred[lane]
-                else:
-                    counts[name].held += self.here[lane]
+            barred.update(self._live[request].lane for request in self._turned_away)
+        if self._sizes:
+            open_groups = self._open_groups()
+            for group, sizes in self._sizes.items():
+                if group not in open_groups:
+                    barred.update(sizes)
+        self.counted.note_held(barred)
 
     def _forget_offer(self) -> None:
         self._offer = None
@@ -308,42 +357,58 @@ class LaneQueue(RequestQueue):
             self._offer = self._choose()
         return self._offer
 
+    def _open_groups(self) -> list[int]:
+        """Return the groups whose requests may begin."""
+        if len(self._heaps) == 1:
+            return [IN_LANE]
+        adapters = self._open_adapters()
+        if adapters is None:
+            return list(self._heaps)
+        return [IN_LANE, *(adapter for adapter in adapters if adapter in self._heaps)]
+
     def _choose(self) -> Request | None:
         # First everybody in front gets to the lane he belongs to, or is judged by it until a later
         # step has a move for him. Then the fronts are compared: one who moves can become the front
         # of a lane that was looked at before.
         self._strays.clear()
-        for lane in tuple(self._heaps):
-            self._settle(lane)
+        groups = self._open_groups()
+        for group in groups:
+            for lane in tuple(self._heaps[group]):
+                self._settle(lane, group)
         best: tuple[Gate, tuple[float, ...], Any] | None = None
         chosen = None
-        for lane, heap in self._heaps.items():
-            head = heap[0]
-            waited = self._now - head.owed_since
-            where = self._strays.get(lane, lane)
-            gate = self._gate_of(where, head.request, waited)
-            if gate is Gate.CLOSED:
-                continue
-            place = (gate, self._urgency_of(where, head.request, waited), head.order)
-            if best is None or place < best:
-                best = place
-                chosen = head.request
+        for group in groups:
+            for lane, heap in self._heaps[group].items():
+                head = heap[0]
+                waited = self._now - head.owed_since
+                where = self._strays.get((group, lane), lane) if self._strays else lane
+                gate = self._gate_of(where, head.request, waited)
+                if gate is Gate.CLOSED:
+                    continue
+                place = (gate, self._urgency_of(where, head.request, waited), head.order)
+                if best is None or place < best:
+                    best = place
+                    chosen = head.request
+        for group in groups[1:]:
+            if not self._heaps[group]:
+                del self._heaps[group]
+                self._sizes.pop(group, None)
         return chosen
 
     def _bury(self, heap: list[Entry]) -> None:
         """Take those who are no longer here from its front."""
         while heap and (
-            (live := self._live.get(heap[0].request)) is None or live[0] is not heap[0]
+            (live := self._live.get(heap[0].request)) is None or live.entry is not heap[0]
         ):
             heapq.heappop(heap)
             self._dead -= 1
 
-    def _settle(self, lane: LaneKey) -> None:
+    def _settle(self, lane: LaneKey, group: int) -> None:
         """Make the front of this lane one who waits and belongs here, or remove the lane.
 
         Where the step has no move left, who belongs elsewhere stays and is noted as a stray.
         """
-        heap = self._heaps[lane]
+        heap = self._heaps[group][lane]
         while heap:
             self._bury(heap)
             if not heap:
@@ -353,13 +418,13 @@ class LaneQueue(RequestQueue):
             if belongs == lane:
                 return
             if not self._may_move(entry, belongs):
-                self._strays[lane] = belongs
+                self._strays[group, lane] = belongs
                 return
             self._moves += 1
             heapq.heappop(heap)
             self._drop(entry.request)
-            self._place(entry, belongs)
-        del self._heaps[lane]
+            self._place(entry, belongs, group)
+        del self._heaps[group][lane]
 
     def _may_move(self, entry: Entry, belongs: LaneKey) -> bool:
         if self._moves < MOST_MOVES:
@@ -374,10 +439,11 @@ class LaneQueue(RequestQueue):
         return self._gate_of(belongs, entry.request, waited) is Gate.CLOSED
 
     def _sweep(self) -> None:
-        heaps: dict[LaneKey, list[Entry]] = {}
-        for entry, lane in self._live.values():
-            heaps.setdefault(lane, []).append(entry)
-        for heap in heaps.values():
-            heapq.heapify(heap)
-        self._heaps = heaps
+        self._heaps = {IN_LANE: {}}
+        for entry, lane, group in self._live.values():
+            if group != SET_ASIDE:
+                self._heaps.setdefault(group, {}).setdefault(lane, []).append(entry)
+        for heaps in self._heaps.values():
+            for heap in heaps.values():
+                heapq.heapify(heap)
         self._dead = 0

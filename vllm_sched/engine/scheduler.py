@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, ClassVar, Final
@@ -23,8 +23,10 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_sched.engine import seams, start
+from vllm_sched.engine.held import LaneKey
 from vllm_sched.engine.in_flight import Begun, Done, InFlight, chunks_of
-from vllm_sched.engine.queue import LaneKey, LaneQueue
+from vllm_sched.engine.lora_slots import LoraSlots
+from vllm_sched.engine.queue import LaneQueue
 from vllm_sched.engine.watched import Seen, Watched
 from vllm_sched.policies.types import Gate, Policy, Step, StepResult, one_class
 
@@ -39,6 +41,7 @@ else:
     Upstream = object
 
 RUNNING: Final = RequestStatus.RUNNING
+COMPILES: Final = RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
 # To look up an enum's member takes as long as a gate may.
 OPEN, CLOSED = Gate.OPEN, Gate.CLOSED
 computed = attrgetter("num_computed_tokens")
@@ -61,6 +64,7 @@ class PolicySteps(Upstream):
     _policies: Sequence[Policy] = ()
     _seen: Seen | None = None
     _tell_result: Sequence[Callable[[StepResult], None]] = ()
+    _lora_slots: LoraSlots | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -121,6 +125,8 @@ class PolicySteps(Upstream):
         self._tell_admitted = [tell for _, tell in overrides(self._policies, "admitted")]
         self._tell_departed = [tell for _, tell in overrides(self._policies, "departed")]
         self._tell_result = [tell for _, tell in overrides(self._policies, "observe")]
+        if self.lora_config is not None:
+            self._lora_slots = LoraSlots(self.lora_config.max_loras)
         self.waiting = LaneQueue(
             by_priority=self.policy == SchedulingPolicy.PRIORITY,
             lanes_of=self._lanes_of,
@@ -129,6 +135,9 @@ class PolicySteps(Upstream):
             blocks_read=lambda: self._blocks_read,
             clock=self.clock,
             num_policies=len(self._policies),
+            closed_adapter=self._closed_adapter,
+            open_adapters=self._open_adapters,
+            compiles_grammar=_compiles_grammar,
         )
 
     def clock(self) -> float:
@@ -179,10 +188,21 @@ class PolicySteps(Upstream):
                 tell(request, wishes or {})
         super().add_request(request)
 
+    def _handle_blocked_waiting_request(self, request: Request) -> bool:
+        ready = super()._handle_blocked_waiting_request(request)
+        if not ready or (slots := self._lora_slots) is None:
+            return bool(ready)
+        # A request that holds KV blocks does not pass the lanes, so its adapter is checked here.
+        if closed := self._closed_adapter(request):
+            slots.skipped(request)
+        return not closed
+
     def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
         if self._policies:
             self._departed += request.num_computed_tokens > 0
             self._classes.pop(request, None)
+            if self._lora_slots is not None:
+                self._lora_slots.departed(request)
             now = self.clock()
             for tell in self._tell_departed:
                 tell(request, now)
@@ -211,11 +231,13 @@ class PolicySteps(Upstream):
         kv_short = self._by_class and self._may_preempt(kv_free, prefills)
         if kv_short or (prefills and self._arranges):
             self._arrange(prefills, decoding, by_class=kv_short)
+        self._counted = len(running)
+        if self._lora_slots is not None:
+            self._lora_slots.begin_step(running, now)
         self.waiting.begin_step(now)
         # Sessions that wait for their client's next input keep theirs, for who knows how long.
         asleep = self.num_waiting_for_streaming_input
         self._idle = not running and len(self.kv_holding_waiting) <= asleep
-        self._counted = len(running)
         refused = self.waiting.refused
         if refused is not None and self._has_room(refused, kv_free):
             refused = None  # it was left for something else, or there is room by now
@@ -474,7 +496,23 @@ class PolicySteps(Upstream):
         if not self._admits():
             return None
         choice: Request | None = self.waiting.first_choice()
-        return choice if choice is not None and self.waiting.could_begin(choice) else None
+        if choice is None or self._closed_adapter(choice):
+            return None
+        return choice if self.waiting.could_begin(choice) else None
+
+    def _closed_adapter(self, request: Request) -> int:
+        """Return the request's LoRA adapter if no request may enter with it now, else 0."""
+        if (slots := self._lora_slots) is None:
+            return 0
+        self._note_admissions()
+        return slots.closed_adapter(request)
+
+    def _open_adapters(self) -> Collection[int] | None:
+        """Return the LoRA adapters that requests may enter with; None if it may be any."""
+        if (slots := self._lora_slots) is None:
+            return None
+        self._note_admissions()
+        return slots.open_adapters()
 
     def _ask_gates(self) -> None:
         # Where upstream had tokens left for those who wait, what was found then will do: this step
@@ -512,9 +550,13 @@ class PolicySteps(Upstream):
         return tuple(urgency(lanes[number], head, waited) for number, urgency in self._ask_urgency)
 
     def _note_admissions(self) -> None:
+        if len(self.running) == self._counted:
+            return
         for request in self.running[self._counted :]:
             for tell in self._tell_admitted:
                 tell(request)
+            if self._lora_slots is not None:
+                self._lora_slots.admitted(request)
         self._counted = len(self.running)
 
     def _cut(self, request: Request, computed: int, tokens: int) -> int:
@@ -572,6 +614,12 @@ class PolicySteps(Upstream):
     def _learn(self, done: Done) -> None:
         for tell in self._tell_result:
             tell(done.result)
+
+
+def _compiles_grammar(request: Request) -> bool:
+    """Whether the request's grammar is being compiled."""
+    grammar = request.structured_output_request
+    return request.status is COMPILES and grammar is not None and not grammar.is_grammar_ready
 
 
 class PolicyScheduler(Watched, PolicySteps, AsyncScheduler):

@@ -25,6 +25,7 @@ METHODS: dict[str, tuple[str, ...]] = {
     "update_from_output": ("scheduler_output",),
     "add_request": ("request",),
     "_free_request": ("request",),
+    "_handle_blocked_waiting_request": ("request",),
     "_reserve_prefill_lookahead": ("request", "num_computed_tokens", "num_new_tokens"),
     "_mamba_block_aligned_split": ("request", "num_new_tokens", "num_new_local_computed_tokens"),
 }
@@ -57,6 +58,7 @@ ATTRIBUTES = (
     "_inflight_prefills",
     "max_num_active_reqs",
     "num_waiting_for_streaming_input",
+    "lora_config",
     "max_num_scheduled_tokens",
     "current_step",
     "pause_state",

@@ -186,7 +186,8 @@ class Lanes(Policy):
 
     def _others_wait(self) -> bool:
         waiting = self._waiting
-        return any(waiting.get(lane, EMPTY).requests for lane in (URGENT, NORMAL))
+        # A request that cannot begin is not waited for.
+        return any(waiting.get(lane, EMPTY).able for lane in (URGENT, NORMAL))
 
     def gate(self, lane: str, head: RequestView, waited: float) -> Gate:
         """Hold batch while somebody else waits or is in prefill, or there is but the reserve.

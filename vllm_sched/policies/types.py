@@ -67,15 +67,22 @@ class LaneCount:
 
     requests: int = 0
     tokens: int = 0  # as each had when it began to wait
-    waited: float = 0.0  # seconds, of the one in front, when the step began
+    # Seconds that the front request has waited when the step begins. A request whose LoRA adapter
+    # has no slot is not a front.
+    waited: float = 0.0
     held: int = 0  # of them, by other policies, as gates were found in the step before
     barred: int = 0  # of the rest, by the engine: for want of a LoRA slot, or a grammar
 
     @property
+    def able(self) -> int:
+        """Return the number of requests that the engine could begin, held ones included."""
+        # Within a step held and barred requests may have left already.
+        return max(self.requests - self.barred, 0)
+
+    @property
     def asking(self) -> int:
-        """How many would come if this policy lets them."""
-        # Within a step those who were held or barred may have gone already.
-        return max(self.requests - self.held - self.barred, 0)
+        """Return the number of requests that would enter if this policy lets them."""
+        return max(self.able - self.held, 0)
 
 
 def nobody() -> None:

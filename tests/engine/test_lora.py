@@ -1,0 +1,250 @@
+"""LoRA adapters under policies: no more at once than there are slots, and each served in time."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections import deque
+from typing import Any
+
+import pytest
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.request import RequestStatus
+
+from tests.engine.schedulers import answer, make_request, make_scheduler, until
+from tests.policies.making import Bench
+from vllm_sched import PolicyScheduler, SyncPolicyScheduler
+from vllm_sched.engine.lora_slots import MAX_KEPT_STEPS, MAX_WAIT_S
+from vllm_sched.policies import registry
+
+WORLDS_PER_SET = 75
+STEP_S = 0.05
+# Far more than any world takes: the longest holds of policies are in seconds.
+MAX_STEPS = 6_000
+SINGLE = list(registry.POLICIES)
+PAIRS = [list(pair) for pair in itertools.combinations(SINGLE, 2) if pair not in registry.CONFLICTS]
+LARGEST = [
+    ["lanes", "long_prompt", "deferred_prefill", "rotation", "chunk_budget"],
+    ["static_batching", "lanes", "long_prompt", "rotation", "chunk_budget"],
+    ["static_batching", "prefill_first", "lanes"],
+    ["prefill_first", "lanes", "deferred_prefill"],
+]
+SETS = [*([name] for name in SINGLE), *PAIRS, *LARGEST]
+# Settings that leave running requests out of a step more often than the defaults do.
+EAGER: dict[str, list[dict[str, Any]]] = {
+    "static_batching": [{}, {"size": 3}],
+    "prefill_first": [{}, {"pause_decodes": False}, {"max_pause_s": 0.2}],
+    "lanes": [{}, {"batch_share": 0.05}],
+    "long_prompt": [{}, {"max_long_partial_prefills": 2}, {"long_prefill_token_threshold": 100}],
+    "deferred_prefill": [{}, {"departures": 2}, {"departures": 2, "exclusive": True}],
+    "rotation": [{}, {"chunk": 16}, {"order": "shortest"}],
+    "chunk_budget": [{}, {"chunk": 8}],
+}
+
+
+class World:
+    """A scheduler, requests with and without adapters, and events drawn at random."""
+
+    def __init__(self, names: list[str], seed: int) -> None:
+        rng = self.rng = random.Random(f"{names}{seed}")
+        self.max_loras = rng.choice([1, 2, 4])
+        self.depth = rng.choice([1, 2])
+        self.transfers = rng.random() < 0.3
+        self.now = 0.0
+        self.scheduler: Any = make_scheduler(
+            {name: rng.choice(EAGER[name]) for name in names},
+            scheduler_cls=PolicyScheduler if self.depth > 1 else SyncPolicyScheduler,
+            async_scheduling=self.depth > 1,
+            budget=rng.choice([32, 64, 256]),
+            max_num_seqs=rng.choice([3, 6, 16]),
+            # The smallest holds two of the longest requests: running requests are preempted.
+            num_blocks=rng.choice([60, 100, 2000]),
+            priority=rng.random() < 0.3,
+            max_loras=self.max_loras,
+            connector="SimulatedConnector" if self.transfers else None,
+        )
+        self.scheduler.clock = lambda: self.now
+        self.scheduler.waiting._clock = lambda: self.now
+        self.in_flight: deque[tuple[SchedulerOutput, Any]] = deque()
+        self.fetching: list[str] = []
+        self.arrivals = rng.randrange(6, 14)
+
+    def play(self) -> None:
+        """Step until all requests are over."""
+        for _ in range(MAX_STEPS):
+            if self.arrivals and self.rng.random() < 0.5:
+                self.add()
+            self.step()
+            if not (self.arrivals or self.scheduler.requests):
+                while self.in_flight:
+                    self.scheduler.update_from_output(*self.in_flight.popleft())
+                assert self.scheduler.kv_cache_manager.usage == 0
+                return
+        raise AssertionError(f"requests never finished: {sorted(self.scheduler.requests)}")
+
+    def add(self) -> None:
+        """Let a request arrive, with an adapter or without."""
+        rng = self.rng
+        self.arrivals -= 1
+        request = make_request(
+            rng.choice([3, 20, 60, 90, 200, 400]),
+            output=rng.choice([1, 4, 12, 30]),
+            priority=rng.choice([-1, 0, 0, 1]),
+            adapter=rng.choice([0, rng.randrange(1, self.max_loras + 3)]),
+            hashed=False,
+        )
+        if self.transfers and rng.random() < 0.5:
+            request.kv_transfer_params = {"do_remote_prefill": True}
+        self.scheduler.add_request(request)
+
+    def step(self) -> None:
+        """Schedule a step, take the oldest result back, and let something else happen."""
+        scheduler, rng = self.scheduler, self.rng
+        output = scheduler.schedule()
+        adapters = {r.lora_request.lora_int_id for r in scheduler.running if r.lora_request}
+        assert len(adapters) <= self.max_loras
+        self.in_flight.append((output, answer(scheduler, output)))
+        self.now += STEP_S
+        while len(self.in_flight) >= self.depth:
+            scheduler.update_from_output(*self.in_flight.popleft())
+        if self.transfers:
+            self.fetching += scheduler.connector.begun
+            scheduler.connector.begun = {}
+            self.fetch()
+        if scheduler.requests and rng.random() < 0.02:
+            name = rng.choice(sorted(scheduler.requests))
+            scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
+
+    def fetch(self) -> None:
+        """Let KV arrive for some of the requests that wait for it."""
+        fetched = {name for name in self.fetching if self.rng.random() < 0.2}
+        if not fetched:
+            return
+        self.fetching = [name for name in self.fetching if name not in fetched]
+        output = SchedulerOutput.make_empty()
+        result = answer(self.scheduler, output)
+        result.kv_connector_output = KVConnectorOutput(
+            finished_recving={name for name in fetched if name in self.scheduler.requests}
+        )
+        self.scheduler.update_from_output(output, result)
+
+
+@pytest.mark.parametrize("names", SETS, ids="+".join)
+def test_adapters_never_exceed_their_slots_and_all_requests_finish(names: list[str]) -> None:
+    for seed in range(WORLDS_PER_SET):
+        World(names, seed).play()
+
+
+def test_there_are_two_thousand_worlds() -> None:
+    assert len(SETS) * WORLDS_PER_SET >= 2_000
+
+
+def adapters_running(bench: Bench) -> set[int]:
+    """Return the adapters of the running requests."""
+    return {r.lora_request.lora_int_id for r in bench.scheduler.running if r.lora_request}
+
+
+def test_a_running_request_without_tokens_keeps_the_slot_of_its_adapter() -> None:
+    bench = Bench({"rotation": {}}, max_loras=1)
+    for name in ("one", "other"):
+        bench.add(name, 300, adapter=1)
+        bench.step()
+    bench.add("waits", 300, adapter=2)
+    for _ in range(4):  # each prompt has every second step
+        assert len(bench.step()) == 1
+        assert bench.running == {"one", "other"}
+    bench.until(lambda: "waits" in bench.running)
+    assert bench.running == {"waits"}
+    bench.drain()
+
+
+def test_requests_that_waited_for_a_slot_enter_in_their_order() -> None:
+    bench = Bench({"long_prompt": {}}, max_loras=1)
+    bench.add("first", 10, output=20, adapter=1)
+    bench.steps(2)
+    names = [f"r{number}" for number in range(6)]
+    for name in names:
+        bench.add(name, 30, output=1, adapter=2)
+        bench.step()
+    bench.add("plain", 10, output=1)
+    assert "plain" in bench.step()
+    assert bench.running == {"first"}
+    bench.until(lambda: "first" not in bench.running)
+    entered: list[str] = []
+    for step in bench.steps(6):
+        entered += [name for name in step if name not in entered]
+    assert entered == names
+
+
+class Streams:
+    """One adapter whose requests keep coming, so that it keeps its slot."""
+
+    def __init__(self, max_loras: int = 1, **engine: Any) -> None:
+        self.bench = Bench({"long_prompt": {}}, max_loras=max_loras, **engine)
+        self.adapters = range(1, max_loras + 1)
+        self.sent = 0
+
+    def step(self) -> dict[str, int]:
+        """Run a step of a tenth of a second, with two waiting requests of each adapter."""
+        waiting = [r.lora_request.lora_int_id for r in self.bench.scheduler.waiting]
+        for adapter in self.adapters:
+            if waiting.count(adapter) < 2:
+                self.sent += 1
+                self.bench.add(f"s{self.sent}", 20, output=20 * adapter, adapter=adapter)
+        return self.bench.step(0.1)
+
+    def seconds_until(self, adapter: int) -> float:
+        """Return the time until a request of this adapter runs."""
+        begun = self.bench.now
+        until(self, lambda: adapter in adapters_running(self.bench), 2_000, Streams.step)
+        return self.bench.now - begun
+
+
+@pytest.mark.parametrize("max_loras", [1, 2, 4])
+def test_an_adapter_waits_for_a_slot_no_longer_than_its_bound_and_an_answer(max_loras: int) -> None:
+    streams = Streams(max_loras)
+    for _ in range(50):
+        streams.step()
+    streams.bench.add("x", 20, output=5, adapter=9)
+    waited = streams.seconds_until(9)
+    assert waited <= MAX_WAIT_S + 20 * max_loras * 0.1 + 1.0
+    # The adapter that made room has its turn again.
+    assert streams.seconds_until(1) <= MAX_WAIT_S + 10.0
+
+
+def test_a_request_with_kv_blocks_waits_for_a_slot_no_longer_than_that() -> None:
+    streams = Streams(connector="SimulatedConnector")
+    bench = streams.bench
+    remote = bench.add("remote", 100, output=5, adapter=2)
+    remote.kv_transfer_params = {"do_remote_prefill": True}
+    bench.steps(2)
+    assert remote.status == RequestStatus.WAITING_FOR_REMOTE_KVS
+    for _ in range(20):
+        streams.step()
+    result = answer(bench.scheduler, output := SchedulerOutput.make_empty())
+    result.kv_connector_output = KVConnectorOutput(finished_recving={"remote"})
+    bench.scheduler.update_from_output(output, result)
+    assert MAX_WAIT_S <= streams.seconds_until(2) <= MAX_WAIT_S + 3.0
+
+
+def test_a_slot_is_not_kept_for_ever_for_a_request_that_cannot_begin() -> None:
+    streams = Streams()
+    for _ in range(20):
+        streams.step()
+    streams.bench.add("stuck", 20, adapter=2)
+    for _ in range(20):
+        streams.step()
+    streams.bench.turn_away("stuck")
+    idle = sum(not streams.step() for _ in range(1_000))
+    assert 0 < idle <= 1_000 * 0.1 / MAX_WAIT_S * (MAX_KEPT_STEPS + 1)
+
+
+def test_an_adapter_whose_requests_left_claims_no_slot() -> None:
+    streams = Streams()
+    for _ in range(20):
+        streams.step()
+    streams.bench.add("x", 20, adapter=2)
+    streams.step()
+    streams.bench.scheduler.finish_requests("x", RequestStatus.FINISHED_ABORTED)
+    assert all(streams.step() for _ in range(500))

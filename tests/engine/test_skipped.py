@@ -1,0 +1,161 @@
+"""Waiting requests that vLLM skips: each begins when it can, and many cost a step little."""
+
+from __future__ import annotations
+
+from collections import Counter
+from concurrent.futures import Future
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+
+from tests.policies.making import Bench
+from vllm_sched.engine.queue import MAX_RETRIES
+
+MANY = 1_000
+
+
+class Skipping(Bench):
+    """A scheduler that counts the requests which it looks at."""
+
+    def __init__(self, policies: dict[str, dict[str, object]] | None = None, **engine: Any) -> None:
+        super().__init__(policies or {"long_prompt": {}}, budget=4_096, max_num_seqs=64, **engine)
+        self.looked_at: Counter[str] = Counter()
+        ask = self.scheduler._handle_blocked_waiting_request
+
+        def counting(request: Any) -> bool:
+            self.looked_at[request.request_id] += 1
+            return bool(ask(request))
+
+        self.scheduler._handle_blocked_waiting_request = counting
+        self.add("d", 3, output=2_000)
+        self.step()
+        self.looked_at.clear()
+
+
+def test_a_thousand_requests_of_an_adapter_without_a_slot_are_looked_at_once() -> None:
+    bench = Skipping(max_loras=1)
+    bench.scheduler.finish_requests("d", bench.scheduler.requests["d"].status.FINISHED_ABORTED)
+    bench.add("first", 5, output=100, adapter=1)
+    bench.step()
+    for number in range(MANY):
+        bench.add(f"r{number}", 5, output=1, adapter=2, hashed=False)
+    bench.steps(10)
+    assert bench.looked_at == Counter([*(f"r{number}" for number in range(MANY)), "first"])
+    assert len(bench.scheduler.waiting) == MANY
+    bench.until(lambda: "first" not in bench.running)
+    assert len(bench.step()) == 64
+
+
+def test_a_request_is_not_looked_at_while_its_grammar_compiles() -> None:
+    bench = Skipping()
+    grammars: list[Future[Any]] = [Future() for _ in range(MANY)]
+    for number, grammar in enumerate(grammars):
+        bench.add(f"g{number}", 5, output=1, grammar=grammar, hashed=False)
+    bench.steps(5)
+    assert set(bench.looked_at.values()) == {1}
+    bench.add("plain", 5, output=1)
+    assert bench.step().keys() == {"d", "plain"}
+    for number in (700, 3):
+        grammars[number].set_result(Mock())
+    assert list(bench.step()) == ["d", "g3", "g700"]
+
+
+def test_a_request_whose_grammar_does_not_compile_is_ended_at_once() -> None:
+    bench = Skipping()
+    grammar: Future[Any] = Future()
+    bench.add("g", 5, output=1, grammar=grammar)
+    bench.steps(3)
+    grammar.set_exception(ValueError("no such rule"))
+    bench.step()
+    assert "g" not in bench.scheduler.requests
+
+
+def looking_up(bench: Skipping, names: list[str]) -> set[str]:
+    """Let requests arrive whose look-ups in the KV connector are not finished; return those."""
+    pending = set(names)
+    bench.scheduler.connector.get_num_new_matched_tokens = lambda request, _: (
+        (None, False) if request.request_id in pending else (0, False)
+    )
+    for name in names:
+        bench.add(name, 5, output=1, hashed=False)
+    return pending
+
+
+def test_pending_look_ups_are_asked_about_in_turns() -> None:
+    bench = Skipping(connector="SimulatedConnector")
+    names = [f"r{number}" for number in range(MANY)]
+    pending = looking_up(bench, names)
+    bench.step()
+    assert bench.looked_at == Counter(names)
+    turns = -(-MANY // MAX_RETRIES)
+    for _ in range(turns):
+        bench.looked_at.clear()
+        bench.step()
+        assert bench.looked_at.total() <= MAX_RETRIES
+    bench.looked_at.clear()
+    bench.steps(turns)
+    assert set(bench.looked_at) == set(names)
+    pending -= {"r5", "r600"}
+    entered = {name for step in bench.steps(turns) for name in step}
+    assert entered == {"d", "r5", "r600"}
+
+
+def test_a_few_pending_look_ups_are_asked_about_in_each_step() -> None:
+    bench = Skipping(connector="SimulatedConnector")
+    pending = looking_up(bench, [f"r{number}" for number in range(MAX_RETRIES)])
+    bench.steps(5)
+    assert set(bench.looked_at.values()) == {5}
+    pending.remove("r40")
+    assert bench.step().keys() == {"d", "r40"}
+
+
+def test_requests_behind_a_closed_gate_take_no_other_lanes_turns() -> None:
+    bench = Skipping({"lanes": {}}, connector="SimulatedConnector")
+    batch = [f"b{number}" for number in range(3 * MAX_RETRIES)]
+    names = [f"n{number}" for number in range(3 * MAX_RETRIES)]
+    pending = looking_up(bench, batch + names)
+    for name in batch:
+        bench.scheduler.requests[name].priority = 1
+    bench.step()
+    bench.add("prefill", 40_000 // 25, output=1)
+    pending.discard(names[-1])
+    entered = {name for step in bench.steps(6) for name in step}
+    assert names[-1] in entered
+
+
+@pytest.mark.parametrize("kind", ["adapter", "grammar"])
+def test_batch_requests_do_not_wait_for_requests_that_cannot_begin(kind: str) -> None:
+    bench = Skipping({"lanes": {}}, max_loras=1)
+    bench.add("first", 5, output=500, adapter=1)
+    bench.step()
+    grammar: Future[Any] | None = Future() if kind == "grammar" else None
+    bench.add("normal", 5, adapter=2 if kind == "adapter" else 0, grammar=grammar)
+    bench.steps(3)
+    bench.add("batch", 5, output=2, lane="batch")
+    assert any("batch" in step for step in bench.steps(2))
+
+
+def test_aborted_requests_leave_nothing_behind() -> None:
+    bench = Skipping(max_loras=1, connector="SimulatedConnector")
+    bench.add("first", 5, output=500, adapter=1)
+    bench.step()
+    names = [f"r{number}" for number in range(200)]
+    looking_up(bench, names)
+    for number in range(200):
+        bench.add(f"a{number}", 5, adapter=2, hashed=False)
+        bench.add(f"g{number}", 5, grammar=Future(), hashed=False)
+    bench.steps(3)
+    queue = bench.scheduler.waiting
+    assert len(queue) == 600
+    gone = [r.request_id for r in queue]
+    bench.scheduler.finish_requests(gone, bench.scheduler.requests["d"].status.FINISHED_ABORTED)
+    assert len(queue) == 0
+    assert not queue
+    bench.steps(2)
+    assert not queue._aside
+    assert not queue._turned_away
+    assert not +queue.here
+    assert not any(+sizes for sizes in queue._sizes.values())
+    assert all(not count.requests for counts in queue.counts for count in counts.values())
+    assert not bench.scheduler._lora_slots._skipped

@@ -1,0 +1,112 @@
+"""Which LoRA adapters the running requests use, and which adapters more requests may bring.
+
+Upstream counts the adapters of the requests that it schedules in a step. A policy may leave out a
+running request for a step, and in the step after its adapter is needed again. So each running
+request keeps its adapter's slot here, scheduled or not.
+
+Upstream has no bound on the wait for a slot: an adapter whose requests keep coming keeps its slot.
+Here an adapter that waited for `MAX_WAIT_S` gets the next free slot, and until there is one the
+running adapter with the fewest requests admits no more of them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
+from typing import Final
+
+from vllm.v1.request import Request
+
+MAX_WAIT_S: Final = 30.0
+# A free slot is kept for an adapter for this many steps: its requests may not begin, for instance
+# for want of KV blocks. Then the adapter's wait begins anew.
+MAX_KEPT_STEPS: Final = 64
+
+
+@dataclass(slots=True)
+class Skipped:
+    """The requests of one adapter that were skipped because it had no slot."""
+
+    since: float  # when the adapter was first without a slot
+    requests: set[Request] = field(default_factory=set)
+
+
+class LoraSlots:
+    """The adapters of the running requests; see the module's text."""
+
+    def __init__(self, max_loras: int) -> None:
+        self.max_loras = max_loras
+        self._running: Counter[int] = Counter()  # requests, by adapter
+        self._skipped: dict[int, Skipped] = {}
+        self._now = 0.0
+        self._overdue: int | None = None  # the adapter that gets the next free slot
+        self._leaving: int | None = None  # the adapter that makes room for it
+        self._kept_steps = 0  # for how many steps a slot has been free for the overdue adapter
+
+    def begin_step(self, running: Iterable[Request], now: float) -> None:
+        """Note the adapters of the requests that run when the step begins."""
+        self._now = now
+        self._running = Counter(adapter for r in running if (adapter := adapter_of(r)))
+        for adapter in self._running:
+            if (skipped := self._skipped.get(adapter)) is not None:
+                skipped.since = now
+        self._overdue = self._longest_without()
+        full = len(self._running) >= self.max_loras
+        self._kept_steps = 0 if full or self._overdue is None else self._kept_steps + 1
+        if self._overdue is None or not full:
+            self._leaving = None
+        elif self._leaving not in self._running:
+            self._leaving = min(self._running, key=self._running.__getitem__)
+
+    def _longest_without(self) -> int | None:
+        """Return the adapter that has waited longest, once that is for MAX_WAIT_S."""
+        if not self._skipped:
+            return None
+        adapter, skipped = min(self._skipped.items(), key=lambda item: item[1].since)
+        if self._now - skipped.since < MAX_WAIT_S:
+            return None
+        if self._kept_steps >= MAX_KEPT_STEPS:
+            skipped.since = self._now
+            return None
+        return adapter
+
+    def skipped(self, request: Request) -> None:
+        """Note that a request could not begin because its adapter has no slot."""
+        adapter = adapter_of(request)
+        self._skipped.setdefault(adapter, Skipped(self._now)).requests.add(request)
+
+    def admitted(self, request: Request) -> None:
+        """Note that a request was admitted in this step."""
+        if adapter := adapter_of(request):
+            self._running[adapter] += 1
+            self.departed(request)
+
+    def departed(self, request: Request) -> None:
+        """Note that a request does not wait for a slot any more."""
+        adapter = adapter_of(request)
+        if (skipped := self._skipped.get(adapter)) is not None:
+            skipped.requests.discard(request)
+            if not skipped.requests:
+                del self._skipped[adapter]
+
+    def open_adapters(self) -> Collection[int] | None:
+        """Return the adapters that requests may be admitted with; None if it may be any."""
+        full = len(self._running) >= self.max_loras
+        if self._overdue is None:
+            return self._running if full else None
+        if full:
+            return self._running.keys() - {self._leaving}
+        return self._running.keys() | {self._overdue}
+
+    def closed_adapter(self, request: Request) -> int:
+        """Return the request's adapter if no request may be admitted with it now, else 0."""
+        adapter = adapter_of(request)
+        if not adapter or (may_run := self.open_adapters()) is None or adapter in may_run:
+            return 0
+        return adapter
+
+
+def adapter_of(request: Request) -> int:
+    """Return the number of the request's adapter, 0 if it has none."""
+    return 0 if request.lora_request is None else request.lora_request.lora_int_id
