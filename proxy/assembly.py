@@ -389,6 +389,7 @@ def router_settings(config: FleetConfig) -> RouterSettings:
         cut_output=routing.cut_output,
         max_attempts=router.retries.attempts,
         retry_budget=router.retries.budget,
+        panic_threshold=routing.panic_threshold,
         queue_requests=router.queue.max_requests,
         queue_bytes=router.queue.max_bytes,
         queue_wait_s=router.queue.max_wait_s,

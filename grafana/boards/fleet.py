@@ -350,10 +350,25 @@ WORKERS = (
         width=12,
     ),
     Panel(
+        "Breakers ignored",
+        "Models of which too few workers are well (routing.panic_threshold): requests go to "
+        "workers with an open breaker too.", "short",
+        (Query(f"max by (model, pool) (proxy_pool_panic{{{OF_MODEL}}})", "{{model}} {{pool}}"),),
+        width=12, bad_above=1,
+    ),
+    Panel(
         "Breakers open, by why",
         "How often: because of failures, or because a worker said that it was busy. Trials that "
-        "failed are not counted.", "ops",
-        (Query(rate("proxy_breaker_openings_total", ROUTER, "worker, why"), "{{worker}} {{why}}"),),
+        "failed are not counted. And how often a model's breakers began to be ignored.", "ops",
+        (
+            Query(
+                rate("proxy_breaker_openings_total", ROUTER, "worker, why"), "{{worker}} {{why}}"
+            ),
+            Query(
+                rate("proxy_pool_panics_total", OF_MODEL, "model, pool"),
+                "{{model}} {{pool}} ignored",
+            ),
+        ),
         width=12,
     ),
     Panel(

@@ -427,6 +427,13 @@ class RoutingConfig(Block):
         description="have the worker with the largest context cut an output limit for which no "
         "context has room beside the prompt, as vLLM alone does; else that is 400",
     )
+    panic_threshold: Annotated[float, Field(ge=0, le=1)] = Field(
+        0.5,
+        description="share of a model's workers with a closed breaker, below which requests go to "
+        "workers with an open one too: so breakers keep out no more than the rest of that share. "
+        "A worker that says it is busy, or is down by its probes, stays out; 0: breakers are "
+        "always heeded",
+    )
     disaggregate_above: Annotated[
         Annotated[int, Field(ge=0)] | Literal["auto"], BeforeValidator(_above)
     ] = Field(

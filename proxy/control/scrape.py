@@ -14,6 +14,7 @@ from proxy.control import phases
 from proxy.control.exposition import SLICE, Family, Page
 from proxy.control.histogram import Histogram
 from proxy.core.breaker import BUSY, Breaker
+from proxy.core.ejection import key_of
 from proxy.core.seats import share_taken
 from proxy.core.worker import Worker
 
@@ -202,6 +203,19 @@ OPENINGS = Family(
     "Times that its breaker opened, because it failed or was busy; not those that a trial failed.",
     (*WORKER, "why"),
 )
+PANIC = Family(
+    "proxy_pool_panic",
+    "gauge",
+    "Whether breakers are ignored, because fewer of a model's workers than panic_threshold are "
+    "well; pool: serve, or prefill for workers that do nothing else.",
+    ("model", "pool"),
+)
+PANICS = Family(
+    "proxy_pool_panics",
+    "counter",
+    "Times that the breakers of a model's workers began to be ignored.",
+    ("model", "pool"),
+)
 DRAINING = gauge("draining", "Whether it is given nothing new.")
 
 process = ProcessCollector(registry=None)
@@ -218,6 +232,7 @@ def slices(metrics: Metrics, page: Page) -> Iterator[bytes]:
     _handovers(page, metrics)
     yield b""
     _workers(page, list(metrics.router.fleet))
+    _panics(page, metrics)
     yield b""
     _router(page, metrics)
     metrics.tenants.show(page)
@@ -302,12 +317,21 @@ def _workers(page: Page, workers: list[Worker]) -> None:
     page.values(SEATS, ((labels, share_taken(w, now)) for labels, w in rows if w.gauges))
     page.values(KV_CAPACITY, ((labels, w.kv_capacity) for labels, w in rows if w.kv_capacity))
     page.values(UP, ((labels, w.up and not w.strays) for labels, w in rows))
-    page.values(BREAKER, ((labels, not w.breaker.closed) for labels, w in rows))
+    page.values(BREAKER, ((labels, w.barred) for labels, w in rows))
     kept_out = [(labels, w.breaker) for labels, w in rows if not w.breaker.closed]
     page.values(BREAKER_STATE, (((*labels, _state(b, now)), 1) for labels, b in kept_out))
     opened = ((labels, why, n) for labels, w in rows for why, n in w.breaker.opened.items())
     page.values(OPENINGS, (((*labels, why), n) for labels, why, n in opened))
     page.values(DRAINING, ((labels, w.draining) for labels, w in rows))
+
+
+def _panics(page: Page, metrics: Metrics) -> None:
+    fleet = metrics.router.fleet
+    ejections = fleet.ejections
+    pools = {key: (key[0], "prefill" if key[1] else "serve") for key in map(key_of, fleet)}
+    page.values(PANIC, ((labels, key in ejections.panics) for key, labels in pools.items()))
+    started = ejections.started
+    page.values(PANICS, ((labels, started.get(key, 0)) for key, labels in pools.items()))
 
 
 def _state(breaker: Breaker, now: float) -> str:

@@ -225,7 +225,7 @@ def stands(lease: Lease, now: float, within_s: float) -> bool:
 
 def is_well(lease: Lease) -> bool:
     """Whether a lease's worker answers, as far as is known."""
-    return lease.worker.up and (lease.worker.breaker.closed or lease.trial)
+    return lease.worker.up and (not lease.worker.barred or lease.trial)
 
 
 def instead(

@@ -180,6 +180,6 @@ class Leases(Placer):
         return best is not None
 
     def has_another(self, lease: Lease) -> bool:
-        """Whether somebody but a lease's worker could do all of it."""
+        """Whether a worker other than a lease's could do all of it."""
         others = (w for w in self.fleet.pool(lease.ask.model).all if w is not lease.worker)
-        return any(w.breaker.closed and w.may_hold(lease.ask) for w in others)
+        return any(not w.barred and w.may_hold(lease.ask) for w in others)

@@ -210,7 +210,9 @@ class Placer:
         decision = self._choose(view)
         scored = {score.worker: score for score in decision.scores} if decision else {}
         scores = tuple(
-            scored.get(w.name) or Score(w.name, 0.0, note=self._note(w, view))
+            placing.with_panic(
+                scored.get(w.name) or Score(w.name, 0.0, note=self._note(w, view)), w
+            )
             for w in self.fleet.of(ask.model)
         )
         if decision is not None:

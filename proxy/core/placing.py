@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from proxy.core import refusals
 from proxy.core.decisions import Decision
 from proxy.core.fairness import FairnessSettings
 from proxy.core.fleet import Fleet
 from proxy.core.pool import HOLDERS, Pool
 from proxy.core.prefix import COVERED, deepest
+from proxy.core.records import Score
 from proxy.core.routing.view import View
 from proxy.core.traffic import Traffic
 from proxy.core.types import Ask, Refusal, Role
 from proxy.core.worker import Held, Worker
 
 DECODE = Role.DECODE
+IN_PANIC = "failed lately, and is asked even so: too few of its pool are well (panic_threshold)"
 
 
 def look(
@@ -42,7 +46,7 @@ def look(
         worker = fleet.get(ask.pinned)
         found = [worker] if worker and _is_ready(worker, ask, now) else []
     else:
-        found = pool.open_to(ask, now, fleet.resting, holders)
+        found = pool.open_to(ask, now, fleet.ejections.resting, holders)
     if tried:
         found = [worker for worker in found if worker not in tried]
     if not found and ask.prompt_error and not ask.pinned:
@@ -99,7 +103,7 @@ def leaves_room(worker: Worker, ask: Ask, now: float, settings: FairnessSettings
 def _those_that_may_do(pool: Pool, ask: Ask, now: float, tried: frozenset[Worker]) -> list[Worker]:
     """Where those that surely hold it have failed: the others that may, if the estimate is high."""
     left = [w for w in pool.all if w.may_hold(ask) and w not in tried]
-    if any(w.surely_holds(ask) and (w.breaker.closed or w.breaker.busy) for w in left):
+    if any(w.surely_holds(ask) and (not w.barred or w.breaker.busy) for w in left):
         return []  # full, or busy: worth the wait
     return [w for w in left if w.takes(now)]
 
@@ -133,7 +137,7 @@ def hopeless(fleet: Fleet, ask: Ask, now: float, tried: frozenset[Worker]) -> Re
 
 def _will_do(worker: Worker, ask: Ask, tried: frozenset[Worker]) -> bool:
     """Whether a live worker is at most busy."""
-    well = worker.breaker.closed or worker.breaker.busy
+    well = not worker.barred or worker.breaker.busy
     return well and worker not in tried and worker.may_hold(ask)
 
 
@@ -145,9 +149,16 @@ def note(worker: Worker, ask: Ask, now: float) -> str:
         (worker.draining, "draining"),
         (not worker.probed, "not probed yet"),
         (not worker.up, f"down: {worker.trouble}" if worker.trouble else "down"),
-        (not breaker.lets_pass(now), "busy" if breaker.busy else "failed lately"),
+        (not worker.lets_pass(now), "busy" if breaker.busy else "failed lately"),
         (not worker.may_hold(ask), f"too small: holds {worker.limit} tokens"),
         (not worker.surely_holds(ask), f"may be too small: holds {worker.limit} tokens"),
         (worker.full, "full"),
     )
     return next((text for holds, text in reasons if holds), "")
+
+
+def with_panic(score: Score, worker: Worker) -> Score:
+    """Add to a score that its worker's breaker is open and ignored, if it is."""
+    if worker.breaker.closed or worker.barred:
+        return score
+    return replace(score, note=f"{score.note}; {IN_PANIC}" if score.note else IN_PANIC)

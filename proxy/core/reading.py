@@ -281,7 +281,7 @@ class Reader:
         near = ask.body_bytes <= COUNTED_BYTES and self._is_near(ask, pool, by_size=by_size)
         if not near and (tenant is None or not _would_be_refused(ask, tenant)):
             return None
-        well = (worker for worker in pool.members if worker.breaker.closed)
+        well = (worker for worker in pool.members if not worker.barred)
         return min(well, key=lambda worker: (worker.requests, worker.index), default=None)
 
     def _is_near(self, ask: Ask, pool: Pool, *, by_size: bool) -> bool:

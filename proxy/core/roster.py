@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import count
 from math import inf
-from typing import Protocol
 
 from proxy.core import holding, seats
 from proxy.core.breaker import Told
+from proxy.core.ejection import Ejections, Witness
 from proxy.core.elsewhere import NO_LOAD, Load, Others, inherit, replace
 from proxy.core.pool import NO_POOL, Pool
 from proxy.core.prefix import PrefixIndex
@@ -24,19 +24,6 @@ WAITED_S = 600.0  # for a worker, or anybody of an empty pool, to say what is se
 MOST_HEARD = 10_000  # models that are known to have been served; the oldest are forgotten
 STALE_S = 10.0  # a worker that had nothing to do for so long is given the benefit of the doubt
 FORGIVE = 0.1
-
-
-class Witness(Protocol):
-    """Who wants to know which workers are left alone for a while."""
-
-    def rests(self, worker: Worker, now: float) -> None:
-        """Hear that one is, from now on."""
-
-    def is_back(self, worker: Worker) -> None:
-        """Hear that one is given requests again."""
-
-    def has_left(self, worker: Worker) -> None:
-        """Hear that one was taken out, resting or not."""
 
 
 def still() -> float:
@@ -59,11 +46,10 @@ class Roster:
         self.up_after = up_after
         self.prefixes = PrefixIndex()
         self.by_index: dict[int, Worker] = {}
-        self.resting: set[Worker] = set()  # with a breaker that is not closed
         self.others: Others | None = None  # processes that charge the same workers
-        self.witness: Witness | None = None
         self._rank: Callable[[Worker], float] = lambda worker: worker.requests
         self._workers: dict[str, Worker] = {}
+        self.ejections = Ejections(self._workers, self.moved, clock)
         self._clock = clock
         self._expected: tuple[str, ...] = ()  # models, be there workers of them or not
         self._empty_since: dict[str, float] = {}  # of those, the ones that nobody is here for
@@ -78,6 +64,20 @@ class Roster:
     def __iter__(self) -> Iterator[Worker]:
         """All of them, in the order they came."""
         return iter(self._workers.values())
+
+    @property
+    def resting(self) -> set[Worker]:
+        """The workers with a breaker that is not closed."""
+        return self.ejections.resting
+
+    @property
+    def witness(self) -> Witness | None:
+        """What is told of workers that are left alone for a while."""
+        return self.ejections.witness
+
+    @witness.setter
+    def witness(self, witness: Witness | None) -> None:
+        self.ejections.witness = witness
 
     def __len__(self) -> int:
         """How many there are."""
@@ -218,9 +218,7 @@ class Roster:
     def _take_out(self, worker: Worker) -> None:
         del self._workers[worker.name]
         worker.draining = True
-        self.resting.discard(worker)
-        if self.witness is not None:
-            self.witness.has_left(worker)
+        self.ejections.left(worker)
         del self.by_index[worker.index]
         self.prefixes.forget(worker.index)
         replace(worker, NO_LOAD, worker.free_at)
@@ -333,6 +331,7 @@ class Roster:
                 for worker in pool.members:
                     worker.ranked_in = ()
         self._pools.clear()
+        self.ejections.live_changed()
 
     # How they fare
 
@@ -416,16 +415,7 @@ class Roster:
         self._judged(worker, 0.0)
 
     def _judged(self, worker: Worker, now: float) -> None:
-        """Know who rests, and tell of each once when it begins to and when it does no more."""
-        rested, witness = worker in self.resting, self.witness
-        if not worker.breaker.closed and self._workers.get(worker.name) is worker:
-            self.resting.add(worker)
-            if witness is not None and not rested:
-                witness.rests(worker, now)
-        elif rested:
-            self.resting.discard(worker)
-            if witness is not None:
-                witness.is_back(worker)
+        self.ejections.judged(worker, now)
         self.moved(worker)
 
     def set_gauges(self, name: str, gauges: Gauges) -> None:
@@ -491,7 +481,7 @@ class Roster:
 
     def moved(self, worker: Worker) -> None:
         """Keep what pools rely on true: a worker's load has changed."""
-        worker.shut = worker.full or not worker.breaker.closed
+        worker.shut = worker.full or (not worker.breaker.closed and worker.barred)
         if worker.ranked_in:
             key = inf if worker.shut else self._rank(worker)
             if key != worker.key:

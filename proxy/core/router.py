@@ -56,6 +56,7 @@ class Router(Leases):
         self._reader = Reader(fleet, self.sizer, settings.short_limit)
         self._retries = RetryBudget(settings.retry_budget)
         self._falls = Falls()
+        fleet.ejections.set_threshold(settings.panic_threshold)
         self._split(settings)
 
     # Reading
@@ -301,7 +302,7 @@ class Router(Leases):
             return False
         others = (w for w in self.fleet.pool(ask.model).all if w not in tried)
         if ask.pinned or not any(
-            w.may_hold(ask) and (w.breaker.closed or w.takes(now)) for w in others
+            w.may_hold(ask) and (not w.barred or w.takes(now)) for w in others
         ):
             return False
         if free:
@@ -340,5 +341,6 @@ class Router(Leases):
         queue.most, queue.most_bytes = settings.queue_requests, settings.queue_bytes
         queue.max_wait_s, queue.most_tokens = settings.queue_wait_s, settings.queue_tokens
         queue.fairness = settings.fairness
+        self.fleet.ejections.set_threshold(settings.panic_threshold)
         self.fleet.rank_by(self._rule.rank)
         self.fleet.replace(workers)

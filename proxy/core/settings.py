@@ -24,6 +24,7 @@ class RouterSettings:
     cut_output: bool = False  # by the largest worker, where nobody has room for all of it
     max_attempts: int = 3
     retry_budget: float = 0.2
+    panic_threshold: float = 0.5  # a pool's share of closed breakers below which they are ignored
     queue_requests: int = 1024
     queue_bytes: int = 256 * 2**20
     queue_wait_s: float = 30.0

@@ -64,10 +64,11 @@ class Sizer:
 
     def learnt(self, model: str, route: str, tenant: Tenant | None = None) -> Learnt:
         """Return what is known of a model on a route: of a tenant, or where there are none."""
-        if tenant is None:
-            return self.prior(model, route).base
-        found = tenant.learnt.get((model, route))
-        return found if found is not None else self.prior(model, route).common()
+        if tenant is not None:
+            found = tenant.learnt.get((model, route))
+            return found if found is not None else self.prior(model, route).common()
+        prior = self._priors.get((model, route))
+        return prior.base if prior is not None else self.prior(model, route).base
 
     def _own(self, ask: Ask) -> Learnt:
         """Return what a request is to teach."""

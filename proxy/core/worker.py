@@ -52,6 +52,7 @@ class Worker:
         "gauges",
         "good_probes",
         "heir",
+        "in_panic",
         "index",
         "inherited",
         "key",
@@ -117,6 +118,7 @@ class Worker:
         self.draining = False
         self.good_probes = self.failed_probes = 0  # in a row
         self.breaker = Breaker()
+        self.in_panic = False  # whether its breaker is ignored: see `ejection`
         self.pace = Pace()
         self.gauges: Gauges | None = None
         self.kv_capacity = 0  # tokens; 0 = not known
@@ -151,7 +153,7 @@ class Worker:
         self.reprice()
 
         self.served = 0  # when it was last given a request, in requests of the whole fleet
-        self.shut = False  # full, or its breaker is not closed
+        self.shut = False  # full, or its breaker keeps requests from it
         self.ranked_in: tuple[Group, ...] = ()
         self.key = 0.0  # its place there
 
@@ -238,9 +240,19 @@ class Worker:
         """How many tokens its KV cache holds or should soon, as far as anybody knows."""
         return max(self.kv_tokens - self.kv_spare, self.kv_coming)
 
+    @property
+    def barred(self) -> bool:
+        """Whether its breaker keeps requests from it, but for trials."""
+        breaker = self.breaker
+        return not breaker.closed and (breaker.busy or not self.in_panic)
+
+    def lets_pass(self, now: float) -> bool:
+        """Whether its breaker lets a request pass, be it as a trial."""
+        return not self.barred or self.breaker.lets_pass(now)
+
     def takes(self, now: float) -> bool:
         """Whether it has room and its breaker lets a request pass."""
-        return not self.shut or (not self.full and self.breaker.lets_pass(now))
+        return not self.shut or (not self.full and self.lets_pass(now))
 
     def may_hold(self, ask: Ask) -> bool:
         """Whether it can hold a request if the estimate is too high by as much as it may be."""

@@ -37,7 +37,9 @@ ADDED = frozenset(
 # Told in a label, and each process may be about to hear of another: one of them is shown.
 LEADERS = frozenset(["proxy_worker_breaker_state"])
 # Counters that are no process's own: workers tell them, to everybody; or processes one another.
-ALIKE = frozenset(["proxy_transfer_bytes_total", "proxy_breaker_openings_total"])
+ALIKE = frozenset(
+    ["proxy_transfer_bytes_total", "proxy_breaker_openings_total", "proxy_pool_panics_total"]
+)
 
 FLEET = "proxy_worker_up"  # has a series for each worker that there is
 NOBODYS = frozenset([NONE, OTHER, ANY])

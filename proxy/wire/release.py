@@ -156,10 +156,7 @@ def others(wire: Wire, decode: Worker) -> list[Worker]:
     return [
         worker
         for worker in wire.router.fleet.of(decode.model)
-        if worker.role is Role.DECODE
-        and worker is not decode
-        and worker.up
-        and worker.breaker.closed
+        if worker.role is Role.DECODE and worker is not decode and worker.up and not worker.barred
     ]
 
 

@@ -267,15 +267,24 @@ def _sides(sides: Sequence[BalanceShown]) -> list[tuple[str, ...]]:
 
 def _rows(scores: Sequence[Score]) -> list[tuple[str, ...]]:
     """Write the scores, best first, and those without one last."""
-    ordered = sorted(scores, key=lambda score: (bool(score.note), score.total))
+    ordered = sorted(scores, key=lambda score: (_has_none(score), score.total))
     return [
         (score.worker, "-", "-", "-", "-", "-", score.note)
-        if score.note
+        if _has_none(score)
         else (
             score.worker,
             *(f"{s:z.4f}" for s in (score.total, score.wait_s, score.prefill_s, score.harm_s)),
             str(score.cached_tokens),
-            f"prefill on {score.prefill_by}" if score.prefill_by else "",
+            "; ".join(filter(None, (_prefill_by(score), score.note))),
         )
         for score in ordered
     ]
+
+
+def _has_none(score: Score) -> bool:
+    """Whether a worker has no score, but a note that says why; a candidate may have a note too."""
+    return bool(score.note) and not score.total
+
+
+def _prefill_by(score: Score) -> str:
+    return f"prefill on {score.prefill_by}" if score.prefill_by else ""

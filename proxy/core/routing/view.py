@@ -78,7 +78,7 @@ def suits(worker: Worker, *, long: bool) -> bool:
 def own_pool_is_full(view: View) -> bool:
     """Whether a worker meant for this size is there, well, and merely full."""
     now = view.now
-    return any(w.full and w.breaker.lets_pass(now) for w in _untried_of_own_pool(view))
+    return any(w.full and w.lets_pass(now) for w in _untried_of_own_pool(view))
 
 
 def own_pool_is_left(view: View) -> bool:
@@ -87,8 +87,7 @@ def own_pool_is_left(view: View) -> bool:
         return True
     now = view.now
     return any(
-        w.breaker.closed or w.breaker.busy or now >= w.breaker.until
-        for w in _untried_of_own_pool(view)
+        not w.barred or w.breaker.busy or now >= w.breaker.until for w in _untried_of_own_pool(view)
     )
 
 

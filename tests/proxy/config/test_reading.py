@@ -133,6 +133,11 @@ def test_everything_wrong_is_told_at_once() -> None:
         (worker(name="a" * 65), "workers[0].name", ["64 at most"]),
         (worker(max_requests=True), "workers[0].max_requests", ["true", "whole number"]),
         (worker(model=""), "workers[0].model", ["is empty"]),
+        (
+            worker() + "routing: {panic_threshold: 1.5}",
+            "routing.panic_threshold",
+            ["1.5", "should be less than or equal to 1", "0: breakers are always heeded"],
+        ),
     ],
 )
 def test_mistakes(text: str, path: str, words: list[str]) -> None:

@@ -502,6 +502,7 @@ def test_every_family_is_there_in_both_formats(
         "proxy_processes", "proxy_process_restarts", "proxy_log_lines_dropped",
         "proxy_left_seconds", "proxy_whole_answer_seconds", "proxy_prefill_legs",
         "proxy_phase_seconds", "proxy_worker_breaker_state", "proxy_breaker_openings",
+        "proxy_pool_panic", "proxy_pool_panics",
     }  # fmt: skip
     for name in ours:
         assert found[name].samples, name

@@ -55,6 +55,29 @@ def test_one_that_is_busy_now_and_again_does_not_fill_the_log(
     assert said == [rests, "worker a answers, and is given requests again"] * 2
 
 
+def test_a_panic_and_its_end_are_lines_one_a_minute(caplog: pytest.LogCaptureFixture) -> None:
+    now = 0.0
+    fleet = fleet_of(*(spec(name) for name in "abc"), clock=lambda: now)
+    fleet.ejections.set_threshold(0.5)
+    fleet.witness = Resting()
+    with caplog.at_level(logging.INFO):
+        for second in range(100):
+            now = float(second)
+            for worker in fleet:
+                for _ in range(FAILURES):
+                    fleet.failed(worker, now, why="502")
+            for worker in fleet:
+                fleet.succeeded(worker)
+    said = [(each.levelname, each.getMessage()) for each in caplog.records]
+    panic = (
+        "model m: requests fail on 2 of 3 workers, so requests go to all of them until more are "
+        "well (routing.panic_threshold)"
+    )
+    end = "model m: requests fail on 1 of 3 workers; workers that fail are left alone again"
+    found = [each for each in said if each[1].startswith("model")]
+    assert found == [("WARNING", panic), ("INFO", end)] * 2
+
+
 def test_nothing_is_kept_of_one_that_was_taken_out() -> None:
     fleet = fleet_of(spec("a"))
     [worker] = fleet

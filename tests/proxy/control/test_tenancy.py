@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from proxy.assembly import App, router_settings, wire_settings
-from proxy.config import FleetConfig, parse
+from proxy.config import FleetConfig, RoutingConfig, parse
 from proxy.control.tenancy import admission_settings, read_keys, take_tenants
 from proxy.core.limits import Limits
 from proxy.core.tenants import Rank, Tenants
@@ -143,12 +143,14 @@ def test_settings_reach_the_router() -> None:
         queue={"max_tokens": 1000},
         max_collected_bytes=100 << 20,
     )
+    config = config.model_copy(update={"routing": RoutingConfig(panic_threshold=0.25)})
     settings = router_settings(config)
     assert (settings.client_priority, settings.client_arguments) == (True, False)
     assert settings.pass_priority
     assert settings.fairness.output_weight == 4.0
     assert settings.admission is not None
     assert settings.queue_tokens == 1000
+    assert settings.panic_threshold == 0.25
     assert wire_settings(config).max_collected_bytes == 100 << 20
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import count
 from typing import Any
 
@@ -11,6 +11,7 @@ from proxy.core.decisions import Lease
 from proxy.core.fleet import Fleet
 from proxy.core.prefix import COVERED
 from proxy.core.records import WorkerSpec
+from proxy.core.roster import still
 from proxy.core.router import Router, RouterSettings
 from proxy.core.routes import Route, find
 from proxy.core.types import Ask, Refusal, Role, Ticket
@@ -32,9 +33,9 @@ def spec(
     return WorkerSpec(name, f"http://{name}", role, model, limit, most)
 
 
-def fleet_of(*specs: WorkerSpec) -> Fleet:
+def fleet_of(*specs: WorkerSpec, clock: Callable[[], float] = still) -> Fleet:
     """Make a fleet whose workers are all up."""
-    fleet = Fleet()
+    fleet = Fleet(clock=clock)
     for one in specs:
         fleet.add(one)
         fleet.probe_ok(one.name, 0.0)

@@ -138,7 +138,7 @@ def test_a_worker_that_leaves_keeps_what_is_ours_alone() -> None:
 
 
 def test_breakers_are_as_whoever_judged_last_says() -> None:
-    ours, theirs = router_of(spec("a")), router_of(spec("a"))
+    ours, theirs = (router_of(spec("a"), panic_threshold=0.0) for _ in range(2))
     here, there = worker_of(ours, "a"), worker_of(theirs, "a")
     for _ in range(3):
         theirs.fleet.failed(there, 5.0)

@@ -166,7 +166,7 @@ def test_an_output_that_was_not_limited_needs_one_token() -> None:
 
 
 def test_nobody_live_is_503_and_says_when() -> None:
-    router = router_of(spec("a"))
+    router = router_of(spec("a"), panic_threshold=0.0)
     router.fleet.failed(worker_of(router, "a"), 0.0, 7.0)
     refusal = refused(router.submit(ask(), 0.0))
     assert (refusal.status, refusal.reason, refusal.retry_after_s) == (503, Reason.NO_WORKER, 7.0)
@@ -481,7 +481,7 @@ def test_a_trial_that_ends_well_does() -> None:
 
 
 def test_a_trial_whose_client_left_lets_another_try() -> None:
-    router = router_of(spec("a"))
+    router = router_of(spec("a"), panic_threshold=0.0)
     router.fleet.failed(worker_of(router, "a"), 0.0, 1.0)
     lease = placed(router.submit(ask(), 1.0))
     assert refused(router.submit(ask(), 1.1)).status == 503
@@ -616,7 +616,7 @@ def test_explain_says_why_not() -> None:
 
 def test_explain_tells_what_is_kept_from_what_is_not_as_good() -> None:
     many = [spec(f"s{at}", SHORT, 8192) for at in range(SMALL + 1)]
-    router = router_of(*many, spec("l", LONG, 65_536, most=1))
+    router = router_of(*many, spec("l", LONG, 65_536, most=1), panic_threshold=0.0)
     left_out = {score.note for score in scores(router.explain(ask(10), 0.0)).values()}
     assert left_out == {"", "others look better"}
     router.finish(placed(router.submit(ask(20_000, long=True), 0.0)), 1.0, Outcome.DONE)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 
 from hypothesis import settings
@@ -16,6 +17,7 @@ from hypothesis.stateful import (
 
 from proxy.core.admission import AdmissionSettings
 from proxy.core.decisions import Lease
+from proxy.core.ejection import Key, key_of
 from proxy.core.fairness import FairnessSettings
 from proxy.core.fleet import Fleet
 from proxy.core.holding import HEEDED_S
@@ -205,9 +207,9 @@ class RouterMachine(RuleBasedStateMachine):
             assert all(
                 w.max_model_len is not None and w.max_model_len <= limit
                 for w in self.fleet
-                if w.live and w not in tried and w.breaker.closed
+                if w.live and w not in tried and not w.barred
             )
-        assert worker.breaker.closed or (lease.trial and self.now >= worker.breaker.until)
+        assert not worker.barred or (lease.trial and self.now >= worker.breaker.until)
         if lease.prefill is not None:
             self.check_handed_over(lease, lease.prefill, tried)
         self.leases.append(lease)
@@ -222,7 +224,7 @@ class RouterMachine(RuleBasedStateMachine):
         assert not prefill.draining
         assert prefill not in tried
         assert prefill.max_requests is None or prefill.requests <= prefill.max_requests
-        assert prefill.breaker.closed or (first.trial and self.now >= prefill.breaker.until)
+        assert not prefill.barred or (first.trial and self.now >= prefill.breaker.until)
         told = decode.gauges
         known = told is not None and self.now - told.at <= HEEDED_S
         if known and decode.kv_capacity and decode.kv_held > lease.kv_tokens:  # else it had nothing
@@ -339,9 +341,7 @@ class RouterMachine(RuleBasedStateMachine):
             assert worker.kv_coming == sum(lease.kv_coming for lease in there)
             assert worker.sequences == sum(lease.ask.samples for lease in there if lease.sent)
             assert worker.decoding <= sum(lease.ask.samples for lease in there)
-            assert worker.shut == (worker.full or not worker.breaker.closed), (
-                "what pools rely on is true"
-            )
+            assert worker.shut == (worker.full or worker.barred), "what pools rely on is true"
 
     @invariant()
     def a_released_lease_has_released_its_other_half(self) -> None:
@@ -352,6 +352,19 @@ class RouterMachine(RuleBasedStateMachine):
     @invariant()
     def those_at_rest_are_known(self) -> None:
         assert self.fleet.resting == {w for w in self.fleet if not w.breaker.closed}
+
+    @invariant()
+    def a_pool_panics_where_fewer_than_half_are_well(self) -> None:
+        live, out = Counter[Key](), Counter[Key]()
+        for worker in self.fleet:
+            if worker.up and not worker.draining:
+                live[key_of(worker)] += 1
+                out[key_of(worker)] += not (worker.breaker.closed or worker.breaker.busy)
+        panics = {key for key, number in live.items() if 2 * (number - out[key]) < number}
+        assert self.fleet.ejections.panics == panics
+        for worker in self.fleet:
+            ignored = key_of(worker) in panics and not worker.breaker.closed
+            assert worker.in_panic == ignored
 
     def teardown(self) -> None:
         for lease in self.leases:

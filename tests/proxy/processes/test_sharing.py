@@ -109,6 +109,31 @@ def test_a_crash_that_all_see_at_once_is_one_opening(crews: Callable[..., Crew])
     assert add_up([page, page, page]) == page
 
 
+def test_a_panic_is_every_processs(crews: Callable[..., Crew]) -> None:
+    """Breakers are shared, so that what follows from them is."""
+    crew = crews(3, *map(spec, "abcd"))
+    pool = ("m", False)
+    for name, process in (("a", 0), ("b", 1), ("c", 2)):
+        for _ in range(3):
+            crew.routers[process].fleet.failed(crew.worker(process, name), crew.now)
+        crew.tell()
+        crew.look()
+    for index, router in enumerate(crew.routers):
+        assert router.fleet.ejections.panics == {pool}
+        leases = [crew.submit(index) for _ in range(4)]
+        assert {lease.worker.name for lease in leases} == set("abcd")
+        one = next(lease for lease in leases if lease.worker.name == "b")
+        if index == 2:
+            router.first_token(one, crew.now)
+        for lease in leases:
+            crew.finish(index, lease, Outcome.CLIENT_GONE)
+        crew.look()
+    assert not any(router.fleet.ejections.panics for router in crew.routers)
+    assert [router.fleet.ejections.started[pool] for router in crew.routers] == [1, 1, 1]
+    page = {"proxy_pool_panics_total": Family("counter", "", {"m": 1.0})}
+    assert add_up([page, page, page]) == page
+
+
 def test_a_look_costs_only_now_and_then(crews: Callable[..., Crew]) -> None:
     crew = crews(2, spec("a"))
     crew.submit(0)

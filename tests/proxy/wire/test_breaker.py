@@ -232,7 +232,7 @@ async def test_the_only_worker_is_not_shut_for_a_500(start: Start) -> None:
 
 
 async def test_with_all_open_it_is_503_and_told_how_long(start: Start) -> None:
-    site = await start(Fake("w0"), router=TURNS)
+    site = await start(Fake("w0"), router={**TURNS, "panic_threshold": 0.0})
     site.fake.always(scripts.error(502))
     for _ in range(3):
         assert (await site.ask(chat())).status == 502
@@ -241,6 +241,16 @@ async def test_with_all_open_it_is_503_and_told_how_long(start: Start) -> None:
     answer.error()
     assert int(answer.one(b"retry-after")) >= 1
     assert len(site.fake.served) == 3
+
+
+async def test_with_all_open_all_are_asked_unless_the_operator_says_otherwise(start: Start) -> None:
+    site = await start(Fake("w0"), router=TURNS)
+    site.fake.always(scripts.error(502))
+    for _ in range(6):
+        assert (await site.ask(chat())).status == 502
+    site.fake.always(scripts.answer())
+    assert (await site.ask(chat())).status == 200
+    assert site.worker().breaker.spotless
 
 
 async def test_requests_wait_for_a_worker_that_is_only_busy(start: Start) -> None:
