@@ -12,7 +12,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-IMAGE, AUDIO, VIDEO = KINDS = range(3)
+IMAGE, AUDIO, VIDEO = 0, 1, 2
+KINDS = IMAGE, AUDIO, VIDEO
 Numbers = tuple[int, int, int]  # one for each kind
 NONE: Numbers = (0, 0, 0)
 IMAGE_TOKENS, AUDIO_TOKENS, VIDEO_TOKENS = 1024, 512, 4096

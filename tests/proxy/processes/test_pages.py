@@ -27,6 +27,7 @@ ALIKE = {
     "proxy_bytes_per_token",
     "proxy_discovery_up",
     "proxy_discovery_workers",
+    "proxy_pool_panic",
     "proxy_queue_limit_requests",
 }
 
