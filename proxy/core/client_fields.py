@@ -1,12 +1,15 @@
 """What a client may not say, in one place. All else passes as it was written.
 
+For every fleet:
+
+- `previous_response_id` and `cache_salt` more than once: 400. They name what a worker stores, and
+  parsers differ in which of two members they keep. Of other members the last one counts, here as in
+  vLLM; a member that the router sets or takes out is set or taken out everywhere.
+
 For every fleet, unless `router.allow_client_kv_transfer`:
 
 - `kv_transfer_params` and `ec_transfer_params`, wherever an engine reads them from: 400. They steer
   transfers between workers: see `steering`.
-- `previous_response_id` and `cache_salt` more than once: 400. They name what a worker stores, and
-  parsers differ in which of two members they keep. Of other members the last one counts, here as in
-  vLLM; a member that the router sets or takes out is set or taken out everywhere.
 - An `X-Request-Id` that names addresses is replaced, and a body's `request_id` that does so is
   refused: one connector would connect to them.
 

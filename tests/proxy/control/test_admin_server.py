@@ -200,11 +200,12 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         b"",
         HALF,
+        get("/hello"),
         get("/hello") + HALF,
         b"POST /take HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\nx",
         b"POST /take HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n1\r\nx\r\n",
     ],
-    ids=["nothing", "half a head", "half a second head", "half a body", "half of chunks"],
+    ids=["nothing", "half a head", "idle", "half a second head", "half a body", "half of chunks"],
 )
 async def test_a_request_that_is_not_whole_in_time_ends_its_connection(
     served: Served, data: bytes

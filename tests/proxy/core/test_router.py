@@ -386,6 +386,23 @@ def test_a_few_failures_in_a_row_send_requests_elsewhere() -> None:
     assert failed == 3
 
 
+@pytest.mark.parametrize("free", [False, True])
+def test_a_request_that_two_workers_dropped_is_placed_no_more(free: bool) -> None:
+    router = router_of(*(spec(f"w{n}") for n in range(9)), max_attempts=9)
+    one, tried = ask(), frozenset[Worker]()
+    answer = router.submit(one, 0.0)
+    for dropped in (False, True, False, True):  # of the others it is known that they did not act
+        lease = placed(answer)
+        tried |= {lease.worker}
+        answer = router.retry(
+            lease, 0.1, Outcome.FAILED, tried=tried, after=lease, free=free, dropped=dropped
+        )
+    refusal = refused(answer)
+    assert (refusal.status, refusal.code, len(tried)) == (502, "request_dropped", 4)
+    assert refusal.retry_after_s is None
+    assert idle(router.fleet)
+
+
 def test_a_clients_own_fault_is_no_failure_of_the_worker() -> None:
     router = router_of(spec("a"))
     for i in range(10):

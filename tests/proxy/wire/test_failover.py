@@ -7,6 +7,7 @@ import contextlib
 import errno
 import os
 import resource
+import socket
 from collections.abc import Iterator
 
 import pytest
@@ -437,6 +438,26 @@ async def test_a_router_without_room_for_a_connection_blames_no_worker(
         assert site.worker(fake.name).breaker.spotless
     site.always(scripts.answer(200, b"{}"))
     assert (await client.ask(chat("x" * 100))).status == 200
+    await site.settled()
+
+
+async def test_a_router_without_open_files_takes_clients_again_once_there_are_some(
+    start: Start,
+) -> None:
+    site = await start()
+    early = await site.client()
+    waiting = [socket.socket() for _ in range(3)]
+    for raw in waiting:
+        raw.setblocking(False)
+    with no_more_files():
+        for raw in waiting:
+            with contextlib.suppress(BlockingIOError):
+                raw.connect(("127.0.0.1", site.port))
+        await asyncio.sleep(0.1)  # in which the loop fails to accept them
+        assert (await early.ask(get("/health"))).status == 200
+    for raw in waiting:
+        raw.close()
+    assert (await site.ask(chat())).status == 200
     await site.settled()
 
 
