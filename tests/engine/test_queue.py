@@ -11,7 +11,7 @@ from vllm.v1.request import Request
 
 from tests.engine.schedulers import make_request
 from vllm_sched.engine.held import LaneKey
-from vllm_sched.engine.queue import LaneQueue
+from vllm_sched.engine.queue import MAX_RETRIES, LaneQueue
 from vllm_sched.policies.types import Gate
 
 
@@ -418,6 +418,31 @@ def test_who_was_turned_away_asks_nobody_to_be_let_in() -> None:
         queue.end_step()
     queue.begin_step(12.0)
     assert (count.barred, count.asking) == (0, 2)
+
+
+def test_skipped_requests_behind_a_closed_gate_take_no_other_lanes_turns() -> None:
+    doorman = Doorman()
+    queue = doorman.queue()
+    longs = [make_request(20, hashed=False) for _ in range(2 * MAX_RETRIES)]
+    shorts = [make_request(5, hashed=False) for _ in range(2 * MAX_RETRIES)]
+    for request in longs + shorts:
+        queue.add_request(request)
+    queue.begin_step(0.0)
+    queue.prepend_requests(reversed(admit_all(queue)))
+    queue.end_step()
+    assert not queue
+    doorman.gates["long",] = Gate.CLOSED
+    offered: list[Request] = []
+    for number in range(3):
+        queue.begin_step(number + 1.0)
+        again = admit_all(queue)
+        queue.prepend_requests(reversed(again))
+        queue.end_step()
+        offered += again
+    assert offered == shorts
+    doorman.gates["long",] = Gate.OPEN
+    queue.begin_step(4.0)
+    assert admit_all(queue) == longs[:MAX_RETRIES] + shorts[:MAX_RETRIES]
 
 
 def test_the_urgent_go_first_whenever_they_came() -> None:

@@ -110,20 +110,6 @@ def test_a_few_pending_look_ups_are_asked_about_in_each_step() -> None:
     assert bench.step().keys() == {"d", "r40"}
 
 
-def test_requests_behind_a_closed_gate_take_no_other_lanes_turns() -> None:
-    bench = Skipping({"lanes": {}}, connector="SimulatedConnector")
-    batch = [f"b{number}" for number in range(3 * MAX_RETRIES)]
-    names = [f"n{number}" for number in range(3 * MAX_RETRIES)]
-    pending = looking_up(bench, batch + names)
-    for name in batch:
-        bench.scheduler.requests[name].priority = 1
-    bench.step()
-    bench.add("prefill", 40_000 // 25, output=1)
-    pending.discard(names[-1])
-    entered = {name for step in bench.steps(6) for name in step}
-    assert names[-1] in entered
-
-
 @pytest.mark.parametrize("kind", ["adapter", "grammar"])
 def test_batch_requests_do_not_wait_for_requests_that_cannot_begin(kind: str) -> None:
     bench = Skipping({"lanes": {}}, max_loras=1)

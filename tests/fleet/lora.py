@@ -10,12 +10,12 @@ from vllm_sched.workers.tiny_model import RECIPE
 RANK = 4
 
 
-def make_adapter(folder: Path) -> Path:
+def make_adapter(folder: Path, seed: int = RECIPE["seed"]) -> Path:
     """Write an adapter of the query projections, strong enough to change greedy output."""
     import torch
     from safetensors.torch import save_file
 
-    random = torch.Generator().manual_seed(RECIPE["seed"])
+    random = torch.Generator().manual_seed(seed)
     hidden = RECIPE["hidden"]
     weights = {}
     for layer in range(RECIPE["layers"]):

@@ -30,14 +30,16 @@ DRAFTED = [11, 12, 13, 14] * 800
 
 @pytest.fixture(scope="module")
 def featured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worker]:
-    """Start a worker with adapters, speculative decoding and priorities."""
+    """Start a worker with adapters, of which one may run, speculative decoding and priorities."""
     adapter: Path = make_adapter(tmp_path_factory.mktemp("adapter"))
+    other: Path = make_adapter(tmp_path_factory.mktemp("other"), seed=1)
     with worker(
         Side("long_prompt", SETTINGS),
         model=str(tiny_model()),
         flags=(
             *FLAGS, "--served-model-name", "tiny",
-            "--enable-lora", "--max-lora-rank", "8", "--lora-modules", f"adapter={adapter}",
+            "--enable-lora", "--max-lora-rank", "8", "--max-loras", "1",
+            "--lora-modules", f"adapter={adapter}", f"other={other}",
             "--speculative-config", json.dumps(SPECULATION),
             "--scheduling-policy", "priority",
         ),
@@ -75,6 +77,21 @@ async def test_an_adapter_and_its_base_share_steps(featured: Worker) -> None:
         )
     assert plain.choices[0].token_ids != adapted.choices[0].token_ids
     assert adapted.usage.prompt_tokens == 3000
+
+
+async def test_more_adapters_than_slots_take_turns(featured: Worker) -> None:
+    async with client_of(featured) as client, asyncio.TaskGroup() as group:
+
+        async def run(number: int) -> None:
+            tokens, output = (2500, 8) if number % 3 else (60, 60)
+            model = ("adapter", "other", "tiny")[number % 5 % 3]
+            done = await complete(client, prompt(7150 + number, tokens), output, model=model)
+            assert done.usage.completion_tokens == output
+
+        for number in range(24):
+            group.create_task(run(number))
+            await asyncio.sleep(0.1)
+    await settled(featured, running=0, waiting=0)
 
 
 async def test_the_urgent_go_first_among_the_long(featured: Worker) -> None:

@@ -5,8 +5,8 @@ running request for a step, and in the step after its adapter is needed again. S
 request keeps its adapter's slot here, scheduled or not.
 
 Upstream has no bound on the wait for a slot: an adapter whose requests keep coming keeps its slot.
-Here an adapter that waited for `MAX_WAIT_S` gets the next free slot, and until there is one the
-running adapter with the fewest requests admits no more of them.
+Here an adapter that waited for `MAX_WAIT_S` gets the next free slot. Until there is one, the
+adapter that has had its slot longest, if that is for `MAX_WAIT_S`, admits no more requests.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ class LoraSlots:
     def __init__(self, max_loras: int) -> None:
         self.max_loras = max_loras
         self._running: Counter[int] = Counter()  # requests, by adapter
+        self._slot_since: dict[int, float] = {}  # when each of these adapters got its slot
         self._skipped: dict[int, Skipped] = {}
         self._now = 0.0
         self._overdue: int | None = None  # the adapter that gets the next free slot
@@ -48,16 +49,18 @@ class LoraSlots:
         """Note the adapters of the requests that run when the step begins."""
         self._now = now
         self._running = Counter(adapter for r in running if (adapter := adapter_of(r)))
+        self._slot_since = {a: self._slot_since.get(a, now) for a in self._running}
         for adapter in self._running:
             if (skipped := self._skipped.get(adapter)) is not None:
                 skipped.since = now
         self._overdue = self._longest_without()
         full = len(self._running) >= self.max_loras
         self._kept_steps = 0 if full or self._overdue is None else self._kept_steps + 1
-        if self._overdue is None or not full:
-            self._leaving = None
-        elif self._leaving not in self._running:
-            self._leaving = min(self._running, key=self._running.__getitem__)
+        self._leaving = None
+        if full and self._overdue is not None:
+            oldest = min(self._slot_since, key=self._slot_since.__getitem__)
+            if now - self._slot_since[oldest] >= MAX_WAIT_S:
+                self._leaving = oldest
 
     def _longest_without(self) -> int | None:
         """Return the adapter that has waited longest, once that is for MAX_WAIT_S."""

@@ -133,7 +133,7 @@ class LaneQueue(RequestQueue):
         self._forget_offer()
         if self._aside:
             self._offer_again()
-        self.counted.note_waits(self._waits_of_fronts())
+        self.counted.note_waits(self._waits_of_fronts(self._open_groups()))
         self._count_held()
         self.counted.held_by.clear()
         self.offered, self._offers = self._offers, False
@@ -168,6 +168,12 @@ class LaneQueue(RequestQueue):
         """Tell whether it was not turned away of late: for LoRA slots, its grammar, its input."""
         return request not in self._turned_away
 
+    def waits(self) -> Iterator[tuple[LaneKey, float]]:
+        """Return the waits of lanes' fronts, and of requests that cannot begin."""
+        yield from self._waits_of_fronts(self._heaps)
+        for entry, lane, _ in map(self._live.__getitem__, self._aside):
+            yield lane, self._now - entry.owed_since
+
     def ask_gates(self) -> None:
         """Count anew who is held, by what all gates say now."""
         self.first_choice()
@@ -191,7 +197,12 @@ class LaneQueue(RequestQueue):
 
     def prepend_requests(self, requests: Iterable[Request]) -> None:
         """Put each in front of the one before, as upstream does."""
+        new: list[Request] = []
+        put_back: list[Request] = []
         for request in requests:
+            (put_back if request in self._popped else new).append(request)
+        # Upstream names first what it took last: requests are set aside in the order of the scan.
+        for request in (*new, *reversed(put_back)):
             self.prepend_request(request)
 
     def peek_request(self) -> Request:
@@ -329,8 +340,8 @@ class LaneQueue(RequestQueue):
         if group != IN_LANE:
             self._sizes[group][lane] += requests
 
-    def _waits_of_fronts(self) -> Iterator[tuple[LaneKey, float]]:
-        for group in self._open_groups():
+    def _waits_of_fronts(self, groups: Iterable[int]) -> Iterator[tuple[LaneKey, float]]:
+        for group in groups:
             for lane, heap in self._heaps[group].items():
                 self._bury(heap)
                 if heap:

@@ -29,7 +29,7 @@ METHODS: dict[str, tuple[str, ...]] = {
     "_reserve_prefill_lookahead": ("request", "num_computed_tokens", "num_new_tokens"),
     "_mamba_block_aligned_split": ("request", "num_new_tokens", "num_new_local_computed_tokens"),
 }
-# What the prefix cache is looked up with, by the module and class that has it.
+# What prefixes and grammars are looked up with, by the module and class that has it.
 CACHE_METHODS: dict[tuple[str, str], dict[str, tuple[str, ...]]] = {
     ("vllm.v1.core.kv_cache_manager", "KVCacheManager"): {
         "prefix_cache_lookup_enabled": ("request",),
@@ -38,6 +38,7 @@ CACHE_METHODS: dict[tuple[str, str], dict[str, tuple[str, ...]]] = {
     ("vllm.v1.core.kv_cache_coordinator", "KVCacheCoordinator"): {
         "find_longest_cache_hit": ("block_hashes", "max_cache_hit_length"),
     },
+    ("vllm.v1.structured_output.request", "StructuredOutputRequest"): {"is_grammar_ready": ()},
 }
 # What the cache must have once it is made.
 CACHE_FIELDS = ("block_pool", "coordinator", "watermark_blocks")
@@ -47,6 +48,8 @@ REQUEST_FIELDS = (
     "next_decode_eligible_step",
     "has_encoder_inputs",
     "mm_features",
+    "lora_request",
+    "structured_output_request",
 )
 # From so many prefill tokens on, read ahead by a drafter, chunks are cut for its sake.
 LOOKS_AHEAD = 2

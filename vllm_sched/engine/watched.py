@@ -236,7 +236,11 @@ class Seen:
         for policy, counts in zip(self.policies, queue.counts, strict=True):
             for lane, count in counts.items():
                 waiting[policy.name, lane or ALL] = count.requests
-                oldest[policy.name, lane or ALL] = count.waited if count.requests else 0.0
+                oldest[policy.name, lane or ALL] = 0.0
+        for lanes, waited in queue.waits():
+            for policy, lane in zip(self.policies, lanes, strict=True):
+                key = policy.name, lane or ALL
+                oldest[key] = max(oldest[key], waited)
         running = gauges["requests_running"] = defaultdict(float)
         for lanes, requests in Counter(came_from).items():
             for policy, lane in zip(self.policies, lanes or self._no_lanes, strict=True):
