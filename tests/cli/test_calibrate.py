@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 
+import aiohttp
 import pytest
 
 from tests.cli.step_server import StepServer, serving
 from tests.cost.test_calibration import measured as steps_of
 from vllm_sched.bench.steps import Lone, Plan, Seen
-from vllm_sched.bench.timed import MeasureError, Stream
+from vllm_sched.bench.timed import Api, MeasureError, Stream
 from vllm_sched.cli.calibrate import Source, Whole
 from vllm_sched.cli.main import main
 from vllm_sched.cost.step_time import StepTime
@@ -62,6 +64,20 @@ def test_a_gap_is_a_step_only_where_one_token_came() -> None:
     assert stream.gap(2) is None  # two tokens at once: two steps
     assert stream.gap(3) == pytest.approx(0.1)
     assert stream.gap(4) is None
+
+
+def test_the_size_of_a_cache_whose_blocks_several_groups_of_layers_share() -> None:
+    labels = 'block_size="32",kv_cache_size_tokens="1500",num_gpu_blocks="64"'
+    page = f"vllm:cache_config_info{{{labels}}} 1.0\n"
+
+    async def ask(url: str) -> tuple[int | None, int | None]:
+        async with aiohttp.ClientSession() as session:
+            api = Api(session, url)
+            await api.read_cache()
+            return api.kv_tokens, api.block_tokens
+
+    with serving(StepServer(TIME, budget=128, max_model_len=1024, metrics=page)) as url:
+        assert asyncio.run(ask(url)) == (1500, 32)
 
 
 # The command

@@ -24,7 +24,14 @@ from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.single_type_kv_cache_manager import register_all_kvcache_specs
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheSpec,
+    MambaSpec,
+    SlidingWindowSpec,
+)
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
@@ -52,6 +59,29 @@ def base_config() -> VllmConfig:
     return config
 
 
+def full_attention(block: int = BLOCK) -> KVCacheSpec:
+    """Return the group of layers that keep every token."""
+    return FullAttentionSpec(block_size=block, num_kv_heads=1, head_size=1, dtype=torch.float32)
+
+
+def sliding_window(window: int, block: int = BLOCK) -> KVCacheSpec:
+    """Return a group of layers that keep the last tokens."""
+    return SlidingWindowSpec(
+        block_size=block, num_kv_heads=1, head_size=1, dtype=torch.float32, sliding_window=window
+    )
+
+
+def mamba(block: int, drafts: int = 0) -> KVCacheSpec:
+    """Return a group of Mamba layers that keep their state at block boundaries."""
+    return MambaSpec(
+        block_size=block,
+        shapes=((1,),),
+        dtypes=(torch.float32,),
+        mamba_cache_mode="align",
+        num_speculative_blocks=drafts,
+    )
+
+
 def make_scheduler(
     policies: Mapping[str, Mapping[str, object]] | None = None,
     *,
@@ -66,18 +96,25 @@ def make_scheduler(
     chunked_prefill: bool = True,
     max_loras: int = 0,
     connector: str | None = None,
+    groups: Sequence[KVCacheSpec] = (),
     **scheduler_options: Any,
 ) -> Any:
     """Return a scheduler made as the engine makes it, over this many KV blocks of 16 tokens.
 
-    `connector` names a class in `vllm_sched.engine.simulated_transfer`.
+    `connector` names a class in `vllm_sched.engine.simulated_transfer`. The KV cache has one
+    full-attention group, or the given groups, all of one block size.
     """
+    groups = groups or (full_attention(),)
+    block = groups[0].block_size
     config = copy.copy(base_config())
     config.model_config = copy.copy(config.model_config)
     config.model_config.max_model_len = max_model_len
     config.cache_config = copy.copy(config.cache_config)
     config.cache_config.enable_prefix_caching = prefix_caching
     config.cache_config.num_gpu_blocks = num_blocks
+    config.cache_config.block_size = block
+    if any(isinstance(group, MambaSpec) for group in groups):
+        config.cache_config.mamba_cache_mode = "align"
     config.additional_config = {} if policies is None else {"vllm_sched": dict(policies)}
     config.scheduler_config = SchedulerConfig(
         max_num_seqs=max_num_seqs,
@@ -98,25 +135,26 @@ def make_scheduler(
             kv_connector_module_path="vllm_sched.engine.simulated_transfer",
             kv_role="kv_both",
         )
-    spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=1, dtype=torch.float32)
     return scheduler_cls(
         vllm_config=config,
         kv_cache_config=KVCacheConfig(
             num_blocks=num_blocks,
             kv_cache_tensors=[],
-            kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)],
+            kv_cache_groups=[
+                KVCacheGroupSpec([f"layer {number}"], spec) for number, spec in enumerate(groups)
+            ],
         ),
         log_stats=True,
         structured_output_manager=StructuredOutputManager(config),
-        block_size=BLOCK,
+        block_size=block,
     )
 
 
 @functools.cache
-def hasher() -> Any:
+def hasher(block: int = BLOCK) -> Any:
     """Hash blocks of prompts as the engine does."""
     init_none_hash(sha256)
-    return get_request_block_hasher(BLOCK, sha256)
+    return get_request_block_hasher(block, sha256)
 
 
 def make_request(
@@ -129,6 +167,7 @@ def make_request(
     hashed: bool = True,
     adapter: int = 0,
     grammar: Future[Any] | None = None,
+    block: int = BLOCK,
 ) -> Request:
     """Make a request with a prompt of that length, unlike any other, or of those tokens.
 
@@ -151,7 +190,7 @@ def make_request(
         pooling_params=None,
         arrival_time=float(number) if arrival is None else arrival,
         priority=priority,
-        block_hasher=hasher() if hashed else None,
+        block_hasher=hasher(block) if hashed else None,
         lora_request=LoRARequest(f"adapter{adapter}", adapter, "/none") if adapter else None,
     )
     if grammar is not None:

@@ -9,9 +9,15 @@ import pytest
 from tests.policies.making import Bench
 from vllm_sched.errors import UsageError
 from vllm_sched.policies import registry
+from vllm_sched.policies.kv_cache import KvCache, KvGroup
 from vllm_sched.policies.types import EngineFacts
 
-FACTS = EngineFacts(max_model_len=2000, max_num_batched_tokens=64, max_num_seqs=4, kv_tokens=4000)
+FACTS = EngineFacts(
+    max_model_len=2000,
+    max_num_batched_tokens=64,
+    max_num_seqs=4,
+    kv_cache=KvCache(250, [KvGroup(16, 125)]),
+)
 LEAST, MOST = 5e-324, 1.7e308
 EVERY = [
     (name, key)

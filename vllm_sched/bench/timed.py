@@ -121,7 +121,9 @@ class Api:
             labels = {name: int(value) for name, value in LABEL.findall(found[1])}
             blocks, block = labels.get("num_gpu_blocks", 0), labels.get("block_size", 0)
             if blocks and block:
-                self.kv_tokens, self.block_tokens = blocks * block, block
+                # Where groups of layers share the blocks, a token takes several.
+                self.kv_tokens = labels.get("kv_cache_size_tokens", blocks * block)
+                self.block_tokens = block
 
     @asynccontextmanager
     async def streams(self, count: int, context: int, tokens: int) -> AsyncIterator[list[Stream]]:

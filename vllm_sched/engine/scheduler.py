@@ -23,6 +23,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_sched.engine import seams, start
+from vllm_sched.engine.block_chunks import BlockChunks
 from vllm_sched.engine.held import LaneKey
 from vllm_sched.engine.in_flight import Begun, Done, InFlight, chunks_of
 from vllm_sched.engine.lora_slots import LoraSlots
@@ -65,6 +66,7 @@ class PolicySteps(Upstream):
     _seen: Seen | None = None
     _tell_result: Sequence[Callable[[StepResult], None]] = ()
     _lora_slots: LoraSlots | None = None
+    _step: Step  # the last one
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -79,6 +81,9 @@ class PolicySteps(Upstream):
         self._decode_last = False  # in this step: behind prefills, which leave it its tokens
         self._room: int | None = None  # in this step: what prefills that run may have
         self._kept_for_image = 0  # in this step: what they may not have, for one who stands at one
+        self._blocks: BlockChunks | None = None  # where chunks end at block boundaries
+        self._given = 0  # prefill tokens, in this step
+        self._granted = 0  # and how many of these and others the policies count as given
         self._looked_up: dict[str, int] = {}  # cached tokens of who waits, in one state of things
         self._looked_up_in = (-1, -1, -1)
         self._lanes_known: dict[str, LaneKey] | None = None  # of fronts, in a step
@@ -99,6 +104,9 @@ class PolicySteps(Upstream):
         self._may_cut = bool(self.scheduler_config.enable_chunked_prefill)
         # For models that attend to all of an image at once.
         self._whole_images = bool(self.scheduler_config.disable_chunked_mm_input)
+        if self.need_mamba_block_aligned_split:
+            block = self.cache_config.block_size
+            self._blocks = BlockChunks(block, self._mamba_block_aligned_split)
         self._arranges = any(policy.arranges for policy in self._policies)
         self._prefills_lead = any(policy.prefills_lead for policy in self._policies)
         self._ask_lane = overrides(self._policies, "lane")
@@ -120,7 +128,7 @@ class PolicySteps(Upstream):
         self._by_class = (
             self._class_of is not one_class and self.policy != SchedulingPolicy.PRIORITY
         )
-        self._groups = len(self.kv_cache_config.kv_cache_groups)
+        self._kv_cache = start.kv_cache_of(self)
         self._tell_arrived = [tell for _, tell in overrides(self._policies, "arrived")]
         self._tell_admitted = [tell for _, tell in overrides(self._policies, "admitted")]
         self._tell_departed = [tell for _, tell in overrides(self._policies, "departed")]
@@ -155,7 +163,8 @@ class PolicySteps(Upstream):
         if not self._policies:
             return super().schedule(*args, **kwargs)
         budget = self.max_num_scheduled_tokens
-        step = self._begin_step()
+        self._step = step = self._begin_step()
+        self._given = self._granted = 0
         num_running = len(self.running)
         try:
             self._constrain(step)
@@ -203,6 +212,8 @@ class PolicySteps(Upstream):
             self._classes.pop(request, None)
             if self._lora_slots is not None:
                 self._lora_slots.departed(request)
+            if self._blocks is not None:
+                self._blocks.forget(request)
             now = self.clock()
             for tell in self._tell_departed:
                 tell(request, now)
@@ -271,8 +282,9 @@ class PolicySteps(Upstream):
     def _may_preempt(self, kv_free: float, prefills: Sequence[Request]) -> bool:
         """Whether the KV cache may be too small for the step; told by the most that it can take."""
         tokens = self.max_num_scheduled_tokens if prefills else 0
-        blocks = self._groups * (2 * len(self.running) + tokens // self.block_size)
-        return bool(kv_free * (self.cache_config.num_gpu_blocks or 0) < blocks)
+        cache = self._kv_cache
+        blocks = 2 * len(self.running) * len(cache.groups) + cache.blocks_at_most(tokens)
+        return bool(kv_free * cache.blocks < blocks)
 
     def _arrange(self, prefills: list[Request], decoding: list[Request], *, by_class: bool) -> None:
         """Put decodes before prefills; the last is whom upstream preempts.
@@ -358,9 +370,9 @@ class PolicySteps(Upstream):
 
     def _has_room(self, request: Request, kv_free: float) -> bool:
         """Whether the KV cache could hold the whole of it."""
-        blocks = int(kv_free * (self.cache_config.num_gpu_blocks or 0))
+        blocks = int(kv_free * self._kv_cache.blocks)
         blocks -= self.kv_cache_manager.watermark_blocks + 1
-        return bool(request.num_tokens < blocks * self.block_size)
+        return bool(self._kv_cache.blocks_of(request.num_tokens + 1) <= blocks)
 
     def _rank(self, request: Request) -> tuple[float, ...]:
         return tuple(rank(request) for rank in self._ask_rank)
@@ -393,7 +405,22 @@ class PolicySteps(Upstream):
             wanted = min(budget(step) for budget in self._ask_budget)
             if self._whole_images and wanted < step.budget:
                 wanted = self._with_image(step, wanted)
-            step.budget = self.max_num_scheduled_tokens = min(max(wanted, needed, 1), step.budget)
+            most = step.budget
+            step.budget = self.max_num_scheduled_tokens = min(max(wanted, needed, 1), most)
+            if self._blocks is not None and step.budget < most:
+                enough = self._with_block(step, needed, self._blocks)
+                self.max_num_scheduled_tokens = min(max(step.budget, enough), most)
+
+    def _with_block(self, step: Step, needed: int, blocks: BlockChunks) -> int:
+        """Return the least budget in which the prompt that is served first gets a chunk."""
+        least = [
+            blocks.least(request, request.num_computed_tokens)
+            for request in (*step.prefills, *self.kv_holding_waiting)
+        ]
+        if (head := self._may_enter()) is not None:
+            least.append(blocks.least(head, self._cached_tokens(head)))
+        # Below a block upstream would let chunks end anywhere.
+        return max(needed + max(least, default=0), blocks.block)
 
     def _with_image(self, step: Step, wanted: int) -> int:
         """Have the image that this step comes to fit into it, beside what others get of it.
@@ -442,10 +469,11 @@ class PolicySteps(Upstream):
         # Before a prefill decodes have had what they take, and upstream gives it no more than is
         # left.
         least = 0 if self._decode_last else 1
-        budget = step.budget - self._kept_for_image
+        budget = self.max_num_scheduled_tokens - self._kept_for_image
         room = budget if self._prefills_lead else max(budget - step.decodes, least)
         # For some of them it is not here yet: a prompt goes on whatever their number.
-        return room - min(holding, room // 2)
+        left = room - min(holding, room // 2)
+        return left if self._blocks is None else max(left, min(self._blocks.block, room))
 
     # During the step
 
@@ -489,7 +517,7 @@ class PolicySteps(Upstream):
                 request.block_hashes, request.num_tokens - 1
             )
             known = self._looked_up[request.request_id] = int(hit[1])
-            self._blocks_read += known // self.block_size
+            self._blocks_read += self._kv_cache.blocks_at_most(known)
         return known
 
     def _may_enter(self) -> Request | None:
@@ -562,24 +590,67 @@ class PolicySteps(Upstream):
     def _cut(self, request: Request, computed: int, tokens: int) -> int:
         # An encoder's inputs were chosen for the whole chunk: such a prompt is counted, not cut.
         if tokens <= 0 or request.has_encoder_inputs:
+            self._given += max(tokens, 0)
             return tokens
+        runs = request.status == RUNNING
         granted = tokens
         # One token short of its next is a decode, whatever upstream pads it to for drafts.
-        if request.num_tokens - computed > 1:
+        if is_prompt := request.num_tokens - computed > 1:
             granted = self._least_chunk(request, computed, tokens)
-        if self._room is not None and request.status == RequestStatus.RUNNING:
+        if self._blocks is not None and is_prompt:
+            granted = self._block_chunk(request, computed, tokens, granted, self._blocks)
+        if self._room is not None and runs:
             granted = min(granted, self._room)
             self._room -= granted
-        if 0 < granted < tokens and self.need_mamba_block_aligned_split:
-            # State is kept at block boundaries only: a chunk that can't end at one stays whole.
-            uncached = computed - request.num_computed_tokens
-            granted = self._mamba_block_aligned_split(request, granted, uncached) or tokens
-        if request.num_computed_tokens and request.status != RequestStatus.RUNNING:
+        if request.num_computed_tokens and not runs:
             # It waits and holds blocks: stopping it could stop those who wait for its blocks.
             granted = max(granted, 1)
         if granted <= 0:
             self.waiting.excuse()
+        self._given += granted
         return granted
+
+    def _block_chunk(
+        self, request: Request, computed: int, tokens: int, granted: int, blocks: BlockChunks
+    ) -> int:
+        """Return a chunk of about the granted size that ends at a block boundary."""
+        step, runs = self._step, request.status == RUNNING
+        # It waits and holds blocks: stopping it could stop the requests that wait for its blocks.
+        holds = not runs and request.num_computed_tokens > 0
+        room = self._room if runs and self._room is not None else tokens
+        if step.budget < self.max_num_scheduled_tokens:
+            granted = min(granted, step.budget - step.decodes - self._granted)
+        wanted = max(min(granted, room), int(holds))
+        if wanted <= 0:
+            return 0
+        if self._prefills_lead:  # a chunk that a policy cut leaves decodes their tokens
+            room = min(room, step.budget - step.decodes - self._given)
+        chunk, unused = blocks.chunk(
+            request,
+            computed,
+            wanted,
+            most=tokens,
+            room=tokens if holds else room,
+            may_skip=lambda: not holds and self._has_other_work(step),
+        )
+        self._granted += wanted - unused
+        self._take_back(request, unused)
+        return chunk
+
+    def _take_back(self, request: Request, tokens: int) -> None:
+        if tokens:
+            for _, taken_back in self._ask_chunk:
+                taken_back(request, tokens)
+
+    def _has_other_work(self, step: Step) -> bool:
+        """Return whether the step is not empty without the prefill that is asked about."""
+        if self._given or step.decodes:
+            return True
+        if step.refused is not None or (head := self._may_enter()) is None:
+            return False
+        granted = self._least_chunk(head, 0, min(head.num_tokens, step.budget))
+        self._take_back(head, granted)
+        return granted > 0
 
     def _least_chunk(self, request: Request, computed: int, tokens: int) -> int:
         granted, said = tokens, []

@@ -42,6 +42,8 @@ CACHE_METHODS: dict[tuple[str, str], dict[str, tuple[str, ...]]] = {
 }
 # What the cache must have once it is made.
 CACHE_FIELDS = ("block_pool", "coordinator", "watermark_blocks")
+# What each group of its layers must have.
+GROUP_FIELDS = ("block_size", "kv_cache_spec")
 # What a request must have once it is made.
 REQUEST_FIELDS = (
     "is_prefill_chunk",
@@ -120,13 +122,17 @@ def missing_fields(owner: type, wanted: Sequence[str]) -> list[str]:
 
 def missing_seams() -> list[str]:
     """Name what the installed vLLM lacks of all that we stand on."""
+    from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
     from vllm.v1.request import Request
 
     missing = missing_methods(Scheduler, METHODS) + missing_fields(Scheduler, ATTRIBUTES)
     missing += missing_fields(Request, REQUEST_FIELDS)
     missing += missing_fields(KVCacheManager, CACHE_FIELDS)
+    missing += missing_fields(KVCacheCoordinator, ("single_type_managers",))
+    missing += missing_fields(SingleTypeKVCacheManager, GROUP_FIELDS)
     for (module, name), wanted in CACHE_METHODS.items():
         missing += missing_methods(getattr(importlib.import_module(module), name), wanted)
     return missing

@@ -12,11 +12,13 @@ from typing import Final
 from vllm.config import VllmConfig
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
 
 import vllm_sched
 from vllm_sched.engine.seams import installed_version
 from vllm_sched.errors import UsageError
 from vllm_sched.policies import registry
+from vllm_sched.policies.kv_cache import KvCache, KvGroup
 from vllm_sched.policies.types import EngineFacts, Policy
 
 CONFIG_KEY: Final = "vllm_sched"
@@ -31,10 +33,33 @@ def configured(scheduler: Scheduler, defaults: Mapping[str, Mapping[str, object]
         max_model_len=scheduler.max_model_len,
         max_num_batched_tokens=scheduler.max_num_scheduled_tokens,
         max_num_seqs=scheduler.max_num_running_reqs,
-        kv_tokens=(scheduler.cache_config.num_gpu_blocks or 0) * scheduler.block_size,
+        kv_cache=kv_cache_of(scheduler),
         cuts_prompts=bool(scheduler.scheduler_config.enable_chunked_prefill),
     )
     return registry.build({**defaults, **given}, facts)
+
+
+def kv_cache_of(scheduler: Scheduler) -> KvCache:
+    """Return the groups of layers that share the scheduler's blocks."""
+    managers = scheduler.kv_cache_manager.coordinator.single_type_managers
+    # Some groups of sparse attention are in host memory.
+    groups = [
+        _group(scheduler, manager)
+        for manager, group in zip(managers, scheduler.kv_cache_config.kv_cache_groups, strict=True)
+        if not getattr(group, "host_resident", False)
+    ]
+    return KvCache(scheduler.cache_config.num_gpu_blocks or 0, groups)
+
+
+def _group(scheduler: Scheduler, manager: SingleTypeKVCacheManager) -> KvGroup:
+    spec = manager.kv_cache_spec
+    spare = getattr(spec, "num_speculative_blocks", 0)
+    # With the cache mode `all`, of vLLM 0.31, Mamba layers keep a state for each block.
+    if getattr(spec, "mamba_cache_mode", None) == "all":
+        most = -(-scheduler.max_model_len // manager.block_size) + spare
+    else:
+        most = -(-spec.max_memory_usage_bytes(scheduler.vllm_config) // spec.page_size_bytes)
+    return KvGroup(manager.block_size, most, spare)
 
 
 def check(config: VllmConfig) -> None:

@@ -251,10 +251,9 @@ class DeferredPrefill(Policy):
 
     def _fits(self, head: RequestView) -> bool:
         """Whether the cache was full for another, of another policy's lane, and not for this."""
-        kv_tokens = self.facts.kv_tokens
-        if not self.holding or self._slots_full or not kv_tokens:
+        if not self.holding or self._slots_full or self.facts.kv_cache is None:
             return False
-        return head.request_id != self._refused and head.num_tokens < self._room_left * kv_tokens
+        return head.request_id != self._refused and self.facts.kv_share(head) < self._room_left
 
     def _in_time(self, head: RequestView) -> bool:
         """Whether with its prefill those who decode still get their tokens within `itl_ms`."""
@@ -306,8 +305,7 @@ class DeferredPrefill(Policy):
         if request.request_id not in self._given:  # in an engine that does not cut prompts
             rest = request.num_tokens - request.num_computed_tokens
             self._give(request.request_id, Chunk(rest, request.num_computed_tokens))
-        if self.facts.kv_tokens:
-            self._room_left -= request.num_tokens / self.facts.kv_tokens
+        self._room_left -= self.facts.kv_share(request)
         self._free_left -= 1
         self.lengths.admitted()
         self._heads.pop(request.request_id, None)

@@ -203,11 +203,10 @@ class Lanes(Policy):
         return Gate.CLOSED if self._others_wait() or not self._has_room(head) else Gate.OPEN
 
     def _has_room(self, head: RequestView) -> bool:
-        share = head.num_tokens / self.facts.kv_tokens if self.facts.kv_tokens else 0.0
         return (
             # With no slot nobody comes, and what counts is who would if there were one.
             max(self._free_slots, 1) > self._reserve
-            and self._kv_free - share >= self.settings.reserve_kv
+            and self._kv_free - self.facts.kv_share(head) >= self.settings.reserve_kv
         )
 
     def urgency(self, lane: str, head: RequestView, waited: float) -> float:
@@ -246,8 +245,7 @@ class Lanes(Policy):
             self._running[name] = (lane, self._now)
             self._counts[lane] += 1
         self._free_slots -= 1
-        if self.facts.kv_tokens:
-            self._kv_free -= request.num_tokens / self.facts.kv_tokens
+        self._kv_free -= self.facts.kv_share(request)
 
     def departed(self, request: RequestView, now: float) -> None:
         """Forget it."""

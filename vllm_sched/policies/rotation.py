@@ -75,7 +75,7 @@ class Rotation(Policy):
         # What follows is of the current step alone.
         self._step = Step(index=0, now=0.0, budget=0, decodes=0, prefills=())
         self._head_since = 0.0  # when the one in front began to wait
-        # Tokens of KV cache that those in prefill, and admitted now, will take, by class.
+        # Blocks of KV cache that those in prefill, and admitted now, will take, by class.
         self._needed: dict[float, int] = {}
         self._coming = 0  # who wait, and are held by no other policy
         self._slot = facts.max_num_batched_tokens  # tokens of a turn
@@ -101,13 +101,15 @@ class Rotation(Policy):
         self._head_since = step.now - max((lane.waited for lane in lanes.values()), default=0.0)
         self._needed = {}
         for request in step.prefills:
-            self._will_take(request, request.num_tokens - request.num_computed_tokens)
+            self._will_take(request, request.num_computed_tokens)
         self._coming = sum([lane.asking for lane in lanes.values()])
         self._left = None
 
-    def _will_take(self, request: RequestView, tokens: int) -> None:
-        own = self._step.class_of(request)
-        self._needed[own] = self._needed.get(own, 0) + tokens
+    def _will_take(self, request: RequestView, held: int = 0) -> None:
+        if (cache := self.facts.kv_cache) is not None:
+            own = self._step.class_of(request)
+            blocks = cache.blocks_of(request.num_tokens) - (cache.blocks_of(held) if held else 0)
+            self._needed[own] = self._needed.get(own, 0) + blocks
 
     # Who waits
 
@@ -119,11 +121,12 @@ class Rotation(Policy):
 
     def gate(self, lane: str, head: RequestView, waited: float) -> Gate:
         """Hold a prompt that those in prefill leave no KV blocks for: they'd preempt each other."""
-        facts = self.facts
+        if (cache := self.facts.kv_cache) is None:
+            return Gate.OPEN
         own = self._step.class_of(head)
-        needed = sum([tokens for each, tokens in self._needed.items() if each <= own])
-        fits = needed + head.num_tokens <= self._step.kv_free * facts.kv_tokens
-        if fits or not needed or not facts.kv_tokens:
+        needed = sum([blocks for each, blocks in self._needed.items() if each <= own])
+        fits = needed + cache.blocks_of(head.num_tokens) <= self._step.kv_free * cache.blocks
+        if fits or not needed:
             return Gate.OPEN
         if waited < self.settings.max_wait_s:
             return Gate.CLOSED
@@ -139,7 +142,7 @@ class Rotation(Policy):
 
     def admitted(self, request: RequestView) -> None:
         """Count what it will take."""
-        self._will_take(request, request.num_tokens)
+        self._will_take(request)
         if request.request_id in self._let_in:
             self._let_in.remove(request.request_id)
             self._releases += 1

@@ -9,7 +9,7 @@ The engine (and later the simulator) asks, in this order:
 3. `gate` and `urgency` whenever the head of a lane could be admitted, `admitted` once it was; of a
    head that an earlier policy holds the later ones hear nothing; `stays` of one that nobody holds;
 4. `chunk` for each prefill, as the last word on how many tokens it gets, and `taken_back` at once
-   where a later policy leaves it less;
+   where a later policy leaves it less, or where the engine ends it at a block boundary;
 5. `observe` once the step's result is back, `departed` once a request is over.
 
 What several policies say is combined: the least budget, the least chunk, the strictest gate; one
@@ -32,6 +32,7 @@ from pydantic import BaseModel, ConfigDict
 
 from vllm_sched.cost.pace import Chunk
 from vllm_sched.cost.step_time import StepShape
+from vllm_sched.policies.kv_cache import KvCache
 
 
 class RequestView(Protocol):
@@ -165,8 +166,14 @@ class EngineFacts:
     max_model_len: int
     max_num_batched_tokens: int
     max_num_seqs: int
-    kv_tokens: int = 0  # that the KV cache holds
+    kv_cache: KvCache | None = None  # None until it is allocated
     cuts_prompts: bool = True  # with chunked prefill
+
+    def kv_share(self, request: RequestView) -> float:
+        """Return the share of the KV cache that a request takes; 0 if its size is unknown."""
+        if (cache := self.kv_cache) is None or not cache.blocks:
+            return 0.0
+        return cache.blocks_of(request.num_tokens) / cache.blocks
 
 
 class Policy:
@@ -237,9 +244,10 @@ class Policy:
         return tokens
 
     def taken_back(self, request: RequestView, tokens: int) -> None:
-        """Hear that later policies leave this prefill so many tokens less than `chunk` just said.
+        """Note that this prefill gets so many tokens less than `chunk` has just returned.
 
-        What was counted as given is there for the others.
+        Later policies leave it less, or the engine ends the chunk at a block boundary. Other
+        prefills may have these tokens.
         """
 
     def rank(self, request: RequestView) -> float:

@@ -1,0 +1,411 @@
+"""Models whose KV cache has several groups: Mamba layers, and layers with a sliding window.
+
+Real scheduler objects, without a model, in virtual time.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+from vllm.v1.kv_cache_interface import KVCacheSpec
+
+from tests.engine.schedulers import BLOCK as BLOCK_TOKENS
+from tests.engine.schedulers import (
+    answer,
+    full_attention,
+    make_request,
+    make_scheduler,
+    mamba,
+    sliding_window,
+)
+from vllm_sched import PolicyScheduler, SyncPolicyScheduler
+from vllm_sched.policies import registry
+
+Policies = Mapping[str, Mapping[str, Any]]
+SETTINGS: dict[str, dict[str, Any]] = {
+    "static_batching": {"max_wait_s": 2.0},
+    "prefill_first": {"max_pause_s": 0.5},
+    "lanes": {"urgent_max_wait_s": 1.0, "normal_max_wait_s": 2.0, "batch_max_wait_s": 3.0},
+    "long_prompt": {"long_prefill_token_threshold": 200, "max_wait_s": 2.0},
+    "deferred_prefill": {"departures": 2, "max_delay_ms": 300.0},
+    "rotation": {"chunk": 64, "max_wait_s": 1.0},
+    "chunk_budget": {"itl_ms": 15.0},
+}
+VARIANTS: dict[str, list[dict[str, Any]]] = {
+    "prefill_first": [{}, {"pause_decodes": False}],
+    "long_prompt": [{}, {"long_prefill_share": 0.1}, {"max_long_partial_prefills": 2}],
+    "rotation": [{}, {"chunk": 0}, {"order": "shortest"}, {"chunk": 200, "order": "shortest"}],
+    "chunk_budget": [{}, {"chunk": 16}, {"chunk": 150}],
+}
+COMBINATIONS = [
+    names
+    for size in (1, 2)
+    for names in itertools.combinations(registry.POLICIES, size)
+    if not any(pair in registry.CONFLICTS for pair in itertools.combinations(names, 2))
+] + [("lanes", "long_prompt", "deferred_prefill", "rotation", "chunk_budget")]
+BLOCK = 528  # Qwen3-Next's
+
+
+class Engine:
+    """A scheduler in virtual time, and what its steps did."""
+
+    def __init__(
+        self,
+        policies: Policies | None,
+        groups: Sequence[KVCacheSpec],
+        *,
+        ahead: bool = False,
+        drafts: int = 0,
+        step_s: float = 0.010,
+        token_s: float = 40e-6,
+        **options: Any,
+    ) -> None:
+        self.block = groups[0].block_size
+        self.scheduler = make_scheduler(
+            policies,
+            scheduler_cls=PolicyScheduler if ahead else SyncPolicyScheduler,
+            async_scheduling=ahead,
+            groups=groups,
+            **options,
+        )
+        self.now = 1000.0
+        self.scheduler.clock = self.scheduler.wall_clock = lambda: self.now
+        if policies is not None:
+            self.scheduler.waiting._clock = lambda: self.now
+        self.scheduler.num_spec_tokens = drafts
+        self._depth, self._drafts = 2 if ahead else 1, drafts
+        self._seconds = step_s, token_s
+        self._in_flight: deque[Any] = deque()
+        self._dice = random.Random(1)
+        self.alive: dict[str, Any] = {}
+        self.steps = 0
+        self.empty_steps = 0  # with work to do and nothing in flight
+        self.chunks: dict[str, list[int]] = {}  # of prompts
+        self.off_boundary: list[str] = []
+        self.begun: dict[str, int] = {}  # the step of the first token
+        self.largest_gap = 0  # steps that a running prefill went without a chunk
+        self._last: dict[str, int] = {}
+
+    def add(self, tokens: int, name: str, **more: Any) -> None:
+        """Let a request arrive."""
+        request = make_request(tokens, name=name, hashed=False, arrival=self.now, **more)
+        self.scheduler.add_request(request)
+        self.alive[name] = request
+
+    def decode(self, count: int) -> None:
+        """Have so many requests decode, for longer than any test."""
+        for number in range(count):
+            self.add(20, f"decode {number}", output=4000)
+        while any(
+            r.is_prefill_chunk or r not in self.scheduler.running for r in self.alive.values()
+        ):
+            self.step()
+        self.chunks.clear()
+
+    def step(self) -> Mapping[str, int]:
+        """Run one step and return the tokens that each request got."""
+        output = self.scheduler.schedule()
+        tokens = output.num_scheduled_tokens
+        total = output.total_num_scheduled_tokens
+        self.steps += 1
+        self.empty_steps += not (total or self._in_flight or not self.alive)
+        self._note(tokens)
+        step_s, token_s = self._seconds
+        seconds = step_s + token_s * total if total else 0.001
+        self._in_flight.append((output, answer(self.scheduler, output), seconds))
+        while len(self._in_flight) >= self._depth:
+            self.finish()
+        return tokens
+
+    def _note(self, tokens: Mapping[str, int]) -> None:
+        for request in self.scheduler.running:
+            name, computed = request.request_id, request.num_computed_tokens
+            is_chunk = computed - tokens.get(name, 0) < request.num_prompt_tokens
+            if name in tokens and is_chunk:
+                self.chunks.setdefault(name, []).append(tokens[name])
+                self._last[name] = self.steps
+                if computed >= request.num_prompt_tokens:
+                    self.begun.setdefault(name, self.steps)
+                elif computed % self.block:
+                    self.off_boundary.append(f"{name} ends at {computed}")
+            elif is_chunk:
+                gap = self.steps - self._last.setdefault(name, self.steps)
+                self.largest_gap = max(self.largest_gap, gap)
+
+    def finish(self) -> None:
+        """Let the oldest step's result come back."""
+        output, result, seconds = self._in_flight.popleft()
+        self.now += seconds
+        self.scheduler.update_from_output(output, result)
+        self.alive = {n: r for n, r in self.alive.items() if not r.is_finished()}
+        if self._drafts:
+            for request in self.scheduler.running:
+                if not request.is_prefill_chunk:
+                    request.spec_token_ids = [7] * self._dice.randrange(self._drafts + 1)
+
+    def until_begun(self, *names: str, most: int = 3000) -> None:
+        """Run steps until these requests have their first tokens."""
+        for _ in range(most):
+            if self.begun.keys() >= {*names}:
+                return
+            self.step()
+        raise AssertionError(f"no first token of {', '.join({*names} - self.begun.keys())}")
+
+
+def hybrid(policies: Policies | None, **options: Any) -> Engine:
+    """Make an engine for a model with full attention and Mamba layers, as large as real ones."""
+    sizes = {"budget": 8192, "max_model_len": 100_000, "max_num_seqs": 512, "num_blocks": 20_000}
+    return Engine(policies, (full_attention(BLOCK), mamba(BLOCK)), **(sizes | options))
+
+
+# Chunks of whole blocks
+
+
+def test_a_prompt_progresses_beside_many_decodes_as_it_does_upstream() -> None:
+    seconds = {}
+    for name, policies in (("upstream", None), ("ours", {"chunk_budget": {}})):
+        engine = hybrid(policies)
+        engine.decode(300)
+        began = engine.now
+        engine.add(20_000, "long")
+        engine.until_begun("long", most=100)
+        seconds[name] = engine.now - began
+        assert not engine.off_boundary
+    assert seconds["ours"] < 2 * seconds["upstream"]
+
+
+@pytest.mark.parametrize(
+    ("policies", "most"),
+    [
+        ({"chunk_budget": {"chunk": 512}}, BLOCK),
+        ({"chunk_budget": {"chunk": 1500}}, 2 * BLOCK),
+        ({"chunk_budget": {"itl_ms": 45.0}}, BLOCK),
+        ({"long_prompt": {"long_prefill_share": 512 / 8192}, "lanes": {}}, BLOCK),
+        ({"lanes": {"batch_share": 512 / 8192}}, BLOCK),
+    ],
+    ids=lambda value: "+".join(value) if isinstance(value, dict) else None,
+)
+def test_a_chunk_that_is_meant_smaller_than_a_block_is_one_block(
+    policies: Policies, most: int
+) -> None:
+    engine = hybrid(policies)
+    engine.decode(300)
+    engine.add(20_000, "long", priority=1)
+    engine.until_begun("long")
+    assert not engine.off_boundary
+    *chunks, last = engine.chunks["long"]
+    assert max(chunks) == most
+    assert last <= most
+    assert len([chunk for chunk in chunks if chunk < most]) <= 1, "what the first ones leave"
+
+
+def test_a_prompt_pays_for_what_its_chunks_exceed_the_grants() -> None:
+    engine = hybrid({"chunk_budget": {"chunk": 66}})  # an eighth of a block
+    engine.decode(300)
+    engine.add(20 * BLOCK, "long")
+    before = engine.steps
+    engine.until_begun("long")
+    assert engine.chunks["long"] == [BLOCK] * 20
+    assert engine.steps - before == pytest.approx(8 * 20, abs=8)
+
+
+@pytest.mark.parametrize("chunk", [64, 256, 512])
+def test_a_short_prompt_enters_while_a_long_one_pays(chunk: int) -> None:
+    engine = hybrid({"long_prompt": {}, "chunk_budget": {"chunk": chunk}})
+    engine.decode(300)
+    engine.add(90_000, "long")
+    for _ in range(20):
+        engine.step()
+    engine.add(600, "short")
+    before = engine.steps
+    engine.until_begun("short", most=100)
+    assert "long" not in engine.begun
+    # Two prompts share the grants: 600 tokens, and a block in advance.
+    assert engine.steps - before <= 2 * (600 + BLOCK) / chunk + 4
+
+
+def test_an_urgent_prompt_enters_beside_a_normal_one() -> None:
+    engine = hybrid({"lanes": {}, "chunk_budget": {"chunk": 512}})
+    engine.decode(300)
+    engine.add(90_000, "normal")
+    for _ in range(20):
+        engine.step()
+    engine.add(600, "urgent", priority=-1)
+    before = engine.steps
+    engine.until_begun("urgent", most=10)
+    assert engine.steps - before <= 5
+
+
+def test_a_long_prompt_moves_beside_shorts_that_leave_less_than_a_block() -> None:
+    policies = {"long_prompt": {"long_prefill_token_threshold": 2000, "long_prefill_share": 0.05}}
+    engine = hybrid(policies, budget=2200, max_model_len=30_000)
+    engine.decode(300)
+    engine.add(10_000, "long")
+    for number in range(400):
+        if "long" in engine.begun:
+            break
+        # Room for three blocks and 316 tokens, and always three shorts, with a block each.
+        if number % 3 == 0:
+            for each in range(3):
+                engine.add(3 * BLOCK, f"short {number} {each}", output=1)
+        engine.step()
+    assert "long" in engine.begun
+    assert len([n for n in engine.begun if n.startswith("short")]) > 50
+
+
+def test_a_prompt_of_a_worker_that_reads_less_than_a_block_is_cut_as_upstream_cuts_it() -> None:
+    engine = hybrid({"chunk_budget": {"chunk": 64}}, budget=256, max_num_seqs=64)
+    engine.decode(20)
+    engine.add(3000, "long")
+    engine.until_begun("long")
+    assert max(engine.chunks["long"]) <= 64
+
+
+def settings_of(names: Sequence[str], dice: random.Random) -> Policies:
+    """Return settings for these policies, each one of its variants."""
+    return {name: SETTINGS[name] | dice.choice(VARIANTS.get(name, [{}])) for name in names}
+
+
+def play(engine: Engine, dice: random.Random, decodes: int) -> None:
+    """Serve a few decodes and random prompts to their ends."""
+    plan = [(0, 20, 150, 0)] * decodes
+    at = 5
+    for _ in range(dice.choice([5, 12])):
+        at += dice.choice([0, 0, 1, 10])
+        tokens = dice.choice([10, 60, 127, 128, 129, 190, 300, 700, 1500, 2500])
+        plan.append((at, tokens, dice.choice([1, 8, 40]), dice.choice([-1, 0, 0, 1])))
+    for number, (when, tokens, output, priority) in enumerate(plan):
+        while engine.steps < when:
+            engine.step()
+        engine.add(tokens, str(number), output=output, priority=priority)
+    for _ in range(4000):
+        if not engine.alive:
+            return
+        engine.step()
+    raise AssertionError(f"{len(engine.alive)} requests never finish")
+
+
+@pytest.mark.parametrize("names", COMBINATIONS, ids="+".join)
+@pytest.mark.parametrize(("ahead", "drafts"), [(False, 0), (True, 0), (False, 3)])
+def test_prompts_of_hybrid_models_progress_in_whole_blocks(
+    names: Sequence[str], ahead: bool, drafts: int
+) -> None:
+    seed = f"{'+'.join(names)} {ahead} {drafts}"
+    dice = random.Random(seed)
+    policies = settings_of(names, dice)
+    decodes = dice.choice([0, 4, 40])
+    options = {
+        "budget": dice.choice([300, 512, 1024]),
+        "max_num_seqs": decodes + dice.choice([3, 8, 30]),
+        "step_s": dice.choice([0.005, 0.02]),
+        "token_s": dice.choice([1e-5, 1e-4]),
+        "max_model_len": 6000,
+        "ahead": ahead,
+        "drafts": drafts,
+    }
+    played = []
+    for groups, blocks in (((full_attention(128), mamba(128, drafts)), 300), ((), 2400)):
+        engine = Engine(policies, groups or (full_attention(),), num_blocks=blocks, **options)
+        play(engine, random.Random(seed), decodes)
+        played.append(engine)
+    ours, plain = played
+    assert not ours.off_boundary
+    # A block of 128 tokens is up to eight of the smallest grants.
+    assert ours.largest_gap <= plain.largest_gap + 80
+    assert ours.empty_steps <= plain.empty_steps + 3
+    assert ours.steps <= 1.5 * plain.steps + 50
+    assert all(step <= 1.5 * plain.begun[name] + 100 for name, step in ours.begun.items())
+
+
+# Blocks of several groups
+
+GROUPS = {
+    "one": (full_attention(),),
+    "two": (full_attention(), sliding_window(128)),
+    "three": (sliding_window(64), full_attention(), sliding_window(128)),
+    "mamba": (full_attention(), mamba(16)),
+}
+
+
+def blocks_of(groups: Sequence[KVCacheSpec], tokens: int) -> int:
+    """Return the blocks that vLLM wants free to let a request enter."""
+    scheduler = make_scheduler(None, groups=groups, budget=256)
+    wanted: int = scheduler.kv_cache_manager.coordinator.get_num_blocks_to_allocate(
+        request_id="new",
+        num_tokens=tokens,
+        new_computed_blocks=((),) * len(groups),
+        num_encoder_tokens=0,
+        total_computed_tokens=0,
+        num_local_computed_tokens=0,
+        num_tokens_main_model=tokens,
+        apply_admission_cap=True,
+    )
+    return wanted
+
+
+@pytest.mark.parametrize("groups", GROUPS.values(), ids=GROUPS)
+def test_shorts_pass_a_long_prompt_without_room(groups: Sequence[KVCacheSpec]) -> None:
+    # The first prompt holds its blocks for long, and leaves room for 500 tokens.
+    blocks = blocks_of(groups, 500 + 300) + blocks_of(groups, 500)
+    engine = Engine({"long_prompt": {}}, groups, budget=256, num_blocks=blocks)
+    engine.add(500, "first", output=300)
+    for _ in range(4):
+        engine.step()
+    engine.add(1900, "stuck")
+    for number in range(8):
+        engine.add(40, f"short {number}")
+    for _ in range(40):
+        engine.step()
+    assert len([name for name in engine.begun if name.startswith("short")]) == 8
+    assert "stuck" not in engine.begun
+
+
+@pytest.mark.parametrize("groups", GROUPS.values(), ids=GROUPS)
+@pytest.mark.parametrize(
+    "policies",
+    [{"prefill_first": {}}, {"deferred_prefill": {"departures": 2, "exclusive": True}}],
+    ids="+".join,
+)
+def test_decodes_are_not_paused_for_a_prompt_without_room(
+    policies: Policies, groups: Sequence[KVCacheSpec]
+) -> None:
+    blocks = blocks_of(groups, 500 + 300) + blocks_of(groups, 500)
+    engine = Engine(policies, groups, budget=256, num_blocks=blocks)
+    engine.add(500, "first", output=300)
+    for _ in range(4):
+        engine.step()
+    engine.add(1900, "stuck")
+    counts = Counter(bool(engine.step()) for _ in range(100))
+    assert counts[False] <= 2
+
+
+@pytest.mark.parametrize("groups", GROUPS.values(), ids=GROUPS)
+@pytest.mark.parametrize("tokens", [1, 15, 16, 17, 100, 129, 200, 500, 900, 1900])
+def test_blocks_are_counted_as_vllm_counts_them(groups: Sequence[KVCacheSpec], tokens: int) -> None:
+    scheduler = make_scheduler({"long_prompt": {}}, groups=groups, budget=256)
+    # Mamba layers hold two states while they go from one block to the next.
+    moves = groups is GROUPS["mamba"] and tokens > BLOCK_TOKENS
+    assert scheduler._kv_cache.blocks_of(tokens) == blocks_of(groups, tokens) + moves
+
+
+@pytest.mark.parametrize("names", COMBINATIONS, ids="+".join)
+def test_no_step_is_empty_and_all_finish_whatever_the_groups(names: Sequence[str]) -> None:
+    dice = random.Random("+".join(names))
+    groups = GROUPS[dice.choice(["two", "three", "mamba"])]
+    decodes = dice.choice([0, 4, 20])
+    engine = Engine(
+        settings_of(names, dice),
+        groups,
+        budget=dice.choice([256, 512]),
+        max_num_seqs=decodes + dice.choice([3, 8]),
+        num_blocks=dice.choice([200, 300]) * len(groups),
+        max_model_len=4096,
+        ahead=dice.random() < 0.5,
+    )
+    play(engine, dice, decodes)
+    assert engine.empty_steps <= 6

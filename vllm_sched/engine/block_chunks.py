@@ -1,0 +1,73 @@
+"""Chunks of prompts in hybrid models, which end at block boundaries.
+
+With `mamba_cache_mode=align` vLLM stores Mamba state at block boundaries. A chunk ends at a
+boundary or at the end of its prompt, and a policy may grant fewer tokens than that takes. Such a
+chunk is rounded up, and its request owes the difference: it gets no chunk until later grants cover
+the debt. So a prompt is computed as fast as the policies want on average, and the tokens that they
+keep for other requests are there in the steps in which it pays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from vllm.v1.request import Request
+
+
+class BlockChunk(NamedTuple):
+    """A chunk, and what of the grant its request does not need."""
+
+    tokens: int
+    unused: int
+
+
+class BlockChunks:
+    """Sizes of chunks that end where vLLM stores Mamba state, and what requests owe."""
+
+    def __init__(self, block: int, align: Callable[[Request, int, int], int]) -> None:
+        self.block = block
+        # Upstream's: shortens a chunk to where it may end, to 0 where it is too short.
+        self._align = align
+        self._debts: dict[Request, int] = {}  # tokens computed beyond the grants
+
+    def least(self, request: Request, computed: int) -> int:
+        """Return the tokens of the request's shortest chunk."""
+        return int(min(request.num_tokens - computed, self.block - computed % self.block))
+
+    def chunk(
+        self,
+        request: Request,
+        computed: int,
+        granted: int,
+        *,
+        most: int,
+        room: int,
+        may_skip: Callable[[], bool],
+    ) -> BlockChunk:
+        """Return the chunk for which the policies grant so many tokens.
+
+        `most` is what upstream offers. A chunk that is rounded up takes no more than `room`. A
+        request in debt gets one all the same unless the step `may_skip` it.
+        """
+        uncached = computed - request.num_computed_tokens
+        chunk = granted if granted == most else self._align(request, granted, uncached)
+        debt = self._debts.get(request, 0)
+        if chunk:
+            pays = min(granted - chunk, debt)
+            debt -= pays
+        else:
+            least = min(self.least(request, computed), most)
+            pays, debt = granted, debt - granted
+            if least <= room and (debt < 0 or not may_skip()):
+                chunk = self._align(request, least, uncached)
+                debt += chunk
+        if debt > 0 and computed + chunk < request.num_tokens:
+            self._debts[request] = min(debt, self.block)
+        else:
+            self.forget(request)
+        return BlockChunk(chunk, max(granted - chunk - pays, 0))
+
+    def forget(self, request: Request) -> None:
+        """Drop the debt of a request that needs no more chunks."""
+        self._debts.pop(request, None)
