@@ -160,6 +160,7 @@ class EngineFacts:
     max_num_seqs: int
     kv_tokens: int = 0  # that the KV cache holds
     cuts_prompts: bool = True  # with chunked prefill
+    pipeline_stages: int = 1  # a request decodes once in so many steps
 
 
 class Policy:
