@@ -303,7 +303,8 @@ def test_shorts_of_its_lane_leave_a_long_prompt_its_part_of_the_lanes_share(
     tokens: int, longs: int
 ) -> None:
     """However many come. It had a fourth of what they left of it, which may be next to nothing."""
-    policies = {"lanes": {}, "long_prompt": {"max_long_partial_prefills": longs}}
+    settings = {"max_long_partial_prefills": longs, "long_prefill_token_threshold": 80}
+    policies = {"lanes": {}, "long_prompt": settings}
     bench = Bench(policies, max_num_seqs=20, num_blocks=10_000, budget=512)
     bench.add("d", 3, output=900)
     bench.step()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from vllm_sched.errors import UsageError
@@ -22,6 +24,15 @@ def test_names_and_settings_become_configuration() -> None:
 def test_build_resolves_the_threshold() -> None:
     (policy,) = registry.build({"long_prompt": {}}, FACTS)
     assert policy.resolved()["long_prefill_token_threshold"] == 655  # 4 % of 16,384
+
+
+def test_a_prompt_that_fits_a_step_is_not_long_unless_so_set() -> None:
+    facts = replace(FACTS, max_num_batched_tokens=8192)
+    (policy,) = registry.build({"long_prompt": {}}, facts)
+    assert policy.resolved()["long_prefill_token_threshold"] == 8192
+    asked = {"long_prompt": {"long_prefill_token_threshold": 327}}
+    (policy,) = registry.build(asked, facts)
+    assert policy.resolved()["long_prefill_token_threshold"] == 327
 
 
 def test_a_whole_number_will_do_where_any_is_meant() -> None:

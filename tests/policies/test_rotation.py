@@ -241,3 +241,44 @@ def test_nothing_is_kept_of_one_that_left_while_it_was_waited_for() -> None:
     assert bench["rotation"]._let_in == {"B"}
     bench.scheduler.finish_requests("B", RequestStatus.FINISHED_ABORTED)
     assert not bench["rotation"]._let_in
+
+
+def test_the_shortest_is_the_one_with_the_fewest_uncached_tokens() -> None:
+    bench = Bench(rotating(order="shortest"), prefix_caching=True, max_model_len=20_000)
+    document = list(range(10, 4810))
+    bench.add("first", document, output=1)
+    bench.drain()
+    bench.add("running", 1000)
+    bench.step()
+    bench.add("medium", 600)
+    bench.add("cached", [*document, *[3] * 20])
+    # 20 tokens and the rest of a block are left of it: it comes before the others.
+    assert bench.step()["cached"] <= 36
+    assert "medium" not in bench.running
+
+
+def test_room_is_kept_for_the_uncached_tokens_alone() -> None:
+    bench = Bench(rotating(order="shortest"), prefix_caching=True, max_model_len=20_000)
+    document = list(range(10, 4810))
+    bench.add("first", document, output=1)
+    bench.drain()
+    bench.add("running", 1000)
+    bench.step()
+    bench.add("cached", [*document, *[3] * 20])
+    # All of the step is used.
+    assert sum(bench.step().values()) == 64
+
+
+def test_a_waiting_prompt_moves_forward_once_its_prefix_is_cached() -> None:
+    bench = Bench(
+        rotating(order="shortest"), prefix_caching=True, max_model_len=20_000, max_num_seqs=1
+    )
+    document = list(range(10, 810))
+    bench.add("first", document, output=40)
+    bench.step()
+    bench.add("medium", 300)
+    bench.add("cached", [*document, *[3] * 20])
+    bench.until(lambda: "first" not in bench.running)
+    bench.step()
+    assert bench.running == {"cached"}
+    assert not bench["rotation"]._uncached.keys() - {"medium"}

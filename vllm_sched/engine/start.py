@@ -35,6 +35,7 @@ def configured(scheduler: Scheduler, defaults: Mapping[str, Mapping[str, object]
         max_num_seqs=scheduler.max_num_running_reqs,
         kv_cache=kv_cache_of(scheduler),
         cuts_prompts=bool(scheduler.scheduler_config.enable_chunked_prefill),
+        pipeline_stages=scheduler.parallel_config.pipeline_parallel_size,
     )
     return registry.build({**defaults, **given}, facts)
 
@@ -69,6 +70,7 @@ def check(config: VllmConfig) -> None:
         max_num_batched_tokens=config.scheduler_config.max_num_batched_tokens,
         max_num_seqs=config.scheduler_config.max_num_seqs,
         cuts_prompts=bool(config.scheduler_config.enable_chunked_prefill),
+        pipeline_stages=config.parallel_config.pipeline_parallel_size,
     )
     registry.build(_given(config), facts)
 

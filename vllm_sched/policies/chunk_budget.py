@@ -11,6 +11,9 @@ step is meant to take less than the target by a margin, the largest error of the
 but for a stall or two, so that fewer than one in a hundred are longer. Until the model knows
 enough, and beside it always, a chunk is at most half as long again as one that was seen to fit.
 
+With pipeline parallelism several steps are under way and a request decodes in one of them, so its
+gap lasts for as many steps as there are stages. Each step then has its part of `itl_ms`.
+
 With `ttft_ms` a prompt that would miss it may spend what decodes are ahead of their deadlines
 (arrival + ttft_ms + j·itl_ms for the j-th token), up to `MOST_GAP` gaps in one step. Those that
 wait count too. Without `ttft_ms` no prompt can be late, so nothing is spent.
@@ -34,13 +37,14 @@ from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Callable, Mapping
 from itertools import pairwise
+from statistics import fmean
 from typing import ClassVar, Final
 
 from pydantic import Field
 
 from vllm_sched.cost.fit import OnlineFit
 from vllm_sched.cost.pace import Chunk
-from vllm_sched.cost.step_time import StepShape, StepTime
+from vllm_sched.cost.step_time import StepTime
 from vllm_sched.errors import UsageError
 from vllm_sched.policies.types import (
     EngineFacts,
@@ -117,7 +121,11 @@ class ChunkBudget(Policy):
         self._furthest = 1.0  # tokens into a prompt, of the middles of all chunks so far
         self._errors: deque[float] = deque()  # that is left of it, by age
         self._sorted: list[float] = []  # and by size
-        self._itl_s = max(settings.itl_ms / 1000, sys.float_info.min)
+        self._gap_s = max(settings.itl_ms / 1000, sys.float_info.min)
+        # With pipeline parallelism a request decodes once in as many steps as there are stages.
+        self._stages = facts.pipeline_stages
+        self._itl_s = max(self._gap_s / self._stages, sys.float_info.min)  # of one step
+        self._gap: deque[StepResult] = deque(maxlen=self._stages)  # the steps of the last gap
         self._bound = float(FIRST_CHUNK)
         self._fitting = math.inf  # tokens that would have fitted into the last step with a full one
         self._tokens = facts.max_num_batched_tokens  # of prefill, as last decided
@@ -155,7 +163,9 @@ class ChunkBudget(Policy):
         self._limits.append((step.index, allowed))
         if (model := self.fit.model) is not None:
             self._seconds = allowed / (self.margin * self.drift * new_ground)
-            self._decodes, self._context_tokens = len(step.decoding), step.context_tokens
+            # About as many decode in each step.
+            self._decodes = -(-len(step.decoding) // self._stages)
+            self._context_tokens = step.context_tokens // self._stages
             self._moves = settings.min_chunk
             fitting = self._fitting_tokens(step, model, self._seconds)
             tokens = min(int(GROWTH * self._bound * (allowed / self._itl_s)), fitting)
@@ -229,9 +239,9 @@ class ChunkBudget(Policy):
         if ttft_ms is None or not self._is_at_risk(step, ttft_ms / 1000):
             return self._itl_s
         # Every deadline less what all have in common: ttft_ms and the clock's offset.
-        first = min(r.arrival_time + self._itl_s * r.num_output_tokens for r in step.decoding)
+        first = min(r.arrival_time + self._gap_s * r.num_output_tokens for r in step.decoding)
         ahead = first + step.clock_offset + ttft_ms / 1000 - step.now
-        allowed = min(max(ahead, self._itl_s), MOST_GAP * self._itl_s)
+        allowed = min(max(ahead / self._stages, self._itl_s), MOST_GAP * self._itl_s)
         self._spent_steps += allowed > self._itl_s
         return allowed
 
@@ -254,12 +264,14 @@ class ChunkBudget(Policy):
         if not self.learns:
             return
         allowed = self._limit_of(result.index)
+        self._gap.append(result)
         shape = result.shape
         tokens = shape.prefill_tokens
         for chunk in result.chunks:
             self._furthest = max(self._furthest, chunk.context + chunk.tokens / 2)
         if tokens >= ENOUGH_TOKENS and result.decodes:
-            self._compare(tokens, shape, result.seconds, allowed)
+            # With stages, a long step after short ones delays its own result by more than its time.
+            self._compare(tokens, fmean([each.seconds for each in self._gap]), allowed)
         self.fit.observe(shape, result.seconds)
 
     def _limit_of(self, index: int) -> float:
@@ -270,9 +282,9 @@ class ChunkBudget(Policy):
             allowed = limit if number == index else allowed
         return allowed
 
-    def _compare(self, tokens: int, shape: StepShape, seconds: float, allowed: float) -> None:
+    def _compare(self, tokens: int, seconds: float, allowed: float) -> None:
         if (model := self.fit.model) is not None:
-            self._predicted_s = model.seconds(shape)
+            self._predicted_s = fmean([model.seconds(each.shape) for each in self._gap])
             # Full in tokens, or in time as it was meant: a correction that leaves room for small
             # chunks alone would never be unlearnt otherwise.
             meant = self._predicted_s * self.margin * self.drift

@@ -2,7 +2,8 @@
 
 Idea: vLLM V0's concurrent partial prefills (`max_num_partial_prefills` and companions, gone in
 V1), where a prompt is long while more than a threshold of its tokens is left to compute, and a
-second long prompt waits while shorts pass it. What V0 lacked is here too: decodes come first,
+second long prompt waits while shorts pass it. By default no prompt that fits a step whole is long,
+and steps without a long prompt are vLLM's own. What V0 lacked is here too: decodes come first,
 held prompts cost nothing, cached prefixes do not count, a bound on every wait, shorts pass a long
 prompt that does not fit into the KV cache, and a chunk that sizes itself.
 
@@ -58,11 +59,19 @@ V0_THRESHOLD_SHARE = 0.04
 EMPTY = LaneCount()
 
 
+def default_threshold(max_model_len: int, max_num_batched_tokens: int) -> int:
+    """Return V0's threshold, but at least a step's budget: a prompt that fits a step is short."""
+    return max(int(max_model_len * V0_THRESHOLD_SHARE), max_num_batched_tokens)
+
+
 class LongPromptSettings(Settings):
     """The names V0's users know, and what came on top."""
 
     max_num_partial_prefills: int = Field(
-        4, ge=1, description="prompts that share a step's budget; 1 turns the limits off"
+        4,
+        ge=1,
+        description="prompts that share a step's budget with a long prompt; if set, short prompts"
+        " share every step; 1 turns the limits off",
     )
     max_long_partial_prefills: int = Field(
         1, ge=1, description="how many of them may be long; shorts are never held"
@@ -70,7 +79,8 @@ class LongPromptSettings(Settings):
     long_prefill_token_threshold: int = Field(
         0,
         ge=0,
-        description="tokens left to compute above which a prompt is long; 0 = 4 % of max_model_len",
+        description="tokens left to compute above which a prompt is long; 0 = 4 % of max_model_len,"
+        " at least max_num_batched_tokens",
     )
     long_prefill_share: float | Literal["auto"] = Field(
         "auto",
@@ -121,8 +131,12 @@ class LongPrompt(Policy):
                 f"{facts.max_model_len}, so no prompt would be long; "
                 f"give 0 to {facts.max_model_len}"
             )
-        self.threshold = asked or max(1, int(facts.max_model_len * V0_THRESHOLD_SHARE))
+        self.threshold = asked or default_threshold(
+            facts.max_model_len, facts.max_num_batched_tokens
+        )
         self.arranges = self.active = settings.max_num_partial_prefills > 1
+        # In V0 short prompts share every step. By default they do so beside a long prompt only.
+        self._shorts_share = "max_num_partial_prefills" in settings.model_fields_set
         self._places = settings.max_long_partial_prefills
         # An overdue prompt waits for no place of a long one, but for one of all prefills.
         self._places_overdue = max(settings.max_num_partial_prefills, self._places + 1)
@@ -161,12 +175,14 @@ class LongPrompt(Policy):
         self._gave_long = False  # whether the last chunk was a long one's
         self._beside = 0  # tokens of decodes, and of chunks that were sized
         self._fit_s: float | None = None  # the length of a step that one prefill may cause
+        self._cuts = False  # whether prefills are cut to `_slot` and `_fit_s`
         # Found long beyond what is cached; asked anew when the running prefills have changed, but
         # not so soon again of whom much is cached.
         self._seen_long = LookedUp()
         # Found short for what is cached: until when that stands, and what looks again. Others may
         # hold them; those whom this lets in are looked up first, for blocks can be evicted.
         self._seen_short: dict[str, tuple[float, Callable[[], int]]] = {}
+        self._entered_long: set[str] = set()  # prompts in prefill that were long when they entered
         self._no_longer_short: set[str] = set()  # in this step
         self._prefilling: list[str] = []  # when the step began
 
@@ -241,6 +257,7 @@ class LongPrompt(Policy):
         """Count a long prompt at once: the next must not slip in within the same step."""
         self._seen_short.pop(request.request_id, None)
         if self._in_long(request):
+            self._entered_long.add(request.request_id)
             self._classes.append(self._step.class_of(request))
         self._releases += request.request_id in self._overdue
 
@@ -265,6 +282,7 @@ class LongPrompt(Policy):
         if prefilling != self._prefilling:
             self._seen_long.changed(step.now)
             self._prefilling = prefilling
+        self._entered_long.intersection_update(prefilling)
         self._step = step
         self._overdue.clear()
         self._no_longer_short.clear()
@@ -320,6 +338,7 @@ class LongPrompt(Policy):
         self._longs_behind = self._classes.copy()
         self._slot = max(step.budget // sharing, 1)
         self._fit_s = None
+        self._cuts = self._shorts_share or num_longs > 0 or bool(self._entered_long)
         self._stands_back = self._probes = False
         if num_shorts + num_longs <= 1 and not step.decodes:
             self._long_left = step.budget  # nobody else is about
@@ -447,7 +466,10 @@ class LongPrompt(Policy):
 
     def _fit(self, request: RequestView, computed: int, tokens: int) -> int:
         """Cut a chunk to the slot, and to the time that it takes at its place in the prompt."""
-        tokens = min(tokens, request.num_tokens - computed, self._slot)
+        tokens = min(tokens, request.num_tokens - computed)
+        if not self._cuts:
+            return tokens
+        tokens = min(tokens, self._slot)
         if self._fit_s is None:
             return tokens
         fitting = self.pace.chunk_within(self._fit_s, computed)

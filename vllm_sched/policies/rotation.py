@@ -6,13 +6,13 @@ comes before those who had a chunk since it arrived, and room for its first chun
 step. Without `chunk` a turn is a whole step. With it a step has as many turns as fit, longer ones
 if fewer are about, so that no step is left half empty.
 
-`order: shortest` gives the turn to the prompt with the fewest tokens left instead, those that wait
-included, which makes the mean time to first token shortest and the longest prompt wait. In whatever
-order, after `max_wait_s` without a chunk a prompt in prefill has a turn kept for it, whatever other
-policies' order is; and one that has waited as long for the KV blocks that those in prefill will
-take is passed by nobody. Beside a policy with classes of service all of this is for each class: a
-turn is of the best one that is about, others have what it leaves, and nobody waits for the KV
-blocks of a lesser one.
+`order: shortest` gives the turn to the prompt with the fewest tokens left to compute, waiting
+prompts included. Cached tokens do not count. This order makes the mean time to first token
+shortest, and the longest prompt waits. In whatever order, after `max_wait_s` without a chunk a
+prompt in prefill has a turn kept for it, whatever other policies' order is. No prompt passes one
+that has waited as long for the KV blocks that running prefills will take. Beside a policy with
+classes of service all of this holds for each class: a turn is of the best class present, others
+have what it leaves, and no prompt waits for the KV blocks of a lesser class.
 
 Cost per step: O(running prefills). How it fails: prompts that share the prefill all finish late,
 where one after the other the first would have finished early; KV blocks are held for longer.
@@ -25,6 +25,7 @@ from typing import ClassVar, Final, Literal
 
 from pydantic import Field
 
+from vllm_sched.policies.looked_up import LOOK_AGAIN_S
 from vllm_sched.policies.types import (
     EngineFacts,
     Gate,
@@ -71,6 +72,8 @@ class Rotation(Policy):
         self._releases = 0
         self._let_in: set[str] = set()  # who was held for too long, until there is room for them
         self._shortest = settings.order == "shortest"
+        # Tokens of waiting prompts that are not cached, each with the time of the next look-up.
+        self._uncached: dict[str, tuple[float, int]] = {}
 
         # What follows is of the current step alone.
         self._step = Step(index=0, now=0.0, budget=0, decodes=0, prefills=())
@@ -114,10 +117,21 @@ class Rotation(Policy):
     # Who waits
 
     def lane(self, request: RequestView, cached: Callable[[], int]) -> str:
-        """Where the shortest is first, keep apart what differs in length by a factor of two."""
+        """Return a lane for each factor of two in uncached tokens if the shortest goes first."""
         if not self._shortest:
             return ""
-        return f"below_{1 << request.num_tokens.bit_length()}"
+        name, now = request.request_id, self._step.now
+        found = self._uncached.get(name)
+        if found is None or now > found[0]:
+            known = cached()
+            found = now + LOOK_AGAIN_S * known, request.num_tokens - known
+            self._uncached[name] = found
+        return f"below_{1 << found[1].bit_length()}"
+
+    def _tokens_left(self, waiting: RequestView) -> int:
+        """Return the tokens that a waiting prompt still has to compute."""
+        found = self._uncached.get(waiting.request_id)
+        return waiting.num_tokens if found is None else found[1]
 
     def gate(self, lane: str, head: RequestView, waited: float) -> Gate:
         """Hold a prompt that those in prefill leave no KV blocks for: they'd preempt each other."""
@@ -135,20 +149,22 @@ class Rotation(Policy):
         return Gate.OPEN
 
     def urgency(self, lane: str, head: RequestView, waited: float) -> float:
-        """Let the shortest in first, where that is the order, but before it who waited long."""
+        """Put the shortest first if that is the order, and before it a prompt that waited long."""
         if not self._shortest:
             return 0.0
-        return -1.0 if waited >= self.settings.max_wait_s else float(head.num_tokens)
+        return -1.0 if waited >= self.settings.max_wait_s else float(self._tokens_left(head))
 
     def admitted(self, request: RequestView) -> None:
-        """Count what it will take."""
+        """Count the KV blocks that it will take."""
+        self._uncached.pop(request.request_id, None)
         self._will_take(request)
         if request.request_id in self._let_in:
             self._let_in.remove(request.request_id)
             self._releases += 1
 
     def departed(self, request: RequestView, now: float) -> None:
-        """Forget one that left before there was room."""
+        """Forget a request that left before there was room."""
+        self._uncached.pop(request.request_id, None)
         self._let_in.discard(request.request_id)
 
     def held_reason(self, lane: str) -> str:
@@ -216,15 +232,15 @@ class Rotation(Policy):
         self._kept = self._slot * len(overdue)
         if head is None:
             return tokens
-        turns = serving - len(overdue)
+        turns, head_left = serving - len(overdue), self._tokens_left(head)
         ahead = [r for r in like if r.request_id not in self._kept_for]
         if self._shortest:
             lefts = [r.num_tokens - r.num_computed_tokens for r in ahead]
-            shorter = sum(min(left, self._slot) for left in lefts if left <= head.num_tokens)
+            shorter = sum(min(left, self._slot) for left in lefts if left <= head_left)
         else:
             turns -= sum(self._last[r.request_id] < self._head_since for r in ahead)
             shorter = 0
-        wanted = min(self._slot, head.num_tokens) * min(newcomers, max(turns, 0))
+        wanted = min(self._slot, head_left) * min(newcomers, max(turns, 0))
         return tokens - min(wanted, max(tokens - self._kept - shorter, 0))
 
     def _of_best_class(self, entering: Sequence[RequestView]) -> list[RequestView]:

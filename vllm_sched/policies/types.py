@@ -168,6 +168,7 @@ class EngineFacts:
     max_num_seqs: int
     kv_cache: KvCache | None = None  # None until it is allocated
     cuts_prompts: bool = True  # with chunked prefill
+    pipeline_stages: int = 1  # a request decodes once in so many steps
 
     def kv_share(self, request: RequestView) -> float:
         """Return the share of the KV cache that a request takes; 0 if its size is unknown."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 
 from vllm_sched.policies.chunk_budget import ChunkBudgetSettings
 from vllm_sched.policies.deferred_prefill import DeferredPrefillSettings
-from vllm_sched.policies.long_prompt import V0_THRESHOLD_SHARE, LongPromptSettings
+from vllm_sched.policies.long_prompt import LongPromptSettings, default_threshold
 from vllm_sched.policies.prefill_first import PrefillFirstSettings
 from vllm_sched.policies.registry import settings_of
 from vllm_sched.policies.static_batching import StaticBatchingSettings
@@ -54,7 +54,7 @@ class Way:
             elif isinstance(settings, PrefillFirstSettings):
                 found |= {"pauses": settings.pause_decodes, "pause_s": settings.max_pause_s}
             elif isinstance(settings, LongPromptSettings):
-                found |= _long_prompt(settings, model.max_model_len)
+                found |= _long_prompt(settings, model)
             elif isinstance(settings, ChunkBudgetSettings):
                 found |= {
                     "itl_s": 0.0 if settings.chunk else settings.itl_ms / 1000 / MARGIN,
@@ -73,13 +73,13 @@ class Way:
         return cls(**found)  # type: ignore[arg-type]  # each value is its field's
 
 
-def _long_prompt(settings: LongPromptSettings, max_model_len: int) -> dict[str, float | int]:
+def _long_prompt(settings: LongPromptSettings, model: WorkerModel) -> dict[str, float | int]:
     if settings.max_num_partial_prefills == 1:
         return {}
     share = settings.long_prefill_share
     asked = settings.long_prefill_token_threshold
     return {
-        "long_above": asked or max(1, int(max_model_len * V0_THRESHOLD_SHARE)),
+        "long_above": asked or default_threshold(model.max_model_len, model.max_num_batched_tokens),
         "longs": settings.max_long_partial_prefills,
         "prompts": settings.max_num_partial_prefills,
         "share": 0.0 if share == "auto" else float(share),
