@@ -136,7 +136,7 @@ class DiskRoom:
         self._run("PRAGMA wal_autocheckpoint = 0")
         try:
             yield
-            with suppress(DiskError):  # what was inside is done
+            with suppress(DiskError, sqlite3.Error):  # what was inside is done
                 for _ in range(MOST_STEPS):
                     self._empty_log()
                     if not self.insist(give_back):
