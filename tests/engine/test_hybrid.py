@@ -356,7 +356,7 @@ def test_shorts_pass_a_long_prompt_without_room(groups: Sequence[KVCacheSpec]) -
     engine.add(500, "first", output=300)
     for _ in range(4):
         engine.step()
-    engine.add(1900, "stuck")
+    engine.add(1400, "stuck")
     for number in range(8):
         engine.add(40, f"short {number}")
     for _ in range(40):
@@ -379,7 +379,7 @@ def test_decodes_are_not_paused_for_a_prompt_without_room(
     engine.add(500, "first", output=300)
     for _ in range(4):
         engine.step()
-    engine.add(1900, "stuck")
+    engine.add(1400, "stuck")
     counts = Counter(bool(engine.step()) for _ in range(100))
     assert counts[False] <= 2
 
