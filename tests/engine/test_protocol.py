@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -13,8 +12,6 @@ from vllm.v1.request import Request, RequestStatus
 
 from tests.engine.schedulers import answer, drain, make_request, make_scheduler, step, until
 from vllm_sched import PolicyScheduler, SyncPolicyScheduler
-from vllm_sched.engine.start import refuse_unsupported
-from vllm_sched.errors import UsageError
 from vllm_sched.policies import registry
 from vllm_sched.policies.types import LaneCount, Policy, RequestView, Settings, Step, StepResult
 
@@ -390,32 +387,3 @@ def test_no_room_is_kept_for_what_might_have_been_drafted(
     assert got[0] == beside  # what upstream gives it too
     assert sum(got) == 500
     assert len(got) <= 500 // beside + 1
-
-
-# What upstream's asynchronous scheduler can't do
-
-
-@pytest.mark.parametrize(
-    ("attribute", "value", "named"),
-    [("use_pp", True, "pipeline parallelism"), ("num_spec_tokens", 3, "speculative decoding")],
-)
-def test_where_asynchronous_scheduling_was_turned_off_the_other_class_is_named(
-    attribute: str, value: object, named: str
-) -> None:
-    scheduler = make_scheduler({})
-    setattr(scheduler, attribute, value)
-    told = rf"kind of {named} turned .* --scheduler-cls vllm_sched\.SyncPolicyScheduler$"
-    with pytest.raises(UsageError, match=told):
-        refuse_unsupported(scheduler)
-    scheduler.scheduler_config.async_scheduling = True  # upstream's can, then
-    refuse_unsupported(scheduler)
-    follows = make_scheduler({}, scheduler_cls=SyncPolicyScheduler)
-    setattr(follows, attribute, value)
-    refuse_unsupported(follows)
-
-
-def test_a_diffusion_model_is_refused() -> None:
-    scheduler = make_scheduler({})
-    scheduler.vllm_config.model_config = SimpleNamespace(is_diffusion=True)
-    with pytest.raises(UsageError, match=r"start without --scheduler-cls$"):
-        refuse_unsupported(scheduler)

@@ -15,11 +15,12 @@ from types import SimpleNamespace
 import pytest
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
+from vllm.v1.executor.abstract import Executor
 
 from vllm_sched import metrics_folder
 from vllm_sched.cli.main import main
-from vllm_sched.engine import server, start
-from vllm_sched.engine.server import check_before_loading, pass_on
+from vllm_sched.engine import plugin, server, start
+from vllm_sched.engine.server import pass_on
 from vllm_sched.errors import UnsupportedVllmError, UsageError
 from vllm_sched.workers import launch
 from vllm_sched.workers.tiny_model import tiny_model
@@ -71,7 +72,7 @@ def test_a_signal_reaches_the_engines_and_nobody_else(name: str) -> None:
 def test_settings_are_checked_before_the_model_loads(monkeypatch: pytest.MonkeyPatch) -> None:
     # What it puts in the place of this goes with the test.
     monkeypatch.setattr(EngineArgs, "create_engine_config", EngineArgs.create_engine_config)
-    check_before_loading()
+    plugin.register()
 
     def configure(threshold: int) -> None:
         # The context is of the model, stretched: none of its files says how far.
@@ -98,7 +99,7 @@ def test_a_policy_that_only_cuts_prompts_is_refused_where_they_are_read_whole(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(EngineArgs, "create_engine_config", EngineArgs.create_engine_config)
-    check_before_loading()
+    plugin.register()
 
     def configure(policy: str) -> None:
         EngineArgs(
@@ -123,7 +124,13 @@ def loaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
         EngineArgs.create_engine_config(EngineArgs(model="some"))
         loaded.append(sys.argv[2])
 
-    monkeypatch.setattr(EngineArgs, "create_engine_config", lambda _self: "what it will be")
+    made = SimpleNamespace(
+        scheduler_config=SimpleNamespace(scheduler_cls=None),
+        model_config=SimpleNamespace(runner_type="generate"),
+    )
+    monkeypatch.setattr(EngineArgs, "create_engine_config", lambda _self: made)
+    monkeypatch.setattr(Executor, "compile_or_warm_up_model", Executor.compile_or_warm_up_model)
+    monkeypatch.setenv(plugin.WARM_UP, "1")
     command = SimpleNamespace(main=vllm_command)
     monkeypatch.setitem(sys.modules, "vllm.entrypoints.cli.main", command)
     # What it changes of the process goes with the test.
@@ -133,8 +140,8 @@ def loaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
     return loaded
 
 
-def refuse(config: VllmConfig) -> None:
-    raise UsageError(f"{config} is too little")
+def refuse(_config: VllmConfig, _kind: object) -> None:
+    raise UsageError("what it will be is too little")
 
 
 def as_a_program() -> int:
@@ -163,7 +170,7 @@ def test_what_is_refused_before_the_model_loads_is_one_line(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     upstream = EngineArgs.create_engine_config
-    monkeypatch.setattr(start, "check", lambda _config: None)
+    monkeypatch.setattr(start, "check", lambda _config, _kind: None)
     assert COMMANDS[name]() == 0
     assert loaded == ["some"]
     monkeypatch.setattr(EngineArgs, "create_engine_config", upstream)

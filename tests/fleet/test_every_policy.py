@@ -6,6 +6,7 @@ import asyncio
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -32,9 +33,16 @@ SETS: dict[str, dict[str, dict[str, Any]]] = {
 
 
 @pytest.fixture(scope="module")
-def sets() -> Iterator[Workers]:
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Give the folder in which the workers keep what they compiled."""
+    return tmp_path_factory.mktemp("compiled")
+
+
+@pytest.fixture(scope="module")
+def sets(compiled: Path) -> Iterator[Workers]:
     """Start a worker for each set."""
     environment = {name: value for name, value in os.environ.items() if name != VARIABLE}
+    environment["TORCHINDUCTOR_CACHE_DIR"] = str(compiled)
     with ExitStack() as stack:
         started = {
             name: worker(
@@ -55,6 +63,11 @@ def sets() -> Iterator[Workers]:
         yield started
 
 
+def files_in(folder: Path) -> list[Path]:
+    """List what is in a folder, however deep."""
+    return sorted(folder.rglob("*"))
+
+
 async def outputs(of: Worker) -> list[list[int]]:
     """Have everybody served at once and return their tokens."""
     async with client_of(of) as client:
@@ -70,6 +83,19 @@ async def outputs(of: Worker) -> list[list[int]]:
             )
         )
     return [answer.choices[0].token_ids for answer in answers]
+
+
+async def test_a_request_with_logprobs_finds_everything_compiled(
+    sets: Workers, compiled: Path
+) -> None:
+    """First, before any other test has asked for them: a worker that is ready has compiled it."""
+    before = files_in(compiled)
+    assert before
+    for each in sets.values():
+        async with client_of(each) as client:
+            answer = await complete(client, prompt(9100, 40), 3, prompt_logprobs=1, logprobs=2)
+        assert answer.choices[0].logprobs is not None
+    assert files_in(compiled) == before
 
 
 def test_every_policy_is_here() -> None:

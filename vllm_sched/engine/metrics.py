@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, TypeAlias
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, values
+from vllm import envs
 
 from vllm_sched import metrics_folder
 from vllm_sched.cost.step_time import COEFFICIENTS
@@ -352,7 +353,14 @@ class Metrics:
 
 
 def reaches_the_server() -> bool:
-    """Tell whether what is counted here will be on /metrics; log how to have it if not."""
+    """Return whether what is counted here will be on /metrics; log why it will not."""
+    if envs.VLLM_USE_RUST_FRONTEND:
+        logger.warning(
+            "vllm_sched_* metrics will be missing from /metrics: vLLM's Rust front end does not "
+            "read %s; start without VLLM_USE_RUST_FRONTEND to have them",
+            metrics_folder.VARIABLE,
+        )
+        return False
     if os.environ.get(metrics_folder.VARIABLE):
         return True
     logger.info(

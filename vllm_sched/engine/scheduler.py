@@ -99,7 +99,8 @@ class PolicySteps(Upstream):
         start.announce(self, self._policies)
         if not self._policies:
             return
-        start.refuse_unsupported(self)
+        start.refuse_unsupported(self.vllm_config, type(self), self._policies)
+        start.warn_of_idle_device(self)
         # Without chunked prefill a prompt can't be cut, only held.
         self._may_cut = bool(self.scheduler_config.enable_chunked_prefill)
         # For models that attend to all of an image at once.

