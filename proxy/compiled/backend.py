@@ -10,6 +10,7 @@ import os
 import shutil
 import sys
 import sysconfig
+import tomllib
 from base64 import urlsafe_b64encode
 from hashlib import sha256
 from pathlib import Path
@@ -26,7 +27,7 @@ from setuptools.build_meta import (
 )
 
 from proxy.compiled import build, places
-from proxy.compiled.places import BUILT, SWITCH, CompileError
+from proxy.compiled.places import BUILT, PACKAGE, SWITCH, CompileError
 
 __all__ = [
     "build_editable",
@@ -45,7 +46,10 @@ MODE = 0o644 << 16  # of a file in a wheel
 
 
 def get_requires_for_build_wheel(config_settings: Settings = None) -> list[str]:
-    """Return what a wheel is built with: mypyc too where it can be used."""
+    """Return what a wheel is built with: where it can be compiled, mypyc and the dependencies.
+
+    The builder loads all modules that it has compiled, and they import those.
+    """
     needed: list[str] = build_meta.get_requires_for_build_wheel(config_settings)
     if os.environ.get(SWITCH) == "0" or places.found() is not None:
         return needed
@@ -53,7 +57,8 @@ def get_requires_for_build_wheel(config_settings: Settings = None) -> list[str]:
         build.require_compiler()
     except CompileError:
         return needed  # `build_wheel` says why
-    return [*needed, MYPYC]
+    project = tomllib.loads(PACKAGE.with_name("pyproject.toml").read_text())["project"]
+    return [*needed, MYPYC, *project["dependencies"]]
 
 
 def build_wheel(
