@@ -16,8 +16,8 @@ from vllm_sched import (
     SyncPolicyScheduler,
 )
 from vllm_sched.cost.pace import TILE, Chunk, StepPace
-from vllm_sched.engine.queue import LaneQueue
 from vllm_sched.engine.scheduler import PolicySteps
+from vllm_sched.engine.waiting.queue import LaneQueue
 
 V0 = {"max_num_partial_prefills": 2, "max_long_partial_prefills": 1}
 

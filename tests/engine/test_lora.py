@@ -15,7 +15,7 @@ from vllm.v1.request import RequestStatus
 from tests.engine.schedulers import answer, make_request, make_scheduler, until
 from tests.policies.making import Bench
 from vllm_sched import PolicyScheduler, SyncPolicyScheduler
-from vllm_sched.engine.lora_slots import MAX_KEPT_STEPS, MAX_WAIT_S
+from vllm_sched.engine.waiting.lora_slots import MAX_KEPT_STEPS, MAX_WAIT_S
 from vllm_sched.policies import registry
 
 WORLDS_PER_SET = 75

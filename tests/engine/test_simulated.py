@@ -44,7 +44,7 @@ def test_policies_see_the_virtual_clock_alone() -> None:
 
 
 def test_without_policies_the_queue_is_upstreams() -> None:
-    from vllm_sched.engine.queue import LaneQueue
+    from vllm_sched.engine.waiting.queue import LaneQueue
 
     assert not isinstance(make().scheduler.waiting, LaneQueue)
     assert isinstance(make(policies={"lanes": {}}).scheduler.waiting, LaneQueue)

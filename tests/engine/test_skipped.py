@@ -10,7 +10,7 @@ from unittest.mock import Mock
 import pytest
 
 from tests.policies.making import Bench
-from vllm_sched.engine.queue import MAX_RETRIES
+from vllm_sched.engine.waiting.queue import MAX_RETRIES
 
 MANY = 1_000
 

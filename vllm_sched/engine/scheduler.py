@@ -24,10 +24,10 @@ from vllm.v1.request import Request, RequestStatus
 
 from vllm_sched.engine import seams, start
 from vllm_sched.engine.block_chunks import BlockChunks
-from vllm_sched.engine.held import LaneKey
 from vllm_sched.engine.in_flight import Begun, Done, InFlight, chunks_of
-from vllm_sched.engine.lora_slots import LoraSlots
-from vllm_sched.engine.queue import LaneQueue
+from vllm_sched.engine.waiting.held import LaneKey
+from vllm_sched.engine.waiting.lora_slots import LoraSlots
+from vllm_sched.engine.waiting.queue import LaneQueue
 from vllm_sched.engine.watched import Seen, Watched
 from vllm_sched.policies.types import Gate, Policy, Step, StepResult, one_class
 

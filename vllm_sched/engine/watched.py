@@ -22,9 +22,9 @@ import vllm_sched
 from vllm_sched.cost.fit import OnlineFit
 from vllm_sched.cost.step_time import StepTime
 from vllm_sched.engine import metrics, trace
-from vllm_sched.engine.held import HeldTime, LaneKey
 from vllm_sched.engine.in_flight import Begun, Done, InFlight, chunks_of
-from vllm_sched.engine.queue import LaneQueue
+from vllm_sched.engine.waiting.held import HeldTime, LaneKey
+from vllm_sched.engine.waiting.queue import LaneQueue
 from vllm_sched.policies.types import Policy, Step, StepResult
 
 if TYPE_CHECKING:

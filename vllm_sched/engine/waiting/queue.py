@@ -17,27 +17,29 @@ Two promises to the scan: what was peeked is what is popped (blocks were allocat
 from __future__ import annotations
 
 import heapq
-from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator
-from math import inf
-from typing import Any, NamedTuple
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable
+from typing import Any
 
 from vllm.v1.core.sched.request_queue import RequestQueue
 from vllm.v1.request import Request
 
-from vllm_sched.engine.held import LaneCounts, LaneKey
+from vllm_sched.engine.waiting.heaps import (
+    IN_LANE,
+    MAX_DEAD_ENTRIES,
+    SET_ASIDE,
+    Entry,
+    LaneHeaps,
+    Place,
+)
+from vllm_sched.engine.waiting.held import LaneKey
 from vllm_sched.policies.types import Gate
 
-# Dead entries are swept out once there are this many and they are the majority.
-SWEEP = 64
 # For so many steps one that could not begin is not thought to be able to.
 RETRY_STEPS = 8
 # In each step so many requests that could not begin are offered again. Upstream's own scan takes
 # each of them in each step; here each waits at most a step per MAX_RETRIES requests.
 MAX_RETRIES = 64
-# A group holds requests whose adapter had no slot, and has that adapter's number. These two hold
-# the requests in their lanes, and requests that could not begin for another reason.
-IN_LANE, SET_ASIDE = 0, -1
 # Of those who belong elsewhere so many move in a step, at most. A prefix that thousands share can
 # be cached from one step to the next.
 MOST_MOVES = 32
@@ -46,25 +48,7 @@ MOST_MOVES = 32
 MOST_PUT_ASIDE, MOST_READ = 256, 2048
 
 
-class Entry(NamedTuple):
-    """A place in a lane. Entries of one queue compare by `order`, which is never equal."""
-
-    order: Any  # a number, or the request itself where upstream orders by priority
-    request: Request
-    since: float
-    tokens: int
-    owed_since: float  # what its gate goes by: it may stand in front of one who waits for longer
-
-
-class Place(NamedTuple):
-    """Where a request waits."""
-
-    entry: Entry
-    lane: LaneKey
-    group: int
-
-
-class LaneQueue(RequestQueue):
+class LaneQueue(LaneHeaps, RequestQueue):
     """Requests in lanes; see the module's text."""
 
     def __init__(
@@ -81,6 +65,7 @@ class LaneQueue(RequestQueue):
         open_adapters: Callable[[], Collection[int] | None] = lambda: None,
         compiles_grammar: Callable[[Request], bool] = lambda _: False,
     ) -> None:
+        super().__init__(num_policies)
         self._by_priority = by_priority
         self._lanes_of = lanes_of
         self._gate_of = gate_of
@@ -90,14 +75,6 @@ class LaneQueue(RequestQueue):
         self._closed_adapter = closed_adapter  # 0 if a request may enter with its adapter
         self._open_adapters = open_adapters  # None if requests may enter with any adapter
         self._compiles_grammar = compiles_grammar
-        # By group, then by lane.
-        self._heaps: dict[int, dict[LaneKey, list[Entry]]] = {IN_LANE: {}}
-        self._live: dict[Request, Place] = {}
-        # Requests of the group SET_ASIDE; the one that was offered longest ago is first.
-        self._aside: dict[Request, None] = {}
-        # How many requests each other group holds, by lane.
-        self._sizes: defaultdict[int, Counter[LaneKey]] = defaultdict(Counter)
-        self._dead = 0
         self._last = 0  # order of the newest at the end
         self._first = 0  # order of the newest at the front
         # Those popped in this step: put back, they have not begun to wait anew.
@@ -113,13 +90,9 @@ class LaneQueue(RequestQueue):
         self._strays: dict[tuple[int, LaneKey], LaneKey] = {}
         self._offer: Request | None = None
         self._peeked = False
-        self._now = 0.0
         self.refused: Request | None = None  # offered in an earlier step, and found no room
         # The place of the request that a policy gave no tokens in this step.
         self._excused: Place | None = None
-        self.counted = LaneCounts(num_policies)
-        self.counts, self.here = self.counted.by_policy, self.counted.here
-        self.held = self.counted.held
         self._offers = False  # whether upstream looked for who enters, in this step
         self.offered = False  # and in the one before
 
@@ -167,12 +140,6 @@ class LaneQueue(RequestQueue):
     def could_begin(self, request: Request) -> bool:
         """Tell whether it was not turned away of late: for LoRA slots, its grammar, its input."""
         return request not in self._turned_away
-
-    def waits(self) -> Iterator[tuple[LaneKey, float]]:
-        """Return the waits of lanes' fronts, and of requests that cannot begin."""
-        yield from self._waits_of_fronts(self._heaps)
-        for entry, lane, _ in map(self._live.__getitem__, self._aside):
-            yield lane, self._now - entry.owed_since
 
     def ask_gates(self) -> None:
         """Count anew who is held, by what all gates say now."""
@@ -244,24 +211,12 @@ class LaneQueue(RequestQueue):
             if self.refused is request:
                 self.refused = None
         self._forget_offer()
-        if self._dead > SWEEP and self._dead > len(self._live):
+        if self._dead > MAX_DEAD_ENTRIES and self._dead > len(self._live):
             self._sweep()
 
     def __bool__(self) -> bool:
         """Tell whether somebody may enter now."""
         return self._offered() is not None
-
-    def __len__(self) -> int:
-        """Count everybody who waits."""
-        return len(self._live)
-
-    def __contains__(self, request: object) -> bool:
-        """Tell whether this request waits here."""
-        return request in self._live
-
-    def __iter__(self) -> Iterator[Request]:
-        """Go through everybody in upstream's order, lanes and gates aside."""
-        return (entry.request for entry in sorted(place.entry for place in self._live.values()))
 
     # Inside
 
@@ -313,39 +268,6 @@ class LaneQueue(RequestQueue):
             self._drop(entry.request)
             self._turned_away[entry.request] = self._steps
             self._place(entry, lane)
-
-    def _owed_behind(self, lane: LaneKey, order: Any) -> float:
-        heap = self._heaps[IN_LANE].get(lane)
-        if not heap or heap[0].request not in self._live or not order < heap[0].order:
-            return inf
-        return heap[0].owed_since
-
-    def _place(self, entry: Entry, lane: LaneKey, group: int = IN_LANE) -> None:
-        heapq.heappush(self._heaps.setdefault(group, {}).setdefault(lane, []), entry)
-        self._hold(Place(entry, lane, group))
-
-    def _hold(self, place: Place) -> None:
-        self._live[place.entry.request] = place
-        self._count(place, 1)
-
-    def _drop(self, request: Request) -> None:
-        place = self._live.pop(request)
-        self._count(place, -1)
-        if place.group == SET_ASIDE:
-            del self._aside[request]
-
-    def _count(self, place: Place, requests: int) -> None:
-        entry, lane, group = place
-        self.counted.add(lane, requests, requests * entry.tokens)
-        if group != IN_LANE:
-            self._sizes[group][lane] += requests
-
-    def _waits_of_fronts(self, groups: Iterable[int]) -> Iterator[tuple[LaneKey, float]]:
-        for group in groups:
-            for lane, heap in self._heaps[group].items():
-                self._bury(heap)
-                if heap:
-                    yield lane, self._now - heap[0].owed_since
 
     def _count_held(self) -> None:
         barred: Counter[LaneKey] = Counter()
@@ -406,14 +328,6 @@ class LaneQueue(RequestQueue):
                 self._sizes.pop(group, None)
         return chosen
 
-    def _bury(self, heap: list[Entry]) -> None:
-        """Take those who are no longer here from its front."""
-        while heap and (
-            (live := self._live.get(heap[0].request)) is None or live.entry is not heap[0]
-        ):
-            heapq.heappop(heap)
-            self._dead -= 1
-
     def _settle(self, lane: LaneKey, group: int) -> None:
         """Make the front of this lane one who waits and belongs here, or remove the lane.
 
@@ -448,13 +362,3 @@ class LaneQueue(RequestQueue):
             return True
         waited = self._now - entry.owed_since
         return self._gate_of(belongs, entry.request, waited) is Gate.CLOSED
-
-    def _sweep(self) -> None:
-        self._heaps = {IN_LANE: {}}
-        for entry, lane, group in self._live.values():
-            if group != SET_ASIDE:
-                self._heaps.setdefault(group, {}).setdefault(lane, []).append(entry)
-        for heaps in self._heaps.values():
-            for heap in heaps.values():
-                heapq.heapify(heap)
-        self._dead = 0

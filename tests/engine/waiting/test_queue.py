@@ -10,8 +10,8 @@ from vllm.v1.core.sched.request_queue import FCFSRequestQueue, PriorityRequestQu
 from vllm.v1.request import Request
 
 from tests.engine.schedulers import make_request
-from vllm_sched.engine.held import LaneKey
-from vllm_sched.engine.queue import MAX_RETRIES, LaneQueue
+from vllm_sched.engine.waiting.held import LaneKey
+from vllm_sched.engine.waiting.queue import MAX_RETRIES, LaneQueue
 from vllm_sched.policies.types import Gate
 
 

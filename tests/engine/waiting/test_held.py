@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from vllm_sched.engine.held import MOST, HeldTime
+from vllm_sched.engine.waiting.held import MOST, HeldTime
 
 
 def test_a_lane_that_was_never_held() -> None:

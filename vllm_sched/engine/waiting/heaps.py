@@ -1,0 +1,129 @@
+"""Where each waiting request is: heaps by group and lane, with lazy removal.
+
+A request that leaves from the middle of a heap leaves its entry there. Such dead entries are
+removed when they come to the front, or all at once when they are the majority.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
+from math import inf
+from typing import Any, NamedTuple
+
+from vllm.v1.request import Request
+
+from vllm_sched.engine.waiting.held import LaneCounts, LaneKey
+
+# Dead entries are removed once there are this many and they are the majority.
+MAX_DEAD_ENTRIES = 64
+# A group holds requests whose adapter had no slot, and has that adapter's number. These two hold
+# the requests in their lanes, and requests that could not begin for another reason.
+IN_LANE, SET_ASIDE = 0, -1
+
+
+class Entry(NamedTuple):
+    """A place in a lane. Entries of one queue compare by `order`, which is never equal."""
+
+    order: Any  # a number, or the request itself where upstream orders by priority
+    request: Request
+    since: float
+    tokens: int
+    owed_since: float  # its gate goes by this: a request behind it may have waited longer
+
+
+class Place(NamedTuple):
+    """Where a request waits."""
+
+    entry: Entry
+    lane: LaneKey
+    group: int
+
+
+class LaneHeaps:
+    """The waiting requests and their places."""
+
+    def __init__(self, num_policies: int) -> None:
+        # By group, then by lane.
+        self._heaps: dict[int, dict[LaneKey, list[Entry]]] = {IN_LANE: {}}
+        self._live: dict[Request, Place] = {}
+        # Requests of the group SET_ASIDE; the one that was offered longest ago is first.
+        self._aside: dict[Request, None] = {}
+        # How many requests each other group holds, by lane.
+        self._sizes: defaultdict[int, Counter[LaneKey]] = defaultdict(Counter)
+        self._dead = 0  # entries of requests that left
+        self._now = 0.0  # when the step began
+        self.counted = LaneCounts(num_policies)
+        self.counts, self.here = self.counted.by_policy, self.counted.here
+        self.held = self.counted.held
+
+    def __len__(self) -> int:
+        """Count all waiting requests."""
+        return len(self._live)
+
+    def __contains__(self, request: object) -> bool:
+        """Return whether this request waits here."""
+        return request in self._live
+
+    def __iter__(self) -> Iterator[Request]:
+        """Iterate in upstream's order, without regard to lanes and gates."""
+        return (entry.request for entry in sorted(place.entry for place in self._live.values()))
+
+    def waits(self) -> Iterator[tuple[LaneKey, float]]:
+        """Return the waits of lanes' fronts, and of requests that cannot begin."""
+        yield from self._waits_of_fronts(self._heaps)
+        for entry, lane, _ in map(self._live.__getitem__, self._aside):
+            yield lane, self._now - entry.owed_since
+
+    def _owed_behind(self, lane: LaneKey, order: Any) -> float:
+        heap = self._heaps[IN_LANE].get(lane)
+        if not heap or heap[0].request not in self._live or not order < heap[0].order:
+            return inf
+        return heap[0].owed_since
+
+    def _place(self, entry: Entry, lane: LaneKey, group: int = IN_LANE) -> None:
+        heapq.heappush(self._heaps.setdefault(group, {}).setdefault(lane, []), entry)
+        self._hold(Place(entry, lane, group))
+
+    def _hold(self, place: Place) -> None:
+        self._live[place.entry.request] = place
+        self._count(place, 1)
+
+    def _drop(self, request: Request) -> None:
+        place = self._live.pop(request)
+        self._count(place, -1)
+        if place.group == SET_ASIDE:
+            del self._aside[request]
+
+    def _count(self, place: Place, requests: int) -> None:
+        entry, lane, group = place
+        self.counted.add(lane, requests, requests * entry.tokens)
+        if group != IN_LANE:
+            self._sizes[group][lane] += requests
+
+    def _waits_of_fronts(self, groups: Iterable[int]) -> Iterator[tuple[LaneKey, float]]:
+        for group in groups:
+            for lane, heap in self._heaps[group].items():
+                self._bury(heap)
+                if heap:
+                    yield lane, self._now - heap[0].owed_since
+
+    def _bury(self, heap: list[Entry]) -> None:
+        """Remove dead entries from the front of a heap."""
+        while heap and (
+            (live := self._live.get(heap[0].request)) is None or live.entry is not heap[0]
+        ):
+            heapq.heappop(heap)
+            self._dead -= 1
+
+    def _sweep(self) -> None:
+        """Remove all dead entries."""
+        self._heaps = {IN_LANE: {}}
+        for entry, lane, group in self._live.values():
+            if group != SET_ASIDE:
+                self._heaps.setdefault(group, {}).setdefault(lane, []).append(entry)
+        for heaps in self._heaps.values():
+            for heap in heaps.values():
+                heapq.heapify(heap)
+        self._dead = 0
