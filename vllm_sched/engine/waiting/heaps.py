@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from math import inf
 from typing import Any, NamedTuple
 
@@ -44,7 +44,10 @@ class Place(NamedTuple):
 class LaneHeaps:
     """The waiting requests and their places."""
 
-    def __init__(self, num_policies: int) -> None:
+    def __init__(
+        self, num_policies: int, open_adapters: Callable[[], Collection[int] | None]
+    ) -> None:
+        self._open_adapters = open_adapters  # None if requests may enter with any adapter
         # By group, then by lane.
         self._heaps: dict[int, dict[LaneKey, list[Entry]]] = {IN_LANE: {}}
         self._live: dict[Request, Place] = {}
@@ -52,6 +55,9 @@ class LaneHeaps:
         self._aside: dict[Request, None] = {}
         # How many requests each other group holds, by lane.
         self._sizes: defaultdict[int, Counter[LaneKey]] = defaultdict(Counter)
+        # Requests in their lanes that upstream popped and put back, for they could not begin: in
+        # which step.
+        self._turned_away: dict[Request, int] = {}
         self._dead = 0  # entries of requests that left
         self._now = 0.0  # when the step began
         self.counted = LaneCounts(num_policies)
@@ -108,6 +114,26 @@ class LaneHeaps:
                 self._bury(heap)
                 if heap:
                     yield lane, self._now - heap[0].owed_since
+
+    def _count_held(self) -> None:
+        barred: Counter[LaneKey] = Counter()
+        if self._turned_away:
+            barred.update(self._live[request].lane for request in self._turned_away)
+        if self._sizes:
+            open_groups = self._open_groups()
+            for group, sizes in self._sizes.items():
+                if group not in open_groups:
+                    barred.update(sizes)
+        self.counted.note_held(barred)
+
+    def _open_groups(self) -> list[int]:
+        """Return the groups whose requests may begin."""
+        if len(self._heaps) == 1:
+            return [IN_LANE]
+        adapters = self._open_adapters()
+        if adapters is None:
+            return list(self._heaps)
+        return [IN_LANE, *(adapter for adapter in adapters if adapter in self._heaps)]
 
     def _bury(self, heap: list[Entry]) -> None:
         """Remove dead entries from the front of a heap."""

@@ -25,7 +25,6 @@ from vllm.v1.core.sched.request_queue import RequestQueue
 from vllm.v1.request import Request
 
 from vllm_sched.engine.waiting.heaps import (
-    IN_LANE,
     MAX_DEAD_ENTRIES,
     SET_ASIDE,
     Entry,
@@ -65,7 +64,7 @@ class LaneQueue(LaneHeaps, RequestQueue):
         open_adapters: Callable[[], Collection[int] | None] = lambda: None,
         compiles_grammar: Callable[[Request], bool] = lambda _: False,
     ) -> None:
-        super().__init__(num_policies)
+        super().__init__(num_policies, open_adapters)
         self._by_priority = by_priority
         self._lanes_of = lanes_of
         self._gate_of = gate_of
@@ -73,7 +72,6 @@ class LaneQueue(LaneHeaps, RequestQueue):
         self._blocks_read = blocks_read  # of cached prefixes, to tell lanes in this step
         self._clock = clock
         self._closed_adapter = closed_adapter  # 0 if a request may enter with its adapter
-        self._open_adapters = open_adapters  # None if requests may enter with any adapter
         self._compiles_grammar = compiles_grammar
         self._last = 0  # order of the newest at the end
         self._first = 0  # order of the newest at the front
@@ -81,9 +79,6 @@ class LaneQueue(LaneHeaps, RequestQueue):
         self._popped: dict[Request, Place] = {}
         # Those who were popped in the step before and stayed away: since when, and whence.
         self.entered: dict[Request, tuple[float, LaneKey]] = {}
-        # Requests in their lanes that upstream popped and put back, for they could not begin: in
-        # which step.
-        self._turned_away: dict[Request, int] = {}
         self._steps = 0
         self._moves = 0  # in this step
         # The lanes, of a group each, whose fronts belong to another that they have yet to move to.
@@ -269,17 +264,6 @@ class LaneQueue(LaneHeaps, RequestQueue):
             self._turned_away[entry.request] = self._steps
             self._place(entry, lane)
 
-    def _count_held(self) -> None:
-        barred: Counter[LaneKey] = Counter()
-        if self._turned_away:
-            barred.update(self._live[request].lane for request in self._turned_away)
-        if self._sizes:
-            open_groups = self._open_groups()
-            for group, sizes in self._sizes.items():
-                if group not in open_groups:
-                    barred.update(sizes)
-        self.counted.note_held(barred)
-
     def _forget_offer(self) -> None:
         self._offer = None
         self._peeked = False
@@ -289,15 +273,6 @@ class LaneQueue(LaneHeaps, RequestQueue):
         if self._offer is None and self._live and self._excused is None:
             self._offer = self._choose()
         return self._offer
-
-    def _open_groups(self) -> list[int]:
-        """Return the groups whose requests may begin."""
-        if len(self._heaps) == 1:
-            return [IN_LANE]
-        adapters = self._open_adapters()
-        if adapters is None:
-            return list(self._heaps)
-        return [IN_LANE, *(adapter for adapter in adapters if adapter in self._heaps)]
 
     def _choose(self) -> Request | None:
         # First everybody in front gets to the lane he belongs to, or is judged by it until a later
