@@ -83,12 +83,12 @@ async def test_more_adapters_than_slots_take_turns(featured: Worker) -> None:
     async with client_of(featured) as client, asyncio.TaskGroup() as group:
 
         async def run(number: int) -> None:
-            tokens, output = (2500, 8) if number % 3 else (60, 60)
+            tokens, output = (1200, 4) if number % 3 else (60, 30)
             model = ("adapter", "other", "tiny")[number % 5 % 3]
             done = await complete(client, prompt(7150 + number, tokens), output, model=model)
             assert done.usage.completion_tokens == output
 
-        for number in range(24):
+        for number in range(9):
             group.create_task(run(number))
             await asyncio.sleep(0.1)
     await settled(featured, running=0, waiting=0)
