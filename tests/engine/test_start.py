@@ -15,7 +15,7 @@ from vllm.v1.executor.abstract import Executor
 
 from tests.engine.schedulers import base_config, make_scheduler
 from vllm_sched import LongPromptScheduler, PolicyScheduler, SyncPolicyScheduler
-from vllm_sched.engine import plugin, start
+from vllm_sched.engine import plugin, probes, start
 from vllm_sched.errors import UsageError
 from vllm_sched.policies import registry
 from vllm_sched.workers.tiny_model import tiny_model
@@ -128,6 +128,25 @@ def test_plain_vllm_serve_refuses_ngram_drafts_with_the_asynchronous_class() -> 
         arguments("vllm_sched.PolicyScheduler", speculative_config=NGRAM).create_engine_config()
     for other in ("vllm_sched.SyncPolicyScheduler", None):
         arguments(other, speculative_config=NGRAM).create_engine_config()
+
+
+@pytest.mark.usefixtures("_registered")
+@pytest.mark.parametrize(
+    ("version", "scheduler_cls", "probed"),
+    [
+        ("0.32.0+cpu", "vllm_sched.SyncPolicyScheduler", False),
+        ("0.32.7+cpu", "vllm_sched.SyncPolicyScheduler", True),
+        ("0.32.7", None, False),
+    ],
+)
+def test_a_release_that_was_not_tested_is_probed_before_the_model_loads(
+    monkeypatch: pytest.MonkeyPatch, version: str, scheduler_cls: str | None, probed: bool
+) -> None:
+    calls: list[bool] = []
+    monkeypatch.setattr(plugin, "installed_version", lambda: version)
+    monkeypatch.setattr(probes, "require_known_behaviour", lambda: calls.append(True))
+    arguments(scheduler_cls).create_engine_config()
+    assert calls == [True] * probed
 
 
 @pytest.mark.parametrize(

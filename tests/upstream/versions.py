@@ -1,6 +1,6 @@
 """Run the engine half's tests and vLLM's scheduler suites on each tested vLLM, and print a table.
 
-    python -m tests.upstream.versions           # the first release of every tested minor version
+    python -m tests.upstream.versions           # all of seams.TESTED_RELEASES
     python -m tests.upstream.versions 0.33.0
 
 Every version gets an environment in out/versions: vLLM's Python files from its source release, and
@@ -23,7 +23,7 @@ from pathlib import Path
 from xml.etree import ElementTree as ET
 
 from tests.upstream.source import SourceError, unpack
-from vllm_sched.engine.seams import TESTED
+from vllm_sched.engine.seams import TESTED_RELEASES
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "out" / "versions"
@@ -32,12 +32,6 @@ OUTCOMES = ("passed", "failed", "skipped")
 TIME_LIMIT_S = 3600.0
 
 Counts = dict[str, Counter[str]]  # outcomes, by suite
-
-
-def tested_versions() -> list[str]:
-    """Return the first release of every tested minor version."""
-    (major, first), (_, end) = TESTED
-    return [f"{major}.{minor}.0" for minor in range(first, end)]
 
 
 def environment(version: str, folder: Path = FOLDER) -> Path:
@@ -128,7 +122,7 @@ def passes(counts: Counts, suites: Iterable[str] = SUITES) -> bool:
 def main(arguments: Sequence[str]) -> int:
     """Run all versions, or those named, and return the exit status."""
     results = {}
-    for version in arguments or tested_versions():
+    for version in arguments or TESTED_RELEASES:
         sys.stderr.write(f"vLLM {version}: running; its log is {FOLDER}/{version}.log\n")
         try:
             results[version] = run(version)

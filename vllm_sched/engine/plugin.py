@@ -22,7 +22,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.executor.abstract import Executor
 from vllm.v1.sample.sampler import Sampler
 
-from vllm_sched.engine import start
+from vllm_sched.engine import probes, seams, start
 from vllm_sched.engine.scheduler import PolicySteps
 from vllm_sched.engine.seams import installed_version
 from vllm_sched.errors import UnsupportedVllmError, UsageError
@@ -74,7 +74,11 @@ def own_class(config: VllmConfig) -> type[Scheduler] | None:
 def _checking(upstream: Callable[..., VllmConfig]) -> Callable[..., VllmConfig]:
     def create_engine_config(*args: Any, **kwargs: Any) -> VllmConfig:
         config = upstream(*args, **kwargs)
-        start.check(config, own_class(config))
+        kind = own_class(config)
+        start.check(config, kind)
+        release = installed_version().split("+", maxsplit=1)[0]
+        if kind is not None and release not in seams.TESTED_RELEASES:
+            probes.require_known_behaviour()
         compiles_logprobs(config)  # for what it refuses
         return config
 

@@ -17,6 +17,9 @@ from vllm_sched.errors import UnsupportedVllmError
 
 # At least the first, below the second; pyproject's extras say the same.
 TESTED = ((0, 31), (0, 34))
+# What `make versions` runs all tests of schedulers on. Another release inside the range is probed
+# when an engine starts (see `probes`).
+TESTED_RELEASES = ("0.31.0", "0.32.0", "0.33.0")
 OVERRIDE = "VLLM_SCHED_ALLOW_UNTESTED"
 
 # Methods we override or call, with the parameters we rely on.

@@ -1,0 +1,28 @@
+"""The behaviours of vLLM's scheduler that policies rely on are there, and a change is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from vllm.v1.core.sched.scheduler import Scheduler
+
+from vllm_sched.engine import probes
+from vllm_sched.errors import UnsupportedVllmError
+
+
+@pytest.mark.parametrize("probe", probes.PROBES, ids=lambda probe: probe.__name__)
+def test_vllm_does_what_policies_rely_on(probe: Callable[[], bool]) -> None:
+    assert probe()
+
+
+def test_a_changed_behaviour_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    upstream = Scheduler.schedule
+
+    def schedule(self: Scheduler, *args: object) -> object:
+        self.running.sort(key=lambda request: request.request_id)  # whatever order was made
+        return upstream(self, *args)
+
+    monkeypatch.setattr(Scheduler, "schedule", schedule)
+    with pytest.raises(UnsupportedVllmError, match=r"probes: running_is_served_in_order\)"):
+        probes.require_known_behaviour()
