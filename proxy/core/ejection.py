@@ -131,9 +131,9 @@ class Ejections:
     def live_changed(self) -> None:
         """Count anew: workers came, went, or became others."""
         self._live.clear()
+        self._out.clear()
         if not self.resting and not self.panics:
             return
-        self._out.clear()
         keys = set(self.panics)
         for worker in self.resting:
             key = key_of(worker)

@@ -56,7 +56,6 @@ class Router(Leases):
         self._reader = Reader(fleet, self.sizer, settings.short_limit)
         self._retries = RetryBudget(settings.retry_budget)
         self._falls = Falls()
-        fleet.ejections.set_threshold(settings.panic_threshold)
         self._split(settings)
 
     # Reading
@@ -323,6 +322,7 @@ class Router(Leases):
     # Changing
 
     def _split(self, settings: RouterSettings) -> None:
+        self.fleet.ejections.set_threshold(settings.panic_threshold)
         self._reader.splits = settings.transfer
         self._reader.passes_priority = settings.pass_priority
         self._reader.cuts_output = settings.cut_output
@@ -341,6 +341,5 @@ class Router(Leases):
         queue.most, queue.most_bytes = settings.queue_requests, settings.queue_bytes
         queue.max_wait_s, queue.most_tokens = settings.queue_wait_s, settings.queue_tokens
         queue.fairness = settings.fairness
-        self.fleet.ejections.set_threshold(settings.panic_threshold)
         self.fleet.rank_by(self._rule.rank)
         self.fleet.replace(workers)

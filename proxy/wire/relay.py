@@ -435,8 +435,7 @@ class Exchange:
                 refusal = _timed_out(refusal)
             self._refuse(now, refusal)
             return
-        if answering.is_whole:
-            self._end_whole(now, answering)
+        if self._ends_whole(now):
             return
         if self._lease is not None:
             self._wire.router.finish(self._lease, now, Outcome.FAILED, why=trouble.value)
@@ -550,11 +549,18 @@ class Exchange:
         self._client.done(now, keep_alive=answering.keep_alive)
         wire.settle(now)
 
-    def _end_whole(self, now: float, answering: Answering) -> None:
-        """End a stream whose last event the client has, though its worker did not end it."""
+    def _ends_whole(self, now: float) -> bool:
+        """End a stream whose last event the client has; False if the client does not have it."""
+        answering = self._answering
+        if answering is None or not answering.is_whole:
+            return False
+        connection, self.connection = self.connection, None
+        if connection is not None:
+            connection.drop()
         self.record.sent_bytes += len(answering.end)
         self._client.write(answering.end)
         self._finish(now, answering)
+        return True
 
     def _break_off(
         self,
@@ -605,24 +611,24 @@ class Exchange:
 
     def cut(self, now: float) -> None:
         """End it, because the router does."""
+        if self._ends_whole(now):
+            return
         self._stop(now)
         answering = self._answering
         if answering is None or not answering.has_begun:
             self._refuse(now, refusals.draining())
-        elif answering.is_whole:
-            self._end_whole(now, answering)
         else:
             self._break_off(now, answering, "The router was stopped.", "router_stopped")
 
     def expire(self, now: float) -> None:
         """End it, because it has taken as long as a request may."""
+        if self._ends_whole(now):
+            return
         self._stop(now)
         refusal, answering = refusals.out_of_time(self._limit_s), self._answering
         if answering is None or not answering.has_begun:
             self._refuse(now, refusal)
             self._wire.settle(now)
-        elif answering.is_whole:
-            self._end_whole(now, answering)
         else:
             status, reason = refusal.status, refusal.reason
             self._break_off(now, answering, refusal.message, "time_limit", status, reason)

@@ -254,8 +254,7 @@ class Wire:
 
     def refused(self, refusal: Refusal, answer: bytes, request: Request | None = None) -> None:
         """Count a request that came to nothing before it was read."""
-        now, sent = self.clock(), len(answer)
-        self.answered(NONE, refusal.status, refusal.reason, request, now, sent)
+        self.answered(NONE, refusal.status, refusal.reason, request, self.clock(), len(answer))
 
     def answered(
         self,

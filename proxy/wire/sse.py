@@ -112,6 +112,8 @@ class EventStream:
     def is_whole(self) -> bool:
         """Whether the last event of the stream has passed."""
         passed, last = b"".join(self._last), LAST_EVENTS.get(self.manner)
+        if self.torn and _end_of_events(passed) < len(passed):
+            return False  # the rest of an event is missing
         return DONE.search(passed) is not None or (last is not None and bool(last.search(passed)))
 
     def usage(self) -> Usage | None:

@@ -257,6 +257,15 @@ def test_failures_in_panic_make_no_rest_longer_until_it_is_over() -> None:
     assert breaker.opened["failed"] == 1
 
 
+def test_a_worker_that_is_taken_out_while_its_breaker_is_open_is_forgotten() -> None:
+    router = router_of(spec("a"), spec("b"), spec("c"))
+    fails(router, "a")
+    router.fleet.replace([worker.spec for worker in router.fleet if worker.name != "a"])
+    ejections = router.fleet.ejections
+    assert not ejections.resting
+    assert not any(ejections._out.values())
+
+
 class Heard:
     """Notes which pools panic."""
 

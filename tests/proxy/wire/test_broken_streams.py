@@ -9,8 +9,9 @@ import json
 
 import pytest
 
+from proxy.wire.sse import MAX_HELD
 from tests.proxy.wire import scripts
-from tests.proxy.wire.client import Client, chat, get, request
+from tests.proxy.wire.client import BrokenError, Client, chat, get, request
 from tests.proxy.wire.conftest import Start
 from tests.proxy.wire.fake_worker import Script
 from tests.proxy.wire.site import Fake, Site
@@ -178,6 +179,22 @@ async def test_a_stream_that_has_its_last_event_is_whole_however_its_connection_
 async def test_what_only_looks_like_the_last_event_is_not_one(site: Site, last: bytes) -> None:
     site.fake.then(scripts.raw(SSE_HEAD + CHUNKS + scripts.chunk(last), end="reset"))
     assert b'"worker_reset"' in (await site.ask(chat(stream=True))).body
+
+
+@pytest.mark.parametrize("end", ["close", "reset"])
+async def test_a_large_last_event_that_has_passed_in_part_makes_no_stream_whole(
+    site: Site, end: str
+) -> None:
+    begun = typed("response.completed", response="x" * (MAX_HELD + 1000))[:-100]
+    site.fake.then(
+        scripts.raw(SSE_HEAD + scripts.chunk(DELTA), scripts.chunk(begun), gap_s=0.03, end=end)
+    )
+    client = await site.client()
+    await client.send(request(ANY_BODY, path="/v1/responses"))
+    with pytest.raises((BrokenError, ConnectionError)):
+        await client.answer()
+    await site.settled()
+    assert not site.worker().breaker.spotless
 
 
 UNFRAMED = scripts.head(200, (b"content-type", scripts.SSE))

@@ -6,11 +6,13 @@ import asyncio
 import json
 import random
 from dataclasses import replace
+from hashlib import sha256
 from typing import Any
 
 import pytest
 
 from proxy.control.tls import server_context
+from proxy.core.tenants import Rank, TenantSpec
 from proxy.core.types import Reason, Role
 from tests.proxy.certificates import Authority
 from tests.proxy.wire import scripts
@@ -101,6 +103,36 @@ async def test_a_stream_ends_with_an_error_event(start: Start) -> None:
         await call.lost.wait()
     await site.settled()
     assert counted(site) == [(504, "time_limit")]
+
+
+@pytest.mark.parametrize("how", ["expire", "cut"])
+async def test_a_stream_that_has_its_last_event_is_whole_and_its_usage_is_charged(
+    start: Start, how: str
+) -> None:
+    site = await late(start)
+    site.router.tenants.replace([TenantSpec("a")], {sha256(b"sk-vs-a").digest(): "a"})
+    shown = scripts.head(200, (b"content-type", scripts.SSE), (b"transfer-encoding", b"chunked"))
+    events = scripts.token("a"), scripts.usage_event(777, 88), scripts.DONE
+    site.fake.always(scripts.raw(shown, *map(scripts.chunk, events), gap_s=0.01, end="stall"))
+    client = await site.client()
+    await client.send(chat("hi", b"Authorization: Bearer sk-vs-a", stream=True))
+    await client.head()
+    while b"[DONE]" not in await client.piece():
+        pass
+    if how == "expire":
+        await is_over(site)
+    else:
+        [exchange] = site.wire.exchanges
+        exchange.cut(site.clock())
+    while piece := await client.piece():
+        assert b"error" not in piece
+    await site.settled()
+    [tenant] = site.router.tenants
+    totals = tenant.totals
+    assert (totals.prompt_tokens, totals.output_tokens) == (777, 88)
+    assert tenant.unsettled == [0.0] * len(Rank)
+    assert tenant.ledger.running == 0
+    assert [status for status, _ in counted(site)] == [200]
 
 
 async def test_any_other_answer_that_has_begun_is_broken_off(start: Start) -> None:
