@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+from math import inf
 from typing import Any
 
 import pytest
 
 from proxy.control.tls import server_context
-from proxy.wire.client import ClientConnection
+from proxy.wire.client import MAX_AHEAD, ClientConnection
 from proxy.wire.request_reader import Reading
 from tests.proxy.certificates import Authority
+from tests.proxy.wire import scripts
 from tests.proxy.wire.client import Client, chat, request
 from tests.proxy.wire.conftest import Start
-from tests.proxy.wire.site import Site, eventually
+from tests.proxy.wire.site import Fake, Site, eventually
 
 RATE, GRACE_S = 1024, 75.0
 BODY = chat("x" * 200_000)
@@ -171,3 +173,55 @@ async def test_it_holds_over_tls(start: Start, tmp_path: Any) -> None:
         await client.send(BODY[at : at + 1])
         await swept()
     assert (await client.answer()).error()["code"] == "slow_body"
+
+
+@pytest.mark.parametrize("ahead", [1000, 2 * MAX_AHEAD], ids=["read ahead", "not read"])
+@pytest.mark.parametrize("limits", [{}, {"request_s": GRACE_S}], ids=["rate", "rate and time"])
+async def test_time_in_which_the_router_answers_another_request_does_not_count(
+    start: Start, ahead: int, limits: dict[str, float]
+) -> None:
+    site = await start(Fake(max_model_len=1 << 20), wire=limits)
+    site.stand_still()
+    gate = asyncio.Event()
+    site.fake.then(scripts.gated(gate, scripts.answer()))
+    large = chat("x" * 4 * MAX_AHEAD)
+    client = await site.client()
+    await client.send(chat())
+    await site.fake.got(1)
+    client.writer.write(large[:ahead])
+    await eventually(lambda: connection(site)._ahead >= min(ahead, MAX_AHEAD))
+    for exchange in site.wire.exchanges:
+        exchange.deadline = inf
+    site.skip(5 * GRACE_S)
+    await swept()
+    gate.set()
+    assert (await client.answer()).status == 200
+    await reading(site)
+    site.skip(0.9 * GRACE_S)
+    await swept()
+    client.writer.write(large[ahead:])
+    assert (await client.answer()).status == 200
+
+
+async def test_a_client_that_waits_to_be_told_to_send_has_its_time_from_then_on(
+    start: Start,
+) -> None:
+    site = await start()
+    site.stand_still()
+    gate = asyncio.Event()
+    site.fake.then(scripts.gated(gate, scripts.answer()))
+    client = await site.client()
+    await client.send(chat())
+    await site.fake.got(1)
+    head, body = chat("x" * 1000, b"Expect: 100-continue").split(b"\r\n\r\n", 1)
+    await client.send(head + b"\r\n\r\n")
+    site.skip(5 * GRACE_S)
+    await swept()
+    gate.set()
+    assert (await client.answer()).status == 200
+    await reading(site)
+    assert (await client.answer()).status == 100
+    site.skip(0.9 * GRACE_S)
+    await swept()
+    await client.send(body)
+    assert (await client.answer()).status == 200
