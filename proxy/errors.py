@@ -38,7 +38,7 @@ class ConfigError(ProxyError, ValueError):
 
 
 def a_few(names: Collection[str], most: int = NAMES_IN_MESSAGE) -> str:
-    """Return at most so many of the names for a message, and the number of the others."""
+    """Return the first names for a message, `most` at most, and the number of the others."""
     shown = ", ".join(short(name) for name in islice(names, most))
     return shown + (f" and {len(names) - most} more" if len(names) > most else "")
 

@@ -14,7 +14,7 @@ from proxy.errors import ProxyError
 
 SWITCH: Final = "VLLM_SCHED_COMPILED"  # "0": leave them aside
 PACKAGE: Final = Path(__file__).parents[1]
-# Beside the package, in a clone and where a wheel is installed, which has this folder too.
+# In a clone, and where a wheel that has this folder is installed.
 BUILT: Final = PACKAGE.with_name(".vllm-sched-compiled")
 EDITION: Final = b"2"  # of the way they are made
 PLATFORM: Final = EXTENSION_SUFFIXES[0].strip(".")  # Python's version, processor, C library

@@ -15,7 +15,7 @@ PATIENCE_S = 10.0  # for a request to come whole, and for a client to take what 
 
 
 class AdminConnection(H11Protocol):
-    """Closed where a client is slow; uvicorn itself closes one that is idle after an answer."""
+    """Closes when its client is slow. uvicorn closes connections that are idle after an answer."""
 
     def __init__(
         self,

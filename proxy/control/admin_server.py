@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 DATE_S = 1.0
 MAX_CONNECTIONS = 64
-OPEN_FILES_SHARE = 8  # at most one in so many open files is an admin connection
+OPEN_FILES_SHARE = 8  # at most one of eight open files is an admin connection
 MIN_CONNECTIONS = 4  # whatever the limit on open files
 MAX_HEAD_BYTES = 64 << 10
 NO_FILES_PAUSE_S = 1.0  # before a connection is accepted again, after there was no open file for it

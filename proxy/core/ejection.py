@@ -6,8 +6,8 @@ share of the pool with closed breakers (`routing.panic_threshold`) the breakers 
 ignored: requests go to every worker that is up. So breakers never keep out more than the rest of
 that share. Only breakers that opened for failures are ignored, and only they count as out: a
 worker that says it is busy is left alone. Workers that are down by their probes are not part of the
-pool. A pool is the workers of one model that serve requests whole, or those that prefill for them.
-A pool of one worker panics whenever its breaker opens: no other worker could take the load.
+pool. A pool is the workers of one model that serve requests whole, or the workers that prefill for
+them. A pool of one worker panics whenever its breaker opens: no other worker could take the load.
 
 While a pool panics, each request to a worker with an open breaker is a trial: its first token
 closes the breaker, its failure keeps it open. Once enough are closed, open ones are heeded again.

@@ -5,7 +5,7 @@ among its media, in proportion to what was expected of each. A prompt whose text
 off by more than its media have teaches little.
 
 Cost: a few multiplications per prompt with media. How it fails: sizes that differ from one request
-to the next, as photographs beside icons, are known by their mean and a wide error band.
+to the next, as photographs and icons, are known by their mean and a wide error band.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ LEAST_SIZE, MOST_SIZE = 1.0, 2.0**20
 FORGET = 0.05  # an observation's share in the mean, at least
 FIRST_WEIGHT = 0.001  # of what is assumed before anything was seen, in observations
 MOST_RATIO = 8.0  # by which one observation may exceed what was expected
-LEAST_BAND, SPREADS = 0.5, 2.0  # an estimate's error: a share of it, or so many mean distances
+LEAST_BAND, SPREADS = 0.5, 2.0  # an estimate's error: a share of it, or mean distances
 
 
 @dataclass(slots=True, frozen=True)
@@ -58,7 +58,7 @@ class MediaSizes:
         self.tokens = (round(image), round(audio), round(video))
 
     def error(self, counts: Numbers) -> int:
-        """Return by how many tokens an estimate of so many media may be off."""
+        """Return by how many tokens an estimate of these media may be off."""
         return int(
             sum(
                 counts[kind] * max(LEAST_BAND * self.means[kind], SPREADS * self.spreads[kind])

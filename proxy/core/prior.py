@@ -15,7 +15,7 @@ from __future__ import annotations
 from proxy.core.media import KINDS
 from proxy.core.rates import Learnt
 
-MOST_VOTERS = 15  # tenants whose rates are kept: those that learnt last
+MOST_VOTERS = 15  # tenants whose rates are kept: the last to learn
 MOST_VOTES_OLD = 64  # votes after which the median is made anew
 
 

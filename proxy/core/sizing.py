@@ -4,7 +4,7 @@ Idea: workers say in `usage`, or when asked to count, how many tokens a prompt h
 of prompts to come is for `rates`, which gives an estimate and an error band. What is written is
 learnt too, for clients that state no limit, which most chat clients do not; and how many tokens an
 image or an audio clip has (`media`). Where there are tenants, each has rates of its own; a tenant
-without data has those that the tenants have in common (`prior`).
+without data has the rates that tenants have in common (`prior`).
 
 Cost: see there. How it fails: languages and code mixed under one model widen the band, and then
 more requests near a boundary are counted by a worker; until the first answers come, the band is
@@ -31,7 +31,7 @@ LONGER = 2.0  # a model that has seen long words may have longer ones by as much
 COMPLETION_OUTPUT = 16  # vLLM's own when /v1/completions states none
 OUTPUT_KEYS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
 MOST_SAMPLES = 4096
-# Models and routes of which a tenant keeps rates of its own: those that it used last.
+# Models and routes of which a tenant keeps rates of its own: the last that it used.
 MOST_LEARNT = 32
 FEW = 50  # prompts and answers of a tenant that are all learnt from
 COUNTABLE = ("chat/completions", "completions")

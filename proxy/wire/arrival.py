@@ -31,7 +31,7 @@ class Arrival:
         self._came_at = self._body_at = inf
 
     def ended(self, now: float) -> float:
-        """Return when the request came whose turn it is, and begin anew."""
+        """Return when the request that is answered now came, and begin anew."""
         came_at = min(self._came_at, now)
         self.reset()
         return came_at
