@@ -72,8 +72,8 @@ class LongPromptSettings(Settings):
     max_num_partial_prefills: int | None = Field(
         None,
         ge=1,
-        description="prompts that share each step's budget, as in V0; None = 4 share a step that"
-        " has a long prompt, and other steps are vLLM's own; 1 turns the limits off",
+        description="prompts that share each step's budget, as in V0; None = 4 share steps with a"
+        " long prompt, and other steps are vLLM's own; 1 turns the limits off",
     )
     max_long_partial_prefills: int = Field(
         1, ge=1, description="how many of them may be long; shorts are never held"

@@ -96,7 +96,7 @@ class LoraSlots:
     def open_adapters(self) -> Collection[int] | None:
         """Return the adapters that requests may be admitted with; None if it may be any."""
         free = self.max_loras - len(self._running)
-        if self._overdue is None or free > 1:  # one free slot is enough for the overdue adapter
+        if self._overdue is None or free > 1:  # the overdue adapter needs a single slot
             return None if free > 0 else self._running
         if free > 0:
             return self._running.keys() | {self._overdue}
