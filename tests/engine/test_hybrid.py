@@ -258,6 +258,22 @@ def test_a_long_prompt_moves_beside_shorts_that_leave_less_than_a_block() -> Non
     assert len([n for n in engine.begun if n.startswith("short")]) > 50
 
 
+@pytest.mark.parametrize("chunk", [66, 512])
+def test_a_prompt_enters_past_one_whose_look_up_in_the_connector_is_pending(chunk: int) -> None:
+    engine = hybrid({"chunk_budget": {"chunk": chunk}}, connector="SimulatedConnector")
+    engine.decode(300)
+    engine.scheduler.connector.get_num_new_matched_tokens = lambda request, _: (
+        (None if request.request_id == "pending" else 0, False)
+    )
+    engine.add(600, "pending")
+    engine.step()
+    engine.add(3000, "behind")
+    before = engine.steps
+    engine.until_begun("behind", most=100)
+    assert engine.steps - before <= (3000 + BLOCK) / chunk + 4
+    assert "pending" not in engine.begun
+
+
 def test_a_prompt_of_a_worker_that_reads_less_than_a_block_is_cut_as_upstream_cuts_it() -> None:
     engine = hybrid({"chunk_budget": {"chunk": 64}}, budget=256, max_num_seqs=64)
     engine.decode(20)

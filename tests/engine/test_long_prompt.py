@@ -813,5 +813,5 @@ def test_one_line_at_start(caplog: pytest.LogCaptureFixture) -> None:
         make_scheduler({"long_prompt": {}})
     line, *_ = [r.message for r in caplog.records if r.name == "vllm.vllm_sched"]
     assert ": PolicyScheduler, policies: " in line
-    assert "long_prompt(max_num_partial_prefills=4, max_long_partial_prefills=1, " in line
+    assert "long_prompt(max_num_partial_prefills=None, max_long_partial_prefills=1, " in line
     assert "long_prefill_token_threshold=80" in line

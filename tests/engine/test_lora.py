@@ -15,6 +15,7 @@ from vllm.v1.request import RequestStatus
 from tests.engine.schedulers import answer, make_request, make_scheduler, until
 from tests.policies.making import Bench
 from vllm_sched import PolicyScheduler, SyncPolicyScheduler
+from vllm_sched.engine.waiting.heaps import MAX_DEAD_ENTRIES
 from vllm_sched.engine.waiting.lora_slots import MAX_KEPT_STEPS, MAX_WAIT_S
 from vllm_sched.policies import registry
 
@@ -256,6 +257,35 @@ def test_a_slot_is_not_kept_for_ever_for_a_request_that_cannot_begin() -> None:
     streams.bench.turn_away("stuck")
     idle = sum(not streams.step() for _ in range(1_000))
     assert 0 < idle <= 1_000 * 0.1 / MAX_WAIT_S * (MAX_KEPT_STEPS + 1)
+
+
+def test_one_of_several_free_slots_is_kept_for_the_adapter_that_waited() -> None:
+    bench = Bench({"long_prompt": {}}, max_loras=3)
+    for adapter in (1, 2, 3):
+        bench.add(f"first {adapter}", 20, output=2_000, adapter=adapter)
+    bench.steps(2)
+    bench.add("stuck", 20, adapter=4)
+    for _ in range(int(MAX_WAIT_S)):
+        bench.step(1.1)
+    bench.turn_away("stuck")
+    gone = ["first 1", "first 2"]
+    bench.scheduler.finish_requests(gone, RequestStatus.FINISHED_ABORTED)
+    bench.add("next", 20, output=100, adapter=5)
+    assert "next" in bench.step()
+    bench.add("last", 20, adapter=6)
+    assert not any("last" in step for step in bench.steps(MAX_KEPT_STEPS // 2))
+
+
+def test_adapters_that_are_no_longer_used_leave_nothing_behind() -> None:
+    bench = Bench({"long_prompt": {}}, max_loras=1)
+    bench.add("first", 20, output=10_000, adapter=1, hashed=False)
+    bench.step()
+    for adapter in range(2, 302):
+        bench.add(f"r{adapter}", 20, adapter=adapter, hashed=False)
+        bench.step()
+        bench.scheduler.finish_requests(f"r{adapter}", RequestStatus.FINISHED_ABORTED)
+    assert len(bench.scheduler.waiting._sizes) <= 2 * MAX_DEAD_ENTRIES
+    assert len(bench.scheduler.waiting._heaps) <= 2 * MAX_DEAD_ENTRIES
 
 
 def test_an_adapter_whose_requests_left_claims_no_slot() -> None:

@@ -26,3 +26,12 @@ def test_a_changed_behaviour_is_refused_by_name(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(Scheduler, "schedule", schedule)
     with pytest.raises(UnsupportedVllmError, match=r"probes: running_is_served_in_order\)"):
         probes.require_known_behaviour()
+
+
+def test_a_probe_that_raises_is_a_change_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    def free(*_args: object, **_kwargs: object) -> None:
+        raise TypeError("another argument is wanted")
+
+    monkeypatch.setattr(Scheduler, "finish_requests", free)
+    with pytest.raises(UnsupportedVllmError, match=r"probes: abort_frees_the_request\)"):
+        probes.require_known_behaviour()

@@ -10,7 +10,8 @@ import pytest
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.request import Request, RequestStatus
 
-from tests.engine.schedulers import answer, drain, make_request, make_scheduler, step, until
+from tests.engine.schedulers import answer, drain, make_request, make_scheduler, step
+from tests.policies.making import Bench
 from vllm_sched import PolicyScheduler, SyncPolicyScheduler
 from vllm_sched.policies import registry
 from vllm_sched.policies.types import LaneCount, Policy, RequestView, Settings, Step, StepResult
@@ -368,21 +369,22 @@ def test_no_room_is_kept_for_what_might_have_been_drafted(
     policies: dict[str, dict[str, object]], drafted: int
 ) -> None:
     """With all drafts that may be made decodes would take the whole step, and more."""
-    scheduler = make_scheduler(
-        policies, scheduler_cls=SyncPolicyScheduler, budget=256, max_num_seqs=40
-    )
+    # Policies size chunks by how long steps take, so every step takes a millisecond.
+    bench = Bench(policies, scheduler_cls=SyncPolicyScheduler, budget=256, max_num_seqs=40)
+    scheduler = bench.scheduler
     scheduler.num_spec_tokens = 7
-    for _ in range(32):
-        scheduler.add_request(make_request(8, output=600))
-    until(scheduler, lambda: len(scheduler.running) == 32)
-    step(scheduler)
-    scheduler.add_request(make_request(500, name="prompt", output=1))
+    for number in range(32):
+        bench.add(f"decode {number}", 8, output=600)
+    while len(scheduler.running) < 32:
+        bench.step(0.001)
+    bench.step(0.001)
+    bench.add("prompt", 500, output=1)
     got = []
     while "prompt" in scheduler.requests:
         for request in scheduler.running:
             if not request.is_prefill_chunk:
                 request.spec_token_ids = [7] * drafted
-        got.append(step(scheduler)["prompt"])
+        got.append(bench.step(0.001)["prompt"])
     beside = 256 - 32 * (1 + drafted)
     assert got[0] == beside  # what upstream gives it too
     assert sum(got) == 500

@@ -86,6 +86,19 @@ def test_with_every_policy_off_nothing_is_refused() -> None:
     start.check(made, PolicyScheduler)
 
 
+@pytest.mark.parametrize("kind", [PolicyScheduler, SyncPolicyScheduler])
+def test_with_every_policy_off_the_kv_cache_is_not_looked_at(
+    kind: type[Scheduler], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unknown(_scheduler: Scheduler) -> None:
+        raise TypeError("a kind of group that policies do not know")
+
+    monkeypatch.setattr(start, "kv_cache_of", unknown)
+    make_scheduler({}, scheduler_cls=kind)
+    with pytest.raises(TypeError, match="a kind of group"):
+        make_scheduler({"long_prompt": {}}, scheduler_cls=kind)
+
+
 def test_a_class_that_switches_policies_on_is_checked_with_them() -> None:
     made = config({})
     with_drafts(made)

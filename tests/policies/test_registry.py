@@ -35,6 +35,17 @@ def test_a_prompt_that_fits_a_step_is_not_long_unless_so_set() -> None:
     assert policy.resolved()["long_prefill_token_threshold"] == 327
 
 
+def test_settings_that_a_policy_shows_configure_the_same_policy() -> None:
+    (policy,) = registry.build({"long_prompt": {}}, FACTS)
+    (again,) = registry.build({"long_prompt": policy.resolved()}, FACTS)
+    (as_in_v0,) = registry.build({"long_prompt": {"max_num_partial_prefills": 4}}, FACTS)
+    assert [vars(each)["_shorts_share"] for each in (policy, again, as_in_v0)] == [
+        False,
+        False,
+        True,
+    ]
+
+
 def test_a_whole_number_will_do_where_any_is_meant() -> None:
     policies = {"lanes": {"reserve_kv": 0}, "long_prompt": {"long_prefill_share": 1}}
     assert len(registry.build(policies, FACTS)) == 2

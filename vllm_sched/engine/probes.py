@@ -6,6 +6,7 @@ run every probe, and an engine of a release that was not tested runs them before
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -17,6 +18,7 @@ from vllm_sched.engine.simulated import EngineSettings, NewRequest, SimulatedEng
 from vllm_sched.errors import UnsupportedVllmError
 
 BUDGET: Final = 64
+logger = logging.getLogger("vllm.vllm_sched")
 
 
 class ProbedEngine(SimulatedEngine):
@@ -165,9 +167,17 @@ PROBES: Final[tuple[Callable[[], bool], ...]] = (
 
 def require_known_behaviour() -> None:
     """Refuse a vLLM in which one of the behaviours is another, by the probe's name."""
-    changed = [probe.__name__ for probe in PROBES if not probe()]
+    changed = [probe.__name__ for probe in PROBES if not _succeeds(probe)]
     if changed:
         raise UnsupportedVllmError(
             f"vLLM {installed_version()} schedules differently from what policies rely on "
             f"(vllm_sched.engine.probes: {', '.join(changed)}); install a tested release"
         )
+
+
+def _succeeds(probe: Callable[[], bool]) -> bool:
+    try:
+        return probe()
+    except Exception:
+        logger.warning("vllm_sched.engine.probes: %s raised", probe.__name__, exc_info=True)
+        return False

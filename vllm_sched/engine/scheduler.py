@@ -420,6 +420,8 @@ class PolicySteps(Upstream):
         ]
         if (head := self._may_enter()) is not None:
             least.append(blocks.least(head, self._cached_tokens(head)))
+        elif step.waiting:  # requests behind a blocked request may enter
+            least.append(blocks.block)
         # Below a block upstream would let chunks end anywhere.
         return max(needed + max(least, default=0), blocks.block)
 

@@ -35,7 +35,9 @@ logger = logging.getLogger("vllm.vllm_sched")
 
 def configured(scheduler: Scheduler, defaults: Mapping[str, Mapping[str, object]]) -> list[Policy]:
     """Make the policies that a scheduler's configuration switches on, or its class."""
-    given = _given(scheduler.vllm_config)
+    wanted = {**defaults, **_given(scheduler.vllm_config)}
+    if not wanted:
+        return []
     facts = EngineFacts(
         max_model_len=scheduler.max_model_len,
         max_num_batched_tokens=scheduler.max_num_scheduled_tokens,
@@ -44,7 +46,7 @@ def configured(scheduler: Scheduler, defaults: Mapping[str, Mapping[str, object]
         cuts_prompts=bool(scheduler.scheduler_config.enable_chunked_prefill),
         pipeline_stages=scheduler.parallel_config.pipeline_parallel_size,
     )
-    return registry.build({**defaults, **given}, facts)
+    return registry.build(wanted, facts)
 
 
 def kv_cache_of(scheduler: Scheduler) -> KvCache:

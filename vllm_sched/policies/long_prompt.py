@@ -56,6 +56,8 @@ QUIET_S, QUIET_STRETCH = 0.25, 3.0
 # In so many steps in a row at most a long prompt has nothing because shorts are served.
 STAND_BACK = 4
 V0_THRESHOLD_SHARE = 0.04
+# Prompts that share a step with a long one, unless configured.
+DEFAULT_SHARING = 4
 EMPTY = LaneCount()
 
 
@@ -67,11 +69,11 @@ def default_threshold(max_model_len: int, max_num_batched_tokens: int) -> int:
 class LongPromptSettings(Settings):
     """The names V0's users know, and what came on top."""
 
-    max_num_partial_prefills: int = Field(
-        4,
+    max_num_partial_prefills: int | None = Field(
+        None,
         ge=1,
-        description="prompts that share a step's budget with a long prompt; if set, short prompts"
-        " share every step; 1 turns the limits off",
+        description="prompts that share each step's budget, as in V0; None = 4 share steps with a"
+        " long prompt, and other steps are vLLM's own; 1 turns the limits off",
     )
     max_long_partial_prefills: int = Field(
         1, ge=1, description="how many of them may be long; shorts are never held"
@@ -99,12 +101,17 @@ class LongPromptSettings(Settings):
         description="a long prompt held so long is admitted beyond the limit on long ones",
     )
 
+    @property
+    def sharing(self) -> int:
+        """Return the number of prompts that share a step."""
+        return self.max_num_partial_prefills or DEFAULT_SHARING
+
     @model_validator(mode="after")
     def _consistent(self) -> LongPromptSettings:
-        if self.max_long_partial_prefills > self.max_num_partial_prefills:
+        if self.max_long_partial_prefills > self.sharing:
             raise ValueError(
                 f"max_long_partial_prefills={self.max_long_partial_prefills} must not exceed "
-                f"max_num_partial_prefills={self.max_num_partial_prefills}"
+                f"max_num_partial_prefills={self.sharing}"
             )
         share = self.long_prefill_share
         if share != "auto" and not 0 < share <= 1:
@@ -134,12 +141,12 @@ class LongPrompt(Policy):
         self.threshold = asked or default_threshold(
             facts.max_model_len, facts.max_num_batched_tokens
         )
-        self.arranges = self.active = settings.max_num_partial_prefills > 1
+        self.arranges = self.active = settings.sharing > 1
         # In V0 short prompts share every step. By default they do so beside a long prompt only.
-        self._shorts_share = "max_num_partial_prefills" in settings.model_fields_set
+        self._shorts_share = settings.max_num_partial_prefills is not None
         self._places = settings.max_long_partial_prefills
         # An overdue prompt waits for no place of a long one, but for one of all prefills.
-        self._places_overdue = max(settings.max_num_partial_prefills, self._places + 1)
+        self._places_overdue = max(settings.sharing, self._places + 1)
         self.pace = StepPace()
         self._slow_steps = 0  # since one without prefill was last seen
         self._probed_at = -math.inf
@@ -331,7 +338,7 @@ class LongPrompt(Policy):
         num_shorts = sum(step.class_of(r) <= best for r in step.prefills if not self._in_long(r))
         num_shorts += min(asking, max(step.free_slots, 0))
         num_longs = self._longs + self._longs_coming
-        sharing = max(min(num_shorts + num_longs, settings.max_num_partial_prefills), 1)
+        sharing = max(min(num_shorts + num_longs, settings.sharing), 1)
         self._sharing = sharing
         self._longs_due = num_longs
         self._shorts_took.clear()

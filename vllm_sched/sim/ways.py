@@ -74,14 +74,14 @@ class Way:
 
 
 def _long_prompt(settings: LongPromptSettings, model: WorkerModel) -> dict[str, float | int]:
-    if settings.max_num_partial_prefills == 1:
+    if settings.sharing == 1:
         return {}
     share = settings.long_prefill_share
     asked = settings.long_prefill_token_threshold
     return {
         "long_above": asked or default_threshold(model.max_model_len, model.max_num_batched_tokens),
         "longs": settings.max_long_partial_prefills,
-        "prompts": settings.max_num_partial_prefills,
+        "prompts": settings.sharing,
         "share": 0.0 if share == "auto" else float(share),
         "stretch": settings.long_step_stretch,
         "wait_s": settings.max_wait_s,

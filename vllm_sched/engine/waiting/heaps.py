@@ -152,4 +152,6 @@ class LaneHeaps:
         for heaps in self._heaps.values():
             for heap in heaps.values():
                 heapq.heapify(heap)
+        for group in [group for group, sizes in self._sizes.items() if not any(sizes.values())]:
+            del self._sizes[group]
         self._dead = 0

@@ -95,12 +95,12 @@ class LoraSlots:
 
     def open_adapters(self) -> Collection[int] | None:
         """Return the adapters that requests may be admitted with; None if it may be any."""
-        full = len(self._running) >= self.max_loras
-        if self._overdue is None:
-            return self._running if full else None
-        if full:
-            return self._running.keys() - {self._leaving}
-        return self._running.keys() | {self._overdue}
+        free = self.max_loras - len(self._running)
+        if self._overdue is None or free > 1:  # the overdue adapter needs a single slot
+            return None if free > 0 else self._running
+        if free > 0:
+            return self._running.keys() | {self._overdue}
+        return self._running.keys() - {self._leaving}
 
     def closed_adapter(self, request: Request) -> int:
         """Return the request's adapter if no request may be admitted with it now, else 0."""
