@@ -27,6 +27,7 @@ from vllm_sched.engine.block_chunks import BlockChunks
 from vllm_sched.engine.held import LaneKey
 from vllm_sched.engine.in_flight import Begun, Done, InFlight, chunks_of
 from vllm_sched.engine.lora_slots import LoraSlots
+from vllm_sched.engine.parallel.dp_group import DpGroup, group_of
 from vllm_sched.engine.queue import LaneQueue
 from vllm_sched.engine.watched import Seen, Watched
 from vllm_sched.policies.types import Gate, Policy, Step, StepResult, one_class
@@ -66,6 +67,7 @@ class PolicySteps(Upstream):
     _seen: Seen | None = None
     _tell_result: Sequence[Callable[[StepResult], None]] = ()
     _lora_slots: LoraSlots | None = None
+    _dp_group: DpGroup | None = None
     _step: Step  # the last one
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -100,6 +102,8 @@ class PolicySteps(Upstream):
         if not self._policies:
             return
         start.refuse_unsupported(self)
+        self._dp_group = group_of(self.vllm_config)
+        self._in_flight = InFlight(self._dp_group)
         # Without chunked prefill a prompt can't be cut, only held.
         self._may_cut = bool(self.scheduler_config.enable_chunked_prefill)
         # For models that attend to all of an image at once.
@@ -218,6 +222,12 @@ class PolicySteps(Upstream):
             for tell in self._tell_departed:
                 tell(request, now)
         return super()._free_request(request, *args, **kwargs)
+
+    def shutdown(self) -> None:
+        """Remove the file that data-parallel ranks share."""
+        if self._dp_group is not None:
+            self._dp_group.remove()
+        super().shutdown()
 
     def _reserve_prefill_lookahead(
         self, request: Request, num_computed_tokens: int, num_new_tokens: int
