@@ -285,3 +285,14 @@ def test_any_steps_give_coefficients_that_time_can_have(seed: int) -> None:
         fit.observe(step, rng.choice([1e-12, 1e-3, 0.02, 5.0, 1e6]))
         if fit.model is not None:  # StepTime refuses what is negative or not finite
             assert fit.model.prefill_within(0.05, 4, 400, 100) >= 0
+
+
+def test_of_several_ranks_the_one_with_the_longest_prediction_explains_the_step() -> None:
+    fit = OnlineFit()
+    few_far, many = StepShape(500, 500 * 30_000.0, 8, 4_000), StepShape(1_000, 5e5, 8, 4_000)
+    assert fit.slowest(few_far, ()) is few_far
+    # Without a model, tokens decide.
+    assert fit.slowest(few_far, [many, StepShape(decodes=8)]) is many
+    feed(fit, TRUE, 2_000)
+    assert fit.slowest(few_far, [many]) is few_far
+    assert fit.slowest(StepShape(decodes=8), [many, few_far]) is few_far

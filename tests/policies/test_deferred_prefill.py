@@ -8,7 +8,7 @@ from tests.policies.closed_loop import ClosedLoop, FakeRequest
 from vllm_sched.cost.pace import Chunk
 from vllm_sched.cost.recursion import Recursion
 from vllm_sched.cost.regime import Regime
-from vllm_sched.cost.step_time import StepTime
+from vllm_sched.cost.step_time import StepShape, StepTime
 from vllm_sched.errors import UsageError
 from vllm_sched.policies import deferred_prefill, registry
 from vllm_sched.policies.deferred_prefill import (
@@ -623,3 +623,12 @@ def test_what_cannot_be_is_refused_in_one_line(settings: dict[str, object], said
         built(**settings)
     assert said in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_a_step_that_waits_for_another_ranks_prefill_is_not_learnt_as_decode() -> None:
+    policy = built()
+    other = StepShape(1_000, 5e5, 8, 4_000, 1)
+    for _ in range(8):
+        policy.observe(StepResult(0.1, [], 8, 8, 4_000, others=[other]))
+    assert policy.fit.seen("mixed") == 8
+    assert policy.fit.seen("decode") == 0

@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import Counter, deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
@@ -152,6 +152,18 @@ class OnlineFit:
     def seen(self, kind: Kind) -> int:
         """How many steps of a kind were taken in."""
         return self._seen[kind]
+
+    def slowest(self, shape: StepShape, others: Sequence[StepShape]) -> StepShape:
+        """Return the shape that a step of several ranks lasts for: the one predicted to be longest.
+
+        Until there is a model, it is the shape with the most prefill tokens.
+        """
+        if not others:
+            return shape
+        shapes = (shape, *others)
+        if (model := self._model) is None:
+            return max(shapes, key=lambda each: (each.prefill_tokens, each.decodes))
+        return max(shapes, key=model.seconds)
 
     def _add(self, kind: Kind, shape: StepShape, seconds: float, weight: float) -> None:
         self._sums[kind].add(row_of(kind, shape), seconds, weight, self._memory)

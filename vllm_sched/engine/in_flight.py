@@ -7,13 +7,15 @@ against the very time that was learnt.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Final, NamedTuple
 
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request
 
 from vllm_sched.cost.pace import Chunk
+from vllm_sched.cost.step_time import StepShape
+from vllm_sched.engine.parallel.dp_group import DpGroup
 from vllm_sched.policies.types import StepResult
 
 # vLLM has two, and one per stage with pipeline parallelism.
@@ -40,6 +42,11 @@ class Begun(NamedTuple):
         """How many decode."""
         return len(self.output.num_scheduled_tokens) - len(self.chunks)
 
+    @property
+    def shape(self) -> StepShape:
+        """Return what the step computes."""
+        return StepShape.of(list(self.chunks.values()), self.decodes, self.context_tokens)
+
 
 class Done(NamedTuple):
     """A step whose result is back."""
@@ -53,13 +60,16 @@ class Done(NamedTuple):
 class InFlight:
     """See the module's text."""
 
-    def __init__(self) -> None:
+    def __init__(self, dp_group: DpGroup | None = None) -> None:
+        self._dp_group = dp_group
         self._steps: deque[Begun] = deque(maxlen=MOST)
         self._last_end = 0.0
 
     def begin(self, step: Begun) -> None:
         """Note a step that was scheduled; an empty one takes no time and is not noted."""
         self._steps.append(step)
+        if self._dp_group is not None:
+            self._dp_group.begin(step.number, step.scheduled_at, step.shape)
 
     def end(self, output: SchedulerOutput, clock: Callable[[], float]) -> Done | None:
         """Say what a step did and how long it took; None of one that was not noted."""
@@ -79,11 +89,16 @@ class InFlight:
             # Who decodes has waited since the last result, whatever the engine did until it began.
             since = self._last_end
         self._last_end = end
+        others: Sequence[StepShape] = ()
+        if self._dp_group is not None:
+            self._dp_group.end(step.number, end)
+            # Ranks begin and end a step at nearly the same time. In its middle all compute it.
+            others = self._dp_group.others_at((start + end) / 2)
         chunks = list(step.chunks.values())
         decode_tokens = output.total_num_scheduled_tokens - sum([chunk.tokens for chunk in chunks])
         seconds = max(end - since, LEAST_STEP_S)
         result = StepResult(
-            seconds, chunks, decode_tokens, decodes, step.context_tokens, step.number
+            seconds, chunks, decode_tokens, decodes, step.context_tokens, step.number, others
         )
         return Done(step, start, end, result)
 

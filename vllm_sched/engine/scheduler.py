@@ -25,6 +25,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm_sched.engine import seams, start
 from vllm_sched.engine.block_chunks import BlockChunks
 from vllm_sched.engine.in_flight import Begun, Done, InFlight, chunks_of
+from vllm_sched.engine.parallel.dp_group import DpGroup, group_of
 from vllm_sched.engine.waiting.held import LaneKey
 from vllm_sched.engine.waiting.lora_slots import LoraSlots
 from vllm_sched.engine.waiting.queue import LaneQueue
@@ -66,6 +67,7 @@ class PolicySteps(Upstream):
     _seen: Seen | None = None
     _tell_result: Sequence[Callable[[StepResult], None]] = ()
     _lora_slots: LoraSlots | None = None
+    _dp_group: DpGroup | None = None
     _step: Step  # the last one
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -101,6 +103,8 @@ class PolicySteps(Upstream):
             return
         start.refuse_unsupported(self.vllm_config, type(self), self._policies)
         start.warn_of_idle_device(self)
+        self._dp_group = group_of(self.vllm_config)
+        self._in_flight = InFlight(self._dp_group)
         # Without chunked prefill a prompt can't be cut, only held.
         self._may_cut = bool(self.scheduler_config.enable_chunked_prefill)
         # For models that attend to all of an image at once.
@@ -219,6 +223,12 @@ class PolicySteps(Upstream):
             for tell in self._tell_departed:
                 tell(request, now)
         return super()._free_request(request, *args, **kwargs)
+
+    def shutdown(self) -> None:
+        """Remove the file that data-parallel ranks share."""
+        if self._dp_group is not None:
+            self._dp_group.remove()
+        super().shutdown()
 
     def _reserve_prefill_lookahead(
         self, request: Request, num_computed_tokens: int, num_new_tokens: int

@@ -163,10 +163,11 @@ class Seen:
             told.stepped(kind, prefill, step.decode_tokens, seconds)
             model = self._fit.model if self._learns else then
             self._told += 1
+            shape = self._fit.slowest(step.shape, step.others)
             if model is not None and self._told % PREDICT_EVERY == 0:
-                told.predicted(kind, model.seconds(step.shape), step.seconds)
+                told.predicted(kind, model.seconds(shape), step.seconds)
             if self._learns and (model is None or self._told % FIT_EVERY == 0):
-                self._fit.observe(step.shape, step.seconds)
+                self._fit.observe(shape, step.seconds)
         self._untold.clear()
 
     def _keep(self, step: Begun, start: float, end: float) -> None:

@@ -14,6 +14,9 @@ enough, and beside it always, a chunk is at most half as long again as one that 
 With pipeline parallelism several steps are under way and a request decodes in one of them, so its
 gap lasts for as many steps as there are stages. Each step then has its part of `itl_ms`.
 
+Data-parallel ranks of an expert model step together, and a step lasts as long as the slowest rank's
+part. The policy learns from the part that is predicted to be longest, of all ranks that it sees.
+
 With `ttft_ms` a prompt that would miss it may spend what decodes are ahead of their deadlines
 (arrival + ttft_ms + j·itl_ms for the j-th token), up to `MOST_GAP` gaps in one step. Those that
 wait count too. Without `ttft_ms` no prompt can be late, so nothing is spent.
@@ -44,7 +47,7 @@ from pydantic import Field
 
 from vllm_sched.cost.fit import OnlineFit
 from vllm_sched.cost.pace import Chunk
-from vllm_sched.cost.step_time import StepTime
+from vllm_sched.cost.step_time import StepShape, StepTime
 from vllm_sched.errors import UsageError
 from vllm_sched.policies.types import (
     EngineFacts,
@@ -125,7 +128,8 @@ class ChunkBudget(Policy):
         # With pipeline parallelism a request decodes once in as many steps as there are stages.
         self._stages = facts.pipeline_stages
         self._itl_s = max(self._gap_s / self._stages, sys.float_info.min)  # of one step
-        self._gap: deque[StepResult] = deque(maxlen=self._stages)  # the steps of the last gap
+        # The steps of the last gap, and their seconds.
+        self._gap: deque[tuple[StepShape, float]] = deque(maxlen=self._stages)
         self._bound = float(FIRST_CHUNK)
         self._fitting = math.inf  # tokens that would have fitted into the last step with a full one
         self._tokens = facts.max_num_batched_tokens  # of prefill, as last decided
@@ -264,15 +268,16 @@ class ChunkBudget(Policy):
         if not self.learns:
             return
         allowed = self._limit_of(result.index)
-        self._gap.append(result)
-        shape = result.shape
+        # Where ranks step together the time is the slowest rank's, and so is what it was spent on.
+        shape, seconds = self.fit.slowest(result.shape, result.others), result.seconds
+        self._gap.append((shape, seconds))
         tokens = shape.prefill_tokens
         for chunk in result.chunks:
             self._furthest = max(self._furthest, chunk.context + chunk.tokens / 2)
-        if tokens >= ENOUGH_TOKENS and result.decodes:
+        if tokens >= ENOUGH_TOKENS and shape.decodes:
             # With stages, a long step after short ones delays its own result by more than its time.
-            self._compare(tokens, fmean([each.seconds for each in self._gap]), allowed)
-        self.fit.observe(shape, result.seconds)
+            self._compare(tokens, fmean([took for _, took in self._gap]), allowed)
+        self.fit.observe(shape, seconds)
 
     def _limit_of(self, index: int) -> float:
         """Return what was allowed to a step; one whose result never came is forgotten."""
@@ -284,7 +289,7 @@ class ChunkBudget(Policy):
 
     def _compare(self, tokens: int, seconds: float, allowed: float) -> None:
         if (model := self.fit.model) is not None:
-            self._predicted_s = fmean([model.seconds(each.shape) for each in self._gap])
+            self._predicted_s = fmean([model.seconds(each) for each, _ in self._gap])
             # Full in tokens, or in time as it was meant: a correction that leaves room for small
             # chunks alone would never be unlearnt otherwise.
             meant = self._predicted_s * self.margin * self.drift

@@ -381,11 +381,12 @@ class DeferredPrefill(Policy):
             self._mixed_in_a_row += 1
         elif result.decodes:
             self._mixed_in_a_row = 0
+        shape = self.fit.slowest(result.shape, result.others)
         if tokens and self._checking and (model := self.fit.model) is not None:
-            predicted = model.seconds(result.shape)
+            predicted = model.seconds(shape)
             longer = result.seconds - predicted
             self._errors_s.append(min(longer, UNUSUAL * self.fit.spread * predicted))  # no stalls
-        self.fit.observe(result.shape, result.seconds)
+        self.fit.observe(shape, result.seconds)
 
     def gauges(self) -> Mapping[str, float]:
         """Show K, what it is made from, and the fitted coefficients."""

@@ -146,6 +146,8 @@ class StepResult:
     decodes: int = 0  # how many decoded
     context_tokens: int = 0  # tokens before the new one, of all that decoded
     index: int = 0  # its step's
+    # What other ranks computed in the same step, where it lasts as long as the slowest rank's.
+    others: Sequence[StepShape] = ()
 
     @cached_property
     def shape(self) -> StepShape:

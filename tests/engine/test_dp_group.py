@@ -1,0 +1,144 @@
+"""The file in which data-parallel ranks of a node publish the shapes of their steps."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from vllm_sched.cost.step_time import StepShape
+from vllm_sched.engine.parallel.dp_group import (
+    MAX_STEP_S,
+    RANK_BYTES,
+    RING_RECORDS,
+    DpGroup,
+)
+
+FIRST, SECOND = StepShape(512, 4096.5, 8, 700, 1, 2048), StepShape(64, 2048.0, 9, 710, 1, 0)
+# Steps on rank 1, each of another shape, and dies during a step.
+WRITER = """
+import os, sys
+from pathlib import Path
+from vllm_sched.cost.step_time import StepShape
+from vllm_sched.engine.parallel.dp_group import DpGroup
+group = DpGroup(Path(sys.argv[1]), 1, 2)
+print(flush=True)
+for number in range(1, 20_000):
+    group.begin(number, 10.0, StepShape(number, float(number), number, number, number, number))
+    group.end(number, 20.0)
+group.begin(20_000, 30.0, StepShape(512, 4096.5, 8, 700, 1, 2048))
+os._exit(9)
+"""
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "ranks"
+
+
+@pytest.fixture
+def ranks(path: Path) -> tuple[DpGroup, DpGroup]:
+    return DpGroup(path, 0, 2), DpGroup(path, 1, 2)
+
+
+def test_a_rank_reads_what_the_others_computed_at_a_time(ranks: tuple[DpGroup, DpGroup]) -> None:
+    reader, writer = ranks
+    writer.begin(1, 10.0, FIRST)
+    assert reader.others_at(10.05) == [FIRST]
+    assert writer.others_at(10.05) == []
+    writer.end(1, 10.1)
+    writer.begin(2, 10.1, SECOND)
+    # The reader's result comes later than the writer's next step.
+    assert reader.others_at(10.05) == [FIRST]
+    assert reader.others_at(10.15) == [SECOND]
+
+
+def test_of_two_steps_in_flight_the_first_is_computed(ranks: tuple[DpGroup, DpGroup]) -> None:
+    reader, writer = ranks
+    writer.begin(1, 10.0, FIRST)
+    writer.begin(2, 10.01, SECOND)
+    assert reader.others_at(10.05) == [FIRST]
+    writer.end(1, 10.1)
+    assert reader.others_at(10.05) == [FIRST]
+    assert reader.others_at(10.15) == [SECOND]
+
+
+def test_an_idle_rank_computes_nothing(ranks: tuple[DpGroup, DpGroup]) -> None:
+    reader, writer = ranks
+    assert reader.others_at(10.0) == []
+    writer.begin(1, 10.0, FIRST)
+    writer.end(1, 10.1)
+    assert reader.others_at(10.2) == []
+
+
+def test_a_step_whose_result_never_came_ends_with_the_next(ranks: tuple[DpGroup, DpGroup]) -> None:
+    reader, writer = ranks
+    writer.begin(1, 10.0, FIRST)
+    writer.begin(2, 10.1, SECOND)
+    writer.end(2, 10.2)
+    assert reader.others_at(10.3) == []
+
+
+def test_the_ring_holds_the_last_steps(ranks: tuple[DpGroup, DpGroup]) -> None:
+    reader, writer = ranks
+    for number in range(3 * RING_RECORDS):
+        writer.begin(number, float(number), StepShape(number))
+        assert reader.others_at(number + 0.5) == [StepShape(number)]
+        writer.end(number, number + 1.0)
+    # Steps without any result take each other's places.
+    for number in range(3 * RING_RECORDS, 6 * RING_RECORDS):
+        writer.begin(number, float(number), StepShape(number))
+    assert len(reader.others_at(6.0 * RING_RECORDS)) <= 1
+
+
+def test_another_process_writes_while_this_reads_and_dies(path: Path) -> None:
+    reader = DpGroup(path, 0, 2)
+    root = Path(__file__).parents[2]
+    environment = {**os.environ, "PYTHONPATH": str(root)}
+    with subprocess.Popen(
+        [sys.executable, "-c", WRITER, path], env=environment, stdout=subprocess.PIPE
+    ) as writer:
+        assert writer.stdout is not None
+        writer.stdout.readline()
+        while writer.poll() is None:
+            for shape in reader.others_at(15.0):
+                assert len(set(dataclasses.astuple(shape))) == 1
+    assert writer.returncode == 9
+    # The writer's last step never ended. It counts for no longer than a step may last.
+    assert reader.others_at(30.1) == [FIRST]
+    assert reader.others_at(30.1 + MAX_STEP_S) == []
+
+
+def test_a_rank_that_starts_again_erases_what_it_left(ranks: tuple[DpGroup, DpGroup]) -> None:
+    reader, writer = ranks
+    writer.begin(1, 10.0, FIRST)
+    DpGroup(writer._path, 1, 2)
+    assert reader.others_at(10.05) == []
+
+
+def test_a_record_that_is_half_written_is_ignored(
+    path: Path, ranks: tuple[DpGroup, DpGroup]
+) -> None:
+    reader, writer = ranks
+    writer.begin(1, 10.0, FIRST)
+    before = path.read_bytes()
+    for at in range(RANK_BYTES, 2 * RANK_BYTES):
+        torn = bytearray(before)
+        torn[at] ^= 0x41
+        with path.open("r+b") as file:
+            file.write(torn)
+        assert reader.others_at(10.05) in ([], [FIRST])
+    with path.open("r+b") as file:
+        file.write(before)
+    assert reader.others_at(10.05) == [FIRST]
+
+
+def test_a_file_behind_a_link_is_refused(path: Path) -> None:
+    path.symlink_to(path.with_name("elsewhere"))
+    with pytest.raises(OSError, match="symbolic"):
+        DpGroup(path, 0, 2)
+    assert not path.with_name("elsewhere").exists()

@@ -1,0 +1,1 @@
+"""What engines of one data-parallel group share."""
