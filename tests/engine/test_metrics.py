@@ -204,7 +204,8 @@ def test_without_a_folder_nothing_is_counted_and_the_log_says_how(
 def test_under_the_rust_front_end_one_warning_says_that_metrics_are_missing(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
-    monkeypatch.setenv("VLLM_USE_RUST_FRONTEND", "1")
+    # In the module itself: vLLM keeps what it has read of the environment once an engine was made.
+    monkeypatch.setitem(vars(metrics.envs), "VLLM_USE_RUST_FRONTEND", True)
     monkeypatch.setenv(VARIABLE, str(tmp_path))
     scheduler = make_scheduler({"long_prompt": {}})
     (line,) = [r for r in caplog.records if "metrics" in r.message]
