@@ -40,6 +40,7 @@ class Crowd:
     patience_s: float = HANGS_S
     keys: tuple[str, ...] = ()  # of tenants, whose requests these are in turn
     tls: ssl.SSLContext | None = None
+    dripped: float = DRIPPED
     judge: Callable[[Answer, list[str]], str] = field(default_factory=lambda: judged)
     outcomes: Counter[str] = field(default_factory=Counter)
     statuses: Counter[int] = field(default_factory=Counter)
@@ -98,7 +99,7 @@ class Crowd:
         shown = [bearer(dice.choice(self.keys))] if self.keys else []
         whole = request(data, *shown, path=path, chunks=chunks)
         try:
-            if dice.random() < DRIPPED:
+            if dice.random() < self.dripped:
                 return await self._drip(client, whole)
             await self._send(client, whole, dice)
             if dice.random() < 0.12:

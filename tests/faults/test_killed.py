@@ -130,7 +130,7 @@ async def test_a_full_disk_under_its_log_is_nothing_to_its_clients(tmp_path: Pat
     port, fleet = free_port(), tmp_path / "fleet.yaml"
     fleet.write_text(troupe.fleet(listen=port, admin=free_port()) + LOGS)
     router = await start(fleet, Path("/dev/full"))
-    crowd, over = Crowd(port, 6), asyncio.Event()
+    crowd, over = Crowd(port, 6, dripped=0.0), asyncio.Event()
     try:
         await serves(port)
         asked = [asyncio.create_task(crowd.play(n, over.is_set)) for n in range(CLIENTS)]

@@ -84,6 +84,7 @@ ATTRIBUTES = (
     "scheduler_config",
     "cache_config",
     "kv_cache_config",
+    "parallel_config",
 )
 
 
