@@ -17,7 +17,10 @@ SETS: dict[str, dict[str, Any] | None] = {
     "prefill_first": {"prefill_first": {}},
     "prefill_first, decodes go on": {"prefill_first": {"pause_decodes": False}},
     "lanes": {"lanes": {"reserve_slots": 0.5, "recent_s": 1e6, "urgent_max_wait_s": 1e6}},
-    "long_prompt": {"long_prompt": {}},
+    # As in V0: by default no prompt that fits a step is long, and a step has 256 tokens here.
+    "long_prompt": {
+        "long_prompt": {"long_prefill_token_threshold": 81, "max_num_partial_prefills": 4}
+    },
     "deferred_prefill": {"deferred_prefill": {"departures": 2, "exclusive": True}},
     "rotation": {"rotation": {"chunk": 64}},
     "chunk_budget": {"chunk_budget": {"chunk": 32}},
