@@ -1,0 +1,122 @@
+"""Mutations of one module: small edits of its source, each with the line it changes."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
+    ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq,
+    ast.NotEq: ast.Eq, ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In,
+}  # fmt: skip
+ARITHMETIC: dict[type[ast.operator], type[ast.operator]] = {
+    ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.Div: ast.Mult,
+    ast.FloorDiv: ast.Mult, ast.Mod: ast.FloorDiv, ast.BitAnd: ast.BitOr, ast.BitOr: ast.BitAnd,
+}  # fmt: skip
+CALLS = {"min": "max", "max": "min", "any": "all", "all": "any"}
+# Texts for people: a changed one is no fault of the code's.
+SKIPPED_CALLS = {"debug", "info", "warning", "error", "exception", "log"}
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One edit: the text between two places of a source is replaced."""
+
+    line: int
+    start: int
+    end: int
+    text: str
+    kind: str
+
+    def apply(self, source: bytes) -> bytes:
+        """Return the source with this edit."""
+        return source[: self.start] + self.text.encode() + source[self.end :]
+
+
+def mutants_of(source: bytes) -> list[Mutant]:
+    """Return every mutant of a module's source, in the order of their places."""
+    starts = [0]
+    for line in source.splitlines(keepends=True):
+        starts.append(starts[-1] + len(line))
+    found = []
+    for node, changed, kind in _edits(ast.parse(source)):
+        start = starts[node.lineno - 1] + node.col_offset
+        end = starts[(node.end_lineno or node.lineno) - 1] + (node.end_col_offset or 0)
+        text = changed if isinstance(changed, str) else ast.unparse(changed)
+        if isinstance(node, ast.expr):
+            text = f"({text})"
+        found.append(Mutant(node.lineno, start, end, text, kind))
+    return sorted(found, key=lambda each: (each.start, each.kind))
+
+
+Node = ast.expr | ast.stmt
+Edit = tuple[Node, ast.AST | str, str]
+
+
+def _edits(tree: ast.Module) -> Iterator[Edit]:
+    left: list[ast.AST] = [tree]
+    while left:
+        node = left.pop()
+        if isinstance(node, ast.expr | ast.stmt):
+            yield from _edits_of(node)
+        left.extend(_children(node))
+
+
+def _children(node: ast.AST) -> Iterator[ast.AST]:
+    """Yield what runs: no annotation, decorator, f-string (3.11 gives no places) or log call."""
+    if isinstance(node, ast.JoinedStr) or _is_for_people(node):
+        return
+    if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+        return
+    skipped: list[ast.AST] = []
+    match node:
+        case ast.FunctionDef() | ast.AsyncFunctionDef():
+            skipped = [*node.decorator_list, *filter(None, [node.returns])]
+        case ast.ClassDef():
+            skipped = [*node.decorator_list]
+        case ast.arg():
+            skipped = [*filter(None, [node.annotation])]
+        case ast.AnnAssign():
+            skipped = [node.annotation]
+    yield from (each for each in ast.iter_child_nodes(node) if each not in skipped)
+
+
+def _is_for_people(node: ast.AST) -> bool:
+    match node:
+        case ast.Expr(value=ast.Call(func=ast.Attribute(attr=name))):
+            return name in SKIPPED_CALLS
+        case ast.FunctionDef(name="__repr__"):
+            return True
+    return False
+
+
+def _edits_of(node: Node) -> Iterator[Edit]:
+    match node:
+        case ast.Compare(left=left, ops=[op], comparators=rest) if type(op) in COMPARISONS:
+            yield node, ast.Compare(left, [COMPARISONS[type(op)]()], rest), "comparison"
+        case ast.BoolOp(op=op, values=values):
+            other = ast.Or() if isinstance(op, ast.And) else ast.And()
+            yield node, ast.BoolOp(other, values), "and/or"
+        case ast.BinOp(left=left, op=op, right=right) if type(op) in ARITHMETIC:
+            yield node, ast.BinOp(left, ARITHMETIC[type(op)](), right), "arithmetic"
+        case ast.UnaryOp(op=ast.Not(), operand=operand):
+            yield node, operand, "not removed"
+        case ast.Constant(value=bool(value)):
+            yield node, ast.Constant(not value), "truth value"
+        case ast.Constant(value=int(value) | float(value)):
+            yield node, ast.Constant(value + 1), "number"
+        case ast.IfExp(test=test, body=body, orelse=orelse):
+            yield node, ast.IfExp(test, orelse, body), "branches exchanged"
+        case ast.If(test=test) | ast.While(test=test) if not isinstance(test, ast.Constant):
+            yield test, ast.UnaryOp(ast.Not(), test), "condition negated"
+        case ast.Call(func=ast.Name(id=name)) if name in CALLS:
+            yield node.func, CALLS[name], "other function"
+        case ast.Expr(value=ast.Call() | ast.Await()) if not _is_for_people(node):
+            yield node, "pass", "statement removed"
+        case ast.AugAssign(target=target, op=op, value=value) if type(op) in ARITHMETIC:
+            yield node, ast.AugAssign(target, ARITHMETIC[type(op)](), value), "arithmetic"
+        case ast.Break():
+            yield node, "continue", "loop exit"
+        case ast.Continue():
+            yield node, "break", "loop exit"

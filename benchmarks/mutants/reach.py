@@ -1,0 +1,76 @@
+"""Which tests reach which lines: a pytest plugin that writes it, and how it is read.
+
+Each test is a context of coverage.py's, so that a mutant is shown to the tests that run its line
+and to no others. Tests that start processes of their own reach no line here.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+import coverage
+import pytest
+
+FOLDER = "MUTANTS_REACH"  # the variable that names where each process writes
+
+
+class Reach:
+    """Measure one process of a test run."""
+
+    def __init__(self, folder: Path, sources: list[str]) -> None:
+        self._seconds: dict[str, float] = {}
+        self._seconds_file = folder / f"seconds.{os.getpid()}"
+        self._coverage = coverage.Coverage(
+            data_file=folder / f"reach.{os.getpid()}", source=sources, config_file=False
+        )
+        self._coverage.start()
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
+        """Note what runs under this test's name."""
+        self._coverage.switch_context(item.nodeid)
+        began = time.monotonic()
+        result = yield
+        self._seconds[item.nodeid] = time.monotonic() - began
+        self._coverage.switch_context("")
+        return result
+
+    def pytest_sessionfinish(self) -> None:
+        """Write it."""
+        self._coverage.stop()
+        self._coverage.save()
+        self._seconds_file.write_text(json.dumps(self._seconds))
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Start before anything of ours is imported."""
+    sources = [str(Path(name).resolve()) for name in ("proxy", "vllm_sched")]
+    config.pluginmanager.register(Reach(Path(os.environ[FOLDER]), sources))
+
+
+def read(folder: Path) -> dict[Path, dict[int, frozenset[str]]]:
+    """Return for each file and line the tests that run it."""
+    found: dict[Path, dict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
+    for file in folder.glob("reach.*"):
+        data = coverage.CoverageData(str(file))
+        data.read()
+        for name in data.measured_files():
+            for line, contexts in data.contexts_by_lineno(name).items():
+                found[Path(name)][line] |= set(contexts) - {""}
+    return {
+        path: {line: frozenset(tests) for line, tests in lines.items()}
+        for path, lines in found.items()
+    }
+
+
+def seconds(folder: Path) -> dict[str, float]:
+    """Return how long each test took."""
+    found: dict[str, float] = {}
+    for file in folder.glob("seconds.*"):
+        found |= json.loads(file.read_text())
+    return found
