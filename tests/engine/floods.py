@@ -1,33 +1,19 @@
-"""One real engine in which shorts never stop, and one that a policy holds: `python -m ...`.
+"""The one engine while shorts never stop, and a request that a policy holds.
 
-Prints, as JSON, for each policy when that one began, with a bound that is soon over, and with none
-that is met within as many steps and some more. By its clock each step takes as long: what is shown
-then depends on no machine.
+Tells for each policy when that one began, with a bound that is soon over, and with none that is met
+within as many steps and some more.
 """
 
 from __future__ import annotations
 
-import json
 import random
-import sys
 from typing import Any
 
-from vllm import SamplingParams
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.engine.llm_engine import LLMEngine
 
 from tests.engine.flood_scenes import AHEAD, BOUND_S, MANY, MOST_STEPS, SCENES, STEP_S, Request
-from tests.engine.one_engine import exchange_scheduler, make_engine
-
-
-class Steps:
-    """A clock by which each takes as long."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def end(self) -> None:
-        """Note that one is over."""
-        self.now += STEP_S
+from tests.engine.one_engine import add, exchange_scheduler, prompt_of
 
 
 class Flood:
@@ -39,31 +25,26 @@ class Flood:
         self.engine = engine
         self.name = name
         self.scene = scene or SCENES[name]
-        policies = {name: self.scene["policy"] | self.scene[bound]}
-        self.scheduler = exchange_scheduler(engine, policies)
-        self.clock = self.scheduler.run = Steps()
+        self.now = 0.0
         self.rng = random.Random(2)
         self.begun: dict[str, float] = {}
         self.told: dict[str, float] = {}  # when each had a first token
         self.longs = 0  # that were read beside each other, at most
         self.finished: set[str] = set()
         self.added: set[str] = set()
-        schedule, update = self.scheduler.schedule, self.scheduler.update_from_output
+        policies = {name: self.scene["policy"] | self.scene[bound]}
+        self.scheduler = exchange_scheduler(engine, policies, self)
 
-        def noted(*args: Any, **kwargs: Any) -> Any:
-            output = schedule(*args, **kwargs)
-            for request_id in output.num_scheduled_tokens:
-                name = request_id.partition("-")[0]  # the engine adds to it
-                self.begun.setdefault(name, self.clock.now)
-            self.longs = max(self.longs, self.longs_in(output.num_scheduled_tokens))
-            return output
+    def begin(self, output: SchedulerOutput) -> None:
+        """Note which requests begin with a step."""
+        for request_id in output.num_scheduled_tokens:
+            name = request_id.partition("-")[0]  # the engine adds to it
+            self.begun.setdefault(name, self.now)
+        self.longs = max(self.longs, self.longs_in(output.num_scheduled_tokens))
 
-        def timed(output: Any, *args: Any, **kwargs: Any) -> Any:
-            if output.total_num_scheduled_tokens:
-                self.clock.end()
-            return update(output, *args, **kwargs)
-
-        self.scheduler.schedule, self.scheduler.update_from_output = noted, timed
+    def end(self, output: SchedulerOutput) -> None:  # noqa: ARG002
+        """Let each step take as long."""
+        self.now += STEP_S
 
     def longs_in(self, tokens: dict[str, int]) -> int:
         """Count those in prefill who had more than the threshold to go before this step."""
@@ -77,17 +58,12 @@ class Flood:
         """Let one come."""
         self.added.add(request_id)
         size, length, lane = request
-        params = SamplingParams(
-            temperature=0.0, max_tokens=length, ignore_eos=True,
-            extra_args=None if lane is None else {"lane": lane},
-        )  # fmt: skip
-        prompt = {"prompt_token_ids": [self.rng.randrange(10, 400) for _ in range(size)]}
-        self.engine.add_request(request_id, prompt, params, arrival_time=self.clock.now)
+        add(self.engine, request_id, prompt_of(size, self.rng), length, lane, self.now)
 
     def step(self) -> None:
         """Compute one."""
         for done in self.engine.step():
-            self.told.setdefault(done.request_id, self.clock.now)
+            self.told.setdefault(done.request_id, self.now)
             if done.finished:
                 self.finished.add(done.request_id)
 
@@ -99,10 +75,10 @@ class Flood:
         for number in range(most):
             if number == self.scene["held_at"]:
                 self.add("held", self.scene["held"])
-                came = self.clock.now
+                came = self.now
             while count(self.added - self.finished, "short") < AHEAD:
                 self.add(f"short {len(self.added)}", self.scene["shorts"])
-            late_steps += number > self.scene["held_at"] and self.clock.now - came > BOUND_S
+            late_steps += number > self.scene["held_at"] and self.now - came > BOUND_S
             self.step()
             if "held" in self.begun:
                 break
@@ -133,9 +109,8 @@ def count(names: Any, kind: str) -> int:
     return sum(name.startswith(kind) for name in names)
 
 
-def main() -> None:
-    """Play all."""
-    engine = make_engine()
+def play_all(engine: LLMEngine) -> dict[str, dict[str, Any]]:
+    """Play each scene with either bound."""
     done: dict[str, dict[str, Any]] = {}
     for name in SCENES:
         bounded = Flood(engine, name, "bounded").play()
@@ -145,8 +120,4 @@ def main() -> None:
         bound: Flood(engine, "long_prompt", bound, MANY).play()
         for bound in ("bounded", "unbounded")
     }
-    sys.stdout.write(f"{json.dumps(done)}\n")
-
-
-if __name__ == "__main__":
-    main()
+    return done

@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 
-from tests.engine.arrivals import ARRIVALS, SETS
+from tests.engine.arrivals import ARRIVALS, SETS, seconds_of
 from vllm_sched.policies import registry
+
+pytestmark = pytest.mark.engine
 
 Run = dict[str, Any]
 
@@ -55,19 +57,7 @@ def test_it_did_what_it_is_for(runs: dict[str, Run], name: str) -> None:
     assert SIGNS[name](runs[name], runs["default"])
 
 
-# Decided by what is there alone, not by how long a step took: a simulation has other times.
-TIMELESS = (
-    "default",
-    "static_batching",
-    "prefill_first",
-    "prefill_first, decodes go on",
-    "lanes",
-    "rotation",
-    "chunk_budget",
-)
-
-
-@pytest.mark.parametrize("name", TIMELESS)
+@pytest.mark.parametrize("name", SETS)
 def test_a_simulation_divides_every_step_as_the_engine_does(
     runs: dict[str, Run], name: str
 ) -> None:
@@ -87,8 +77,8 @@ def simulated(policies: dict[str, Any] | None) -> list[list[int]]:
     )  # fmt: skip
     waiting = list(enumerate(ARRIVALS))
     steps: list[list[int]] = []
+    now = 0.0
     for number in range(3000):
-        now = number / 1000
         while waiting and waiting[0][1][0] <= number:
             index, (_, prompt, output, lane) = waiting.pop(0)
             wishes = {} if lane is None else {"lane": lane}
@@ -97,7 +87,8 @@ def simulated(policies: dict[str, Any] | None) -> list[list[int]]:
             step = engine.schedule(now)
             steps.append([] if step is None else sorted(step.output.num_scheduled_tokens.values()))
             if step is not None:
-                engine.finish(step, now + 0.001)
+                now += seconds_of(len(steps), steps[-1])
+                engine.finish(step, now)
         elif not waiting:
             return steps
     raise AssertionError(f"{engine.unfinished} never finished")

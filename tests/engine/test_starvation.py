@@ -2,41 +2,22 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.engine.flood_scenes import BOUND_S, MANY, PLACES, SCENES, STEP_S
-from tests.upstream.source import skip_without_kernels
+
+pytestmark = pytest.mark.engine
 
 Sides = dict[str, dict[str, Any]]
 FEW_STEPS = 10  # until a place is free
 NOT_YET = 1e9
 
 
-@pytest.fixture(scope="module")
-def found() -> dict[str, Sides]:
-    """Play all in one engine, in a process of its own: its settings are the process's."""
-    skip_without_kernels()
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.engine.floods"],
-        capture_output=True,
-        text=True,
-        timeout=600,
-        cwd=Path(__file__).parents[2],
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    played: dict[str, Sides] = json.loads(done.stdout.splitlines()[-1])
-    return played
-
-
 @pytest.mark.parametrize("name", SCENES)
-def test_who_is_held_begins_soon_after_its_bound(found: dict[str, Sides], name: str) -> None:
-    bounded = found[name]["bounded"]
+def test_who_is_held_begins_soon_after_its_bound(floods: dict[str, Sides], name: str) -> None:
+    bounded = floods[name]["bounded"]
     assert bounded["waited"] is not None
     if name == "deferred_prefill":  # whose number falls in the second half of it
         assert bounded["waited"] > BOUND_S / 2
@@ -49,25 +30,25 @@ def test_who_is_held_begins_soon_after_its_bound(found: dict[str, Sides], name: 
 
 @pytest.mark.parametrize("name", SCENES)
 def test_without_it_others_go_first_for_as_long_as_anybody_looked(
-    found: dict[str, Sides], name: str
+    floods: dict[str, Sides], name: str
 ) -> None:
-    unbounded = found[name]["unbounded"]
+    unbounded = floods[name]["unbounded"]
     assert unbounded["waited"] is None
-    assert unbounded["steps"] > found[name]["bounded"]["steps"] + 10
+    assert unbounded["steps"] > floods[name]["bounded"]["steps"] + 10
     assert unbounded["counters"]["starvation_releases"] == 0
 
 
-def test_whom_it_goes_before_is_not_done(found: dict[str, Sides]) -> None:
-    long, lanes, deferred = (found[name]["bounded"] for name in SCENES)
+def test_whom_it_goes_before_is_not_done(floods: dict[str, Sides]) -> None:
+    long, lanes, deferred = (floods[name]["bounded"] for name in SCENES)
     assert long["before_told"] == 0, "the long one before it is still being read"
     assert min(long["shorts_passed"], lanes["shorts_passed"]) > 5
     assert deferred["before_done"] == 1, "of six that should have departed"
 
 
-def test_the_last_of_many_waits_for_a_place_and_never_for_shorts(found: dict[str, Sides]) -> None:
+def test_the_last_of_many_waits_for_a_place_and_never_for_shorts(floods: dict[str, Sides]) -> None:
     """Those before it are let in when they are overdue, too: as many at once as share a step."""
     names = [*(f"before {number}" for number in range(len(MANY["before"]))), "held"]
-    played = found["many"]["bounded"]
+    played = floods["many"]["bounded"]
     begun, told = played["begun"], played["told"]
     for number, name in enumerate(names):
         read = sorted(told.get(each, NOT_YET) for each in names[:number])
@@ -77,4 +58,4 @@ def test_the_last_of_many_waits_for_a_place_and_never_for_shorts(found: dict[str
     assert played["longs"] == PLACES
     assert played["shorts_passed"] > 5
     assert played["shorts_wait"] > 0, "they never stopped"
-    assert found["many"]["unbounded"]["longs"] == 1
+    assert floods["many"]["unbounded"]["longs"] == 1
