@@ -1,4 +1,4 @@
-"""Run files or cases of vLLM's own tests with given scheduler classes, in their own process.
+"""Run files or cases of vLLM's own tests with given scheduler classes, in processes of their own.
 
 Upstream's package is called `tests` like ours, so the process gets its tree first on the path.
 vLLM itself is the installed one: the tree has no `vllm` folder.
@@ -65,29 +65,53 @@ class Account:
         return self.outcomes.get(case) == "failed" and reason in self.reasons[case]
 
 
-def run_upstream(what: Sequence[str], classes: Classes, workspace: Path) -> Account:
-    """Run files or cases, named from the tree's root, in an empty workspace."""
+class Run(NamedTuple):
+    """Files or cases, named from the tree's root, and the classes they are to build."""
+
+    what: Sequence[str]
+    classes: Classes
+
+
+def run_upstream(runs: Sequence[Run], workspace: Path) -> list[Account]:
+    """Run them side by side, in an empty workspace."""
     tree = upstream_tests()
-    report = workspace / "report.json"
-    scratch = workspace / "scratch"  # some tests write into the working directory
-    scratch.mkdir(parents=True)
-    command = [sys.executable, "-m", "pytest", "-p", "scheduler_swap", "-p", "no:cacheprovider"]
-    command += ["--rootdir", str(tree), "--config-file", str(tree / "pyproject.toml")]
-    command += ["--scheduler-sync", classes.sync, "--scheduler-async", classes.asynchronous]
-    command += ["--scheduler-report", str(report), "--quiet", "--tb=short"]
-    command += ["--continue-on-collection-errors", *(str(tree / name) for name in what)]
+    folders = [workspace / f"run {number}" for number in range(len(runs))]
+    for folder in folders:
+        (folder / "scratch").mkdir(parents=True)  # some tests write into the working directory
+    asked = [
+        {
+            "arguments": _arguments(run, tree, folder / "report.json"),
+            "folder": str(folder / "scratch"),
+            "output": str(folder / "output"),
+        }
+        for run, folder in zip(runs, folders, strict=True)
+    ]
     done = subprocess.run(
-        command,
-        cwd=scratch,
+        [sys.executable, HERE / "forks.py"],
+        input=json.dumps(asked),
         env=_environment(tree, write_redirects(workspace / "models")),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
+        capture_output=True,
         text=True,
         timeout=TIME_LIMIT,
     )
-    if not report.exists():
-        return Account(done.returncode, done.stdout)
-    return Account(done.returncode, done.stdout, **json.loads(report.read_text()))
+    assert done.returncode == 0, done.stderr
+    statuses = json.loads(done.stdout.splitlines()[-1])
+    return [_account(status, folder) for status, folder in zip(statuses, folders, strict=True)]
+
+
+def _arguments(run: Run, tree: Path, report: Path) -> list[str]:
+    arguments = ["-p", "scheduler_swap", "-p", "no:cacheprovider", "--assert=plain"]
+    arguments += ["--rootdir", str(tree), "--config-file", str(tree / "pyproject.toml")]
+    arguments += ["--scheduler-sync", run.classes.sync]
+    arguments += ["--scheduler-async", run.classes.asynchronous]
+    arguments += ["--scheduler-report", str(report), "--quiet", "--tb=short"]
+    return [*arguments, "--continue-on-collection-errors", *(str(tree / name) for name in run.what)]
+
+
+def _account(status: int, folder: Path) -> Account:
+    output, report = (folder / "output").read_text(), folder / "report.json"
+    told = json.loads(report.read_text()) if report.exists() else {}
+    return Account(status, output, **told)
 
 
 def _environment(tree: Path, redirects: Path) -> dict[str, str]:

@@ -7,10 +7,11 @@ skipped or never reports fails here like one that fails.
 from __future__ import annotations
 
 import importlib.util
+from pathlib import Path
 
 import pytest
 
-from tests.upstream.run import OURS, UPSTREAM, Account, Classes, run_upstream
+from tests.upstream.run import OURS, UPSTREAM, Account, Classes, Run, run_upstream
 
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("vLLM is not installed", allow_module_level=True)
@@ -58,33 +59,41 @@ ALSO_BUILT = {
 }
 
 
-@pytest.fixture(scope="module")
-def account(tmp_path_factory: pytest.TempPathFactory) -> Account:
-    """Run everything with our classes."""
-    return run_upstream(list(SUITE), OURS, tmp_path_factory.mktemp("ours"))
+FAULTY_FILE = f"{CORE}/test_async_scheduler.py"
+FAULTY = Classes(UPSTREAM.sync, "stand_ins:Careless")
 
 
 @pytest.fixture(scope="module")
-def control(account: Account, tmp_path_factory: pytest.TempPathFactory) -> Account:
-    """Run the cases that failed with ours again, with upstream's own classes."""
-    failed = [case for what in SUITE for case in account.not_passed(what)]
-    return run_upstream(failed, UPSTREAM, tmp_path_factory.mktemp("control"))
+def accounts(tmp_path_factory: pytest.TempPathFactory) -> list[Account]:
+    """Run everything with our classes, and beside it one file with a faulty class."""
+    runs = [Run(list(SUITE), OURS), Run([FAULTY_FILE], FAULTY)]
+    return run_upstream(runs, tmp_path_factory.mktemp("upstream"))
 
 
-@pytest.mark.parametrize("what", SUITE)
-def test_passes_whole(what: str, account: Account, request: pytest.FixtureRequest) -> None:
-    assert len(account.cases_of(what)) >= SUITE[what], account.output[-4000:]
-    if not_passed := account.not_passed(what):
-        control = request.getfixturevalue("control")
-        verdicts = [_verdict(case, account, control) for case in not_passed]
+@pytest.fixture
+def account(accounts: list[Account]) -> Account:
+    """Give what came of everything with our classes."""
+    return accounts[0]
+
+
+# The tests are few: so the runner of tests leaves all to one process, which needs one run.
+
+
+def test_all_pass_whole(account: Account, tmp_path: Path) -> None:
+    for what, least in SUITE.items():
+        assert len(account.cases_of(what)) >= least, (what, account.output[-4000:])
+    if failed := [case for what in SUITE for case in account.not_passed(what)]:
+        # Once more, with upstream's own classes.
+        (control,) = run_upstream([Run(failed, UPSTREAM)], tmp_path)
+        verdicts = [_verdict(case, account, control) for case in failed]
         assert not any(verdicts), "\n".join(filter(None, verdicts))
 
 
-@pytest.mark.parametrize("what", SUITE)
-def test_builds_our_schedulers(what: str, account: Account) -> None:
-    built = set(account.built.get(what.partition("::")[0], ()))
-    assert built & set(OURS)
-    assert built <= {*OURS, *ALSO_BUILT}
+def test_all_build_our_schedulers(account: Account) -> None:
+    for file in {what.partition("::")[0] for what in SUITE}:
+        built = set(account.built.get(file, ()))
+        assert built & set(OURS), file
+        assert built <= {*OURS, *ALSO_BUILT}, file
 
 
 def test_run_ends_well(account: Account) -> None:
@@ -93,15 +102,13 @@ def test_run_ends_well(account: Account) -> None:
     assert account.exit_code == (pytest.ExitCode.OK if all_passed else pytest.ExitCode.TESTS_FAILED)
 
 
-def test_fault_is_noticed(tmp_path_factory: pytest.TempPathFactory) -> None:
-    file = f"{CORE}/test_async_scheduler.py"
-    careless = Classes(UPSTREAM.sync, "stand_ins:Careless")
-    account = run_upstream([file], careless, tmp_path_factory.mktemp("careless"))
-    assert account.built[file].keys() == {careless.asynchronous}
-    assert account.not_passed(file)
+def test_fault_is_noticed(accounts: list[Account]) -> None:
+    account = accounts[1]
+    assert account.built[FAULTY_FILE].keys() == {FAULTY.asynchronous}
+    assert account.not_passed(FAULTY_FILE)
     assert account.exit_code != 0
     # And a run in which a stand-in never stood in is refused.
-    assert account.errors == [f"never built: {careless.sync}"]
+    assert account.errors == [f"never built: {FAULTY.sync}"]
 
 
 def _verdict(case: str, ours: Account, upstream: Account) -> str:

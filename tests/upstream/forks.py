@@ -1,0 +1,46 @@
+"""Run pytest several times, each in a fork of this process: vLLM is imported once for all.
+
+Reads, as JSON, a list of runs: pytest's arguments, the working directory and a file for what is
+printed. Prints the exit statuses, in their order. Nothing here imports the package `tests`, which
+is upstream's in a run.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+import traceback
+from typing import Any
+
+import pytest
+
+import vllm_sched.engine.scheduler  # noqa: F401 - all that takes long
+
+
+def start(run: dict[str, Any]) -> int:
+    """Fork, and return the process that runs it."""
+    if process := os.fork():
+        return process
+    status = 70
+    try:
+        os.chdir(run["folder"])
+        output = os.open(run["output"], os.O_WRONLY | os.O_CREAT)
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        status = int(pytest.main(run["arguments"]))
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+if __name__ == "__main__":
+    del sys.path[0]  # this file's folder
+    gc.freeze()  # what is imported by now is never looked at again
+    processes = [start(run) for run in json.load(sys.stdin)]
+    statuses = [os.waitstatus_to_exitcode(os.waitpid(each, 0)[1]) for each in processes]
+    sys.stdout.write(f"{json.dumps(statuses)}\n")
