@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.engine.stubs import STUBS
 from vllm_sched.cost.step_time import StepShape
 from vllm_sched.engine.parallel.dp_group import (
     MAX_STEP_S,
@@ -100,7 +101,7 @@ def test_another_process_writes_while_this_reads_and_dies(path: Path) -> None:
     root = Path(__file__).parents[2]
     environment = {**os.environ, "PYTHONPATH": str(root)}
     with subprocess.Popen(
-        [sys.executable, "-c", WRITER, path], env=environment, stdout=subprocess.PIPE
+        [sys.executable, "-c", STUBS + WRITER, path], env=environment, stdout=subprocess.PIPE
     ) as writer:
         assert writer.stdout is not None
         writer.stdout.readline()

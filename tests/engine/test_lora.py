@@ -60,7 +60,7 @@ class World:
             budget=rng.choice([32, 64, 256]),
             max_num_seqs=rng.choice([3, 6, 16]),
             # The smallest holds two of the longest requests: running requests are preempted.
-            num_blocks=rng.choice([60, 100, 2000]),
+            num_blocks=rng.choice([60, 100, 450]),
             priority=rng.random() < 0.3,
             max_loras=self.max_loras,
             connector="SimulatedConnector" if self.transfers else None,
@@ -69,12 +69,12 @@ class World:
         self.scheduler.waiting._clock = lambda: self.now
         self.in_flight: deque[tuple[SchedulerOutput, Any]] = deque()
         self.fetching: list[str] = []
-        self.arrivals = rng.randrange(6, 14)
+        self.arrivals = rng.randrange(4, 9)
 
     def play(self) -> None:
         """Step until all requests are over."""
         for _ in range(MAX_STEPS):
-            if self.arrivals and self.rng.random() < 0.5:
+            if self.arrivals and self.rng.random() < 0.7:
                 self.add()
             self.step()
             if not (self.arrivals or self.scheduler.requests):
@@ -90,7 +90,7 @@ class World:
         self.arrivals -= 1
         request = make_request(
             rng.choice([3, 20, 60, 90, 200, 400]),
-            output=rng.choice([1, 4, 12, 30]),
+            output=rng.choice([1, 4, 12]),
             priority=rng.choice([-1, 0, 0, 1]),
             adapter=rng.choice([0, rng.randrange(1, self.max_loras + 3)]),
             hashed=False,

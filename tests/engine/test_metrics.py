@@ -12,6 +12,7 @@ from prometheus_client import CollectorRegistry, Histogram, Metric, generate_lat
 from prometheus_client.parser import text_string_to_metric_families as read_text
 
 from tests.engine.schedulers import drain, make_request, make_scheduler
+from tests.engine.stubs import STUBS
 from vllm_sched.engine import metrics
 from vllm_sched.engine.metrics import (
     COUNTERS,
@@ -218,7 +219,7 @@ def test_under_the_rust_front_end_one_warning_says_that_metrics_are_missing(
 
 
 SERVER = """
-import os, sys, prometheus_client
+import prometheus_client.multiprocess, os, sys
 from vllm_sched.engine import metrics
 metrics.open_folder()
 folder = os.environ["PROMETHEUS_MULTIPROC_DIR"]
@@ -239,12 +240,7 @@ print(prometheus_client.generate_latest(registry).decode())
 
 def run_server(**variables: str) -> tuple[Path, str]:
     done = subprocess.run(
-        [
-            sys.executable,
-            "-c",
-            SERVER.replace("import os", "import prometheus_client.multiprocess, os", 1),
-            "3",
-        ],
+        [sys.executable, "-c", STUBS + SERVER, "3"],
         capture_output=True,
         text=True,
         env={**os.environ, **variables},
