@@ -89,7 +89,7 @@ def make_scheduler(
     budget: int = 64,
     max_model_len: int = 2000,
     max_num_seqs: int = 16,
-    num_blocks: int = 10_000,
+    num_blocks: int = 2_500,
     async_scheduling: bool = False,
     priority: bool = False,
     prefix_caching: bool = False,

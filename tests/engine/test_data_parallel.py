@@ -31,7 +31,7 @@ MACHINE = StepTime(
 )
 TARGET_S, NOISE = 0.1, 0.02
 PROMPTS = (2_000, 12_000)
-SECONDS, LEARNT_S = 40.0, 10.0
+SECONDS, LEARNT_S = 30.0, 10.0
 
 
 @pytest.fixture(autouse=True)
@@ -55,6 +55,7 @@ def expert_ranks(size: int, monkeypatch: pytest.MonkeyPatch) -> list[SimulatedEn
     settings = EngineSettings(
         max_model_len=20_000,
         kv_tokens=600_000,
+        block_tokens=128,
         prefix_caching=False,
         async_scheduling=False,
         policies={"chunk_budget": {"itl_ms": 1000 * TARGET_S}},

@@ -159,7 +159,7 @@ class Engine:
 
 def hybrid(policies: Policies | None, **options: Any) -> Engine:
     """Make an engine for a model with full attention and Mamba layers, as large as real ones."""
-    sizes = {"budget": 8192, "max_model_len": 100_000, "max_num_seqs": 512, "num_blocks": 20_000}
+    sizes = {"budget": 8192, "max_model_len": 100_000, "max_num_seqs": 512, "num_blocks": 2_000}
     return Engine(policies, (full_attention(BLOCK), mamba(BLOCK)), **(sizes | options))
 
 
@@ -289,9 +289,9 @@ def settings_of(names: Sequence[str], dice: random.Random) -> Policies:
 
 def play(engine: Engine, dice: random.Random, decodes: int) -> None:
     """Serve a few decodes and random prompts to their ends."""
-    plan = [(0, 20, 150, 0)] * decodes
+    plan = [(0, 20, 100, 0)] * decodes
     at = 5
-    for _ in range(dice.choice([5, 12])):
+    for _ in range(dice.choice([4, 9])):
         at += dice.choice([0, 0, 1, 10])
         tokens = dice.choice([10, 60, 127, 128, 129, 190, 300, 700, 1500, 2500])
         plan.append((at, tokens, dice.choice([1, 8, 40]), dice.choice([-1, 0, 0, 1])))
