@@ -16,7 +16,7 @@ import struct
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
-from itertools import groupby, islice
+from itertools import groupby, islice, zip_longest
 from typing import Any
 
 import pytest
@@ -35,7 +35,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtestloop(session: pytest.Session) -> object:
-    """Run the tests that may share the machine, then leave the others to pytest."""
+    """Run the tests that may share the machine, then the others one by one."""
     count: int = session.config.getoption("processes")
     if not count or session.testsfailed or session.config.option.collectonly:
         return None
@@ -43,8 +43,18 @@ def pytest_runtestloop(session: pytest.Session) -> object:
     left = set(alone)
     shared = [each for each in session.items if each not in left]
     run(session, list(groups(shared)), count)
-    session.items = alone
-    return None
+    for item, following in zip_longest(alone, alone[1:]):
+        session.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
+        stop_where_asked(session)
+    return True
+
+
+def stop_where_asked(session: pytest.Session) -> None:
+    """End the session where a failure or a signal asks for it, as pytest's own loop does."""
+    if session.shouldfail:
+        raise session.Failed(session.shouldfail)
+    if session.shouldstop:
+        raise session.Interrupted(session.shouldstop)
 
 
 def groups(items: Sequence[pytest.Item]) -> Iterator[Group]:
@@ -72,10 +82,7 @@ def run(session: pytest.Session, every: Sequence[Group], count: int) -> None:
                 for key, _ in selector.select():
                     if not key.data.read(session):
                         selector.unregister(key.fileobj)
-                if session.shouldfail:
-                    raise session.Failed(session.shouldfail)
-                if session.shouldstop:
-                    raise session.Interrupted(session.shouldstop)
+                stop_where_asked(session)
     finally:
         gc.unfreeze()
         for process in running:
