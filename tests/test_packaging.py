@@ -135,6 +135,7 @@ def test_without_a_compiler_a_wheel_is_plain_and_works(clone: Path, tmp_path: Pa
     assert run(python, KIND).startswith("plain (not compiled yet: ")
 
 
+@pytest.mark.compiled
 def test_a_wheel_has_the_compiled_modules_and_the_router_finds_them(
     clone: Path, tmp_path: Path
 ) -> None:

@@ -22,6 +22,8 @@ from tests.proxy.wire.client import Client, chat
 from tests.proxy.wire.fake_worker import FakeWorker
 from vllm_sched.cli.main import main
 
+pytestmark = pytest.mark.compiled
+
 ROOT = Path(__file__).parents[3]
 LONGEST_S = 1200
 SHOWN = """
