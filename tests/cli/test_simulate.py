@@ -32,6 +32,7 @@ def fleet(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.usefixtures("svg_alone")
 @pytest.mark.parametrize("engine", ["exact", "fluid"])
 def test_from_the_words_to_the_files(
     engine: str, fleet: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -61,6 +62,7 @@ def test_from_the_words_to_the_files(
     assert {path.stem for path in plot.iterdir()} == {"ttft", "itl", "tenants", "router", *steps}
 
 
+@pytest.mark.usefixtures("svg_alone")
 def test_of_very_many_requests_no_gaps_are_told(
     fleet: Path,
     tmp_path: Path,
@@ -101,6 +103,7 @@ def test_a_profile_for_workers_that_have_none(
     assert main([*words, "--num-requests", "5", "--profile", "h200-8b"]) == 0
 
 
+@pytest.mark.usefixtures("svg_alone")
 def test_what_is_not_played_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "fleet.yaml"
     path.write_text(FLEET.replace("long_prompt: {}", "lanes: {}") + TENANTS)
@@ -330,6 +333,7 @@ def test_a_trace_is_played_by_its_own_times(fleet: Path, tmp_path: Path) -> None
     assert result["output_lens"] == [5, 5, 5]
 
 
+@pytest.mark.usefixtures("svg_alone")
 def test_files_may_have_names_that_are_no_text(
     fleet: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -14,6 +14,7 @@ from tests.cli.test_bench import served, stopped
 from vllm_sched.cli.main import main
 
 
+@pytest.mark.usefixtures("svg_alone")
 def test_listed_loads_of_two_workloads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save, plot = tmp_path / "sweep.json", tmp_path / "pictures"
     with served(FakeOpenAI()) as fake:
