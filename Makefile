@@ -3,12 +3,18 @@ SHELL := /usr/bin/env bash
 BIN := .venv/bin
 OUT ?= out/demo
 ROUNDS ?= 3
+COUNT ?= 440
 MINUTES ?= 30
 SEED ?= 1
+# Most tests wait for something: three processes for each processor keep it busy.
+PROCESSES ?= $$(( $$(nproc) * 3 ))
+# The tests of what each request goes through, which are also run on compiled modules.
+DATA_PATH := tests/proxy tests/faults tests/fuzz/test_http.py tests/fuzz/test_bodies.py tests/fuzz/test_sockets.py \
+	tests/test_packaging.py
 FLEET ?= deploy/fleets/cpu-demo.yaml
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo compare up test explore versions lint format bench bench-router boards figures fuzz soak starvation reliability sbom audit clean
+.PHONY: help setup demo compare up test check explore versions mutants lint format bench bench-router boards figures fuzz soak starvation reliability sbom audit clean
 
 help: ## show this
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 18
@@ -30,8 +36,13 @@ compare: setup ## the same inside one worker: vLLM's scheduler against ours, in 
 up: setup ## real workers and the router in front, until Ctrl-C; FLEET=... for another file
 	@$(BIN)/vllm-sched up $(FLEET)
 
-test: setup ## all tests, real engines included
-	@$(BIN)/python -m pytest
+test: setup ## all tests, real engines included, and those of the data path on compiled modules too (15 min)
+	@$(BIN)/vllm-sched compile & compile=$$!; \
+	$(BIN)/python -m pytest --processes $(PROCESSES) -m "not compiled" && wait $$compile && \
+	VLLM_SCHED_COMPILED=1 $(BIN)/python -m pytest --processes $(PROCESSES) $(DATA_PATH)
+
+check: lint ## lint, types and all tests that need no engine, browser or compiler (3 min)
+	@$(BIN)/python -m pytest --processes $(PROCESSES) -m "not engine and not browser and not compiled"
 
 explore: setup ## the tests that choose at random, with other choices than `make test` has
 	@$(BIN)/python -m pytest --hypothesis-profile=explore \
@@ -39,6 +50,10 @@ explore: setup ## the tests that choose at random, with other choices than `make
 
 versions: setup ## the engine's tests and vLLM's scheduler tests on vLLM 0.31, 0.32 and 0.33
 	@$(BIN)/python -m tests.upstream.versions
+
+mutants: setup ## small faults in the source, and which of them the tests catch (COUNT=440; 40 min)
+	@mkdir -p out/mutants
+	@$(BIN)/python -m benchmarks.mutants --count $(COUNT) --save out/mutants/found.json
 
 lint: setup ## ruff and mypy
 	@$(BIN)/ruff check .

@@ -40,6 +40,16 @@ for chatty in ("vllm.platforms.cpu", "vllm.config.vllm"):
     logging.getLogger(chatty).setLevel(logging.ERROR)
 
 
+def pytest_sessionstart() -> None:
+    """Refuse to test plain modules as compiled ones."""
+    from proxy.compiled.places import SWITCH, in_use, kind  # not before the switch above is set
+
+    if os.environ[SWITCH] == "1" and not in_use():
+        pytest.exit(
+            f"{SWITCH} is 1, but the router's modules are {kind()}", pytest.ExitCode.USAGE_ERROR
+        )
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Leave out what replaces a part of a module, or looks inside, where that is compiled."""
     if (mark := item.get_closest_marker("plain")) is None:

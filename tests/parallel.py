@@ -16,7 +16,7 @@ import struct
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
-from itertools import groupby, islice
+from itertools import groupby, islice, zip_longest
 from typing import Any
 
 import pytest
@@ -35,16 +35,30 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtestloop(session: pytest.Session) -> object:
-    """Run the tests that may share the machine, then leave the others to pytest."""
+    """Run the tests that may share the machine, then the others one by one."""
     count: int = session.config.getoption("processes")
     if not count or session.testsfailed or session.config.option.collectonly:
         return None
     alone = [each for each in session.items if any(map(each.get_closest_marker, ALONE))]
     left = set(alone)
     shared = [each for each in session.items if each not in left]
-    run(session, list(groups(shared)), count)
-    session.items = alone
-    return None
+    while shared:
+        reported = run(session, list(groups(shared)), count)
+        # What a process that died had taken is left.
+        shared = [each for each in shared if each.nodeid not in reported]
+        assert reported, "processes die outside of tests; their output says why"
+    for item, following in zip_longest(alone, alone[1:]):
+        session.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
+        stop_where_asked(session)
+    return True
+
+
+def stop_where_asked(session: pytest.Session) -> None:
+    """End the session where a failure or a signal asks for it, as pytest's own loop does."""
+    if session.shouldfail:
+        raise session.Failed(session.shouldfail)
+    if session.shouldstop:
+        raise session.Interrupted(session.shouldstop)
 
 
 def groups(items: Sequence[pytest.Item]) -> Iterator[Group]:
@@ -54,8 +68,8 @@ def groups(items: Sequence[pytest.Item]) -> Iterator[Group]:
             yield group
 
 
-def run(session: pytest.Session, every: Sequence[Group], count: int) -> None:
-    """Run all groups in so many processes, and report as each test ends."""
+def run(session: pytest.Session, every: Sequence[Group], count: int) -> set[str]:
+    """Run groups in so many processes, report as each test ends, and return which did."""
     session.config._tmp_path_factory.getbasetemp()  # type: ignore[attr-defined]  # one for all
     numbers, feed = os.pipe()
     gc.collect()
@@ -72,10 +86,8 @@ def run(session: pytest.Session, every: Sequence[Group], count: int) -> None:
                 for key, _ in selector.select():
                     if not key.data.read(session):
                         selector.unregister(key.fileobj)
-                if session.shouldfail:
-                    raise session.Failed(session.shouldfail)
-                if session.shouldstop:
-                    raise session.Interrupted(session.shouldstop)
+                stop_where_asked(session)
+        return {nodeid for process in running for nodeid in process.reported}
     finally:
         gc.unfreeze()
         for process in running:
@@ -88,6 +100,7 @@ class Process:
     def __init__(
         self, session: pytest.Session, every: Sequence[Group], numbers: int, feed: int
     ) -> None:
+        self.reported: set[str] = set()
         self._running: tuple[str, Any] | None = None
         self._received = b""
         self._ended = False
@@ -117,6 +130,7 @@ class Process:
     def _pass_on(self, config: pytest.Config, kind: str, data: Any, location: Any = None) -> None:
         match kind:
             case "start":
+                self.reported.add(data)
                 self._running = (data, tuple(location))
                 config.hook.pytest_runtest_logstart(nodeid=data, location=self._running[1])
             case "report":

@@ -135,6 +135,7 @@ def test_without_a_compiler_a_wheel_is_plain_and_works(clone: Path, tmp_path: Pa
     assert run(python, KIND).startswith("plain (not compiled yet: ")
 
 
+@pytest.mark.compiled
 def test_a_wheel_has_the_compiled_modules_and_the_router_finds_them(
     clone: Path, tmp_path: Path
 ) -> None:
@@ -206,10 +207,33 @@ def test_a_wheel_is_plain_if_compiling_fails(
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv(SWITCH)
+    monkeypatch.setattr(places, "BUILT", tmp_path)
     monkeypatch.setattr(compiling, "build", fail)
     monkeypatch.setattr(build_meta, "build_wheel", lambda *_: "v-1-py3-none-any.whl")
     assert backend.build_wheel("out") == "v-1-py3-none-any.whl"
     assert f"plain modules, as they could not be compiled: {error}" in capsys.readouterr().err
+
+
+def test_a_wheel_takes_modules_that_are_compiled_already_if_they_are_of_its_sources(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.delenv(SWITCH)
+    monkeypatch.setattr(places, "BUILT", tmp_path)
+    monkeypatch.setattr(compiling, "build", lambda: tmp_path / "new")
+    assert backend._compiled() == tmp_path / "new"
+    assert "compiling the router's modules" in capsys.readouterr().err
+
+    there = tmp_path / places.name()
+    there.mkdir()
+    assert backend._compiled() == there
+    said = capsys.readouterr().err
+    assert said == f"vllm-sched: the wheel has compiled modules: {there.name}\n"
+
+    there.rename(tmp_path / f"{places.PLATFORM}-of other sources")
+    assert backend._compiled() == tmp_path / "new"
+    there.mkdir()
+    monkeypatch.setattr(places, "PLATFORM", "of another Python")
+    assert backend._compiled() == tmp_path / "new"
 
 
 def test_all_names_resolve() -> None:

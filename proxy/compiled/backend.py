@@ -82,16 +82,21 @@ def build_wheel(
 
 
 def _compiled() -> Path | None:
-    """Return the folder of compiled modules; None where this wheel is to be plain."""
+    """Return the folder of compiled modules; None where this wheel is to be plain.
+
+    Modules that were compiled before from the same sources, for this Python and platform, are used.
+    """
     if os.environ.get(SWITCH) == "0":
         _say(f"the wheel has plain modules: {SWITCH} is 0")
         return None
-    _say(f"compiling the router's modules, for some minutes; {SWITCH}=0 leaves that out")
-    try:
-        folder = build.build()
-    except (CompileError, OSError) as error:
-        _say(f"the wheel has plain modules, as they could not be compiled: {error}")
-        return None
+    folder = places.found()
+    if folder is None:
+        _say(f"compiling the router's modules, for some minutes; {SWITCH}=0 leaves that out")
+        try:
+            folder = build.build()
+        except (CompileError, OSError) as error:
+            _say(f"the wheel has plain modules, as they could not be compiled: {error}")
+            return None
     _say(f"the wheel has compiled modules: {folder.name}")
     return folder
 

@@ -320,8 +320,8 @@ class TimeoutConfig(Block):
         description="for a whole request, from the first byte of its header to the last byte of "
         "its answer, with its wait, both legs and retries. Then it is 408 while it arrives, 504 "
         "before its answer begins, and an error event in a stream that has begun; its worker is "
-        "told to stop. No limit if not given, and none for lines of batches and for answers about "
-        "files and batches",
+        "told to stop. No limit if not given. Lines of batches and answers about files and batches "
+        "have none; an upload to /v1/files must arrive within it",
     )
 
 

@@ -9,7 +9,7 @@ from benchmarks.router.measure import Closed, Paced, Times
 from benchmarks.router.stage import Side
 from tests.benchmarks.servers import answering, mock_worker
 
-TIMES = Times(warm_up=0.05, closed=0.1, paced=0.2)
+TIMES = Times(warm_up=0.02, closed=0.1, paced=0.2)
 
 
 async def test_a_closed_window() -> None:

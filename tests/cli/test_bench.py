@@ -44,6 +44,7 @@ def served(fake: FakeOpenAI) -> Iterator[FakeOpenAI]:
         loop.close()
 
 
+@pytest.mark.usefixtures("svg_alone")
 def test_a_run_from_the_words_to_the_files(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

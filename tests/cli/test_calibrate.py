@@ -11,6 +11,7 @@ import pytest
 
 from tests.cli.step_server import StepServer, serving
 from tests.cost.test_calibration import measured as steps_of
+from vllm_sched.bench import steps
 from vllm_sched.bench.steps import Lone, Plan, Seen
 from vllm_sched.bench.timed import Api, MeasureError, Stream
 from vllm_sched.cli.calibrate import Source, Whole
@@ -27,6 +28,13 @@ TIME = StepTime(
     mixed_s=0.003,
 )
 SMALL = ("--max-batch", "2", "--budget", "128")
+
+
+@pytest.fixture(autouse=True)
+def few_repeats(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measure each point a few times: these servers take the same time for the same step."""
+    for name, value in {"REPEATS": 3, "LONG_REPEATS": 2, "LONE_REPEATS": 3, "IDLE_S": 0.01}.items():
+        monkeypatch.setattr(steps, name, value)
 
 
 # What is measured

@@ -16,6 +16,7 @@ import pytest
 from vllm_sched.cli.main import main
 from vllm_sched.cost import profiles
 from vllm_sched.sim import plan as planning
+from vllm_sched.sim import search
 from vllm_sched.sim.search import Search
 
 if TYPE_CHECKING:
@@ -24,6 +25,16 @@ if TYPE_CHECKING:
 
 ASK = ["plan", "--workload", "2000x20", "--gpus", "2", "--profile", "h100-8b", "--quick"]
 TARGETS = ["--goodput", "ttft:800", "tpot:500"]
+
+
+SHORT_RUNS = {"COARSE_MOST": 600, "FINE_MOST": 900}
+
+
+@pytest.fixture(autouse=True)
+def short_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Play a few hundred requests at a time: what is printed of them does not depend on that."""
+    for name, requests in SHORT_RUNS.items():
+        monkeypatch.setattr(search, name, requests)
 
 
 def said(capsys: pytest.CaptureFixture[str]) -> str:
@@ -107,8 +118,12 @@ def test_a_trace_may_have_blocks_of_another_length(tmp_path: Path) -> None:
 def test_real_schedulers_are_asked_and_nothing_is_said_of_this_machine() -> None:
     # In a process of its own: vLLM says such things once.
     words = ["--gpus", "1", "--policies", "default", "--exact", *TARGETS]
+    code = (
+        "import sys; from vllm_sched.cli.main import main; from vllm_sched.sim import search; "
+        f"vars(search).update({SHORT_RUNS}); sys.exit(main(sys.argv[1:]))"
+    )
     done = subprocess.run(
-        [sys.executable, "-m", "vllm_sched.cli.main", *ASK, *words], capture_output=True, text=True
+        [sys.executable, "-c", code, *ASK, *words], capture_output=True, text=True
     )
     assert done.returncode == 0
     said_by_us = "vllm-sched plan: "
@@ -126,7 +141,7 @@ def test_what_judged_is_said_as_it_is(capsys: pytest.CaptureFixture[str], tmp_pa
     few = ["--gpus", "1", "--policies", "default", *TARGETS]
     assert main([*ASK, *few]) == 0
     drawn = said(capsys)
-    assert "in each of 3 draws of 1,600 requests, none of them searched with" in drawn
+    assert "in each of 3 draws of 300 requests, none of them searched with" in drawn
     assert "in a further draw as many are with a chance of about 3 in 4" in drawn
     trace = tmp_path / "trace.jsonl"
     line = {"timestamp": 0, "input_length": 600, "output_length": 5}

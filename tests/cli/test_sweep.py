@@ -14,6 +14,7 @@ from tests.cli.test_bench import served, stopped
 from vllm_sched.cli.main import main
 
 
+@pytest.mark.usefixtures("svg_alone")
 def test_listed_loads_of_two_workloads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save, plot = tmp_path / "sweep.json", tmp_path / "pictures"
     with served(FakeOpenAI()) as fake:
@@ -66,10 +67,10 @@ def test_a_search_downwards_ends_where_no_request_would_come(tmp_path: Path) -> 
 def test_a_short_trace_goes_on_until_a_queue_is_felt(tmp_path: Path) -> None:
     path, save = tmp_path / "sixty.jsonl", tmp_path / "sweep.json"
     path.write_text('{"timestamp": 0, "input_length": 40, "output_length": 2}\n' * 6)
-    # 2 slots of 50 ms each: what is left of 200 requests a second is late, but not of six.
-    with served(FakeOpenAI(ttft_s=0.05, slots=2)) as fake:
+    # 2 slots of 25 ms each: what is left of 200 requests a second is late, but not of six.
+    with served(FakeOpenAI(ttft_s=0.025, slots=2)) as fake:
         words = ["--workload", str(path), "--request-rates", "200", "--seeds", "1"]
-        words += ["--duration", "1", "--goodput", "ttft:1000", "--save", str(save)]
+        words += ["--duration", "1", "--goodput", "ttft:500", "--save", str(save)]
         assert main(["sweep", "--url", fake.url, *words]) == 0
     result = json.loads(save.read_text())
     assert result["points"][0]["completed"] + result["points"][0]["failed"] == 200
@@ -103,11 +104,11 @@ def test_nothing_but_failures_is_a_failure(capsys: pytest.CaptureFixture[str]) -
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_who_stops_it_has_the_loads_that_were_measured(number: int, tmp_path: Path) -> None:
     save = tmp_path / "sweep.json"
-    words = ["--workload", "20x2", "--request-rates", "20,30", "--seeds", "1", "--duration", "3"]
+    words = ["--workload", "20x2", "--request-rates", "20,30", "--seeds", "1", "--duration", "1"]
     words += ["--save", str(save)]
     with served(FakeOpenAI()) as fake:
-        # The first load has 60 requests, so one more is of the second.
-        status, out, err = stopped("sweep", fake, words, number, lambda: len(fake.played) > 60, 30)
+        # The first load has 20 requests, so one more is of the second.
+        status, out, err = stopped("sweep", fake, words, number, lambda: len(fake.played) > 20, 30)
     assert status == 130
     assert "at 30 requests/s" in err
     assert "interrupted: this is what there is" in out

@@ -3,15 +3,27 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from vllm_sched.cli import threshold
 from vllm_sched.cli.main import main
 from vllm_sched.cost.profiles import PROFILES
 from vllm_sched.cost.regime import Regime
 from vllm_sched.policies.deferred_prefill import DeferredPrefillSettings
+
+
+@pytest.fixture(scope="module", autouse=True)
+def each_played_once() -> Iterator[None]:
+    """Play a regime once for all tests that ask for the same of it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(threshold, "play", cache(threshold.play))
+        yield
+
 
 PAPER = ("--slots", "256", "--mean-output", "200", "--mean-prompt", "220")
 

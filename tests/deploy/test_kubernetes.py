@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import functools
 import re
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -46,23 +48,26 @@ PINNED = re.compile(r"[\w./-]+:\d+\.\d+\.\d+[\w.-]*")
 each_overlay = pytest.mark.parametrize("name", OVERLAYS)
 
 
-def with_component(tmp_path: Path, name: str) -> tuple[Json, ...]:
+@functools.cache
+def with_component(name: str) -> tuple[Json, ...]:
     """Render an overlay with a component switched on."""
-    # The folder has to be within reach by a relative path.
-    up = "../" * len(tmp_path.parts)
-    where = f"{up}{KUBERNETES.relative_to('/')}".removeprefix("../")
-    (tmp_path / "kustomization.yaml").write_text(
-        yaml.safe_dump(
-            {
-                "apiVersion": "kustomize.config.k8s.io/v1beta1",
-                "kind": "Kustomization",
-                "namespace": "vllm-sched",
-                "resources": [f"{where}/overlays/{COMPONENTS[name]}"],
-                "components": [f"{where}/components/{name}"],
-            }
+    with tempfile.TemporaryDirectory() as made:
+        folder = Path(made).resolve()
+        # The folder has to be within reach by a relative path.
+        up = "../" * len(folder.parts)
+        where = f"{up}{KUBERNETES.relative_to('/')}".removeprefix("../")
+        (folder / "kustomization.yaml").write_text(
+            yaml.safe_dump(
+                {
+                    "apiVersion": "kustomize.config.k8s.io/v1beta1",
+                    "kind": "Kustomization",
+                    "namespace": "vllm-sched",
+                    "resources": [f"{where}/overlays/{COMPONENTS[name]}"],
+                    "components": [f"{where}/components/{name}"],
+                }
+            )
         )
-    )
-    return rendered(tmp_path)
+        return rendered(folder)
 
 
 def fleet(name: str, tmp_path: Path) -> FleetConfig:
@@ -120,8 +125,8 @@ def test_the_api_would_take_them(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", COMPONENTS)
-def test_the_api_would_take_what_components_add_and_change(name: str, tmp_path: Path) -> None:
-    for each in with_component(tmp_path, name):
+def test_the_api_would_take_what_components_add_and_change(name: str) -> None:
+    for each in with_component(name):
         taken(each, *VERSIONS)
 
 
@@ -148,11 +153,9 @@ def maps(value: object, name: str = "") -> Iterator[Json]:
 
 
 @pytest.mark.parametrize("kind", custom.KINDS)
-def test_a_field_of_a_custom_resource_that_there_is_not_is_refused(
-    kind: str, tmp_path: Path
-) -> None:
+def test_a_field_of_a_custom_resource_that_there_is_not_is_refused(kind: str) -> None:
     name = {"ScaledObject": "keda-short-long", "LeaderWorkerSet": ""}.get(kind, "pod-monitor")
-    objects = with_component(tmp_path, name) if name else overlay("multi-node")
+    objects = with_component(name) if name else overlay("multi-node")
     each = copy.deepcopy(kinds(objects, kind)[0])
     taken(each, VERSIONS[-1])
     for one in list(maps(each)):
@@ -178,10 +181,10 @@ def test_a_field_of_a_custom_resource_that_there_is_not_is_refused(
     ],
 )
 def test_a_value_that_a_custom_resource_may_not_have_is_refused(
-    kind: str, given: str, wrong: str, tmp_path: Path
+    kind: str, given: str, wrong: str
 ) -> None:
     name = {"ScaledObject": "keda-short-long", "LeaderWorkerSet": ""}.get(kind, "pod-monitor")
-    objects = with_component(tmp_path, name) if name else overlay("multi-node")
+    objects = with_component(name) if name else overlay("multi-node")
     text = yaml.safe_dump(kinds(objects, kind)[0])
     assert given in text
     with pytest.raises(REFUSED):
@@ -441,8 +444,8 @@ def families() -> dict[str, Family]:
 
 
 @pytest.mark.parametrize("name", [name for name in COMPONENTS if name.startswith("keda")])
-def test_scaling_asks_for_metrics_that_there_are(name: str, tmp_path: Path) -> None:
-    objects = with_component(tmp_path, name)
+def test_scaling_asks_for_metrics_that_there_are(name: str) -> None:
+    objects = with_component(name)
     scaled = kinds(objects, "ScaledObject")
     assert {each["spec"]["scaleTargetRef"]["name"] for each in scaled} == {
         each["metadata"]["name"] for each in kinds(objects, "StatefulSet")
@@ -469,7 +472,7 @@ def test_a_pool_that_is_full_gets_more_workers(name: str, tmp_path: Path) -> Non
     # What waits in the router is charged to nobody: where a pool takes only so many, a threshold at
     # or above that would never be passed.
     thresholds: dict[str, float] = {}
-    for each in kinds(with_component(tmp_path, name), "ScaledObject"):
+    for each in kinds(with_component(name), "ScaledObject"):
         for trigger in each["spec"]["triggers"]:
             query = trigger["metadata"]["query"]
             if "proxy_worker_inflight_requests" in query:
@@ -486,7 +489,7 @@ def test_a_decode_pool_without_a_seat_gets_more_workers(tmp_path: Path) -> None:
     name = "keda-prefill-decode"
     asked = [
         trigger["metadata"]
-        for each in kinds(with_component(tmp_path, name), "ScaledObject")
+        for each in kinds(with_component(name), "ScaledObject")
         for trigger in each["spec"]["triggers"]
         if "proxy_worker_seats_taken_ratio" in trigger["metadata"]["query"]
     ]
@@ -512,9 +515,9 @@ def test_a_decode_pool_without_a_seat_gets_more_workers(tmp_path: Path) -> None:
     assert pool / float(told["threshold"]) > 1.1 * pool
 
 
-def test_the_operator_has_the_rules_that_other_prometheuses_have(tmp_path: Path) -> None:
+def test_the_operator_has_the_rules_that_other_prometheuses_have() -> None:
     assert rules.differing() == []
-    (rule,) = kinds(with_component(tmp_path, "pod-monitor"), "PrometheusRule")
+    (rule,) = kinds(with_component("pod-monitor"), "PrometheusRule")
     assert rule["metadata"]["namespace"] == "vllm-sched"
     assert rule["spec"]["groups"] == groups("rules.yml") + groups("alerts.yml")
 
@@ -524,8 +527,8 @@ def test_rules_that_are_out_of_date_are_told() -> None:
     assert "deploy/prometheus/rules.yml is out of date; run python -m grafana.build" in line
 
 
-def test_monitors_find_pods_and_their_ports(tmp_path: Path) -> None:
-    objects = with_component(tmp_path, "pod-monitor")
+def test_monitors_find_pods_and_their_ports() -> None:
+    objects = with_component("pod-monitor")
     seen = []
     for each in kinds(objects, "PodMonitor"):
         chosen = found_by(each["spec"]["selector"]["matchLabels"], objects)

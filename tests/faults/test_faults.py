@@ -28,7 +28,7 @@ from tests.faults.troupe import KEYS, NIGHT, Troupe
 from tests.proxy.certificates import Authority
 from tests.proxy.wire.site import eventually, sockets
 
-CLIENTS, SECONDS, CALM_S = 24, 5.0, 60.0
+CLIENTS, SECONDS, CALM_S = 24, 3.0, 60.0
 # Some tickets are known by their deadlines for a while, and their asks with them; a connection
 # that was reset just now may be in its last turn.
 KEPT = {"Ticket": 65, "Ask": 65}

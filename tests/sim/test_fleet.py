@@ -81,7 +81,7 @@ def test_pools_and_policies_keep_shorts_fast() -> None:
 
 def test_the_same_seed_gives_the_same_outcomes() -> None:
     def once(seed: int) -> list[Outcome]:
-        schedule = Schedule(source=find("azure-conv"), rate=8.0, count=60, seed=seed)
+        schedule = Schedule(source=find("azure-conv"), rate=8.0, count=20, seed=seed)
         return [*simulated({}, {}).play(schedule).outcomes]
 
     assert once(1) == once(1)
@@ -221,8 +221,8 @@ def test_what_a_decode_worker_has_no_seat_for_now_may_be_prefilled_meanwhile(sea
     """Answers go on while others are prefilled: few seats must not mean idle prefill workers."""
     args = {"launch": {"args": [f"--max-num-seqs={seats}"]}}
     fleet = simulated({"role": "prefill"}, {"role": "decode", **args}, transfer="nixl")
-    longs = [Request(2.0 * n, "long", 24_000, 200) for n in range(40)]
-    shorts = [Request(0.35 * n, "short", 100, 200) for n in range(200)]
+    longs = [Request(2.0 * n, "long", 24_000, 200) for n in range(20)]
+    shorts = [Request(0.35 * n, "short", 100, 200) for n in range(100)]
     asked = sorted((*longs, *shorts), key=lambda request: request.at)
     played = play(fleet, *asked)
     assert_whole(played.outcomes, len(asked))

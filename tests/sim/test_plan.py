@@ -21,7 +21,7 @@ from vllm_sched.cost.transfer import TransferTime
 from vllm_sched.errors import UsageError
 from vllm_sched.sim import plan as planning
 from vllm_sched.sim.flow import Figures, Run
-from vllm_sched.sim.plan import Plan, machine_of, plan, workers_of, write
+from vllm_sched.sim.plan import machine_of, plan, workers_of, write
 from vllm_sched.sim.search import (
     LONG,
     REST,
@@ -64,23 +64,22 @@ def question(workload: str, targets: str, **given: Any) -> Question:
     return Question(**settings | given)
 
 
-def families(found: Plan) -> list[str]:
+def families(ranking: list[Served]) -> list[str]:
     """Name the families, best first."""
-    return [served.shape.family for served in found.ranking]
+    return [served.shape.family for served in ranking]
 
 
-def no_split_is_better(asked: Question, found: Plan, *splits: Shape) -> None:
+def no_split_is_better(search: Search, best: Served, *splits: Shape) -> None:
     """Play every way to divide the workers among two pools, those left out by the search too."""
-    search = Search(asked)
     for each in splits:
-        split = replace(each, policy=found.best.shape.policy)
-        served = search.judged(split, found.best.rate, least=found.best.rate)
-        assert served is None or served.rate <= 1.06 * found.best.rate, split
+        split = replace(each, policy=best.shape.policy)
+        served = search.judged(split, best.rate, least=best.rate)
+        assert served is None or served.rate <= 1.06 * best.rate, split
 
 
 def test_where_all_are_short_one_pool_is_best() -> None:
-    found = plan(question("1500x60", "ttft:500 tpot:40", effort=0.25), 3, 1)
-    assert families(found) == [ONE_POOL, PREFILL_DECODE]  # there is no boundary to try
+    found = plan(question("1500x60", "ttft:500 tpot:40", effort=0.1, draws=2), 3, 1)
+    assert families(found.ranking) == [ONE_POOL, PREFILL_DECODE]  # there is no boundary to try
     assert found.best.shape.pools == {Role.GENERAL: 3}
     assert found.more is not None
     assert found.fewer is not None
@@ -90,27 +89,27 @@ def test_where_all_are_short_one_pool_is_best() -> None:
 
 def test_where_few_are_very_long_they_get_workers_of_their_own() -> None:
     # The shorts' first tokens must not wait behind a long's, and the network is no way out.
-    asked = question(LONGS, "ttft:250", transfer=SLOW_LINK)
-    found = plan(asked, 3, 1)
-    assert families(found)[0] == SHORT_LONG
-    limits = (1000, found.best.shape.short_limit, 39_000)
+    search = Search(question(LONGS, "ttft:250", transfer=SLOW_LINK, draws=2))
+    ranking = search.best(3)
+    best = ranking[0]
+    assert families(ranking)[0] == SHORT_LONG
+    assert best.shape.short_limit in range(360, 40_020)
+    limits = {1000, best.shape.short_limit, 39_000}
     no_split_is_better(
-        asked, found,
+        search, best,
         *(Shape(short=3 - n, long=n, short_limit=limit) for n in (1, 2) for limit in limits),
     )  # fmt: skip
-    assert found.best.shape.short_limit in range(360, 40_020)
-    assert found.best.rate > 1.3 * next(
-        served.rate for served in found.ranking if served.shape.family == ONE_POOL
-    )
+    (one_pool,) = (served for served in ranking if served.shape.family == ONE_POOL)
+    assert best.rate > 1.3 * one_pool.rate
 
 
 def test_where_prompts_are_large_and_gaps_must_be_small_prefill_is_apart() -> None:
-    asked = question("8000x100", "ttft:4000 tpot:20")
-    found = plan(asked, 3, 1)
-    assert families(found)[0] == PREFILL_DECODE
-    no_split_is_better(asked, found, *(Shape(prefill=n, decode=3 - n) for n in (1, 2)))
-    assert found.best.rate > 1.2 * found.ranking[1].rate
-    assert found.best.run.all.handed_over > 0
+    search = Search(question("8000x100", "ttft:4000 tpot:20", effort=0.15, draws=2))
+    best, *others = search.best(3)
+    assert best.shape.family == PREFILL_DECODE
+    no_split_is_better(search, best, *(Shape(prefill=n, decode=3 - n) for n in (1, 2)))
+    assert best.rate > 1.2 * others[0].rate
+    assert best.run.all.handed_over > 0
 
 
 def test_a_policy_is_found_that_makes_up_for_a_second_pool() -> None:
@@ -142,14 +141,14 @@ def test_a_short_pool_beside_prefill_and_decode_has_to_serve_what_others_do(
 
 
 def test_a_short_pool_beside_prefill_and_decode_is_played() -> None:
-    asked = question("300x60:0.9,20000x100:0.1", "ttft:2500 tpot:20", families=(SHORT_APART,))
-    found = plan(asked, 3, 1)
-    assert found.best.shape.pools == {Role.SHORT: 1, Role.PREFILL: 1, Role.DECODE: 1}
-    figures = found.best.run.classes
+    given = {"families": (SHORT_APART,), "effort": 0.15, "draws": 2}
+    best, *_ = Search(question("300x60:0.9,20000x100:0.1", "ttft:2500 tpot:20", **given)).best(3)
+    assert best.shape.pools == {Role.SHORT: 1, Role.PREFILL: 1, Role.DECODE: 1}
+    figures = best.run.classes
     # Longs are handed over, shorts are not.
     assert figures[LONG].handed_over > 0.5 * figures[LONG].done
     assert figures[REST].handed_over < 0.1 * figures[REST].done
-    assert found.best.run.all.share >= 0.9
+    assert best.run.all.share >= 0.9
 
 
 def test_nobody_is_starved_for_the_others_sake() -> None:
@@ -364,21 +363,32 @@ def test_exact_without_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
         planning.require_vllm()
 
 
-def test_real_schedulers_have_the_last_word(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(scope="module")
+def plainly() -> tuple[Question, list[Served]]:
+    """Return a question, and what plain workers answer: short and long are best."""
+    asked = question(LONGS, "ttft:250", transfer=SLOW_LINK, effort=0.1)
+    ranking = Search(asked).best(2)
+    assert families(ranking)[0] == SHORT_LONG
+    return asked, ranking
+
+
+def test_real_schedulers_have_the_last_word(
+    plainly: tuple[Question, list[Served]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     def slower(search: Search, shape: Shape, rate: float) -> Run:
         """Play one pool truly, and have all others fail."""
-        run = truly(search, shape, rate)
-        return run if shape.family == ONE_POOL else replace(run, all=Figures(arrived=1))
+        if shape.family != ONE_POOL:
+            return Run(Figures(arrived=1), {}, 0, 1.0, 1.0, Sketch())
+        return truly(search, shape, rate)
 
     truly = planning.play_exactly
+    asked, ranking = plainly
     monkeypatch.setattr(planning, "play_exactly", slower)
-    asked = question(LONGS, "ttft:250", transfer=SLOW_LINK, effort=0.1)
-    plain = plan(asked, 2, 1)
+    monkeypatch.setattr(Search, "best", lambda *_: ranking)
     found = plan(asked, 2, 1, exact=True)
     # The best of plain workers was short and long: with real ones it served nothing.
-    assert families(plain)[0] == SHORT_LONG
-    assert families(found) == [ONE_POOL]
-    (one_pool,) = (each for each in plain.ranking if each.shape.family == ONE_POOL)
+    assert families(found.ranking) == [ONE_POOL]
+    (one_pool,) = (each for each in ranking if each.shape.family == ONE_POOL)
     assert found.best.rate <= one_pool.rate
     assert found.best.run.all.arrived >= 300
     assert found.best.run.all.share >= asked.share
@@ -413,20 +423,23 @@ def test_real_schedulers_are_asked_with_other_requests_and_tell_how_far_they_are
     assert counts[-1] > 100
 
 
-def test_real_schedulers_are_asked_of_the_longest_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_real_schedulers_are_asked_of_the_longest_too(
+    plainly: tuple[Question, list[Served]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     def starving(shape: Shape) -> Run:
         """Let all be in time, but the longest where there are two pools."""
         longs = Figures(arrived=1, done=1, kept=int(shape.family == ONE_POOL))
         return Run(Figures(arrived=9, done=9, met=9), {LONG: longs}, 0, 1.0, 1.0, Sketch())
 
-    asked = question(LONGS, "ttft:250", transfer=SLOW_LINK, effort=0.1)
+    asked, ranking = plainly
     monkeypatch.setattr(planning, "play_exactly", lambda _search, shape, _rate: starving(shape))
+    monkeypatch.setattr(Search, "best", lambda *_: ranking)
     found = plan(asked, 2, 1, exact=True)
-    assert families(found) == [ONE_POOL]
+    assert families(found.ranking) == [ONE_POOL]
     told = {(proof.share, proof.longest, proof.requests) for proof in found.exact.values()}
     assert told == {(1.0, 0.0, 9), (1.0, 1.0, 9)}
-    only = replace(asked, families=(SHORT_LONG,))
-    assert "and as many of the longest, at" in refusal(only, exact=True)
+    monkeypatch.setattr(Search, "best", lambda *_: ranking[:1])
+    assert "and as many of the longest, at" in refusal(asked, exact=True)
 
 
 def test_what_was_kept_is_counted_as_in_the_search() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from itertools import pairwise
 from pathlib import Path
@@ -73,8 +73,25 @@ def run(outcomes: list[Outcome]) -> Result:
     return Result(schedule, Targets(ttft=0.5, itl=0.1), outcomes, 7.0, "openai", "m")
 
 
-def test_a_run_is_drawn(tmp_path: Path) -> None:
-    drawn = draw_run(run(crowd()), tmp_path / "new")
+@pytest.fixture(scope="module")
+def drawn(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Draw a run, once for all tests that look at its pictures."""
+    return [*draw_run(run(crowd()), tmp_path_factory.mktemp("run") / "new")]
+
+
+@pytest.fixture
+def picture(drawn: list[Path]) -> Callable[[str], Path]:
+    """Find a picture of that run by its name."""
+    return drawn[0].with_name
+
+
+@pytest.fixture
+def svg_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Draw no PNG: the test reads what an SVG says."""
+    monkeypatch.setattr(style, "files", lambda stem: [stem.with_name(f"{stem.name}.svg")])
+
+
+def test_a_run_is_drawn(drawn: list[Path]) -> None:
     assert [path.name for path in drawn] == [
         f"{name}.{kind}" for name in ("ttft", "itl", "tenants", "router") for kind in ("svg", "png")
     ]
@@ -103,6 +120,7 @@ def test_a_picture_that_is_not_finished_leaves_the_older_one(
     assert sorted(tmp_path.iterdir()) == sorted(older)
 
 
+@pytest.mark.usefixtures("svg_alone")
 def test_steps_are_drawn_under_their_budget(tmp_path: Path) -> None:
     steps = [Step(n * 0.1, n * 0.1 + 0.1, 500.0 - n, float(n), 512.0) for n in range(20)]
     draw_steps(tmp_path / "steps", "Steps", [*steps, Step(9.0, 9.1, 0.0, 3.0, 512.0)])
@@ -134,9 +152,8 @@ def test_steps_are_read_from_a_trace() -> None:
 
 
 @pytest.mark.parametrize("name", ["TTFT", "ITL"])
-def test_tails(tmp_path: Path, name: str) -> None:
-    draw_run(run(crowd()), tmp_path)
-    path = tmp_path / f"{name.lower()}.svg"
+def test_tails(picture: Callable[[str], Path], name: str) -> None:
+    path = picture(f"{name.lower()}.svg")
     said = texts(path)
     assert f"{name} (ms)" in said
     assert "share of samples above" in said
@@ -148,14 +165,14 @@ def test_tails(tmp_path: Path, name: str) -> None:
     assert len(dashes(lines)) == 2
 
 
-def test_tenants_beyond_the_busiest_are_taken_together(tmp_path: Path) -> None:
-    draw_run(run(crowd()), tmp_path)
-    path = tmp_path / "tenants.svg"
+def test_tenants_beyond_the_busiest_are_taken_together(picture: Callable[[str], Path]) -> None:
+    path = picture("tenants.svg")
     assert {"seconds since the start", "tokens, read and written", "the others"} <= set(texts(path))
     assert len(marked(path, "line")) == 6
     assert len(dashes(marked(path, "line"))) >= 5  # and the markers differ
 
 
+@pytest.mark.usefixtures("svg_alone")
 def test_classes_beyond_the_commonest_are_taken_together(tmp_path: Path) -> None:
     outcomes = crowd()
     for number, each in enumerate(outcomes):
@@ -167,6 +184,7 @@ def test_classes_beyond_the_commonest_are_taken_together(tmp_path: Path) -> None
     assert {"app-0 (25)", "app-1 (5)", "the others (16)"} <= set(said)
 
 
+@pytest.mark.usefixtures("svg_alone")
 def test_a_name_that_begins_with_an_underscore_is_in_the_legend(tmp_path: Path) -> None:
     outcomes = crowd()
     for each in outcomes:
@@ -180,6 +198,7 @@ def test_a_name_that_begins_with_an_underscore_is_in_the_legend(tmp_path: Path) 
         assert {"_short", "_long"} <= set(texts(tmp_path / f"{name}.svg"))
 
 
+@pytest.mark.usefixtures("svg_alone")
 def test_of_very_many_workers_some_are_named(tmp_path: Path) -> None:
     outcomes = crowd()
     for number, each in enumerate(outcomes):
@@ -198,15 +217,15 @@ def test_no_token_of_any_tenant_is_lost() -> None:
         assert all(a[0] <= b[0] and a[1] <= b[1] for a, b in pairwise(steps))
 
 
-def test_the_routers_strips(tmp_path: Path) -> None:
-    draw_run(run(crowd()), tmp_path)
-    said = set(texts(tmp_path / "router.svg"))
+def test_the_routers_strips(picture: Callable[[str], Path]) -> None:
+    said = set(texts(picture("router.svg")))
     assert {"worker", "seconds since the start", "s0", "s1", "l0", "prompt tokens/s"} <= said
     workers, seconds, rows = sent_to_workers(crowd())
     assert workers == ["l0", "s0", "s1"]
     assert sum(map(sum, rows)) * seconds / len(rows[0]) == pytest.approx(60 * 100)
 
 
+@pytest.mark.usefixtures("svg_alone")
 def test_large_numbers_are_written_out(tmp_path: Path) -> None:
     outcomes = crowd()
     for each in outcomes:
@@ -217,6 +236,7 @@ def test_large_numbers_are_written_out(tmp_path: Path) -> None:
         assert any(text.endswith("0,000") for text in texts(tmp_path / f"{name}.svg"))
 
 
+@pytest.mark.usefixtures("svg_alone")
 def test_a_plain_endpoint_has_two_pictures(tmp_path: Path) -> None:
     outcomes = crowd()
     for each in outcomes:
@@ -224,6 +244,7 @@ def test_a_plain_endpoint_has_two_pictures(tmp_path: Path) -> None:
     assert {path.stem for path in draw_run(run(outcomes), tmp_path)} == {"ttft", "itl"}
 
 
+@pytest.mark.usefixtures("svg_alone")
 def test_nothing_at_all_can_be_drawn(tmp_path: Path) -> None:
     draw_run(run([]), tmp_path)
     assert marked(tmp_path / "ttft.svg", "line") == []
@@ -235,6 +256,7 @@ CURVES = {
 }
 
 
+@pytest.mark.usefixtures("svg_alone")
 def test_a_sweep_is_drawn(tmp_path: Path) -> None:
     drawn = draw_sweep(
         tmp_path, goodput=CURVES, ttft=CURVES, throughput=CURVES, targets={"ttft": 500, "itl": None}
@@ -255,6 +277,7 @@ def test_a_sweep_is_drawn(tmp_path: Path) -> None:
     assert not any("ITL" in text for text in texts(tmp_path / "goodput.svg"))
 
 
+@pytest.mark.usefixtures("svg_alone")
 def test_the_same_data_make_the_same_file_and_fonts_are_the_readers(tmp_path: Path) -> None:
     for name in ("a", "b"):
         draw_sweep(tmp_path / name, throughput=CURVES)

@@ -136,6 +136,7 @@ def test_what_failed_is_told_and_leaves_nothing(
     assert list(elsewhere.iterdir()) == []
 
 
+@pytest.mark.compiled
 def test_an_installed_package_is_compiled_whatever_lies_beside_it(tmp_path: Path) -> None:
     """As in a folder of installed packages, where mypy would take others for sources of ours."""
     try:

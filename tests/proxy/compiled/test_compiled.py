@@ -1,6 +1,6 @@
-"""The compiled modules are held to what the plain ones are: the tests of the core and of the wire.
+"""Compiled modules run in routers as users start them, and do what the plain modules do.
 
-Compiling takes two minutes, and once for these sources: they stay where routers look for them.
+The tests of the data path run on compiled modules as a whole: see `make test`.
 """
 
 from __future__ import annotations
@@ -13,14 +13,15 @@ from pathlib import Path
 
 import pytest
 
-from proxy.compiled import build
-from proxy.compiled.places import SWITCH, CompileError, hot_names
+from proxy.compiled.places import SWITCH, hot_names
 from proxy.core.records import Gauges, Score, WorkerSpec
 from proxy.core.types import Role
 from tests.proxy.processes.crew import Crew
 from tests.proxy.wire.client import Client, chat
 from tests.proxy.wire.fake_worker import FakeWorker
 from vllm_sched.cli.main import main
+
+pytestmark = pytest.mark.compiled
 
 ROOT = Path(__file__).parents[3]
 LONGEST_S = 1200
@@ -49,11 +50,7 @@ print(pickle.dumps(records).hex())
 
 @pytest.fixture(scope="module", autouse=True)
 def compiled() -> None:
-    """Compile what is not yet."""
-    try:
-        build.require()
-    except CompileError as error:
-        pytest.skip(str(error))
+    """Compile what is not compiled yet."""
     assert main(["compile"]) == 0
 
 
@@ -106,24 +103,6 @@ def test_records_are_the_same_for_plain_and_compiled_processes() -> None:
     ]
     told = run("-c", SIBLING, pickle.dumps(records).hex())
     assert pickle.loads(bytes.fromhex(told)) == records  # noqa: S301  # from our own process
-
-
-@pytest.mark.parametrize(
-    "tests",
-    [
-        "proxy/core",
-        "proxy/wire",
-        "proxy/control",
-        "proxy/processes/test_router.py",
-        "faults",
-        "fuzz/test_http.py",
-        "fuzz/test_bodies.py",
-        "fuzz/test_sockets.py",
-    ],
-)
-def test_they_do_what_the_plain_ones_do(tests: str) -> None:
-    told = run("-m", "pytest", "-q", "-p", "no:cacheprovider", str(Path("tests", tests)))
-    assert " passed" in told.splitlines()[-1]
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,8 @@ from tests.proxy.wire.fake_worker import FakeWorker
 from tests.proxy.wire.site import eventually
 from vllm_sched.workers.launch import free_port
 
+pytestmark = pytest.mark.browser
+
 DEADLINE_S = 60.0
 MARKUP = b"<img src=x onerror=alert(1)>"
 MINUTE = 5000  # requests

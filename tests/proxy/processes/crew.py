@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from tests.proxy.wire.client import Client, chat, get
 from vllm_sched.workers.launch import free_port
 
 DEADLINE_S = 60.0
+POLL_S = 0.02
 PROC = Path("/proc")
 
 
@@ -98,14 +100,12 @@ class Crew:
     def pids(self) -> dict[int, int]:
         """Its processes that serve, by their index."""
         found = {}
-        for path in PROC.glob("[0-9]*"):
-            try:
-                parent = int((path / "stat").read_text().rpartition(")")[2].split()[1])
-                words = (path / "cmdline").read_text().split("\0")
-            except (FileNotFoundError, ProcessLookupError):
-                continue
-            if parent == self.process.pid and "proxy.processes" in words:
-                found[int(words[words.index("proxy.processes") + 1])] = int(path.name)
+        for thread in PROC.glob(f"{self.process.pid}/task/*"):
+            with suppress(FileNotFoundError, ProcessLookupError):
+                for pid in (thread / "children").read_text().split():
+                    words = (PROC / pid / "cmdline").read_text().split("\0")
+                    if "proxy.processes" in words:
+                        found[int(words[words.index("proxy.processes") + 1])] = int(pid)
         return found
 
     @property
@@ -144,6 +144,7 @@ class Crew:
             mark = await mark_of(client)
             if found.setdefault(mark, client) is not client:
                 client.close()
+                await asyncio.sleep(POLL_S)
         return found
 
     async def ask_admin(self, path: str, method: str = "GET", **more: Any) -> Any:
@@ -164,7 +165,7 @@ class Crew:
         give_up = time.monotonic() + DEADLINE_S
         while not so(found := await self.workers()):
             assert time.monotonic() < give_up, found
-            await asyncio.sleep(0.02)
+            await asyncio.sleep(POLL_S)
 
     async def up(self) -> None:
         """Wait until every process uses every worker."""
@@ -176,6 +177,7 @@ class Crew:
             while used != names:
                 assert time.monotonic() < give_up, used
                 used |= {await worker_of(client)} - {""}
+                await asyncio.sleep(POLL_S)
             client.close()
 
 

@@ -1,0 +1,90 @@
+"""Tests in several processes: each runs once, and what ends a process fails the test it ran."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+CONFTEST = 'pytest_plugins = ["tests.parallel"]\n'
+SETTINGS = "[pytest]\nmarkers =\n    engine\n    browser\n"
+SHARED = """
+import os, pathlib, pytest
+FIRST = int(pathlib.Path("first").read_text())
+
+@pytest.fixture(scope="module")
+def place():
+    return object()
+
+PLACES = set()
+
+@pytest.mark.parametrize("number", range(40))
+def test_in_another_process(number, place):
+    assert os.getppid() == FIRST
+    PLACES.add(place)
+    assert len(PLACES) == 1
+
+@pytest.mark.engine
+def test_alone():
+    assert os.getpid() == FIRST
+
+def test_fails():
+    print("what it printed")
+    assert 1 + 1 == 3
+
+@pytest.mark.skip(reason="not today")
+def test_skipped():
+    pass
+"""
+DIES = """
+import os
+
+def test_before():
+    pass
+
+def test_dies():
+    os._exit(3)
+"""
+
+
+def run(folder: Path, *options: str, **files: str) -> tuple[int, str]:
+    """Run pytest there, in two processes, and return its status and what it prints."""
+    (folder / "conftest.py").write_text(CONFTEST)
+    (folder / "pytest.ini").write_text(SETTINGS)
+    for name, text in files.items():
+        (folder / f"test_{name}.py").write_text(text)
+    code = (
+        "import os, pathlib, sys, pytest\n"
+        "pathlib.Path('first').write_text(str(os.getpid()))\n"
+        f"sys.path.insert(0, {str(ROOT)!r})\n"
+        "sys.exit(pytest.main(['-p', 'no:cacheprovider', '--processes', '2', *sys.argv[1:]]))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, *options], cwd=folder, capture_output=True, text=True
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+def test_each_test_runs_once_and_is_reported_as_in_one_process(tmp_path: Path) -> None:
+    status, printed = run(tmp_path, shared=SHARED)
+    assert status == pytest.ExitCode.TESTS_FAILED, printed
+    assert "1 failed, 41 passed, 1 skipped" in printed
+    assert "assert (1 + 1) == 3" in printed
+    assert "what it printed" in printed
+
+
+def test_a_process_that_dies_fails_the_test_it_ran(tmp_path: Path) -> None:
+    status, printed = run(tmp_path, dies=DIES, shared=SHARED.replace("== 3", "== 2"))
+    assert status == pytest.ExitCode.TESTS_FAILED, printed
+    assert "died in this test" in printed
+    assert "FAILED test_dies.py::test_dies" in printed
+    assert "1 failed, 43 passed, 1 skipped" in printed
+
+
+def test_it_stops_at_the_first_failure_where_that_is_asked_for(tmp_path: Path) -> None:
+    status, printed = run(tmp_path, "-x", dies=DIES, shared=SHARED)
+    assert status == pytest.ExitCode.TESTS_FAILED, printed
+    assert "stopping after 1 failures" in printed
