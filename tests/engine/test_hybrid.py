@@ -289,9 +289,9 @@ def settings_of(names: Sequence[str], dice: random.Random) -> Policies:
 
 def play(engine: Engine, dice: random.Random, decodes: int) -> None:
     """Serve a few decodes and random prompts to their ends."""
-    plan = [(0, 20, 100, 0)] * decodes
+    plan = [(0, 20, 150, 0)] * decodes
     at = 5
-    for _ in range(dice.choice([4, 9])):
+    for _ in range(dice.choice([5, 12])):
         at += dice.choice([0, 0, 1, 10])
         tokens = dice.choice([10, 60, 127, 128, 129, 190, 300, 700, 1500, 2500])
         plan.append((at, tokens, dice.choice([1, 8, 40]), dice.choice([-1, 0, 0, 1])))
