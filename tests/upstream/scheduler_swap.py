@@ -18,8 +18,6 @@ from typing import Any
 
 import pytest
 
-# A file whose cases are 20,000 steps of a scheduler each; so many tell as much.
-LONG, MOST_STEPS = "test_priority_scheduler_random", 5_000
 SYNC = "vllm.v1.core.sched.scheduler:Scheduler"
 ASYNC = "vllm.v1.core.sched.async_scheduler:AsyncScheduler"
 
@@ -93,8 +91,6 @@ class Account:
         # Upstream's own marker: no case here needs the GPU cleaned up, 0.4 s each.
         for item in items:
             item.add_marker("skip_global_cleanup")
-            if item.module.__name__.endswith(LONG):
-                item.module.range = lambda count: range(min(count, MOST_STEPS))
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         # So that a case which never reports is missed.
