@@ -2,10 +2,12 @@
 
     python -m benchmarks.mutants --count 440 --save out/mutants/found.json
     python -m benchmarks.mutants --again out/mutants/found.json    # the survivors alone
+    python -m benchmarks.mutants --areas proxy/core --count 100
 
 A sample of mutants of the router's core and wire and of the engine half's schedulers and policies.
-The tests run once under coverage.py; then each mutant is shown to the tests that run its line,
-first to those of the module's own file of tests. A mutant that no test fails on has survived.
+The tests run once under coverage.py, and out/mutants/reach keeps which lines each of them runs.
+Then each mutant is shown to the tests that run its line, first to those of the module's own file
+of tests. A mutant that no test fails on has survived.
 """
 
 from __future__ import annotations
@@ -42,6 +44,7 @@ AREAS = {
     "vllm_sched/policies": ENGINE_TESTS,
 }
 LEAST_LIMIT_S, LIMIT_FACTOR = 20.0, 5.0
+PLAIN = "not engine and not browser and not compiled"
 NEAR_FILES, NEAR_TESTS = 3, 60
 
 
@@ -64,17 +67,21 @@ class Case:
 
 
 def cases(
-    count: int, seed: int, lines: dict[Path, dict[int, frozenset[str]]], took: dict[str, float]
+    areas: Sequence[str],
+    count: int,
+    seed: int,
+    lines: dict[Path, dict[int, frozenset[str]]],
+    took: dict[str, float],
 ) -> Iterator[Case]:
     """Draw an equal share of each area."""
-    rng = random.Random(seed)
-    for area in AREAS:
+    for area in areas:
+        rng = random.Random(f"{seed} {area}")
         every = [
             (path, mutant)
             for path in sorted(Path(ROOT, area).rglob("*.py"))
             for mutant in mutants_of(path.read_bytes())
         ]
-        for path, mutant in rng.sample(every, min(len(every), count // len(AREAS))):
+        for path, mutant in rng.sample(every, min(len(every), count // len(areas))):
             name = str(path.relative_to(ROOT))
             own = [
                 each for each in took if each.partition("::")[0].endswith(f"/test_{path.stem}.py")
@@ -124,11 +131,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Measure, and print a line per survivor and a table."""
     args = _arguments(argv)
     folder = ROOT / "out" / "mutants"
-    reached = folder / "reach"
-    if not reached.exists():
-        _measure_reach(reached, args.jobs)
-    lines, took = reach.read(reached), reach.seconds(reached)
-    drawn = list(cases(args.count, args.seed, lines, took))
+    _measure_reach(folder / "reach", args.areas, args.jobs)
+    lines, took = reach.read(folder / "reach"), reach.seconds(folder / "reach")
+    drawn = list(cases(args.areas, args.count, args.seed, lines, took))
     if args.again:
         survived = set(json.loads(args.again.read_text())["survivors"])
         drawn = [case for case in drawn if str(case) in survived]
@@ -154,18 +159,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _measure_reach(folder: Path, jobs: int) -> None:
-    measured = folder.with_name("reach-partial")
-    measured.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "benchmarks.mutants.reach"]
-    environment = os.environ | {reach.FOLDER: str(measured)}
+def _measure_reach(folder: Path, areas: Sequence[str], jobs: int) -> None:
+    """Run the tests of these areas that were not run yet, and note which lines each runs."""
+    missing = [
+        tests
+        for tests in dict.fromkeys(chain.from_iterable(AREAS[area] for area in areas))
+        if not (folder / tests.replace("/", "-")).exists()
+    ]
     with ThreadPoolExecutor(jobs) as pool:
-        runs = [
-            pool.submit(subprocess.run, [*command, tests], cwd=ROOT, env=environment)
-            for tests in dict.fromkeys(chain(ROUTER_TESTS, ENGINE_TESTS))
-        ]
-        assert not any(run.result().returncode for run in runs), "the tests fail without a mutant"
-    measured.rename(folder)
+        list(pool.map(partial(_measure, folder), missing))
+
+
+def _measure(folder: Path, tests: str) -> None:
+    place = folder / tests.replace("/", "-")
+    unfinished = place.with_suffix(".unfinished")
+    unfinished.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "benchmarks.mutants.reach", "-m", PLAIN]
+    done = subprocess.run(
+        [*command, tests], cwd=ROOT, env=os.environ | {reach.FOLDER: str(unfinished)}
+    )
+    if done.returncode:
+        sys.exit(f"mutants: {tests} fails without a mutant")
+    unfinished.rename(place)
 
 
 def _table(found: Sequence[tuple[Case, bool]]) -> str:
@@ -179,6 +194,7 @@ def _table(found: Sequence[tuple[Case, bool]]) -> str:
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--areas", nargs="+", choices=AREAS, default=list(AREAS))
     parser.add_argument("--count", type=int, default=440)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)))

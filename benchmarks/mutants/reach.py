@@ -56,7 +56,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def read(folder: Path) -> dict[Path, dict[int, frozenset[str]]]:
     """Return for each file and line the tests that run it."""
     found: dict[Path, dict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
-    for file in folder.glob("reach.*"):
+    for file in folder.glob("*/reach.*"):
         data = coverage.CoverageData(str(file))
         data.read()
         for name in data.measured_files():
@@ -71,6 +71,6 @@ def read(folder: Path) -> dict[Path, dict[int, frozenset[str]]]:
 def seconds(folder: Path) -> dict[str, float]:
     """Return how long each test took."""
     found: dict[str, float] = {}
-    for file in folder.glob("seconds.*"):
+    for file in folder.glob("*/seconds.*"):
         found |= json.loads(file.read_text())
     return found
