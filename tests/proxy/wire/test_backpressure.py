@@ -71,8 +71,7 @@ async def test_little_lies_here_of_what_clients_do_not_read(
 async def test_a_client_that_does_not_read_stalls_its_worker(start: Start) -> None:
     site = await start()
     site.fake.always(flood())
-    client = await site.client(limit=1024, rcvbuf=8192)
-    await client.send(chat(stream=True))
+    client = await site.send(chat(stream=True), limit=1024, rcvbuf=8192)
     call = await site.fake.got()
     assert await stalled(call) < IN_BETWEEN
     # Others are served meanwhile.
@@ -89,8 +88,7 @@ async def test_a_client_that_does_not_read_stalls_its_worker(start: Start) -> No
 async def test_so_does_one_that_took_no_more_before_its_worker_was_asked(start: Start) -> None:
     """As it may by the answers to requests that it sent before."""
     site = await start(Fake("w0", max_requests=1))
-    gate = asyncio.Event()
-    site.fake.then(scripts.gated(gate, scripts.answer()))
+    gate = site.fake.hold_next()
     site.fake.always(flood())
     first, client = await site.client(), await site.client(limit=1024, rcvbuf=8192)
     await first.send(chat())
@@ -117,8 +115,7 @@ async def test_a_client_that_reads_slowly_gets_everything(start: Start) -> None:
     site = await start(wire={"idle_s": 100.0})
     site.stand_still()
     site.fake.always(flood(total))
-    client = await site.client(rcvbuf=65536)
-    await client.send(chat(stream=True))
+    client = await site.send(chat(stream=True), rcvbuf=65536)
     await client.head()
     pieces = []
     while piece := await client.piece():
@@ -143,8 +140,7 @@ async def test_a_body_without_events_is_held_back_as_well(site: Site) -> None:
             await call.send(body[at : at + PIECE])
 
     site.fake.always(in_pieces)
-    client = await site.client(limit=1024, rcvbuf=8192)
-    await client.send(chat())
+    client = await site.send(chat(), limit=1024, rcvbuf=8192)
     assert await stalled(await site.fake.got()) < IN_BETWEEN
     client.read_on()
     assert (await client.answer(within=20.0)).body == body
@@ -154,8 +150,7 @@ async def test_a_client_that_never_reads_again_is_given_up(start: Start) -> None
     """Or its worker would hold the blocks of that request for ever."""
     site = await start(wire={"idle_s": 0.3})
     site.fake.always(flood())
-    client = await site.client(limit=1024, rcvbuf=8192)
-    await client.send(chat(stream=True))
+    await site.send(chat(stream=True), limit=1024, rcvbuf=8192)
     call = await site.fake.got()
     async with asyncio.timeout(5):
         await call.lost.wait()
@@ -169,8 +164,7 @@ async def test_a_worker_in_a_pause_is_not_taken_for_hung(start: Start) -> None:
     site = await start()
     site.stand_still()  # or the client, which takes nothing, is given up
     site.fake.always(flood(total))
-    client = await site.client(limit=1024, rcvbuf=8192)
-    await client.send(chat(stream=True))
+    client = await site.send(chat(stream=True), limit=1024, rcvbuf=8192)
     call = await site.fake.got()
     await stalled(call)
     site.wire.pools.sweep(site.clock() + 1000.0)  # longer than any patience with a worker

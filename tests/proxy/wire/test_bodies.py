@@ -141,7 +141,7 @@ async def test_a_stream_passes_byte_for_byte(site: Site, name: str, size: int) -
     if size < 100 and len(body) > 10_000:
         size = 30_011
     pieces = [body[at : at + size] for at in range(0, len(body), size)]
-    head = scripts.head(200, (b"content-type", scripts.SSE), (b"transfer-encoding", b"chunked"))
+    head = scripts.STREAM_HEAD
     site.fake.then(scripts.raw(head, *map(scripts.chunk, pieces), scripts.LAST_CHUNK))
     answer = await site.ask(request(PLAIN[:-1] + b', "stream": true}'))
     assert answer.body == body
@@ -161,8 +161,7 @@ async def test_each_event_arrives_when_it_is_written(site: Site) -> None:
         await call.send(scripts.chunk(scripts.DONE) + scripts.LAST_CHUNK)
 
     site.fake.then(step_by_step)
-    client = await site.client()
-    await client.send(request(PLAIN[:-1] + b', "stream": true}'))
+    client = await site.send(request(PLAIN[:-1] + b', "stream": true}'))
     gates[0].set()
     assert (await client.head()).status == 200
     for number, gate in enumerate(gates):

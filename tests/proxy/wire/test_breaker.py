@@ -51,7 +51,7 @@ async def test_broken_connections_open_it(start: Start, script: Script) -> None:
     assert await ask(site, 20) == 3
 
 
-HEAD = scripts.head(200, (b"content-type", scripts.SSE), (b"transfer-encoding", b"chunked"))
+HEAD = scripts.STREAM_HEAD
 ILL: dict[str, tuple[Script, str]] = {
     "502": (scripts.error(502), "it answered 502"),
     "429": (scripts.error(429), "it answered 429"),
@@ -152,8 +152,7 @@ async def test_the_first_success_closes_it(start: Start) -> None:
 async def test_one_request_goes_on_trial_and_no_more(start: Start) -> None:
     site = await two(start, scripts.error(500))
     await ask(site, 10)
-    gate = asyncio.Event()
-    site.fakes["w0"].always(scripts.gated(gate, scripts.answer()))
+    gate = site.fakes["w0"].hold()
     site.skip(1.0)
     tried = len(site.fakes["w0"].served)
     asking = [asyncio.create_task(site.ask(chat())) for _ in range(20)]

@@ -16,7 +16,7 @@ from tests.proxy.wire.conftest import Start
 from tests.proxy.wire.fake_worker import Script
 from tests.proxy.wire.site import Fake, Site
 
-SSE_HEAD = scripts.head(200, (b"content-type", scripts.SSE), (b"transfer-encoding", b"chunked"))
+SSE_HEAD = scripts.STREAM_HEAD
 FIRST = [scripts.token("a"), scripts.token("b")]
 CHUNKS = b"".join(map(scripts.chunk, FIRST))
 HALF = scripts.token("never seen")[:-7]
@@ -46,8 +46,7 @@ async def read_events(client: Client) -> list[bytes]:
 async def test_the_stream_ends_with_an_error_event(start: Start, name: str) -> None:
     site = await start(Fake("w0"), Fake("w1"), wire={"idle_s": 0.3})
     site.always(FAILURES[name])
-    client = await site.client()
-    await client.send(chat(stream=True))
+    client = await site.send(chat(stream=True))
     *tokens, last = await read_events(client)
     assert tokens == [event.removesuffix(b"\n\n") for event in FIRST]
     error = json.loads(last.removeprefix(b"data: "))["error"]
@@ -64,8 +63,7 @@ async def test_a_stream_that_ends_with_an_error_event_closes_only_where_the_clie
     site: Site,
 ) -> None:
     site.fake.then(FAILURES["reset"])
-    client = await site.client()
-    await client.send(chat("hi", b"Connection: close", stream=True))
+    client = await site.send(chat("hi", b"Connection: close", stream=True))
     answer = await client.answer()
     assert answer.one(b"connection") == b"close"
     assert b'"error"' in answer.body
@@ -74,8 +72,7 @@ async def test_a_stream_that_ends_with_an_error_event_closes_only_where_the_clie
 
 async def test_http_1_0_gets_the_event_too(site: Site) -> None:
     site.fake.then(FAILURES["reset"])
-    client = await site.client()
-    await client.send(chat(stream=True).replace(b"HTTP/1.1", b"HTTP/1.0"))
+    client = await site.send(chat(stream=True).replace(b"HTTP/1.1", b"HTTP/1.0"))
     await client.head()
     body = await client.closed()
     assert b'"error"' in body.split(b"\n\n")[-2]
@@ -87,8 +84,7 @@ async def test_events_with_types_get_one_of_their_kind(site: Site) -> None:
     typed = b'event: response.output_text.delta\ndata: {"type": "x", "delta": "a"}\n\n'
     site.fake.then(scripts.raw(SSE_HEAD + scripts.chunk(typed), end="reset"))
     body = b'{"model": "tiny", "input": "hi", "stream": true}'
-    client = await site.client()
-    await client.send(request(body, path="/v1/responses"))
+    client = await site.send(request(body, path="/v1/responses"))
     *_, last = await read_events(client)
     name, data = last.split(b"\n")
     assert name == b"event: error"
@@ -105,8 +101,7 @@ async def test_cohere_s_ends_as_such_streams_do(site: Site, began: bool) -> None
         said += b'data: {"index":0,"delta":{},"type":"content-delta"}\n\n'
     site.fake.then(scripts.raw(SSE_HEAD + scripts.chunk(said), end="reset"))
     body = b'{"model": "tiny", "messages": [], "stream": true}'
-    client = await site.client()
-    await client.send(request(body, path="/cohere/v2/chat"))
+    client = await site.send(request(body, path="/cohere/v2/chat"))
     *_, last, done = await read_events(client)
     end = json.loads(last.removeprefix(b"data: "))
     assert end["type"] == "message-end"
@@ -189,8 +184,7 @@ async def test_a_large_last_event_that_has_passed_in_part_makes_no_stream_whole(
     site.fake.then(
         scripts.raw(SSE_HEAD + scripts.chunk(DELTA), scripts.chunk(begun), gap_s=0.03, end=end)
     )
-    client = await site.client()
-    await client.send(request(ANY_BODY, path="/v1/responses"))
+    client = await site.send(request(ANY_BODY, path="/v1/responses"))
     with pytest.raises((BrokenError, ConnectionError)):
         await client.answer()
     await site.settled()
@@ -302,8 +296,7 @@ async def test_requests_sent_ahead_behind_a_stream_that_fails_are_answered(
     site: Site, end: str
 ) -> None:
     site.fake.then(FAILURES[end])
-    client = await site.client()
-    await client.send(chat(stream=True) + chat() + get("/health") + chat(stream=True))
+    client = await site.send(chat(stream=True) + chat() + get("/health") + chat(stream=True))
     *_, last = await read_events(client)
     assert b'"error"' in last
     assert (await client.answer()).json()["choices"]
@@ -318,8 +311,7 @@ async def test_requests_sent_ahead_behind_a_body_that_breaks_off_are_not_answere
     """No byte after it can be told from the body that was promised."""
     head = scripts.head(200, (b"content-type", b"application/json"), (b"content-length", b"9"))
     site.fake.then(scripts.raw(head + b"{", end="reset"))
-    client = await site.client()
-    await client.send(chat() + chat())
+    client = await site.send(chat() + chat())
     await client.head()
     assert await client.closed() in (b"{", b"")
     assert len(site.fake.served) == 1
@@ -329,8 +321,7 @@ async def test_a_stream_of_a_stated_length_is_broken_off(site: Site) -> None:
     """No event fits into a body whose length is promised."""
     head = scripts.head(200, (b"content-type", scripts.SSE), (b"content-length", b"5000"))
     site.fake.then(scripts.raw(head + FIRST[0], end="reset"))
-    client = await site.client()
-    await client.send(chat(stream=True))
+    client = await site.send(chat(stream=True))
     head_read = await client.head()
     if head_read.all(b"content-length"):
         rest = await client.closed()

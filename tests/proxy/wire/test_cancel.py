@@ -45,8 +45,7 @@ def leave(request: pytest.FixtureRequest) -> Callable[[Client], None]:
 
 
 async def lost(call: Call) -> None:
-    async with asyncio.timeout(DEADLINE_S):
-        await call.lost.wait()
+    await call.was_lost()
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -54,8 +53,7 @@ async def test_while_the_worker_has_said_nothing(
     site: Site, leave: Callable[[Client], None], stream: bool
 ) -> None:
     site.fake.then(scripts.stall)
-    client = await site.client()
-    await client.send(chat(stream=stream))
+    client = await site.send(chat(stream=stream))
     call = await site.fake.got()
     assert site.charges() != {}
     leave(client)
@@ -65,8 +63,7 @@ async def test_while_the_worker_has_said_nothing(
 
 async def test_between_head_and_first_event(site: Site, leave: Callable[[Client], None]) -> None:
     site.fake.then(scripts.stream(0, end="stall"))
-    client = await site.client()
-    await client.send(chat(stream=True))
+    client = await site.send(chat(stream=True))
     call = await site.fake.got()
     leave(client)
     await lost(call)
@@ -75,8 +72,7 @@ async def test_between_head_and_first_event(site: Site, leave: Callable[[Client]
 
 async def test_in_mid_stream(site: Site, leave: Callable[[Client], None]) -> None:
     site.fake.then(scripts.stream(3, end="stall"))
-    client = await site.client()
-    await client.send(chat(stream=True))
+    client = await site.send(chat(stream=True))
     await client.head()
     await client.piece()
     call = await site.fake.got()
@@ -88,8 +84,7 @@ async def test_in_mid_stream(site: Site, leave: Callable[[Client], None]) -> Non
 
 async def test_while_tokens_keep_coming(site: Site, leave: Callable[[Client], None]) -> None:
     site.fake.then(scripts.stream(100_000, gap_s=0.002))
-    client = await site.client()
-    await client.send(chat(stream=True))
+    client = await site.send(chat(stream=True))
     await client.head()
     await client.piece()
     leave(client)
@@ -102,8 +97,7 @@ async def test_who_takes_nothing_more_is_not_waited_for_without_end(start: Start
     site = await start()
     go = asyncio.Event()
     site.fake.then(scripts.gated(go, scripts.stream(1, text="x" * 60_000, end="stall")))
-    client = await site.client(limit=1024, rcvbuf=4096)
-    await client.send(chat(stream=True))
+    client = await site.send(chat(stream=True), limit=1024, rcvbuf=4096)
     call = await site.fake.got()
     [theirs] = site.wire.clients
     raw = theirs._transport.get_extra_info("socket")
@@ -141,8 +135,7 @@ async def test_in_the_middle_of_a_body_without_events(
 ) -> None:
     head = scripts.head(200, (b"content-type", b"application/json"), (b"content-length", b"99"))
     site.fake.then(scripts.raw(head + b'{"a', end="stall"))
-    client = await site.client()
-    await client.send(chat())
+    client = await site.send(chat())
     await client.head()
     leave(client)
     await lost(await site.fake.got())
@@ -181,8 +174,7 @@ async def test_while_tokens_are_counted(start: Start, leave: Callable[[Client], 
     site = await start(Fake("w0", max_model_len=2048), Fake("w1"), wire={"count_s": 5.0})
     for fake in site.fakes.values():
         fake.always(scripts.stall, "/tokenize")
-    client = await site.client()
-    await client.send(chat("word " * 1600))
+    client = await site.send(chat("word " * 1600))
     await eventually(lambda: any(fake.calls for fake in site.fakes.values()))
     leave(client)
     [call] = [call for fake in site.fakes.values() for call in fake.calls]
@@ -196,8 +188,7 @@ async def test_while_the_connection_is_made(start: Start, leave: Callable[[Clien
     """The worker takes none for now: its listening queue is full."""
     site = await start(wire={"connect_s": 30.0})
     await site.fake.hang()
-    client = await site.client()
-    await client.send(chat())
+    client = await site.send(chat())
     await eventually(lambda: site.worker().requests == 1)
     leave(client)
     await site.settled()
@@ -207,8 +198,7 @@ async def test_while_the_connection_is_made(start: Start, leave: Callable[[Clien
 async def test_while_its_body_is_still_on_its_way(
     site: Site, leave: Callable[[Client], None]
 ) -> None:
-    client = await site.client()
-    await client.send(request(b"x" * 1000)[:-500])
+    client = await site.send(request(b"x" * 1000)[:-500])
     leave(client)
     await eventually(lambda: not site.wire.clients)
     assert site.fake.calls == []
@@ -228,8 +218,7 @@ async def test_while_another_worker_is_tried(start: Start, leave: Callable[[Clie
 
     for fake in site.fakes.values():
         fake.always(first_resets)
-    client = await site.client()
-    await client.send(chat())
+    client = await site.send(chat())
     await eventually(lambda: sum(len(fake.served) for fake in site.fakes.values()) == 2)
     leave(client)
     calls = [call for fake in site.fakes.values() for call in fake.served]
@@ -240,8 +229,7 @@ async def test_while_another_worker_is_tried(start: Start, leave: Callable[[Clie
 
 async def test_requests_sent_ahead_are_dropped_too(site: Site) -> None:
     site.fake.then(scripts.stall)
-    client = await site.client()
-    await client.send(chat() * 5)
+    client = await site.send(chat() * 5)
     call = await site.fake.got()
     client.close()
     await lost(call)
@@ -259,8 +247,7 @@ async def test_however_much_it_has_sent_ahead(site: Site, way: str, more: int) -
     nothing that anybody could see.
     """
     site.fake.then(scripts.stall)
-    client = await site.client()
-    await client.send(chat())
+    client = await site.send(chat())
     call = await site.fake.got()
     ahead = chat("x" * (MAX_AHEAD + more))
     await client.send(ahead[: len(ahead) - more] if more else ahead[:1000])
@@ -276,8 +263,7 @@ async def test_however_much_it_has_sent_ahead(site: Site, way: str, more: int) -
 async def test_while_it_takes_nothing(site: Site) -> None:
     """The client reads nothing, the stream is paused; then it goes."""
     site.fake.then(scripts.stream(1_000_000, text="x" * 1000))
-    client = await site.client(limit=1024, rcvbuf=4096)
-    await client.send(chat(stream=True))
+    client = await site.send(chat(stream=True), limit=1024, rcvbuf=4096)
     call = await site.fake.got()
     async with asyncio.timeout(DEADLINE_S):
         await call.connection.stalled.wait()
@@ -307,8 +293,7 @@ async def test_a_hundred_that_leave_at_once(start: Start) -> None:
 async def test_a_client_that_left_is_no_failure_of_the_worker(site: Site) -> None:
     for _ in range(10):
         site.fake.then(scripts.stall)
-        client = await site.client()
-        await client.send(chat())
+        client = await site.send(chat())
         await site.fake.got(len(site.fake.served) + 1)
         client.close()
     await site.settled()

@@ -25,10 +25,8 @@ PROBES = ProbeConfig(interval_s=0.05, timeout_s=0.2, down_after=3, up_after=2)
 
 async def test_requests_in_flight_are_not_touched(start: Start) -> None:
     site = await start(Fake("w0"), Fake("w1", up=False))
-    gate = asyncio.Event()
-    site.fakes["w0"].always(scripts.gated(gate, scripts.stream(3)))
-    client = await site.client()
-    await client.send(chat(stream=True))
+    gate = site.fakes["w0"].hold(scripts.stream(3))
+    client = await site.send(chat(stream=True))
     await site.fakes["w0"].got()
     site.router.reconfigure(RouterSettings(), [site.worker("w1").spec])
     site.up("w1")
@@ -50,8 +48,7 @@ async def test_the_new_settings_hold_at_once(start: Start) -> None:
     site.router.reconfigure(settings, [replace(spec, api_key="new", max_requests=1)])
     assert site.fleet.get("w1") is None
     before = len(site.fakes["w1"].served)
-    gate = asyncio.Event()
-    site.fakes["w0"].always(scripts.gated(gate, scripts.answer()))
+    gate = site.fakes["w0"].hold()
     asking = asyncio.create_task(site.ask(chat()))
     await eventually(lambda: site.worker("w0").requests == 1)
     assert (await site.ask(chat())).status == 429
@@ -75,8 +72,7 @@ async def test_a_worker_that_moves_is_asked_where_it_is_now(start: Start) -> Non
 
 async def test_a_namesake_elsewhere_has_not_failed_what_another_did(start: Start) -> None:
     site = await start(Fake("w0"), Fake("w1", up=False))
-    gate = asyncio.Event()
-    site.fakes["w0"].always(scripts.gated(gate, scripts.reset))
+    gate = site.fakes["w0"].hold(scripts.reset)
     asking = asyncio.create_task(site.ask(chat()))
     await site.fakes["w0"].got()
     spec = replace(site.worker("w0").spec, url=site.fakes["w1"].url)
@@ -209,10 +205,8 @@ async def test_a_health_check_does_not_reset_the_load(start: Start) -> None:
 async def test_a_stream_outlives_bad_probes(start: Start) -> None:
     """Busy is not dead: what streams may finish."""
     site = await start(Fake("w0"))
-    gate = asyncio.Event()
-    site.fake.always(scripts.gated(gate, scripts.stream(3)))
-    client = await site.client()
-    await client.send(chat(stream=True))
+    gate = site.fake.hold(scripts.stream(3))
+    client = await site.send(chat(stream=True))
     await site.fake.got()
     site.down("w0")
     await asyncio.sleep(0.3)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from hashlib import sha256
 
 import pytest
@@ -158,8 +157,7 @@ async def test_what_is_answered_is_counted_no_more(small: Site) -> None:
 
 
 async def test_what_is_whole_counts_until_its_worker_begins(small: Site) -> None:
-    gate = asyncio.Event()
-    small.fake.always(scripts.gated(gate, scripts.answer()))
+    gate = small.fake.hold()
     clients = [await small.client() for _ in range(2)]
     for number, client in enumerate(clients, start=1):
         await client.send(chat("x" * 40_000))
@@ -178,8 +176,7 @@ async def test_what_is_whole_counts_until_its_worker_begins(small: Site) -> None
 
 async def test_a_stream_holds_nothing_from_its_first_byte_on(small: Site) -> None:
     small.fake.then(scripts.stream(2, end="stall"))
-    client = await small.client()
-    await client.send(chat("x" * 40_000, stream=True))
+    client = await small.send(chat("x" * 40_000, stream=True))
     await client.head()
     assert b"tok" in await client.piece()
     assert small.wire.collecting.held == 0
@@ -187,8 +184,7 @@ async def test_a_stream_holds_nothing_from_its_first_byte_on(small: Site) -> Non
 
 async def test_what_waits_counts_whichever_way_it_ends(start: Start) -> None:
     site = await start(Fake("w0", max_requests=1), router={"queue_wait_s": 30.0})
-    gate = asyncio.Event()
-    site.fake.always(scripts.gated(gate, scripts.error(500)))
+    gate = site.fake.hold(scripts.error(500))
     clients = [await site.client() for _ in range(3)]
     for client in clients:
         await client.send(chat("x" * 40_000))
@@ -204,8 +200,7 @@ async def test_what_waits_counts_whichever_way_it_ends(start: Start) -> None:
 
 
 async def test_what_is_refused_for_its_head_takes_nothing(small: Site) -> None:
-    client = await small.client()
-    await client.send(HEAD.replace(b"/v1/completions", b"/nowhere") + b"x" * 80_000)
+    client = await small.send(HEAD.replace(b"/v1/completions", b"/nowhere") + b"x" * 80_000)
     await client.send(b"x" * 10_000)
     assert (await client.answer()).status == 404
     assert small.wire.collecting.held == 0

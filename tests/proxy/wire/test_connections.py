@@ -20,8 +20,7 @@ async def test_clients_share_them(site: Site) -> None:
 
 
 async def test_there_are_as_many_as_requests_at_once(site: Site) -> None:
-    gate = asyncio.Event()
-    site.fake.always(scripts.gated(gate, scripts.answer()))
+    gate = site.fake.hold()
     asking = [asyncio.create_task(site.ask(chat())) for _ in range(10)]
     await site.fake.got(10)
     gate.set()
@@ -123,8 +122,7 @@ async def test_a_worker_that_starts_again_is_found_again(site: Site) -> None:
 async def test_a_cancelled_one_is_not_used_again(site: Site) -> None:
     """The rest of that answer may still come."""
     site.fake.then(scripts.stream(3, end="stall"))
-    client = await site.client()
-    await client.send(chat(stream=True))
+    client = await site.send(chat(stream=True))
     await client.head()
     client.close()
     await site.settled()
@@ -136,8 +134,7 @@ async def test_their_count_is_right(site: Site) -> None:
     def counted() -> dict[str, int]:
         return {state: number for _, state, number in site.metrics.upstream_connections()}
 
-    gate = asyncio.Event()
-    site.fake.always(scripts.gated(gate, scripts.answer()))
+    gate = site.fake.hold()
     asking = [asyncio.create_task(site.ask(chat())) for _ in range(3)]
     await site.fake.got(3)
     assert counted() == {"idle": 0, "busy": 3}

@@ -26,7 +26,7 @@ from tests.proxy.wire.site import Fake, Site
 MESSAGES: Any = [{"role": "user", "content": "hi"}]
 BODY = json.dumps({"model": "tiny", "max_tokens": 1, "messages": MESSAGES}).encode()
 KEY = "sk-vs-aaaaaaaaaaaaaaaa"
-SSE_HEAD = scripts.head(200, (b"content-type", scripts.SSE), (b"transfer-encoding", b"chunked"))
+SSE_HEAD = scripts.STREAM_HEAD
 
 
 @pytest.mark.parametrize(
@@ -140,8 +140,7 @@ async def test_keys_and_full_queues_in_anthropic_s_words(start: Start) -> None:
         "authentication_error",
     )
     site.fake.always(scripts.stall)
-    other = await site.client()
-    await other.send(chat("hi", b"Authorization: Bearer " + KEY.encode()))
+    await site.send(chat("hi", b"Authorization: Bearer " + KEY.encode()))
     await site.fake.got()
     async with client_of(site, KEY) as client:
         full = await refused(client)

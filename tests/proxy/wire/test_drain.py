@@ -116,8 +116,7 @@ async def test_a_stream_that_began_before_the_notice_is_no_reason_to_close(start
     """Its head said nothing of it; whatever is asked next hears."""
     site = await start(wire={"notice_s": 60.0})
     site.fake.then(scripts.stream(2, gap_s=0.02))
-    client = await site.client()
-    await client.send(chat(stream=True))
+    client = await site.send(chat(stream=True))
     head = await client.head()
     async with leaving(site):
         assert scripts.DONE in await client.body(head)
@@ -128,8 +127,7 @@ async def test_a_stream_that_began_before_the_notice_is_no_reason_to_close(start
 async def test_idle_connections_are_closed_when_draining_begins(start: Start) -> None:
     """Or whoever keeps one finds out by a request that is refused."""
     site = await start()
-    gate = asyncio.Event()
-    site.fake.always(scripts.gated(gate, scripts.answer()))
+    gate = site.fake.hold()
     fresh, used, busy = [await site.client() for _ in range(3)]
     assert (await used.ask(get("/health"))).status == 200
     await busy.send(chat())
@@ -146,8 +144,7 @@ async def test_idle_connections_are_closed_when_draining_begins(start: Start) ->
 async def test_what_was_sent_before_draining_began_hears_why(start: Start) -> None:
     """Though it was not read by then: a mere close would not tell that nothing was done."""
     site = await start()
-    gate = asyncio.Event()
-    site.fake.always(scripts.gated(gate, scripts.answer()))
+    gate = site.fake.hold()
     late, busy = await site.client(), await site.client()
     assert (await late.ask(get("/health"))).status == 200
     await busy.send(chat())
@@ -198,10 +195,8 @@ async def test_the_notice_is_part_of_the_deadline(start: Start) -> None:
 async def test_new_connections_are_refused(start: Start) -> None:
     site = await start()
     port = site.port
-    gate = asyncio.Event()
-    site.fake.always(scripts.gated(gate, scripts.answer()))
-    client = await site.client()
-    await client.send(chat())
+    gate = site.fake.hold()
+    client = await site.send(chat())
     await site.fake.got()
     draining = asyncio.create_task(site.wire.drain(60.0))
     await asyncio.sleep(0.05)
@@ -214,8 +209,7 @@ async def test_new_connections_are_refused(start: Start) -> None:
 
 async def test_new_requests_on_old_connections_are_refused(start: Start) -> None:
     site = await start()
-    gate = asyncio.Event()
-    site.fake.always(scripts.gated(gate, scripts.answer()))
+    gate = site.fake.hold()
     busy, idle = await site.client(), await site.client()
     assert (await idle.ask(get("/health"))).status == 200
     await busy.send(chat())
@@ -241,8 +235,7 @@ async def test_new_requests_on_old_connections_are_refused(start: Start) -> None
 @pytest.mark.parametrize("part", [20, -3])
 async def test_who_is_in_the_middle_of_a_request_hears_why(start: Start, part: int) -> None:
     site = await start(wire={"linger_s": 0.1})
-    client = await site.client()
-    await client.send(chat()[:part])
+    client = await site.send(chat()[:part])
     [connection] = site.wire.clients
     await eventually(lambda: connection._reader.state is not Reading.NOTHING)
     draining = asyncio.create_task(site.wire.drain(60.0))
@@ -256,8 +249,7 @@ async def test_who_is_in_the_middle_of_a_request_hears_why(start: Start, part: i
 async def test_probes_hear_of_it(start: Start, sent: int) -> None:
     """One that was about to ask is answered; others find their connection closed, as above."""
     site = await start()
-    gate = asyncio.Event()
-    site.fake.always(scripts.gated(gate, scripts.answer()))
+    gate = site.fake.hold()
     busy, prober = await site.client(), await site.client()
     assert (await prober.ask(get("/ready"))).status == 200
     await busy.send(chat())
@@ -275,8 +267,7 @@ async def test_probes_hear_of_it(start: Start, sent: int) -> None:
 
 async def test_who_waits_in_the_queue_is_old_enough(start: Start) -> None:
     site = await start(Fake("w0", max_requests=1))
-    gate = asyncio.Event()
-    site.fake.always(scripts.gated(gate, scripts.answer()))
+    gate = site.fake.hold()
     clients = [await site.client() for _ in range(3)]
     for client in clients:
         await client.send(chat())
@@ -306,8 +297,7 @@ async def test_past_the_deadline_the_rest_is_cut_off(start: Start) -> None:
     assert b"error" in rest or not rest.endswith(scripts.LAST_CHUNK)
     await waiting.closed()
     for call in site.fake.served:
-        async with asyncio.timeout(DEADLINE_S):
-            await call.lost.wait()
+        await call.was_lost()
     await site.settled()
 
 
@@ -321,6 +311,5 @@ async def test_closing_leaves_nothing(site: Site) -> None:
     for client in clients:
         await client.closed()
     for call in site.fake.served:
-        async with asyncio.timeout(DEADLINE_S):
-            await call.lost.wait()
+        await call.was_lost()
     await site.settled()

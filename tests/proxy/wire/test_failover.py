@@ -17,7 +17,7 @@ from proxy.core.records import Gauges
 from proxy.core.types import Role
 from proxy.wire.upstream import is_ours
 from tests.proxy.wire import scripts
-from tests.proxy.wire.client import DEADLINE_S, Answer, BrokenError, chat, get, request
+from tests.proxy.wire.client import Answer, BrokenError, chat, get, request
 from tests.proxy.wire.conftest import Start
 from tests.proxy.wire.fake_worker import Call, Script
 from tests.proxy.wire.pairs import chat_body, pairs
@@ -343,8 +343,7 @@ async def test_an_answer_that_has_begun_is_never_tried_again(start: Start) -> No
     site = await start(Fake("w0"), Fake("w1"))
     head = HEAD + b"Content-Length: 9\r\n\r\n"
     site.always(scripts.raw(head, b"{", gap_s=0.02, end="reset"))
-    client = await site.client()
-    await client.send(chat())
+    client = await site.send(chat())
     with pytest.raises((BrokenError, ConnectionError)):
         await client.answer()
     assert len(site.served()) == 1
@@ -365,13 +364,11 @@ async def test_the_failed_one_is_let_go(start: Start) -> None:
             await scripts.gated(gate, scripts.answer())(call)
 
     site.always(run)
-    client = await site.client()
-    await client.send(chat())
+    client = await site.send(chat())
     await eventually(lambda: asked)
     site.skip(1.1 * site.wire.settings.first_byte_s)
     await eventually(lambda: len(asked) == 2)
-    async with asyncio.timeout(DEADLINE_S):
-        await asked[0].lost.wait()
+    await asked[0].was_lost()
     assert site.worker(asked[0].connection.worker.name).requests == 0
     assert site.worker(asked[1].connection.worker.name).requests == 1
     gate.set()
@@ -473,8 +470,7 @@ async def test_blocks_are_given_back_where_there_is_no_room_for_the_decode_leg(
         await usual(call)
 
     fake.then(prefill)
-    client = await here.site.client()
-    await client.send(request(chat_body()))
+    client = await here.send(chat_body())
     await fake.got(1)
     with no_more_files():
         rest.set()

@@ -92,8 +92,7 @@ async def test_an_answer_that_has_begun_is_waited_for_though_its_worker_is_down(
 ) -> None:
     site = await start(Fake("w0"), Fake("w1"))
     site.always(scripts.stream(1, end="stall"))
-    client = await site.client()
-    await client.send(chat(stream=True))
+    client = await site.send(chat(stream=True))
     await client.head()
     for name in site.fakes:
         site.down(name)

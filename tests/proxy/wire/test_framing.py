@@ -89,8 +89,7 @@ async def test_an_ambiguous_request_is_refused_and_the_connection_closed(
     start: Start, name: str
 ) -> None:
     site = await start(wire={"linger_s": 0.05})
-    client = await site.client()
-    await client.send(AMBIGUOUS[name] + SMUGGLED)
+    client = await site.send(AMBIGUOUS[name] + SMUGGLED)
     answer = await client.answer()
     assert 400 <= answer.status < 600, answer
     assert answer.status not in (404, 429)
@@ -102,8 +101,7 @@ async def test_an_ambiguous_request_is_refused_and_the_connection_closed(
 @pytest.mark.parametrize("name", BAD_CHUNKS)
 async def test_a_bad_chunk_is_refused_and_the_connection_closed(start: Start, name: str) -> None:
     site = await start(wire={"linger_s": 0.05})
-    client = await site.client()
-    await client.send(POST + HOST + CHUNKED + b"\r\n" + BAD_CHUNKS[name] + SMUGGLED)
+    client = await site.send(POST + HOST + CHUNKED + b"\r\n" + BAD_CHUNKS[name] + SMUGGLED)
     answer = await client.answer()
     assert answer.status == 400
     answer.error()
@@ -147,15 +145,15 @@ async def test_chunk_extensions_without_end_are_cut_off(start: Start) -> None:
 
 
 async def test_chunked_is_read_in_any_case(site: Site) -> None:
-    client = await site.client()
-    await client.send(POST + HOST + b"tRANSFER-eNCODING:  Chunked \r\n\r\n" + CHUNKS)
+    client = await site.send(POST + HOST + b"tRANSFER-eNCODING:  Chunked \r\n\r\n" + CHUNKS)
     assert (await client.answer()).status == 200
     assert site.fake.served[0].body == BODY
 
 
 async def test_a_body_of_a_get_belongs_to_it(site: Site) -> None:
-    client = await site.client()
-    await client.send(b"GET /health HTTP/1.1\r\n" + HOST + LENGTH + b"\r\n" + BODY + get("/ready"))
+    client = await site.send(
+        b"GET /health HTTP/1.1\r\n" + HOST + LENGTH + b"\r\n" + BODY + get("/ready")
+    )
     assert [(await client.answer()).status for _ in range(2)] == [200, 200]
 
 
@@ -224,8 +222,7 @@ async def test_a_body_cut_short_reaches_the_client_as_broken(
     site: Site, pieces: tuple[bytes, ...], end: str
 ) -> None:
     site.fake.then(scripts.raw(*pieces, gap_s=0.03, end=end))
-    client = await site.client()
-    await client.send(chat())
+    client = await site.send(chat())
     with pytest.raises((BrokenError, ConnectionError)):
         await client.answer()
     assert (await site.ask(chat())).status == 200  # the next one is served
@@ -242,8 +239,7 @@ async def test_an_answer_without_framing_ends_with_the_connection(site: Site) ->
 
 async def test_an_answer_without_framing_that_is_reset_is_broken(site: Site) -> None:
     site.fake.then(scripts.raw(HEAD + b'\r\n{"a":', end="reset"))
-    client = await site.client()
-    await client.send(chat())
+    client = await site.send(chat())
     with pytest.raises((BrokenError, ConnectionError)):
         await client.answer()
 
@@ -252,8 +248,7 @@ async def test_a_broken_answer_to_http_1_0_does_not_look_whole(site: Site) -> No
     """Its end is the end of the connection: only a reset tells."""
     pieces = HEAD + b"Transfer-Encoding: chunked\r\n\r\n", b'9\r\n{"half": \r\n'
     site.fake.then(scripts.raw(*pieces, gap_s=0.03, end="close"))
-    client = await site.client()
-    await client.send(chat().replace(b"HTTP/1.1", b"HTTP/1.0"))
+    client = await site.send(chat().replace(b"HTTP/1.1", b"HTTP/1.0"))
     assert (await client.head()).status == 200
     with pytest.raises(ConnectionError):
         async with asyncio.timeout(DEADLINE_S):

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import pytest
 
 from proxy.core.types import Role
-from tests.proxy.wire.client import Answer, request
+from tests.proxy.wire.client import Answer
 from tests.proxy.wire.conftest import Start
 from tests.proxy.wire.fake_worker import Call, Script
 from tests.proxy.wire.pairs import Pairs, chat_body, expected, pairs, words
@@ -45,8 +45,7 @@ async def meanwhile(here: Pairs, body: bytes, change: Change) -> tuple[Answer, s
 
     usual: Script = here.kv.worker(fake, "prefill")
     fake.then(prefill)
-    client = await here.site.client()
-    await client.send(request(body))
+    client = await here.send(body)
     await fake.got(1)
     change(here.site, victim)
     rest.set()
@@ -150,8 +149,7 @@ async def test_a_reload_that_takes_workers_out_in_either_leg_costs_nobody_an_ans
 
     usual: Script = here.kv.worker(fake, leg.value)
     fake.then(waits)
-    client = await here.site.client()
-    await client.send(request(body))
+    client = await here.send(body)
     await fake.got(1)
     out = {names[role] for role in gone}
     specs = [worker.spec for worker in here.site.fleet if worker.name not in out]
@@ -162,8 +160,6 @@ async def test_a_reload_that_takes_workers_out_in_either_leg_costs_nobody_an_ans
     assert here.kv.ends() == ["read"]
     # Those that are left are enough for the next one.
     before = len(here.legs())
-    body = chat_body()
-    assert words(await here.site.ask(request(body))) == expected(body)
-    await here.settled()
+    await here.serves()
     asked = {leg.split()[1] for leg in here.legs()[before:]}
     assert asked.isdisjoint(out)

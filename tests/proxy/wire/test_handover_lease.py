@@ -39,8 +39,7 @@ async def late(here: Pairs, body: bytes) -> Answer:
     victim = here.victim(Role.DECODE, body)
     here.kv.wrong(victim.name, Faults(before=scripts.stall))
     calls = len(victim.served)
-    client = await here.site.client()
-    await client.send(request(body))
+    client = await here.send(body)
     await victim.got(calls + 1)
     here.site.skip(TOO_LATE_S)
     return await client.answer()
@@ -82,8 +81,7 @@ async def half(here: Pairs, body: bytes, rest: asyncio.Event) -> Client:
         await usual(call)(call)
 
     fake.then(in_two)
-    client = await here.site.client()
-    await client.send(request(body))
+    client = await here.send(body)
     await eventually(here.has_begun)
     return client
 
@@ -145,8 +143,7 @@ async def test_before_that_it_is_left_alone(start: Start) -> None:
 
     fake.then(slowly)
     body = chat_body(stream=True)
-    client = await here.site.client()
-    await client.send(request(body))
+    client = await here.send(body)
     await fake.got(1)
     here.site.skip(SURELY_S)
     await asyncio.sleep(0.5)  # two sweeps of the deadlines
@@ -174,8 +171,7 @@ async def test_a_client_that_takes_nothing_makes_no_transfer_late(start: Start) 
 
     fake.then(gated)
     here.kv.wrong("d0", Faults(during=in_two))
-    client = await here.site.client(limit=1024, rcvbuf=8192)
-    await client.send(request(chat_body(stream=True)))
+    client = await here.site.send(request(chat_body(stream=True)), limit=1024, rcvbuf=8192)
     await fake.got(1)
     [exchange] = here.site.wire.exchanges
     before = b"." * (16 << 20)

@@ -36,11 +36,10 @@ async def leave(client: Any, way: str) -> None:
 async def test_during_the_prefill(start: Start, way: str, stream: bool) -> None:
     here = await pairs(start, prefills=1, decodes=1)
     here.kv.wrong("p0", Faults(before=scripts.stall))
-    client = await here.site.client()
-    await client.send(request(chat_body(stream=stream)))
+    client = await here.send(chat_body(stream=stream))
     call = await here.site.fakes["p0"].got(1)
     await leave(client, way)
-    await asyncio.wait_for(call.lost.wait(), 5)
+    await call.was_lost()
     await here.settled()
     assert here.legs() == ["prefill p0"]
     assert here.kv.pinned == []
@@ -72,8 +71,7 @@ async def test_while_the_prefill_answers(start: Start, way: str, pieces: int) ->
         await call.send(answer[at:])
 
     fake.then(slowly)
-    client = await here.site.client()
-    await client.send(request(chat_body()))
+    client = await here.send(chat_body())
     await eventually(here.has_begun)
     await leave(client, way)
     await eventually(lambda: not here.site.wire.exchanges)
@@ -106,8 +104,7 @@ async def test_as_the_answer_to_the_prefill_is_on_its_way(
         await usual(call)
 
     fake.then(held_up)
-    client = await here.site.client()
-    await client.send(request(chat_body()))
+    client = await here.send(chat_body())
     await eventually(lambda: here.kv.held)
     await leave(client, way)
     await eventually(lambda: not here.site.wire.exchanges)
@@ -124,26 +121,24 @@ async def test_a_prefill_with_a_long_way_to_go_is_not_waited_for(start: Start) -
     here.kv.wrong("p0", Faults(before=scripts.stall))
     pace = here.site.worker("p0").pace
     pace.prefills, pace.token_s = 1.0, 10.0
-    client = await here.site.client()
-    await client.send(request(chat_body()))
+    client = await here.send(chat_body())
     call = await here.site.fakes["p0"].got(1)
     client.close()
     await eventually(lambda: not here.site.wire.exchanges)
     assert here.site.wire.releases == set()
-    await asyncio.wait_for(call.lost.wait(), 5)
+    await call.was_lost()
     await here.settled()
 
 
 async def test_a_prefill_that_should_be_done_is_waited_for_a_little(start: Start) -> None:
     here = await pairs(start, prefills=1, decodes=1)
     here.kv.wrong("p0", Faults(before=scripts.stall))
-    client = await here.site.client()
-    await client.send(request(chat_body()))
+    client = await here.send(chat_body())
     call = await here.site.fakes["p0"].got(1)
     client.close()
     await eventually(lambda: here.site.wire.releases)
     here.site.skip(GRACE_S)
-    await asyncio.wait_for(call.lost.wait(), 5)
+    await call.was_lost()
     await here.settled()
     assert "left_to_expire" not in here.site.metrics.handovers.ends
 
@@ -160,8 +155,7 @@ async def test_one_that_refuses_then_holds_nothing(
         await scripts.error(400, "no")(call)
 
     here.site.fakes["p0"].then(refuses)
-    client = await here.site.client()
-    await client.send(request(chat_body()))
+    client = await here.send(chat_body())
     await here.site.fakes["p0"].got(1)
     client.close()
     await eventually(lambda: here.site.wire.releases)
@@ -178,8 +172,7 @@ async def test_between_the_legs(start: Start, way: str) -> None:
     body = chat_body()
     victim = here.victim(Role.DECODE, body)
     await victim.hang()
-    client = await here.site.client()
-    await client.send(request(body))
+    client = await here.send(body)
     await eventually(lambda: here.kv.pinned)
     await eventually(lambda: here.site.worker("p0").requests == 0)
     await leave(client, way)
@@ -196,8 +189,7 @@ async def test_between_the_legs_where_there_is_one_decode_worker(start: Start, w
     here = await pairs(start, prefills=1, decodes=1)
     here.site.stand_still()
     await here.site.fakes["d0"].hang()
-    client = await here.site.client()
-    await client.send(request(chat_body()))
+    client = await here.send(chat_body())
     await eventually(lambda: here.kv.pinned)
     await eventually(lambda: here.site.worker("p0").requests == 0)
     await leave(client, way)
@@ -214,11 +206,10 @@ async def test_between_the_legs_where_there_is_one_decode_worker(start: Start, w
 async def test_before_the_first_token(start: Start, way: str, stream: bool) -> None:
     here = await pairs(start, prefills=1, decodes=1)
     here.kv.wrong("d0", Faults(during=scripts.stall))
-    client = await here.site.client()
-    await client.send(request(chat_body(stream=stream)))
+    client = await here.send(chat_body(stream=stream))
     call = await here.site.fakes["d0"].got(1)
     await leave(client, way)
-    await asyncio.wait_for(call.lost.wait(), 5)
+    await call.was_lost()
     await here.settled()
     assert here.kv.ends() == ["read"]
 
@@ -227,12 +218,11 @@ async def test_before_the_first_token(start: Start, way: str, stream: bool) -> N
 async def test_during_the_answer(start: Start, way: str) -> None:
     here = await pairs(start, prefills=1, decodes=1)
     here.kv.wrong("d0", Faults(cut=(2, "stall")))
-    client = await here.site.client()
-    await client.send(request(chat_body(stream=True)))
+    client = await here.send(chat_body(stream=True))
     await client.head()
     await leave(client, way)
     call = await here.site.fakes["d0"].got(1)
-    await asyncio.wait_for(call.lost.wait(), 5)
+    await call.was_lost()
     await here.settled()
     assert here.legs() == ["prefill p0", "decode d0"]
 
@@ -266,8 +256,7 @@ async def test_many_leave_at_all_times(start: Start) -> None:
         if number % 3 == 0:
             assert words(await ask(here, body)) == expected(body)
             return
-        client = await here.site.client()
-        await client.send(request(body))
+        client = await here.send(body)
         await asyncio.sleep(number * 0.0007)
         await leave(client, WAYS[number % 2])
 
@@ -313,8 +302,7 @@ async def test_a_router_that_stops_has_blocks_freed_first(start: Start) -> None:
     body = chat_body()
     victim = here.victim(Role.DECODE, body)
     await victim.hang()  # the decode leg waits for a connection
-    client = await here.site.client()
-    await client.send(request(body))
+    client = await here.send(body)
     await eventually(lambda: here.kv.pinned)
     await eventually(lambda: here.site.worker("p0").requests == 0)
     other = here.site.fakes["d1" if victim.name == "d0" else "d0"]
@@ -332,10 +320,9 @@ async def test_a_router_that_stops_has_blocks_freed_first(start: Start) -> None:
 async def test_the_client_of_a_whole_request_leaves_as_ever(start: Start) -> None:
     here = await pairs(start, prefills=1, decodes=1)
     here.kv.wrong("d0", Faults(during=scripts.stall))
-    client = await here.site.client()
-    await client.send(chat("hi", max_tokens=1))
+    client = await here.site.send(chat("hi", max_tokens=1))
     call = await here.site.fakes["d0"].got(1)
     client.close()
-    await asyncio.wait_for(call.lost.wait(), 5)
+    await call.was_lost()
     await here.settled()
     assert json.loads(call.body)["max_tokens"] == 1

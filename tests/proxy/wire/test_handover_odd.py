@@ -18,7 +18,7 @@ from proxy.transfer.registry import connector
 from proxy.wire.patience import prefill_patience_s
 from tests.proxy.control.scraped import scraped
 from tests.proxy.wire import scripts
-from tests.proxy.wire.client import BrokenError, request
+from tests.proxy.wire.client import BrokenError
 from tests.proxy.wire.conftest import Start
 from tests.proxy.wire.fake_worker import Call, Script
 from tests.proxy.wire.kv import CACHED, CHAT, COMPLETIONS, Faults, answer_to
@@ -81,8 +81,7 @@ async def test_without_good_parameters_the_decode_worker_does_it_alone(
     here = await pairs(start, prefills=1, decodes=1)
     here.kv.wrong("p0", Faults(before=ODD[odd]))
     body = chat_body(stream=stream)
-    assert words(await ask(here, body)) == expected(body)
-    await here.settled()
+    await here.serves(body)
     assert here.legs() == ["prefill p0", "whole d0"]
     assert here.site.fakes["d0"].served[0].body == body
 
@@ -246,9 +245,7 @@ async def test_blocks_of_an_answer_that_breaks_off_are_told_of(start: Start) -> 
     """Where they are was in the part that is missing."""
     here = await pairs(start)
     here.kv.wrong("prefill", Faults(cut=(2, "reset")))
-    body = chat_body()
-    assert words(await ask(here, body)) == expected(body)
-    await here.settled()
+    await here.serves()
     ends = here.site.metrics.handovers.ends
     assert (ends["prefill_failed"], ends["left_to_expire"]) == (1, 1)
     here.kv.wrong("prefill", Faults(before=scripts.reset))
@@ -297,8 +294,7 @@ async def test_a_prefill_worker_drains_until_its_blocks_are_fetched(
 
     here.site.fakes["d0"].then(slowly)
     body = chat_body(stream=stream)
-    client = await here.site.client()
-    await client.send(request(body))
+    client = await here.send(body)
     await here.site.fakes["d0"].got(1)
     first = here.site.worker("p0")
     here.site.fleet.drain("p0")
@@ -337,27 +333,21 @@ async def test_refused_prefills_leave_the_retries_to_those_who_need_them(start: 
         here.kv.wrong("decode", Faults(before=scripts.error(401, "who?")))
         assert (await ask(here, chat_body())).status == 401
     here.kv.wrong("decode", Faults(before=scripts.error(503)))
-    body = chat_body()
-    assert words(await ask(here, body)) == expected(body)
-    await here.settled()
+    await here.serves()
 
 
 async def test_without_a_live_prefill_worker_all_is_decoded_whole(start: Start) -> None:
     here = await pairs(start)
     for name in ("p0", "p1"):
         here.site.down(name)
-    body = chat_body()
-    assert words(await ask(here, body)) == expected(body)
-    await here.settled()
+    await here.serves()
     assert here.legs()[0].startswith("whole d")
 
 
 async def test_both_prefill_workers_fail(start: Start) -> None:
     here = await pairs(start)
     here.kv.wrong("prefill", Faults(before=scripts.reset), Faults(before=scripts.error(500)))
-    body = chat_body()
-    assert words(await ask(here, body)) == expected(body)
-    await here.settled()
+    await here.serves()
     *legs, last = here.legs()
     assert sorted(legs) == ["prefill p0", "prefill p1"]
     assert last.startswith("whole d")
@@ -390,9 +380,7 @@ async def test_a_transfer_that_fails_is_no_reason_to_leave_anybody_out(start: St
     here = await pairs(start, prefills=2, decodes=1)
     for _ in range(4):
         here.kv.wrong("d0", Faults(during=scripts.error(500, "Internal server error")))
-        body = chat_body()
-        assert words(await ask(here, body)) == expected(body)
-        await here.settled()
+        await here.serves()
     kinds = [leg.split()[0] for leg in here.legs() if "release" not in leg]
     assert kinds == ["prefill", "decode", "whole"] * 4
     assert here.site.worker("d0").breaker.closed
@@ -410,9 +398,7 @@ async def test_a_leg_of_which_nothing_was_delivered_is_sent_again_as_it_is(start
         kept.close_unread()  # the router reads the prefill's answer first
 
     here.site.fakes["p0"].then(prefill)
-    body = chat_body()
-    assert words(await ask(here, body)) == expected(body)
-    await here.settled()
+    await here.serves()
     assert here.legs()[2:] == ["prefill p0", "decode d0"]
     assert len(here.site.fakes["d0"].connections) == 2
     assert here.site.worker("d0").breaker.spotless
@@ -448,9 +434,7 @@ async def test_a_stream_that_begins_with_an_error_is_begun_anew(
     """What vLLM streams when a transfer failed; the client has seen nothing of it."""
     here = await pairs(start, prefills=1, decodes=1)
     here.kv.wrong("d0", Faults(during=scripts.raw(STREAM, *pieces, gap_s=0.02)))
-    body = chat_body(stream=True)
-    assert words(await ask(here, body)) == expected(body)
-    await here.settled()
+    await here.serves(stream=True)
     kinds = [leg.split()[0] for leg in here.legs() if "release" not in leg]
     assert kinds == ["prefill", "decode", "whole"]
 
@@ -465,9 +449,7 @@ async def test_a_decode_worker_that_fails_whole_too_is_no_fault_of_its_link(star
 
     leg, release, whole = Faults(during=scripts.error(500)), Faults(), Faults(during=fails_again)
     here.kv.wrong("d0", leg, release, whole)
-    body = chat_body()
-    assert words(await ask(here, body)) == expected(body)
-    await here.settled()
+    await here.serves()
     assert here.legs()[-2:] == ["whole d0", "whole d1"]
     assert not here.site.router.links.bars
 
@@ -492,8 +474,7 @@ async def test_a_role_is_held_back_no_longer_than_it_is_alone(start: Start) -> N
         await call.send(chunk(DONE) + LAST_CHUNK)
 
     here.kv.wrong("d0", Faults(during=slowly))
-    client = await here.site.client()
-    await client.send(request(chat_body(stream=True)))
+    client = await here.send(chat_body(stream=True))
     head = await client.head()
     rest.set()
     assert await client.body(head) == ROLE + scripts.token("a") + DONE
@@ -510,17 +491,13 @@ async def test_what_was_read_is_not_sent_again_on_another_connection(
     while not all(fake.connections for fake in here.site.fakes.values()):
         await ask(here, chat_body())
     here.kv.wrong("decode", Faults(during=how))
-    body = chat_body(stream=stream)
-    assert words(await ask(here, body)) == expected(body)
-    await here.settled()
+    await here.serves(stream=stream)
 
 
 async def test_workers_for_all_help_out(start: Start) -> None:
     here = await pairs(start, Fake("g0"), prefills=1, decodes=1)
     here.site.down("d0")
-    body = chat_body()
-    assert words(await ask(here, body)) == expected(body)
-    await here.settled()
+    await here.serves()
     assert here.legs() == ["whole g0"]
 
 
@@ -559,9 +536,7 @@ async def test_a_worker_that_always_fails_harms_one_request_in_a_while(
     bad = here.site.fakes[f"{role.value[0]}1"]
     bad.always(scripts.reset)
     for number in range(30):
-        body = chat_body(stream=number % 2 == 0)
-        assert words(await ask(here, body)) == expected(body)
-    await here.settled()
+        await here.serves(stream=number % 2 == 0)
     assert len(bad.served) < 15
 
 
@@ -640,7 +615,7 @@ async def test_a_prefill_that_takes_far_longer_than_it_should_is_done_elsewhere(
     call = await here.site.fakes["p0"].got(2)
     here.site.skip(45.0)  # much, though not what a worker is given that serves the whole
     assert words(await asked) == expected(body)
-    await asyncio.wait_for(call.lost.wait(), 5)
+    await call.was_lost()
     await here.settled()
     assert here.legs()[-2:][0] == "prefill p0"
     assert here.legs()[-1].startswith("whole d")
@@ -649,8 +624,7 @@ async def test_a_prefill_that_takes_far_longer_than_it_should_is_done_elsewhere(
 async def test_a_prefill_worker_of_which_nothing_is_known_is_given_its_time(start: Start) -> None:
     here = await pairs(start, prefills=1)
     here.kv.wrong("prefill", Faults(before=scripts.stall))
-    client = await here.site.client()
-    await client.send(request(chat_body()))
+    client = await here.send(chat_body())
     await here.site.fakes["p0"].got(1)
     here.site.skip(45.0)
     await asyncio.sleep(0.5)  # a look at all deadlines, and one more
@@ -662,8 +636,7 @@ async def test_a_prefill_worker_of_which_nothing_is_known_is_given_its_time(star
 async def test_a_long_prefill_may_take_long(start: Start) -> None:
     here = await pairs(start, prefills=1)
     here.kv.wrong("prefill", Faults(before=scripts.stall))
-    client = await here.site.client()
-    await client.send(request(chat_body()))
+    client = await here.send(chat_body())
     await here.site.fakes["p0"].got(1)
     [exchange] = here.site.wire.exchanges
     lease = exchange._lease

@@ -47,8 +47,7 @@ async def test_it_pays_once_and_its_place_is_free_again(
     answer = await ask(here, body, bearer())
     assert words(answer) == expected(body)
     await here.settled()
-    tenant = here.site.router.tenants.get("a")
-    assert tenant is not None
+    tenant = here.site.tenant()
     assert tenant.ledger.running == 0
     again = await ask(here, chat_body(), bearer())  # one at a time is what it may
     await here.settled()
@@ -70,6 +69,5 @@ async def test_a_stream_is_paid_for_by_its_usage_and_tells_it_to_who_asks(
     assert [leg.split()[0] for leg in here.legs()] == ["prefill", "decode"]
     assert answer.body.endswith(scripts.DONE)
     assert (b'"usage"' in answer.body) is asks
-    tenant = here.site.router.tenants.get("a")
-    assert tenant is not None
+    tenant = here.site.tenant()
     assert tenant.totals.output_tokens == 4

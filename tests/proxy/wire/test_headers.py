@@ -221,8 +221,7 @@ REFUSED_HEADS = {
 async def test_what_is_refused_for_its_head_has_an_id_too(site: Site, how: str) -> None:
     """Or nobody could say which of the log's lines it was."""
     data, status, expected = REFUSED_HEADS[how]
-    client = await site.client()
-    await client.send(data)
+    client = await site.send(data)
     answer = await client.answer()
     assert answer.status == status
     said = answer.one(b"x-request-id")

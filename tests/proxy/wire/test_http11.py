@@ -38,8 +38,7 @@ async def test_pipelined_requests_are_answered_in_order(start: Start) -> None:
         return scripts.answer(200, b"answer %d" % number)
 
     site.fake.then(scripts.gated(gate, reply(0)), *map(reply, range(1, 6)))
-    client = await site.client()
-    await client.send(b"".join(map(numbered, range(6))) + get("/health"))
+    client = await site.send(b"".join(map(numbered, range(6))) + get("/health"))
     await site.fake.got()
     gate.set()
     assert [(await client.answer()).body for _ in range(6)] == [b"answer %d" % n for n in range(6)]
@@ -49,8 +48,7 @@ async def test_pipelined_requests_are_answered_in_order(start: Start) -> None:
 
 async def test_pipelined_streams_do_not_mix(site: Site) -> None:
     site.fake.then(*(scripts.stream(20, text=f"{name}-") for name in "abc"))
-    client = await site.client()
-    await client.send(chat(stream=True) * 3)
+    client = await site.send(chat(stream=True) * 3)
     for name in "abc":
         body = (await client.answer()).body
         assert body == b"".join(scripts.token(f"{name}-{n}") for n in range(20)) + scripts.DONE
@@ -59,8 +57,7 @@ async def test_pipelined_streams_do_not_mix(site: Site) -> None:
 async def test_a_great_many_requests_sent_ahead_wait_outside(start: Start) -> None:
     """Only so much of them is held; the rest stays in the client's socket."""
     site = await start()
-    gate = asyncio.Event()
-    site.fake.then(scripts.gated(gate, scripts.answer()))
+    gate = site.fake.hold_next()
     client = await site.client()
     body = b'{"model": "tiny", "messages": [], "max_tokens": 1, "user": "%s"}' % (b"x" * 100_000)
     sending = asyncio.create_task(client.send(request(body) * 200, within=20.0))
@@ -84,8 +81,7 @@ async def test_a_heap_of_small_requests_is_answered(site: Site) -> None:
 
 
 async def test_who_asks_much_and_reads_nothing_is_not_read(site: Site) -> None:
-    client = await site.client(limit=1024, rcvbuf=4096)
-    await client.send(get("/metrics"))
+    client = await site.send(get("/metrics"), limit=1024, rcvbuf=4096)
     client.writer.write(get("/metrics") * 500_000)
     with pytest.raises(TimeoutError):
         await client.send(b"", within=0.5)
@@ -111,8 +107,7 @@ async def test_a_client_that_asks_first_is_told_to_go_on(
 
 
 async def test_a_client_that_asks_and_does_not_wait_is_served(site: Site) -> None:
-    client = await site.client()
-    await client.send(request(BODY, EXPECT))
+    client = await site.send(request(BODY, EXPECT))
     answer = await client.answer()
     if answer.status == 100:
         answer = await client.answer()
@@ -121,8 +116,7 @@ async def test_a_client_that_asks_and_does_not_wait_is_served(site: Site) -> Non
 
 async def test_going_on_is_said_when_its_turn_has_come(site: Site) -> None:
     """Between two answers, never within one."""
-    gate = asyncio.Event()
-    site.fake.then(scripts.gated(gate, scripts.answer(200, b"first")))
+    gate = site.fake.hold_next(scripts.answer(200, b"first"))
     client = await site.client()
     head, _, body = request(BODY, EXPECT).partition(b"\r\n\r\n")
     await client.send(chat() + head + b"\r\n\r\n")
@@ -181,8 +175,7 @@ async def test_head_is_get_without_a_body(site: Site) -> None:
 
 async def test_http_1_0_gets_no_chunks_and_a_closed_connection(site: Site) -> None:
     site.fake.then(scripts.stream(5))
-    client = await site.client()
-    await client.send(request(b'{"model": "tiny", "stream": true}', version="1.0"))
+    client = await site.send(request(b'{"model": "tiny", "stream": true}', version="1.0"))
     head = await client.head()
     assert head.status == 200
     assert head.all(b"transfer-encoding") == []
@@ -217,8 +210,7 @@ async def test_a_client_that_says_close_is_closed(site: Site) -> None:
 
 
 async def test_what_follows_a_last_request_is_not_answered(site: Site) -> None:
-    client = await site.client()
-    await client.send(request(BODY, b"Connection: close") + chat() + b"junk")
+    client = await site.send(request(BODY, b"Connection: close") + chat() + b"junk")
     assert (await client.answer()).status == 200
     assert await client.closed() == b""
     assert len(site.fake.served) == 1
@@ -281,8 +273,7 @@ async def test_a_second_head_that_stops_coming_is_cut_off(start: Start) -> None:
 
 async def test_a_body_that_stops_coming_is_given_up(start: Start) -> None:
     site = await start(wire={"client_idle_s": 0.2, "linger_s": 0.1})
-    client = await site.client()
-    await client.send(request(BODY)[:-5])
+    client = await site.send(request(BODY)[:-5])
     answer = await client.closed()
     assert answer == b"" or answer.startswith(b"HTTP/1.1 408 ")
     assert site.fake.calls == []
@@ -290,10 +281,8 @@ async def test_a_body_that_stops_coming_is_given_up(start: Start) -> None:
 
 async def test_a_slow_answer_is_no_idle_client(start: Start) -> None:
     site = await start(wire={"client_idle_s": 0.2, "client_header_s": 0.2})
-    gate = asyncio.Event()
-    site.fake.then(scripts.gated(gate, scripts.answer(200, b"late")))
-    client = await site.client()
-    await client.send(chat())
+    gate = site.fake.hold_next(scripts.answer(200, b"late"))
+    client = await site.send(chat())
     await asyncio.sleep(0.7)
     gate.set()
     assert (await client.answer()).body == b"late"
@@ -305,8 +294,7 @@ async def test_a_slow_answer_is_no_idle_client(start: Start) -> None:
     ids=["one", "many"],
 )
 async def test_headers_beyond_the_limit_are_431(site: Site, line: bytes) -> None:
-    client = await site.client()
-    await client.send(request(BODY, line))
+    client = await site.send(request(BODY, line))
     answer = await client.answer()
     assert answer.status == 431
     answer.error()
@@ -316,8 +304,7 @@ async def test_headers_beyond_the_limit_are_431(site: Site, line: bytes) -> None
 
 async def test_headers_without_end_are_cut_off_soon(start: Start) -> None:
     site = await start(wire={"max_header_bytes": 4096, "linger_s": 0.1})
-    client = await site.client()
-    await client.send(b"GET /health HTTP/1.1\r\nHost: a\r\nX: ")
+    client = await site.send(b"GET /health HTTP/1.1\r\nHost: a\r\nX: ")
 
     async def pour() -> int:
         sent = 0
@@ -373,8 +360,7 @@ async def test_many_small_writes_are_as_good_as_one(site: Site) -> None:
 
 
 async def test_blank_lines_before_a_request_are_no_matter(site: Site) -> None:
-    client = await site.client()
-    await client.send(b"\r\n\r\n" + chat())
+    client = await site.send(b"\r\n\r\n" + chat())
     assert (await client.answer()).status == 200
 
 

@@ -92,8 +92,7 @@ async def test_a_worker_whose_answers_are_overdue_is_not_given_more(
     before = len(site.fakes[hung].served)
     site.skip(10)
     for number in range(50):
-        client = await site.client()
-        await client.send(questions(1, 100 + number, system)[0])
+        await site.send(questions(1, 100 + number, system)[0])
         await eventually(lambda: len(site.served()) == 21 + number)  # noqa: B023 - at once
         await eventually(lambda: site.worker(well).requests == 0)
     assert len(site.fakes[hung].served) - before <= 5
@@ -117,10 +116,8 @@ async def test_a_prefix_brings_the_next_question_to_the_same_worker(start: Start
 
 async def test_what_was_charged_goes_down_as_tokens_come(start: Start) -> None:
     site = await start(Fake("w0"))
-    gate = asyncio.Event()
-    site.fake.then(scripts.gated(gate, scripts.stream(10, end="stall")))
-    client = await site.client()
-    await client.send(chat("word " * 400, stream=True, max_tokens=100))
+    gate = site.fake.hold_next(scripts.stream(10, end="stall"))
+    await site.send(chat("word " * 400, stream=True, max_tokens=100))
     await site.fake.got()
     worker = site.worker()
     assert (worker.requests, worker.decoding) == (1, 0)
@@ -146,8 +143,7 @@ async def test_a_stream_nobody_expected_is_released_whole(start: Start, stream: 
         await call.send(scripts.chunk(scripts.DONE) + scripts.LAST_CHUNK)
 
     site.fake.then(first_then_rest)
-    client = await site.client()
-    await client.send(chat(stream=stream))
+    client = await site.send(chat(stream=stream))
     await client.head()
     site.skip(60)
     assert (await site.ask(chat())).status == 200

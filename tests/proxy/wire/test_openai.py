@@ -12,7 +12,7 @@ import pytest
 from openai import AsyncOpenAI
 
 from tests.proxy.wire import scripts
-from tests.proxy.wire.client import DEADLINE_S, chat
+from tests.proxy.wire.client import chat
 from tests.proxy.wire.conftest import Start
 from tests.proxy.wire.site import Fake, Site
 
@@ -116,8 +116,7 @@ async def test_errors_have_the_class_they_should(site: Site, client: AsyncOpenAI
 async def test_a_full_queue_is_its_rate_limit(start: Start) -> None:
     site = await start(Fake("w0", max_requests=1), router={"queue_requests": 0})
     site.fake.always(scripts.stall)
-    other = await site.client()
-    await other.send(chat())
+    await site.send(chat())
     await site.fake.got()
     url = f"http://127.0.0.1:{site.port}/v1"
     async with AsyncOpenAI(base_url=url, api_key="x", max_retries=0) as client:
@@ -132,8 +131,7 @@ async def test_leaving_a_stream_stops_the_worker(site: Site, client: AsyncOpenAI
     async for _ in stream:
         break
     await stream.close()
-    async with asyncio.timeout(DEADLINE_S):
-        await site.fake.served[0].lost.wait()
+    await site.fake.served[0].was_lost()
     await site.settled()
 
 
@@ -142,8 +140,7 @@ async def test_a_task_cancelled_stops_the_worker(site: Site, client: AsyncOpenAI
     asking = asyncio.create_task(client.chat.completions.create(model="tiny", messages=MESSAGES))
     call = await site.fake.got()
     asking.cancel()
-    async with asyncio.timeout(DEADLINE_S):
-        await call.lost.wait()
+    await call.was_lost()
     with pytest.raises(asyncio.CancelledError):
         await asking
 

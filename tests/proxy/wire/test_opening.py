@@ -10,7 +10,6 @@ import pytest
 from proxy.wire import opening
 from proxy.wire.handing import HandOver
 from tests.proxy.wire import scripts
-from tests.proxy.wire.client import request
 from tests.proxy.wire.conftest import Start
 from tests.proxy.wire.fake_worker import Call, Script
 from tests.proxy.wire.kv import CHAT, DELTAS, OPENINGS, Faults
@@ -93,8 +92,7 @@ async def test_an_opening_alone_does_not_show_that_the_blocks_were_read_in_time(
         await scripts.stall(call)
 
     here.kv.wrong("decode", Faults(during=hang))
-    client = await here.site.client()
-    await client.send(request(body_of(path), path=path))
+    client = await here.send(body_of(path), path=path)
     await eventually(lambda: any(each._early for each in handings(here)))
     here.site.skip(26.5)  # of 30 s that the blocks are kept
     assert (await client.answer()).body.endswith(scripts.DONE)
@@ -120,8 +118,7 @@ async def test_an_opening_passes_with_what_follows_it(start: Start, path: str) -
         await call.send(LAST_CHUNK)
 
     here.kv.wrong("d0", Faults(during=slowly))
-    client = await here.site.client()
-    await client.send(request(body_of(path), path=path))
+    client = await here.send(body_of(path), path=path)
     head = await client.head()
     rest.set()
     assert await client.body(head) == OPENINGS[path] + delta

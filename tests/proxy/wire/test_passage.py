@@ -24,7 +24,7 @@ from proxy.wire.settings import WireSettings
 from proxy.wire.worker_connection import WorkerConnection
 from tests.proxy.wire import scripts
 
-HEAD = scripts.head(200, (b"content-type", scripts.SSE), (b"transfer-encoding", b"chunked"))
+HEAD = scripts.STREAM_HEAD
 TOKENS = [scripts.token(f"number {number}") for number in range(12)]
 USAGE = scripts.usage_event(7, 12)
 ROUTE = next(route for route in ROUTES.values() if route.name == "chat/completions")

@@ -49,8 +49,7 @@ async def test_those_who_wait_are_served_in_order(start: Start) -> None:
 
 async def test_a_limit_of_requests_in_flight_is_kept(start: Start) -> None:
     site = await start(Fake("w0", max_requests=3), Fake("w1", max_requests=2))
-    gate = asyncio.Event()
-    site.always(scripts.gated(gate, scripts.answer()))
+    gate = site.hold()
     asking = [asyncio.create_task(site.ask(chat())) for _ in range(12)]
     await eventually(lambda: len(site.router.queue) == 7)
     assert [len(fake.served) for fake in site.fakes.values()] == [3, 2]
@@ -163,8 +162,7 @@ async def test_who_waits_for_a_worker_that_goes_down_is_told(start: Start) -> No
 
 async def test_who_waits_gets_a_worker_that_comes_up(start: Start) -> None:
     site = await start(Fake("w0", max_requests=1), Fake("w1", up=False))
-    gate = asyncio.Event()
-    site.fakes["w0"].always(scripts.gated(gate, scripts.answer()))
+    gate = site.fakes["w0"].hold()
     asking = [asyncio.create_task(site.ask(chat())) for _ in range(2)]
     await eventually(lambda: len(site.router.queue) == 1)
     site.up("w1")
@@ -175,8 +173,7 @@ async def test_who_waits_gets_a_worker_that_comes_up(start: Start) -> None:
 
 async def test_a_drained_worker_gets_nothing_new_and_finishes_the_old(start: Start) -> None:
     site = await start(Fake("w0"), Fake("w1"))
-    gate = asyncio.Event()
-    site.always(scripts.gated(gate, scripts.answer()))
+    gate = site.hold()
     asking = [asyncio.create_task(site.ask(chat())) for _ in range(4)]
     await eventually(lambda: len(site.served()) == 4)
     before = len(site.fakes["w0"].served)

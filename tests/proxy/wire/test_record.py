@@ -150,8 +150,7 @@ async def test_what_the_client_was_sent_is_told_of_refusals_too(site: Site) -> N
     close = b"Connection: close"
     refused = chat("hi", close, model="nope"), get("/v1/nothing", close), b"nonsense\r\n\r\n"
     for data in (chat("hi", close), *refused):
-        client = await site.client()
-        await client.send(data)
+        client = await site.send(data)
         got = await client.closed()
         assert got
         assert sent.pop() == len(got)

@@ -12,7 +12,6 @@ from proxy.control.tls import server_context
 from proxy.wire.client import MAX_AHEAD, ClientConnection
 from proxy.wire.request_reader import Reading
 from tests.proxy.certificates import Authority
-from tests.proxy.wire import scripts
 from tests.proxy.wire.client import Client, chat, request
 from tests.proxy.wire.conftest import Start
 from tests.proxy.wire.site import Fake, Site, eventually
@@ -25,8 +24,7 @@ async def begun(start: Start, data: bytes, **wire: Any) -> tuple[Site, Client]:
     """Start a router where no time passes but what is skipped, and send the start of a request."""
     site = await start(wire={"linger_s": 0.1} | wire)
     site.stand_still()
-    client = await site.client()
-    await client.send(data)
+    client = await site.send(data)
     await reading(site)
     return site, client
 
@@ -165,8 +163,7 @@ async def test_it_holds_over_tls(start: Start, tmp_path: Any) -> None:
     authority = Authority(tmp_path)
     site = await start(tls=server_context(authority.port("router")))  # type: ignore[call-arg]
     site.stand_still()
-    client = await site.client(tls=authority.client())
-    await client.send(BODY[:1000])
+    client = await site.send(BODY[:1000], tls=authority.client())
     await reading(site)
     for at in (1000, 1001):
         site.skip(60)
@@ -182,11 +179,9 @@ async def test_time_in_which_the_router_answers_another_request_does_not_count(
 ) -> None:
     site = await start(Fake(max_model_len=1 << 20), wire=limits)
     site.stand_still()
-    gate = asyncio.Event()
-    site.fake.then(scripts.gated(gate, scripts.answer()))
+    gate = site.fake.hold_next()
     large = chat("x" * 4 * MAX_AHEAD)
-    client = await site.client()
-    await client.send(chat())
+    client = await site.send(chat())
     await site.fake.got(1)
     client.writer.write(large[:ahead])
     await eventually(lambda: connection(site)._ahead >= min(ahead, MAX_AHEAD))
@@ -208,10 +203,8 @@ async def test_a_client_that_waits_to_be_told_to_send_has_its_time_from_then_on(
 ) -> None:
     site = await start()
     site.stand_still()
-    gate = asyncio.Event()
-    site.fake.then(scripts.gated(gate, scripts.answer()))
-    client = await site.client()
-    await client.send(chat())
+    gate = site.fake.hold_next()
+    client = await site.send(chat())
     await site.fake.got(1)
     head, body = chat("x" * 1000, b"Expect: 100-continue").split(b"\r\n\r\n", 1)
     await client.send(head + b"\r\n\r\n")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from hashlib import sha256
 from typing import Any
@@ -285,10 +284,8 @@ async def test_a_limit_is_429_and_says_when(start: Start) -> None:
 async def test_places_are_given_back_on_every_way_out(start: Start) -> None:
     site = await start(Fake("w0", max_requests=2))
     keep(site, TenantSpec("a", limits=Limits(concurrency=3)), a=KEY)
-    tenant = site.router.tenants.get("a")
-    assert tenant is not None
-    gate = asyncio.Event()
-    site.fake.always(scripts.gated(gate, scripts.answer()))
+    tenant = site.tenant()
+    gate = site.fake.hold()
     clients = [await site.client() for _ in range(3)]
     for client in clients:
         await client.send(chat("hi", bearer()))
@@ -311,8 +308,7 @@ async def test_who_is_over_a_limit_is_told_unread(guarded: Site) -> None:
     keep(guarded, TenantSpec("a", limits=Limits(requests_per_minute=1)), a=KEY)
     assert [(await guarded.ask(NO_JSON)).status for _ in range(3)] == [400, 429, 429]
     assert (await guarded.ask(chat("hi", bearer()))).status == 429
-    tenant = guarded.router.tenants.get("a")
-    assert tenant is not None
+    tenant = guarded.tenant()
     assert tenant.totals.limited == {"requests_per_minute": 3}
     keep(guarded, TenantSpec("b", limits=Limits(tokens_per_minute=10)), b=KEY)
     assert (await guarded.ask(chat("hi", bearer()))).status == 200  # and owes the rest
@@ -333,8 +329,7 @@ async def test_the_log_names_whose_the_refused_are(guarded: Site) -> None:
 async def test_who_has_too_much_in_flight_is_told_unread(guarded: Site) -> None:
     keep(guarded, TenantSpec("a", limits=Limits(concurrency=1)), a=KEY)
     guarded.fake.then(scripts.stall)
-    client = await guarded.client()
-    await client.send(chat("hi", bearer()))
+    client = await guarded.send(chat("hi", bearer()))
     await eventually(lambda: len(guarded.served()) == 1)
     assert (await guarded.ask(NO_JSON)).status == 429
     client.close()
@@ -395,8 +390,7 @@ async def test_what_is_counted_has_a_place_until_its_client_leaves(start: Start)
     site = await counting(start, Limits(concurrency=1))
     for fake in site.fakes.values():
         fake.always(scripts.stall, "/tokenize")
-    client = await site.client()
-    await client.send(NEAR)
+    client = await site.send(NEAR)
     await eventually(lambda: counts(site) == 1)
     assert (await site.ask(NEAR)).status == 429
     assert counts(site) == 1
@@ -405,8 +399,7 @@ async def test_what_is_counted_has_a_place_until_its_client_leaves(start: Start)
     for fake in site.fakes.values():
         fake.always(scripts.tokenize, "/tokenize")
     assert (await site.ask(NEAR)).status == 200
-    tenant = site.router.tenants.get("a")
-    assert tenant is not None
+    tenant = site.tenant()
     assert tenant.ledger.running == 0
 
 
@@ -419,8 +412,7 @@ async def test_what_turns_out_too_long_has_its_tokens_back(start: Start) -> None
             fake.always(scripts.answer(200, b'{"count": 1901, "tokens": []}'), "/tokenize")
         refused = await site.ask(NEAR)
         assert (refused.status, refused.error()["code"]) == (400, "context_length_exceeded")
-    tenant = site.router.tenants.get("a")
-    assert tenant is not None
+    tenant = site.tenant()
     assert tenant.ledger.running == 0
     _, tokens = tenant.ledger.left(site.clock())
     assert tokens is not None
@@ -430,8 +422,7 @@ async def test_what_turns_out_too_long_has_its_tokens_back(start: Start) -> None
 async def test_usage_is_what_is_counted(start: Start) -> None:
     site = await start()
     keep(site, TenantSpec("a"), a=KEY)
-    tenant = site.router.tenants.get("a")
-    assert tenant is not None
+    tenant = site.tenant()
     usage = {"prompt_tokens": 11, "completion_tokens": 5, "total_tokens": 16}
     for _ in range(3):
         site.fake.then(scripts.answer(200, json.dumps({"usage": usage}).encode()))
@@ -465,8 +456,7 @@ EVENTS = 3 * scripts.token("many ")
 
 async def test_a_stream_is_paid_for_by_its_tokens_however_few_events_show_them(two: Site) -> None:
     """The router asks for the usage itself, and the client gets no more than it asked for."""
-    who = two.router.tenants.get("a")
-    assert who is not None
+    who = two.tenant()
     usage = scripts.usage_event(7, 800)
     said: list[tuple[dict[str, Any], bytes]] = [
         ({}, b""),
@@ -498,16 +488,14 @@ async def test_without_tenants_a_stream_is_what_was_asked_for(two: Site) -> None
 async def test_who_leaves_a_stream_of_few_events_pays_for_its_time(start: Start) -> None:
     site = await start()
     keep(site, TenantSpec("a"), a=KEY)
-    who = site.router.tenants.get("a")
-    assert who is not None
+    who = site.tenant()
     worker = site.router.fleet.get("w0")
     assert worker is not None
     worker.pace.base_s, worker.pace.each_s = 0.02, 0.0
     role = scripts.event({"choices": [{"delta": {"role": "assistant", "content": ""}}]})
     opening = scripts.head(200, *STREAMED) + scripts.chunk(role)
     site.fake.always(scripts.raw(opening, end="stall"))
-    client = await site.client()
-    await client.send(chat("hi", bearer(), stream=True, max_tokens=5000))
+    client = await site.send(chat("hi", bearer(), stream=True, max_tokens=5000))
     await eventually(lambda: any(each.record.sent_bytes for each in site.wire.exchanges))
     site.skip(60.0)
     client.close()
@@ -518,15 +506,13 @@ async def test_who_leaves_a_stream_of_few_events_pays_for_its_time(start: Start)
 async def test_a_flood_of_one_does_not_hold_the_other_up(start: Start) -> None:
     site = await start(Fake("w0", max_requests=1))
     keep(site, TenantSpec("a"), TenantSpec("b"), a=KEY, b=OTHER)
-    gate = asyncio.Event()
-    site.fake.always(scripts.gated(gate, scripts.answer()))
+    gate = site.fake.hold()
     clients: list[Client] = []
     for number in range(12):
         clients.append(await site.client())
         await clients[-1].send(chat(f"flood {number}", bearer()))
     await eventually(lambda: len(site.router.queue) == 11)
-    single = await site.client()
-    await single.send(chat("single", bearer(OTHER)))
+    single = await site.send(chat("single", bearer(OTHER)))
     await eventually(lambda: len(site.router.queue) == 12)
     gate.set()
     for client in (*clients, single):
@@ -538,16 +524,14 @@ async def test_a_flood_of_one_does_not_hold_the_other_up(start: Start) -> None:
 async def test_a_full_queue_is_not_one_tenants_alone(start: Start) -> None:
     site = await start(Fake("w0", max_requests=1), router={"queue_requests": 3})
     keep(site, TenantSpec("a"), TenantSpec("b"), a=KEY, b=OTHER)
-    gate = asyncio.Event()
-    site.fake.always(scripts.gated(gate, scripts.answer()))
+    gate = site.fake.hold()
     clients: list[Client] = []
     for number in range(4):
         clients.append(await site.client())
         await clients[-1].send(chat(f"flood {number}", bearer()))
         await eventually(lambda n=number: len(site.router.queue) == n)
     assert (await site.ask(chat("more", bearer()))).status == 429
-    single = await site.client()
-    await single.send(chat("single", bearer(OTHER)))
+    single = await site.send(chat("single", bearer(OTHER)))
     gave_way = await clients[3].answer()
     assert gave_way.status == 429
     assert gave_way.error()["code"] == "queue_full"

@@ -14,7 +14,7 @@ import pytest
 from proxy.core.records import Gauges
 from proxy.core.worker import WORKS_S
 from tests.proxy.wire import scripts
-from tests.proxy.wire.client import DEADLINE_S, Answer, BrokenError, chat, request
+from tests.proxy.wire.client import Answer, BrokenError, chat, request
 from tests.proxy.wire.conftest import Start
 from tests.proxy.wire.site import Fake, Site, eventually
 
@@ -58,8 +58,7 @@ async def test_the_first_byte(start: Start) -> None:
     answer = await asked
     assert answer.status == 504
     assert answer.error()["code"] == "timeout"
-    async with asyncio.timeout(DEADLINE_S):
-        await call.lost.wait()  # the worker need not go on
+    await call.was_lost()  # the worker need not go on
 
 
 async def test_an_answer_of_many_tokens_is_not_taken_for_a_hang(start: Start) -> None:
@@ -130,8 +129,7 @@ async def test_one_that_takes_twice_the_usual_is_not_begun_anew(slow: Slow) -> N
     answer = await slow.asked
     assert (answer.status, answer.error()["code"]) == (504, "unfinished")
     [call] = slow.site.served()
-    async with asyncio.timeout(DEADLINE_S):
-        await call.lost.wait()
+    await call.was_lost()
     assert slow.site.worker(slow.busy).breaker.spotless
 
 
@@ -163,8 +161,7 @@ async def test_between_pieces_of_a_stream(start: Start) -> None:
     site = await start()
     site.stand_still()
     site.fake.always(scripts.stream(2, end="stall"))
-    client = await site.client()
-    await client.send(chat(stream=True))
+    client = await site.send(chat(stream=True))
     await client.head()
     body = b""
     while b"tok 1" not in body:
@@ -172,16 +169,14 @@ async def test_between_pieces_of_a_stream(start: Start) -> None:
     is_given(site, site.wire.settings.idle_s)
     assert b'"error"' in await client.piece()
     assert await client.piece() == b""
-    async with asyncio.timeout(DEADLINE_S):
-        await site.fake.served[0].lost.wait()
+    await site.fake.served[0].was_lost()
 
 
 async def test_between_pieces_of_a_body(start: Start) -> None:
     site = await start(wire={"idle_s": 0.3})
     head = scripts.head(200, (b"content-type", b"application/json"), (b"content-length", b"9"))
     site.fake.always(scripts.raw(head + b"{", end="stall"))
-    client = await site.client()
-    await client.send(chat())
+    client = await site.send(chat())
     with pytest.raises((BrokenError, ConnectionError)):
         await client.answer()
 
@@ -209,7 +204,7 @@ async def steadily(start: Start, *pieces: bytes) -> Answer:
     return await asked
 
 
-STREAM = scripts.head(200, (b"content-type", scripts.SSE), (b"transfer-encoding", b"chunked"))
+STREAM = scripts.STREAM_HEAD
 END = scripts.chunk(scripts.DONE) + scripts.LAST_CHUNK
 
 

@@ -163,8 +163,7 @@ async def test_a_handshake_that_does_not_come_is_not_waited_for(
 ) -> None:
     site = await begin(wire={"client_header_s": 0.2})
     silent = await site.client()
-    halting = await site.client()
-    await halting.send(b"\x16\x03\x01\x02\x00\x01")
+    halting = await site.send(b"\x16\x03\x01\x02\x00\x01")
     async with asyncio.timeout(DEADLINE_S):
         for each in (silent, halting):
             with suppress(ConnectionError):
@@ -185,16 +184,14 @@ async def test_a_client_that_reads_slowly_slows_the_worker(
 ) -> None:
     site = await begin()
     site.fake.always(scripts.stream(60_000, text="x" * 1000))
-    client = await site.client(tls=authority.client(), rcvbuf=1 << 14)
-    await client.send(chat(stream=True))
+    client = await site.send(chat(stream=True), tls=authority.client(), rcvbuf=1 << 14)
     call = await site.fake.got(1)
     async with asyncio.timeout(DEADLINE_S):
         await call.connection.stalled.wait()
     sent = call.connection.sent
     assert sent < 60_000_000
     client.close()
-    async with asyncio.timeout(DEADLINE_S):
-        await call.lost.wait()
+    await call.was_lost()
     await site.settled()
 
 
@@ -213,13 +210,11 @@ async def test_a_client_that_leaves_ends_the_workers_work(
 ) -> None:
     site = await begin()
     site.fake.always(scripts.stream(3, end="stall"))
-    client = await site.client(tls=authority.client())
-    await client.send(chat(stream=True))
+    client = await site.send(chat(stream=True), tls=authority.client())
     await client.head()
     client.close()
     call = await site.fake.got(1)
-    async with asyncio.timeout(DEADLINE_S):
-        await call.lost.wait()
+    await call.was_lost()
     await site.settled()
 
 
