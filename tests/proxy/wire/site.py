@@ -189,6 +189,12 @@ class Site:
         """Wait until nothing is under way: no charge, no ticket, no busy connection."""
         await eventually(lambda: not self.unfinished(), self.unfinished)
 
+    async def swept(self) -> None:
+        """Wait until the router has looked twice for what is late."""
+        for _ in range(2):
+            due = self.wire._due
+            await eventually(lambda due=due: self.wire._due != due)  # type: ignore[misc]
+
     async def stop(self) -> None:
         """Close everything; nothing may be left, and no worker may have had cause to complain."""
         for client in self.clients:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gzip
-import json
-import time
 
 import pytest
 
@@ -58,32 +56,6 @@ async def test_a_body_of_any_size_passes(
     assert answer.status == 200
     [call] = site.fake.served
     assert call.body == body
-
-
-async def test_a_long_prompt_is_not_held_up_on_its_way(start: Start) -> None:
-    """Peers add a second to 220 KB."""
-    site = await start()
-    site.worker().max_model_len = None
-    client = await site.client()
-    text = "a word and another " * 11_600
-    body = json.dumps({"model": "tiny", "prompt": text, "max_tokens": 1}).encode()
-    assert len(body) > 220_000
-    added = []
-    for number in range(5):
-        begun = time.perf_counter()
-        await client.send(request(body, path="/v1/completions"))
-        await site.fake.got(number + 1)
-        added.append(time.perf_counter() - begun)
-        await client.answer()
-    assert min(added) < 0.1
-
-
-async def test_a_body_that_comes_a_byte_at_a_time_is_whole(site: Site) -> None:
-    client = await site.client()
-    for byte in request(ODD["escapes"], chunks=(9,)):
-        await client.send(bytes([byte]))
-    assert (await client.answer()).status == 200
-    assert site.fake.served[0].body == ODD["escapes"]
 
 
 async def test_a_form_passes_byte_for_byte(site: Site) -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
-from email.utils import formatdate
 from itertools import islice
 
 import pytest
@@ -38,20 +36,21 @@ async def ask(site: Site, times: int) -> int:
     return len(site.fakes["w0"].served) - before
 
 
-@pytest.mark.parametrize("status", [500, 502, 504])
-async def test_failures_in_a_row_open_it(start: Start, status: int) -> None:
-    """Failover that ignores 5xx is a complaint about a peer."""
-    site = await two(start, scripts.error(status))
-    assert await ask(site, 20) == 3
-
-
-@pytest.mark.parametrize("script", [scripts.reset, scripts.hang_up], ids=["reset", "close"])
-async def test_broken_connections_open_it(start: Start, script: Script) -> None:
+@pytest.mark.parametrize(
+    ("script", "times"),
+    [
+        *((scripts.error(status), 3) for status in (500, 502, 504)),
+        *((end, 3) for end in (scripts.reset, scripts.hang_up)),
+        *((scripts.error(status), 1) for status in (429, 503)),  # a worker that says it is busy
+    ],
+)
+async def test_a_worker_that_fails_is_asked_so_often_and_no_more(
+    start: Start, script: Script, times: int
+) -> None:
     site = await two(start, script)
-    assert await ask(site, 20) == 3
+    assert await ask(site, 20) == times
 
 
-HEAD = scripts.STREAM_HEAD
 ILL: dict[str, tuple[Script, str]] = {
     "502": (scripts.error(502), "it answered 502"),
     "429": (scripts.error(429), "it answered 429"),
@@ -59,7 +58,10 @@ ILL: dict[str, tuple[Script, str]] = {
     "closed": (scripts.hang_up, TROUBLES["reset"]),
     "stalled": (scripts.stall, TROUBLES["timeout"]),
     "no HTTP": (scripts.raw(b"SSH-2.0-x\r\n"), TROUBLES["broken"]),
-    "cut": (scripts.raw(HEAD + scripts.chunk(scripts.token("a")), end="reset"), TROUBLES["reset"]),
+    "cut": (
+        scripts.raw(scripts.STREAM_HEAD + scripts.chunk(scripts.token("a")), end="reset"),
+        TROUBLES["reset"],
+    ),
 }
 
 
@@ -108,12 +110,6 @@ async def test_one_that_takes_no_connection_is_said_to(
 
 
 @pytest.mark.parametrize("status", [429, 503])
-async def test_one_plea_opens_it(start: Start, status: int) -> None:
-    site = await two(start, scripts.error(status))
-    assert await ask(site, 20) == 1
-
-
-@pytest.mark.parametrize("status", [429, 503])
 async def test_its_retry_after_is_honoured(start: Start, status: int) -> None:
     site = await two(start, scripts.error(status, "busy", (b"Retry-After", b"30")))
     assert await ask(site, 6) == 1
@@ -122,31 +118,6 @@ async def test_its_retry_after_is_honoured(start: Start, status: int) -> None:
     site.skip(4)
     site.fakes["w0"].always(scripts.answer())
     assert await ask(site, 6) >= 2
-
-
-async def test_a_retry_after_may_be_a_date(start: Start) -> None:
-    date = formatdate(time.time() + 30, usegmt=True).encode()
-    site = await two(start, scripts.error(503, "busy", (b"Retry-After", date)))
-    assert await ask(site, 6) == 1
-    site.skip(20)
-    assert await ask(site, 6) == 0
-
-
-@pytest.mark.parametrize("value", [b"soon", b"-5", b"", b"1e400", b"nan", b"99999999999999999999"])
-async def test_a_retry_after_that_is_nonsense_does_no_harm(start: Start, value: bytes) -> None:
-    site = await two(start, scripts.error(503, "busy", (b"Retry-After", value)))
-    await ask(site, 6)
-    site.fakes["w0"].always(scripts.answer())
-    site.skip(3600)
-    assert await ask(site, 10) >= 2
-
-
-async def test_the_first_success_closes_it(start: Start) -> None:
-    site = await two(start, scripts.error(500))
-    await ask(site, 10)
-    site.fakes["w0"].always(scripts.answer())
-    site.skip(1.0)
-    assert await ask(site, 10) >= 4
 
 
 async def test_one_request_goes_on_trial_and_no_more(start: Start) -> None:

@@ -48,47 +48,33 @@ async def lost(call: Call) -> None:
     await call.was_lost()
 
 
-@pytest.mark.parametrize("stream", [False, True])
-async def test_while_the_worker_has_said_nothing(
-    site: Site, leave: Callable[[Client], None], stream: bool
+JSON_HEAD = scripts.head(200, (b"content-type", b"application/json"), (b"content-length", b"99"))
+# What the worker does, whether a stream is asked for, and how much of the answer has come.
+MOMENTS = {
+    "before the head": (scripts.stall, False, 0),
+    "before the head of a stream": (scripts.stall, True, 0),
+    "between head and first event": (scripts.stream(0, end="stall"), True, 0),
+    "in mid stream": (scripts.stream(3, end="stall"), True, 2),
+    "while tokens keep coming": (scripts.stream(100_000, gap_s=0.002), True, 2),
+    "in a body without events": (scripts.raw(JSON_HEAD + b'{"a', end="stall"), False, 1),
+}
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+async def test_once_the_worker_has_the_request(
+    site: Site, leave: Callable[[Client], None], moment: str
 ) -> None:
-    site.fake.then(scripts.stall)
+    script, stream, read = MOMENTS[moment]
+    site.fake.then(script)
     client = await site.send(chat(stream=stream))
     call = await site.fake.got()
+    if read > 0:
+        await client.head()
+    if read > 1:
+        await client.piece()
     assert site.charges() != {}
     leave(client)
-    await lost(call)
-    await site.settled()
-
-
-async def test_between_head_and_first_event(site: Site, leave: Callable[[Client], None]) -> None:
-    site.fake.then(scripts.stream(0, end="stall"))
-    client = await site.send(chat(stream=True))
-    call = await site.fake.got()
-    leave(client)
-    await lost(call)
-    await site.settled()
-
-
-async def test_in_mid_stream(site: Site, leave: Callable[[Client], None]) -> None:
-    site.fake.then(scripts.stream(3, end="stall"))
-    client = await site.send(chat(stream=True))
-    await client.head()
-    await client.piece()
-    call = await site.fake.got()
-    assert site.worker().requests == 1
-    leave(client)
-    await lost(call)
-    await site.settled()
-
-
-async def test_while_tokens_keep_coming(site: Site, leave: Callable[[Client], None]) -> None:
-    site.fake.then(scripts.stream(100_000, gap_s=0.002))
-    client = await site.send(chat(stream=True))
-    await client.head()
-    await client.piece()
-    leave(client)
-    await lost(await site.fake.got())
+    await call.was_lost()
     await site.settled()
 
 
@@ -130,18 +116,6 @@ async def test_who_was_refused_is_waited_for_no_longer_because_it_leaves(start: 
     await eventually(lambda: not site.wire.clients)
 
 
-async def test_in_the_middle_of_a_body_without_events(
-    site: Site, leave: Callable[[Client], None]
-) -> None:
-    head = scripts.head(200, (b"content-type", b"application/json"), (b"content-length", b"99"))
-    site.fake.then(scripts.raw(head + b'{"a', end="stall"))
-    client = await site.send(chat())
-    await client.head()
-    leave(client)
-    await lost(await site.fake.got())
-    await site.settled()
-
-
 async def test_while_it_waits_in_the_queue(start: Start, leave: Callable[[Client], None]) -> None:
     site = await start(Fake("w0", max_requests=1))
     site.fake.then(scripts.stall)
@@ -156,18 +130,6 @@ async def test_while_it_waits_in_the_queue(start: Start, leave: Callable[[Client
     leave(first)
     await site.settled()
     assert len(site.fake.served) == 1  # it was not sent after all
-
-
-async def test_one_that_leaves_makes_room_for_the_next(start: Start) -> None:
-    site = await start(Fake("w0", max_requests=1))
-    site.fake.then(scripts.stall)
-    first, second = await site.client(), await site.client()
-    await first.send(chat())
-    await site.fake.got()
-    await second.send(chat())
-    await eventually(lambda: len(site.router.queue) == 1)
-    first.close()
-    assert (await second.answer()).status == 200
 
 
 async def test_while_tokens_are_counted(start: Start, leave: Callable[[Client], None]) -> None:
@@ -227,17 +189,6 @@ async def test_while_another_worker_is_tried(start: Start, leave: Callable[[Clie
     await site.settled()
 
 
-async def test_requests_sent_ahead_are_dropped_too(site: Site) -> None:
-    site.fake.then(scripts.stall)
-    client = await site.send(chat() * 5)
-    call = await site.fake.got()
-    client.close()
-    await lost(call)
-    await site.settled()
-    await asyncio.sleep(0.05)
-    assert len(site.fake.served) == 1
-
-
 @pytest.mark.parametrize("way", ["close", "reset"])
 @pytest.mark.parametrize("more", [0, 40_000])
 async def test_however_much_it_has_sent_ahead(site: Site, way: str, more: int) -> None:
@@ -258,6 +209,7 @@ async def test_however_much_it_has_sent_ahead(site: Site, way: str, more: int) -
     await lost(call)
     await site.settled()
     assert site.wire.unread == set()
+    assert len(site.fake.served) == 1
 
 
 async def test_while_it_takes_nothing(site: Site) -> None:
@@ -269,24 +221,6 @@ async def test_while_it_takes_nothing(site: Site) -> None:
         await call.connection.stalled.wait()
     client.reset()
     await lost(call)
-    await site.settled()
-
-
-async def test_a_hundred_that_leave_at_once(start: Start) -> None:
-    site = await start(Fake("w0"), Fake("w1"))
-    for fake in site.fakes.values():
-        fake.always(scripts.stream(2, end="stall"))
-    clients = [await site.client() for _ in range(100)]
-    for client in clients:
-        await client.send(chat(stream=True))
-    for client in clients:
-        await client.head()
-    assert sum(site.worker(name).requests for name in site.fakes) == 100
-    for client in clients:
-        client.close()
-    for fake in site.fakes.values():
-        for call in fake.served:
-            await lost(call)
     await site.settled()
 
 

@@ -17,7 +17,6 @@ from proxy.wire.client import ClientConnection
 from tests.proxy.wire import scripts
 from tests.proxy.wire.client import Client, chat
 from tests.proxy.wire.conftest import Start
-from tests.proxy.wire.fake_worker import Call
 from tests.proxy.wire.site import Fake, Site, eventually
 
 PROBES = ProbeConfig(interval_s=0.05, timeout_s=0.2, down_after=3, up_after=2)
@@ -165,50 +164,3 @@ async def test_a_worker_that_hangs_is_found_out_and_welcomed_back(start: Start) 
         await eventually(lambda: site.worker("w0").up)
         await asyncio.gather(*(site.ask(chat()) for _ in range(10)))
         assert site.fakes["w0"].served != []
-
-
-async def test_one_bad_probe_is_forgiven(start: Start) -> None:
-    site = await start(Fake("w0", up=False))
-    patient = PROBES.model_copy(update={"timeout_s": 10.0})  # or a slow one is the third bad one
-    async with probing(site, patient):
-        await eventually(lambda: site.worker().up)
-        bad = 0
-
-        async def now_and_then(call: Call) -> None:
-            nonlocal bad
-            bad += 1
-            await scripts.answer(503 if bad % 3 else 200, b"")(call)
-
-        site.fake.always(now_and_then, "/health")
-        await eventually(lambda: bad > 9)
-        assert site.worker().up
-
-
-async def test_a_health_check_does_not_reset_the_load(start: Start) -> None:
-    """A peer's does."""
-    site = await start(Fake("w0"), Fake("w1"))
-    site.always(scripts.stall)
-    clients = [await site.client() for _ in range(6)]
-    for client in clients:
-        await client.send(chat("word " * 1000, stream=True))
-    await eventually(lambda: len(site.served()) == 6)
-    charges = site.charges()
-    async with probing(site):
-        for fake in site.fakes.values():
-            await fake.got(5, path="/health")
-        assert site.charges() == charges
-        assert sum(worker.requests for worker in site.fleet) == 6
-    for client in clients:
-        client.close()
-
-
-async def test_a_stream_outlives_bad_probes(start: Start) -> None:
-    """Busy is not dead: what streams may finish."""
-    site = await start(Fake("w0"))
-    gate = site.fake.hold(scripts.stream(3))
-    client = await site.send(chat(stream=True))
-    await site.fake.got()
-    site.down("w0")
-    await asyncio.sleep(0.3)
-    gate.set()
-    assert (await client.answer()).body.endswith(scripts.DONE)

@@ -149,13 +149,6 @@ async def test_chunks_count_too(small: Site) -> None:
     await eventually(lambda: not small.wire.collecting.held)
 
 
-async def test_what_is_answered_is_counted_no_more(small: Site) -> None:
-    client = await small.client()
-    for _ in range(5):
-        assert (await client.ask(chat("x" * 40_000))).status == 200
-        assert small.wire.collecting.held == 0
-
-
 async def test_what_is_whole_counts_until_its_worker_begins(small: Site) -> None:
     gate = small.fake.hold()
     clients = [await small.client() for _ in range(2)]

@@ -13,12 +13,6 @@ from tests.proxy.wire.fake_worker import Call, Script
 from tests.proxy.wire.site import Fake, Site, eventually
 
 
-async def test_clients_share_them(site: Site) -> None:
-    for _ in range(10):
-        assert (await site.ask(chat())).status == 200
-    assert len(site.fake.connections) == 1
-
-
 async def test_there_are_as_many_as_requests_at_once(site: Site) -> None:
     gate = site.fake.hold()
     asking = [asyncio.create_task(site.ask(chat())) for _ in range(10)]
@@ -92,31 +86,6 @@ async def test_a_request_that_was_read_is_not_sent_again_to_the_same_worker(
     assert (await client.ask(chat())).status == (200 if workers > 1 else 502)
     assert len(ended) == len(set(ended)) == workers
     assert not site.worker(ended[0]).breaker.spotless
-
-
-async def test_a_fresh_one_that_dies_is_a_failure(start: Start) -> None:
-    """Or a worker that hangs up on everybody would be asked for ever."""
-    site = await start(Fake("w0"))
-    site.fake.always(scripts.hang_up)
-    assert (await site.ask(chat())).status == 502
-    assert len(site.fake.served) == 1
-
-
-async def test_idle_ones_are_given_up_before_the_worker_does(start: Start) -> None:
-    site = await start()
-    site.stand_still()
-    await site.ask(chat())
-    assert len(site.fake.open) == 1
-    site.skip(4.9)  # uvicorn's patience is 5 s
-    await eventually(lambda: not site.fake.open)
-    assert (await site.ask(chat())).status == 200
-
-
-async def test_a_worker_that_starts_again_is_found_again(site: Site) -> None:
-    await site.ask(chat())
-    await site.fake.die()
-    await site.fake.listen()
-    assert (await site.ask(chat())).status == 200
 
 
 async def test_a_cancelled_one_is_not_used_again(site: Site) -> None:

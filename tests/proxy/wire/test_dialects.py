@@ -147,22 +147,6 @@ async def test_keys_and_full_queues_in_anthropic_s_words(start: Start) -> None:
     assert (type(full), kind_of(full)) == (anthropic.RateLimitError, "rate_limit_error")
 
 
-async def test_a_worker_that_hangs_in_anthropic_s_words(start: Start) -> None:
-    site = await start(Fake("w0"), wire={"first_byte_s": 0.2})
-    site.fake.always(scripts.stall)
-    async with client_of(site) as client:
-        late = await refused(client)
-    assert (late.status_code, kind_of(late)) == (504, "timeout_error")
-
-
-async def test_a_body_that_is_too_large_in_anthropic_s_words(start: Start) -> None:
-    """Which is refused before it is a request."""
-    site = await start(Fake("w0"), wire={"max_body_bytes": 1000})
-    async with client_of(site) as client:
-        large = await refused(client, text="x" * 2000)
-    assert (large.status_code, kind_of(large)) == (413, "request_too_large")
-
-
 async def test_one_that_is_too_large_behind_others_like_it(start: Start) -> None:
     """Its head is not read again, and tells even so where it goes and what it is called."""
     site = await start(Fake("w0"), wire={"max_body_bytes": 1000})

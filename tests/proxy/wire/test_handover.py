@@ -12,7 +12,7 @@ from proxy.core.splice import members
 from tests.proxy.wire.client import request
 from tests.proxy.wire.conftest import Start
 from tests.proxy.wire.fake_worker import Call
-from tests.proxy.wire.kv import CACHED, CHAT, COMPLETIONS
+from tests.proxy.wire.kv import CHAT, COMPLETIONS
 from tests.proxy.wire.pairs import ask, chat_body, completion_body, expected, pairs, words
 
 MAKERS = {CHAT: chat_body, COMPLETIONS: completion_body}
@@ -42,6 +42,7 @@ async def test_an_answer_is_as_from_one_worker(start: Start, path: str, stream: 
         assert words(await ask(here, body, path=path)) == expected(body)
         await here.settled()
     assert here.kv.ends() == ["read"] * 5
+    assert here.site.metrics.handovers.tokens["tiny"] > 0
     assert sorted(leg.split()[0] for leg in here.legs()) == ["decode"] * 5 + ["prefill"] * 5
     seen = [set(each.seen) for each in here.site.metrics.phases.values()]
     wanted = [{"queue", "prefill_leg", "transfer", "decode"}] if stream else [set()]
@@ -72,7 +73,7 @@ async def test_all_bytes_but_those_of_the_hand_over_are_the_clients(start: Start
     assert decode.body.startswith(ODD[:end].rstrip())
 
 
-async def test_both_legs_have_the_clients_id_and_headers(start: Start) -> None:
+async def test_both_legs_have_the_headers_and_one_id(start: Start) -> None:
     here = await pairs(start, prefills=1, decodes=1)
     trace = b"traceparent: 00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
     headers = (b"X-Request-Id: mine", b"Authorization: Bearer theirs", trace, b"X-Other: kept")
@@ -83,14 +84,9 @@ async def test_both_legs_have_the_clients_id_and_headers(start: Start) -> None:
         for header in headers:
             name, _, value = header.partition(b": ")
             assert call.all(name) == [value]
-
-
-async def test_a_request_without_an_id_has_the_same_on_both_legs(start: Start) -> None:
-    here = await pairs(start, prefills=1, decodes=1)
-    await ask(here, chat_body())
-    await here.settled()
-    first, second = (call.all(b"x-request-id") for call in here.site.served())
-    assert first == second
+    await here.serves()
+    first, second = (call.all(b"x-request-id") for call in here.site.served()[2:])
+    assert first == second != [b"mine"]
     assert len(first) == 1
 
 
@@ -153,19 +149,6 @@ async def test_what_cannot_be_split_is_served_whole(
     [leg] = here.legs()
     assert leg in ("whole d0", "whole d1")
     assert here.site.served()[0].body == body
-
-
-@pytest.mark.parametrize("stream", [True, False])
-async def test_usage_is_the_clients_not_the_legs(start: Start, stream: bool) -> None:
-    here = await pairs(start)
-    options = {"stream_options": {"include_usage": True}} if stream else {}
-    answer = await ask(here, chat_body(stream=stream, max_tokens=3, **options))
-    found = answer.body
-    usage = json.loads(found.split(b"\n\n")[-3][6:])["usage"] if stream else answer.json()["usage"]
-    assert usage["completion_tokens"] == 3
-    assert usage["total_tokens"] == usage["prompt_tokens"] + 3
-    assert usage["prompt_tokens_details"] == {"cached_tokens": CACHED}
-    await here.settled()
 
 
 OTHER_ROUTES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -247,7 +230,7 @@ async def test_requests_in_turn_on_one_connection(start: Start) -> None:
         b'"ec_transfer_params": {"peer": "10.0.0.1"}',
     ],
 )
-@pytest.mark.parametrize("path", [CHAT, COMPLETIONS, "/v1/responses", "/inference/v1/generate"])
+@pytest.mark.parametrize("path", [CHAT, "/inference/v1/generate"])
 async def test_a_client_steers_no_transfer(start: Start, steers: bytes, path: str) -> None:
     here = await pairs(start)
     body = chat_body()[:-1] + b", " + steers + b"}"

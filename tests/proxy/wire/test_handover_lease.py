@@ -146,7 +146,7 @@ async def test_before_that_it_is_left_alone(start: Start) -> None:
     client = await here.send(body)
     await fake.got(1)
     here.site.skip(SURELY_S)
-    await asyncio.sleep(0.5)  # two sweeps of the deadlines
+    await here.site.swept()
     waits.set()
     assert words(await client.answer()) == expected(body)
     await here.settled()

@@ -7,8 +7,6 @@ here it counts as having read them once it came.
 from __future__ import annotations
 
 import asyncio
-import json
-from typing import Any
 
 import pytest
 
@@ -16,7 +14,7 @@ from proxy.core.types import Role
 from proxy.wire import release as module
 from proxy.wire.release import GRACE_S
 from tests.proxy.wire import scripts
-from tests.proxy.wire.client import DEADLINE_S, chat, request
+from tests.proxy.wire.client import DEADLINE_S, request
 from tests.proxy.wire.conftest import Start
 from tests.proxy.wire.fake_worker import Call, Script
 from tests.proxy.wire.kv import Faults
@@ -26,11 +24,6 @@ from tests.proxy.wire.site import Fake, eventually
 WAYS = ["close", "reset"]
 
 
-async def leave(client: Any, way: str) -> None:
-    """Go away, politely or not."""
-    getattr(client, way)()
-
-
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("stream", [True, False])
 async def test_during_the_prefill(start: Start, way: str, stream: bool) -> None:
@@ -38,7 +31,7 @@ async def test_during_the_prefill(start: Start, way: str, stream: bool) -> None:
     here.kv.wrong("p0", Faults(before=scripts.stall))
     client = await here.send(chat_body(stream=stream))
     call = await here.site.fakes["p0"].got(1)
-    await leave(client, way)
+    getattr(client, way)()
     await call.was_lost()
     await here.settled()
     assert here.legs() == ["prefill p0"]
@@ -46,7 +39,7 @@ async def test_during_the_prefill(start: Start, way: str, stream: bool) -> None:
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("pieces", [1, 2, 7])
+@pytest.mark.parametrize("pieces", [0, 1, 2, 7])
 async def test_while_the_prefill_answers(start: Start, way: str, pieces: int) -> None:
     """It is done then, and its blocks are held: its answer has to be heard to free them."""
     here = await pairs(start, prefills=1, decodes=1)
@@ -65,15 +58,16 @@ async def test_while_the_prefill_answers(start: Start, way: str, pieces: int) ->
         await usual(call)(call)
         call.connection.send = send  # type: ignore[method-assign]
         answer = b"".join(sent)
-        at = answer.index(b"\r\n\r\n") + 4 + (len(answer) - 600) * (pieces - 1) // 8
+        head = answer.index(b"\r\n\r\n") + 4
+        at = head + (len(answer) - 600) * (pieces - 1) // 8 if pieces else 0
         await call.send(answer[:at])
         await rest.wait()
         await call.send(answer[at:])
 
     fake.then(slowly)
     client = await here.send(chat_body())
-    await eventually(here.has_begun)
-    await leave(client, way)
+    await eventually(here.has_begun if pieces else lambda: here.kv.held)
+    getattr(client, way)()
     await eventually(lambda: not here.site.wire.exchanges)
     assert here.kv.ends() == [""]
     rest.set()
@@ -81,39 +75,6 @@ async def test_while_the_prefill_answers(start: Start, way: str, pieces: int) ->
     await here.settled()
     assert here.kv.ends() == ["released"]
     assert here.legs() == ["prefill p0", "release d0"]
-
-
-@pytest.mark.parametrize("way", WAYS)
-async def test_as_the_answer_to_the_prefill_is_on_its_way(
-    start: Start, way: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It is done, blocks are held, and not a byte of it is here yet."""
-    monkeypatch.setattr(module, "GRACE_S", 60.0)
-    here = await pairs(start, prefills=1, decodes=1)
-    fake, rest = here.site.fakes["p0"], asyncio.Event()
-    usual = here.kv.worker(fake, "prefill")
-
-    async def held_up(call: Call) -> None:
-        send = call.connection.send
-
-        async def hold(data: bytes) -> None:
-            await rest.wait()
-            await send(data)
-
-        call.connection.send = hold  # type: ignore[method-assign]
-        await usual(call)
-
-    fake.then(held_up)
-    client = await here.send(chat_body())
-    await eventually(lambda: here.kv.held)
-    await leave(client, way)
-    await eventually(lambda: not here.site.wire.exchanges)
-    rest.set()
-    await eventually(lambda: not here.kv.held)
-    await here.settled()
-    assert here.kv.ends() == ["released"]
-    assert here.site.metrics.handovers.ends["client_left_prefill"] == 1
-    assert "left_to_expire" not in here.site.metrics.handovers.ends
 
 
 async def test_a_prefill_with_a_long_way_to_go_is_not_waited_for(start: Start) -> None:
@@ -175,7 +136,7 @@ async def test_between_the_legs(start: Start, way: str) -> None:
     client = await here.send(body)
     await eventually(lambda: here.kv.pinned)
     await eventually(lambda: here.site.worker("p0").requests == 0)
-    await leave(client, way)
+    getattr(client, way)()
     await eventually(lambda: not here.kv.held)
     await victim.wake()
     await here.settled()
@@ -192,7 +153,7 @@ async def test_between_the_legs_where_there_is_one_decode_worker(start: Start, w
     client = await here.send(chat_body())
     await eventually(lambda: here.kv.pinned)
     await eventually(lambda: here.site.worker("p0").requests == 0)
-    await leave(client, way)
+    getattr(client, way)()
     await eventually(lambda: not here.site.wire.exchanges)
     await here.site.fakes["d0"].wake()
     await eventually(lambda: not here.kv.held)
@@ -203,27 +164,18 @@ async def test_between_the_legs_where_there_is_one_decode_worker(start: Start, w
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("stream", [True, False])
-async def test_before_the_first_token(start: Start, way: str, stream: bool) -> None:
+@pytest.mark.parametrize("begun", [False, True])
+async def test_during_the_decode(start: Start, way: str, stream: bool, begun: bool) -> None:
     here = await pairs(start, prefills=1, decodes=1)
-    here.kv.wrong("d0", Faults(during=scripts.stall))
+    here.kv.wrong("d0", Faults(cut=(2, "stall")) if begun else Faults(during=scripts.stall))
     client = await here.send(chat_body(stream=stream))
+    if begun and stream:
+        await client.head()
     call = await here.site.fakes["d0"].got(1)
-    await leave(client, way)
+    getattr(client, way)()
     await call.was_lost()
     await here.settled()
     assert here.kv.ends() == ["read"]
-
-
-@pytest.mark.parametrize("way", WAYS)
-async def test_during_the_answer(start: Start, way: str) -> None:
-    here = await pairs(start, prefills=1, decodes=1)
-    here.kv.wrong("d0", Faults(cut=(2, "stall")))
-    client = await here.send(chat_body(stream=True))
-    await client.head()
-    await leave(client, way)
-    call = await here.site.fakes["d0"].got(1)
-    await call.was_lost()
-    await here.settled()
     assert here.legs() == ["prefill p0", "decode d0"]
 
 
@@ -238,9 +190,9 @@ async def test_in_the_queue_for_room_nothing_is_prefilled(start: Start, way: str
     await second.send(request(chat_body()))
     await eventually(lambda: len(here.site.router.queue) == 1)
     assert len(here.site.fakes["p0"].served) == 1
-    await leave(second, way)
+    getattr(second, way)()
     await eventually(lambda: len(here.site.router.queue) == 0)
-    await leave(first, way)
+    getattr(first, way)()
     await here.settled()
     assert here.legs() == ["prefill p0", "decode d0"]
 
@@ -258,7 +210,7 @@ async def test_many_leave_at_all_times(start: Start) -> None:
             return
         client = await here.send(body)
         await asyncio.sleep(number * 0.0007)
-        await leave(client, WAYS[number % 2])
+        getattr(client, WAYS[number % 2])()
 
     await asyncio.gather(*(one(number) for number in range(60)))
     await here.site.settled()
@@ -315,14 +267,3 @@ async def test_a_router_that_stops_has_blocks_freed_first(start: Start) -> None:
     assert here.kv.ends() == ["released"]
     assert here.site.metrics.handovers.ends["released"] == 1
     await victim.wake()
-
-
-async def test_the_client_of_a_whole_request_leaves_as_ever(start: Start) -> None:
-    here = await pairs(start, prefills=1, decodes=1)
-    here.kv.wrong("d0", Faults(during=scripts.stall))
-    client = await here.site.send(chat("hi", max_tokens=1))
-    call = await here.site.fakes["d0"].got(1)
-    client.close()
-    await call.was_lost()
-    await here.settled()
-    assert json.loads(call.body)["max_tokens"] == 1

@@ -72,7 +72,7 @@ async def test_no_prefill_starts_for_who_would_stand_there(start: Start) -> None
     for client, body in zip(clients[first:], bodies[first:], strict=True):
         await client.send(request(body))
     await eventually(lambda: here.site.router.queue.length == rest)
-    assert [leg.split()[0] for leg in here.legs()].count("prefill") == first
+    assert here.kinds().count("prefill") == first
     for _ in bodies:
         ends.release()
         tell(here, 1, 0)

@@ -27,7 +27,7 @@ async def test_both_legs_are_cached_apart_and_bear_no_key(start: Start) -> None:
     assert words(await ask(here, body, bearer())) == expected(body)
     await here.settled()
     legs = here.site.served()
-    assert [leg.split()[0] for leg in here.legs()] == ["prefill", "decode"]
+    assert here.kinds() == ["prefill", "decode"]
     salts = {call.json()["cache_salt"] for call in legs}
     assert len(salts) == 1
     assert all(call.all(b"authorization") == [] for call in legs)
@@ -66,7 +66,7 @@ async def test_a_stream_is_paid_for_by_its_usage_and_tells_it_to_who_asks(
     fields = {"stream_options": {"include_usage": True}} if asks else {}
     answer = await ask(here, chat_body(stream=True, **fields), bearer())
     await here.settled()
-    assert [leg.split()[0] for leg in here.legs()] == ["prefill", "decode"]
+    assert here.kinds() == ["prefill", "decode"]
     assert answer.body.endswith(scripts.DONE)
     assert (b'"usage"' in answer.body) is asks
     tenant = here.site.tenant()

@@ -46,14 +46,6 @@ async def test_pipelined_requests_are_answered_in_order(start: Start) -> None:
     assert [call.json()["user"] for call in site.fake.served] == list("012345")
 
 
-async def test_pipelined_streams_do_not_mix(site: Site) -> None:
-    site.fake.then(*(scripts.stream(20, text=f"{name}-") for name in "abc"))
-    client = await site.send(chat(stream=True) * 3)
-    for name in "abc":
-        body = (await client.answer()).body
-        assert body == b"".join(scripts.token(f"{name}-{n}") for n in range(20)) + scripts.DONE
-
-
 async def test_a_great_many_requests_sent_ahead_wait_outside(start: Start) -> None:
     """Only so much of them is held; the rest stays in the client's socket."""
     site = await start()
@@ -78,14 +70,6 @@ async def test_a_heap_of_small_requests_is_answered(site: Site) -> None:
     for number in range(2 * count):
         assert (await client.answer()).status == (200 if number < count else 404)
     await sending
-
-
-async def test_who_asks_much_and_reads_nothing_is_not_read(site: Site) -> None:
-    client = await site.send(get("/metrics"), limit=1024, rcvbuf=4096)
-    client.writer.write(get("/metrics") * 500_000)
-    with pytest.raises(TimeoutError):
-        await client.send(b"", within=0.5)
-    assert client.writer.transport.get_write_buffer_size() > 8 << 20
 
 
 @pytest.mark.parametrize("chunks", [None, (10,)], ids=["fixed", "chunked"])
@@ -280,10 +264,13 @@ async def test_a_body_that_stops_coming_is_given_up(start: Start) -> None:
 
 
 async def test_a_slow_answer_is_no_idle_client(start: Start) -> None:
-    site = await start(wire={"client_idle_s": 0.2, "client_header_s": 0.2})
+    site = await start(wire={"client_idle_s": 10.0, "client_header_s": 10.0})
+    site.stand_still()
     gate = site.fake.hold_next(scripts.answer(200, b"late"))
     client = await site.send(chat())
-    await asyncio.sleep(0.7)
+    await site.fake.got()
+    site.skip(30.0)
+    await site.swept()
     gate.set()
     assert (await client.answer()).body == b"late"
 
@@ -300,30 +287,6 @@ async def test_headers_beyond_the_limit_are_431(site: Site, line: bytes) -> None
     answer.error()
     await client.closed()
     assert site.fake.calls == []
-
-
-async def test_headers_without_end_are_cut_off_soon(start: Start) -> None:
-    site = await start(wire={"max_header_bytes": 4096, "linger_s": 0.1})
-    client = await site.send(b"GET /health HTTP/1.1\r\nHost: a\r\nX: ")
-
-    async def pour() -> int:
-        sent = 0
-        while sent < 100 << 20:
-            await client.send(b"x" * 65536)
-            sent += 65536
-        return sent
-
-    pouring = asyncio.create_task(pour())
-    assert (await client.answer()).status == 431
-    await client.closed()
-    pouring.cancel()
-    [poured] = await asyncio.gather(pouring, return_exceptions=True)
-    assert poured != 100 << 20
-
-
-async def test_a_long_target_is_refused(site: Site) -> None:
-    answer = await site.ask(get("/v1/" + "x" * 70_000))
-    assert answer.status in (414, 431)
 
 
 async def test_headers_within_the_limit_pass(site: Site) -> None:
@@ -362,14 +325,3 @@ async def test_many_small_writes_are_as_good_as_one(site: Site) -> None:
 async def test_blank_lines_before_a_request_are_no_matter(site: Site) -> None:
     client = await site.send(b"\r\n\r\n" + chat())
     assert (await client.answer()).status == 200
-
-
-async def test_an_offer_to_upgrade_is_ignored(site: Site) -> None:
-    """As Java's client makes with its first request."""
-    client = await site.client()
-    lines = (b"Connection: Upgrade, HTTP2-Settings", b"Upgrade: h2c", b"HTTP2-Settings: AAMAAABk")
-    for _ in range(2):
-        assert (await client.ask(request(BODY, *lines))).status == 200
-    for call in site.fake.served:
-        assert call.body == BODY
-        assert call.all(b"upgrade") + call.all(b"http2-settings") == []

@@ -6,7 +6,6 @@ import asyncio
 
 import pytest
 
-from proxy.core.types import Role
 from tests.proxy.wire import scripts
 from tests.proxy.wire.client import chat
 from tests.proxy.wire.conftest import Start
@@ -98,22 +97,6 @@ async def test_a_worker_whose_answers_are_overdue_is_not_given_more(
     assert len(site.fakes[hung].served) - before <= 5
 
 
-async def test_a_prefix_brings_the_next_question_to_the_same_worker(start: Start) -> None:
-    site = await start(Fake("w0"), Fake("w1"), Fake("w2"))
-    for talk in range(5):
-        text = f"conversation {talk}: " + f"word {talk} " * 1500
-        for turn in range(4):
-            text += f" and question {turn}"
-            assert (await site.ask(chat(text))).status == 200
-        talked = [
-            name
-            for name, fake in site.fakes.items()
-            for call in fake.served
-            if f"conversation {talk}:".encode() in call.body
-        ]
-        assert max(map(talked.count, talked)) >= 3
-
-
 async def test_what_was_charged_goes_down_as_tokens_come(start: Start) -> None:
     site = await start(Fake("w0"))
     gate = site.fake.hold_next(scripts.stream(10, end="stall"))
@@ -151,18 +134,3 @@ async def test_a_stream_nobody_expected_is_released_whole(start: Start, stream: 
     while await client.piece():
         pass
     await site.settled()
-
-
-@pytest.mark.parametrize("policy", ["adaptive", "length"])
-async def test_shorts_do_not_go_behind_longs(start: Start, policy: str) -> None:
-    site = await start(
-        Fake("s0", role=Role.SHORT),
-        Fake("l0", role=Role.LONG, max_model_len=131072),
-        router={"policy": policy},
-    )
-    site.fakes["l0"].always(scripts.stall)
-    await send(site, chat("word " * 20_000), chat("words " * 20_000))
-    assert loads(site) == [0, 2]
-    answers = await asyncio.gather(*(site.ask(chat(f"short {n}")) for n in range(20)))
-    assert {answer.status for answer in answers} == {200}
-    assert loads(site) == [20, 2]

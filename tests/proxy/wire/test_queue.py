@@ -72,42 +72,13 @@ async def test_a_full_queue_is_429_and_says_when(start: Start) -> None:
     assert (await client.ask(chat())).status == 200  # the connection goes on
 
 
-async def test_bytes_fill_the_queue_too(start: Start) -> None:
-    site = await start(Fake("w0", max_requests=1), router={"queue_bytes": 2000})
-    gate = asyncio.Event()
-    clients = await fill(site, gate, 3)
-    assert (await site.ask(chat("x" * 2000))).status == 429
-    gate.set()
-    for client in clients:
-        assert (await client.answer()).status == 200
-
-
-async def test_the_time_to_wait_is_reckoned_from_how_fast_places_come_free(start: Start) -> None:
-    """Ten a second for a while, then twenty in the queue: some two seconds."""
-    site = await start(Fake("w0", max_requests=1), router={"queue_requests": 20})
-    gate = asyncio.Event()
-    clients = await fill(site, gate, 20)
-    slow = retry_after(await site.ask(chat()))
-    gate.set()
-    for number in range(200):
-        await clients[number % 21].answer()
-        await clients[number % 21].send(chat())
-        site.skip(0.1)
-    gate.clear()
-    site.fake.always(scripts.gated(gate, scripts.answer()))
-    await eventually(lambda: len(site.router.queue) == 20)
-    fast = retry_after(await site.ask(chat()))
-    gate.set()
-    assert fast <= 4 < slow
-
-
 async def test_waiting_has_an_end(start: Start) -> None:
     site = await start(Fake("w0", max_requests=1), router={"queue_wait_s": 10.0})
     site.stand_still()
     gate = asyncio.Event()
     first, second, third = await fill(site, gate, 2)
     site.skip(9)
-    await asyncio.sleep(0.15)
+    await asyncio.sleep(0.15)  # the router looks at the queue
     assert len(site.router.queue) == 2
     site.skip(1.1)
     for client in (second, third):
@@ -184,16 +155,6 @@ async def test_a_drained_worker_gets_nothing_new_and_finishes_the_old(start: Sta
     for _ in range(5):
         assert (await site.ask(chat())).status == 200
     assert len(site.fakes["w0"].served) == before
-
-
-@pytest.mark.parametrize("policy", ["adaptive", "length", "least_loaded", "round_robin"])
-async def test_every_policy_keeps_the_books(start: Start, policy: str) -> None:
-    site = await start(
-        Fake("w0", max_requests=2), Fake("w1", max_requests=2), router={"policy": policy}
-    )
-    answers = await asyncio.gather(*(site.ask(chat(stream=n % 2 == 0)) for n in range(40)))
-    assert {answer.status for answer in answers} == {200}
-    assert len(site.served()) == 40
 
 
 async def test_who_leaves_the_queue_has_waited_in_it(start: Start) -> None:

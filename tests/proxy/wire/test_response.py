@@ -88,23 +88,6 @@ def test_headers_of_the_hop_stay_behind() -> None:
 
 
 @pytest.mark.parametrize(
-    "data",
-    [
-        b"SSH-2.0-OpenSSH\r\n",
-        b"HTTP/1.1 200 OK\r\nContent-Length: 1\r\nTransfer-Encoding: chunked\r\n\r\n",
-        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: gzip, chunked\r\n\r\n",
-        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: gzip\r\n\r\n",
-        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
-        b"HTTP/1.1 101 Switching\r\nConnection: upgrade\r\nUpgrade: h2c\r\n\r\n",
-        b"HTTP/1.1 200 OK\nContent-Length: 0\n\n",
-    ],
-)
-def test_what_is_no_answer(data: bytes) -> None:
-    with pytest.raises(AnswerError):
-        fed(data)
-
-
-@pytest.mark.parametrize(
     "start", [b"HTTP/1.1 200 OK\r\nX: ", CHUNKED.partition(b"0\r\n")[0] + b"0\r\nX: "]
 )
 def test_headers_and_trailers_without_end_are_cut_off(start: bytes) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 from math import inf
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,11 +20,14 @@ RATE, GRACE_S = 1024, 75.0
 BODY = chat("x" * 200_000)
 
 
-async def begun(start: Start, data: bytes, **wire: Any) -> tuple[Site, Client]:
+async def begun(
+    start: Start, data: bytes, authority: Authority | None = None, **wire: Any
+) -> tuple[Site, Client]:
     """Start a router where no time passes but what is skipped, and send the start of a request."""
-    site = await start(wire={"linger_s": 0.1} | wire)
+    tls = None if authority is None else server_context(authority.port("router"))
+    site = await start(wire={"linger_s": 0.1} | wire, tls=tls)
     site.stand_still()
-    client = await site.send(data)
+    client = await site.send(data, tls=authority and authority.client())
     await reading(site)
     return site, client
 
@@ -52,11 +55,6 @@ async def send(site: Site, client: Client, data: bytes) -> None:
     await eventually(lambda: connection(site)._arrival._body_bytes == before + len(data))
 
 
-async def swept() -> None:
-    """Let the router look at its connections."""
-    await asyncio.sleep(0.5)
-
-
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/v1/files"])
 async def test_a_byte_a_minute_is_refused_in_the_shape_of_the_api(start: Start, path: str) -> None:
     whole = request(b"x" * 100_000, path=path)
@@ -66,7 +64,7 @@ async def test_a_byte_a_minute_is_refused_in_the_shape_of_the_api(start: Start, 
         if not site.wire.clients:
             break
         await client.send(b"x")
-        await swept()
+        await site.swept()
     answer = await client.answer()
     assert answer.status == 408
     error = answer.json()["error"]
@@ -84,7 +82,7 @@ async def test_a_slow_link_is_served(start: Start) -> None:
     for at in range(1000, len(BODY) - 1, 10 * 2 * RATE):
         await send(site, client, BODY[at : min(at + 10 * 2 * RATE, len(BODY) - 1)])
         site.skip(10)
-        await swept()
+        await site.swept()
         assert not connection(site)._leaving
     await client.send(BODY[-1:])
     assert (await client.answer()).status == 200
@@ -99,7 +97,7 @@ async def test_one_below_the_rate_is_refused_once_the_first_seconds_are_over(sta
         at += 10 * RATE // 2
         seconds += 10
         site.skip(10)
-        await asyncio.sleep(0.3)
+        await site.swept()
     # Half of the rate: what is missing has grown to the first 75 s of it after 150 s.
     assert seconds == 160
     assert (await client.answer()).error()["code"] == "slow_body"
@@ -108,20 +106,22 @@ async def test_one_below_the_rate_is_refused_once_the_first_seconds_are_over(sta
 async def test_a_client_may_pause_as_long_as_between_any_two_pieces(start: Start) -> None:
     site, client = await begun(start, BODY[:1000])
     site.skip(0.9 * GRACE_S)
-    await swept()
+    await site.swept()
     await send(site, client, BODY[1000:-1])
     site.skip(0.9 * GRACE_S)
-    await swept()
+    await site.swept()
     await client.send(BODY[-1:])
     assert (await client.answer()).status == 200
 
 
-async def test_chunks_are_held_to_it_too(start: Start) -> None:
-    site, client = await begun(start, request(b"x" * 100, chunks=(1,))[: -6 * 80 - 5])
+@pytest.mark.parametrize("encrypted", [False, True])
+async def test_chunks_are_held_to_it_too(start: Start, tmp_path: Path, encrypted: bool) -> None:
+    data = request(b"x" * 100, chunks=(1,))[: -6 * 80 - 5]
+    site, client = await begun(start, data, Authority(tmp_path) if encrypted else None)
     for _ in range(2):
         await client.send(b"1\r\nx\r\n")
         site.skip(60)
-        await swept()
+        await site.swept()
     assert (await client.answer()).error()["code"] == "slow_body"
 
 
@@ -144,7 +144,7 @@ async def test_the_next_body_of_a_connection_has_its_own_seconds(start: Start) -
         await client.send(part[:100_000])
         await reading(site)
         site.skip(70)
-        await swept()
+        await site.swept()
         await client.send(BODY[100_000:])
         assert (await client.answer()).status == 200
 
@@ -153,23 +153,10 @@ async def test_nought_is_any_rate(start: Start) -> None:
     site, client = await begun(start, BODY[:1000], body_min_bytes_per_s=0)
     for at in range(1000, 1010):
         site.skip(70)
-        await swept()
+        await site.swept()
         await send(site, client, BODY[at : at + 1])
     await client.send(BODY[1010:])
     assert (await client.answer()).status == 200
-
-
-async def test_it_holds_over_tls(start: Start, tmp_path: Any) -> None:
-    authority = Authority(tmp_path)
-    site = await start(tls=server_context(authority.port("router")))  # type: ignore[call-arg]
-    site.stand_still()
-    client = await site.send(BODY[:1000], tls=authority.client())
-    await reading(site)
-    for at in (1000, 1001):
-        site.skip(60)
-        await client.send(BODY[at : at + 1])
-        await swept()
-    assert (await client.answer()).error()["code"] == "slow_body"
 
 
 @pytest.mark.parametrize("ahead", [1000, 2 * MAX_AHEAD], ids=["read ahead", "not read"])
@@ -188,12 +175,12 @@ async def test_time_in_which_the_router_answers_another_request_does_not_count(
     for exchange in site.wire.exchanges:
         exchange.deadline = inf
     site.skip(5 * GRACE_S)
-    await swept()
+    await site.swept()
     gate.set()
     assert (await client.answer()).status == 200
     await reading(site)
     site.skip(0.9 * GRACE_S)
-    await swept()
+    await site.swept()
     client.writer.write(large[ahead:])
     assert (await client.answer()).status == 200
 
@@ -209,12 +196,12 @@ async def test_a_client_that_waits_to_be_told_to_send_has_its_time_from_then_on(
     head, body = chat("x" * 1000, b"Expect: 100-continue").split(b"\r\n\r\n", 1)
     await client.send(head + b"\r\n\r\n")
     site.skip(5 * GRACE_S)
-    await swept()
+    await site.swept()
     gate.set()
     assert (await client.answer()).status == 200
     await reading(site)
     assert (await client.answer()).status == 100
     site.skip(0.9 * GRACE_S)
-    await swept()
+    await site.swept()
     await client.send(body)
     assert (await client.answer()).status == 200

@@ -42,8 +42,10 @@ async def test_the_worker_that_has_it_is_asked_each_time(start: Start) -> None:
     for _ in range(6):
         assert (await go_on(site, holder)).json()["id"] == f"resp_{holder}"
     assert (await site.ask(get(f"{PATH}/resp_{holder}"))).status == 200
-    assert asked(site)[holder] == 8
-    assert sum(asked(site).values()) == 8
+    cancel = request(b"", path=f"{PATH}/resp_{holder}/cancel")
+    assert (await site.ask(cancel)).status == 200
+    assert asked(site)[holder] == sum(asked(site).values()) == 9
+    assert site.fakes[holder].served[-1].path == f"{PATH}/resp_{holder}/cancel"
 
 
 @pytest.mark.parametrize("retrieve", [False, True])

@@ -6,9 +6,7 @@ import json
 from hashlib import sha256
 from typing import Any
 
-import openai
 import pytest
-from openai import AsyncOpenAI
 
 from proxy.control.logs import account
 from proxy.core.limits import Limits
@@ -105,26 +103,6 @@ async def test_balancers_and_scrapers_need_none(guarded: Site) -> None:
         assert (await guarded.ask(get(path))).status == 401
 
 
-async def test_the_official_client_sees_its_errors(guarded: Site) -> None:
-    url = f"http://127.0.0.1:{guarded.port}/v1"
-
-    async def ask(key: str, model: str = "tiny") -> None:
-        async with AsyncOpenAI(base_url=url, api_key=key, max_retries=0, timeout=5) as client:
-            await client.chat.completions.create(model=model, messages=MESSAGES)
-
-    await ask(KEY)
-    with pytest.raises(openai.AuthenticationError, match="Incorrect API key"):
-        await ask("sk-nobodys")
-    keep(guarded, TenantSpec("a", models=frozenset(["x"])), a=KEY)
-    with pytest.raises(openai.PermissionDeniedError, match="may not use the model `tiny`"):
-        await ask(KEY)
-    keep(guarded, TenantSpec("c", limits=Limits(requests_per_minute=1)), c=KEY)
-    await ask(KEY)
-    with pytest.raises(openai.RateLimitError, match="Rate limit reached") as error:
-        await ask(KEY)
-    assert error.value.response.headers["x-ratelimit-remaining-requests"] == "0"
-
-
 # Reload
 
 
@@ -177,13 +155,6 @@ async def test_no_key_of_a_client_reaches_a_worker(start: Start, api_key: str | 
         assert KEY.encode() not in call.head
         assert call.all(b"x-api-key") == call.all(b"api-key") == []
         assert call.all(b"authorization") == ([b"Bearer workers-own"] if api_key else [])
-
-
-async def test_without_tenants_it_does(site: Site) -> None:
-    assert (await site.ask(chat("hi", bearer(), b"X-Api-Key: x"))).status == 200
-    (call,) = site.served()
-    assert call.all(b"authorization") == [b"Bearer " + KEY.encode()]
-    assert call.all(b"x-api-key") == [b"x"]
 
 
 async def test_what_steers_an_engine_stays_behind(guarded: Site) -> None:
@@ -501,24 +472,6 @@ async def test_who_leaves_a_stream_of_few_events_pays_for_its_time(start: Start)
     client.close()
     await eventually(lambda: not site.wire.exchanges)
     assert 3000 <= who.totals.output_tokens < 5000
-
-
-async def test_a_flood_of_one_does_not_hold_the_other_up(start: Start) -> None:
-    site = await start(Fake("w0", max_requests=1))
-    keep(site, TenantSpec("a"), TenantSpec("b"), a=KEY, b=OTHER)
-    gate = site.fake.hold()
-    clients: list[Client] = []
-    for number in range(12):
-        clients.append(await site.client())
-        await clients[-1].send(chat(f"flood {number}", bearer()))
-    await eventually(lambda: len(site.router.queue) == 11)
-    single = await site.send(chat("single", bearer(OTHER)))
-    await eventually(lambda: len(site.router.queue) == 12)
-    gate.set()
-    for client in (*clients, single):
-        assert (await client.answer()).status == 200
-    texts = [call.json()["messages"][0]["content"] for call in site.fake.served]
-    assert texts.index("single") <= 2
 
 
 async def test_a_full_queue_is_not_one_tenants_alone(start: Start) -> None:

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
-import random
 from dataclasses import replace
 from hashlib import sha256
 from typing import Any
 
 import pytest
 
-from proxy.control.tls import server_context
 from proxy.core.tenants import Rank, TenantSpec
-from proxy.core.types import Reason, Role
-from tests.proxy.certificates import Authority
+from proxy.core.types import Role
 from tests.proxy.wire import scripts
 from tests.proxy.wire.client import BrokenError, chat, request
 from tests.proxy.wire.conftest import Start
@@ -54,7 +51,7 @@ def counted(site: Site) -> list[tuple[int, str]]:
 async def is_over(site: Site) -> None:
     """Wait until a request's time is up: not before."""
     site.skip(0.9 * LIMIT_S)
-    await asyncio.sleep(0.5)  # two sweeps
+    await site.swept()
     assert len(site.wire.exchanges) == 1
     site.skip(0.2 * LIMIT_S)
 
@@ -144,23 +141,6 @@ async def test_any_other_answer_that_has_begun_is_broken_off(start: Start) -> No
     assert counted(site) == [(504, "time_limit")]
 
 
-async def test_it_holds_while_a_request_waits_for_a_worker(start: Start) -> None:
-    site = await start(Fake(max_requests=1), wire=WIRE, router={"queue_wait_s": 10 * LIMIT_S})
-    site.stand_still()
-    gate = site.fake.hold()
-    first = asyncio.create_task(site.ask(chat()))
-    await site.fake.got(1)
-    site.skip(0.5 * LIMIT_S)
-    second = asyncio.create_task(site.ask(chat()))
-    await eventually(lambda: site.wire.queued)
-    site.skip(0.6 * LIMIT_S)
-    assert (await first).status == 504
-    gate.set()
-    assert (await second).status == 200, "which takes the room that the first one leaves"
-    third = asyncio.create_task(site.ask(chat()))
-    assert (await third).status == 200
-
-
 async def test_one_that_only_waited_is_over_in_the_queue(start: Start) -> None:
     site = await start(Fake(max_requests=1), wire=WIRE, router={"queue_wait_s": 10 * LIMIT_S})
     site.stand_still()
@@ -226,22 +206,11 @@ async def test_a_request_that_has_not_arrived_by_then_is_a_408(start: Start) -> 
     await eventually(lambda: connection.deadline == site.clock() + LIMIT_S)
     site.skip(0.9 * LIMIT_S)
     await client.send(data[-10:-5])
-    await asyncio.sleep(0.3)
+    await site.swept()
     site.skip(0.2 * LIMIT_S)
     answer = await client.answer()
     assert (answer.status, answer.error()["code"]) == (408, "time_limit")
     assert counted(site) == [(408, "time_limit")]
-
-
-async def test_without_it_a_request_takes_its_time(start: Start) -> None:
-    site = await start()
-    site.stand_still()
-    gate = site.fake.hold()
-    asked = asyncio.create_task(site.ask(chat()))
-    await site.fake.got(1)
-    assert [each.deadline for each in site.wire.exchanges] == [float("inf")]
-    gate.set()
-    assert (await asked).status == 200
 
 
 async def test_a_reload_is_for_requests_that_come_after_it(start: Start) -> None:
@@ -321,65 +290,3 @@ async def test_in_the_decode_leg_before_its_first_byte(here: Pairs) -> None:
     assert await ends(here) == 504
     await call.was_lost()
     assert here.kv.ends() == ["read"]
-
-
-async def test_it_holds_over_tls(start: Start, tmp_path: Any) -> None:
-    authority = Authority(tmp_path)
-    site = await start(wire=WIRE, tls=server_context(authority.port("router")))  # type: ignore[call-arg]
-    site.stand_still()
-    site.fake.always(scripts.stall)
-    client = await site.send(chat(), tls=authority.client())
-    await site.fake.got(1)
-    site.skip(1.1 * LIMIT_S)
-    assert (await client.answer()).status == 504
-
-
-@pytest.mark.parametrize("seed", range(6))
-async def test_whatever_a_request_is_at_it_has_one_end(start: Start, seed: int) -> None:
-    """In the queue, on workers that stall or fail, in streams: nothing is left of any."""
-    dice = random.Random(seed)
-    fakes = [Fake(f"w{n}", max_requests=3) for n in range(3)]
-    site = await start(
-        *fakes,
-        wire=WIRE | {"first_byte_s": 2 * LIMIT_S, "idle_s": 2 * LIMIT_S},
-        router={"queue_wait_s": 10 * LIMIT_S},
-    )
-    site.stand_still()
-    shown = scripts.STREAM_HEAD
-    some = shown + scripts.chunk(scripts.token("a"))
-    kinds = [
-        scripts.stall, scripts.reset, scripts.error(503), scripts.answer(),
-        scripts.raw(some, end="stall"), scripts.raw(some, end="reset"), scripts.stream(2),
-    ]  # fmt: skip
-    for fake in site.fakes.values():
-        fake.then(*(dice.choice(kinds) for _ in range(40)))
-        fake.always(scripts.stall)
-
-    async def one() -> int:
-        client = await site.client()
-        try:
-            await client.send(chat(stream=dice.random() < 0.7))
-            if dice.random() < 0.1:
-                return 499
-            return (await client.answer(within=30)).status
-        except (BrokenError, ConnectionError):
-            return 502
-        finally:
-            client.close()
-
-    async def passes() -> None:
-        while True:
-            await asyncio.sleep(0.02)
-            site.skip(dice.random() * LIMIT_S / 8)
-
-    passing = asyncio.create_task(passes())
-    statuses = await asyncio.gather(*(one() for _ in range(40)))
-    await eventually(lambda: not site.wire.exchanges)
-    passing.cancel()
-    await asyncio.gather(passing, return_exceptions=True)
-    assert 504 in statuses
-    assert set(statuses) <= {200, 429, 499, 502, 503, 504}
-    assert sum(each.count for each in site.metrics.requests.values()) == 40
-    reasons = {reason for _, reason in counted(site)}
-    assert Reason.TIME_LIMIT in reasons
-    await site.settled()

@@ -20,7 +20,7 @@ from tests.proxy.wire import scripts
 from tests.proxy.wire.client import Answer, BrokenError, chat, get
 from tests.proxy.wire.conftest import Start
 from tests.proxy.wire.fake_worker import Call
-from tests.proxy.wire.site import Fake, Site, eventually, sockets
+from tests.proxy.wire.site import Fake, Site, eventually
 
 Begin = Callable[..., Awaitable[Site]]
 DEADLINE_S = 20.0
@@ -33,24 +33,16 @@ def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
 
 
 @pytest.fixture
-async def begin(authority: Authority) -> AsyncIterator[Begin]:
-    """Start routers that show a certificate; nothing of them may be left."""
-    sites: list[Site] = []
-    open_before = sockets()
+def begin(start: Start, authority: Authority) -> Begin:
+    """Start routers that show a certificate."""
 
-    async def start(
+    async def started(
         *fakes: Fake, shown: ssl.SSLContext | None = None, wire: dict[str, Any] | None = None
     ) -> Site:
-        site = Site({}, wire or {})
-        site.wire.tls = shown or server_context(authority.port("router"))
-        sites.append(site)
-        await site.start(fakes or (worker(authority),))
-        return site
+        shown = shown or server_context(authority.port("router"))
+        return await start(*(fakes or (worker(authority),)), wire=wire, tls=shown)
 
-    yield start
-    for site in sites:
-        await site.stop()
-    await eventually(lambda: sockets() <= open_before, lambda: "sockets are left")
+    return started
 
 
 def worker(authority: Authority, *, clients: bool = False, **more: Any) -> Fake:
@@ -179,58 +171,6 @@ async def test_a_worker_that_does_not_shake_hands_is_given_up(
     assert answer.status in (502, 503, 504)
 
 
-async def test_a_client_that_reads_slowly_slows_the_worker(
-    begin: Begin, authority: Authority
-) -> None:
-    site = await begin()
-    site.fake.always(scripts.stream(60_000, text="x" * 1000))
-    client = await site.send(chat(stream=True), tls=authority.client(), rcvbuf=1 << 14)
-    call = await site.fake.got(1)
-    async with asyncio.timeout(DEADLINE_S):
-        await call.connection.stalled.wait()
-    sent = call.connection.sent
-    assert sent < 60_000_000
-    client.close()
-    await call.was_lost()
-    await site.settled()
-
-
-async def test_a_slow_client_gets_all_of_it(begin: Begin, authority: Authority) -> None:
-    site = await begin()
-    body = b'"' + b"x" * (8 << 20) + b'"'
-    site.fake.always(scripts.answer(200, body))
-    client = await site.client(tls=authority.client(), rcvbuf=1 << 14)
-    answer = await client.ask(chat(), within=DEADLINE_S)
-    assert answer.body == body
-    client.close()
-
-
-async def test_a_client_that_leaves_ends_the_workers_work(
-    begin: Begin, authority: Authority
-) -> None:
-    site = await begin()
-    site.fake.always(scripts.stream(3, end="stall"))
-    client = await site.send(chat(stream=True), tls=authority.client())
-    await client.head()
-    client.close()
-    call = await site.fake.got(1)
-    await call.was_lost()
-    await site.settled()
-
-
-async def test_a_broken_answer_is_seen_to_be_broken(begin: Begin, authority: Authority) -> None:
-    site = await begin()
-    site.fake.always(
-        scripts.raw(
-            b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 99\r\n\r\n{",
-            end="reset",
-        )
-    )
-    client = await site.client(tls=authority.client())
-    with pytest.raises((BrokenError, OSError, asyncio.IncompleteReadError)):
-        await client.ask(chat())
-
-
 @pytest.mark.parametrize("end", ["close", "cut"])
 async def test_an_end_that_nobody_announced_is_no_end(
     begin: Begin, authority: Authority, end: str
@@ -280,22 +220,6 @@ async def test_an_answer_breaks_off_just_when_its_client_has_gone(
     await asyncio.wait_for(broken_off, DEADLINE_S)
 
 
-async def test_what_can_not_be_read_is_refused_in_words(begin: Begin, authority: Authority) -> None:
-    site = await begin(wire={"linger_s": 0.2})
-    client = await site.client(tls=authority.client())
-    answer = await client.ask(b"NONSENSE\r\n\r\n")
-    assert answer.status == 400
-    async with asyncio.timeout(DEADLINE_S):
-        assert await client.reader.read() == b""
-
-
-async def test_tokens_are_counted_over_tls_too(begin: Begin, authority: Authority) -> None:
-    site = await begin(worker(authority, max_model_len=2048), worker(authority, name="w1"))
-    await ask(site, authority.client(), chat("word " * 1600))
-    calls = [call for fake in site.fakes.values() for call in fake.calls]
-    assert "/tokenize" in {call.path for call in calls}
-
-
 async def test_a_renewed_certificate_is_shown_and_nobody_is_cut_off(
     begin: Begin, authority: Authority
 ) -> None:
@@ -315,15 +239,6 @@ async def test_a_renewed_certificate_is_shown_and_nobody_is_cut_off(
     assert (await before.ask(chat())).status == (await after.ask(chat())).status == 200
     before.close()
     after.close()
-
-
-async def test_a_drain_ends_connections(begin: Begin, authority: Authority) -> None:
-    site = await begin()
-    client = await site.client(tls=authority.client())
-    assert (await client.ask(get("/health"))).status == 200
-    await site.wire.drain(1.0)
-    async with asyncio.timeout(DEADLINE_S):
-        assert await client.reader.read() == b""
 
 
 async def kept(site: Site, authority: Authority, data: bytes) -> ssl.SSLSocket:
@@ -377,9 +292,3 @@ async def pieces_of(client: ssl.SSLSocket) -> AsyncIterator[bytes]:
     """Read to the end."""
     while piece := await asyncio.to_thread(client.recv, 1 << 16):
         yield piece
-
-
-async def test_a_plain_fleet_knows_nothing_of_it(start: Start) -> None:
-    site = await start()
-    assert site.worker().spec.tls is None
-    assert (await site.ask(chat())).status == 200
