@@ -70,55 +70,6 @@ async def test_a_stream_that_ends_with_an_error_event_closes_only_where_the_clie
     assert await client.closed() == b""
 
 
-async def test_http_1_0_gets_the_event_too(site: Site) -> None:
-    site.fake.then(FAILURES["reset"])
-    client = await site.send(chat(stream=True).replace(b"HTTP/1.1", b"HTTP/1.0"))
-    await client.head()
-    body = await client.closed()
-    assert b'"error"' in body.split(b"\n\n")[-2]
-    assert b"[DONE]" not in body
-
-
-async def test_events_with_types_get_one_of_their_kind(site: Site) -> None:
-    """As /v1/responses and /v1/messages stream."""
-    typed = b'event: response.output_text.delta\ndata: {"type": "x", "delta": "a"}\n\n'
-    site.fake.then(scripts.raw(SSE_HEAD + scripts.chunk(typed), end="reset"))
-    body = b'{"model": "tiny", "input": "hi", "stream": true}'
-    client = await site.send(request(body, path="/v1/responses"))
-    *_, last = await read_events(client)
-    name, data = last.split(b"\n")
-    assert name == b"event: error"
-    parsed = json.loads(data.removeprefix(b"data: "))
-    assert parsed["type"] == "error"
-    assert parsed["error"]["message"]
-
-
-@pytest.mark.parametrize("began", [False, True])
-async def test_cohere_s_ends_as_such_streams_do(site: Site, began: bool) -> None:
-    """Its events have no names: whoever reads them looks at their types."""
-    said = b'data: {"delta":{},"type":"message-start"}\n\n'
-    if began:
-        said += b'data: {"index":0,"delta":{},"type":"content-delta"}\n\n'
-    site.fake.then(scripts.raw(SSE_HEAD + scripts.chunk(said), end="reset"))
-    body = b'{"model": "tiny", "messages": [], "stream": true}'
-    client = await site.send(request(body, path="/cohere/v2/chat"))
-    *_, last, done = await read_events(client)
-    end = json.loads(last.removeprefix(b"data: "))
-    assert end["type"] == "message-end"
-    assert end["delta"]["finish_reason"] == "ERROR"
-    assert end["delta"]["error"]
-    assert done == b"data: [DONE]"
-
-
-async def test_a_stream_that_ended_well_gets_no_error(site: Site) -> None:
-    """Some close the connection after [DONE] and the last chunk."""
-    tail = scripts.chunk(scripts.DONE) + scripts.LAST_CHUNK
-    for end in ("keep", "close", "reset"):
-        site.fake.then(scripts.raw(SSE_HEAD + CHUNKS + tail, end=end))
-        answer = await site.ask(chat(stream=True))
-        assert answer.body == b"".join(FIRST) + scripts.DONE
-
-
 def typed(name: str, **data: object) -> bytes:
     """Return an event with a name, as /v1/responses and /v1/messages send."""
     return f"event: {name}\ndata: {json.dumps({'type': name, **data})}\n\n".encode()
@@ -315,25 +266,3 @@ async def test_requests_sent_ahead_behind_a_body_that_breaks_off_are_not_answere
     await client.head()
     assert await client.closed() in (b"{", b"")
     assert len(site.fake.served) == 1
-
-
-async def test_a_stream_of_a_stated_length_is_broken_off(site: Site) -> None:
-    """No event fits into a body whose length is promised."""
-    head = scripts.head(200, (b"content-type", scripts.SSE), (b"content-length", b"5000"))
-    site.fake.then(scripts.raw(head + FIRST[0], end="reset"))
-    client = await site.send(chat(stream=True))
-    head_read = await client.head()
-    if head_read.all(b"content-length"):
-        rest = await client.closed()
-        assert len(rest) < 5000
-        assert b"[DONE]" not in rest
-    else:
-        assert b'"error"' in await client.body(head_read)
-
-
-async def test_it_counts_as_a_failure_of_the_worker(start: Start) -> None:
-    site = await start(Fake("w0"), Fake("w1"), router={"policy": "round_robin"})
-    site.fakes["w0"].always(FAILURES["reset"])
-    for _ in range(12):
-        await site.ask(chat(stream=True))
-    assert len(site.fakes["w0"].served) == 3

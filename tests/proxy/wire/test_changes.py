@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from dataclasses import replace
 
 import pytest
 
 from proxy.config import ProbeConfig
-from proxy.control.probe import Prober
 from proxy.core.router import RouterSettings
 from proxy.wire.client import ClientConnection
 from tests.proxy.wire import scripts
 from tests.proxy.wire.client import Client, chat
 from tests.proxy.wire.conftest import Start
-from tests.proxy.wire.site import Fake, Site, eventually
+from tests.proxy.wire.site import Fake, eventually
 
 PROBES = ProbeConfig(interval_s=0.05, timeout_s=0.2, down_after=3, up_after=2)
 
@@ -121,46 +117,3 @@ async def test_so_do_they_on_one_that_was_accepted_before(start: Start) -> None:
     client.close()
     server.close()
     assert answer.status == 413
-
-
-@asynccontextmanager
-async def probing(site: Site, settings: ProbeConfig = PROBES) -> AsyncIterator[None]:
-    """Let the real probes run."""
-    site.fleet.down_after, site.fleet.up_after = settings.down_after, settings.up_after
-    task = asyncio.create_task(Prober(site.router, settings).run())
-    try:
-        yield
-    finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-
-
-async def test_probes_find_workers_and_learn_what_they_hold(start: Start) -> None:
-    site = await start(Fake("w0", up=False, max_model_len=2048))
-    early = asyncio.create_task(site.ask(chat()))
-    async with probing(site):
-        await eventually(lambda: site.worker().up)
-        await eventually(lambda: site.worker().max_model_len == 2048)
-        assert (await early).status == 200
-        assert (await site.ask(chat())).status == 200
-        answer = await site.ask(chat("word " * 20_000))
-        assert answer.error()["code"] == "context_length_exceeded"
-        await eventually(lambda: site.worker().gauges is not None)
-
-
-async def test_a_worker_that_hangs_is_found_out_and_welcomed_back(start: Start) -> None:
-    site = await start(Fake("w0", up=False), Fake("w1", up=False))
-    async with probing(site):
-        await eventually(lambda: all(worker.up for worker in site.fleet))
-        site.fakes["w0"].always(scripts.stall, "/health")
-        begun = time.monotonic()
-        await eventually(lambda: not site.worker("w0").up)
-        assert time.monotonic() - begun > 0.4  # three of them, not the first
-        assert site.worker("w1").up
-        for _ in range(5):
-            assert (await site.ask(chat())).status == 200
-        assert site.fakes["w0"].served == []
-        site.fakes["w0"].always(scripts.answer(200, b""), "/health")
-        await eventually(lambda: site.worker("w0").up)
-        await asyncio.gather(*(site.ask(chat()) for _ in range(10)))
-        assert site.fakes["w0"].served != []

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator
-from hashlib import sha256
 from typing import Any
 
 import anthropic
@@ -15,11 +14,10 @@ from anthropic.types.shared import ErrorResponse
 from openai import AsyncOpenAI
 from openai.types.responses import ResponseErrorEvent
 
-from proxy.core.tenants import TenantSpec
 from proxy.core.types import Reason, Refusal
 from proxy.wire.dialects import error, error_for
 from tests.proxy.wire import scripts
-from tests.proxy.wire.client import Answer, chat, request
+from tests.proxy.wire.client import Answer, request
 from tests.proxy.wire.conftest import Start
 from tests.proxy.wire.site import Fake, Site
 
@@ -127,24 +125,6 @@ async def test_anthropic_s_client_knows_what_was_refused(
     gone = await refused(client)
     assert (gone.status_code, kind_of(gone)) == (503, "overloaded_error")
     assert int(gone.response.headers["retry-after"]) >= 1
-
-
-async def test_keys_and_full_queues_in_anthropic_s_words(start: Start) -> None:
-    site = await start(Fake("w0", max_requests=1), router={"queue_requests": 0})
-    hashes = {sha256(KEY.encode()).digest(): "a"}
-    site.router.tenants.replace([TenantSpec("a")], hashes)
-    async with client_of(site, "sk-nobodys") as stranger:
-        unknown = await refused(stranger)
-    assert (type(unknown), kind_of(unknown)) == (
-        anthropic.AuthenticationError,
-        "authentication_error",
-    )
-    site.fake.always(scripts.stall)
-    await site.send(chat("hi", b"Authorization: Bearer " + KEY.encode()))
-    await site.fake.got()
-    async with client_of(site, KEY) as client:
-        full = await refused(client)
-    assert (type(full), kind_of(full)) == (anthropic.RateLimitError, "rate_limit_error")
 
 
 async def test_one_that_is_too_large_behind_others_like_it(start: Start) -> None:

@@ -242,17 +242,3 @@ async def test_past_the_deadline_the_rest_is_cut_off(start: Start) -> None:
     for call in site.fake.served:
         await call.was_lost()
     await site.settled()
-
-
-async def test_closing_leaves_nothing(site: Site) -> None:
-    site.fake.always(scripts.stall)
-    clients = [await site.client() for _ in range(5)]
-    for client in clients:
-        await client.send(chat())
-    await site.fake.got(5)
-    await site.wire.close()
-    for client in clients:
-        await client.closed()
-    for call in site.fake.served:
-        await call.was_lost()
-    await site.settled()

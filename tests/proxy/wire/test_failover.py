@@ -83,17 +83,6 @@ async def test_another_worker_gets_the_same_request(start: Start, name: str, str
     assert passed(first) == passed(second)
 
 
-async def test_a_large_body_is_sent_again_whole(start: Start) -> None:
-    site = await start(Fake("w0"), Fake("w1"))
-    for name in site.fakes:
-        site.worker(name).max_model_len = None
-    site.always(first_fails(scripts.reset))
-    body = b'{"model": "tiny", "prompt": "%s", "max_tokens": 1}' % (b"0.70 \\u00e9 " * 400_000)
-    answer = await site.ask(request(body, path="/v1/completions", chunks=(50_000,)), within=10.0)
-    assert answer.status == 200
-    assert [call.body == body for call in site.served()] == [True, True]
-
-
 async def test_one_that_breaks_off_while_the_request_is_sent_is_replaced(start: Start) -> None:
     """It reads a part of the body and resets."""
     site = await start(Fake("w0"), Fake("w1"))
@@ -273,18 +262,6 @@ async def test_all_that_a_worker_had_goes_to_others(start: Start, how: str) -> N
     await eventually(lambda: len(site.served()) == 300, within=10.0)
     rest.set()
     assert {(await each).status for each in asking} == {200}
-
-
-async def test_a_fleet_that_fails_whole_is_not_asked_for_all_of_it_again(start: Start) -> None:
-    site = await start(*(Fake(f"w{n}") for n in range(4)), router={"policy": "round_robin"})
-    rest = asyncio.Event()
-    site.always(scripts.gated(rest, scripts.error(500)))
-    asking = await crowd(site, 240)
-    rest.set()
-    answers = [await each for each in asking]
-    assert {each.status for each in answers} == {500}
-    # What half of it had, and what the requests have earned.
-    assert len(site.served()) - 240 <= 120 + 10 + 0.2 * 240 + 3
 
 
 async def test_where_the_budget_is_spent_a_client_hears_when_to_come_back(start: Start) -> None:

@@ -140,13 +140,6 @@ async def test_chunked_is_read_in_any_case(site: Site) -> None:
     assert site.fake.served[0].body == BODY
 
 
-async def test_a_body_of_a_get_belongs_to_it(site: Site) -> None:
-    client = await site.send(
-        b"GET /health HTTP/1.1\r\n" + HOST + LENGTH + b"\r\n" + BODY + get("/ready")
-    )
-    assert [(await client.answer()).status for _ in range(2)] == [200, 200]
-
-
 async def test_a_refused_path_still_has_its_body_read(site: Site) -> None:
     """Or else the body would be taken for the next request."""
     client = await site.client()
@@ -242,39 +235,3 @@ async def test_a_broken_answer_to_http_1_0_does_not_look_whole(site: Site) -> No
     with pytest.raises(ConnectionError):
         async with asyncio.timeout(DEADLINE_S):
             await client.reader.read()
-
-
-async def test_bytes_after_an_answer_belong_to_nobody(site: Site) -> None:
-    """Such a connection is not used again: they might be taken for the next one's answer."""
-    forged = b"HTTP/1.1 200 OK\r\nContent-Length: 6\r\n\r\nforged"
-    site.fake.then(scripts.raw(HEAD + b"Content-Length: 2\r\n\r\n{}" + forged))
-    client = await site.client()
-    assert (await client.ask(chat())).body == b"{}"
-    assert b"forged" not in (await client.ask(chat())).body
-    assert len(site.fake.connections) == 2
-
-
-@pytest.mark.parametrize("length", [b"", b"Content-Length: 0\r\n", b"Content-Length: 7\r\n"])
-@pytest.mark.parametrize("status", [204, 304])
-async def test_an_answer_that_has_no_body_ends_with_its_head(
-    site: Site, status: int, length: bytes
-) -> None:
-    site.fake.then(scripts.raw(b"HTTP/1.1 %d X\r\nETag: a\r\n%b\r\n" % (status, length)))
-    client = await site.client()
-    answer = await client.ask(chat())
-    assert (answer.status, answer.all(b"etag")) == (status, [b"a"])
-    assert answer.all(b"transfer-encoding") == []
-    assert len(answer.all(b"content-length")) == (status == 304 and bool(length))
-    assert (await client.ask(chat())).status == 200
-
-
-async def test_a_worker_may_answer_in_http_1_0(site: Site) -> None:
-    head = HEAD.replace(b"1.1", b"1.0")
-    site.fake.then(
-        scripts.raw(head + b"Content-Length: 2\r\n\r\n{}", end="close"),
-        scripts.raw(head + b"\r\n{}", end="close"),
-    )
-    client = await site.client()
-    for _ in range(2):
-        answer = await client.ask(chat())
-        assert (answer.version, answer.body) == (b"HTTP/1.1", b"{}")

@@ -113,35 +113,6 @@ async def test_going_on_is_said_when_its_turn_has_come(site: Site) -> None:
     assert (await client.answer()).status == 200
 
 
-@pytest.mark.parametrize(
-    ("lines", "status"),
-    [
-        ((b"Content-Length: 99999999999",), 413),
-        ((b"Expect: a-miracle", b"Content-Length: 2"), 417),
-    ],
-)
-async def test_a_client_that_asks_first_may_be_told_no(
-    site: Site, lines: tuple[bytes, ...], status: int
-) -> None:
-    client = await site.client()
-    head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\n" + b"\r\n".join(lines)
-    extra = b"" if b"Expect" in head else b"\r\n" + EXPECT
-    await client.send(head + extra + b"\r\n\r\n")
-    answer = await client.answer()
-    assert answer.status == status
-    answer.error()
-    assert site.fake.calls == []
-
-
-async def test_expecting_at_an_unknown_path_is_refused_before_the_body(site: Site) -> None:
-    client = await site.client()
-    head, _, _ = request(BODY, EXPECT, path="/nowhere").partition(b"\r\n\r\n")
-    await client.send(head + b"\r\n\r\n")
-    answer = await client.answer()
-    assert answer.status == 404
-    await client.closed()  # whether a body follows nobody knows
-
-
 async def test_head_is_get_without_a_body(site: Site) -> None:
     client = await site.client()
     for path in ("/health", "/ready", "/v1/models", "/metrics"):
@@ -155,27 +126,6 @@ async def test_head_is_get_without_a_body(site: Site) -> None:
     answer = await client.ask(request(b"", path="/v1/chat/completions", method="HEAD"))
     assert answer.status == 405
     assert (await client.ask(chat())).status == 200  # no bytes of a body were in between
-
-
-async def test_http_1_0_gets_no_chunks_and_a_closed_connection(site: Site) -> None:
-    site.fake.then(scripts.stream(5))
-    client = await site.send(request(b'{"model": "tiny", "stream": true}', version="1.0"))
-    head = await client.head()
-    assert head.status == 200
-    assert head.all(b"transfer-encoding") == []
-    assert head.all(b"content-length") == []
-    body = await client.closed()
-    assert body == b"".join(scripts.token(f"tok {n}") for n in range(5)) + scripts.DONE
-
-
-async def test_http_1_0_may_keep_its_connection(site: Site) -> None:
-    client = await site.client()
-    for _ in range(3):
-        answer = await client.ask(request(BODY, b"Connection: keep-alive", version="1.0"))
-        assert answer.status == 200
-        assert answer.one(b"connection").lower() == b"keep-alive"
-    assert (await client.ask(request(BODY, version="1.0"))).status == 200
-    assert await client.closed() == b""
 
 
 async def test_http_1_0_needs_no_host_and_never_hears_of_continue(site: Site) -> None:
@@ -273,26 +223,6 @@ async def test_a_slow_answer_is_no_idle_client(start: Start) -> None:
     await site.swept()
     gate.set()
     assert (await client.answer()).body == b"late"
-
-
-@pytest.mark.parametrize(
-    "line",
-    [b"X-Long: " + b"x" * 70_000, b"\r\n".join(b"X-%d: y" % n for n in range(12_000))],
-    ids=["one", "many"],
-)
-async def test_headers_beyond_the_limit_are_431(site: Site, line: bytes) -> None:
-    client = await site.send(request(BODY, line))
-    answer = await client.answer()
-    assert answer.status == 431
-    answer.error()
-    await client.closed()
-    assert site.fake.calls == []
-
-
-async def test_headers_within_the_limit_pass(site: Site) -> None:
-    answer = await site.ask(request(BODY, b"X-Long: " + b"x" * 60_000))
-    assert answer.status == 200
-    assert site.fake.served[0].all(b"x-long") == [b"x" * 60_000]
 
 
 @pytest.mark.parametrize("chunks", [None, (1000,)], ids=["fixed", "chunked"])

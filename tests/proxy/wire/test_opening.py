@@ -11,7 +11,7 @@ from proxy.wire import opening
 from proxy.wire.handing import HandOver
 from tests.proxy.wire import scripts
 from tests.proxy.wire.conftest import Start
-from tests.proxy.wire.fake_worker import Call, Script
+from tests.proxy.wire.fake_worker import Call
 from tests.proxy.wire.kv import CHAT, DELTAS, OPENINGS, Faults
 from tests.proxy.wire.pairs import Pairs, ask, pairs
 from tests.proxy.wire.scripts import LAST_CHUNK, SSE, chunk
@@ -49,8 +49,6 @@ def test_an_opening_tells_nothing_however_much_of_it_is_there(path: str) -> None
 def test_what_is_no_stream_is_not_held(text: bytes) -> None:
     assert opening.after(text) == 0
     assert not opening.says_failed(text)
-
-
 
 
 @pytest.mark.parametrize("path", OPENINGS)

@@ -91,15 +91,6 @@ async def test_waiting_has_an_end(start: Start) -> None:
     assert len(site.fake.served) == 1
 
 
-async def test_no_worker_is_503(start: Start) -> None:
-    site = await start(Fake("w0"))
-    site.down("w0")
-    answer = await site.ask(chat())
-    assert answer.status == 503
-    answer.error()
-    assert retry_after(answer) >= 1
-
-
 async def test_a_worker_not_yet_probed_gets_nothing(start: Start) -> None:
     site = await start(Fake("w0", up=False))
     asking = asyncio.create_task(site.ask(chat()))
@@ -129,32 +120,6 @@ async def test_who_waits_for_a_worker_that_goes_down_is_told(start: Start) -> No
     assert (await second.answer()).status == 503
     gate.set()
     assert (await first.answer()).status == 200  # what is under way goes on
-
-
-async def test_who_waits_gets_a_worker_that_comes_up(start: Start) -> None:
-    site = await start(Fake("w0", max_requests=1), Fake("w1", up=False))
-    gate = site.fakes["w0"].hold()
-    asking = [asyncio.create_task(site.ask(chat())) for _ in range(2)]
-    await eventually(lambda: len(site.router.queue) == 1)
-    site.up("w1")
-    await site.fakes["w1"].got()
-    gate.set()
-    assert {answer.status for answer in await asyncio.gather(*asking)} == {200}
-
-
-async def test_a_drained_worker_gets_nothing_new_and_finishes_the_old(start: Start) -> None:
-    site = await start(Fake("w0"), Fake("w1"))
-    gate = site.hold()
-    asking = [asyncio.create_task(site.ask(chat())) for _ in range(4)]
-    await eventually(lambda: len(site.served()) == 4)
-    before = len(site.fakes["w0"].served)
-    assert before > 0
-    site.fleet.drain("w0")
-    gate.set()
-    assert {answer.status for answer in await asyncio.gather(*asking)} == {200}
-    for _ in range(5):
-        assert (await site.ask(chat())).status == 200
-    assert len(site.fakes["w0"].served) == before
 
 
 async def test_who_leaves_the_queue_has_waited_in_it(start: Start) -> None:

@@ -100,14 +100,6 @@ async def test_an_unknown_model_is_404_in_openais_words(site: Site) -> None:
     assert site.fake.calls == []
 
 
-async def test_an_output_limit_is_for_the_largest_worker_to_cut(start: Start) -> None:
-    site = await start(Fake("w0", max_model_len=2048), Fake("w1", max_model_len=1024))
-    assert (await site.ask(chat("hi", max_tokens=2040))).status == 200
-    assert len(site.fakes["w0"].served) == 1
-    assert (await site.ask(chat("hi", max_tokens=2049))).status == 400
-    assert len(site.served()) == 1
-
-
 NEAR = chat("word " * 1600)  # estimated at some 2,000 tokens, and 16 more for the output
 
 
