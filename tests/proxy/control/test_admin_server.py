@@ -178,9 +178,7 @@ async def test_requests_that_are_answered_give_way_to_none(served: Served) -> No
 @pytest.mark.parametrize(
     ("files", "most"), [(64, 8), (20, 4), (1 << 20, 64), (resource.RLIM_INFINITY, 64)]
 )
-def test_the_bound_is_a_share_of_the_open_files(
-    monkeypatch: pytest.MonkeyPatch, files: int, most: int
-) -> None:
+def test_the_bound_and_open_files(monkeypatch: pytest.MonkeyPatch, files: int, most: int) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _: (files, files))
     assert max_connections() == most
 
@@ -262,9 +260,7 @@ def timers(monkeypatch: pytest.MonkeyPatch) -> Timers:
     ],
     ids=["nothing", "half a head", "idle", "half a second head", "half a body", "half of chunks"],
 )
-async def test_a_request_that_is_not_whole_in_time_ends_its_connection(
-    timers: Timers, served: Served, data: bytes
-) -> None:
+async def test_half_requests_have_a_deadline(timers: Timers, served: Served, data: bytes) -> None:
     client = await served.connect()
     await client.send(data)
     if data.startswith(get("/hello")):
@@ -282,9 +278,7 @@ async def test_a_request_that_is_not_whole_in_time_ends_its_connection(
     client.close()
 
 
-async def test_a_stream_has_no_end_while_its_client_takes_it(
-    timers: Timers, served: Served
-) -> None:
+async def test_a_stream_that_is_read_has_no_end(timers: Timers, served: Served) -> None:
     client = await served.connect()
     await client.send(get("/endless?size=1"))
     await client.head()
@@ -385,9 +379,7 @@ async def test_how_much_of_a_body_is_held() -> None:
 # TLS
 
 
-async def test_tls_handshakes_are_bounded_too(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+async def test_tls_handshakes_are_bounded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(admin_server, "MAX_CONNECTIONS", MOST)
     authority = Authority(tmp_path)
     context = ssl.create_default_context(cafile=authority.ca_file)
@@ -438,7 +430,7 @@ def no_more_files(spare: int = 0) -> Any:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
-async def test_it_serves_again_once_there_are_open_files(
+async def test_it_serves_once_files_are_free(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(admin_server, "NO_FILES_PAUSE_S", 0.05)

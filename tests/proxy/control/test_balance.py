@@ -61,9 +61,7 @@ def test_a_prefill_worker_is_busy_while_a_prompt_is_charged_to_it() -> None:
 
 @pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
 @pytest.mark.parametrize(("prompts", "busy"), [(1, 0.11), (8, 0.5), (200, 0.96)])
-def test_steps_that_compute_little_have_room_for_more(
-    role: Role, prompts: int, busy: float
-) -> None:
+def test_short_steps_have_room_for_more(role: Role, prompts: int, busy: float) -> None:
     """A worker that is never without a short prompt is busy once they fill its steps."""
     here = sides()
     for worker in here.fleet:
@@ -118,7 +116,7 @@ def test_what_waits_is_told() -> None:
         (0.02, 0.0, 100, 0.0),
     ],
 )
-def test_a_decode_worker_is_as_busy_as_its_steps_are_long(
+def test_long_decode_steps_are_busy(
     base_s: float, each_s: float, decoding: int, busy: float
 ) -> None:
     """Though its cache is all but empty."""
@@ -142,9 +140,7 @@ def test_a_decode_worker_that_prefills_is_busy() -> None:
 
 
 @pytest.mark.parametrize(("waiting", "short", "wanted"), [(0, "neither", 0), (8, "decode", 2.1)])
-def test_a_decode_worker_in_whose_queue_others_wait_is_busy(
-    waiting: int, short: str, wanted: float
-) -> None:
+def test_a_decode_worker_with_a_queue_is_busy(waiting: int, short: str, wanted: float) -> None:
     """Though its cache is all but empty: it may have no more seats."""
     here = sides()
     found = Balance(here)

@@ -72,9 +72,7 @@ def test_an_empty_answer_keeps_everybody(seen: Seen, caplog: pytest.LogCaptureFi
     assert len([r for r in caplog.records if "nobody is left of 2 workers" in r.message]) == 1
 
 
-def test_that_nobody_was_ever_there_is_said_once(
-    seen: Seen, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_empty_pool_is_said_once(seen: Seen, caplog: pytest.LogCaptureFixture) -> None:
     for _ in range(3):
         seen.pool.told({})
     assert [r.message for r in caplog.records] == ["discovery of pool short: nobody is there yet"]
@@ -119,9 +117,7 @@ def test_those_kept_are_given_up_one_by_one(seen: Seen) -> None:
     assert seen.useful == {"s-2": True}
 
 
-def test_trouble_is_said_once_and_so_is_its_end(
-    seen: Seen, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_trouble_and_its_end_are_said_once(seen: Seen, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     seen.pool.told(endpoints("s-1"))
     for _ in range(3):

@@ -240,9 +240,7 @@ def test_the_files_workers_come_first(worker: str) -> None:
     assert len(site.names) == 2
 
 
-def test_one_that_an_operator_added_by_that_name_is_not_replaced(
-    site: Site, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_operator_s_namesake_is_kept(site: Site, caplog: pytest.LogCaptureFixture) -> None:
     from proxy.core.records import WorkerSpec
     from proxy.core.types import Role
 
@@ -308,9 +306,7 @@ def test_a_reload_that_can_not_be_taken_changes_nothing(site: Site, tmp_path: Pa
     assert worker.spec.max_requests == 7
 
 
-async def test_kept_workers_stay_for_as_long_as_they_answer(
-    site: Site, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_kept_workers_stay_while_up(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "LOOK_S", 0.01)
     site.told("s-1", "s-2")
     for name in site.names:
@@ -325,9 +321,7 @@ async def test_kept_workers_stay_for_as_long_as_they_answer(
         await until(lambda: site.names == [])
 
 
-async def test_sources_run_come_and_go_with_the_file(
-    site: Site, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_sources_follow_the_file(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "LOOK_S", 0.01)
     async with site.running():
         await until(lambda: [each.runs for each in site.sources] == [1, 1])
@@ -336,9 +330,7 @@ async def test_sources_run_come_and_go_with_the_file(
         assert len(site.discovery._tasks) == 2
 
 
-async def test_a_source_that_fails_is_started_again(
-    site: Site, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_failed_source_is_restarted(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "LOOK_S", 0.01)
     runs = asyncio.Event()
 
@@ -378,9 +370,7 @@ def fleet_file(path: Path, api: str) -> FleetConfig:
     return load(path)
 
 
-async def test_two_routers_find_keep_and_lose_real_workers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_two_routers_find_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("proxy.control.kubernetes.FIRST_PAUSE_S", 0.02)
     monkeypatch.setattr("proxy.control.kubernetes.LONGEST_PAUSE_S", 0.05)
     monkeypatch.setattr(module, "LOOK_S", 0.01)

@@ -356,9 +356,7 @@ async def shown(viewer: Viewer, site: Site) -> dict[str, dict[str, Any]]:
     return {named(row)["worker"]: named(row) for row in data["rows"]}
 
 
-async def test_what_a_process_that_died_had_under_way_is_shown_no_more(
-    crew: tuple[list[Sibling], Viewer],
-) -> None:
+async def test_requests_of_a_dead_process_are_gone(crew: tuple[list[Sibling], Viewer]) -> None:
     sites, viewer = crew
     sites[0].request("s0")
     sites[1].request("l0")

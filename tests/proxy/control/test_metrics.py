@@ -178,9 +178,7 @@ def test_caches_as_workers_tell_of_them(metrics: Metrics, router: Router) -> Non
     assert value(metrics, "proxy_worker_kv_capacity_tokens", **s0) == 16000
 
 
-def test_seats_as_far_as_anything_tells_how_many_there_are(
-    metrics: Metrics, router: Router
-) -> None:
+def test_seats_as_far_as_their_number_is_known(metrics: Metrics, router: Router) -> None:
     for name, seats in (("d0", 4), ("d1", None)):
         spec = WorkerSpec(name, f"http://{name}:1", Role.DECODE, "tiny", seats=seats)
         worker = router.fleet.add(spec)
@@ -476,9 +474,7 @@ def test_a_hand_over_is_counted_leg_by_leg(metrics: Metrics, router: Router) -> 
 
 
 @pytest.mark.parametrize("openmetrics", [False, True])
-def test_every_family_is_there_in_both_formats(
-    metrics: Metrics, router: Router, openmetrics: bool
-) -> None:
+def test_all_families_in_both_formats(metrics: Metrics, router: Router, openmetrics: bool) -> None:
     full(metrics, router)
     found = families(metrics, openmetrics=openmetrics)
     ours = {name for name in found if name.startswith("proxy_")}
@@ -520,9 +516,7 @@ def test_prometheus_itself_has_no_complaint(metrics: Metrics, router: Router) ->
     assert (checked.returncode, checked.stdout, checked.stderr) == (0, "", "")
 
 
-async def test_while_a_page_is_written_others_have_their_turns(
-    metrics: Metrics, router: Router
-) -> None:
+async def test_writing_a_page_lets_others_run(metrics: Metrics, router: Router) -> None:
     router.fleet.set_served("s0", ["tiny", "late"])
     for number in range(4 * SLICE):
         done(metrics, worker=f"w{number}")

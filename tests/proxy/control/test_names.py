@@ -170,9 +170,7 @@ async def test_a_name_that_could_not_be_looked_up_is_not_waited_for(resolver: Re
     assert resolver.asked == ["gone", "gone"]
 
 
-async def test_a_name_is_looked_up_again_once_that_is_old(
-    resolver: Resolver, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_old_names_are_looked_up(resolver: Resolver, monkeypatch: pytest.MonkeyPatch) -> None:
     resolver.known["w0"] = ("10.0.0.1",)
     await NAMES.find("w0")
     resolver.known["w0"] = ("10.0.0.2",)
@@ -259,9 +257,7 @@ async def hole() -> AsyncIterator[FakeWorker]:
     await fake.stop()
 
 
-async def test_an_address_that_does_not_answer_leaves_the_next_its_time(
-    resolver: Resolver, hole: FakeWorker
-) -> None:
+async def test_the_next_address_has_its_own_time(resolver: Resolver, hole: FakeWorker) -> None:
     loop = asyncio.get_running_loop()
     server = await loop.create_server(asyncio.Protocol, "127.0.0.2", hole.port)
     resolver.known["w0.test"] = ("127.0.0.1", "127.0.0.2", "127.0.0.3")
@@ -289,9 +285,7 @@ async def test_one_that_is_slow_to_answer_is_waited_for(
     transport.close()
 
 
-async def test_nothing_is_left_of_one_that_nobody_waits_for(
-    resolver: Resolver, hole: FakeWorker
-) -> None:
+async def test_nothing_is_left_of_a_cancelled_one(resolver: Resolver, hole: FakeWorker) -> None:
     resolver.known["w0.test"] = ("127.0.0.1", "127.0.0.1")
     before = sockets()
     with pytest.raises(TimeoutError):
@@ -325,7 +319,7 @@ async def test_where_the_first_to_answer_breaks_off_another_is_tried_again(
     transport.close()
 
 
-async def test_of_several_addresses_each_keeps_its_scope(
+async def test_each_address_has_its_scope(
     resolver: Resolver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     met: list[tuple[object, ...]] = []
@@ -343,9 +337,7 @@ async def test_of_several_addresses_each_keeps_its_scope(
     assert met[0] == ("fe80::1", 9, 0, 1)
 
 
-async def test_a_worker_that_was_started_elsewhere_is_found(
-    resolver: Resolver, worker: FakeWorker
-) -> None:
+async def test_a_worker_that_moved_is_found(resolver: Resolver, worker: FakeWorker) -> None:
     resolver.known["w0.test"] = ("127.0.0.2",)
     with closing(Asker(f"http://w0.test:{port_of(worker)}", None, None)) as asker:
         with pytest.raises(ConnectionRefusedError):
@@ -369,7 +361,7 @@ async def test_one_on_ipv6(resolver: Resolver) -> None:
 
 
 @pytest.mark.parametrize("before", [(), ("127.0.0.2",)], ids=["one", "two"])
-async def test_a_certificate_is_for_the_name_and_not_for_its_address(
+async def test_certificates_are_for_names(
     resolver: Resolver, tmp_path: Path, before: Addresses
 ) -> None:
     authority = Authority(tmp_path)

@@ -62,9 +62,7 @@ def up(app: App) -> dict[str, str]:
     return {line.split('worker="')[1].split('"')[0]: line[-1] for line in found}
 
 
-async def test_each_is_told_why_where_workers_are_listed(
-    app: App, web: aiohttp.ClientSession
-) -> None:
+async def test_the_list_tells_why_each_is_not_up(app: App, web: aiohttp.ClientSession) -> None:
     async with web.get("/admin/workers") as answer:
         told = {each["name"]: each for each in await answer.json()}
     assert {name: each["state"] for name, each in told.items()} == {

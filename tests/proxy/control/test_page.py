@@ -74,7 +74,7 @@ async def events(answer: aiohttp.ClientResponse) -> AsyncIterator[tuple[str, Any
 
 
 @pytest.mark.parametrize("path", ["/", "/status"])
-async def test_the_page_may_do_nothing_but_what_it_is_for(
+async def test_the_page_has_a_strict_policy(
     app: App, web: aiohttp.ClientSession, path: str
 ) -> None:
     async with web.get(app.admin_url + path) as answer:

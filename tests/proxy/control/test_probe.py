@@ -151,7 +151,7 @@ async def test_models_are_asked_for_anew_after_a_failure(bench: Bench) -> None:
     assert bench.worker.max_model_len == 512
 
 
-async def test_another_model_after_a_restart_gets_no_requests_for_the_old(
+async def test_another_model_after_a_restart(
     bench: Bench, caplog: pytest.LogCaptureFixture
 ) -> None:
     await bench.ups(1)
@@ -170,9 +170,7 @@ async def test_a_length_that_was_stated_stands() -> None:
     assert worker.max_model_len == 1000
 
 
-async def test_unless_the_worker_holds_less_which_is_said_once(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+async def test_a_shorter_length_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     fleet = Fleet()
     async with worker_double() as double:
         worker = fleet.add(spec(double.url, max_model_len=8000))
@@ -286,9 +284,7 @@ async def test_a_page_that_comes_no_more_is_believed_for_a_while(bench: Bench) -
     assert bench.worker.gauges is None
 
 
-async def test_a_page_without_an_end_is_not_read_to_it(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_an_endless_page_is_cut_off(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(questions, "MAX_PAGE_BYTES", 1 << 20)
     bench.double.endless = True
     async with asyncio.timeout(DEADLINE_S / 2):

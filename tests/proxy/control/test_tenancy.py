@@ -176,9 +176,7 @@ async def test_a_router_that_listens_everywhere_keeps_its_tenants(tmp_path: Path
     await app.stop()
 
 
-async def test_keys_are_taken_away_with_their_tenant_not_by_emptying_their_file(
-    tmp_path: Path,
-) -> None:
+async def test_keys_go_with_their_tenant_not_with_their_file(tmp_path: Path) -> None:
     file, keys = tmp_path / "fleet.yaml", tmp_path / "keys"
     stays, goes = (key.encode() for key in KEYS[:2])
     stayer = {"name": "stays", "key_hashes": [hashed(KEYS[0])]}

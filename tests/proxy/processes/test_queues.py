@@ -199,9 +199,7 @@ def test_batch_waits_for_all_of_its_model_everywhere(crews: Crews) -> None:
     assert due(crew, 0) == [batch]
 
 
-def test_a_line_of_a_batch_is_not_begun_while_anybody_waits_in_another_process(
-    crews: Crews,
-) -> None:
+def test_a_batch_line_waits_for_requests_of_other_processes(crews: Crews) -> None:
     crew = crews(2, spec("a", most=1))
     lease = crew.submit(1)
     crew.look()

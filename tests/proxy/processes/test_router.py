@@ -73,9 +73,7 @@ async def arrived(fakes: dict[str, FakeWorker], count: int) -> None:
     )
 
 
-async def test_all_serve_and_workers_are_used_evenly(
-    crew: Crew, fakes: dict[str, FakeWorker]
-) -> None:
+async def test_all_serve_and_load_workers_evenly(crew: Crew, fakes: dict[str, FakeWorker]) -> None:
     clients = await crew.each()
     answers = await asyncio.gather(*(asked(client, 20) for client in clients.values()))
     assert answers == [[200] * 20] * 2
@@ -86,9 +84,7 @@ async def test_all_serve_and_workers_are_used_evenly(
         client.close()
 
 
-async def test_a_workers_limit_holds_for_all_together(
-    crew: Crew, fakes: dict[str, FakeWorker]
-) -> None:
+async def test_a_workers_limit_holds_for_all(crew: Crew, fakes: dict[str, FakeWorker]) -> None:
     """Each worker takes four: of ten, eight go, from whichever process; the others wait."""
     opening = hold(fakes)
     clients: list[Client] = []
@@ -110,9 +106,7 @@ async def test_a_workers_limit_holds_for_all_together(
         client.close()
 
 
-async def test_a_workers_limit_holds_in_a_burst_that_all_read_in_one_turn(
-    crew: Crew, fakes: dict[str, FakeWorker]
-) -> None:
+async def test_a_workers_limit_holds_in_a_burst(crew: Crew, fakes: dict[str, FakeWorker]) -> None:
     """But for one request that the other decides on at the very moment."""
     most, each = 4, 20
     watching = await Client.connect(crew.port)
@@ -167,9 +161,7 @@ async def test_metrics_are_everybodys_sum_whoever_is_asked(crew: Crew) -> None:
         client.close()
 
 
-async def test_operators_see_and_rule_all_processes(
-    crew: Crew, fakes: dict[str, FakeWorker]
-) -> None:
+async def test_operators_rule_all_processes(crew: Crew, fakes: dict[str, FakeWorker]) -> None:
     clients = list((await crew.each()).values())
     started = time.time()
     for client in clients:
@@ -202,9 +194,7 @@ async def only(clients: list[Client], fake: FakeWorker) -> None:
                 in_a_row = in_a_row + 1 if len(fake.served) > before else 0
 
 
-async def test_a_stored_response_is_found_from_every_process(
-    crew: Crew, fakes: dict[str, FakeWorker]
-) -> None:
+async def test_all_find_a_stored_response(crew: Crew, fakes: dict[str, FakeWorker]) -> None:
     """The follow-up goes to the worker that holds it, whichever process it comes to."""
     first, second = (await crew.each()).values()
     for number in range(4):
@@ -259,9 +249,7 @@ async def test_a_reload_reaches_all(crew: Crew, fakes: dict[str, FakeWorker], ho
         client.close()
 
 
-async def test_a_file_with_a_mistake_changes_nothing_anywhere(
-    crew: Crew, fakes: dict[str, FakeWorker]
-) -> None:
+async def test_a_bad_file_changes_nothing(crew: Crew, fakes: dict[str, FakeWorker]) -> None:
     crew.file.write_text(crew.file.read_text() + "nonsense: 1\n")
     said = sum("was not taken" in line for line in crew.said)
     crew.tell(signal.SIGHUP)
@@ -347,9 +335,7 @@ async def with_key(client: Client, key: str) -> int:
     return (await client.ask(chat("hi", bearer(key)))).status
 
 
-async def test_a_breaker_that_one_opens_keeps_all_away(
-    crew: Crew, fakes: dict[str, FakeWorker]
-) -> None:
+async def test_a_breaker_is_open_for_all(crew: Crew, fakes: dict[str, FakeWorker]) -> None:
     first, second = (await crew.each()).values()
     ill = "a"
     assert rests(crew, ill) == []  # or this one would be no line, for a minute
@@ -386,9 +372,7 @@ def rests(crew: Crew, name: str) -> list[str]:
 
 
 @pytest.mark.parametrize("who", ["leader", "other"])
-async def test_one_that_is_killed_is_begun_again_and_its_charges_are_released(
-    crew: Crew, fakes: dict[str, FakeWorker], who: str
-) -> None:
+async def test_a_killed_one_is_replaced(crew: Crew, fakes: dict[str, FakeWorker], who: str) -> None:
     clients = await crew.each()
     # Who is who, nobody says: each has one request under way when one of them dies.
     before = total(await samples(next(iter(clients.values()))), "proxy_requests_total")
@@ -425,9 +409,7 @@ async def test_one_that_is_killed_is_begun_again_and_its_charges_are_released(
         client.close()
 
 
-async def test_one_that_is_told_to_end_finishes_what_it_has(
-    crew: Crew, fakes: dict[str, FakeWorker]
-) -> None:
+async def test_sigterm_to_one_process(crew: Crew, fakes: dict[str, FakeWorker]) -> None:
     clients = await crew.each()
     opening = hold(fakes)
     for client in clients.values():
@@ -454,9 +436,7 @@ async def end(client: Client) -> int | None:
         return None
 
 
-async def test_clients_of_all_processes_are_told_to_move_on_and_idle_ones_are_let_go(
-    tmp_path: Path,
-) -> None:
+async def test_a_drain_moves_clients_on_and_finishes_requests(tmp_path: Path) -> None:
     crew = Crew(tmp_path, NAMES, drain_s=DEADLINE_S, notice_s=6.0)
     fakes = await listening(crew)
     try:

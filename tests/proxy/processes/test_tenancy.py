@@ -75,7 +75,7 @@ def test_a_crowd_that_comes_to_all_at_once_is_counted_as_one(crews: Crews) -> No
     placed(crew.routers[0].submit(asked, crew.now))
 
 
-def test_two_that_come_at_the_same_moment_are_not_one_too_many(
+def test_two_at_one_moment_are_within_the_limit(
     crews: Crews, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The second comes to another process when the first has just seen that there is room."""
@@ -243,9 +243,7 @@ def test_what_a_process_charged_stays_charged_when_it_dies(crews: Crews) -> None
     assert tenant(crew, 1).virtual == before + 700
 
 
-def test_who_looks_while_a_dead_process_is_cleared_away_believes_nothing_wrong(
-    crews: Crews, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_clear_is_seen_whole(crews: Crews, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever has been written so far: a peer looks after each step of it."""
     crew = opened(crews, TenantSpec("t"), TenantSpec("u"))
     placed(submit(crew, 0))
@@ -418,9 +416,7 @@ def test_a_tenant_that_is_put_back_goes_on_from_its_books(crews: Crews) -> None:
     assert stands == pytest.approx([1e6 + 10, 1e6 + 10])
 
 
-def test_of_many_tenants_only_those_are_told_that_changed(
-    crews: Crews, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_changed_tenants_are_told(crews: Crews, monkeypatch: pytest.MonkeyPatch) -> None:
     crew = opened(crews, *(TenantSpec(f"t{n}") for n in range(200)))
     crew.tell()
     looked: list[str] = []
@@ -438,9 +434,7 @@ def test_of_many_tenants_only_those_are_told_that_changed(
     assert tenant(crew, 1, "t7").standings == [0.0, 70.0, 0.0]
 
 
-def test_of_many_tenants_only_those_are_read_of_whom_something_was_told(
-    crews: Crews, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_told_tenants_are_read(crews: Crews, monkeypatch: pytest.MonkeyPatch) -> None:
     crew = opened(crews, *(TenantSpec(f"t{n}") for n in range(200)))
     placed(submit(crew, 0, "t7"))
     crew.look()

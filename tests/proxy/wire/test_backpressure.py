@@ -49,9 +49,7 @@ async def stalled(call: Call) -> int:
 
 
 @pytest.mark.parametrize("encrypted", [False, True], ids=["plain", "tls"])
-async def test_little_lies_here_of_what_clients_do_not_read(
-    start: Start, tmp_path: Path, encrypted: bool
-) -> None:
+async def test_unread_answers_are_not_held(start: Start, tmp_path: Path, encrypted: bool) -> None:
     authority = Authority(tmp_path)
     tls = authority.client() if encrypted else None
     shown = server_context(authority.port("router")) if encrypted else None

@@ -31,9 +31,7 @@ ODD = {
 
 @pytest.mark.parametrize("chunks", [None, (7,), (1, 1, 1 << 20)], ids=["fixed", "sevens", "ones"])
 @pytest.mark.parametrize("name", ODD)
-async def test_a_body_passes_byte_for_byte(
-    site: Site, name: str, chunks: tuple[int, ...] | None
-) -> None:
+async def test_request_bodies_pass(site: Site, name: str, chunks: tuple[int, ...] | None) -> None:
     answer = await site.ask(request(ODD[name], chunks=chunks))
     assert answer.status == 200
     [call] = site.fake.served

@@ -44,9 +44,7 @@ async def ask(site: Site, times: int) -> int:
         *((scripts.error(status), 1) for status in (429, 503)),  # a worker that says it is busy
     ],
 )
-async def test_a_worker_that_fails_is_asked_so_often_and_no_more(
-    start: Start, script: Script, times: int
-) -> None:
+async def test_a_failing_worker_is_left_alone(start: Start, script: Script, times: int) -> None:
     site = await two(start, script)
     assert await ask(site, 20) == times
 
@@ -97,7 +95,7 @@ async def test_it_is_said_once_why_and_when_it_is_over(
     assert ended == "worker w0 answers, and is given requests again"
 
 
-async def test_one_that_takes_no_connection_is_said_to(
+async def test_a_refused_connection_is_logged(
     start: Start, caplog: pytest.LogCaptureFixture
 ) -> None:
     site = await start(Fake("w0"), Fake("w1"), router=TURNS)

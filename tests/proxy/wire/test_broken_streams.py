@@ -59,9 +59,7 @@ async def test_the_stream_ends_with_an_error_event(start: Start, name: str) -> N
     await site.settled()
 
 
-async def test_a_stream_that_ends_with_an_error_event_closes_only_where_the_client_asked_for_it(
-    site: Site,
-) -> None:
+async def test_connection_close_holds_after_an_error_event(site: Site) -> None:
     site.fake.then(FAILURES["reset"])
     client = await site.send(chat("hi", b"Connection: close", stream=True))
     answer = await client.answer()
@@ -128,9 +126,7 @@ async def test_what_only_looks_like_the_last_event_is_not_one(site: Site, last: 
 
 
 @pytest.mark.parametrize("end", ["close", "reset"])
-async def test_a_large_last_event_that_has_passed_in_part_makes_no_stream_whole(
-    site: Site, end: str
-) -> None:
+async def test_half_of_a_large_last_event_is_a_broken_stream(site: Site, end: str) -> None:
     begun = typed("response.completed", response="x" * (MAX_HELD + 1000))[:-100]
     site.fake.then(
         scripts.raw(SSE_HEAD + scripts.chunk(DELTA), scripts.chunk(begun), gap_s=0.03, end=end)
@@ -165,7 +161,7 @@ def to(path: str) -> bytes:
 @pytest.mark.parametrize("path", DONE_PATHS)
 @pytest.mark.parametrize("last", [FIRST[1], HALF, QUOTED_DONE], ids=["event", "half", "quoted"])
 @pytest.mark.parametrize("old", [False, True], ids=["1.1", "1.0"])
-async def test_one_without_framing_that_stops_without_its_last_word_was_cut_off(
+async def test_unframed_without_done_is_cut(
     start: Start, path: str, last: bytes, old: bool
 ) -> None:
     """Its end is that of the connection, as if its worker had died."""
@@ -188,9 +184,7 @@ async def test_one_without_framing_that_stops_without_its_last_word_was_cut_off(
 
 @pytest.mark.parametrize("path", DONE_PATHS)
 @pytest.mark.parametrize("end", [b"", b"\n", b": bye\n\n"])
-async def test_one_without_framing_that_has_its_last_word_is_whole(
-    site: Site, path: str, end: bytes
-) -> None:
+async def test_unframed_with_done_is_whole(site: Site, path: str, end: bytes) -> None:
     site.fake.then(
         scripts.raw(UNFRAMED + FIRST[0], FIRST[1], scripts.DONE + end, gap_s=0.02, end="close")
     )
@@ -211,9 +205,7 @@ async def test_last_words_may_be_cut_from_what_stands_before_them(site: Site) ->
 
 
 @pytest.mark.parametrize("said", [b"", HALF])
-async def test_one_without_framing_that_says_nothing_is_asked_elsewhere(
-    start: Start, said: bytes
-) -> None:
+async def test_unframed_without_events_is_asked_elsewhere(start: Start, said: bytes) -> None:
     site = await start(Fake("w0"), Fake("w1"), router={"policy": "round_robin"})
     site.fakes["w0"].always(scripts.raw(UNFRAMED + said, end="close"))
     assert (await site.ask(chat(stream=True))).body.endswith(scripts.DONE)
@@ -243,9 +235,7 @@ async def test_a_workers_own_error_event_passes(site: Site) -> None:
 
 
 @pytest.mark.parametrize("end", ["close", "reset"])
-async def test_requests_sent_ahead_behind_a_stream_that_fails_are_answered(
-    site: Site, end: str
-) -> None:
+async def test_pipelined_requests_survive_a_broken_stream(site: Site, end: str) -> None:
     site.fake.then(FAILURES[end])
     client = await site.send(chat(stream=True) + chat() + get("/health") + chat(stream=True))
     *_, last = await read_events(client)
@@ -256,9 +246,7 @@ async def test_requests_sent_ahead_behind_a_stream_that_fails_are_answered(
     assert len(site.fake.served) == 3
 
 
-async def test_requests_sent_ahead_behind_a_body_that_breaks_off_are_not_answered(
-    site: Site,
-) -> None:
+async def test_pipelined_requests_end_with_a_broken_body(site: Site) -> None:
     """No byte after it can be told from the body that was promised."""
     head = scripts.head(200, (b"content-type", b"application/json"), (b"content-length", b"9"))
     site.fake.then(scripts.raw(head + b"{", end="reset"))

@@ -157,9 +157,7 @@ async def test_while_the_connection_is_made(start: Start, leave: Callable[[Clien
     assert site.fake.calls == []
 
 
-async def test_while_its_body_is_still_on_its_way(
-    site: Site, leave: Callable[[Client], None]
-) -> None:
+async def test_while_its_body_arrives(site: Site, leave: Callable[[Client], None]) -> None:
     client = await site.send(request(b"x" * 1000)[:-500])
     leave(client)
     await eventually(lambda: not site.wire.clients)

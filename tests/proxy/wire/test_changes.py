@@ -86,7 +86,7 @@ async def test_a_namesake_elsewhere_has_not_failed_what_another_did(start: Start
     ],
     ids=["body", "header"],
 )
-async def test_new_limits_hold_on_connections_there_are(
+async def test_new_limits_on_old_connections(
     start: Start, limit: str, large: bytes, status: int
 ) -> None:
     """And not for a request that has begun to come."""

@@ -70,7 +70,7 @@ async def test_one_that_closes_as_a_request_is_put_on_it(start: Start, size: int
 
 @pytest.mark.parametrize("end", [scripts.hang_up, scripts.reset])
 @pytest.mark.parametrize("workers", [1, 2])
-async def test_a_request_that_was_read_is_not_sent_again_to_the_same_worker(
+async def test_a_request_that_was_read_is_not_resent(
     start: Start, end: Script, workers: int
 ) -> None:
     """Though its connection had served others: it may be the request that ends it."""

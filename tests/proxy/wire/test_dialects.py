@@ -111,9 +111,7 @@ def kind_of(error: anthropic.APIStatusError) -> str:
     return str(body["error"]["type"])
 
 
-async def test_anthropic_s_client_knows_what_was_refused(
-    site: Site, client: AsyncAnthropic
-) -> None:
+async def test_anthropic_s_client_reads_refusals(site: Site, client: AsyncAnthropic) -> None:
     missing = await refused(client, "huge")
     assert (type(missing), kind_of(missing)) == (anthropic.NotFoundError, "not_found_error")
     assert "does not exist" in missing.message
@@ -140,9 +138,7 @@ async def test_one_that_is_too_large_behind_others_like_it(start: Start) -> None
     assert (told["error"]["type"], told["request_id"]) == ("request_too_large", "mine")
 
 
-async def test_a_stream_that_breaks_in_anthropic_s_words(
-    site: Site, client: AsyncAnthropic
-) -> None:
+async def test_a_broken_stream_in_anthropic_s_words(site: Site, client: AsyncAnthropic) -> None:
     message = {"id": "m", "type": "message", "role": "assistant", "content": [], "model": "tiny"}
     start = {"type": "message_start", "message": message}
     began = b"event: message_start\ndata: %b\n\n" % json.dumps(start).encode()

@@ -93,9 +93,7 @@ ANSWERS = {
 
 @pytest.mark.parametrize("name", ANSWERS)
 @pytest.mark.parametrize("used", [False, True])
-async def test_who_keeps_a_connection_is_told_to_take_another(
-    start: Start, name: str, used: bool
-) -> None:
+async def test_kept_connections_are_told_to_close(start: Start, name: str, used: bool) -> None:
     """Behind a balancer of connections it would else be there when nothing is served any more."""
     site = await start(wire={"notice_s": 60.0})
 

@@ -137,9 +137,7 @@ async def test_when_all_fail_the_last_answer_passes_on(start: Start, status: int
     [(scripts.reset, 502), (scripts.hang_up, 502), (scripts.stall, 504)],
     ids=["reset", "close", "stall"],
 )
-async def test_when_nobody_answers_it_is_a_gateways_error(
-    start: Start, script: Script, status: int
-) -> None:
+async def test_without_any_answer_it_is_a_502(start: Start, script: Script, status: int) -> None:
     site = await start(Fake("w0"), Fake("w1"), wire={"first_byte_s": 0.2})
     site.always(script)
     client = await site.client()
@@ -181,9 +179,7 @@ def sent(site: Site) -> list[str]:
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("warm", [True, False], ids=["reused", "fresh"])
 @pytest.mark.parametrize("name", ["reset", "close", "half a head", "a stream's head alone"])
-async def test_a_request_that_two_workers_dropped_is_sent_to_no_third(
-    start: Start, name: str, warm: bool, stream: bool
-) -> None:
+async def test_two_drops_end_a_request(start: Start, name: str, warm: bool, stream: bool) -> None:
     """It may be what makes them fail. No connection of either gets it a second time."""
     site = await start(*(Fake(f"w{n}") for n in range(5)), router={"max_attempts": 5})
     site.always(deadly(FAILURES[name]))
@@ -217,9 +213,7 @@ async def test_a_worker_that_never_began_did_not_drop_it(start: Start, spares: s
 @pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
 @pytest.mark.parametrize("warm", [True, False], ids=["reused", "fresh"])
 @pytest.mark.parametrize("end", [scripts.reset, scripts.hang_up])
-async def test_nor_is_either_leg_of_a_hand_over(
-    start: Start, end: Script, warm: bool, role: Role
-) -> None:
+async def test_two_drops_end_a_leg(start: Start, end: Script, warm: bool, role: Role) -> None:
     here = await pairs(start, prefills=4, decodes=4, max_attempts=5)
     while warm and not all(fake.open for fake in here.site.fakes.values()):
         await asyncio.gather(*(here.site.ask(request(chat_body())) for _ in range(16)))
@@ -329,9 +323,7 @@ async def test_a_router_without_room_for_a_connection_blames_no_worker(
     await site.settled()
 
 
-async def test_a_router_without_open_files_takes_clients_again_once_there_are_some(
-    start: Start,
-) -> None:
+async def test_clients_are_accepted_again_once_files_are_free(start: Start) -> None:
     site = await start()
     early = await site.client()
     waiting = [socket.socket() for _ in range(3)]
@@ -349,9 +341,7 @@ async def test_a_router_without_open_files_takes_clients_again_once_there_are_so
     await site.settled()
 
 
-async def test_blocks_are_given_back_where_there_is_no_room_for_the_decode_leg(
-    start: Start,
-) -> None:
+async def test_blocks_are_released_without_room_for_a_decode_leg(start: Start) -> None:
     here = await pairs(start, prefills=1, decodes=1)
     fake, rest = here.site.fakes["p0"], asyncio.Event()
     usual = here.kv.worker(fake, "prefill")
@@ -398,9 +388,7 @@ def test_an_address_that_nothing_leads_to_is_no_lack_of_ports() -> None:
 
 
 @pytest.mark.parametrize("most", [None, 4], ids=["kv", "most"])
-async def test_a_short_whose_worker_failed_is_not_kept_from_what_is_for_longs(
-    start: Start, most: int | None
-) -> None:
+async def test_a_failed_short_may_use_the_room_of_longs(start: Start, most: int | None) -> None:
     """Nobody else is left for it: it would wait for a place that no other short gives back."""
     site = await start(
         Fake("s", Role.SHORT, max_requests=most), Fake("l", Role.LONG, max_requests=most)

@@ -72,9 +72,7 @@ async def test_they_stay_where_they_are(start: Start, why: str) -> None:
         task.cancel()
 
 
-async def test_an_answer_that_has_begun_is_waited_for_though_its_worker_is_down(
-    start: Start,
-) -> None:
+async def test_an_answer_that_has_begun_is_waited_for(start: Start) -> None:
     site = await start(Fake("w0"), Fake("w1"))
     site.always(scripts.stream(1, end="stall"))
     client = await site.send(chat(stream=True))

@@ -105,9 +105,7 @@ def test_a_bad_chunk_is_refused(name: str) -> None:
         POST + HOST + CHUNKED + b"\r\n" + BAD_CHUNKS["no hex"],
     ],
 )
-async def test_after_a_request_that_is_refused_its_connection_is_closed(
-    start: Start, data: bytes
-) -> None:
+async def test_a_refused_request_closes_its_connection(start: Start, data: bytes) -> None:
     site = await start(wire={"linger_s": 0.05})
     client = await site.send(data + SMUGGLED)
     answer = await client.answer()
@@ -207,9 +205,7 @@ async def test_a_worker_that_speaks_no_http_is_a_failed_worker(start: Start) -> 
     ids=["length too long", "no last chunk", "half a chunk", "bad second chunk", "bad chunk end"],
 )
 @pytest.mark.parametrize("end", ["close", "reset"])
-async def test_a_body_cut_short_reaches_the_client_as_broken(
-    site: Site, pieces: tuple[bytes, ...], end: str
-) -> None:
+async def test_a_body_cut_short_is_broken(site: Site, pieces: tuple[bytes, ...], end: str) -> None:
     site.fake.then(scripts.raw(*pieces, gap_s=0.03, end=end))
     client = await site.send(chat())
     with pytest.raises((BrokenError, ConnectionError)):

@@ -160,9 +160,7 @@ OTHER_ROUTES: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("path", OTHER_ROUTES)
 @pytest.mark.parametrize("stream", [True, False])
-async def test_other_routes_have_their_own_names_for_things(
-    start: Start, path: str, stream: bool
-) -> None:
+async def test_other_routes_have_other_fields(start: Start, path: str, stream: bool) -> None:
     here = await pairs(start, prefills=1, decodes=1)
     limit, fields = OTHER_ROUTES[path]
     body = json.dumps({"model": "tiny", **fields, limit: 4, "stream": stream}).encode()
@@ -189,9 +187,7 @@ async def test_other_routes_have_their_own_names_for_things(
         ("/inference/v1/generate", {"token_ids": [1] * 300, "sampling_params": {"n": 1}}),
     ],
 )
-async def test_other_routes_that_cannot_be_split(
-    start: Start, path: str, fields: dict[str, Any]
-) -> None:
+async def test_other_routes_served_whole(start: Start, path: str, fields: dict[str, Any]) -> None:
     here = await pairs(start, prefills=1, decodes=1)
     body = json.dumps({"model": "tiny", "input": "z" * 300, **fields}).encode()
     assert (await ask(here, body, path=path)).status == 200
@@ -254,9 +250,7 @@ async def test_a_prompt_may_speak_of_it(start: Start) -> None:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_two_with_one_prompt_at_once_leave_both_prefills_to_the_prefill_worker(
-    start: Start, stream: bool
-) -> None:
+async def test_one_prompt_twice_at_once_is_prefilled_twice(start: Start, stream: bool) -> None:
     """The decode worker has nothing of it until the first has come there; then it has."""
     here = await pairs(start, prefills=1, decodes=1, disaggregate_above=500)
     body = chat_body(stream=stream, messages=[{"role": "user", "content": "z" * 8000}])

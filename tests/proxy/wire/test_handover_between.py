@@ -54,9 +54,7 @@ async def meanwhile(here: Pairs, body: bytes, change: Change) -> tuple[Answer, s
 
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("how", CHANGES)
-async def test_another_decode_worker_takes_what_there_is(
-    start: Start, how: str, stream: bool
-) -> None:
+async def test_another_decode_worker_takes_over(start: Start, how: str, stream: bool) -> None:
     here = await pairs(start, prefills=1, decodes=2, max_attempts=1)  # it costs no retry
     body = chat_body(stream=stream)
     answer, victim = await meanwhile(here, body, CHANGES[how])
@@ -71,9 +69,7 @@ async def test_another_decode_worker_takes_what_there_is(
 
 
 @pytest.mark.parametrize("how", ["down", "broken"])
-async def test_where_there_is_no_other_decode_worker_it_is_begun_anew(
-    start: Start, how: str
-) -> None:
+async def test_without_another_decode_worker_it_begins_anew(start: Start, how: str) -> None:
     here = await pairs(start, Fake("s0", Role.SHORT, up=False), prefills=1, decodes=1)
 
     def change(site: Site, name: str) -> None:
@@ -135,7 +131,7 @@ async def test_where_a_prefill_is_told_who_comes_nobody_else_does(start: Start) 
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("leg", [Role.PREFILL, Role.DECODE])
 @pytest.mark.parametrize("gone", [{Role.PREFILL}, {Role.DECODE}, {Role.PREFILL, Role.DECODE}])
-async def test_a_reload_that_takes_workers_out_in_either_leg_costs_nobody_an_answer(
+async def test_a_reload_in_either_leg(
     start: Start, gone: set[Role], leg: Role, stream: bool
 ) -> None:
     here = await pairs(start)

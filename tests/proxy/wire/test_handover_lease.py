@@ -112,9 +112,7 @@ async def test_the_time_it_took_to_come_is_not_left_for_the_transfer(start: Star
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_who_could_not_fetch_in_time_any_more_is_not_asked_to(
-    start: Start, stream: bool
-) -> None:
+async def test_a_fetch_that_would_be_too_late_is_left_out(start: Start, stream: bool) -> None:
     """Where blocks are kept for little longer than the rest of an answer may take."""
     lease_s = REST_S
     here = await pairs(start, transfer_within_s=LEASE_USED * lease_s)

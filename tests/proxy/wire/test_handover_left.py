@@ -104,9 +104,7 @@ async def test_a_prefill_that_should_be_done_is_waited_for_a_little(start: Start
     assert "left_to_expire" not in here.site.metrics.handovers.ends
 
 
-async def test_one_that_refuses_then_holds_nothing(
-    start: Start, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_refusal_then_holds_nothing(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "GRACE_S", 60.0)
     here = await pairs(start, prefills=1, decodes=1)
     rest = asyncio.Event()

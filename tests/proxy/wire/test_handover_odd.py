@@ -71,9 +71,7 @@ ODD: dict[str, Script] = {
 
 @pytest.mark.parametrize("odd", ODD)
 @pytest.mark.parametrize("stream", [True, False])
-async def test_without_good_parameters_the_decode_worker_does_it_alone(
-    start: Start, odd: str, stream: bool
-) -> None:
+async def test_bad_parameters_are_not_handed_over(start: Start, odd: str, stream: bool) -> None:
     here = await pairs(start, prefills=1, decodes=1)
     here.kv.wrong("p0", Faults(before=ODD[odd]))
     body = chat_body(stream=stream)
@@ -85,9 +83,7 @@ async def test_without_good_parameters_the_decode_worker_does_it_alone(
 @pytest.mark.parametrize(
     "header", ["Accept-Encoding: gzip, deflate", "ACCEPT-ENCODING:br", "accept-encoding: "]
 )
-async def test_what_a_client_can_unpack_is_no_matter_of_the_prefill_leg(
-    start: Start, header: str
-) -> None:
+async def test_the_prefill_leg_accepts_no_compression(start: Start, header: str) -> None:
     """A gateway on the way, or the worker itself, may do what is offered; nobody unpacks it."""
     here = await pairs(start, prefills=1, decodes=1)
     usual = here.site.fakes["p0"].script_for
@@ -113,9 +109,7 @@ async def test_what_a_client_can_unpack_is_no_matter_of_the_prefill_leg(
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_what_a_decode_worker_prefills_after_all_is_no_transfer(
-    start: Start, stream: bool
-) -> None:
+async def test_a_prompt_prefilled_twice_is_no_transfer(start: Start, stream: bool) -> None:
     here = await pairs(start, prefills=1, decodes=1)
     here.kv.wrong("p0", Faults(before=ODD["nothing"]))
     before = here.site.worker("d0").pace.steps
@@ -138,9 +132,7 @@ async def test_where_a_connector_needs_no_parameters_none_are_missed(start: Star
 
 
 @pytest.mark.parametrize("framing", ["length", "chunked"])
-async def test_parameters_reach_the_decode_worker_as_they_were_given(
-    start: Start, framing: str
-) -> None:
+async def test_parameters_reach_the_decode_worker_whole(start: Start, framing: str) -> None:
     given = GOOD | {
         "remote_block_ids": [[*range(2000)], [7]],
         "remote_blocks_expiry_time": None,
@@ -155,9 +147,7 @@ async def test_parameters_reach_the_decode_worker_as_they_were_given(
 
 
 @pytest.mark.parametrize("status", [400, 413, 422, 501])
-async def test_what_a_prefill_worker_refuses_a_decode_worker_judges(
-    start: Start, status: int
-) -> None:
+async def test_a_refused_prefill_is_for_a_decode_worker(start: Start, status: int) -> None:
     """One token, no stream: these are not the client's words, nor is that worker's limit."""
     here = await pairs(start)
     here.kv.wrong("prefill", Faults(before=scripts.error(status, "yours")))
@@ -232,9 +222,7 @@ async def test_requests_that_nobody_can_answer_bar_none(start: Start) -> None:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_a_prefill_worker_drains_until_its_blocks_are_fetched(
-    start: Start, stream: bool
-) -> None:
+async def test_a_prefill_worker_drains_until_it_was_read(start: Start, stream: bool) -> None:
     here = await pairs(start, prefills=1, decodes=1)
     rest = asyncio.Event()
     usual = here.kv.worker(here.site.fakes["d0"], "decode")
@@ -372,9 +360,7 @@ async def test_many_at_once(start: Start) -> None:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_a_prefill_that_takes_far_longer_than_it_should_is_done_elsewhere(
-    start: Start, stream: bool
-) -> None:
+async def test_a_prefill_that_hangs_is_done_elsewhere(start: Start, stream: bool) -> None:
     here = await pairs(start, prefills=1)
     assert (await ask(here, chat_body())).status == 200
     assert here.site.worker("p0").pace.prefills

@@ -75,9 +75,7 @@ async def test_one_whose_prefills_are_of_no_use_is_left_alone(
     assert not here.site.router.links.bars
 
 
-async def test_one_that_is_idle_for_refusing_does_not_keep_others_from_prefilling(
-    start: Start,
-) -> None:
+async def test_a_worker_that_refuses_does_not_draw_all_prefills(start: Start) -> None:
     here = await pairs(start)
     here.site.worker("p1").pace.token_s *= 2  # so that the other is better liked
     refuses(here, "p0", 400)
@@ -88,9 +86,7 @@ async def test_one_that_is_idle_for_refusing_does_not_keep_others_from_prefillin
 
 
 @pytest.mark.parametrize("status", ITS_OWN)
-async def test_what_may_be_its_own_lack_is_asked_of_another_first(
-    start: Start, status: int
-) -> None:
+async def test_what_it_may_lack_is_asked_of_another_first(start: Start, status: int) -> None:
     here = await pairs(start, retry_budget=0.0)
     here.site.worker("p1").pace.token_s *= 2
     refuses(here, "p0", status)
@@ -103,9 +99,7 @@ async def test_what_may_be_its_own_lack_is_asked_of_another_first(
 
 
 @pytest.mark.parametrize("prefills", [1, 3])
-async def test_that_is_done_once_and_only_where_there_is_another(
-    start: Start, prefills: int
-) -> None:
+async def test_one_other_prefill_worker_is_asked(start: Start, prefills: int) -> None:
     here = await pairs(start, prefills=prefills, max_attempts=5)
     here.kv.wrong("prefill", *[Faults(before=scripts.error(401, NO))] * prefills)
     await here.serves()

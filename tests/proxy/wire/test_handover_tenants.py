@@ -37,9 +37,7 @@ async def test_both_legs_are_cached_apart_and_bear_no_key(start: Start) -> None:
 
 
 @pytest.mark.parametrize("failing", [(), ("prefill",), ("decode",), ("prefill", "decode")])
-async def test_it_pays_once_and_its_place_is_free_again(
-    start: Start, failing: tuple[str, ...]
-) -> None:
+async def test_it_pays_once_and_frees_its_place(start: Start, failing: tuple[str, ...]) -> None:
     here = await guarded(start)
     for role, how in zip(failing, (scripts.reset, scripts.error(500)), strict=False):
         here.kv.wrong(role, Faults(during=how))  # of two that drop it no third would be asked
@@ -59,9 +57,7 @@ async def test_it_pays_once_and_its_place_is_free_again(
 
 
 @pytest.mark.parametrize("asks", [False, True])
-async def test_a_stream_is_paid_for_by_its_usage_and_tells_it_to_who_asks(
-    start: Start, asks: bool
-) -> None:
+async def test_a_stream_is_paid_for_by_its_usage(start: Start, asks: bool) -> None:
     here = await guarded(start)
     fields = {"stream_options": {"include_usage": True}} if asks else {}
     answer = await ask(here, chat_body(stream=True, **fields), bearer())

@@ -73,9 +73,7 @@ async def test_a_heap_of_small_requests_is_answered(site: Site) -> None:
 
 
 @pytest.mark.parametrize("chunks", [None, (10,)], ids=["fixed", "chunked"])
-async def test_a_client_that_asks_first_is_told_to_go_on(
-    site: Site, chunks: tuple[int, ...] | None
-) -> None:
+async def test_expect_continue_is_answered(site: Site, chunks: tuple[int, ...] | None) -> None:
     data = request(BODY, EXPECT, chunks=chunks)
     head, _, body = data.partition(b"\r\n\r\n")
     client = await site.client()

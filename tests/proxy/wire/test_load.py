@@ -75,9 +75,7 @@ async def test_one_prefix_does_not_draw_all_to_one_worker(start: Start) -> None:
 
 
 @pytest.mark.parametrize("system", [SYSTEM, ""], ids=["one prefix", "none"])
-async def test_a_worker_whose_answers_are_overdue_is_not_given_more(
-    start: Start, system: str
-) -> None:
+async def test_overdue_answers_keep_requests_away(start: Start, system: str) -> None:
     """It hangs while its /health is well: what it holds would time out, in minutes."""
     site = await known_prefix(start)
     recovered = {name: asyncio.Event() for name in site.fakes}

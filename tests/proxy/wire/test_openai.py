@@ -62,9 +62,7 @@ async def test_completions_embeddings_and_models(site: Site, client: AsyncOpenAI
 
 
 @pytest.mark.parametrize("end", ["close", "reset"])
-async def test_a_worker_that_dies_in_mid_stream_raises(
-    site: Site, client: AsyncOpenAI, end: str
-) -> None:
+async def test_a_broken_stream_raises(site: Site, client: AsyncOpenAI, end: str) -> None:
     site.fake.then(scripts.stream(3, end=end))
     stream = await client.chat.completions.create(model="tiny", messages=MESSAGES, stream=True)
     for number in range(3):

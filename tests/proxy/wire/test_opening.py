@@ -53,9 +53,7 @@ def test_what_is_no_stream_is_not_held(text: bytes) -> None:
 
 @pytest.mark.parametrize("path", OPENINGS)
 @pytest.mark.parametrize("end", ["error", "error alone", "reset", "close"])
-async def test_what_fails_after_its_opening_is_begun_anew(
-    start: Start, path: str, end: str
-) -> None:
+async def test_a_failure_after_the_opening_begins_anew(start: Start, path: str, end: str) -> None:
     here = await pairs(start, prefills=1)
     pieces = [] if end == "error alone" else [chunk(OPENINGS[path])]
     if fails := end.startswith("error"):
@@ -77,9 +75,7 @@ async def test_what_fails_after_its_opening_is_begun_anew(
 
 
 @pytest.mark.parametrize("path", OPENINGS)
-async def test_an_opening_alone_does_not_show_that_the_blocks_were_read_in_time(
-    start: Start, path: str
-) -> None:
+async def test_an_opening_does_not_show_that_blocks_were_read(start: Start, path: str) -> None:
     here = await pairs(start, prefills=1)
 
     async def hang(call: Call) -> None:

@@ -29,9 +29,7 @@ class Visitor:
 
 @pytest.mark.parametrize("leaves", [False, True])
 @pytest.mark.parametrize("fails", [False, True])
-async def test_who_left_once_it_was_written_is_told_nothing(
-    site: Site, leaves: bool, fails: bool
-) -> None:
+async def test_a_client_that_left_gets_nothing(site: Site, leaves: bool, fails: bool) -> None:
     written = asyncio.Event()
 
     async def pages(openmetrics: bool) -> tuple[bytes, str]:  # noqa: ARG001

@@ -49,7 +49,7 @@ async def mixed(site: Site, turns: int) -> Counter[int]:
     return found
 
 
-async def test_a_tenant_that_breaks_workers_leaves_another_served(
+async def test_a_bad_tenant_leaves_others_served(
     start: Start, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)

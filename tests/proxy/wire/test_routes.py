@@ -108,9 +108,7 @@ def counts(site: Site) -> int:
 
 
 @pytest.mark.parametrize(("tokens", "served"), [(5000, 0), (1000, 1)])
-async def test_near_a_boundary_the_workers_own_count_decides(
-    start: Start, tokens: int, served: int
-) -> None:
+async def test_near_a_boundary_tokens_are_counted(start: Start, tokens: int, served: int) -> None:
     site = await start(
         Fake("w0", max_model_len=2048),
         Fake("w1"),

@@ -161,7 +161,7 @@ async def test_nought_is_any_rate(start: Start) -> None:
 
 @pytest.mark.parametrize("ahead", [1000, 2 * MAX_AHEAD], ids=["read ahead", "not read"])
 @pytest.mark.parametrize("limits", [{}, {"request_s": GRACE_S}], ids=["rate", "rate and time"])
-async def test_time_in_which_the_router_answers_another_request_does_not_count(
+async def test_time_of_the_answer_before_does_not_count(
     start: Start, ahead: int, limits: dict[str, float]
 ) -> None:
     site = await start(Fake(max_model_len=1 << 20), wire=limits)
@@ -185,9 +185,7 @@ async def test_time_in_which_the_router_answers_another_request_does_not_count(
     assert (await client.answer()).status == 200
 
 
-async def test_a_client_that_waits_to_be_told_to_send_has_its_time_from_then_on(
-    start: Start,
-) -> None:
+async def test_after_continue_the_body_has_its_full_time(start: Start) -> None:
     site = await start()
     site.stand_still()
     gate = site.fake.hold_next()

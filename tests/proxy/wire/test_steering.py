@@ -29,9 +29,7 @@ def body(**fields: Any) -> bytes:
         ({"vllm_xargs": {"kv_transfer_params": READ_ME}}, "vllm_xargs.kv_transfer_params"),
     ],
 )
-async def test_it_is_refused_in_openais_words(
-    site: Site, fields: dict[str, Any], param: str
-) -> None:
+async def test_refused_in_openais_words(site: Site, fields: dict[str, Any], param: str) -> None:
     answer = await site.ask(request(body(**fields)))
     assert answer.status == 400
     assert answer.error()["param"] == param

@@ -66,9 +66,7 @@ async def test_while_it_is_down_nobody_else_is_asked(start: Start, retrieve: boo
 
 
 @pytest.mark.parametrize("second", ['"resp_other"', "null"])
-async def test_a_body_that_names_two_is_refused_and_no_worker_asked(
-    start: Start, second: str
-) -> None:
+async def test_a_body_that_names_two_responses_is_refused(start: Start, second: str) -> None:
     site, holder = await stored(start)
     names = f'"previous_response_id": "resp_{holder}", "previous_response_id": {second}'
     body = f'{{"model": "tiny", "input": "go on", {names}}}'.encode()

@@ -57,9 +57,7 @@ async def is_over(site: Site) -> None:
 
 
 @pytest.mark.parametrize("path", PATHS)
-async def test_before_an_answer_it_is_a_504_in_the_shape_of_the_api(
-    start: Start, path: str
-) -> None:
+async def test_before_an_answer_it_is_the_api_s_504(start: Start, path: str) -> None:
     site = await late(start)
     site.fake.always(scripts.stall)
     client = await site.client()
@@ -100,9 +98,7 @@ async def test_a_stream_ends_with_an_error_event(start: Start) -> None:
 
 
 @pytest.mark.parametrize("how", ["expire", "cut"])
-async def test_a_stream_that_has_its_last_event_is_whole_and_its_usage_is_charged(
-    start: Start, how: str
-) -> None:
+async def test_a_stream_with_its_last_event_is_whole(start: Start, how: str) -> None:
     site = await late(start)
     site.router.tenants.replace([TenantSpec("a")], {sha256(b"sk-vs-a").digest(): "a"})
     shown = scripts.STREAM_HEAD

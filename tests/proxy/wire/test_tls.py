@@ -79,9 +79,7 @@ async def test_a_chat_and_a_stream(begin: Begin, authority: Authority) -> None:
     client.close()
 
 
-async def test_who_reads_no_answers_is_not_read_from_until_it_does(
-    begin: Begin, authority: Authority
-) -> None:
+async def test_a_client_that_reads_nothing_is_not_read(begin: Begin, authority: Authority) -> None:
     site, asked = await begin(worker(authority, max_model_len=1_000_000)), 1000
     client = await site.client(limit=1024, rcvbuf=4096, tls=authority.client())
     await eventually(lambda: site.wire.clients)
@@ -107,9 +105,7 @@ async def test_nobody_gets_in_without_tls_or_with_an_old_one(begin: Begin) -> No
     assert site.wire.tls.minimum_version is ssl.TLSVersion.TLSv1_2
 
 
-async def test_clients_may_have_to_show_a_certificate(
-    begin: Begin, authority: Authority, tmp_path: Path
-) -> None:
+async def test_client_certificates(begin: Begin, authority: Authority, tmp_path: Path) -> None:
     site = await begin(shown=server_context(authority.port("strict", clients=True)))
     assert (await ask(site, authority.client("client"), get("/health"))).status == 200
     stranger = Authority(tmp_path).issue("stranger")
@@ -150,9 +146,7 @@ async def test_a_name_may_be_left_unverified(begin: Begin, authority: Authority)
     assert (await ask(site, authority.client(), chat())).status == 200
 
 
-async def test_a_handshake_that_does_not_come_is_not_waited_for(
-    begin: Begin, authority: Authority
-) -> None:
+async def test_a_client_handshake_has_a_deadline(begin: Begin, authority: Authority) -> None:
     site = await begin(wire={"client_header_s": 0.2})
     silent = await site.client()
     halting = await site.send(b"\x16\x03\x01\x02\x00\x01")
@@ -163,16 +157,14 @@ async def test_a_handshake_that_does_not_come_is_not_waited_for(
     assert (await ask(site, authority.client(), get("/health"))).status == 200
 
 
-async def test_a_worker_that_does_not_shake_hands_is_given_up(
-    begin: Begin, authority: Authority
-) -> None:
+async def test_a_worker_handshake_has_a_deadline(begin: Begin, authority: Authority) -> None:
     site = await begin(Fake(name="w0", met=authority.meeting()), wire={"connect_s": 0.2})
     answer = await ask(site, authority.client(), chat())
     assert answer.status in (502, 503, 504)
 
 
 @pytest.mark.parametrize("end", ["close", "cut"])
-async def test_an_end_that_nobody_announced_is_no_end(
+async def test_an_end_without_notice_is_broken(
     begin: Begin, authority: Authority, end: str
 ) -> None:
     """Of a body that ends with its connection, TLS tells a proper end from one cut off."""
@@ -197,9 +189,7 @@ async def test_an_end_that_nobody_announced_is_no_end(
         await client.ask(chat())
 
 
-async def test_an_answer_breaks_off_just_when_its_client_has_gone(
-    begin: Begin, authority: Authority
-) -> None:
+async def test_a_break_just_as_the_client_has_gone(begin: Begin, authority: Authority) -> None:
     """There is no socket any more then, and nobody has been told."""
     site, loop = await begin(), asyncio.get_running_loop()
     client = await site.client(tls=authority.client())
@@ -220,9 +210,7 @@ async def test_an_answer_breaks_off_just_when_its_client_has_gone(
     await asyncio.wait_for(broken_off, DEADLINE_S)
 
 
-async def test_a_renewed_certificate_is_shown_and_nobody_is_cut_off(
-    begin: Begin, authority: Authority
-) -> None:
+async def test_a_renewed_certificate_is_shown(begin: Begin, authority: Authority) -> None:
     config = authority.port("renewed")
     shown = Shown(config)
     site = await begin(shown=shown.context)
@@ -256,9 +244,7 @@ async def kept(site: Site, authority: Authority, data: bytes) -> ssl.SSLSocket:
     return await asyncio.to_thread(ask)
 
 
-async def test_a_drain_waits_for_no_word_of_who_has_it_all(
-    begin: Begin, authority: Authority
-) -> None:
+async def test_a_drain_waits_for_no_close_notify(begin: Begin, authority: Authority) -> None:
     site = await begin(wire={"linger_s": 0.1})
     with await kept(site, authority, get("/health")) as client:
         assert (await asyncio.to_thread(client.recv, 1 << 16)).startswith(b"HTTP/1.1 200")
@@ -267,9 +253,7 @@ async def test_a_drain_waits_for_no_word_of_who_has_it_all(
         assert not site.wire.clients
 
 
-async def test_who_has_yet_to_read_the_end_of_an_answer_is_given_time(
-    begin: Begin, authority: Authority
-) -> None:
+async def test_a_slow_reader_gets_the_end_of_an_answer(begin: Begin, authority: Authority) -> None:
     site = await begin(wire={"linger_s": 0.1})
     go, content = asyncio.Event(), b"x" * 60_000
     site.fake.always(scripts.gated(go, scripts.answer(200, content)))
