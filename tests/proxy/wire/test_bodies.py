@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import gzip
 
 import pytest
@@ -10,7 +9,6 @@ import pytest
 from tests.proxy.wire import scripts
 from tests.proxy.wire.client import request
 from tests.proxy.wire.conftest import Start
-from tests.proxy.wire.fake_worker import Call
 from tests.proxy.wire.site import Site
 
 PLAIN = b'{"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}'
@@ -115,31 +113,6 @@ async def test_a_stream_passes_byte_for_byte(site: Site, name: str, size: int) -
     site.fake.then(scripts.raw(head, *map(scripts.chunk, pieces), scripts.LAST_CHUNK))
     answer = await site.ask(request(PLAIN[:-1] + b', "stream": true}'))
     assert answer.body == body
-
-
-async def test_each_event_arrives_when_it_is_written(site: Site) -> None:
-    """None is kept back until the next."""
-    gates, end = [asyncio.Event() for _ in range(5)], asyncio.Event()
-
-    async def step_by_step(call: Call) -> None:
-        head = (b"content-type", scripts.SSE), (b"transfer-encoding", b"chunked")
-        await call.send(scripts.head(200, *head))
-        for number, gate in enumerate(gates):
-            await gate.wait()
-            await call.send(scripts.chunk(scripts.token(str(number))))
-        await end.wait()
-        await call.send(scripts.chunk(scripts.DONE) + scripts.LAST_CHUNK)
-
-    site.fake.then(step_by_step)
-    client = await site.send(request(PLAIN[:-1] + b', "stream": true}'))
-    gates[0].set()
-    assert (await client.head()).status == 200
-    for number, gate in enumerate(gates):
-        gate.set()
-        assert await client.piece() == scripts.token(str(number))
-    end.set()
-    assert await client.piece() == scripts.DONE
-    assert await client.piece() == b""
 
 
 async def test_a_body_that_is_no_json_gets_a_400(site: Site) -> None:

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from itertools import islice
 
 import pytest
 
 from proxy.control.resting import TROUBLES, Resting
 from proxy.control.shapes import why_not
-from proxy.core.breaker import TRIAL_S
 from tests.proxy.wire import scripts
 from tests.proxy.wire.client import chat
 from tests.proxy.wire.conftest import Start
@@ -132,27 +130,6 @@ async def test_one_request_goes_on_trial_and_no_more(start: Start) -> None:
     assert await ask(site, 10) >= 4
 
 
-async def test_a_trial_that_takes_minutes_keeps_few_from_being_the_next(start: Start) -> None:
-    """It may be a long answer of a worker that is well: another may tell, one at a time."""
-    site = await two(start, scripts.error(500))
-    await ask(site, 10)
-    ill, gate = site.fakes["w0"], asyncio.Event()
-    ill.always(scripts.gated(gate, scripts.answer()))
-    tried, on_trial = len(ill.served), []
-    for number in range(1, 4):
-        site.skip(TRIAL_S)
-        asking = {asyncio.create_task(site.ask(chat(), within=60.0)) for _ in range(5)}
-        for answered in islice(asyncio.as_completed(asking), 4):
-            assert (await answered).status == 200
-        assert len(ill.served) == tried + number
-        on_trial += [task for task in asking if not task.done()]
-    ill.always(scripts.answer())
-    site.skip(TRIAL_S)
-    assert await ask(site, 10) >= 4, "the next one tells, whatever those before are at"
-    gate.set()
-    assert [answer.status for answer in await asyncio.gather(*on_trial)] == [200] * 3
-
-
 async def test_a_trial_whose_client_leaves_is_held_again(start: Start) -> None:
     site = await two(start, scripts.error(500))
     await ask(site, 10)
@@ -209,16 +186,6 @@ async def test_with_all_open_it_is_503_and_told_how_long(start: Start) -> None:
     answer.error()
     assert int(answer.one(b"retry-after")) >= 1
     assert len(site.fake.served) == 3
-
-
-async def test_with_all_open_all_are_asked_unless_the_operator_says_otherwise(start: Start) -> None:
-    site = await start(Fake("w0"), router=TURNS)
-    site.fake.always(scripts.error(502))
-    for _ in range(6):
-        assert (await site.ask(chat())).status == 502
-    site.fake.always(scripts.answer())
-    assert (await site.ask(chat())).status == 200
-    assert site.worker().breaker.spotless
 
 
 async def test_requests_wait_for_a_worker_that_is_only_busy(start: Start) -> None:

@@ -164,29 +164,6 @@ async def test_while_its_body_arrives(site: Site, leave: Callable[[Client], None
     assert site.fake.calls == []
 
 
-async def test_while_another_worker_is_tried(start: Start, leave: Callable[[Client], None]) -> None:
-    site = await start(Fake("w0"), Fake("w1"), router={"policy": "round_robin"})
-    resets = asyncio.Event()
-
-    async def first_resets(call: Call) -> None:
-        """Reset if nobody has; else stall."""
-        if not resets.is_set():
-            resets.set()
-            call.reset()
-        else:
-            await call.lost.wait()
-
-    for fake in site.fakes.values():
-        fake.always(first_resets)
-    client = await site.send(chat())
-    await eventually(lambda: sum(len(fake.served) for fake in site.fakes.values()) == 2)
-    leave(client)
-    calls = [call for fake in site.fakes.values() for call in fake.served]
-    [waiting] = [call for call in calls if not call.answered.is_set()]
-    await lost(waiting)
-    await site.settled()
-
-
 @pytest.mark.parametrize("way", ["close", "reset"])
 @pytest.mark.parametrize("more", [0, 40_000])
 async def test_however_much_it_has_sent_ahead(site: Site, way: str, more: int) -> None:

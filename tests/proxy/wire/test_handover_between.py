@@ -126,36 +126,3 @@ async def test_where_a_prefill_is_told_who_comes_nobody_else_does(start: Start) 
     assert here.legs()[0] == "prefill p0"
     assert f"decode {victim}" not in here.legs()
     assert f"release {other}" in here.legs()
-
-
-@pytest.mark.parametrize("stream", [True, False])
-@pytest.mark.parametrize("leg", [Role.PREFILL, Role.DECODE])
-@pytest.mark.parametrize("gone", [{Role.PREFILL}, {Role.DECODE}, {Role.PREFILL, Role.DECODE}])
-async def test_a_reload_in_either_leg(
-    start: Start, gone: set[Role], leg: Role, stream: bool
-) -> None:
-    here = await pairs(start)
-    body, rest = chat_body(stream=stream), asyncio.Event()
-    names = {role: here.victim(role, body).name for role in (Role.PREFILL, Role.DECODE)}
-    fake = here.site.fakes[names[leg]]
-
-    async def waits(call: Call) -> None:
-        await rest.wait()
-        await usual(call)
-
-    usual: Script = here.kv.worker(fake, leg.value)
-    fake.then(waits)
-    client = await here.send(body)
-    await fake.got(1)
-    out = {names[role] for role in gone}
-    specs = [worker.spec for worker in here.site.fleet if worker.name not in out]
-    here.site.router.reconfigure(here.site.router.settings, specs)
-    rest.set()
-    assert words(await client.answer()) == expected(body)
-    await here.settled()
-    assert here.kv.ends() == ["read"]
-    # Those that are left are enough for the next one.
-    before = len(here.legs())
-    await here.serves()
-    asked = {leg.split()[1] for leg in here.legs()[before:]}
-    assert asked.isdisjoint(out)

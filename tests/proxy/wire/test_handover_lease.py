@@ -11,6 +11,7 @@ from math import inf
 import pytest
 
 from proxy.core.links import STRIKES
+from proxy.core.retries import AT_REST
 from proxy.core.types import Role
 from proxy.transfer.types import LEASE_USED
 from proxy.wire.patience import (
@@ -58,6 +59,23 @@ async def test_somebody_else_computes_it_whole(start: Start, stream: bool) -> No
     assert here.site.metrics.handovers.ends["late_failed"] == 1
     assert "decode_failed" not in here.site.metrics.handovers.ends
     assert here.site.worker(victim).breaker.spotless  # it may have been the transfer
+
+
+async def test_any_number_may_be_late(start: Start) -> None:
+    """With a failure each, more than the retry budget bears would end with a 504."""
+    here = await pairs(start, prefills=1, decodes=1, retry_budget=0.01)
+    count = int(AT_REST) + 5
+    here.kv.wrong("d0", *[Faults(before=scripts.stall)] * count)
+    bodies = [chat_body(stream=True) for _ in range(count)]
+    clients = [await here.site.client() for _ in bodies]
+    for client, body in zip(clients, bodies, strict=True):
+        await client.send(request(body))
+    await here.site.fakes["d0"].got(count)
+    here.site.skip(TOO_LATE_S)
+    for client, body in zip(clients, bodies, strict=True):
+        assert words(await client.answer()) == expected(body)
+    await here.settled(left=count)
+    assert here.site.metrics.handovers.ends["late_failed"] == count
 
 
 async def half(here: Pairs, body: bytes, rest: asyncio.Event) -> Client:

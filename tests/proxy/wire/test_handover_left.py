@@ -19,7 +19,7 @@ from tests.proxy.wire.conftest import Start
 from tests.proxy.wire.fake_worker import Call, Script
 from tests.proxy.wire.kv import Faults
 from tests.proxy.wire.pairs import ask, chat_body, expected, pairs, words
-from tests.proxy.wire.site import Fake, eventually
+from tests.proxy.wire.site import eventually
 
 WAYS = ["close", "reset"]
 
@@ -174,24 +174,6 @@ async def test_during_the_decode(start: Start, way: str, stream: bool, begun: bo
     await call.was_lost()
     await here.settled()
     assert here.kv.ends() == ["read"]
-    assert here.legs() == ["prefill p0", "decode d0"]
-
-
-@pytest.mark.parametrize("way", WAYS)
-async def test_in_the_queue_for_room_nothing_is_prefilled(start: Start, way: str) -> None:
-    site_of_one = [Fake("p0", Role.PREFILL), Fake("d0", Role.DECODE, max_requests=1)]
-    here = await pairs(start, *site_of_one, prefills=0, decodes=0)
-    here.kv.wrong("d0", Faults(during=scripts.stall))
-    first, second = await here.site.client(), await here.site.client()
-    await first.send(request(chat_body()))
-    await here.site.fakes["d0"].got(1)
-    await second.send(request(chat_body()))
-    await eventually(lambda: len(here.site.router.queue) == 1)
-    assert len(here.site.fakes["p0"].served) == 1
-    getattr(second, way)()
-    await eventually(lambda: len(here.site.router.queue) == 0)
-    getattr(first, way)()
-    await here.settled()
     assert here.legs() == ["prefill p0", "decode d0"]
 
 

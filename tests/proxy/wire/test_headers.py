@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from proxy.core.types import Role
-from tests.proxy.wire import scripts
 from tests.proxy.wire.client import chat, get, request
 from tests.proxy.wire.conftest import Start
 from tests.proxy.wire.site import Fake, Site
@@ -55,34 +54,6 @@ async def test_connection_can_not_take_away_what_matters(site: Site) -> None:
 async def test_the_host_is_the_workers(site: Site) -> None:
     await site.ask(request(BODY))
     assert site.fake.served[0].all(b"host") == [b"127.0.0.1:%d" % site.fake.port]
-
-
-async def test_headers_of_answers_pass_but_those_of_one_hop(site: Site) -> None:
-    passing = (
-        (b"x-custom", b"caf\xe9"),
-        (b"set-cookie", b"a=1"),
-        (b"set-cookie", b"b=2"),
-        (b"x-ratelimit-remaining", b"7"),
-        (b"server", b"uvicorn"),
-        (b"date", b"Sat, 21 Nov 2026 00:00:00 GMT"),
-        (b"cache-control", b"no-store"),
-    )
-    staying = (
-        (b"connection", b"x-inner"),
-        (b"x-inner", b"1"),
-        (b"keep-alive", b"timeout=5"),
-        (b"proxy-authenticate", b"Basic"),
-        (b"trailer", b"X"),
-        (b"upgrade", b"h2"),
-    )
-    site.fake.then(scripts.answer(200, b"{}", *passing, *staying))
-    answer = await site.ask(request(BODY))
-    for name, value in passing:
-        assert value in answer.all(name), name
-    assert answer.all(b"set-cookie") == [b"a=1", b"b=2"]
-    for name, _ in staying[1:]:
-        assert answer.all(name) == [], name
-    assert b"x-inner" not in b",".join(answer.all(b"connection"))
 
 
 async def test_a_request_id_is_kept(site: Site) -> None:

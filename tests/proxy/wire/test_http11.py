@@ -46,22 +46,6 @@ async def test_pipelined_requests_are_answered_in_order(start: Start) -> None:
     assert [call.json()["user"] for call in site.fake.served] == list("012345")
 
 
-async def test_a_great_many_requests_sent_ahead_wait_outside(start: Start) -> None:
-    """Only so much of them is held; the rest stays in the client's socket."""
-    site = await start()
-    gate = site.fake.hold_next()
-    client = await site.client()
-    body = b'{"model": "tiny", "messages": [], "max_tokens": 1, "user": "%s"}' % (b"x" * 100_000)
-    sending = asyncio.create_task(client.send(request(body) * 200, within=20.0))
-    await site.fake.got()
-    await asyncio.sleep(0.1)
-    assert not sending.done()
-    gate.set()
-    for _ in range(200):
-        assert (await client.answer()).status == 200
-    await sending
-
-
 async def test_a_heap_of_small_requests_is_answered(site: Site) -> None:
     """Whatever is answered at once must not be answered from within the one before."""
     client = await site.client()

@@ -9,7 +9,6 @@ import pytest
 from tests.proxy.wire import scripts
 from tests.proxy.wire.client import chat
 from tests.proxy.wire.conftest import Start
-from tests.proxy.wire.fake_worker import Call
 from tests.proxy.wire.site import Fake, Site, eventually
 
 
@@ -93,42 +92,3 @@ async def test_overdue_answers_keep_requests_away(start: Start, system: str) -> 
         await eventually(lambda: len(site.served()) == 21 + number)  # noqa: B023 - at once
         await eventually(lambda: site.worker(well).requests == 0)
     assert len(site.fakes[hung].served) - before <= 5
-
-
-async def test_what_was_charged_goes_down_as_tokens_come(start: Start) -> None:
-    site = await start(Fake("w0"))
-    gate = site.fake.hold_next(scripts.stream(10, end="stall"))
-    await site.send(chat("word " * 400, stream=True, max_tokens=100))
-    await site.fake.got()
-    worker = site.worker()
-    assert (worker.requests, worker.decoding) == (1, 0)
-    assert worker.prefill_tokens > 300
-    assert worker.decode_tokens > 50
-    before = worker.decode_tokens
-    gate.set()
-    await eventually(lambda: worker.prefill_tokens == 0 and worker.decoding == 1)
-    await eventually(lambda: worker.decode_tokens in (before - 10, before - 9))
-    assert worker.requests == 1
-
-
-@pytest.mark.parametrize("stream", [1, "yes", False])
-async def test_a_stream_nobody_expected_is_released_whole(start: Start, stream: object) -> None:
-    """`stream: 1` is true to a worker; the router takes such requests to decode after a while."""
-    site = await start(Fake("w0"))
-    gate = asyncio.Event()
-
-    async def first_then_rest(call: Call) -> None:
-        head = (b"content-type", scripts.SSE), (b"transfer-encoding", b"chunked")
-        await call.send(scripts.head(200, *head) + scripts.chunk(scripts.token("a")))
-        await gate.wait()
-        await call.send(scripts.chunk(scripts.DONE) + scripts.LAST_CHUNK)
-
-    site.fake.then(first_then_rest)
-    client = await site.send(chat(stream=stream))
-    await client.head()
-    site.skip(60)
-    assert (await site.ask(chat())).status == 200
-    gate.set()
-    while await client.piece():
-        pass
-    await site.settled()

@@ -47,16 +47,6 @@ async def test_those_who_wait_are_served_in_order(start: Start) -> None:
     assert texts == [f"number {number}" for number in range(11)]
 
 
-async def test_a_limit_of_requests_in_flight_is_kept(start: Start) -> None:
-    site = await start(Fake("w0", max_requests=3), Fake("w1", max_requests=2))
-    gate = site.hold()
-    asking = [asyncio.create_task(site.ask(chat())) for _ in range(12)]
-    await eventually(lambda: len(site.router.queue) == 7)
-    assert [len(fake.served) for fake in site.fakes.values()] == [3, 2]
-    gate.set()
-    assert {answer.status for answer in await asyncio.gather(*asking)} == {200}
-
-
 async def test_a_full_queue_is_429_and_says_when(start: Start) -> None:
     site = await start(Fake("w0", max_requests=1), router={"queue_requests": 3})
     gate = asyncio.Event()

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import pytest
-
 from proxy.core.types import Role
 from tests.proxy.wire.client import request
 from tests.proxy.wire.conftest import Start
@@ -20,22 +18,6 @@ READ_ME = {"do_remote_prefill": True, "remote_host": "10.6.6.6"}
 def body(**fields: Any) -> bytes:
     messages = [{"role": "user", "content": "kv_transfer_params, said a prompt"}]
     return json.dumps({"model": "tiny", "messages": messages} | fields).encode()
-
-
-@pytest.mark.parametrize(
-    ("fields", "param"),
-    [
-        ({"kv_transfer_params": READ_ME}, "kv_transfer_params"),
-        ({"vllm_xargs": {"kv_transfer_params": READ_ME}}, "vllm_xargs.kv_transfer_params"),
-    ],
-)
-async def test_refused_in_openais_words(site: Site, fields: dict[str, Any], param: str) -> None:
-    answer = await site.ask(request(body(**fields)))
-    assert answer.status == 400
-    assert answer.error()["param"] == param
-    assert answer.error()["type"] == "invalid_request_error"
-    assert site.served() == []
-    assert (await site.ask(request(body()))).status == 200
 
 
 async def test_an_operator_may_allow_it(start: Start) -> None:

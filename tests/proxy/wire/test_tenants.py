@@ -13,7 +13,7 @@ from proxy.core.limits import Limits
 from proxy.core.tenants import Rank, TenantSpec
 from proxy.wire.request_reader import Reading
 from tests.proxy.wire import scripts
-from tests.proxy.wire.client import Client, chat, get, request
+from tests.proxy.wire.client import chat, get, request
 from tests.proxy.wire.conftest import Start
 from tests.proxy.wire.fake_worker import Call
 from tests.proxy.wire.site import Fake, Site, eventually
@@ -293,17 +293,6 @@ async def test_the_log_names_whose_the_refused_are(guarded: Site) -> None:
     assert lines == [("limited", "a", "batch"), ("bad_key", None, None)]
 
 
-async def test_who_has_too_much_in_flight_is_told_unread(guarded: Site) -> None:
-    keep(guarded, TenantSpec("a", limits=Limits(concurrency=1)), a=KEY)
-    guarded.fake.then(scripts.stall)
-    client = await guarded.send(chat("hi", bearer()))
-    await eventually(lambda: len(guarded.served()) == 1)
-    assert (await guarded.ask(NO_JSON)).status == 429
-    client.close()
-    await guarded.settled()
-    assert (await guarded.ask(NO_JSON)).status == 400
-
-
 @pytest.mark.parametrize(
     "body",
     [
@@ -386,17 +375,6 @@ async def test_what_turns_out_too_long_has_its_tokens_back(start: Start) -> None
     assert tokens[1] == 100_000
 
 
-async def test_usage_is_what_is_counted(start: Start) -> None:
-    site = await start()
-    keep(site, TenantSpec("a"), a=KEY)
-    tenant = site.tenant()
-    usage = {"prompt_tokens": 11, "completion_tokens": 5, "total_tokens": 16}
-    for _ in range(3):
-        site.fake.then(scripts.answer(200, json.dumps({"usage": usage}).encode()))
-        assert (await site.ask(chat("hi", bearer()))).status == 200
-    assert (tenant.totals.prompt_tokens, tenant.totals.output_tokens) == (33, 15)
-
-
 @pytest.fixture
 async def two(start: Start) -> Site:
     """Start a router with a tenant, before a worker whose events have many tokens each."""
@@ -468,26 +446,6 @@ async def test_who_leaves_a_stream_of_few_events_pays_for_its_time(start: Start)
     client.close()
     await eventually(lambda: not site.wire.exchanges)
     assert 3000 <= who.totals.output_tokens < 5000
-
-
-async def test_a_full_queue_is_not_one_tenants_alone(start: Start) -> None:
-    site = await start(Fake("w0", max_requests=1), router={"queue_requests": 3})
-    keep(site, TenantSpec("a"), TenantSpec("b"), a=KEY, b=OTHER)
-    gate = site.fake.hold()
-    clients: list[Client] = []
-    for number in range(4):
-        clients.append(await site.client())
-        await clients[-1].send(chat(f"flood {number}", bearer()))
-        await eventually(lambda n=number: len(site.router.queue) == n)
-    assert (await site.ask(chat("more", bearer()))).status == 429
-    single = await site.send(chat("single", bearer(OTHER)))
-    gave_way = await clients[3].answer()
-    assert gave_way.status == 429
-    assert gave_way.error()["code"] == "queue_full"
-    assert int(gave_way.one(b"retry-after")) >= 1
-    gate.set()
-    for client in (*clients[:3], single):
-        assert (await client.answer()).status == 200
 
 
 async def test_keys_reach_workers_again_when_there_are_no_tenants_any_more(start: Start) -> None:
