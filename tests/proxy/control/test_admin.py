@@ -400,11 +400,6 @@ def test_what_a_description_says_is_no_markup() -> None:
     assert "<script" not in page
 
 
-async def test_there_are_no_pages_that_run_script_from_elsewhere(api: httpx.AsyncClient) -> None:
-    for path in ("/redoc", "/docs/oauth2-redirect"):
-        assert (await api.get(path)).status_code == 404
-
-
 async def test_the_balance_of_a_fleet_without_two_sides_is_empty(api: httpx.AsyncClient) -> None:
     answer = await api.get("/admin/balance")
     assert (answer.status_code, answer.json()) == (200, [])

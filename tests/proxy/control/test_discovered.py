@@ -45,12 +45,6 @@ def test_the_same_again_is_no_change(seen: Seen) -> None:
     assert seen.changes == 1
 
 
-def test_some_of_many_are_gone_at_once(seen: Seen) -> None:
-    seen.pool.told(endpoints("s-1", "s-2"))
-    seen.pool.told(endpoints("s-2"))
-    assert seen.useful == {"s-2": True}
-
-
 def test_not_ready_and_leaving_ones_get_nothing_new(seen: Seen) -> None:
     seen.pool.told(
         endpoints("s-1") | endpoints("s-2", ready=False) | endpoints("s-3", leaving=True)

@@ -131,12 +131,6 @@ def test_one_that_is_found_is_what_its_pool_says(site: Site) -> None:
     assert (long.name, long.role, long.model, long.spec.api_key) == ("l-2", "long", "other", None)
 
 
-def test_one_that_is_gone_is_taken_out(site: Site) -> None:
-    site.told("s-1", "s-2")
-    site.told("s-2")
-    assert site.names == ["s-2"]
-
-
 def test_the_models_of_pools_are_known_while_nobody_is_there(site: Site) -> None:
     router = Router(RouterSettings(), site.fleet)
     for model in ("tiny", "other"):

@@ -26,10 +26,8 @@ from proxy.control.names import (
 )
 from proxy.control.tls import client_context, server_context
 from tests.proxy.certificates import Authority
-from tests.proxy.wire import scripts
-from tests.proxy.wire.client import chat
 from tests.proxy.wire.fake_worker import FakeWorker
-from tests.proxy.wire.site import Fake, Site, eventually, sockets, spec_of
+from tests.proxy.wire.site import eventually, sockets
 
 ON = ("asyncio", "uvloop")  # which has look-ups and connections of its own
 MOST = 1 << 20
@@ -376,29 +374,3 @@ async def test_certificates_are_for_names(
     with pytest.raises(OSError, match="certificate"):
         await connect(asyncio.Protocol, "w1.test", port_of(fake), met)
     await fake.stop()
-
-
-async def test_one_worker_whose_name_is_slow_leaves_the_fleet_well(resolver: Resolver) -> None:
-    """Probes give up and ask again, while each request needs a new connection."""
-    site = Site({"policy": "round_robin"}, {"connect_s": 60.0})  # longer than anybody asks
-    await site.start((Fake("w0"), Fake("w1")))
-    for name, fake in site.fakes.items():
-        resolver.known[f"{name}.test"] = ("127.0.0.1",)
-        site.fleet.remove(name)
-        site.charged.append(
-            site.fleet.add(spec_of(Fake(name), f"http://{name}.test:{port_of(fake)}"))
-        )
-        site.up(name)
-    resolver.slow["gone.test"] = threading.Event()
-    gone = Asker("http://gone.test:9", None, None)
-    site.always(scripts.answer(200, b"{}", (b"connection", b"close")))
-    try:
-        for _ in range(40):
-            with pytest.raises(TimeoutError):
-                async with asyncio.timeout(0.01):
-                    await gone.get("/health", MOST)
-        for _ in range(6):
-            assert (await site.ask(chat())).status == 200
-    finally:
-        await site.stop()
-    assert resolver.asked.count("gone.test") == 1

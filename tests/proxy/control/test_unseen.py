@@ -112,14 +112,6 @@ def test_who_waits_in_the_router_waits_for_nobody(metrics: Metrics) -> None:
     assert [key[0] for key in metrics.unseen.left] == [NONE]
 
 
-def test_models_that_clients_make_up_are_other(metrics: Metrics) -> None:
-    close(metrics, status=499, seconds=9.0, model="made-up")
-    close(metrics, status=499, seconds=9.0, model="made-up-too")
-    assert [(key[2], each.cumulative()[-1]) for key, each in metrics.unseen.left.items()] == [
-        ("other", 2)
-    ]
-
-
 def test_series_of_old_workers_go(metrics: Metrics, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(unseen_module, "MOST", 3)
     counts = metrics.unseen

@@ -148,18 +148,6 @@ def test_a_look_costs_only_now_and_then(crews: Callable[..., Crew]) -> None:
     assert crew.worker(1, "a").requests == 2
 
 
-def test_an_end_is_told_at_the_end_of_a_turn(crews: Callable[..., Crew]) -> None:
-    crew = crews(2, spec("a", most=8))
-    lease = crew.submit(0)
-    crew.sharings[1].look(before := crew.now)
-    assert crew.worker(1, "a").requests == 1
-    crew.finish(0, lease)
-    crew.sharings[1].look(before)
-    assert crew.worker(1, "a").requests == 1
-    crew.sharings[1].look(before + LOOK_S)
-    assert crew.worker(1, "a").requests == 0
-
-
 def test_a_limit_costs_one_read(
     crews: Callable[..., Crew], monkeypatch: pytest.MonkeyPatch
 ) -> None:
