@@ -186,15 +186,3 @@ async def test_with_all_open_it_is_503_and_told_how_long(start: Start) -> None:
     answer.error()
     assert int(answer.one(b"retry-after")) >= 1
     assert len(site.fake.served) == 3
-
-
-async def test_requests_wait_for_a_worker_that_is_only_busy(start: Start) -> None:
-    """Its 429 passes on once; who comes meanwhile waits in the queue."""
-    site = await start(Fake("w0"))
-    site.fake.then(scripts.error(429, "busy", (b"Retry-After", b"5")))
-    answer = await site.ask(chat())
-    assert (answer.status, answer.one(b"retry-after")) == (429, b"5")
-    asking = asyncio.create_task(site.ask(chat()))
-    await eventually(lambda: len(site.router.queue) == 1)
-    site.skip(6)
-    assert (await asking).status == 200

@@ -13,17 +13,6 @@ from tests.proxy.wire.fake_worker import Call, Script
 from tests.proxy.wire.site import Fake, Site, eventually
 
 
-async def test_there_are_as_many_as_requests_at_once(site: Site) -> None:
-    gate = site.fake.hold()
-    asking = [asyncio.create_task(site.ask(chat())) for _ in range(10)]
-    await site.fake.got(10)
-    gate.set()
-    await asyncio.gather(*asking)
-    for _ in range(10):
-        await site.ask(chat())
-    assert len(site.fake.connections) == 10
-
-
 async def test_one_that_the_worker_closed_is_not_used(site: Site) -> None:
     async def answer_and_close(call: Call) -> None:
         await scripts.answer()(call)
@@ -34,13 +23,6 @@ async def test_one_that_the_worker_closed_is_not_used(site: Site) -> None:
         assert (await site.ask(chat())).status == 200
         await eventually(lambda: not site.fake.open)
     assert len(site.fake.connections) == 5
-
-
-async def test_one_that_says_close_is_not_used(site: Site) -> None:
-    site.fake.always(scripts.answer(200, b"{}", (b"Connection", b"close")))
-    for _ in range(3):
-        assert (await site.ask(chat())).status == 200
-    assert len(site.fake.connections) == 3
 
 
 async def idle(site: Site) -> Client:

@@ -13,7 +13,6 @@ from collections.abc import Iterator
 import pytest
 
 from proxy.control.names import NobodyAnswersError
-from proxy.core.records import Gauges
 from proxy.core.types import Role
 from proxy.wire.upstream import is_ours
 from tests.proxy.wire import scripts
@@ -149,16 +148,6 @@ async def test_without_any_answer_it_is_a_502(start: Start, script: Script, stat
     assert (await client.ask(chat())).status == 200  # the client's connection lives on
 
 
-@pytest.mark.parametrize("attempts", [1, 2, 3])
-async def test_a_request_is_tried_so_often_and_no_more(start: Start, attempts: int) -> None:
-    fakes = [Fake(f"w{n}") for n in range(5)]
-    site = await start(*fakes, router={"max_attempts": attempts})
-    site.always(scripts.error(500))
-    assert (await site.ask(chat())).status == 500
-    tried = [call.connection.worker.name for call in site.served()]
-    assert len(tried) == len(set(tried)) == attempts
-
-
 DEADLY = "this request ends its worker"
 
 
@@ -238,24 +227,6 @@ async def crowd(site: Site, size: int) -> list[asyncio.Task[Answer]]:
     asking = [asyncio.create_task(site.ask(chat(f"q{n}"), within=20.0)) for n in range(size)]
     await eventually(lambda: len(site.served()) == size, within=10.0)
     return asking
-
-
-@pytest.mark.parametrize("how", ["dies", "says 503", "says 500"])
-async def test_all_that_a_worker_had_goes_to_others(start: Start, how: str) -> None:
-    """However many that are: one worker that fails is no fleet that does."""
-    site = await start(*(Fake(f"w{n}") for n in range(4)), router={"policy": "round_robin"})
-    rest, ill = asyncio.Event(), asyncio.Event()
-    site.always(scripts.gated(rest, scripts.answer(200, b"{}")))
-    if how != "dies":
-        site.fakes["w0"].always(scripts.gated(ill, scripts.error(int(how[-3:]))))
-    asking = await crowd(site, 240)
-    assert len(site.fakes["w0"].served) == 60
-    ill.set()
-    if how == "dies":
-        await site.fakes["w0"].die()
-    await eventually(lambda: len(site.served()) == 300, within=10.0)
-    rest.set()
-    assert {(await each).status for each in asking} == {200}
 
 
 async def test_where_the_budget_is_spent_a_client_hears_when_to_come_back(start: Start) -> None:
@@ -385,26 +356,3 @@ def test_an_address_that_nothing_leads_to_is_no_lack_of_ports() -> None:
     assert is_ours(failed(no_port, no_port))
     assert not is_ours(failed(no_port, errno.ECONNREFUSED))
     assert is_ours(failed(no_port, errno.EMFILE))
-
-
-@pytest.mark.parametrize("most", [None, 4], ids=["kv", "most"])
-async def test_a_failed_short_may_use_the_room_of_longs(start: Start, most: int | None) -> None:
-    """Nobody else is left for it: it would wait for a place that no other short gives back."""
-    site = await start(
-        Fake("s", Role.SHORT, max_requests=most), Fake("l", Role.LONG, max_requests=most)
-    )
-    site.stand_still()
-    site.fleet.set_served("l", ("tiny",), 65_536)
-    long, gate = chat("x" * 100_000), asyncio.Event()
-    assert (await site.ask(long)).status == 200
-    site.fleet.set_gauges("l", Gauges(at=site.clock(), kv_usage=0.8 if most is None else 0.0))
-    site.fakes["l"].then(*[scripts.gated(gate, scripts.answer())] * ((most or 1) - 1))
-    longs = [asyncio.create_task(site.ask(long)) for _ in range((most or 1) - 1)]
-    await site.fakes["l"].got(1 + len(longs))
-    site.fakes["s"].always(scripts.reset)
-    answer = await site.ask(chat("hi", b"X-Explain: 1"))
-    assert answer.status == 200
-    assert answer.one(b"x-route").startswith(b"l; reason=retry")
-    assert len(site.fakes["s"].served) == 1
-    gate.set()
-    assert {each.status for each in await asyncio.gather(*longs)} <= {200}

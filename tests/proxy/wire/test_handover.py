@@ -90,34 +90,6 @@ async def test_both_legs_have_the_headers_and_one_id(start: Start) -> None:
     assert len(first) == 1
 
 
-async def test_the_prefill_leg_asks_for_one_token_whatever_the_client_wants(start: Start) -> None:
-    limits: list[dict[str, Any]] = [
-        {"max_tokens": None},
-        {"max_tokens": 2},
-        {"max_tokens": None, "max_completion_tokens": 3},
-        {"max_tokens": 4, "max_completion_tokens": 3},
-        {"max_tokens": 4, "min_tokens": 4},
-        {"max_tokens": 4, "min_tokens": 0},
-        {"stream": True, "stream_options": {"include_usage": True}},
-        {"logprobs": True, "top_logprobs": 3},
-        {"stop": ["x"], "seed": 7, "response_format": {"type": "json_object"}},
-        {"tools": [{"type": "function", "function": {"name": "f", "parameters": {}}}]},
-    ]
-    here = await pairs(start)
-    for fields in limits:
-        body = chat_body(**fields)
-        wanted = fields.get("max_completion_tokens", fields.get("max_tokens", 4)) or 4
-        answer = await ask(here, body)
-        assert "".join(words(answer)) == "".join(expected(body, wanted)), fields
-        await here.settled()
-        [prefill, decode] = here.site.served()[-2:]
-        assert decode.json() == json.loads(body) | {
-            "kv_transfer_params": decode.json()["kv_transfer_params"]
-        }
-        assert prefill.json()["messages"] == json.loads(body)["messages"]
-    assert here.kv.ends() == ["read"] * len(limits)
-
-
 WHOLE: list[tuple[str, dict[str, Any]]] = [
     (COMPLETIONS, {"prompt": ["a" * 100, "b" * 100]}),
     (COMPLETIONS, {"prompt": [[1] * 50, [2] * 50]}),
@@ -195,26 +167,6 @@ async def test_other_routes_served_whole(start: Start, path: str, fields: dict[s
     assert here.site.served()[0].body == body
 
 
-async def test_no_request_shows_the_client_where_blocks_lie(start: Start) -> None:
-    here = await pairs(start)
-    for stream in (True, False):
-        answer = await ask(here, chat_body(stream=stream))
-        assert b"remote_" not in answer.body
-        assert b"kv_transfer" not in answer.body
-    await here.settled()
-
-
-async def test_requests_in_turn_on_one_connection(start: Start) -> None:
-    here = await pairs(start, prefills=1, decodes=1)
-    client = await here.site.client()
-    for stream in (False, True, False):
-        body = chat_body(stream=stream)
-        assert words(await client.ask(request(body))) == expected(body)
-    client.close()
-    await here.settled()
-    assert [len(fake.connections) for fake in here.site.fakes.values()] == [1, 1]
-
-
 @pytest.mark.parametrize(
     "steers",
     [
@@ -240,13 +192,6 @@ async def test_null_steers_nothing_and_is_replaced(start: Start) -> None:
     here = await pairs(start)
     await here.serves(kv_transfer_params=None)
     assert here.kv.ends() == ["read"]
-
-
-async def test_a_prompt_may_speak_of_it(start: Start) -> None:
-    here = await pairs(start)
-    text = '"kv_transfer_params": {"do_remote_prefill": true} ' * 5
-    await here.serves(messages=[{"role": "user", "content": text}])
-    assert all(call.json()["messages"][0]["content"] == text for call in here.site.served())
 
 
 @pytest.mark.parametrize("stream", [True, False])

@@ -224,14 +224,6 @@ async def test_a_link_that_is_late_time_and_again_is_left_alone(start: Start) ->
     await here.settled(left=STRIKES)
 
 
-async def test_the_lease_is_as_the_operator_says(start: Start) -> None:
-    here = await pairs(start)
-    connector = here.site.wire.connector
-    assert connector is not None
-    connector.lease_s = 300.0
-    assert connector.within_s == 240.0
-
-
 def test_how_long_an_answer_may_take_is_a_matter_of_its_length() -> None:
     here = router_of(
         spec("p0", Role.PREFILL), spec("d0", Role.DECODE), transfer=True, disaggregate_above=1

@@ -14,7 +14,7 @@ from proxy.core.types import Role
 from proxy.wire import release as module
 from proxy.wire.release import GRACE_S
 from tests.proxy.wire import scripts
-from tests.proxy.wire.client import DEADLINE_S, request
+from tests.proxy.wire.client import DEADLINE_S
 from tests.proxy.wire.conftest import Start
 from tests.proxy.wire.fake_worker import Call, Script
 from tests.proxy.wire.kv import Faults
@@ -143,24 +143,6 @@ async def test_between_the_legs(start: Start, way: str) -> None:
 
 
 @pytest.mark.parametrize("way", WAYS)
-async def test_between_the_legs_where_there_is_one_decode_worker(start: Start, way: str) -> None:
-    """It is asked as soon as it takes connections: nobody else could free the blocks."""
-    here = await pairs(start, prefills=1, decodes=1)
-    here.site.stand_still()
-    await here.site.fakes["d0"].hang()
-    client = await here.send(chat_body())
-    await eventually(lambda: here.kv.pinned)
-    await eventually(lambda: here.site.worker("p0").requests == 0)
-    getattr(client, way)()
-    await eventually(lambda: not here.site.wire.exchanges)
-    await here.site.fakes["d0"].wake()
-    await eventually(lambda: not here.kv.held)
-    await here.settled()
-    assert here.kv.ends() == ["released"]
-    assert here.legs() == ["prefill p0", "release d0"]
-
-
-@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("begun", [False, True])
 async def test_during_the_decode(start: Start, way: str, stream: bool, begun: bool) -> None:
@@ -207,25 +189,6 @@ def slow(script: Script, seconds: float = 0.01) -> Script:
         await script(call)
 
     return run
-
-
-async def test_the_router_is_stopped_in_any_phase(start: Start) -> None:
-    """Whoever is cut off hears of it, and blocks are freed as if the client had left."""
-    here = await pairs(start, prefills=2, decodes=2)
-    here.kv.wrong("prefill", Faults(before=scripts.stall))
-    here.kv.wrong("decode", Faults(during=scripts.stall))
-    clients = [await here.site.client() for _ in range(2)]
-    for client in clients:
-        await client.send(request(chat_body()))
-        await eventually(here.site.served)
-    await eventually(lambda: len(here.kv.pinned) == 1)
-    here.site.router.draining = True
-    for exchange in [*here.site.wire.exchanges]:
-        exchange.cut(here.site.clock())
-    for client in clients:
-        answer = await client.answer()
-        assert answer.status == 503
-    await here.settled()
 
 
 async def test_a_router_that_stops_has_blocks_freed_first(start: Start) -> None:

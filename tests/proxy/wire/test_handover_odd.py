@@ -133,22 +133,6 @@ async def test_parameters_reach_the_decode_worker_whole(start: Start, framing: s
     assert here.kv.faults == [f"d0: parameters that nobody gave: {given}"]  # they were ours
 
 
-@pytest.mark.parametrize("status", [400, 413, 422, 501])
-async def test_a_refused_prefill_is_for_a_decode_worker(start: Start, status: int) -> None:
-    """One token, no stream: these are not the client's words, nor is that worker's limit."""
-    here = await pairs(start)
-    here.kv.wrong("prefill", Faults(before=scripts.error(status, "yours")))
-    body = chat_body()
-    assert words(await ask(here, body)) == expected(body)
-    here.kv.wrong("prefill", Faults(before=scripts.error(status, "yours")))
-    here.kv.wrong("decode", Faults(before=scripts.error(400, "mine")))
-    answer = await ask(here, chat_body())
-    assert (answer.status, answer.error()["message"]) == (400, "mine")
-    await here.settled()
-    assert here.kinds() == ["prefill", "whole"] * 2
-    assert all(here.site.worker(f"p{number}").breaker.closed for number in range(2))
-
-
 @pytest.mark.parametrize("status", [400, 429, 500, 503])
 async def test_a_prefill_that_fails_is_no_attempt(start: Start, status: int) -> None:
     """Where nothing is tried twice, a decode worker is asked for the first time."""
@@ -243,18 +227,6 @@ async def test_both_prefill_workers_fail(start: Start) -> None:
     *legs, last = here.legs()
     assert sorted(legs) == ["prefill p0", "prefill p1"]
     assert last.startswith("whole d")
-
-
-async def test_both_decode_workers_fail(start: Start) -> None:
-    """Each gets parameters of its own, or none; what nobody fetched is given back."""
-    here = await pairs(start)
-    here.kv.wrong("decode", *[Faults(before=scripts.error(503))] * 4)
-    answer = await ask(here, chat_body())
-    assert answer.status in (429, 502, 503)
-    answer.error()
-    here.kv.wrongs.clear()
-    await here.site.settled()
-    assert here.kv.faults == []
 
 
 async def test_a_leg_of_which_nothing_was_delivered_is_sent_again_as_it_is(start: Start) -> None:

@@ -20,15 +20,6 @@ def numbered(number: int) -> bytes:
     return request(b'{"model": "tiny", "messages": [], "n": 1, "user": "%d"}' % number)
 
 
-async def test_a_connection_serves_many(site: Site) -> None:
-    client = await site.client()
-    for _ in range(20):
-        assert (await client.ask(chat())).status == 200
-        assert (await client.ask(chat(stream=True))).body.endswith(scripts.DONE)
-    assert len(site.fake.served) == 40
-    assert len(site.fake.connections) == 1
-
-
 async def test_pipelined_requests_are_answered_in_order(start: Start) -> None:
     """The first is the slowest."""
     site = await start()
@@ -125,13 +116,6 @@ async def test_a_client_that_says_close_is_closed(site: Site) -> None:
     assert site.fake.served[0].all(b"connection") in ([], [b"keep-alive"])
 
 
-async def test_what_follows_a_last_request_is_not_answered(site: Site) -> None:
-    client = await site.send(request(BODY, b"Connection: close") + chat() + b"junk")
-    assert (await client.answer()).status == 200
-    assert await client.closed() == b""
-    assert len(site.fake.served) == 1
-
-
 async def test_an_idle_connection_is_closed_in_time(start: Start) -> None:
     site = await start()
     client = await site.client()
@@ -142,11 +126,6 @@ async def test_an_idle_connection_is_closed_in_time(start: Start) -> None:
     assert connection.deadline > site.clock()
     site.skip(0.2 * idle_s)
     assert await client.closed() == b""
-
-
-async def test_a_connection_that_never_asks_is_closed_in_time(start: Start) -> None:
-    site = await start(wire={"client_idle_s": 0.2})
-    assert await (await site.client()).closed() == b""
 
 
 async def test_a_head_that_drips_is_cut_off(start: Start) -> None:
@@ -187,14 +166,6 @@ async def test_a_second_head_that_stops_coming_is_cut_off(start: Start) -> None:
     assert left == b"" or left.startswith(b"HTTP/1.1 408 ")
 
 
-async def test_a_body_that_stops_coming_is_given_up(start: Start) -> None:
-    site = await start(wire={"client_idle_s": 0.2, "linger_s": 0.1})
-    client = await site.send(request(BODY)[:-5])
-    answer = await client.closed()
-    assert answer == b"" or answer.startswith(b"HTTP/1.1 408 ")
-    assert site.fake.calls == []
-
-
 async def test_a_slow_answer_is_no_idle_client(start: Start) -> None:
     site = await start(wire={"client_idle_s": 10.0, "client_header_s": 10.0})
     site.stand_still()
@@ -224,14 +195,6 @@ async def test_a_refused_client_can_read_why_while_it_sends(start: Start) -> Non
     client = await site.client()
     client.writer.write(request(b"x" * (4 << 20)))
     assert (await client.answer()).status == 413
-
-
-async def test_many_small_writes_are_as_good_as_one(site: Site) -> None:
-    client = await site.client()
-    for byte in chat(stream=True) + get("/health"):
-        await client.send(bytes([byte]))
-    assert (await client.answer()).body.endswith(scripts.DONE)
-    assert (await client.answer()).status == 200
 
 
 async def test_blank_lines_before_a_request_are_no_matter(site: Site) -> None:

@@ -111,16 +111,6 @@ async def test_of_what_shows_no_first_token_no_phase_is_known(site: Site, metric
     assert phases(metrics) == {}
 
 
-async def test_a_stream_shows_in_the_metrics(site: Site, metrics: Metrics) -> None:
-    site.always(scripts.stream(3, gap_s=0.02))
-    assert (await site.ask(chat(stream=True))).status == 200
-    await site.settled()
-    assert sum(each.cumulative()[-1] for each in metrics.tpot.values()) == 1
-    assert {key[2] for key in metrics.ttft} == {"short"}
-    [(where, each)] = metrics.phases.items()
-    assert (where[2], set(each.seen)) == ("short", {"queue", "prefill", "decode"})
-
-
 @pytest.mark.parametrize("count", [1, 2, 9])
 @pytest.mark.parametrize("with_usage", [False, True])
 @pytest.mark.parametrize("gap_s", [0.0, 0.01])

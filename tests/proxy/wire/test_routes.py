@@ -92,14 +92,6 @@ async def test_an_error_names_a_few_of_many_models(start: Start, told: bool) -> 
         assert len(answer.body) < 4096
 
 
-async def test_an_unknown_model_is_404_in_openais_words(site: Site) -> None:
-    answer = await site.ask(request(b'{"model": "huge", "messages": []}'))
-    assert answer.status == 404
-    assert answer.error()["code"] == "model_not_found"
-    assert "huge" in answer.error()["message"]
-    assert site.fake.calls == []
-
-
 NEAR = chat("word " * 1600)  # estimated at some 2,000 tokens, and 16 more for the output
 
 

@@ -103,17 +103,6 @@ async def test_one_below_the_rate_is_refused_once_the_first_seconds_are_over(sta
     assert (await client.answer()).error()["code"] == "slow_body"
 
 
-async def test_a_client_may_pause_as_long_as_between_any_two_pieces(start: Start) -> None:
-    site, client = await begun(start, BODY[:1000])
-    site.skip(0.9 * GRACE_S)
-    await site.swept()
-    await send(site, client, BODY[1000:-1])
-    site.skip(0.9 * GRACE_S)
-    await site.swept()
-    await client.send(BODY[-1:])
-    assert (await client.answer()).status == 200
-
-
 @pytest.mark.parametrize("encrypted", [False, True])
 async def test_chunks_are_held_to_it_too(start: Start, tmp_path: Path, encrypted: bool) -> None:
     data = request(b"x" * 100, chunks=(1,))[: -6 * 80 - 5]
@@ -123,16 +112,6 @@ async def test_chunks_are_held_to_it_too(start: Start, tmp_path: Path, encrypted
         site.skip(60)
         await site.swept()
     assert (await client.answer()).error()["code"] == "slow_body"
-
-
-async def test_so_is_the_body_of_a_request_that_is_refused(start: Start) -> None:
-    data = request(b"x" * 100_000, path="/v1/nothing")
-    site, client = await begun(start, data[:1000])
-    await send(site, client, b"x")
-    site.skip(60)
-    await send(site, client, b"x")
-    site.skip(60)
-    assert (await client.answer()).status == 408
 
 
 async def test_the_next_body_of_a_connection_has_its_own_seconds(start: Start) -> None:

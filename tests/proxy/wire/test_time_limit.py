@@ -156,20 +156,6 @@ async def test_one_that_only_waited_is_over_in_the_queue(start: Start) -> None:
     assert (await first).status == 200
 
 
-async def test_retries_are_within_it(start: Start) -> None:
-    site = await late(start, Fake("w0"), Fake("w1"))
-    for fake in site.fakes.values():
-        fake.then(scripts.stall)
-    client = await site.send(chat())
-    await eventually(site.served)
-    site.skip(0.6 * LIMIT_S)
-    [first] = site.served()
-    first.reset()
-    await eventually(lambda: len(site.served()) == 2)
-    site.skip(0.6 * LIMIT_S)
-    assert (await client.answer()).status == 504
-
-
 async def test_it_begins_with_the_first_byte_of_the_head(start: Start) -> None:
     site = await late(start, client_header_s=LIMIT_S)
     site.fake.always(scripts.stall)
@@ -277,12 +263,3 @@ async def test_before_the_decode_leg_is_connected_the_blocks_are_freed(start: St
     assert await ends(here) == 504
     assert here.kv.ends() == ["released"]
     await victim.wake()
-
-
-async def test_in_the_decode_leg_before_its_first_byte(here: Pairs) -> None:
-    here.kv.wrong("d0", Faults(during=scripts.stall))
-    await here.send(chat_body(stream=True))
-    call = await here.site.fakes["d0"].got(1)
-    assert await ends(here) == 504
-    await call.was_lost()
-    assert here.kv.ends() == ["read"]

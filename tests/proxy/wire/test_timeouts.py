@@ -14,7 +14,7 @@ import pytest
 from proxy.core.records import Gauges
 from proxy.core.worker import WORKS_S
 from tests.proxy.wire import scripts
-from tests.proxy.wire.client import Answer, BrokenError, chat, request
+from tests.proxy.wire.client import Answer, chat, request
 from tests.proxy.wire.conftest import Start
 from tests.proxy.wire.site import Fake, Site, eventually
 
@@ -172,15 +172,6 @@ async def test_between_pieces_of_a_stream(start: Start) -> None:
     await site.fake.served[0].was_lost()
 
 
-async def test_between_pieces_of_a_body(start: Start) -> None:
-    site = await start(wire={"idle_s": 0.3})
-    head = scripts.head(200, (b"content-type", b"application/json"), (b"content-length", b"9"))
-    site.fake.always(scripts.raw(head + b"{", end="stall"))
-    client = await site.send(chat())
-    with pytest.raises((BrokenError, ConnectionError)):
-        await client.answer()
-
-
 async def steadily(start: Start, *pieces: bytes) -> Answer:
     """Ask for an answer of which each piece comes when patience is all but spent."""
     idle_s = 100.0
@@ -224,20 +215,6 @@ async def test_a_worker_that_does_not_read_its_request(start: Start) -> None:
     site.fake.reads = False
     answer = await site.ask(chat("x" * (12 << 20), max_tokens=1))
     assert answer.status == 504
-
-
-async def test_a_hung_worker_hurts_only_its_own(start: Start) -> None:
-    """One hung backend hangs a peer altogether."""
-    site = await start(Fake("w0"), Fake("w1"), router={"policy": "round_robin"})
-    site.stand_still()
-    site.fakes["w0"].always(scripts.stall)
-    asking = [asyncio.create_task(site.ask(chat())) for _ in range(40)]
-    await eventually(lambda: sum(task.done() for task in asking) == 20)
-    lets_pass(site, 1.1 * site.wire.settings.first_byte_s)
-    assert {answer.status for answer in await asyncio.gather(*asking)} <= {200, 504}
-    # By now it is known to be ill, and nobody has to wait for it any more.
-    answers = await asyncio.gather(*(site.ask(chat()) for _ in range(20)))
-    assert {answer.status for answer in answers} == {200}
 
 
 async def test_a_machine_that_is_gone_is_noticed_by_the_kernel(start: Start) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from proxy.control.tls import Shown, server_context
+from proxy.control.tls import server_context
 from tests.proxy.certificates import Authority
 from tests.proxy.wire import scripts
 from tests.proxy.wire.client import Answer, BrokenError, chat, get
@@ -77,23 +77,6 @@ async def test_a_chat_and_a_stream(begin: Begin, authority: Authority) -> None:
     version = client.writer.get_extra_info("ssl_object").version()
     assert version in ("TLSv1.2", "TLSv1.3")
     client.close()
-
-
-async def test_a_client_that_reads_nothing_is_not_read(begin: Begin, authority: Authority) -> None:
-    site, asked = await begin(worker(authority, max_model_len=1_000_000)), 1000
-    client = await site.client(limit=1024, rcvbuf=4096, tls=authority.client())
-    await eventually(lambda: site.wire.clients)
-    (theirs,) = site.wire.clients
-    client.writer.write(get("/metrics") * asked)
-    await eventually(lambda: theirs in site.wire.unread)
-    client.writer.write(chat("x" * (1 << 20)))
-    assert (await ask(site, authority.client(), chat())).status == 200, "others are"
-    assert not theirs._transport.is_reading()
-    assert theirs._reader._held < 1 << 20
-    for _ in range(asked):
-        assert (await client.answer(within=DEADLINE_S)).body.startswith(b"# HELP")
-    assert (await client.answer(within=DEADLINE_S)).status == 200
-    assert site.wire.collecting.held == 0
 
 
 async def test_nobody_gets_in_without_tls_or_with_an_old_one(begin: Begin) -> None:
@@ -208,25 +191,6 @@ async def test_a_break_just_as_the_client_has_gone(begin: Begin, authority: Auth
     look()
     client.reset()
     await asyncio.wait_for(broken_off, DEADLINE_S)
-
-
-async def test_a_renewed_certificate_is_shown(begin: Begin, authority: Authority) -> None:
-    config = authority.port("renewed")
-    shown = Shown(config)
-    site = await begin(shown=shown.context)
-    before = await site.client(tls=authority.client())
-    assert (await before.ask(get("/health"))).status == 200
-    authority.issue("renewed")  # into the same files
-    shown.renew(config)
-    after = await site.client(tls=authority.client())
-    first, second = (
-        each.writer.get_extra_info("ssl_object").getpeercert()["serialNumber"]
-        for each in (before, after)
-    )
-    assert first != second
-    assert (await before.ask(chat())).status == (await after.ask(chat())).status == 200
-    before.close()
-    after.close()
 
 
 async def kept(site: Site, authority: Authority, data: bytes) -> ssl.SSLSocket:
