@@ -84,9 +84,7 @@ def test_a_crowd_that_comes_to_all_at_once_is_counted_as_one(crews: Crews) -> No
     placed(come(crew, 0))
 
 
-def test_two_at_one_moment_keep_the_limit(
-    crews: Crews, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_at_one_moment_keep_the_limit(crews: Crews, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second comes to another process when the first has just seen that there is room."""
     crew = opened(crews, TenantSpec("t", limits=Limits(concurrency=1)))
     crew.look()

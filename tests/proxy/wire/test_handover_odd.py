@@ -13,6 +13,7 @@ from proxy.control.shapes import state
 from proxy.core.links import STRIKES
 from proxy.transfer.registry import connector
 from proxy.wire.patience import prefill_patience_s
+from proxy.wire.release import GRACE_S
 from tests.proxy.control.scraped import scraped
 from tests.proxy.wire import scripts
 from tests.proxy.wire.conftest import Start
@@ -27,6 +28,7 @@ from tests.proxy.wire.pairs import (
     words,
 )
 from tests.proxy.wire.scripts import LAST_CHUNK, chunk
+from tests.proxy.wire.site import eventually
 
 GOOD = {
     "do_remote_prefill": True,
@@ -319,6 +321,8 @@ async def test_a_prefill_worker_of_which_nothing_is_known_is_given_its_time(star
     await here.site.swept()
     assert here.legs() == ["prefill p0"]
     client.close()
+    await eventually(lambda: here.site.wire.releases)
+    here.site.skip(GRACE_S)
     await here.settled()
 
 

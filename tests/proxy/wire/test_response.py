@@ -80,8 +80,9 @@ def test_answers_without_a_body(status: int) -> None:
 
 def test_headers_of_the_hop_stay_behind() -> None:
     reader = fed(
-        b"HTTP/1.1 200 OK\r\nConnection: keep-alive, x-hop\r\nX-Hop: 1\r\nKeep-Alive: 5\r\n"
-        b"Content-Type: a/b\r\nX-Request-Id: theirs\r\nX-Route: theirs\r\nContent-Length: 0\r\n\r\n"
+        b"HTTP/1.1 200 OK\r\nConnection: keep-alive\r\nX-Hop: 1\r\nConnection: x-hop\r\n"
+        b"Keep-Alive: 5\r\nContent-Type: a/b\r\nX-Request-Id: theirs\r\nX-Route: theirs\r\n"
+        b"Content-Length: 0\r\n\r\n"
     )
     assert reader.head is not None
     assert reader.head.lines == [b"Content-Type", b": ", b"a/b", b"\r\n"]

@@ -12,6 +12,7 @@ import pytest
 
 from proxy.core.tenants import Rank, TenantSpec
 from proxy.core.types import Role
+from proxy.wire.release import GRACE_S
 from tests.proxy.wire import scripts
 from tests.proxy.wire.client import BrokenError, chat, request
 from tests.proxy.wire.conftest import Start
@@ -237,6 +238,7 @@ async def ends(here: Pairs) -> int:
     here.site.skip(1.1 * LIMIT_S)
     answer = await client.answer()
     here.site.stands_at = None
+    here.site.skip(GRACE_S)
     await here.settled()
     assert counted(here.site) == [(504, "time_limit")]
     return answer.status
