@@ -160,8 +160,9 @@ async def test_who_reads_nothing_is_let_go(app: App, monkeypatch: pytest.MonkeyP
     give_up = app.wire.clock() + DEADLINE_S
     while app.live.watched:  # until no buffer on the way takes any more
         assert app.wire.clock() < give_up
-        happened(app, 4000)
-        await asyncio.sleep(0.05)
+        happened(app, 2000)
+        await app.live.beat()
+        await asyncio.sleep(0.01)
     await eventually(lambda: app.metrics.live is None, within=DEADLINE_S)
     client.close()
 
