@@ -6,9 +6,6 @@ import asyncio
 import json
 import os
 import signal
-import socket
-import subprocess
-import sys
 import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -81,28 +78,6 @@ async def test_all_serve_and_load_workers_evenly(crew: Crew, fakes: dict[str, Fa
     assert sum(served) == 40
     assert min(served) >= 10
     for client in clients.values():
-        client.close()
-
-
-async def test_a_workers_limit_holds_for_all(crew: Crew, fakes: dict[str, FakeWorker]) -> None:
-    """Each worker takes four: of ten, eight go, from whichever process; the others wait."""
-    opening = hold(fakes)
-    clients: list[Client] = []
-    for _ in range(5):
-        pair = (await crew.each()).values()
-        for client in pair:
-            await client.send(chat())
-            clients.append(client)
-            # Their answers are held back, so what is told of them can be waited for.
-            await arrived(fakes, min(len(clients), 8))
-    await crew.until(lambda workers: sum(w["requests"] for w in workers.values()) == 8)
-    page = await samples(one := await Client.connect(crew.port))
-    assert page["proxy_queue_requests"] == 2
-    assert [len(fake.served) for fake in fakes.values()] == [4, 4]
-    opening.set()
-    assert [(await client.answer()).status for client in clients] == [200] * 10
-    await crew.until(lambda workers: all(w["requests"] == 0 for w in workers.values()))
-    for client in (*clients, one):
         client.close()
 
 
@@ -309,27 +284,6 @@ async def test_one_that_dies_is_begun_again_by_the_file_that_was_read_last(tmp_p
         await fake.stop()
 
 
-async def test_one_that_is_begun_again_logs_what_was_asked_for(crew: Crew) -> None:
-    probe, retries = "proxy.control.probe", "proxy.core.retries"
-    for change in (
-        {"levels": {probe: "error", retries: "debug"}, "requests": True},
-        {"levels": {probe: "debug"}},
-    ):
-        await crew.ask_admin("/logs", "PUT", json=change)
-    led = sum(" leads" in line for line in crew.said)
-    for pid in crew.pids.values():
-        os.kill(pid, signal.SIGKILL)
-    crew.says(" leads", led + 1)
-    shown = await crew.ask_admin("/logs")
-    assert shown["requests"]
-    assert shown["levels"] == {"": "info", probe: "debug", retries: "debug"}
-    crew.tell(signal.SIGHUP)
-    async with asyncio.timeout(DEADLINE_S):
-        while (shown := await crew.ask_admin("/logs"))["requests"]:
-            pass
-    assert shown["levels"] == {"": "info"}
-
-
 async def with_key(client: Client, key: str) -> int:
     """Ask with a key; return the status."""
     return (await client.ask(chat("hi", bearer(key)))).status
@@ -516,22 +470,3 @@ def alive(pid: int) -> bool:
     except (FileNotFoundError, ProcessLookupError):
         return False
     return state != "Z"
-
-
-def test_a_port_in_use_is_a_clear_error(tmp_path: Path) -> None:
-    """Be it another router's of several processes, who would else share the port."""
-    port = free_port()
-    file = tmp_path / "fleet.yaml"
-    file.write_text(
-        "model: tiny\nworkers: [{name: a, url: 'http://127.0.0.1:9'}]\n"
-        f"router: {{port: {port}, admin: {{port: 0}}, processes: 2}}\n"
-    )
-    with socket.socket() as taken:
-        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        taken.bind(("127.0.0.1", port))
-        taken.listen()
-        command = [sys.executable, "-m", "vllm_sched.cli.main", "router", str(file)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S)
-    assert done.returncode == 2
-    assert "can't listen" in done.stderr
-    assert str(port) in done.stderr
