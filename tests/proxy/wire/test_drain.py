@@ -206,6 +206,14 @@ async def test_who_is_in_the_middle_of_a_request_hears_why(start: Start, part: i
     await draining
 
 
+async def test_an_idle_connection_that_is_dismissed_hears_nothing(site: Site) -> None:
+    client = await site.client()
+    await eventually(lambda: site.wire.clients)
+    [connection] = site.wire.clients
+    connection.dismiss(site.clock())
+    assert await client.closed() == b""
+
+
 async def test_who_waits_in_the_queue_is_old_enough(start: Start) -> None:
     site = await start(Fake("w0", max_requests=1))
     gate = site.fake.hold()
