@@ -38,6 +38,7 @@ async def test_during_the_prefill(start: Start, way: str, stream: bool) -> None:
     await here.settled()
     assert here.legs() == ["prefill p0"]
     assert here.kv.pinned == []
+    assert "left_to_expire" not in here.site.metrics.handovers.ends
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -93,17 +94,6 @@ async def test_a_prefill_with_a_long_way_to_go_is_not_waited_for(start: Start) -
     await here.settled()
 
 
-async def test_a_prefill_that_should_be_done_is_waited_for_a_little(start: Start) -> None:
-    here = await pairs(start, prefills=1, decodes=1)
-    here.kv.wrong("p0", Faults(before=scripts.stall))
-    client = await here.send(chat_body())
-    call = await here.site.fakes["p0"].got(1)
-    client.close()
-    await eventually(lambda: here.site.wire.releases)
-    here.site.skip(GRACE_S)
-    await call.was_lost()
-    await here.settled()
-    assert "left_to_expire" not in here.site.metrics.handovers.ends
 
 
 async def test_a_refusal_then_holds_nothing(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:

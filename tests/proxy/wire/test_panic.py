@@ -55,7 +55,7 @@ async def test_a_bad_tenant_leaves_others_served(
     caplog.set_level(logging.INFO)
     site = await attacked(start)
     site.fleet.witness = Resting()
-    found = await mixed(site, 30)
+    found = await mixed(site, 15)
     assert found[200] >= 0.9 * found.total()
     said = [each.getMessage() for each in caplog.records]
     assert any("(routing.panic_threshold)" in each for each in said)
@@ -63,7 +63,7 @@ async def test_a_bad_tenant_leaves_others_served(
 
 async def test_with_breakers_that_are_always_heeded_it_does_not(start: Start) -> None:
     site = await attacked(start, panic_threshold=0.0)
-    found = await mixed(site, 30)
+    found = await mixed(site, 15)
     assert found[200] < 0.5 * found.total()
 
 
