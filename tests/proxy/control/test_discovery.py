@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from proxy.app import App
-from proxy.config import DiscoveryConfig, FleetConfig, PoolConfig, load, parse
+from proxy.config import DiscoveryConfig, PoolConfig, parse
 from proxy.control import discovery as module
 from proxy.control.discovered import keys_of
 from proxy.control.discovery import Discovery, source
@@ -22,10 +21,8 @@ from proxy.control.kubernetes import Kubernetes
 from proxy.core.fleet import Fleet
 from proxy.core.router import Router, RouterSettings
 from proxy.errors import ProxyError
-from tests.proxy.control.api_server import api_server, endpoint, endpoint_slice
 from tests.proxy.control.test_discovered import endpoints
 from tests.proxy.core.making import chat, read, refused, sized
-from tests.proxy.wire.fake_worker import FakeWorker
 
 DEADLINE_S = 15.0
 POOLS = """
@@ -350,63 +347,3 @@ def test_who_knows_of_a_pool(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
     monkeypatch.setenv("KUBERNETES_SERVICE_PORT", "443")
     assert isinstance(source(DiscoveryConfig(pools=(labelled,)), labelled), Kubernetes)
-
-
-def fleet_file(path: Path, api: str) -> FleetConfig:
-    """Write a file whose workers an API server knows."""
-    path.write_text(
-        "model: tiny\n"
-        "discovery:\n"
-        f"  kubernetes: {{url: '{api}', namespace: llm, watch_s: 1}}\n"
-        "  pools: [{name: short, selector: pool=short}]\n"
-        "router: {port: 0, admin: {port: 0}, probe: {interval_s: 0.02, down_after: 2}}\n"
-    )
-    return load(path)
-
-
-async def test_two_routers_find_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("proxy.control.kubernetes.FIRST_PAUSE_S", 0.02)
-    monkeypatch.setattr("proxy.control.kubernetes.LONGEST_PAUSE_S", 0.05)
-    monkeypatch.setattr(module, "LOOK_S", 0.01)
-    workers = [FakeWorker("s-1"), FakeWorker("s-2")]
-    for worker in workers:
-        await worker.listen()
-
-    def listed(worker: FakeWorker) -> dict[str, Any]:
-        port = int(worker.url.rpartition(":")[2])
-        return endpoint_slice(worker.name, endpoint(worker.name, "127.0.0.1"), port=port)
-
-    def live(app: App) -> list[str]:
-        return [worker.name for worker in app.fleet if worker.up and not worker.draining]
-
-    async with api_server() as api:
-        await api.apply(*map(listed, workers))
-        config = fleet_file(tmp_path / "fleet.yaml", api.url)
-        apps = [App(config, tmp_path / "fleet.yaml") for _ in range(2)]
-        try:
-            for app in apps:
-                await app.start()
-            await until(lambda: all(live(app) == ["s-1", "s-2"] for app in apps))
-            for app in apps:  # a reload keeps them, probes and all
-                await app.reload()
-                assert live(app) == ["s-1", "s-2"]
-            # Down, then up again with nothing in its store: nobody is lost.
-            api.status = 503, "restarting"
-            api.drop()
-            await until(lambda: all(app.discovery.pools[0].why for app in apps))
-            assert all(live(app) == ["s-1", "s-2"] for app in apps)
-            api.status = None
-            await api.lost_everything()
-            await until(lambda: all(app.discovery.pools[0].kept for app in apps))
-            assert all(live(app) == ["s-1", "s-2"] for app in apps)
-            # Of those that are kept, one dies; then the store is whole again.
-            await workers[0].stop()
-            await until(lambda: all(live(app) == ["s-2"] for app in apps))
-            await until(lambda: all(len(app.fleet) == 1 for app in apps))
-            await api.apply(listed(workers[1]))
-            await until(lambda: not any(app.discovery.pools[0].kept for app in apps))
-            assert all(live(app) == ["s-2"] for app in apps)
-        finally:
-            for app in apps:
-                await app.stop()
-            await workers[1].stop()
