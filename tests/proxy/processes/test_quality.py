@@ -99,16 +99,21 @@ class Played:
 
 
 def play(
-    count: int, specs: tuple[WorkerSpec, ...], rate: float, longs: float, policy: str
+    count: int,
+    specs: tuple[WorkerSpec, ...],
+    rate: float,
+    longs: float,
+    policy: str,
+    seconds: float = 30.0,
 ) -> Played:
-    """Play a minute of requests."""
+    """Play some seconds of requests."""
     toy = Toy(*specs, speed=GPU, policy=policy)
     together = None
     if count > 1:
         together = Together(toy, count, specs, policy)
         toy.router = together  # type: ignore[assignment]
     rng, now = random.Random(5), 0.0
-    while now < 60.0:
+    while now < seconds:
         now += rng.expovariate(rate)
         long = rng.random() < longs
         prompt, output = (rng.randint(10_000, 30_000), 100) if long else (rng.randint(50, 1500), 80)
@@ -158,4 +163,4 @@ def test_under_overload_limits_hold_and_no_request_waits_longer() -> None:
 def test_without_telling_each_other_they_would_not_hold(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Sharing, "look", lambda *_: None)
     monkeypatch.setattr(Sharing, "have_filled", lambda *_: False)
-    assert play(4, ALIKE, 34.0, 0.0, "adaptive").most > 2 * MOST
+    assert play(4, ALIKE, 34.0, 0.0, "adaptive", 60.0).most > 2 * MOST
