@@ -94,8 +94,6 @@ async def test_a_prefill_with_a_long_way_to_go_is_not_waited_for(start: Start) -
     await here.settled()
 
 
-
-
 async def test_a_refusal_then_holds_nothing(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "GRACE_S", 60.0)
     here = await pairs(start, prefills=1, decodes=1)
