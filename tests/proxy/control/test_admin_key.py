@@ -9,8 +9,7 @@ import httpx
 import pytest
 from starlette.responses import PlainTextResponse
 
-from proxy.app import App
-from proxy.config import AdminConfig, load, parse
+from proxy.config import AdminConfig, parse
 from proxy.control.admin_key import AdminKey, key_of
 from proxy.control.gate import Gate
 from proxy.errors import ConfigError
@@ -107,32 +106,6 @@ def test_elsewhere_one_is(host: str) -> None:
     with pytest.raises(ConfigError, match=r"router\.admin\.host: .*router\.admin\.key_file"):
         parse(fleet(f"{{host: {host}}}"), "f")
     parse(fleet(f"{{host: {host}, key_env: ADMIN}}"), "f")
-
-
-async def test_a_running_router_asks_for_it_and_takes_a_new_one(tmp_path: Path) -> None:
-    source, file = tmp_path / "fleet.yaml", tmp_path / "key"
-    text = fleet(f"{{port: 0, key_file: {file}}}").replace("{admin", "{port: 0, admin")
-    source.write_text(text)
-    with pytest.raises(ConfigError, match="can't be read"):
-        await App(load(source), source).start()
-    file.write_text(KEY)
-    app = App(load(source), source)
-    await app.start()
-
-    async def status(key: str) -> int:
-        async with httpx.AsyncClient() as client:
-            headers = {"Authorization": f"Bearer {key}"}
-            return (await client.get(f"{app.admin_url}/admin/workers", headers=headers)).status_code
-
-    assert [await status(KEY), await status("none")] == [200, 401]
-    file.write_text("a-new-key-of-many-letters")
-    assert await app.reload() == []
-    assert [await status(KEY), await status("a-new-key-of-many-letters")] == [401, 200]
-    file.write_text("short")
-    with pytest.raises(ConfigError):
-        await app.reload()
-    assert await status("a-new-key-of-many-letters") == 200
-    await app.stop()
 
 
 def test_one_place_for_it() -> None:

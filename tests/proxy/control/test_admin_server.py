@@ -7,8 +7,9 @@ import resource
 import signal
 import socket
 import ssl
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -177,9 +178,7 @@ async def test_requests_that_are_answered_give_way_to_none(served: Served) -> No
 @pytest.mark.parametrize(
     ("files", "most"), [(64, 8), (20, 4), (1 << 20, 64), (resource.RLIM_INFINITY, 64)]
 )
-def test_the_bound_is_a_share_of_the_open_files(
-    monkeypatch: pytest.MonkeyPatch, files: int, most: int
-) -> None:
+def test_the_bound_and_open_files(monkeypatch: pytest.MonkeyPatch, files: int, most: int) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _: (files, files))
     assert max_connections() == most
 
@@ -187,14 +186,68 @@ def test_the_bound_is_a_share_of_the_open_files(
 # Deadlines
 
 
+@dataclass
+class Timer:
+    """A deadline of a connection."""
+
+    passes: Callable[[], object]
+    cancelled: bool = False
+
+    def cancel(self) -> None:
+        self.cancelled = True
+
+
+class Timers:
+    """The deadlines of connections, which pass when the test says so."""
+
+    def __init__(self) -> None:
+        self._all: list[Timer] = []
+
+    @property
+    def running(self) -> list[Timer]:
+        """Those that have neither passed nor been cancelled."""
+        return [each for each in self._all if not each.cancelled]
+
+    def call_later(self, passes: Callable[[], object]) -> Timer:
+        """Note one more."""
+        self._all.append(Timer(passes))
+        return self._all[-1]
+
+    def expire(self) -> None:
+        """Let all of them pass."""
+        for each in self.running:
+            each.cancel()
+            each.passes()
+
+
+class TimedLoop:
+    """A loop whose calls after `PATIENCE_S` are for the test to make."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, timers: Timers) -> None:
+        self._loop, self._timers = loop, timers
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loop, name)
+
+    def call_later(self, delay: float, callback: Any, *args: Any) -> Any:
+        if delay == admin_connection.PATIENCE_S:
+            return self._timers.call_later(callback)
+        return self._loop.call_later(delay, callback, *args)
+
+
 @pytest.fixture
-def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wait for nothing longer than a moment."""
-    for module in (admin_connection, admin_server):
-        monkeypatch.setattr(module, "PATIENCE_S", 0.2)
+def timers(monkeypatch: pytest.MonkeyPatch) -> Timers:
+    """Have no deadline pass by itself."""
+    found, made = Timers(), admin_connection.AdminConnection.__init__
+
+    def make(connection: Any, *args: Any) -> None:
+        made(connection, *args)
+        connection.loop = TimedLoop(connection.loop, found)
+
+    monkeypatch.setattr(admin_connection.AdminConnection, "__init__", make)
+    return found
 
 
-@pytest.mark.usefixtures("soon")
 @pytest.mark.parametrize(
     "data",
     [
@@ -207,45 +260,54 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
     ids=["nothing", "half a head", "idle", "half a second head", "half a body", "half of chunks"],
 )
-async def test_a_request_that_is_not_whole_in_time_ends_its_connection(
-    served: Served, data: bytes
-) -> None:
+async def test_half_requests_have_a_deadline(timers: Timers, served: Served, data: bytes) -> None:
     client = await served.connect()
     await client.send(data)
-    said = await client.closed()
-    assert said.count(b"HTTP/1.1 200 OK") == data.count(b"GET /hello HTTP/1.1\r\n") - (HALF in data)
+    if data.startswith(get("/hello")):
+        assert (await client.answer()).status == 200
+    await eventually(lambda: timers.running)
+    [due] = timers.running
+    if data.endswith(HALF):  # bytes that trickle in win no time
+        for _ in range(3):
+            await client.send(b"x")
+            await asyncio.sleep(0.01)
+    assert timers.running == [due]
+    timers.expire()
+    assert await client.closed() == b""
     await eventually(lambda: served.server.connections == 0)
     client.close()
 
 
-@pytest.mark.usefixtures("soon")
-@pytest.mark.parametrize("start", [HALF, get("/hello") + HALF])
-async def test_bytes_that_trickle_in_win_no_time(served: Served, start: bytes) -> None:
-    client = await served.connect()
-    await client.send(start)
-    with suppress(ConnectionError):
-        while served.server.connections:
-            await client.send(b"x")
-            await asyncio.sleep(0.02)
-    client.close()
-
-
-@pytest.mark.usefixtures("soon")
-async def test_a_stream_has_no_end_while_its_client_takes_it(served: Served) -> None:
+async def test_a_stream_that_is_read_has_no_end(timers: Timers, served: Served) -> None:
     client = await served.connect()
     await client.send(get("/endless?size=1"))
     await client.head()
-    for _ in range(50):  # longer than a request has to come
+    for _ in range(3):
         assert await client.piece() == b"x"
+        assert timers.running == []
     client.close()
 
 
-@pytest.mark.usefixtures("soon")
-async def test_a_client_that_takes_nothing_is_given_up(served: Served) -> None:
+async def test_a_client_that_takes_nothing_is_given_up(timers: Timers, served: Served) -> None:
     client = await served.connect(rcvbuf=4096, limit=4096)
     await client.send(get("/endless?size=1000000"))
     await eventually(lambda: served.streams == 1)
+    await eventually(lambda: timers.running)
+    timers.expire()
     await eventually(lambda: served.server.connections == 0 and served.streams == 0)
+    client.close()
+
+
+async def test_a_client_that_takes_it_late_is_served(timers: Timers, served: Served) -> None:
+    client = await served.connect(rcvbuf=4096, limit=4096)
+    await client.send(get("/endless?size=1000000"))
+    await eventually(lambda: timers.running)
+    [due] = timers.running
+    client.read_on()
+    reading = asyncio.create_task(client.reader.read(-1))
+    await eventually(lambda: due.cancelled)
+    reading.cancel()
+    await asyncio.gather(reading, return_exceptions=True)
     client.close()
 
 
@@ -317,9 +379,7 @@ async def test_how_much_of_a_body_is_held() -> None:
 # TLS
 
 
-async def test_tls_handshakes_are_bounded_too(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+async def test_tls_handshakes_are_bounded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(admin_server, "MAX_CONNECTIONS", MOST)
     authority = Authority(tmp_path)
     context = ssl.create_default_context(cafile=authority.ca_file)
@@ -340,9 +400,11 @@ async def test_tls_handshakes_are_bounded_too(
             assert served.server.connections <= MOST
 
 
-@pytest.mark.usefixtures("soon")
 @pytest.mark.parametrize("data", [b"", b"\x16\x03\x01", b"GET / HTTP/1.1\r\n\r\n"])
-async def test_a_tls_handshake_has_a_deadline(data: bytes, tmp_path: Path) -> None:
+async def test_a_tls_handshake_has_a_deadline(
+    data: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(admin_server, "PATIENCE_S", 0.2)
     async with serving(Shown(Authority(tmp_path).port("admin")).context) as served:
         client = await served.connect()
         await client.send(data)
@@ -368,7 +430,7 @@ def no_more_files(spare: int = 0) -> Any:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
-async def test_it_serves_again_once_there_are_open_files(
+async def test_it_serves_once_files_are_free(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(admin_server, "NO_FILES_PAUSE_S", 0.05)

@@ -96,9 +96,7 @@ async def test_answers_come_over_one_connection() -> None:
         ([b"HTTP/1.1 307 Go\r\nLocation: /b\r\nContent-Length: 0\r\n\r\n"], (307, b"")),
     ],
 )  # fmt: skip
-async def test_each_way_that_an_answer_is_framed(
-    pieces: list[bytes], answer: tuple[int, bytes]
-) -> None:
+async def test_each_framing_of_an_answer(pieces: list[bytes], answer: tuple[int, bytes]) -> None:
     async with serving(*pieces) as (server, asker):
         for _ in range(2):
             assert await asker.get("/", MOST) == answer
@@ -229,9 +227,7 @@ class Holds(asyncio.Protocol):
         transport.close()
 
 
-async def test_who_gives_up_as_tls_is_agreed_on_leaves_nothing_to_be_written(
-    tmp_path: Path,
-) -> None:
+async def test_a_cancel_in_the_handshake_leaves_nothing_to_write(tmp_path: Path) -> None:
     """A busy loop connects, and reads what answers its hello, before it goes on: it is too late.
 
     uvloop closes the connection then, and would write the last word of the handshake to it.

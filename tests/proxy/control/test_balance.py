@@ -34,6 +34,13 @@ def test_one_worker_of_a_kind_is_not_given_away() -> None:
     assert "could become" not in balance("m", 1, 1, Seen(0.0, 0.9, 0.0)).advice
 
 
+def sides() -> Router:
+    """Make a router before a prefill and a decode worker."""
+    return router_of(
+        spec("p0", Role.PREFILL), spec("d0", Role.DECODE), transfer=True, disaggregate_above=1
+    )
+
+
 def watched(here: Router, seconds: int) -> Balance:
     """Look for a while."""
     found = Balance(here)
@@ -43,9 +50,7 @@ def watched(here: Router, seconds: int) -> Balance:
 
 
 def test_a_prefill_worker_is_busy_while_a_prompt_is_charged_to_it() -> None:
-    here = router_of(
-        spec("p0", Role.PREFILL), spec("d0", Role.DECODE), transfer=True, disaggregate_above=1
-    )
+    here = sides()
     assert watched(here, 1).shown()[0].prefill.busy == 0
     placed(here.submit(ask(10_000), 0.0))
     [shown] = watched(here, 200).shown()
@@ -56,13 +61,9 @@ def test_a_prefill_worker_is_busy_while_a_prompt_is_charged_to_it() -> None:
 
 @pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
 @pytest.mark.parametrize(("prompts", "busy"), [(1, 0.11), (8, 0.5), (200, 0.96)])
-def test_steps_that_compute_little_have_room_for_more(
-    role: Role, prompts: int, busy: float
-) -> None:
+def test_short_steps_have_room_for_more(role: Role, prompts: int, busy: float) -> None:
     """A worker that is never without a short prompt is busy once they fill its steps."""
-    here = router_of(
-        spec("p0", Role.PREFILL), spec("d0", Role.DECODE), transfer=True, disaggregate_above=1
-    )
+    here = sides()
     for worker in here.fleet:
         worker.pace.fixed_s, worker.pace.token_s = 0.02, 2.5e-5
     for _ in range(prompts):
@@ -76,7 +77,7 @@ def test_steps_that_compute_little_have_room_for_more(
 
 
 def test_a_decode_worker_is_as_busy_as_its_cache_is_full() -> None:
-    here = router_of(spec("p0", Role.PREFILL), spec("d0", Role.DECODE), transfer=True)
+    here = sides()
     here.fleet.set_gauges("d0", Gauges(0.0, kv_usage=0.9))
     assert watched(here, 200).shown()[0].decode.busy == pytest.approx(0.9, abs=0.01)
 
@@ -85,9 +86,7 @@ def test_work_that_waits_is_work_for_more_workers() -> None:
     """In seconds: on a slow worker the same tokens are more."""
     wanted = {}
     for token_s in (1e-4, 1e-2):
-        here = router_of(
-            spec("p0", Role.PREFILL), spec("d0", Role.DECODE), transfer=True, disaggregate_above=1
-        )
+        here = sides()
         for worker in here.fleet:
             worker.pace.token_s = token_s
         for _ in range(3):
@@ -117,11 +116,11 @@ def test_what_waits_is_told() -> None:
         (0.02, 0.0, 100, 0.0),
     ],
 )
-def test_a_decode_worker_is_as_busy_as_its_steps_are_long(
+def test_long_decode_steps_are_busy(
     base_s: float, each_s: float, decoding: int, busy: float
 ) -> None:
     """Though its cache is all but empty."""
-    here = router_of(spec("p0", Role.PREFILL), spec("d0", Role.DECODE), transfer=True)
+    here = sides()
     worker = here.fleet.get("d0")
     assert worker is not None
     pace = worker.pace
@@ -133,7 +132,7 @@ def test_a_decode_worker_is_as_busy_as_its_steps_are_long(
 
 
 def test_a_decode_worker_that_prefills_is_busy() -> None:
-    here = router_of(spec("p0", Role.PREFILL), spec("d0", Role.DECODE), transfer=True)
+    here = sides()
     whole = ask(10_000)
     whole.whole = "samples"
     placed(here.submit(whole, 0.0))
@@ -141,11 +140,9 @@ def test_a_decode_worker_that_prefills_is_busy() -> None:
 
 
 @pytest.mark.parametrize(("waiting", "short", "wanted"), [(0, "neither", 0), (8, "decode", 2.1)])
-def test_a_decode_worker_in_whose_queue_others_wait_is_busy(
-    waiting: int, short: str, wanted: float
-) -> None:
+def test_a_decode_worker_with_a_queue_is_busy(waiting: int, short: str, wanted: float) -> None:
     """Though its cache is all but empty: it may have no more seats."""
-    here = router_of(spec("p0", Role.PREFILL), spec("d0", Role.DECODE), transfer=True)
+    here = sides()
     found = Balance(here)
     for at in range(300):
         here.fleet.set_gauges("d0", Gauges(float(at), running=16, waiting=waiting))
@@ -190,7 +187,7 @@ def test_seats_that_prompts_will_want_once_they_are_prefilled_are_free_till_then
 
 
 def test_a_queue_of_long_ago_is_none() -> None:
-    here = router_of(spec("p0", Role.PREFILL), spec("d0", Role.DECODE), transfer=True)
+    here = sides()
     for at in (1.0, 2.0):
         here.fleet.set_gauges("d0", Gauges(at, running=16, waiting=8))
     assert watched(here, 200).shown()[0].decode.busy < 0.1
@@ -245,9 +242,7 @@ def test_who_drains_has_no_part_in_it() -> None:
 
 def test_what_was_before_the_first_look_was_not_idle() -> None:
     """Who starts a router anew in trouble, and asks, hears of the trouble."""
-    here = router_of(
-        spec("p0", Role.PREFILL), spec("d0", Role.DECODE), transfer=True, disaggregate_above=1
-    )
+    here = sides()
     placed(here.submit(ask(1000), 0.0))
     [shown] = watched(here, 5).shown()
     assert shown.prefill.busy > 0.8

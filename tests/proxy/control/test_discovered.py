@@ -45,12 +45,6 @@ def test_the_same_again_is_no_change(seen: Seen) -> None:
     assert seen.changes == 1
 
 
-def test_some_of_many_are_gone_at_once(seen: Seen) -> None:
-    seen.pool.told(endpoints("s-1", "s-2"))
-    seen.pool.told(endpoints("s-2"))
-    assert seen.useful == {"s-2": True}
-
-
 def test_not_ready_and_leaving_ones_get_nothing_new(seen: Seen) -> None:
     seen.pool.told(
         endpoints("s-1") | endpoints("s-2", ready=False) | endpoints("s-3", leaving=True)
@@ -72,9 +66,7 @@ def test_an_empty_answer_keeps_everybody(seen: Seen, caplog: pytest.LogCaptureFi
     assert len([r for r in caplog.records if "nobody is left of 2 workers" in r.message]) == 1
 
 
-def test_that_nobody_was_ever_there_is_said_once(
-    seen: Seen, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_empty_pool_is_said_once(seen: Seen, caplog: pytest.LogCaptureFixture) -> None:
     for _ in range(3):
         seen.pool.told({})
     assert [r.message for r in caplog.records] == ["discovery of pool short: nobody is there yet"]
@@ -119,9 +111,7 @@ def test_those_kept_are_given_up_one_by_one(seen: Seen) -> None:
     assert seen.useful == {"s-2": True}
 
 
-def test_trouble_is_said_once_and_so_is_its_end(
-    seen: Seen, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_trouble_and_its_end_are_said_once(seen: Seen, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     seen.pool.told(endpoints("s-1"))
     for _ in range(3):

@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from proxy.app import App
-from proxy.config import DiscoveryConfig, FleetConfig, PoolConfig, load, parse
+from proxy.config import DiscoveryConfig, PoolConfig, parse
 from proxy.control import discovery as module
 from proxy.control.discovered import keys_of
 from proxy.control.discovery import Discovery, source
@@ -22,10 +21,8 @@ from proxy.control.kubernetes import Kubernetes
 from proxy.core.fleet import Fleet
 from proxy.core.router import Router, RouterSettings
 from proxy.errors import ProxyError
-from tests.proxy.control.api_server import api_server, endpoint, endpoint_slice
 from tests.proxy.control.test_discovered import endpoints
 from tests.proxy.core.making import chat, read, refused, sized
-from tests.proxy.wire.fake_worker import FakeWorker
 
 DEADLINE_S = 15.0
 POOLS = """
@@ -131,12 +128,6 @@ def test_one_that_is_found_is_what_its_pool_says(site: Site) -> None:
     assert (long.name, long.role, long.model, long.spec.api_key) == ("l-2", "long", "other", None)
 
 
-def test_one_that_is_gone_is_taken_out(site: Site) -> None:
-    site.told("s-1", "s-2")
-    site.told("s-2")
-    assert site.names == ["s-2"]
-
-
 def test_the_models_of_pools_are_known_while_nobody_is_there(site: Site) -> None:
     router = Router(RouterSettings(), site.fleet)
     for model in ("tiny", "other"):
@@ -240,9 +231,7 @@ def test_the_files_workers_come_first(worker: str) -> None:
     assert len(site.names) == 2
 
 
-def test_one_that_an_operator_added_by_that_name_is_not_replaced(
-    site: Site, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_operator_s_namesake_is_kept(site: Site, caplog: pytest.LogCaptureFixture) -> None:
     from proxy.core.records import WorkerSpec
     from proxy.core.types import Role
 
@@ -308,9 +297,7 @@ def test_a_reload_that_can_not_be_taken_changes_nothing(site: Site, tmp_path: Pa
     assert worker.spec.max_requests == 7
 
 
-async def test_kept_workers_stay_for_as_long_as_they_answer(
-    site: Site, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_kept_workers_stay_while_up(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "LOOK_S", 0.01)
     site.told("s-1", "s-2")
     for name in site.names:
@@ -325,9 +312,7 @@ async def test_kept_workers_stay_for_as_long_as_they_answer(
         await until(lambda: site.names == [])
 
 
-async def test_sources_run_come_and_go_with_the_file(
-    site: Site, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_sources_follow_the_file(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "LOOK_S", 0.01)
     async with site.running():
         await until(lambda: [each.runs for each in site.sources] == [1, 1])
@@ -336,9 +321,7 @@ async def test_sources_run_come_and_go_with_the_file(
         assert len(site.discovery._tasks) == 2
 
 
-async def test_a_source_that_fails_is_started_again(
-    site: Site, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_failed_source_is_restarted(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "LOOK_S", 0.01)
     runs = asyncio.Event()
 
@@ -364,65 +347,3 @@ def test_who_knows_of_a_pool(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
     monkeypatch.setenv("KUBERNETES_SERVICE_PORT", "443")
     assert isinstance(source(DiscoveryConfig(pools=(labelled,)), labelled), Kubernetes)
-
-
-def fleet_file(path: Path, api: str) -> FleetConfig:
-    """Write a file whose workers an API server knows."""
-    path.write_text(
-        "model: tiny\n"
-        "discovery:\n"
-        f"  kubernetes: {{url: '{api}', namespace: llm, watch_s: 1}}\n"
-        "  pools: [{name: short, selector: pool=short}]\n"
-        "router: {port: 0, admin: {port: 0}, probe: {interval_s: 0.02, down_after: 2}}\n"
-    )
-    return load(path)
-
-
-async def test_two_routers_find_keep_and_lose_real_workers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("proxy.control.kubernetes.FIRST_PAUSE_S", 0.02)
-    monkeypatch.setattr("proxy.control.kubernetes.LONGEST_PAUSE_S", 0.05)
-    monkeypatch.setattr(module, "LOOK_S", 0.01)
-    workers = [FakeWorker("s-1"), FakeWorker("s-2")]
-    for worker in workers:
-        await worker.listen()
-
-    def listed(worker: FakeWorker) -> dict[str, Any]:
-        port = int(worker.url.rpartition(":")[2])
-        return endpoint_slice(worker.name, endpoint(worker.name, "127.0.0.1"), port=port)
-
-    def live(app: App) -> list[str]:
-        return [worker.name for worker in app.fleet if worker.up and not worker.draining]
-
-    async with api_server() as api:
-        await api.apply(*map(listed, workers))
-        config = fleet_file(tmp_path / "fleet.yaml", api.url)
-        apps = [App(config, tmp_path / "fleet.yaml") for _ in range(2)]
-        try:
-            for app in apps:
-                await app.start()
-            await until(lambda: all(live(app) == ["s-1", "s-2"] for app in apps))
-            for app in apps:  # a reload keeps them, probes and all
-                await app.reload()
-                assert live(app) == ["s-1", "s-2"]
-            # Down, then up again with nothing in its store: nobody is lost.
-            api.status = 503, "restarting"
-            api.drop()
-            await until(lambda: all(app.discovery.pools[0].why for app in apps))
-            assert all(live(app) == ["s-1", "s-2"] for app in apps)
-            api.status = None
-            await api.lost_everything()
-            await until(lambda: all(app.discovery.pools[0].kept for app in apps))
-            assert all(live(app) == ["s-1", "s-2"] for app in apps)
-            # Of those that are kept, one dies; then the store is whole again.
-            await workers[0].stop()
-            await until(lambda: all(live(app) == ["s-2"] for app in apps))
-            await until(lambda: all(len(app.fleet) == 1 for app in apps))
-            await api.apply(listed(workers[1]))
-            await until(lambda: not any(app.discovery.pools[0].kept for app in apps))
-            assert all(live(app) == ["s-2"] for app in apps)
-        finally:
-            for app in apps:
-                await app.stop()
-            await workers[1].stop()

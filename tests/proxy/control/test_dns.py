@@ -76,9 +76,7 @@ async def test_a_worker_with_both_families_is_one(monkeypatch: pytest.MonkeyPatc
     assert ear.told_so_far[1]["short-fd00--1"].url == "http://[fd00::1]:9"
 
 
-async def test_one_that_is_missing_waits_and_is_gone_after_a_few(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_missing_address_is_gone_after_a_few(monkeypatch: pytest.MonkeyPatch) -> None:
     ear = await hear(
         monkeypatch, ["10.0.0.1", "10.0.0.2"], *[["10.0.0.1"]] * MISSED, ["10.0.0.1", "10.0.0.2"]
     )
@@ -92,9 +90,7 @@ async def test_one_that_comes_back_in_time_is_counted_anew(monkeypatch: pytest.M
     assert all("short-10.0.0.2" in told for told in ear.told_so_far)
 
 
-async def test_no_such_name_is_nobody_and_no_server_is_trouble(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_no_name_is_empty_and_no_server_is_trouble(monkeypatch: pytest.MonkeyPatch) -> None:
     ear = await hear(monkeypatch, NXDOMAIN, SERVFAIL)
     assert ear.told_so_far == [{}]
     assert ear.troubles == [f"short.llm can't be looked up: {SERVFAIL}"]

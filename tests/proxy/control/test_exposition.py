@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
 
 import pytest
 from hypothesis import example, given, settings
@@ -20,8 +19,6 @@ REQUESTS = Family("proxy_requests", "counter", "Requests.", ("model", "status"))
 UP = Family("proxy_up", "gauge", "Whether it is up.")
 GAPS = Family("proxy_gap_seconds", "histogram", "Gaps.", ("pool",))
 READERS = {False: read_text, True: read_openmetrics}
-
-Reader = Callable[[str], Iterable[Metric]]
 
 
 @pytest.fixture(params=[False, True], ids=["text", "openmetrics"])

@@ -164,9 +164,7 @@ async def test_a_dropped_watch_loses_nothing(api: ApiServer, ear: Ear) -> None:
     assert len(ear.troubles) == 1
 
 
-async def test_a_silent_watch_is_taken_to_be_dead(
-    api: ApiServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_silent_watch_is_dead(api: ApiServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kubernetes, "GRACE_S", 0.05)
     ear = Ear()
     api.silent = True
@@ -187,9 +185,7 @@ async def test_everything_is_listed_again_now_and_then(api: ApiServer) -> None:
     assert ear.troubles == []
 
 
-async def test_watches_that_end_at_once_are_not_opened_in_haste(
-    api: ApiServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_hasty_watches_are_paused(api: ApiServer, monkeypatch: pytest.MonkeyPatch) -> None:
     paused: list[Backoff] = []
     pause = Backoff.pause
     monkeypatch.setattr(Backoff, "pause", lambda self: paused.append(self) or pause(self))
@@ -202,9 +198,7 @@ async def test_watches_that_end_at_once_are_not_opened_in_haste(
     assert "ended the watch early" in ear.troubles[0]
 
 
-async def test_an_api_server_that_is_down_says_nothing_of_the_workers(
-    api: ApiServer, ear: Ear
-) -> None:
+async def test_an_api_server_that_is_down_changes_nothing(api: ApiServer, ear: Ear) -> None:
     api.status = 503, "etcd is electing"
     api.drop()
     await ear.until(lambda: "503: etcd is electing" in " ".join(ear.troubles))

@@ -75,10 +75,16 @@ async def site() -> Site:
 @pytest.fixture
 async def viewer(site: Site) -> AsyncIterator[Viewer]:
     """Look."""
-    viewer = site.live.join()
-    assert viewer is not None
+    viewer = look(site.live)
     yield viewer
     site.live.close()
+
+
+def look(live: Live) -> Viewer:
+    """Open a page."""
+    viewer = live.join()
+    assert viewer is not None
+    return viewer
 
 
 async def told(viewer: Viewer) -> tuple[str, dict[str, Any]]:
@@ -234,8 +240,7 @@ async def test_what_was_before_is_remembered(site: Site) -> None:
     site.end(old)
     site.now += 61.0
     site.end(lately, 502)
-    viewer = site.live.join()
-    assert viewer is not None
+    viewer = look(site.live)
     await site.beat()
     [row] = (await told(viewer))[1]["rows"]
     assert named(row) == {
@@ -254,8 +259,7 @@ async def test_classes_are_those_of_the_metrics(site: Site) -> None:
         each.ask.rank = Rank.BATCH
     site.end(lately)
     site.now += 1.0
-    viewer = site.live.join()
-    assert viewer is not None
+    viewer = look(site.live)
     await site.beat()
     rows = (await told(viewer))[1]["rows"]
     assert [named(row)["size"] for row in rows] == ["batch", "batch"]
@@ -275,8 +279,7 @@ async def test_what_clients_choose_is_cut_and_made_text(site: Site, viewer: View
 
 async def test_nothing_is_kept_once_nobody_looks(site: Site) -> None:
     site.live = Live(site.metrics, LiveState(site.metrics), site.clock, site.clock)
-    viewer = site.live.join()
-    assert viewer is not None
+    viewer = look(site.live)
     assert site.metrics.live is site.live.notes
     assert site.live._task is not None
     site.end(site.request())
@@ -306,8 +309,7 @@ async def test_of_several_processes_one_tells_of_all(monkeypatch: pytest.MonkeyP
     leader.ask_all = ask_all
     for site in sites:
         site.end(site.request())  # before anybody looks
-    viewer = leader.join()
-    assert viewer is not None
+    viewer = look(leader)
     for site in sites:
         site.request()
     await sites[0].beat()
@@ -338,8 +340,7 @@ async def crew(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[list[Sibl
         return [each.live.notes.part(sites[0].now, wanted) for each in sites]
 
     leader.ask_all = ask_all
-    viewer = leader.join()
-    assert viewer is not None
+    viewer = look(leader)
     yield sites, viewer
     leader.close()
     for site in sites:
@@ -355,9 +356,7 @@ async def shown(viewer: Viewer, site: Site) -> dict[str, dict[str, Any]]:
     return {named(row)["worker"]: named(row) for row in data["rows"]}
 
 
-async def test_what_a_process_that_died_had_under_way_is_shown_no_more(
-    crew: tuple[list[Sibling], Viewer],
-) -> None:
+async def test_requests_of_a_dead_process_are_gone(crew: tuple[list[Sibling], Viewer]) -> None:
     sites, viewer = crew
     sites[0].request("s0")
     sites[1].request("l0")
@@ -421,8 +420,7 @@ async def test_a_whole_busy_minute_from_before_is_remembered(site: Site) -> None
     for _ in range(5000):
         site.end(site.request())
         site.now += 0.01
-    viewer = site.live.join()
-    assert viewer is not None
+    viewer = look(site.live)
     await site.beat()
     assert len((await told(viewer))[1]["rows"]) == 5000
     site.live.close()
@@ -434,8 +432,7 @@ async def test_a_process_that_does_not_answer_is_left_out(site: Site) -> None:
         raise TimeoutError
 
     site.live.ask_all = ask_all
-    viewer = site.live.join()
-    assert viewer is not None
+    viewer = look(site.live)
     site.request()
     await site.beat()
     assert len((await told(viewer))[1]["rows"]) == 1

@@ -106,9 +106,7 @@ def test_tenants_are_told_of_all_processes_together() -> None:
     ]  # fmt: skip
 
 
-def test_of_a_large_fleet_those_in_trouble_are_shown_and_all_are_counted(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_of_a_large_fleet_troubles_are_shown_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("proxy.control.live_state.MOST_WORKERS", 3)
     router = router_of(*(spec(f"w{n}", SHORT if n < 2 else LONG) for n in range(6)))
     w0, _, _, _, w4, w5 = router.fleet

@@ -66,9 +66,7 @@ def test_a_pipe_whose_reader_left_is_no_trouble() -> None:
     os.close(writing)
 
 
-def test_what_a_full_disk_takes_no_more_of_is_counted_and_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_is_counted_and_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fd = os.open(tmp_path / "log", os.O_WRONLY | os.O_CREAT)
     full, write = threading.Event(), os.write
 

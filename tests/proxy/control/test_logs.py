@@ -125,9 +125,7 @@ def test_what_came_of_it(site: Site, status: int, outcome: str) -> None:
     ("rank", "batch", "size"),
     [(Rank.INTERACTIVE, False, None), (Rank.BATCH, False, "batch"), (Rank.STANDARD, True, "batch")],
 )
-def test_one_that_was_not_read_is_told_with_its_tenant(
-    site: Site, rank: Rank, batch: bool, size: str | None
-) -> None:
+def test_an_unread_request_is_told(site: Site, rank: Rank, batch: bool, size: str | None) -> None:
     site.said("format: json, requests: true")
     record = site.request()
     assert record.request is not None

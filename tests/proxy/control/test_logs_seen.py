@@ -22,9 +22,7 @@ KEY = "key-of-this-worker-0123456789"
 
 
 @pytest.mark.parametrize("processes", [1, 2])
-async def test_every_line_is_an_object_and_each_request_has_one(
-    tmp_path: Path, processes: int
-) -> None:
+async def test_every_line_is_json_and_each_request_has_one(tmp_path: Path, processes: int) -> None:
     fake = FakeWorker("w0")
     await fake.listen()
     fake.always(scripts.stream(4))

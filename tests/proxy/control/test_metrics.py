@@ -155,13 +155,6 @@ def test_the_mean_time_between_tokens_of_those_that_had_two(metrics: Metrics) ->
     assert value(metrics, "proxy_time_per_output_token_seconds_count", **labels) == 1
 
 
-def test_what_discovery_says(metrics: Metrics) -> None:
-    metrics.discovered = lambda: [("shorts", True, 3), ("longs", False, 2)]
-    assert value(metrics, "proxy_discovery_up", name="shorts") == 1
-    assert value(metrics, "proxy_discovery_up", name="longs") == 0
-    assert value(metrics, "proxy_discovery_workers", name="longs") == 2
-
-
 def of_worker(router: Router, name: str) -> dict[str, str]:
     """Return the labels that all of a worker's gauges have."""
     worker = router.fleet.get(name)
@@ -178,9 +171,7 @@ def test_caches_as_workers_tell_of_them(metrics: Metrics, router: Router) -> Non
     assert value(metrics, "proxy_worker_kv_capacity_tokens", **s0) == 16000
 
 
-def test_seats_as_far_as_anything_tells_how_many_there_are(
-    metrics: Metrics, router: Router
-) -> None:
+def test_seats_as_far_as_their_number_is_known(metrics: Metrics, router: Router) -> None:
     for name, seats in (("d0", 4), ("d1", None)):
         spec = WorkerSpec(name, f"http://{name}:1", Role.DECODE, "tiny", seats=seats)
         worker = router.fleet.add(spec)
@@ -274,28 +265,23 @@ def test_bytes_per_token_once_learnt(metrics: Metrics, router: Router) -> None:
     assert learnt == pytest.approx(3, rel=0.05)
 
 
-def test_connections(metrics: Metrics) -> None:
+def test_values_of_other_parts(metrics: Metrics) -> None:
+    assert value(metrics, "proxy_log_lines_dropped_total") == 0
     metrics.client_connections = 7
     metrics.upstream_connections = lambda: [("s0", "idle", 3), ("s0", "busy", 4)]
+    metrics.discovered = lambda: [("shorts", True, 3), ("longs", False, 2)]
+    metrics.log_lines_dropped = lambda: 3
     assert value(metrics, "proxy_client_connections") == 7
     assert value(metrics, "proxy_upstream_connections", worker="s0", state="busy") == 4
-
-
-def test_the_version_and_the_process_are_shown(metrics: Metrics) -> None:
+    assert value(metrics, "proxy_discovery_up", name="shorts") == 1
+    assert value(metrics, "proxy_discovery_up", name="longs") == 0
+    assert value(metrics, "proxy_discovery_workers", name="longs") == 2
+    assert value(metrics, "proxy_log_lines_dropped_total") == 3
+    assert value(metrics, "proxy_processes") == 1
     assert value(metrics, "proxy_build_info", version=metadata.version("vllm-sched")) == 1
     resident = value(metrics, "process_resident_memory_bytes")
     assert resident is not None
     assert resident > 1e6
-
-
-def test_lines_of_the_log_that_were_dropped(metrics: Metrics) -> None:
-    assert value(metrics, "proxy_log_lines_dropped_total") == 0
-    metrics.log_lines_dropped = lambda: 3
-    assert value(metrics, "proxy_log_lines_dropped_total") == 3
-
-
-def test_a_process_is_one(metrics: Metrics) -> None:
-    assert value(metrics, "proxy_processes") == 1
 
 
 def test_models_that_clients_make_up_are_other(metrics: Metrics, router: Router) -> None:
@@ -476,9 +462,7 @@ def test_a_hand_over_is_counted_leg_by_leg(metrics: Metrics, router: Router) -> 
 
 
 @pytest.mark.parametrize("openmetrics", [False, True])
-def test_every_family_is_there_in_both_formats(
-    metrics: Metrics, router: Router, openmetrics: bool
-) -> None:
+def test_all_families_in_both_formats(metrics: Metrics, router: Router, openmetrics: bool) -> None:
     full(metrics, router)
     found = families(metrics, openmetrics=openmetrics)
     ours = {name for name in found if name.startswith("proxy_")}
@@ -520,9 +504,7 @@ def test_prometheus_itself_has_no_complaint(metrics: Metrics, router: Router) ->
     assert (checked.returncode, checked.stdout, checked.stderr) == (0, "", "")
 
 
-async def test_while_a_page_is_written_others_have_their_turns(
-    metrics: Metrics, router: Router
-) -> None:
+async def test_writing_a_page_lets_others_run(metrics: Metrics, router: Router) -> None:
     router.fleet.set_served("s0", ["tiny", "late"])
     for number in range(4 * SLICE):
         done(metrics, worker=f"w{number}")

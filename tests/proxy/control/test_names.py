@@ -26,10 +26,8 @@ from proxy.control.names import (
 )
 from proxy.control.tls import client_context, server_context
 from tests.proxy.certificates import Authority
-from tests.proxy.wire import scripts
-from tests.proxy.wire.client import chat
 from tests.proxy.wire.fake_worker import FakeWorker
-from tests.proxy.wire.site import Fake, Site, eventually, sockets, spec_of
+from tests.proxy.wire.site import eventually, sockets
 
 ON = ("asyncio", "uvloop")  # which has look-ups and connections of its own
 MOST = 1 << 20
@@ -170,9 +168,7 @@ async def test_a_name_that_could_not_be_looked_up_is_not_waited_for(resolver: Re
     assert resolver.asked == ["gone", "gone"]
 
 
-async def test_a_name_is_looked_up_again_once_that_is_old(
-    resolver: Resolver, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_old_names_are_looked_up(resolver: Resolver, monkeypatch: pytest.MonkeyPatch) -> None:
     resolver.known["w0"] = ("10.0.0.1",)
     await NAMES.find("w0")
     resolver.known["w0"] = ("10.0.0.2",)
@@ -259,9 +255,7 @@ async def hole() -> AsyncIterator[FakeWorker]:
     await fake.stop()
 
 
-async def test_an_address_that_does_not_answer_leaves_the_next_its_time(
-    resolver: Resolver, hole: FakeWorker
-) -> None:
+async def test_the_next_address_has_its_own_time(resolver: Resolver, hole: FakeWorker) -> None:
     loop = asyncio.get_running_loop()
     server = await loop.create_server(asyncio.Protocol, "127.0.0.2", hole.port)
     resolver.known["w0.test"] = ("127.0.0.1", "127.0.0.2", "127.0.0.3")
@@ -289,9 +283,7 @@ async def test_one_that_is_slow_to_answer_is_waited_for(
     transport.close()
 
 
-async def test_nothing_is_left_of_one_that_nobody_waits_for(
-    resolver: Resolver, hole: FakeWorker
-) -> None:
+async def test_nothing_is_left_of_a_cancelled_one(resolver: Resolver, hole: FakeWorker) -> None:
     resolver.known["w0.test"] = ("127.0.0.1", "127.0.0.1")
     before = sockets()
     with pytest.raises(TimeoutError):
@@ -325,7 +317,7 @@ async def test_where_the_first_to_answer_breaks_off_another_is_tried_again(
     transport.close()
 
 
-async def test_of_several_addresses_each_keeps_its_scope(
+async def test_each_address_has_its_scope(
     resolver: Resolver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     met: list[tuple[object, ...]] = []
@@ -343,9 +335,7 @@ async def test_of_several_addresses_each_keeps_its_scope(
     assert met[0] == ("fe80::1", 9, 0, 1)
 
 
-async def test_a_worker_that_was_started_elsewhere_is_found(
-    resolver: Resolver, worker: FakeWorker
-) -> None:
+async def test_a_worker_that_moved_is_found(resolver: Resolver, worker: FakeWorker) -> None:
     resolver.known["w0.test"] = ("127.0.0.2",)
     with closing(Asker(f"http://w0.test:{port_of(worker)}", None, None)) as asker:
         with pytest.raises(ConnectionRefusedError):
@@ -369,7 +359,7 @@ async def test_one_on_ipv6(resolver: Resolver) -> None:
 
 
 @pytest.mark.parametrize("before", [(), ("127.0.0.2",)], ids=["one", "two"])
-async def test_a_certificate_is_for_the_name_and_not_for_its_address(
+async def test_certificates_are_for_names(
     resolver: Resolver, tmp_path: Path, before: Addresses
 ) -> None:
     authority = Authority(tmp_path)
@@ -384,29 +374,3 @@ async def test_a_certificate_is_for_the_name_and_not_for_its_address(
     with pytest.raises(OSError, match="certificate"):
         await connect(asyncio.Protocol, "w1.test", port_of(fake), met)
     await fake.stop()
-
-
-async def test_one_worker_whose_name_is_slow_leaves_the_fleet_well(resolver: Resolver) -> None:
-    """Probes give up and ask again, while each request needs a new connection."""
-    site = Site({"policy": "round_robin"}, {"connect_s": 60.0})  # longer than anybody asks
-    await site.start((Fake("w0"), Fake("w1")))
-    for name, fake in site.fakes.items():
-        resolver.known[f"{name}.test"] = ("127.0.0.1",)
-        site.fleet.remove(name)
-        site.charged.append(
-            site.fleet.add(spec_of(Fake(name), f"http://{name}.test:{port_of(fake)}"))
-        )
-        site.up(name)
-    resolver.slow["gone.test"] = threading.Event()
-    gone = Asker("http://gone.test:9", None, None)
-    site.always(scripts.answer(200, b"{}", (b"connection", b"close")))
-    try:
-        for _ in range(40):
-            with pytest.raises(TimeoutError):
-                async with asyncio.timeout(0.01):
-                    await gone.get("/health", MOST)
-        for _ in range(6):
-            assert (await site.ask(chat())).status == 200
-    finally:
-        await site.stop()
-    assert resolver.asked.count("gone.test") == 1

@@ -62,9 +62,7 @@ def up(app: App) -> dict[str, str]:
     return {line.split('worker="')[1].split('"')[0]: line[-1] for line in found}
 
 
-async def test_each_is_told_why_where_workers_are_listed(
-    app: App, web: aiohttp.ClientSession
-) -> None:
+async def test_operators_are_told_why_each_is_not_up(app: App, web: aiohttp.ClientSession) -> None:
     async with web.get("/admin/workers") as answer:
         told = {each["name"]: each for each in await answer.json()}
     assert {name: each["state"] for name, each in told.items()} == {
@@ -75,34 +73,25 @@ async def test_each_is_told_why_where_workers_are_listed(
     assert told["hung"]["why"] == SILENT
     assert told["other"]["why"] == STRAYS
     assert up(app) == dict.fromkeys(told, "0")
-
-
-async def test_to_explain_is_to_say_so_of_each(app: App, web: aiohttp.ClientSession) -> None:
     async with web.post("/admin/explain", json={"prompt_tokens": 10}) as answer:
-        told = await answer.json()
-    notes = {score["worker"]: score["note"] for score in told["scores"]}
-    assert told["status"] == 503
+        explained = await answer.json()
+    notes = {score["worker"]: score["note"] for score in explained["scores"]}
+    assert explained["status"] == 503
     assert notes["refused"].startswith("down: GET /health")
     assert notes["hung"] == f"down: {SILENT}"
     assert notes["other"] == STRAYS
     assert len(notes) == len(app.fleet)
-
-
-async def test_the_status_page_is_told_too(web: aiohttp.ClientSession) -> None:
     async with web.get("/admin/live") as events:
         async for line in events.content:
             if not line.startswith(b"data: "):
                 continue
             if (state := json.loads(line[6:]).get("state")) is not None:
                 break
-    told = {each["name"]: (each["state"], each["why"]) for each in state["workers"]}
-    assert told["other"] == ("wrong_model", STRAYS)
-    assert told["hung"] == ("down", SILENT)
-
-
-async def test_what_it_lists_it_serves(app: App) -> None:
+    shown = {each["name"]: (each["state"], each["why"]) for each in state["workers"]}
+    assert shown["other"] == ("wrong_model", STRAYS)
+    assert shown["hung"] == ("down", SILENT)
     client = await Client.connect(app.wire.port)
-    try:
+    try:  # what the stray lists, it serves
         assert (await client.ask(chat(model="llama"), within=DEADLINE_S)).status == 200
         assert (await client.ask(chat(), within=DEADLINE_S)).status == 503
     finally:

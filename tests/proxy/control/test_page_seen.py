@@ -167,9 +167,7 @@ async def test_it_shows_what_happened(place: Place, page: Page) -> None:
     assert page.complaints == []
 
 
-async def test_figures_and_reasons_are_seen_however_long_names_are(
-    place: Place, page: Page
-) -> None:
+async def test_figures_and_reasons_are_seen_beside_long_names(place: Place, page: Page) -> None:
     await page.goto(place.app.admin_url)
     await page.until("statusPage.state === 'up' && state !== null")
     unseen, cut = await page.run(LONG_NAMES)

@@ -99,17 +99,11 @@ async def test_hysteresis_both_ways(bench: Bench) -> None:
     assert await bench.ups(2) == [False, True]
 
 
-async def test_one_bad_probe_between_good_ones_does_nothing(bench: Bench) -> None:
-    await bench.ups(1)
-    for health in (500, 200, 500, 500, 200, 500, 500):
-        bench.double.health = health
-        assert await bench.ups(1) == [True]
-
-
 async def test_models_are_not_asked_for_each_time(bench: Bench) -> None:
     await bench.ups(3)
     assert bench.double.count("/v1/models") == 1
     assert bench.double.count("/metrics") == 3
+    assert len(bench.double.peers) == 1
 
 
 async def test_an_adapter_loaded_while_it_runs_is_found(bench: Bench) -> None:
@@ -151,7 +145,7 @@ async def test_models_are_asked_for_anew_after_a_failure(bench: Bench) -> None:
     assert bench.worker.max_model_len == 512
 
 
-async def test_another_model_after_a_restart_gets_no_requests_for_the_old(
+async def test_another_model_after_a_restart(
     bench: Bench, caplog: pytest.LogCaptureFixture
 ) -> None:
     await bench.ups(1)
@@ -170,9 +164,7 @@ async def test_a_length_that_was_stated_stands() -> None:
     assert worker.max_model_len == 1000
 
 
-async def test_unless_the_worker_holds_less_which_is_said_once(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+async def test_a_shorter_length_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     fleet = Fleet()
     async with worker_double() as double:
         worker = fleet.add(spec(double.url, max_model_len=8000))
@@ -214,27 +206,12 @@ async def test_what_is_loaded_for_a_model_is_as_the_worker_says(bench: Bench) ->
     assert bench.fleet.origin("tiny") == (None, None)
 
 
-async def test_the_api_key_is_sent() -> None:
-    fleet = Fleet()
-    async with worker_double() as double:
-        worker = fleet.add(spec(double.url, api_key="k1"))
-        await once(fleet, worker)
-    assert set(double.seen) == {
-        (path, "Bearer k1") for path in ("/health", "/metrics", "/v1/models")
-    }
-
-
 async def test_another_key_is_used_from_the_next_probe_on(bench: Bench) -> None:
     await bench.ups(1)
     bench.fleet.respecify(bench.worker, spec(bench.double.url, api_key="k2"))
     bench.double.seen.clear()
     assert await bench.ups(1) == [True]
     assert set(bench.double.seen) == {("/health", "Bearer k2"), ("/metrics", "Bearer k2")}
-
-
-async def test_one_connection_is_enough(bench: Bench) -> None:
-    await bench.ups(3)
-    assert len(bench.double.peers) == 1
 
 
 @pytest.mark.parametrize("status", [401, 403, 404])
@@ -286,9 +263,7 @@ async def test_a_page_that_comes_no_more_is_believed_for_a_while(bench: Bench) -
     assert bench.worker.gauges is None
 
 
-async def test_a_page_without_an_end_is_not_read_to_it(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_an_endless_page_is_cut_off(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(questions, "MAX_PAGE_BYTES", 1 << 20)
     bench.double.endless = True
     async with asyncio.timeout(DEADLINE_S / 2):

@@ -38,9 +38,7 @@ def test_a_rest_is_a_line_and_its_end_another(caplog: pytest.LogCaptureFixture) 
     ]
 
 
-def test_one_that_is_busy_now_and_again_does_not_fill_the_log(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_worker_that_is_often_busy_is_logged_rarely(caplog: pytest.LogCaptureFixture) -> None:
     fleet = fleet_of(spec("a"), spec("b"))
     one, other = fleet
     fleet.witness = Resting()

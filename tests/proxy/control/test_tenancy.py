@@ -154,48 +154,41 @@ def test_settings_reach_the_router() -> None:
     assert wire_settings(config).max_collected_bytes == 100 << 20
 
 
+def write(file: Path, *tenants: dict[str, Any], **router: Any) -> None:
+    """Write a fleet file with these tenants."""
+    workers = [{"name": "w", "url": "http://127.0.0.1:9001"}]
+    data = {"model": "m", "workers": workers, "tenants": [*tenants], "router": router}
+    file.write_text(yaml.safe_dump(data))
+
+
 async def test_a_router_that_listens_everywhere_keeps_its_tenants(tmp_path: Path) -> None:
     file = tmp_path / "fleet.yaml"
-
-    def write(tenants: list[dict[str, Any]], **router: Any) -> None:
-        workers = [{"name": "w", "url": "http://127.0.0.1:9001"}]
-        file.write_text(
-            yaml.safe_dump({"model": "m", "workers": workers, "tenants": tenants, "router": router})
-        )
-
     guarded = [{"name": "a", "key_hashes": [hashed(KEYS[0])]}]
-    write(guarded, host="0.0.0.0")  # noqa: S104 - that is the point
+    write(file, *guarded, host="0.0.0.0")  # noqa: S104 - that is the point
     app = App(parse(file.read_text(), str(file)), file)
-    write([], host="127.0.0.1")  # which it would listen on after a restart
+    write(file, host="127.0.0.1")  # which it would listen on after a restart
     with pytest.raises(ConfigError, match="until it is restarted"):
         await app.reload()
     assert not app.router.tenants.open
-    write([], host="0.0.0.0", allow_anonymous=True)  # noqa: S104
+    write(file, host="0.0.0.0", allow_anonymous=True)  # noqa: S104
     await app.reload()
     assert app.router.tenants.open
     await app.stop()
 
 
-async def test_keys_are_taken_away_with_their_tenant_not_by_emptying_their_file(
-    tmp_path: Path,
-) -> None:
+async def test_keys_go_with_their_tenant_not_with_their_file(tmp_path: Path) -> None:
     file, keys = tmp_path / "fleet.yaml", tmp_path / "keys"
-
-    def write(*tenants: dict[str, Any]) -> None:
-        workers = [{"name": "w", "url": "http://127.0.0.1:9001"}]
-        file.write_text(yaml.safe_dump({"model": "m", "workers": workers, "tenants": tenants}))
-
     stays, goes = (key.encode() for key in KEYS[:2])
     stayer = {"name": "stays", "key_hashes": [hashed(KEYS[0])]}
     keys.write_text(KEYS[1])
-    write(stayer, {"name": "goes", "keys_file": str(keys)})
+    write(file, stayer, {"name": "goes", "keys_file": str(keys)})
     app = App(parse(file.read_text(), str(file)), file)
     tenants = app.router.tenants
     keys.write_text("")
     with pytest.raises(ConfigError, match="has no key in its file"):
         await app.reload()
     assert tenants.of_key(goes) is not None
-    write(stayer)
+    write(file, stayer)
     await app.reload()
     assert tenants.of_key(goes) is None
     assert tenants.of_key(stays) is not None
@@ -204,17 +197,8 @@ async def test_keys_are_taken_away_with_their_tenant_not_by_emptying_their_file(
 
 async def test_a_reload_takes_other_tenants_and_a_bad_one_changes_nothing(tmp_path: Path) -> None:
     file, keys = tmp_path / "fleet.yaml", tmp_path / "keys"
-
-    def write(*names: str) -> None:
-        data = {
-            "model": "m",
-            "workers": [{"name": "w", "url": "http://127.0.0.1:9001"}],
-            "tenants": [{"name": name, "keys_file": str(keys)} for name in names],
-        }
-        file.write_text(yaml.safe_dump(data))
-
     keys.write_text(KEYS[0])
-    write("a")
+    write(file, {"name": "a", "keys_file": str(keys)})
     app = App(parse(file.read_text(), str(file)), file)
     tenants = app.router.tenants
     found = tenants.of_key(KEYS[0].encode())
@@ -228,7 +212,7 @@ async def test_a_reload_takes_other_tenants_and_a_bad_one_changes_nothing(tmp_pa
         await app.reload()
     assert tenants.of_key(KEYS[1].encode()) is found
     keys.write_text(KEYS[2])
-    write()
+    write(file)
     await app.reload()
     assert tenants.open
     await app.stop()

@@ -97,7 +97,7 @@ def test_old_tls_is_not_spoken_and_everything_is_verified(authority: Authority) 
         assert client_context(config).check_hostname is config.verify_hostname
 
 
-def test_a_renewal_that_fails_changes_nothing(
+def test_failed_renewals_are_kept_out(
     authority: Authority, caplog: pytest.LogCaptureFixture
 ) -> None:
     config = authority.port("a")
@@ -174,9 +174,7 @@ def test_what_contradicts_itself(worker: str, more: str, message: str) -> None:
         fleet(f"model: m\nworkers: [{{name: a, {worker}}}]\n{more}\n")
 
 
-def test_all_that_is_wrong_is_said_at_once_and_check_says_it(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_check_says_all_that_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "fleet.yaml"
     path.write_text(
         "model: m\nworkers: [{name: a, url: 'https://h:1', tls: {ca_file: /no/ca}}]\n"
@@ -326,9 +324,16 @@ async def test_certificates_and_the_operators_key_may_move(moving: Moving) -> No
     for url in (app.url, app.admin_url):
         assert await moving.shows(url) == moving.number("second")
     assert [await moving.asked(place) for place in ("first", "second")] == [401, 200]
+    (moving.folder / "second.admin").write_text("short")
+    with pytest.raises(ConfigError, match="16 or more"):
+        await app.reload()
+    assert await moving.asked("second") == 200
+    (moving.folder / "second.admin").unlink()
+    with pytest.raises(ConfigError, match="can't be read"):
+        await App(load(moving.source), moving.source).start()
 
 
-async def test_what_only_a_start_takes_away_is_no_half_a_reload(
+async def test_tls_goes_only_with_a_restart(
     moving: Moving, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Whether TLS is spoken takes a restart; until then what was shown last goes on."""

@@ -70,9 +70,7 @@ def test_who_leaves_with_a_part_of_it_has_had_a_first_token(metrics: Metrics) ->
     assert shown(metrics.unseen) == {}
 
 
-def test_an_answer_in_one_piece_has_its_time_and_a_stream_or_a_failure_has_none(
-    metrics: Metrics,
-) -> None:
+def test_whole_answers_have_a_time_and_streams_and_failures_none(metrics: Metrics) -> None:
     close(metrics, status=200, seconds=9.0, token_at=1.0)
     close(metrics, status=200, seconds=9.0)
     close(metrics, status=502, seconds=9.0, stream=False)
@@ -85,9 +83,7 @@ def test_an_answer_in_one_piece_has_its_time_and_a_stream_or_a_failure_has_none(
     assert found[f'proxy_whole_answer_seconds_bucket{{{labels},le="60.0"}}'] == 1
 
 
-def test_who_leaves_before_such_an_answer_is_told_apart_and_its_share_is_of_something(
-    metrics: Metrics,
-) -> None:
+def test_clients_that_leave_before_a_whole_answer_are_told_apart(metrics: Metrics) -> None:
     close(metrics, status=499, seconds=9.0, stream=False)
     found = shown(metrics.unseen)
     labels = 'pool="general",model="m",class="short"'
@@ -116,17 +112,7 @@ def test_who_waits_in_the_router_waits_for_nobody(metrics: Metrics) -> None:
     assert [key[0] for key in metrics.unseen.left] == [NONE]
 
 
-def test_models_that_clients_make_up_are_other(metrics: Metrics) -> None:
-    close(metrics, status=499, seconds=9.0, model="made-up")
-    close(metrics, status=499, seconds=9.0, model="made-up-too")
-    assert [(key[2], each.cumulative()[-1]) for key, each in metrics.unseen.left.items()] == [
-        ("other", 2)
-    ]
-
-
-def test_of_more_than_so_many_those_of_workers_that_left_go(
-    metrics: Metrics, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_series_of_old_workers_go(metrics: Metrics, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(unseen_module, "MOST", 3)
     counts = metrics.unseen
 

@@ -187,9 +187,7 @@ async def test_it_is_tried_every_ten_minutes_at_least(monkeypatch: pytest.Monkey
             await eventually(lambda: here.are_warm(("p0", "d0")))
 
 
-async def test_a_worker_that_was_started_anew_is_tried_at_once(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_restarted_worker_is_tried_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "PAUSE_S", 0.01)
     async with stage() as here:
         failing(here.kv, 3)
@@ -200,9 +198,7 @@ async def test_a_worker_that_was_started_anew_is_tried_at_once(
         assert here.counts.warmups == {"failed": 3, "done": 1}
 
 
-async def test_who_has_no_key_for_a_worker_leaves_the_first_connection_to_users(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+async def test_without_a_key_users_connect_first(caplog: pytest.LogCaptureFixture) -> None:
     async with stage() as here:
         here.fakes["p0"].always(scripts.error(401))
         async with here.running():
@@ -312,9 +308,7 @@ async def test_one_that_fetches_nothing_is_no_link(
         assert not links.is_shut(first, dead, now())
 
 
-async def test_a_count_that_is_not_told_for_a_moment_shows_nothing(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_count_that_is_missing_shows_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "PAUSE_S", 60.0)  # one try is enough, and none is cut short
     monkeypatch.setattr(module, "LOOK_S", 0.01)
     async with stage() as here:
@@ -331,9 +325,7 @@ async def test_a_count_that_is_not_told_for_a_moment_shows_nothing(
         assert "done" not in here.counts.warmups
 
 
-async def test_a_worker_that_hangs_holds_up_others_for_one_try_alone(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_worker_that_hangs_delays_one_try(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "AT_ONCE", 1)
     monkeypatch.setattr(module, "LEG_S", 0.3)
     monkeypatch.setattr(module, "PAUSE_S", 60.0)

@@ -21,9 +21,15 @@ PAGE = vllm_page(BUSY)
 ONE = b'vllm:num_requests_running{engine="0"} '
 
 
-def test_one_engine() -> None:
-    gauges = parse(vllm_page(BUSY), at=12.5)
+def read(page: bytes, at: float = 0.0, **how: bool) -> Gauges:
+    """Read a page that has something to read."""
+    gauges = parse(page, at=at, **how)
     assert gauges is not None
+    return gauges
+
+
+def test_one_engine() -> None:
+    gauges = read(vllm_page(BUSY), at=12.5)
     assert gauges.at == 12.5
     assert (gauges.running, gauges.waiting, gauges.kv_usage) == (3, 5, 0.25)
     assert gauges.kv_capacity_tokens == 16_000
@@ -35,16 +41,13 @@ def test_one_engine() -> None:
 
 def test_whose_blocks_are_on_their_way_does_not_wait_for_room() -> None:
     page = vllm_page(Engine(waiting=5, fetching=3), Engine(waiting=4, fetching=0))
-    moving, plain = (parse(page, at=0, moves=moves) for moves in (True, False))
-    assert moving is not None
-    assert plain is not None
+    moving, plain = (read(page, moves=moves) for moves in (True, False))
     assert (moving.waiting, moving.extra["queued"]) == (9, 6)
     assert "queued" not in plain.extra
 
 
 def test_engines_of_a_data_parallel_worker_come_together() -> None:
-    gauges = parse(vllm_page(BUSY, Engine(running=1, usage=0.75, prompt_tokens=5)), at=0)
-    assert gauges is not None
+    gauges = read(vllm_page(BUSY, Engine(running=1, usage=0.75, prompt_tokens=5)))
     assert (gauges.running, gauges.waiting) == (4, 5)
     assert gauges.kv_usage == 0.5  # the mean
     assert gauges.kv_capacity_tokens == 32_000
@@ -52,14 +55,12 @@ def test_engines_of_a_data_parallel_worker_come_together() -> None:
 
 
 def test_a_cache_whose_size_is_not_known_yet() -> None:
-    gauges = parse(vllm_page(BUSY, num_blocks=None), at=0)
-    assert gauges is not None
+    gauges = read(vllm_page(BUSY, num_blocks=None))
     assert gauges.kv_capacity_tokens is None
 
 
 def test_several_api_servers_do_not_tell_when_they_started() -> None:
-    gauges = parse(vllm_page(BUSY, started=None), at=0)
-    assert gauges is not None
+    gauges = read(vllm_page(BUSY, started=None))
     assert gauges.extra == {"queued": 5}
 
 
@@ -75,15 +76,13 @@ vllm_sched_prefill_backlog_tokens{class="all",engine="1",model_name="a,class=\\"
 
 
 def test_engines_with_our_policies_tell_what_they_have_to_prefill() -> None:
-    gauges = parse(vllm_page(BUSY) + OURS, at=0)
-    assert gauges is not None
+    gauges = read(vllm_page(BUSY) + OURS)
     backlog = {"backlog": 10_205, "backlog_long": 10_000}
     assert gauges.extra == {"started": STARTED, "queued": 5} | backlog
 
 
 def test_they_tell_when_they_started_where_the_server_does_not() -> None:
-    gauges = parse(vllm_page(BUSY, started=None) + OURS, at=0)
-    assert gauges is not None
+    gauges = read(vllm_page(BUSY, started=None) + OURS)
     assert gauges.extra["started"] == 1.5e9
 
 
@@ -92,17 +91,14 @@ MOVED = b'vllm:nixl_bytes_transferred_sum{engine="0"} 4096.0\n'
 
 def test_bytes_moved_are_looked_for_where_there_may_be_some() -> None:
     page = vllm_page(BUSY) + MOVED
-    moving, plain = (parse(page, at=0, moves=moves) for moves in (True, False))
-    assert moving is not None
-    assert plain is not None
+    moving, plain = (read(page, moves=moves) for moves in (True, False))
     assert (moving.extra["kv_bytes"], "kv_bytes" in plain.extra) == (4096, False)
 
 
 @pytest.mark.parametrize("after", [b"", b"# TYPE http_requests_total counter\n" + b"x 1\n" * 50])
 def test_what_a_cache_holds_wherever_it_is_told(after: bytes) -> None:
     page = vllm_page(BUSY, BUSY, BUSY) + after
-    gauges = parse(page, at=0)
-    assert gauges is not None
+    gauges = read(page)
     assert gauges.kv_capacity_tokens == 48_000
 
 
@@ -114,23 +110,20 @@ UNTOLD = CONFIG.replace(b"{", b'{kv_cache_size_tokens="None",')
 
 @pytest.mark.parametrize(("line", "tokens"), [(CONFIG, 64), (UNTOLD, 64), (TOLD, 50)])
 def test_tokens_are_an_engines_own_and_blocks_are_of_all(line: bytes, tokens: int) -> None:
-    gauges = parse(ONE + b"3\n" + line * 2, at=0)
-    assert gauges is not None
+    gauges = read(ONE + b"3\n" + line * 2)
     assert gauges.kv_capacity_tokens == tokens
 
 
 def test_an_engine_that_has_served_nobody_may_tell_its_cache_alone() -> None:
     help_alone = RUNNING_HELP + b"# TYPE vllm:cache_config_info gauge\n"
     assert parse(help_alone, at=0) is None
-    gauges = parse(help_alone + TOLD, at=0)
-    assert gauges is not None
+    gauges = read(help_alone + TOLD)
     assert (gauges.running, gauges.kv_usage, gauges.kv_capacity_tokens) == (0, 0.0, 25)
 
 
 @pytest.mark.parametrize("model", ['a "} 9', "b\\", "c\nvllm:num_requests_running{} 9", "d}{e f"])
 def test_a_model_name_that_looks_like_the_format(model: str) -> None:
-    gauges = parse(vllm_page(BUSY, model=model), at=0)
-    assert gauges is not None
+    gauges = read(vllm_page(BUSY, model=model))
     assert gauges.running == 3
 
 
@@ -145,16 +138,14 @@ def test_a_model_name_that_looks_like_the_format(model: str) -> None:
     ],
 )
 def test_how_the_line_may_stand(line: bytes) -> None:
-    gauges = parse(line, at=0)
-    assert gauges is not None
+    gauges = read(line)
     assert gauges.running == 3
 
 
 @pytest.mark.parametrize("value", [b"", b"NaN", b"+Inf", b"-1", b"1e300", b"x", b"0x3", b"\xff"])
 def test_numbers_that_make_no_sense_are_left_out(value: bytes) -> None:
     assert parse(ONE + value, at=0) is None
-    gauges = parse(ONE + b"3\n" + ONE + value, at=0)
-    assert gauges is not None
+    gauges = read(ONE + b"3\n" + ONE + value)
     assert gauges.running == 3
 
 
@@ -197,8 +188,7 @@ def test_it_reads_what_the_library_reads(engines: list[Engine], model: str) -> N
     for family in text_string_to_metric_families(page.decode()):
         for sample in family.samples:
             told[sample.name] += sample.value
-    gauges = parse(page, at=0)
-    assert gauges is not None
+    gauges = read(page)
     assert gauges == Gauges(
         running=int(told["vllm:num_requests_running"]),
         waiting=int(told["vllm:num_requests_waiting"]),

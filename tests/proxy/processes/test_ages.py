@@ -35,9 +35,7 @@ def opened(crews: Crews, waits: dict[tuple[int, str], int], size: int = 2) -> Cr
 
 @pytest.mark.parametrize("where", [0, 1])
 @pytest.mark.parametrize(("low", "high"), [(STANDARD, INTERACTIVE), (BATCH, STANDARD)])
-def test_no_class_waits_beyond_its_age_wherever_the_flood_is(
-    crews: Crews, low: Rank, high: Rank, where: int
-) -> None:
+def test_no_class_waits_beyond_its_age(crews: Crews, low: Rank, high: Rank, where: int) -> None:
     crowds = opened(crews, {(0, high.name): 10, (where, low.name): 1})
     begun = crowds.crew.now
     crowds.play(AGES.ages[low] + 0.5)

@@ -54,7 +54,7 @@ async def sides(tmp_path: Path) -> AsyncIterator[tuple[Sides, dict[str, FakeWork
     assert kv.held == []
 
 
-async def test_every_process_hands_over_and_all_know_what_a_prefill_worker_keeps(
+async def test_all_hand_over_and_know_held_blocks(
     sides: tuple[Sides, dict[str, FakeWorker], Kv],
 ) -> None:
     crew, fakes, kv = sides

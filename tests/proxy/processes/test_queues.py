@@ -9,7 +9,7 @@ import pytest
 from proxy.batches.gaps import gap
 from proxy.core.decisions import Lease
 from proxy.core.tenants import Rank, TenantSpec
-from proxy.core.types import Outcome, Refusal, Ticket
+from proxy.core.types import Refusal, Ticket
 from proxy.processes.queues import BEAT_S
 from tests.proxy.core.making import MODEL, ask, placed, refused, spec, waits
 from tests.proxy.processes.making import Crew
@@ -199,9 +199,7 @@ def test_batch_waits_for_all_of_its_model_everywhere(crews: Crews) -> None:
     assert due(crew, 0) == [batch]
 
 
-def test_a_line_of_a_batch_is_not_begun_while_anybody_waits_in_another_process(
-    crews: Crews,
-) -> None:
+def test_a_batch_line_waits_for_requests_of_other_processes(crews: Crews) -> None:
     crew = crews(2, spec("a", most=1))
     lease = crew.submit(1)
     crew.look()
@@ -245,25 +243,3 @@ def test_nobody_else_waits_where_nobody_does(crews: Crews) -> None:
     crew.look()
     assert crew.queues[1].length == 0
     assert not crew.queues[1].before(("m", "short"), 3)
-
-
-def test_an_end_is_told(crews: Crews) -> None:
-    crew = crews(2, spec("a", most=1))
-    crew.submit(0)
-    ticket = wait(crew, 0)
-    crew.look()
-    assert crew.queues[1].length == 1
-    crew.routers[0].withdraw(ticket, crew.now)
-    crew.tell()
-    crew.look()
-    assert crew.queues[1].length == 0
-
-
-def test_it_is_as_in_one_process_where_there_is_but_one(crews: Crews) -> None:
-    crew = crews(1, spec("a", most=1))
-    running = crew.submit(0)
-    ticket = wait(crew, 0)
-    crew.finish(0, running)
-    [(found, lease)] = crew.routers[0].due(crew.now)
-    assert found is ticket
-    crew.routers[0].finish(placed(lease), crew.now, Outcome.DONE)

@@ -148,21 +148,7 @@ def test_a_look_costs_only_now_and_then(crews: Callable[..., Crew]) -> None:
     assert crew.worker(1, "a").requests == 2
 
 
-def test_what_ends_is_told_at_the_end_of_a_turn_and_seen_now_and_then(
-    crews: Callable[..., Crew],
-) -> None:
-    crew = crews(2, spec("a", most=8))
-    lease = crew.submit(0)
-    crew.sharings[1].look(before := crew.now)
-    assert crew.worker(1, "a").requests == 1
-    crew.finish(0, lease)
-    crew.sharings[1].look(before)
-    assert crew.worker(1, "a").requests == 1
-    crew.sharings[1].look(before + LOOK_S)
-    assert crew.worker(1, "a").requests == 0
-
-
-def test_a_decision_where_requests_are_limited_reads_one_number_of_each_process(
+def test_a_limit_costs_one_read(
     crews: Callable[..., Crew], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     crew = crews(4, spec("a", most=5), spec("b"))
@@ -194,9 +180,7 @@ def test_a_decision_where_requests_are_limited_reads_one_number_of_each_process(
 
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("turns", ["one after the other", "all at once"])
-def test_a_burst_in_one_turn_of_each_finds_no_room_that_is_gone(
-    crews: Callable[..., Crew], size: int, turns: str
-) -> None:
+def test_a_burst_finds_no_room_twice(crews: Callable[..., Crew], size: int, turns: str) -> None:
     """Nothing is told at the end of a turn here, for none of them ends."""
     most, each = 8, 50
     crew = crews(size, spec("a", most=most), spec("b", most=most), queue_wait_s=5.0)
@@ -223,9 +207,7 @@ def test_a_burst_of_hand_overs_finds_no_room_that_is_gone(crews: Callable[..., C
     assert len(legs) == 5  # the others whole, while there are seats
 
 
-def test_decode_legs_that_move_at_once_find_no_room_that_is_gone(
-    crews: Callable[..., Crew],
-) -> None:
+def test_decode_legs_that_move_find_no_room_twice(crews: Callable[..., Crew]) -> None:
     sides = spec("p", Role.PREFILL), *(spec(name, Role.DECODE, most=8) for name in ("d1", "d2"))
     crew = crews(2, *sides, queue_wait_s=30.0, transfer=True, disaggregate_above=1)
     crew.look()
@@ -248,7 +230,7 @@ def test_decode_legs_that_move_at_once_find_no_room_that_is_gone(
 
 
 @pytest.mark.plain("replaces a part")
-def test_one_that_finds_its_worker_filled_may_be_handed_over_later(
+def test_a_filled_worker_is_tried_later(
     crews: Callable[..., Crew], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """That it would have been served whole, for a seat was long in coming, is no more so then."""

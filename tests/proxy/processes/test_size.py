@@ -20,9 +20,7 @@ def config(processes: int | str) -> FleetConfig:
 
 
 @pytest.mark.parametrize(("cpus", "wanted"), [(1, 1), (6, 6), (48, 8)])
-def test_auto_is_one_for_each_processor_up_to_a_number(
-    cpus: int, wanted: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_auto_is_one_per_processor(cpus: int, wanted: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cpus)))
     monkeypatch.setattr(size, "QUOTA", Path("/none"))
     assert how_many(config("auto")) == wanted

@@ -47,9 +47,7 @@ def config(processes: int | str = 2, port: int = 0) -> FleetConfig:
     )
 
 
-async def test_one_that_stands_still_is_killed_and_another_begins(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_one_that_stands_still_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "STILL_S", 2.0)
     monkeypatch.setattr(module, "LOOK_S", 0.1)
     monkeypatch.setattr(questions, "ANSWER_S", 1.0)
@@ -105,9 +103,7 @@ async def test_who_begins_is_told_what_is_logged_until_the_file_is_read_again() 
     assert told[0] == []
 
 
-async def test_one_that_is_killed_while_others_have_yet_to_begin_is_followed_by_another(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_one_killed_during_the_start_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     begin, may_begin = asyncio.create_subprocess_exec, asyncio.Event()
 
     async def one_late(*args: str, **named: Any) -> asyncio.subprocess.Process:
@@ -185,9 +181,7 @@ async def test_one_that_can_not_begin_again_is_tried_until_it_can(
         await kept.stop()
 
 
-async def test_one_that_can_not_begin_at_first_is_an_error_of_the_start(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_first_start_that_fails_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     async def never(*_: Any, **__: Any) -> None:
         raise BlockingIOError(11, "Resource temporarily unavailable")
 
@@ -196,9 +190,7 @@ async def test_one_that_can_not_begin_at_first_is_an_error_of_the_start(
         await Supervisor(config(), None).start()
 
 
-async def test_after_a_time_when_all_stood_still_nobody_is_killed_for_that(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_after_a_pause_of_all_none_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     """As after a container was paused: the looks come late, and the marks are old."""
     now, killed = 1000.0, asyncio.Event()
     monkeypatch.setattr(module, "LOOK_S", 0.001)
@@ -232,9 +224,7 @@ async def test_after_a_time_when_all_stood_still_nobody_is_killed_for_that(
         kept._table.close()
 
 
-async def test_a_process_that_looks_no_more_ends_and_says_why(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+async def test_a_failed_watch_ends_its_process(caplog: pytest.LogCaptureFixture) -> None:
     async def watch() -> None:
         raise RuntimeError("a mistake of ours")
 
@@ -281,9 +271,7 @@ async def test_ports_that_are_let_go_in_time_are_waited_for(
         await kept.stop()
 
 
-async def test_a_port_that_can_never_be_had_is_an_error_at_once(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_an_impossible_port_is_an_error_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(listening, "LET_GO_S", 2 * DEADLINE_S)
     kept = Supervisor(
         parse(
@@ -298,9 +286,7 @@ async def test_a_port_that_can_never_be_had_is_an_error_at_once(
             await kept.start()
 
 
-async def test_processes_that_can_not_begin_are_an_error_of_the_start(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_processes_that_end_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script = tmp_path / "python"
     script.write_text("#!/bin/sh\nexit 3\n")
     script.chmod(0o755)

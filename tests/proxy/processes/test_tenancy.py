@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -36,13 +37,27 @@ def tenant(crew: Crew, index: int, name: str = "t") -> Tenant:
     return found
 
 
+def others_of(crew: Crew, index: int) -> Any:
+    """Return what one process sees of the tenant in other processes."""
+    others = tenant(crew, index).ledger.others
+    assert others is not None
+    return others
+
+
+def come(
+    crew: Crew, index: int, name: str = "t", prompt: int = 100, output: int = 50
+) -> Lease | Ticket | Refusal:
+    """Ask for a tenant; no turn ends."""
+    asked = ask(prompt, output)
+    asked.tenant, asked.rank = tenant(crew, index, name), Rank.STANDARD
+    return crew.routers[index].submit(asked, crew.now)
+
+
 def submit(
     crew: Crew, index: int, name: str = "t", prompt: int = 100, output: int = 50
 ) -> Lease | Ticket | Refusal:
     """Ask for a tenant."""
-    asked = ask(prompt, output)
-    asked.tenant, asked.rank = tenant(crew, index, name), Rank.STANDARD
-    answer = crew.routers[index].submit(asked, crew.now)
+    answer = come(crew, index, name, prompt, output)
     crew.tell()
     crew.now += TAKE_S
     return answer
@@ -63,43 +78,27 @@ def test_a_crowd_that_comes_to_all_at_once_is_counted_as_one(crews: Crews) -> No
     """No turn ends, and nobody looks, while it does."""
     crew = opened(crews, TenantSpec("t", limits=Limits(concurrency=3)))
     crew.look()
-    answers = []
-    for index in (0, 1, 0, 1, 0, 1):
-        asked = ask(100, 50)
-        asked.tenant, asked.rank = tenant(crew, index), Rank.STANDARD
-        answers.append(crew.routers[index].submit(asked, crew.now))
+    answers = [come(crew, index) for index in (0, 1, 0, 1, 0, 1)]
     assert [type(answer) for answer in answers] == [Lease] * 3 + [Refusal] * 3
     crew.routers[1].finish(placed(answers[1]), crew.now, Outcome.DONE)
-    asked = ask(100, 50)
-    asked.tenant, asked.rank = tenant(crew, 0), Rank.STANDARD
-    placed(crew.routers[0].submit(asked, crew.now))
+    placed(come(crew, 0))
 
 
-def test_two_that_come_at_the_same_moment_are_not_one_too_many(
-    crews: Crews, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_at_one_moment_keep_the_limit(crews: Crews, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second comes to another process when the first has just seen that there is room."""
     crew = opened(crews, TenantSpec("t", limits=Limits(concurrency=1)))
     crew.look()
-    answers: list[Lease | Ticket | Refusal] = []
-
-    def come(index: int) -> None:
-        asked = ask(100, 50)
-        asked.tenant, asked.rank = tenant(crew, index), Rank.STANDARD
-        answers.append(crew.routers[index].submit(asked, crew.now))
-
-    others = tenant(crew, 0).ledger.others
-    assert others is not None
+    others, second = others_of(crew, 0), []
     look = others.running
 
     def meanwhile() -> int:
         found = look()
-        come(1)
-        return found
+        second.append(come(crew, 1))
+        return int(found)
 
     monkeypatch.setattr(others, "running", meanwhile)
-    come(0)
-    assert [type(answer) for answer in answers] == [Refusal, Lease]
+    first = come(crew, 0)
+    assert [type(answer) for answer in (*second, first)] == [Refusal, Lease]
 
 
 @pytest.mark.parametrize("well", [True, False])
@@ -110,8 +109,7 @@ def test_a_retry_keeps_its_place(crews: Crews, monkeypatch: pytest.MonkeyPatch, 
         router.tenants.replace([TenantSpec("t", limits=Limits(concurrency=1))], {})
     crew.look()
     lease = placed(submit(crew, 0))
-    others = tenant(crew, 0).ledger.others
-    assert others is not None
+    others = others_of(crew, 0)
     say = others.told
     said: list[int] = []
     answers: list[Lease | Ticket | Refusal] = []
@@ -119,9 +117,7 @@ def test_a_retry_keeps_its_place(crews: Crews, monkeypatch: pytest.MonkeyPatch, 
     def told(running: int) -> None:
         said.append(running)
         say(running)
-        asked = ask(100, 50)
-        asked.tenant, asked.rank = tenant(crew, 1), Rank.STANDARD
-        answers.append(crew.routers[1].submit(asked, crew.now))
+        answers.append(come(crew, 1))
 
     monkeypatch.setattr(others, "told", told)
     tried = frozenset([lease.worker])
@@ -135,14 +131,7 @@ def test_a_retry_keeps_its_place(crews: Crews, monkeypatch: pytest.MonkeyPatch, 
     assert tenant(crew, 0).ledger.running == well
     if well:
         crew.routers[0].finish(placed(again), crew.now, Outcome.DONE)
-        assert others_of(crew, 1) == 0
-
-
-def others_of(crew: Crew, index: int) -> int:
-    """Say how many of the tenant's one process sees in flight in others."""
-    others = tenant(crew, index).ledger.others
-    assert others is not None
-    return others.running()
+        assert others_of(crew, 1).running() == 0
 
 
 def test_who_is_kept_out_is_counted_nowhere(crews: Crews) -> None:
@@ -151,8 +140,7 @@ def test_who_is_kept_out_is_counted_nowhere(crews: Crews) -> None:
     placed(submit(crew, 0))
     for prompt in (100, 10_000):
         assert refused(submit(crew, 1, prompt=prompt)).status == 429
-    others = tenant(crew, 0).ledger.others
-    assert others is not None
+    others = others_of(crew, 0)
     assert others.running() == 0
 
 
@@ -243,9 +231,7 @@ def test_what_a_process_charged_stays_charged_when_it_dies(crews: Crews) -> None
     assert tenant(crew, 1).virtual == before + 700
 
 
-def test_who_looks_while_a_dead_process_is_cleared_away_believes_nothing_wrong(
-    crews: Crews, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_clear_is_seen_whole(crews: Crews, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever has been written so far: a peer looks after each step of it."""
     crew = opened(crews, TenantSpec("t"), TenantSpec("u"))
     placed(submit(crew, 0))
@@ -418,9 +404,7 @@ def test_a_tenant_that_is_put_back_goes_on_from_its_books(crews: Crews) -> None:
     assert stands == pytest.approx([1e6 + 10, 1e6 + 10])
 
 
-def test_of_many_tenants_only_those_are_told_that_changed(
-    crews: Crews, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_changed_tenants_are_told(crews: Crews, monkeypatch: pytest.MonkeyPatch) -> None:
     crew = opened(crews, *(TenantSpec(f"t{n}") for n in range(200)))
     crew.tell()
     looked: list[str] = []
@@ -438,9 +422,7 @@ def test_of_many_tenants_only_those_are_told_that_changed(
     assert tenant(crew, 1, "t7").standings == [0.0, 70.0, 0.0]
 
 
-def test_of_many_tenants_only_those_are_read_of_whom_something_was_told(
-    crews: Crews, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_told_tenants_are_read(crews: Crews, monkeypatch: pytest.MonkeyPatch) -> None:
     crew = opened(crews, *(TenantSpec(f"t{n}") for n in range(200)))
     placed(submit(crew, 0, "t7"))
     crew.look()

@@ -38,17 +38,6 @@ def test_the_tide_is_everybodys(crews: Crews) -> None:
     assert all(tide.longs_lately(crew.now) for tide in tides)
 
 
-def test_what_was_asked_is_counted_once(crews: Crews) -> None:
-    crew = crews(2, spec("a"))
-    submit(crew, 0, long=False)
-    for _ in range(5):
-        crew.now += TAKE_S
-        crew.look()
-    assert crew.routers[1].traffic_of(MODEL).shorts_per_s(crew.now) == pytest.approx(
-        1 / 20, rel=0.1
-    )
-
-
 def test_a_process_that_begins_again_counts_from_nothing(crews: Crews) -> None:
     crew = crews(2, spec("a"))
     for _ in range(5):

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-from tests.proxy.processes.crew import Crew
+from tests.proxy.processes.crew import DEADLINE_S, Crew
 from tests.proxy.wire import scripts
-from tests.proxy.wire.client import Client, chat
+from tests.proxy.wire.client import BrokenError, Client, chat
 from tests.proxy.wire.fake_worker import FakeWorker
 
 
@@ -18,16 +18,23 @@ class HurriedCrew(Crew):
         """Write the fleet file."""
         super().write(*workers, routing=routing)
         text = self.file.read_text()
-        limits = "router: {timeouts: {request_s: 2, client_idle_s: 1}, "
+        limits = "router: {timeouts: {request_s: 3, client_idle_s: 1}, "
         self.file.write_text(text.replace("router: {", limits))
 
 
 async def ended(crew: Crew, name: bytes, client: Client) -> None:
     """Wait for an answer, and send no end of a body, to one of the processes."""
-    answer = await client.ask(chat("hi", b"X-Request-Id: ended-in-" + name), within=30)
+    asked = chat("hi", b"X-Request-Id: ended-in-" + name)
+    while True:
+        try:
+            answer = await client.ask(asked, within=DEADLINE_S)
+            break
+        except (BrokenError, ConnectionError):  # it was idle for too long by then
+            client.close()
+            client = (await crew.each())[name]
     assert (answer.status, answer.error()["code"]) == (504, "time_limit")
     await client.send(chat()[:-1])
-    assert (await client.answer(within=30)).error()["code"] == "slow_body"
+    assert (await client.answer(within=DEADLINE_S)).error()["code"] == "slow_body"
     client.close()
     line = await asyncio.to_thread(crew.says, f"REQUEST id=ended-in-{name.decode()}")
     assert "reason=time_limit" in line

@@ -10,13 +10,19 @@ from typing import Any, Protocol
 import pytest
 import uvloop
 
+from proxy.wire import server
 from tests.proxy.wire.site import Fake, Site, eventually, sockets
+
+# How often a router under test looks for what is late: a test waits for that, often twice.
+SWEEP_S = 0.02
 
 
 class Start(Protocol):
     """How a test starts a router: before the workers named, one if none is."""
 
-    def __call__(self, *fakes: Fake, router: Any = ..., wire: Any = ...) -> Awaitable[Site]:
+    def __call__(
+        self, *fakes: Fake, router: Any = ..., wire: Any = ..., tls: ssl.SSLContext | None = ...
+    ) -> Awaitable[Site]:
         """Start workers and a router with settings that differ from the defaults."""
 
 
@@ -26,8 +32,9 @@ def pytest_asyncio_loop_factories() -> dict[str, Callable[[], asyncio.AbstractEv
 
 
 @pytest.fixture
-async def start() -> AsyncIterator[Start]:
+async def start(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Start]:
     """Start routers, and see at the end that no charge, ticket, task or socket is left of them."""
+    monkeypatch.setattr(server, "SWEEP_S", SWEEP_S)
     sites: list[Site] = []
     tasks, open_before = asyncio.all_tasks(), sockets()
 

@@ -77,6 +77,11 @@ class Call:
         """Write, and wait until the socket takes more."""
         await self.connection.send(data)
 
+    async def was_lost(self) -> None:
+        """Wait until the peer leaves before the end."""
+        async with asyncio.timeout(DEADLINE_S):
+            await self.lost.wait()
+
     def half_close(self) -> None:
         """End the sending half, and go on listening."""
         self.connection.half_close()
@@ -337,6 +342,18 @@ class FakeWorker:
     def then(self, *answers: Script) -> None:
         """Answer the next calls so, one each, before the usual script has its turn again."""
         self._next.extend(answers)
+
+    def hold(self, script: Script | None = None) -> asyncio.Event:
+        """Answer all calls so (by default: with 200) once the event that is returned is set."""
+        gate = asyncio.Event()
+        self.always(scripts.gated(gate, script or scripts.answer()))
+        return gate
+
+    def hold_next(self, script: Script | None = None) -> asyncio.Event:
+        """Answer the next call so once the event that is returned is set."""
+        gate = asyncio.Event()
+        self.then(scripts.gated(gate, script or scripts.answer()))
+        return gate
 
     def script_for(self, call: Call) -> Script:
         """Return how a call is to be answered."""

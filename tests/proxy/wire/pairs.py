@@ -12,7 +12,7 @@ from proxy.core import routes
 from proxy.core.decisions import Decision
 from proxy.core.routes import Route
 from proxy.core.types import Role
-from tests.proxy.wire.client import Answer, request
+from tests.proxy.wire.client import Answer, Client, request
 from tests.proxy.wire.conftest import Start
 from tests.proxy.wire.fake_worker import FakeWorker
 from tests.proxy.wire.kv import CHAT, Kv, answer_to, prompts_of
@@ -44,6 +44,20 @@ class Pairs:
         assert decision.handover is not None
         worker = decision.handover.prefill if role is Role.PREFILL else decision.worker
         return self.site.fakes[worker.name]
+
+    async def send(self, body: bytes, path: str = CHAT, **options: Any) -> Client:
+        """Send a request whose answer is not read yet."""
+        return await self.site.send(request(body, path=path), **options)
+
+    async def serves(self, body: bytes | None = None, **fields: Any) -> None:
+        """See that a chat is answered in full and that nothing is left of it."""
+        body = chat_body(**fields) if body is None else body
+        assert words(await ask(self, body)) == expected(body)
+        await self.settled()
+
+    def kinds(self) -> list[str]:
+        """List what workers were asked for, in order, but for blocks to be freed."""
+        return [leg.split()[0] for leg in self.legs() if "release" not in leg]
 
     def legs(self) -> list[str]:
         """List who was asked for what, in order."""

@@ -32,6 +32,9 @@ def head(status: int, *headers: tuple[bytes, bytes]) -> bytes:
     return b"\r\n".join(lines) + b"\r\n\r\n"
 
 
+STREAM_HEAD = head(200, (b"content-type", SSE), (b"transfer-encoding", b"chunked"))
+
+
 def chunk(data: bytes) -> bytes:
     """Frame bytes as one chunk."""
     return b"%x\r\n%s\r\n" % (len(data), data)

@@ -16,11 +16,13 @@ from proxy.control.metrics import Metrics
 from proxy.core.fleet import Fleet
 from proxy.core.records import WorkerSpec
 from proxy.core.router import Router, RouterSettings
+from proxy.core.tenants import Tenant
 from proxy.core.types import Role
 from proxy.core.worker import Worker
 from proxy.transfer.registry import connector
 from proxy.wire.server import Wire
 from proxy.wire.settings import WireSettings
+from tests.proxy.wire import scripts
 from tests.proxy.wire.client import DEADLINE_S, Answer, Client
 from tests.proxy.wire.fake_worker import Call, FakeWorker, Script
 
@@ -117,6 +119,18 @@ class Site:
         for fake in self.fakes.values():
             fake.always(script)
 
+    def tenant(self, name: str = "a") -> Tenant:
+        """Look at the router's view of a tenant."""
+        tenant = self.router.tenants.get(name)
+        assert tenant is not None
+        return tenant
+
+    def hold(self) -> asyncio.Event:
+        """Let all workers answer once the event that is returned is set."""
+        gate = asyncio.Event()
+        self.always(scripts.gated(gate, scripts.answer()))
+        return gate
+
     def worker(self, name: str = "w0") -> Worker:
         """Look at the router's view of a worker."""
         worker = self.fleet.get(name)
@@ -127,6 +141,12 @@ class Site:
         """Connect."""
         client = await Client.connect(self.port, **options)
         self.clients.append(client)
+        return client
+
+    async def send(self, data: bytes, **options: Any) -> Client:
+        """Connect, and send a request whose answer is not read yet."""
+        client = await self.client(**options)
+        await client.send(data)
         return client
 
     async def ask(self, data: bytes, *, within: float = DEADLINE_S) -> Answer:
@@ -168,6 +188,12 @@ class Site:
     async def settled(self) -> None:
         """Wait until nothing is under way: no charge, no ticket, no busy connection."""
         await eventually(lambda: not self.unfinished(), self.unfinished)
+
+    async def swept(self) -> None:
+        """Wait until the router has looked twice for what is late."""
+        for _ in range(2):
+            due = self.wire._due
+            await eventually(lambda due=due: self.wire._due != due)  # type: ignore[misc]
 
     async def stop(self) -> None:
         """Close everything; nothing may be left, and no worker may have had cause to complain."""

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import gzip
-import json
-import time
 
 import pytest
 
 from tests.proxy.wire import scripts
 from tests.proxy.wire.client import request
 from tests.proxy.wire.conftest import Start
-from tests.proxy.wire.fake_worker import Call
 from tests.proxy.wire.site import Site
 
 PLAIN = b'{"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}'
@@ -33,9 +29,7 @@ ODD = {
 
 @pytest.mark.parametrize("chunks", [None, (7,), (1, 1, 1 << 20)], ids=["fixed", "sevens", "ones"])
 @pytest.mark.parametrize("name", ODD)
-async def test_a_body_passes_byte_for_byte(
-    site: Site, name: str, chunks: tuple[int, ...] | None
-) -> None:
+async def test_request_bodies_pass(site: Site, name: str, chunks: tuple[int, ...] | None) -> None:
     answer = await site.ask(request(ODD[name], chunks=chunks))
     assert answer.status == 200
     [call] = site.fake.served
@@ -58,32 +52,6 @@ async def test_a_body_of_any_size_passes(
     assert answer.status == 200
     [call] = site.fake.served
     assert call.body == body
-
-
-async def test_a_long_prompt_is_not_held_up_on_its_way(start: Start) -> None:
-    """Peers add a second to 220 KB."""
-    site = await start()
-    site.worker().max_model_len = None
-    client = await site.client()
-    text = "a word and another " * 11_600
-    body = json.dumps({"model": "tiny", "prompt": text, "max_tokens": 1}).encode()
-    assert len(body) > 220_000
-    added = []
-    for number in range(5):
-        begun = time.perf_counter()
-        await client.send(request(body, path="/v1/completions"))
-        await site.fake.got(number + 1)
-        added.append(time.perf_counter() - begun)
-        await client.answer()
-    assert min(added) < 0.1
-
-
-async def test_a_body_that_comes_a_byte_at_a_time_is_whole(site: Site) -> None:
-    client = await site.client()
-    for byte in request(ODD["escapes"], chunks=(9,)):
-        await client.send(bytes([byte]))
-    assert (await client.answer()).status == 200
-    assert site.fake.served[0].body == ODD["escapes"]
 
 
 async def test_a_form_passes_byte_for_byte(site: Site) -> None:
@@ -141,36 +109,10 @@ async def test_a_stream_passes_byte_for_byte(site: Site, name: str, size: int) -
     if size < 100 and len(body) > 10_000:
         size = 30_011
     pieces = [body[at : at + size] for at in range(0, len(body), size)]
-    head = scripts.head(200, (b"content-type", scripts.SSE), (b"transfer-encoding", b"chunked"))
+    head = scripts.STREAM_HEAD
     site.fake.then(scripts.raw(head, *map(scripts.chunk, pieces), scripts.LAST_CHUNK))
     answer = await site.ask(request(PLAIN[:-1] + b', "stream": true}'))
     assert answer.body == body
-
-
-async def test_each_event_arrives_when_it_is_written(site: Site) -> None:
-    """None is kept back until the next."""
-    gates, end = [asyncio.Event() for _ in range(5)], asyncio.Event()
-
-    async def step_by_step(call: Call) -> None:
-        head = (b"content-type", scripts.SSE), (b"transfer-encoding", b"chunked")
-        await call.send(scripts.head(200, *head))
-        for number, gate in enumerate(gates):
-            await gate.wait()
-            await call.send(scripts.chunk(scripts.token(str(number))))
-        await end.wait()
-        await call.send(scripts.chunk(scripts.DONE) + scripts.LAST_CHUNK)
-
-    site.fake.then(step_by_step)
-    client = await site.client()
-    await client.send(request(PLAIN[:-1] + b', "stream": true}'))
-    gates[0].set()
-    assert (await client.head()).status == 200
-    for number, gate in enumerate(gates):
-        gate.set()
-        assert await client.piece() == scripts.token(str(number))
-    end.set()
-    assert await client.piece() == scripts.DONE
-    assert await client.piece() == b""
 
 
 async def test_a_body_that_is_no_json_gets_a_400(site: Site) -> None:

@@ -45,55 +45,36 @@ def leave(request: pytest.FixtureRequest) -> Callable[[Client], None]:
 
 
 async def lost(call: Call) -> None:
-    async with asyncio.timeout(DEADLINE_S):
-        await call.lost.wait()
+    await call.was_lost()
 
 
-@pytest.mark.parametrize("stream", [False, True])
-async def test_while_the_worker_has_said_nothing(
-    site: Site, leave: Callable[[Client], None], stream: bool
+JSON_HEAD = scripts.head(200, (b"content-type", b"application/json"), (b"content-length", b"99"))
+# What the worker does, whether a stream is asked for, and how much of the answer has come.
+MOMENTS = {
+    "before the head": (scripts.stall, False, 0),
+    "before the head of a stream": (scripts.stall, True, 0),
+    "between head and first event": (scripts.stream(0, end="stall"), True, 0),
+    "in mid stream": (scripts.stream(3, end="stall"), True, 2),
+    "while tokens keep coming": (scripts.stream(100_000, gap_s=0.002), True, 2),
+    "in a body without events": (scripts.raw(JSON_HEAD + b'{"a', end="stall"), False, 1),
+}
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+async def test_once_the_worker_has_the_request(
+    site: Site, leave: Callable[[Client], None], moment: str
 ) -> None:
-    site.fake.then(scripts.stall)
-    client = await site.client()
-    await client.send(chat(stream=stream))
+    script, stream, read = MOMENTS[moment]
+    site.fake.then(script)
+    client = await site.send(chat(stream=stream))
     call = await site.fake.got()
+    if read > 0:
+        await client.head()
+    if read > 1:
+        await client.piece()
     assert site.charges() != {}
     leave(client)
-    await lost(call)
-    await site.settled()
-
-
-async def test_between_head_and_first_event(site: Site, leave: Callable[[Client], None]) -> None:
-    site.fake.then(scripts.stream(0, end="stall"))
-    client = await site.client()
-    await client.send(chat(stream=True))
-    call = await site.fake.got()
-    leave(client)
-    await lost(call)
-    await site.settled()
-
-
-async def test_in_mid_stream(site: Site, leave: Callable[[Client], None]) -> None:
-    site.fake.then(scripts.stream(3, end="stall"))
-    client = await site.client()
-    await client.send(chat(stream=True))
-    await client.head()
-    await client.piece()
-    call = await site.fake.got()
-    assert site.worker().requests == 1
-    leave(client)
-    await lost(call)
-    await site.settled()
-
-
-async def test_while_tokens_keep_coming(site: Site, leave: Callable[[Client], None]) -> None:
-    site.fake.then(scripts.stream(100_000, gap_s=0.002))
-    client = await site.client()
-    await client.send(chat(stream=True))
-    await client.head()
-    await client.piece()
-    leave(client)
-    await lost(await site.fake.got())
+    await call.was_lost()
     await site.settled()
 
 
@@ -102,8 +83,7 @@ async def test_who_takes_nothing_more_is_not_waited_for_without_end(start: Start
     site = await start()
     go = asyncio.Event()
     site.fake.then(scripts.gated(go, scripts.stream(1, text="x" * 60_000, end="stall")))
-    client = await site.client(limit=1024, rcvbuf=4096)
-    await client.send(chat(stream=True))
+    client = await site.send(chat(stream=True), limit=1024, rcvbuf=4096)
     call = await site.fake.got()
     [theirs] = site.wire.clients
     raw = theirs._transport.get_extra_info("socket")
@@ -136,19 +116,6 @@ async def test_who_was_refused_is_waited_for_no_longer_because_it_leaves(start: 
     await eventually(lambda: not site.wire.clients)
 
 
-async def test_in_the_middle_of_a_body_without_events(
-    site: Site, leave: Callable[[Client], None]
-) -> None:
-    head = scripts.head(200, (b"content-type", b"application/json"), (b"content-length", b"99"))
-    site.fake.then(scripts.raw(head + b'{"a', end="stall"))
-    client = await site.client()
-    await client.send(chat())
-    await client.head()
-    leave(client)
-    await lost(await site.fake.got())
-    await site.settled()
-
-
 async def test_while_it_waits_in_the_queue(start: Start, leave: Callable[[Client], None]) -> None:
     site = await start(Fake("w0", max_requests=1))
     site.fake.then(scripts.stall)
@@ -165,24 +132,11 @@ async def test_while_it_waits_in_the_queue(start: Start, leave: Callable[[Client
     assert len(site.fake.served) == 1  # it was not sent after all
 
 
-async def test_one_that_leaves_makes_room_for_the_next(start: Start) -> None:
-    site = await start(Fake("w0", max_requests=1))
-    site.fake.then(scripts.stall)
-    first, second = await site.client(), await site.client()
-    await first.send(chat())
-    await site.fake.got()
-    await second.send(chat())
-    await eventually(lambda: len(site.router.queue) == 1)
-    first.close()
-    assert (await second.answer()).status == 200
-
-
 async def test_while_tokens_are_counted(start: Start, leave: Callable[[Client], None]) -> None:
     site = await start(Fake("w0", max_model_len=2048), Fake("w1"), wire={"count_s": 5.0})
     for fake in site.fakes.values():
         fake.always(scripts.stall, "/tokenize")
-    client = await site.client()
-    await client.send(chat("word " * 1600))
+    client = await site.send(chat("word " * 1600))
     await eventually(lambda: any(fake.calls for fake in site.fakes.values()))
     leave(client)
     [call] = [call for fake in site.fakes.values() for call in fake.calls]
@@ -196,58 +150,18 @@ async def test_while_the_connection_is_made(start: Start, leave: Callable[[Clien
     """The worker takes none for now: its listening queue is full."""
     site = await start(wire={"connect_s": 30.0})
     await site.fake.hang()
-    client = await site.client()
-    await client.send(chat())
+    client = await site.send(chat())
     await eventually(lambda: site.worker().requests == 1)
     leave(client)
     await site.settled()
     assert site.fake.calls == []
 
 
-async def test_while_its_body_is_still_on_its_way(
-    site: Site, leave: Callable[[Client], None]
-) -> None:
-    client = await site.client()
-    await client.send(request(b"x" * 1000)[:-500])
+async def test_while_its_body_arrives(site: Site, leave: Callable[[Client], None]) -> None:
+    client = await site.send(request(b"x" * 1000)[:-500])
     leave(client)
     await eventually(lambda: not site.wire.clients)
     assert site.fake.calls == []
-
-
-async def test_while_another_worker_is_tried(start: Start, leave: Callable[[Client], None]) -> None:
-    site = await start(Fake("w0"), Fake("w1"), router={"policy": "round_robin"})
-    resets = asyncio.Event()
-
-    async def first_resets(call: Call) -> None:
-        """Reset if nobody has; else stall."""
-        if not resets.is_set():
-            resets.set()
-            call.reset()
-        else:
-            await call.lost.wait()
-
-    for fake in site.fakes.values():
-        fake.always(first_resets)
-    client = await site.client()
-    await client.send(chat())
-    await eventually(lambda: sum(len(fake.served) for fake in site.fakes.values()) == 2)
-    leave(client)
-    calls = [call for fake in site.fakes.values() for call in fake.served]
-    [waiting] = [call for call in calls if not call.answered.is_set()]
-    await lost(waiting)
-    await site.settled()
-
-
-async def test_requests_sent_ahead_are_dropped_too(site: Site) -> None:
-    site.fake.then(scripts.stall)
-    client = await site.client()
-    await client.send(chat() * 5)
-    call = await site.fake.got()
-    client.close()
-    await lost(call)
-    await site.settled()
-    await asyncio.sleep(0.05)
-    assert len(site.fake.served) == 1
 
 
 @pytest.mark.parametrize("way", ["close", "reset"])
@@ -259,8 +173,7 @@ async def test_however_much_it_has_sent_ahead(site: Site, way: str, more: int) -
     nothing that anybody could see.
     """
     site.fake.then(scripts.stall)
-    client = await site.client()
-    await client.send(chat())
+    client = await site.send(chat())
     call = await site.fake.got()
     ahead = chat("x" * (MAX_AHEAD + more))
     await client.send(ahead[: len(ahead) - more] if more else ahead[:1000])
@@ -271,13 +184,13 @@ async def test_however_much_it_has_sent_ahead(site: Site, way: str, more: int) -
     await lost(call)
     await site.settled()
     assert site.wire.unread == set()
+    assert len(site.fake.served) == 1
 
 
 async def test_while_it_takes_nothing(site: Site) -> None:
     """The client reads nothing, the stream is paused; then it goes."""
     site.fake.then(scripts.stream(1_000_000, text="x" * 1000))
-    client = await site.client(limit=1024, rcvbuf=4096)
-    await client.send(chat(stream=True))
+    client = await site.send(chat(stream=True), limit=1024, rcvbuf=4096)
     call = await site.fake.got()
     async with asyncio.timeout(DEADLINE_S):
         await call.connection.stalled.wait()
@@ -286,29 +199,10 @@ async def test_while_it_takes_nothing(site: Site) -> None:
     await site.settled()
 
 
-async def test_a_hundred_that_leave_at_once(start: Start) -> None:
-    site = await start(Fake("w0"), Fake("w1"))
-    for fake in site.fakes.values():
-        fake.always(scripts.stream(2, end="stall"))
-    clients = [await site.client() for _ in range(100)]
-    for client in clients:
-        await client.send(chat(stream=True))
-    for client in clients:
-        await client.head()
-    assert sum(site.worker(name).requests for name in site.fakes) == 100
-    for client in clients:
-        client.close()
-    for fake in site.fakes.values():
-        for call in fake.served:
-            await lost(call)
-    await site.settled()
-
-
 async def test_a_client_that_left_is_no_failure_of_the_worker(site: Site) -> None:
     for _ in range(10):
         site.fake.then(scripts.stall)
-        client = await site.client()
-        await client.send(chat())
+        client = await site.send(chat())
         await site.fake.got(len(site.fake.served) + 1)
         client.close()
     await site.settled()

@@ -3,32 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from dataclasses import replace
 
 import pytest
 
 from proxy.config import ProbeConfig
-from proxy.control.probe import Prober
 from proxy.core.router import RouterSettings
 from proxy.wire.client import ClientConnection
 from tests.proxy.wire import scripts
 from tests.proxy.wire.client import Client, chat
 from tests.proxy.wire.conftest import Start
-from tests.proxy.wire.fake_worker import Call
-from tests.proxy.wire.site import Fake, Site, eventually
+from tests.proxy.wire.site import Fake, eventually
 
 PROBES = ProbeConfig(interval_s=0.05, timeout_s=0.2, down_after=3, up_after=2)
 
 
 async def test_requests_in_flight_are_not_touched(start: Start) -> None:
     site = await start(Fake("w0"), Fake("w1", up=False))
-    gate = asyncio.Event()
-    site.fakes["w0"].always(scripts.gated(gate, scripts.stream(3)))
-    client = await site.client()
-    await client.send(chat(stream=True))
+    gate = site.fakes["w0"].hold(scripts.stream(3))
+    client = await site.send(chat(stream=True))
     await site.fakes["w0"].got()
     site.router.reconfigure(RouterSettings(), [site.worker("w1").spec])
     site.up("w1")
@@ -50,8 +43,7 @@ async def test_the_new_settings_hold_at_once(start: Start) -> None:
     site.router.reconfigure(settings, [replace(spec, api_key="new", max_requests=1)])
     assert site.fleet.get("w1") is None
     before = len(site.fakes["w1"].served)
-    gate = asyncio.Event()
-    site.fakes["w0"].always(scripts.gated(gate, scripts.answer()))
+    gate = site.fakes["w0"].hold()
     asking = asyncio.create_task(site.ask(chat()))
     await eventually(lambda: site.worker("w0").requests == 1)
     assert (await site.ask(chat())).status == 429
@@ -75,8 +67,7 @@ async def test_a_worker_that_moves_is_asked_where_it_is_now(start: Start) -> Non
 
 async def test_a_namesake_elsewhere_has_not_failed_what_another_did(start: Start) -> None:
     site = await start(Fake("w0"), Fake("w1", up=False))
-    gate = asyncio.Event()
-    site.fakes["w0"].always(scripts.gated(gate, scripts.reset))
+    gate = site.fakes["w0"].hold(scripts.reset)
     asking = asyncio.create_task(site.ask(chat()))
     await site.fakes["w0"].got()
     spec = replace(site.worker("w0").spec, url=site.fakes["w1"].url)
@@ -95,7 +86,7 @@ async def test_a_namesake_elsewhere_has_not_failed_what_another_did(start: Start
     ],
     ids=["body", "header"],
 )
-async def test_new_limits_hold_on_connections_there_are(
+async def test_new_limits_on_old_connections(
     start: Start, limit: str, large: bytes, status: int
 ) -> None:
     """And not for a request that has begun to come."""
@@ -126,95 +117,3 @@ async def test_so_do_they_on_one_that_was_accepted_before(start: Start) -> None:
     client.close()
     server.close()
     assert answer.status == 413
-
-
-@asynccontextmanager
-async def probing(site: Site, settings: ProbeConfig = PROBES) -> AsyncIterator[None]:
-    """Let the real probes run."""
-    site.fleet.down_after, site.fleet.up_after = settings.down_after, settings.up_after
-    task = asyncio.create_task(Prober(site.router, settings).run())
-    try:
-        yield
-    finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-
-
-async def test_probes_find_workers_and_learn_what_they_hold(start: Start) -> None:
-    site = await start(Fake("w0", up=False, max_model_len=2048))
-    early = asyncio.create_task(site.ask(chat()))
-    async with probing(site):
-        await eventually(lambda: site.worker().up)
-        await eventually(lambda: site.worker().max_model_len == 2048)
-        assert (await early).status == 200
-        assert (await site.ask(chat())).status == 200
-        answer = await site.ask(chat("word " * 20_000))
-        assert answer.error()["code"] == "context_length_exceeded"
-        await eventually(lambda: site.worker().gauges is not None)
-
-
-async def test_a_worker_that_hangs_is_found_out_and_welcomed_back(start: Start) -> None:
-    site = await start(Fake("w0", up=False), Fake("w1", up=False))
-    async with probing(site):
-        await eventually(lambda: all(worker.up for worker in site.fleet))
-        site.fakes["w0"].always(scripts.stall, "/health")
-        begun = time.monotonic()
-        await eventually(lambda: not site.worker("w0").up)
-        assert time.monotonic() - begun > 0.4  # three of them, not the first
-        assert site.worker("w1").up
-        for _ in range(5):
-            assert (await site.ask(chat())).status == 200
-        assert site.fakes["w0"].served == []
-        site.fakes["w0"].always(scripts.answer(200, b""), "/health")
-        await eventually(lambda: site.worker("w0").up)
-        await asyncio.gather(*(site.ask(chat()) for _ in range(10)))
-        assert site.fakes["w0"].served != []
-
-
-async def test_one_bad_probe_is_forgiven(start: Start) -> None:
-    site = await start(Fake("w0", up=False))
-    patient = PROBES.model_copy(update={"timeout_s": 10.0})  # or a slow one is the third bad one
-    async with probing(site, patient):
-        await eventually(lambda: site.worker().up)
-        bad = 0
-
-        async def now_and_then(call: Call) -> None:
-            nonlocal bad
-            bad += 1
-            await scripts.answer(503 if bad % 3 else 200, b"")(call)
-
-        site.fake.always(now_and_then, "/health")
-        await eventually(lambda: bad > 9)
-        assert site.worker().up
-
-
-async def test_a_health_check_does_not_reset_the_load(start: Start) -> None:
-    """A peer's does."""
-    site = await start(Fake("w0"), Fake("w1"))
-    site.always(scripts.stall)
-    clients = [await site.client() for _ in range(6)]
-    for client in clients:
-        await client.send(chat("word " * 1000, stream=True))
-    await eventually(lambda: len(site.served()) == 6)
-    charges = site.charges()
-    async with probing(site):
-        for fake in site.fakes.values():
-            await fake.got(5, path="/health")
-        assert site.charges() == charges
-        assert sum(worker.requests for worker in site.fleet) == 6
-    for client in clients:
-        client.close()
-
-
-async def test_a_stream_outlives_bad_probes(start: Start) -> None:
-    """Busy is not dead: what streams may finish."""
-    site = await start(Fake("w0"))
-    gate = asyncio.Event()
-    site.fake.always(scripts.gated(gate, scripts.stream(3)))
-    client = await site.client()
-    await client.send(chat(stream=True))
-    await site.fake.got()
-    site.down("w0")
-    await asyncio.sleep(0.3)
-    gate.set()
-    assert (await client.answer()).body.endswith(scripts.DONE)

@@ -50,50 +50,32 @@ async def test_who_waits_on_a_worker_that_is_down_goes_to_others(start: Start) -
     assert {(await task).status for task in asking} == {200}
 
 
-async def test_but_not_if_it_is_up_again_by_then(start: Start) -> None:
+@pytest.mark.parametrize("why", ["up again", "nowhere else", "no more retries"])
+async def test_they_stay_where_they_are(start: Start, why: str) -> None:
+    """Their answers may come yet."""
     site, asking = await hung(start, "w0", "w1")
+    if why == "no more retries":
+        later = site.clock() + 600.0
+        while site.router._retries.spend(later):
+            pass
     for _ in range(2):
         site.down("w0")
-        over(site, GRACE_S - 1.0)
-        site.up("w0")
+        if why == "nowhere else":
+            site.down("w1")
+        if why == "up again":
+            over(site, GRACE_S - 1.0)
+            site.up("w0")
         over(site)
     assert len(site.served()) == 20
-    for task in asking:
-        task.cancel()
-
-
-async def test_nor_if_there_is_nobody_else(start: Start) -> None:
-    """Its answers may come yet, and no one else's will."""
-    site, asking = await hung(start, "w0", "w1")
-    site.down("w0")
-    site.down("w1")
-    over(site)
-    assert len(site.served()) == 20
     assert not any(task.done() for task in asking)
     for task in asking:
         task.cancel()
 
 
-async def test_nor_if_no_more_may_be_tried_again(start: Start) -> None:
-    site, asking = await hung(start, "w0", "w1")
-    later = site.clock() + 600.0
-    while site.router._retries.spend(later):
-        pass
-    site.down("w0")
-    over(site)
-    assert len(site.served()) == 20
-    assert not any(task.done() for task in asking)
-    for task in asking:
-        task.cancel()
-
-
-async def test_an_answer_that_has_begun_is_waited_for_though_its_worker_is_down(
-    start: Start,
-) -> None:
+async def test_an_answer_that_has_begun_is_waited_for(start: Start) -> None:
     site = await start(Fake("w0"), Fake("w1"))
     site.always(scripts.stream(1, end="stall"))
-    client = await site.client()
-    await client.send(chat(stream=True))
+    client = await site.send(chat(stream=True))
     await client.head()
     for name in site.fakes:
         site.down(name)

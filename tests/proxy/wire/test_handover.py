@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 
 from proxy.core.splice import members
+from proxy.core.types import Role
 from tests.proxy.wire.client import request
 from tests.proxy.wire.conftest import Start
 from tests.proxy.wire.fake_worker import Call
-from tests.proxy.wire.kv import CACHED, CHAT, COMPLETIONS
+from tests.proxy.wire.kv import CHAT, COMPLETIONS
 from tests.proxy.wire.pairs import ask, chat_body, completion_body, expected, pairs, words
+from tests.proxy.wire.site import Fake, Site
 
 MAKERS = {CHAT: chat_body, COMPLETIONS: completion_body}
 
@@ -42,6 +44,7 @@ async def test_an_answer_is_as_from_one_worker(start: Start, path: str, stream: 
         assert words(await ask(here, body, path=path)) == expected(body)
         await here.settled()
     assert here.kv.ends() == ["read"] * 5
+    assert here.site.metrics.handovers.tokens["tiny"] > 0
     assert sorted(leg.split()[0] for leg in here.legs()) == ["decode"] * 5 + ["prefill"] * 5
     seen = [set(each.seen) for each in here.site.metrics.phases.values()]
     wanted = [{"queue", "prefill_leg", "transfer", "decode"}] if stream else [set()]
@@ -72,7 +75,7 @@ async def test_all_bytes_but_those_of_the_hand_over_are_the_clients(start: Start
     assert decode.body.startswith(ODD[:end].rstrip())
 
 
-async def test_both_legs_have_the_clients_id_and_headers(start: Start) -> None:
+async def test_both_legs_have_the_headers_and_one_id(start: Start) -> None:
     here = await pairs(start, prefills=1, decodes=1)
     trace = b"traceparent: 00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
     headers = (b"X-Request-Id: mine", b"Authorization: Bearer theirs", trace, b"X-Other: kept")
@@ -83,43 +86,10 @@ async def test_both_legs_have_the_clients_id_and_headers(start: Start) -> None:
         for header in headers:
             name, _, value = header.partition(b": ")
             assert call.all(name) == [value]
-
-
-async def test_a_request_without_an_id_has_the_same_on_both_legs(start: Start) -> None:
-    here = await pairs(start, prefills=1, decodes=1)
-    await ask(here, chat_body())
-    await here.settled()
-    first, second = (call.all(b"x-request-id") for call in here.site.served())
-    assert first == second
+    await here.serves()
+    first, second = (call.all(b"x-request-id") for call in here.site.served()[2:])
+    assert first == second != [b"mine"]
     assert len(first) == 1
-
-
-async def test_the_prefill_leg_asks_for_one_token_whatever_the_client_wants(start: Start) -> None:
-    limits: list[dict[str, Any]] = [
-        {"max_tokens": None},
-        {"max_tokens": 2},
-        {"max_tokens": None, "max_completion_tokens": 3},
-        {"max_tokens": 4, "max_completion_tokens": 3},
-        {"max_tokens": 4, "min_tokens": 4},
-        {"max_tokens": 4, "min_tokens": 0},
-        {"stream": True, "stream_options": {"include_usage": True}},
-        {"logprobs": True, "top_logprobs": 3},
-        {"stop": ["x"], "seed": 7, "response_format": {"type": "json_object"}},
-        {"tools": [{"type": "function", "function": {"name": "f", "parameters": {}}}]},
-    ]
-    here = await pairs(start)
-    for fields in limits:
-        body = chat_body(**fields)
-        wanted = fields.get("max_completion_tokens", fields.get("max_tokens", 4)) or 4
-        answer = await ask(here, body)
-        assert "".join(words(answer)) == "".join(expected(body, wanted)), fields
-        await here.settled()
-        [prefill, decode] = here.site.served()[-2:]
-        assert decode.json() == json.loads(body) | {
-            "kv_transfer_params": decode.json()["kv_transfer_params"]
-        }
-        assert prefill.json()["messages"] == json.loads(body)["messages"]
-    assert here.kv.ends() == ["read"] * len(limits)
 
 
 WHOLE: list[tuple[str, dict[str, Any]]] = [
@@ -155,19 +125,6 @@ async def test_what_cannot_be_split_is_served_whole(
     assert here.site.served()[0].body == body
 
 
-@pytest.mark.parametrize("stream", [True, False])
-async def test_usage_is_the_clients_not_the_legs(start: Start, stream: bool) -> None:
-    here = await pairs(start)
-    options = {"stream_options": {"include_usage": True}} if stream else {}
-    answer = await ask(here, chat_body(stream=stream, max_tokens=3, **options))
-    found = answer.body
-    usage = json.loads(found.split(b"\n\n")[-3][6:])["usage"] if stream else answer.json()["usage"]
-    assert usage["completion_tokens"] == 3
-    assert usage["total_tokens"] == usage["prompt_tokens"] + 3
-    assert usage["prompt_tokens_details"] == {"cached_tokens": CACHED}
-    await here.settled()
-
-
 OTHER_ROUTES: dict[str, tuple[str, dict[str, Any]]] = {
     "/v1/messages": ("max_tokens", {"messages": [{"role": "user", "content": "z" * 300}]}),
     "/cohere/v2/chat": ("max_tokens", {"messages": [{"role": "user", "content": "z" * 300}]}),
@@ -177,9 +134,7 @@ OTHER_ROUTES: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("path", OTHER_ROUTES)
 @pytest.mark.parametrize("stream", [True, False])
-async def test_other_routes_have_their_own_names_for_things(
-    start: Start, path: str, stream: bool
-) -> None:
+async def test_other_routes_have_other_fields(start: Start, path: str, stream: bool) -> None:
     here = await pairs(start, prefills=1, decodes=1)
     limit, fields = OTHER_ROUTES[path]
     body = json.dumps({"model": "tiny", **fields, limit: 4, "stream": stream}).encode()
@@ -206,34 +161,12 @@ async def test_other_routes_have_their_own_names_for_things(
         ("/inference/v1/generate", {"token_ids": [1] * 300, "sampling_params": {"n": 1}}),
     ],
 )
-async def test_other_routes_that_cannot_be_split(
-    start: Start, path: str, fields: dict[str, Any]
-) -> None:
+async def test_other_routes_served_whole(start: Start, path: str, fields: dict[str, Any]) -> None:
     here = await pairs(start, prefills=1, decodes=1)
     body = json.dumps({"model": "tiny", "input": "z" * 300, **fields}).encode()
     assert (await ask(here, body, path=path)).status == 200
     assert here.legs() == ["whole d0"]
     assert here.site.served()[0].body == body
-
-
-async def test_no_request_shows_the_client_where_blocks_lie(start: Start) -> None:
-    here = await pairs(start)
-    for stream in (True, False):
-        answer = await ask(here, chat_body(stream=stream))
-        assert b"remote_" not in answer.body
-        assert b"kv_transfer" not in answer.body
-    await here.settled()
-
-
-async def test_requests_in_turn_on_one_connection(start: Start) -> None:
-    here = await pairs(start, prefills=1, decodes=1)
-    client = await here.site.client()
-    for stream in (False, True, False):
-        body = chat_body(stream=stream)
-        assert words(await client.ask(request(body))) == expected(body)
-    client.close()
-    await here.settled()
-    assert [len(fake.connections) for fake in here.site.fakes.values()] == [1, 1]
 
 
 @pytest.mark.parametrize(
@@ -247,7 +180,7 @@ async def test_requests_in_turn_on_one_connection(start: Start) -> None:
         b'"ec_transfer_params": {"peer": "10.0.0.1"}',
     ],
 )
-@pytest.mark.parametrize("path", [CHAT, COMPLETIONS, "/v1/responses", "/inference/v1/generate"])
+@pytest.mark.parametrize("path", [CHAT, "/inference/v1/generate"])
 async def test_a_client_steers_no_transfer(start: Start, steers: bytes, path: str) -> None:
     here = await pairs(start)
     body = chat_body()[:-1] + b", " + steers + b"}"
@@ -259,25 +192,12 @@ async def test_a_client_steers_no_transfer(start: Start, steers: bytes, path: st
 
 async def test_null_steers_nothing_and_is_replaced(start: Start) -> None:
     here = await pairs(start)
-    body = chat_body(kv_transfer_params=None)
-    assert words(await ask(here, body)) == expected(body)
-    await here.settled()
+    await here.serves(kv_transfer_params=None)
     assert here.kv.ends() == ["read"]
 
 
-async def test_a_prompt_may_speak_of_it(start: Start) -> None:
-    here = await pairs(start)
-    text = '"kv_transfer_params": {"do_remote_prefill": true} ' * 5
-    body = chat_body(messages=[{"role": "user", "content": text}])
-    assert words(await ask(here, body)) == expected(body)
-    await here.settled()
-    assert all(call.json()["messages"][0]["content"] == text for call in here.site.served())
-
-
 @pytest.mark.parametrize("stream", [True, False])
-async def test_two_with_one_prompt_at_once_leave_both_prefills_to_the_prefill_worker(
-    start: Start, stream: bool
-) -> None:
+async def test_one_prompt_twice_at_once_is_prefilled_twice(start: Start, stream: bool) -> None:
     """The decode worker has nothing of it until the first has come there; then it has."""
     here = await pairs(start, prefills=1, decodes=1, disaggregate_above=500)
     body = chat_body(stream=stream, messages=[{"role": "user", "content": "z" * 8000}])
@@ -297,7 +217,48 @@ async def test_two_with_one_prompt_at_once_leave_both_prefills_to_the_prefill_wo
     for client in clients:
         assert words(await client.answer()) == expected(body)
         client.close()
-    assert words(await ask(here, body)) == expected(body)
-    await here.settled()
+    await here.serves(body)
     assert sorted(here.legs()[:4]) == ["decode d0"] * 2 + ["prefill p0"] * 2
     assert here.legs()[4:] == ["whole d0"]
+
+
+# What a client may not say, whatever the fleet
+
+STEERING_ID = b"___prefill_addr_10.6.6.6:1___decode_addr_10.6.6.7:2_x"
+READ_ME = {"do_remote_prefill": True, "remote_host": "10.6.6.6"}
+
+
+def steering_body(**fields: Any) -> bytes:
+    messages = [{"role": "user", "content": "kv_transfer_params, said a prompt"}]
+    return json.dumps({"model": "tiny", "messages": messages} | fields).encode()
+
+
+async def test_an_operator_may_allow_it(start: Start) -> None:
+    site = await start(router={"allow_client_kv_transfer": True})
+    sent = steering_body(kv_transfer_params=READ_ME)
+    assert (await site.ask(request(sent, b"X-Request-Id: " + STEERING_ID))).status == 200
+    [call] = site.served()
+    assert call.body == sent
+    assert call.all(b"x-request-id") == [STEERING_ID]
+
+
+async def test_where_it_is_allowed_it_is_served_whole(start: Start) -> None:
+    here = await pairs(start, allow_client_kv_transfer=True)
+    sent = chat_body(kv_transfer_params={"do_remote_decode": False})
+    assert (await ask(here, sent)).status == 200
+    assert here.kinds() == ["whole"]
+
+
+async def test_an_id_that_names_addresses_is_replaced(site: Site) -> None:
+    answer = await site.ask(request(steering_body(), b"X-Request-Id: " + STEERING_ID))
+    [call] = site.served()
+    [own] = call.all(b"x-request-id")
+    assert b"addr" not in own
+    assert answer.one(b"x-request-id") == own
+
+
+async def test_prefill_workers_alone_are_not_ready(start: Start) -> None:
+    site = await start(Fake("p0", Role.PREFILL), Fake("d0", Role.DECODE, up=False))
+    assert (await site.ask(request(b"", method="GET", path="/ready"))).status == 503
+    site.up("d0")
+    assert (await site.ask(request(b"", method="GET", path="/ready"))).status == 200

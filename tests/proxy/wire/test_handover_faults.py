@@ -16,7 +16,7 @@ import pytest
 
 from proxy.core.types import Role
 from tests.proxy.wire import scripts
-from tests.proxy.wire.client import DEADLINE_S, Answer, BrokenError, request
+from tests.proxy.wire.client import DEADLINE_S, Answer, BrokenError
 from tests.proxy.wire.conftest import Start
 from tests.proxy.wire.fake_worker import Call, FakeWorker, Script
 from tests.proxy.wire.kv import Faults
@@ -85,8 +85,7 @@ async def test_the_table(start: Start, case: Case) -> None:
     victim = here.victim(case.role, body)
     if case.moment == AFTER:  # the next request finds it so, on a connection kept open
         while not all(fake.connections for fake in here.site.fakes.values()):
-            assert words(await here.site.ask(request(body))) == expected(body)
-            await here.settled()
+            await here.serves(body)
             body = chat_body(stream=case.stream)
         victim = here.victim(case.role, body)
     await prepare(here, victim, case)
@@ -123,8 +122,7 @@ async def prepare(here: Pairs, victim: FakeWorker, case: Case) -> None:
 async def outcome_of(here: Pairs, victim: FakeWorker, body: bytes, case: Case) -> str:
     """Ask, and put a word to what comes of it."""
     calls = len(victim.served)
-    client = await here.site.client()
-    await client.send(request(body))
+    client = await here.send(body)
     stalls = case.fault == "stall"
     begins = stalls and case.moment == DURING
     if stalls:
@@ -165,6 +163,4 @@ async def is_well_again(here: Pairs, victim: FakeWorker, case: Case) -> None:
     """See that one failure leaves the others able to hand over."""
     if case.fault == "refuse":
         await victim.listen()
-    body = chat_body(stream=case.stream)
-    assert words(await here.site.ask(request(body))) == expected(body)
-    await here.settled()
+    await here.serves(stream=case.stream)

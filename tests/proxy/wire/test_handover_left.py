@@ -7,8 +7,6 @@ here it counts as having read them once it came.
 from __future__ import annotations
 
 import asyncio
-import json
-from typing import Any
 
 import pytest
 
@@ -16,19 +14,14 @@ from proxy.core.types import Role
 from proxy.wire import release as module
 from proxy.wire.release import GRACE_S
 from tests.proxy.wire import scripts
-from tests.proxy.wire.client import DEADLINE_S, chat, request
+from tests.proxy.wire.client import DEADLINE_S
 from tests.proxy.wire.conftest import Start
 from tests.proxy.wire.fake_worker import Call, Script
 from tests.proxy.wire.kv import Faults
 from tests.proxy.wire.pairs import ask, chat_body, expected, pairs, words
-from tests.proxy.wire.site import Fake, eventually
+from tests.proxy.wire.site import eventually
 
 WAYS = ["close", "reset"]
-
-
-async def leave(client: Any, way: str) -> None:
-    """Go away, politely or not."""
-    getattr(client, way)()
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -36,18 +29,20 @@ async def leave(client: Any, way: str) -> None:
 async def test_during_the_prefill(start: Start, way: str, stream: bool) -> None:
     here = await pairs(start, prefills=1, decodes=1)
     here.kv.wrong("p0", Faults(before=scripts.stall))
-    client = await here.site.client()
-    await client.send(request(chat_body(stream=stream)))
+    client = await here.send(chat_body(stream=stream))
     call = await here.site.fakes["p0"].got(1)
-    await leave(client, way)
-    await asyncio.wait_for(call.lost.wait(), 5)
+    getattr(client, way)()
+    await eventually(lambda: here.site.wire.releases)
+    here.site.skip(GRACE_S)  # it might have been done
+    await call.was_lost()
     await here.settled()
     assert here.legs() == ["prefill p0"]
     assert here.kv.pinned == []
+    assert "left_to_expire" not in here.site.metrics.handovers.ends
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("pieces", [1, 2, 7])
+@pytest.mark.parametrize("pieces", [0, 1, 2, 7])
 async def test_while_the_prefill_answers(start: Start, way: str, pieces: int) -> None:
     """It is done then, and its blocks are held: its answer has to be heard to free them."""
     here = await pairs(start, prefills=1, decodes=1)
@@ -66,16 +61,16 @@ async def test_while_the_prefill_answers(start: Start, way: str, pieces: int) ->
         await usual(call)(call)
         call.connection.send = send  # type: ignore[method-assign]
         answer = b"".join(sent)
-        at = answer.index(b"\r\n\r\n") + 4 + (len(answer) - 600) * (pieces - 1) // 8
+        head = answer.index(b"\r\n\r\n") + 4
+        at = head + (len(answer) - 600) * (pieces - 1) // 8 if pieces else 0
         await call.send(answer[:at])
         await rest.wait()
         await call.send(answer[at:])
 
     fake.then(slowly)
-    client = await here.site.client()
-    await client.send(request(chat_body()))
-    await eventually(here.has_begun)
-    await leave(client, way)
+    client = await here.send(chat_body())
+    await eventually(here.has_begun if pieces else lambda: here.kv.held)
+    getattr(client, way)()
     await eventually(lambda: not here.site.wire.exchanges)
     assert here.kv.ends() == [""]
     rest.set()
@@ -85,72 +80,21 @@ async def test_while_the_prefill_answers(start: Start, way: str, pieces: int) ->
     assert here.legs() == ["prefill p0", "release d0"]
 
 
-@pytest.mark.parametrize("way", WAYS)
-async def test_as_the_answer_to_the_prefill_is_on_its_way(
-    start: Start, way: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It is done, blocks are held, and not a byte of it is here yet."""
-    monkeypatch.setattr(module, "GRACE_S", 60.0)
-    here = await pairs(start, prefills=1, decodes=1)
-    fake, rest = here.site.fakes["p0"], asyncio.Event()
-    usual = here.kv.worker(fake, "prefill")
-
-    async def held_up(call: Call) -> None:
-        send = call.connection.send
-
-        async def hold(data: bytes) -> None:
-            await rest.wait()
-            await send(data)
-
-        call.connection.send = hold  # type: ignore[method-assign]
-        await usual(call)
-
-    fake.then(held_up)
-    client = await here.site.client()
-    await client.send(request(chat_body()))
-    await eventually(lambda: here.kv.held)
-    await leave(client, way)
-    await eventually(lambda: not here.site.wire.exchanges)
-    rest.set()
-    await eventually(lambda: not here.kv.held)
-    await here.settled()
-    assert here.kv.ends() == ["released"]
-    assert here.site.metrics.handovers.ends["client_left_prefill"] == 1
-    assert "left_to_expire" not in here.site.metrics.handovers.ends
-
-
 async def test_a_prefill_with_a_long_way_to_go_is_not_waited_for(start: Start) -> None:
     here = await pairs(start, prefills=1, decodes=1)
     here.kv.wrong("p0", Faults(before=scripts.stall))
     pace = here.site.worker("p0").pace
     pace.prefills, pace.token_s = 1.0, 10.0
-    client = await here.site.client()
-    await client.send(request(chat_body()))
+    client = await here.send(chat_body())
     call = await here.site.fakes["p0"].got(1)
     client.close()
     await eventually(lambda: not here.site.wire.exchanges)
     assert here.site.wire.releases == set()
-    await asyncio.wait_for(call.lost.wait(), 5)
+    await call.was_lost()
     await here.settled()
 
 
-async def test_a_prefill_that_should_be_done_is_waited_for_a_little(start: Start) -> None:
-    here = await pairs(start, prefills=1, decodes=1)
-    here.kv.wrong("p0", Faults(before=scripts.stall))
-    client = await here.site.client()
-    await client.send(request(chat_body()))
-    call = await here.site.fakes["p0"].got(1)
-    client.close()
-    await eventually(lambda: here.site.wire.releases)
-    here.site.skip(GRACE_S)
-    await asyncio.wait_for(call.lost.wait(), 5)
-    await here.settled()
-    assert "left_to_expire" not in here.site.metrics.handovers.ends
-
-
-async def test_one_that_refuses_then_holds_nothing(
-    start: Start, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_refusal_then_holds_nothing(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "GRACE_S", 60.0)
     here = await pairs(start, prefills=1, decodes=1)
     rest = asyncio.Event()
@@ -160,8 +104,7 @@ async def test_one_that_refuses_then_holds_nothing(
         await scripts.error(400, "no")(call)
 
     here.site.fakes["p0"].then(refuses)
-    client = await here.site.client()
-    await client.send(request(chat_body()))
+    client = await here.send(chat_body())
     await here.site.fakes["p0"].got(1)
     client.close()
     await eventually(lambda: here.site.wire.releases)
@@ -178,11 +121,10 @@ async def test_between_the_legs(start: Start, way: str) -> None:
     body = chat_body()
     victim = here.victim(Role.DECODE, body)
     await victim.hang()
-    client = await here.site.client()
-    await client.send(request(body))
+    client = await here.send(body)
     await eventually(lambda: here.kv.pinned)
     await eventually(lambda: here.site.worker("p0").requests == 0)
-    await leave(client, way)
+    getattr(client, way)()
     await eventually(lambda: not here.kv.held)
     await victim.wake()
     await here.settled()
@@ -191,67 +133,19 @@ async def test_between_the_legs(start: Start, way: str) -> None:
 
 
 @pytest.mark.parametrize("way", WAYS)
-async def test_between_the_legs_where_there_is_one_decode_worker(start: Start, way: str) -> None:
-    """It is asked as soon as it takes connections: nobody else could free the blocks."""
-    here = await pairs(start, prefills=1, decodes=1)
-    here.site.stand_still()
-    await here.site.fakes["d0"].hang()
-    client = await here.site.client()
-    await client.send(request(chat_body()))
-    await eventually(lambda: here.kv.pinned)
-    await eventually(lambda: here.site.worker("p0").requests == 0)
-    await leave(client, way)
-    await eventually(lambda: not here.site.wire.exchanges)
-    await here.site.fakes["d0"].wake()
-    await eventually(lambda: not here.kv.held)
-    await here.settled()
-    assert here.kv.ends() == ["released"]
-    assert here.legs() == ["prefill p0", "release d0"]
-
-
-@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("stream", [True, False])
-async def test_before_the_first_token(start: Start, way: str, stream: bool) -> None:
+@pytest.mark.parametrize("begun", [False, True])
+async def test_during_the_decode(start: Start, way: str, stream: bool, begun: bool) -> None:
     here = await pairs(start, prefills=1, decodes=1)
-    here.kv.wrong("d0", Faults(during=scripts.stall))
-    client = await here.site.client()
-    await client.send(request(chat_body(stream=stream)))
+    here.kv.wrong("d0", Faults(cut=(2, "stall")) if begun else Faults(during=scripts.stall))
+    client = await here.send(chat_body(stream=stream))
+    if begun and stream:
+        await client.head()
     call = await here.site.fakes["d0"].got(1)
-    await leave(client, way)
-    await asyncio.wait_for(call.lost.wait(), 5)
+    getattr(client, way)()
+    await call.was_lost()
     await here.settled()
     assert here.kv.ends() == ["read"]
-
-
-@pytest.mark.parametrize("way", WAYS)
-async def test_during_the_answer(start: Start, way: str) -> None:
-    here = await pairs(start, prefills=1, decodes=1)
-    here.kv.wrong("d0", Faults(cut=(2, "stall")))
-    client = await here.site.client()
-    await client.send(request(chat_body(stream=True)))
-    await client.head()
-    await leave(client, way)
-    call = await here.site.fakes["d0"].got(1)
-    await asyncio.wait_for(call.lost.wait(), 5)
-    await here.settled()
-    assert here.legs() == ["prefill p0", "decode d0"]
-
-
-@pytest.mark.parametrize("way", WAYS)
-async def test_in_the_queue_for_room_nothing_is_prefilled(start: Start, way: str) -> None:
-    site_of_one = [Fake("p0", Role.PREFILL), Fake("d0", Role.DECODE, max_requests=1)]
-    here = await pairs(start, *site_of_one, prefills=0, decodes=0)
-    here.kv.wrong("d0", Faults(during=scripts.stall))
-    first, second = await here.site.client(), await here.site.client()
-    await first.send(request(chat_body()))
-    await here.site.fakes["d0"].got(1)
-    await second.send(request(chat_body()))
-    await eventually(lambda: len(here.site.router.queue) == 1)
-    assert len(here.site.fakes["p0"].served) == 1
-    await leave(second, way)
-    await eventually(lambda: len(here.site.router.queue) == 0)
-    await leave(first, way)
-    await here.settled()
     assert here.legs() == ["prefill p0", "decode d0"]
 
 
@@ -266,10 +160,9 @@ async def test_many_leave_at_all_times(start: Start) -> None:
         if number % 3 == 0:
             assert words(await ask(here, body)) == expected(body)
             return
-        client = await here.site.client()
-        await client.send(request(body))
+        client = await here.send(body)
         await asyncio.sleep(number * 0.0007)
-        await leave(client, WAYS[number % 2])
+        getattr(client, WAYS[number % 2])()
 
     await asyncio.gather(*(one(number) for number in range(60)))
     await here.site.settled()
@@ -288,33 +181,13 @@ def slow(script: Script, seconds: float = 0.01) -> Script:
     return run
 
 
-async def test_the_router_is_stopped_in_any_phase(start: Start) -> None:
-    """Whoever is cut off hears of it, and blocks are freed as if the client had left."""
-    here = await pairs(start, prefills=2, decodes=2)
-    here.kv.wrong("prefill", Faults(before=scripts.stall))
-    here.kv.wrong("decode", Faults(during=scripts.stall))
-    clients = [await here.site.client() for _ in range(2)]
-    for client in clients:
-        await client.send(request(chat_body()))
-        await eventually(here.site.served)
-    await eventually(lambda: len(here.kv.pinned) == 1)
-    here.site.router.draining = True
-    for exchange in [*here.site.wire.exchanges]:
-        exchange.cut(here.site.clock())
-    for client in clients:
-        answer = await client.answer()
-        assert answer.status == 503
-    await here.settled()
-
-
 async def test_a_router_that_stops_has_blocks_freed_first(start: Start) -> None:
     here = await pairs(start, prefills=1, decodes=2)
     here.site.stand_still()
     body = chat_body()
     victim = here.victim(Role.DECODE, body)
     await victim.hang()  # the decode leg waits for a connection
-    client = await here.site.client()
-    await client.send(request(body))
+    client = await here.send(body)
     await eventually(lambda: here.kv.pinned)
     await eventually(lambda: here.site.worker("p0").requests == 0)
     other = here.site.fakes["d1" if victim.name == "d0" else "d0"]
@@ -327,15 +200,3 @@ async def test_a_router_that_stops_has_blocks_freed_first(start: Start) -> None:
     assert here.kv.ends() == ["released"]
     assert here.site.metrics.handovers.ends["released"] == 1
     await victim.wake()
-
-
-async def test_the_client_of_a_whole_request_leaves_as_ever(start: Start) -> None:
-    here = await pairs(start, prefills=1, decodes=1)
-    here.kv.wrong("d0", Faults(during=scripts.stall))
-    client = await here.site.client()
-    await client.send(chat("hi", max_tokens=1))
-    call = await here.site.fakes["d0"].got(1)
-    client.close()
-    await asyncio.wait_for(call.lost.wait(), 5)
-    await here.settled()
-    assert json.loads(call.body)["max_tokens"] == 1

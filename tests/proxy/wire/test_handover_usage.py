@@ -104,7 +104,7 @@ def usage_in(answer: Answer, *, stream: bool) -> dict[str, Any]:
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("had", [0, 9, 128, 1599])
 @pytest.mark.parametrize("path", USAGES)
-async def test_what_was_cached_is_what_the_prefill_worker_had(
+async def test_cached_tokens_are_of_the_prefill(
     start: Start, path: str, had: int, stream: bool
 ) -> None:
     here = await pairs(start, prefills=1, decodes=1)

@@ -34,7 +34,8 @@ def test_headers_are_left_out_by_name() -> None:
 
 def test_seconds_of_a_retry_after() -> None:
     assert seconds(b"3") == 3.0
-    assert seconds(b"-3") is None
+    for nonsense in (b"-3", b"soon", b"", b"1e400", b"nan"):
+        assert seconds(nonsense) is None, nonsense
     ahead = seconds(formatdate(time.time() + 60, usegmt=True).encode())
     assert ahead is not None
     assert 58 < ahead <= 60

@@ -6,11 +6,9 @@ import asyncio
 
 import pytest
 
-from proxy.core.types import Role
 from tests.proxy.wire import scripts
 from tests.proxy.wire.client import chat
 from tests.proxy.wire.conftest import Start
-from tests.proxy.wire.fake_worker import Call
 from tests.proxy.wire.site import Fake, Site, eventually
 
 
@@ -32,17 +30,6 @@ async def test_a_burst_of_longs_spreads_though_none_has_answered(start: Start) -
     site.always(scripts.stall)
     await send(site, *(chat(f"{n} " + "word " * 8000) for n in range(12)))
     assert loads(site) == [4, 4, 4]
-
-
-async def test_load_is_tokens_and_not_requests(start: Start) -> None:
-    site = await start(Fake("w0"), Fake("w1"))
-    site.always(scripts.stall)
-    await send(site, chat("a " + "word " * 8000))
-    await send(site, *(chat(f"short {n}") for n in range(6)))
-    long_at = max(
-        range(2), key=lambda n: sum(len(c.body) for c in list(site.fakes.values())[n].served)
-    )
-    assert loads(site)[1 - long_at] >= 5
 
 
 SYSTEM = "you are a helpful assistant. " * 300
@@ -70,15 +57,13 @@ async def test_one_prefix_does_not_draw_all_to_one_worker(start: Start) -> None:
     """The death spiral of prefix affinity: one worker drowns while others idle."""
     site = await known_prefix(start)
     site.always(scripts.stream(1, end="stall"))
-    for batch in range(15):
+    for batch in range(8):
         await send(site, *questions(20, batch * 20))
-    assert min(loads(site)) >= 60
+    assert min(loads(site)) >= 32
 
 
 @pytest.mark.parametrize("system", [SYSTEM, ""], ids=["one prefix", "none"])
-async def test_a_worker_whose_answers_are_overdue_is_not_given_more(
-    start: Start, system: str
-) -> None:
+async def test_overdue_answers_keep_requests_away(start: Start, system: str) -> None:
     """It hangs while its /health is well: what it holds would time out, in minutes."""
     site = await known_prefix(start)
     recovered = {name: asyncio.Event() for name in site.fakes}
@@ -92,81 +77,7 @@ async def test_a_worker_whose_answers_are_overdue_is_not_given_more(
     before = len(site.fakes[hung].served)
     site.skip(10)
     for number in range(50):
-        client = await site.client()
-        await client.send(questions(1, 100 + number, system)[0])
+        await site.send(questions(1, 100 + number, system)[0])
         await eventually(lambda: len(site.served()) == 21 + number)  # noqa: B023 - at once
         await eventually(lambda: site.worker(well).requests == 0)
     assert len(site.fakes[hung].served) - before <= 5
-
-
-async def test_a_prefix_brings_the_next_question_to_the_same_worker(start: Start) -> None:
-    site = await start(Fake("w0"), Fake("w1"), Fake("w2"))
-    for talk in range(5):
-        text = f"conversation {talk}: " + f"word {talk} " * 1500
-        for turn in range(4):
-            text += f" and question {turn}"
-            assert (await site.ask(chat(text))).status == 200
-        talked = [
-            name
-            for name, fake in site.fakes.items()
-            for call in fake.served
-            if f"conversation {talk}:".encode() in call.body
-        ]
-        assert max(map(talked.count, talked)) >= 3
-
-
-async def test_what_was_charged_goes_down_as_tokens_come(start: Start) -> None:
-    site = await start(Fake("w0"))
-    gate = asyncio.Event()
-    site.fake.then(scripts.gated(gate, scripts.stream(10, end="stall")))
-    client = await site.client()
-    await client.send(chat("word " * 400, stream=True, max_tokens=100))
-    await site.fake.got()
-    worker = site.worker()
-    assert (worker.requests, worker.decoding) == (1, 0)
-    assert worker.prefill_tokens > 300
-    assert worker.decode_tokens > 50
-    before = worker.decode_tokens
-    gate.set()
-    await eventually(lambda: worker.prefill_tokens == 0 and worker.decoding == 1)
-    await eventually(lambda: worker.decode_tokens in (before - 10, before - 9))
-    assert worker.requests == 1
-
-
-@pytest.mark.parametrize("stream", [1, "yes", False])
-async def test_a_stream_nobody_expected_is_released_whole(start: Start, stream: object) -> None:
-    """`stream: 1` is true to a worker; the router takes such requests to decode after a while."""
-    site = await start(Fake("w0"))
-    gate = asyncio.Event()
-
-    async def first_then_rest(call: Call) -> None:
-        head = (b"content-type", scripts.SSE), (b"transfer-encoding", b"chunked")
-        await call.send(scripts.head(200, *head) + scripts.chunk(scripts.token("a")))
-        await gate.wait()
-        await call.send(scripts.chunk(scripts.DONE) + scripts.LAST_CHUNK)
-
-    site.fake.then(first_then_rest)
-    client = await site.client()
-    await client.send(chat(stream=stream))
-    await client.head()
-    site.skip(60)
-    assert (await site.ask(chat())).status == 200
-    gate.set()
-    while await client.piece():
-        pass
-    await site.settled()
-
-
-@pytest.mark.parametrize("policy", ["adaptive", "length"])
-async def test_shorts_do_not_go_behind_longs(start: Start, policy: str) -> None:
-    site = await start(
-        Fake("s0", role=Role.SHORT),
-        Fake("l0", role=Role.LONG, max_model_len=131072),
-        router={"policy": policy},
-    )
-    site.fakes["l0"].always(scripts.stall)
-    await send(site, chat("word " * 20_000), chat("words " * 20_000))
-    assert loads(site) == [0, 2]
-    answers = await asyncio.gather(*(site.ask(chat(f"short {n}")) for n in range(20)))
-    assert {answer.status for answer in answers} == {200}
-    assert loads(site) == [20, 2]

@@ -10,9 +10,8 @@ import pytest
 from proxy.wire import opening
 from proxy.wire.handing import HandOver
 from tests.proxy.wire import scripts
-from tests.proxy.wire.client import request
 from tests.proxy.wire.conftest import Start
-from tests.proxy.wire.fake_worker import Call, Script
+from tests.proxy.wire.fake_worker import Call
 from tests.proxy.wire.kv import CHAT, DELTAS, OPENINGS, Faults
 from tests.proxy.wire.pairs import Pairs, ask, pairs
 from tests.proxy.wire.scripts import LAST_CHUNK, SSE, chunk
@@ -52,21 +51,14 @@ def test_what_is_no_stream_is_not_held(text: bytes) -> None:
     assert not opening.says_failed(text)
 
 
-def on_all(here: Pairs, script: Script) -> None:
-    for name in ("d0", "d1"):
-        here.kv.wrong(name, Faults(during=script))
-
-
 @pytest.mark.parametrize("path", OPENINGS)
-@pytest.mark.parametrize("end", ["error", "reset", "close"])
-async def test_what_fails_after_its_opening_is_begun_anew(
-    start: Start, path: str, end: str
-) -> None:
+@pytest.mark.parametrize("end", ["error", "error alone", "reset", "close"])
+async def test_a_failure_after_the_opening_begins_anew(start: Start, path: str, end: str) -> None:
     here = await pairs(start, prefills=1)
-    pieces = [chunk(OPENINGS[path])]
-    if end == "error":
+    pieces = [] if end == "error alone" else [chunk(OPENINGS[path])]
+    if fails := end.startswith("error"):
         pieces += [chunk(ERRORS[path]), LAST_CHUNK]
-    failing = scripts.raw(STREAM, *pieces, gap_s=0.02, end="keep" if end == "error" else end)
+    failing = scripts.raw(STREAM, *pieces, gap_s=0.02, end="keep" if fails else end)
     here.kv.wrong("decode", Faults(during=failing))
     answer = await ask(here, body_of(path), path=path)
     assert answer.status == 200
@@ -74,7 +66,7 @@ async def test_what_fails_after_its_opening_is_begun_anew(
     assert answer.body.endswith(scripts.DONE)
     assert answer.body.count(OPENINGS[path]) == (path in DELTAS)
     await here.settled()
-    kinds = [leg.split()[0] for leg in here.legs() if "release" not in leg]
+    kinds = here.kinds()
     assert kinds[:2] == ["prefill", "decode"]
     assert len(kinds) > 2
     ends = here.site.metrics.handovers.ends
@@ -83,9 +75,7 @@ async def test_what_fails_after_its_opening_is_begun_anew(
 
 
 @pytest.mark.parametrize("path", OPENINGS)
-async def test_an_opening_alone_does_not_show_that_the_blocks_were_read_in_time(
-    start: Start, path: str
-) -> None:
+async def test_an_opening_does_not_show_that_blocks_were_read(start: Start, path: str) -> None:
     here = await pairs(start, prefills=1)
 
     async def hang(call: Call) -> None:
@@ -93,8 +83,7 @@ async def test_an_opening_alone_does_not_show_that_the_blocks_were_read_in_time(
         await scripts.stall(call)
 
     here.kv.wrong("decode", Faults(during=hang))
-    client = await here.site.client()
-    await client.send(request(body_of(path), path=path))
+    client = await here.send(body_of(path), path=path)
     await eventually(lambda: any(each._early for each in handings(here)))
     here.site.skip(26.5)  # of 30 s that the blocks are kept
     assert (await client.answer()).body.endswith(scripts.DONE)
@@ -106,12 +95,12 @@ def handings(here: Pairs) -> list[HandOver]:
     return [each._handing for each in here.site.wire.exchanges if each._handing is not None]
 
 
-@pytest.mark.parametrize("path", DELTAS)
+@pytest.mark.parametrize("path", OPENINGS)
 async def test_an_opening_passes_with_what_follows_it(start: Start, path: str) -> None:
     here = await pairs(start, prefills=1, decodes=1)
     rest = asyncio.Event()
-    start_of, kind = DELTAS[path]
-    delta = start_of + scripts.event({"type": kind, "delta": "x"})
+    start_of, kind = DELTAS.get(path, (b"", ""))
+    delta = start_of + scripts.event({"type": kind, "delta": "x"}) if kind else scripts.token("x")
 
     async def slowly(call: Call) -> None:
         await call.send(STREAM + chunk(OPENINGS[path]))
@@ -120,8 +109,7 @@ async def test_an_opening_passes_with_what_follows_it(start: Start, path: str) -
         await call.send(LAST_CHUNK)
 
     here.kv.wrong("d0", Faults(during=slowly))
-    client = await here.site.client()
-    await client.send(request(body_of(path), path=path))
+    client = await here.send(body_of(path), path=path)
     head = await client.head()
     rest.set()
     assert await client.body(head) == OPENINGS[path] + delta

@@ -29,9 +29,7 @@ class Visitor:
 
 @pytest.mark.parametrize("leaves", [False, True])
 @pytest.mark.parametrize("fails", [False, True])
-async def test_who_left_once_it_was_written_is_told_nothing(
-    site: Site, leaves: bool, fails: bool
-) -> None:
+async def test_a_client_that_left_gets_nothing(site: Site, leaves: bool, fails: bool) -> None:
     written = asyncio.Event()
 
     async def pages(openmetrics: bool) -> tuple[bytes, str]:  # noqa: ARG001
@@ -52,4 +50,26 @@ async def test_who_left_once_it_was_written_is_told_nothing(
     await asyncio.sleep(0)
     status = "HTTP/1.1 503 Se" if fails else "HTTP/1.1 200 OK"
     assert visitor.heard == ([] if leaves else [status, "done"])
+    assert not site.wire.visits
+
+
+async def test_a_page_that_is_not_written_yet_is_cancelled(site: Site) -> None:
+    asked = asyncio.Event()
+
+    async def pages(openmetrics: bool) -> tuple[bytes, str]:  # noqa: ARG001
+        asked.set()
+        await asyncio.Event().wait()
+        return b"page", "text/plain"
+
+    site.wire.pages = pages
+    visitor = Visitor()
+    visit = PageVisit(site.wire, visitor, Request(RequestHead(), b""))
+    visit.start(0.0)
+    await asked.wait()
+    visit.gone(0.0)
+    assert visit._found is not None
+    with pytest.raises(asyncio.CancelledError):
+        await visit._found
+    await asyncio.sleep(0)
+    assert visitor.heard == []
     assert not site.wire.visits

@@ -24,7 +24,7 @@ from proxy.wire.settings import WireSettings
 from proxy.wire.worker_connection import WorkerConnection
 from tests.proxy.wire import scripts
 
-HEAD = scripts.head(200, (b"content-type", scripts.SSE), (b"transfer-encoding", b"chunked"))
+HEAD = scripts.STREAM_HEAD
 TOKENS = [scripts.token(f"number {number}") for number in range(12)]
 USAGE = scripts.usage_event(7, 12)
 ROUTE = next(route for route in ROUTES.values() if route.name == "chat/completions")
@@ -254,9 +254,7 @@ HEADS = {
 
 @pytest.mark.parametrize("name", HEADS)
 @pytest.mark.parametrize("version", [b"1.1", b"1.0"])
-async def test_an_answer_that_is_all_there_is_as_one_that_comes_in_pieces(
-    name: str, version: bytes
-) -> None:
+async def test_a_whole_answer_is_as_one_in_pieces(name: str, version: bytes) -> None:
     told = []
     for pieces in (
         [HEADS[name] + WHOLE],
@@ -289,9 +287,7 @@ EVENTS = [*TOKENS, USAGE, scripts.DONE, b": kept alive\n\n", b"data: \xc3\xa9\r\
     st.lists(st.integers(0, 2000), max_size=12),
     st.booleans(),
 )
-def test_however_it_is_cut_the_same_comes_of_it(
-    chunks: list[list[bytes]], cuts: list[int], whole: bool
-) -> None:
+def test_cuts_change_nothing(chunks: list[list[bytes]], cuts: list[int], whole: bool) -> None:
     """`whole`: each chunk comes alone, and is cut besides; else only the cuts are made."""
     framed = [scripts.chunk(b"".join(events)) for events in chunks]
     everything = HEAD + b"".join(framed) + scripts.LAST_CHUNK

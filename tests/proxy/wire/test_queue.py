@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
 
 import pytest
 
 from proxy.core.decisions import Lease
-from proxy.core.router import RouterSettings
 from proxy.core.types import Refusal
 from proxy.wire.relay import Exchange
 from tests.proxy.wire import scripts
@@ -47,17 +45,6 @@ async def test_those_who_wait_are_served_in_order(start: Start) -> None:
     assert texts == [f"number {number}" for number in range(11)]
 
 
-async def test_a_limit_of_requests_in_flight_is_kept(start: Start) -> None:
-    site = await start(Fake("w0", max_requests=3), Fake("w1", max_requests=2))
-    gate = asyncio.Event()
-    site.always(scripts.gated(gate, scripts.answer()))
-    asking = [asyncio.create_task(site.ask(chat())) for _ in range(12)]
-    await eventually(lambda: len(site.router.queue) == 7)
-    assert [len(fake.served) for fake in site.fakes.values()] == [3, 2]
-    gate.set()
-    assert {answer.status for answer in await asyncio.gather(*asking)} == {200}
-
-
 async def test_a_full_queue_is_429_and_says_when(start: Start) -> None:
     site = await start(Fake("w0", max_requests=1), router={"queue_requests": 3})
     gate = asyncio.Event()
@@ -73,42 +60,13 @@ async def test_a_full_queue_is_429_and_says_when(start: Start) -> None:
     assert (await client.ask(chat())).status == 200  # the connection goes on
 
 
-async def test_bytes_fill_the_queue_too(start: Start) -> None:
-    site = await start(Fake("w0", max_requests=1), router={"queue_bytes": 2000})
-    gate = asyncio.Event()
-    clients = await fill(site, gate, 3)
-    assert (await site.ask(chat("x" * 2000))).status == 429
-    gate.set()
-    for client in clients:
-        assert (await client.answer()).status == 200
-
-
-async def test_the_time_to_wait_is_reckoned_from_how_fast_places_come_free(start: Start) -> None:
-    """Ten a second for a while, then twenty in the queue: some two seconds."""
-    site = await start(Fake("w0", max_requests=1), router={"queue_requests": 20})
-    gate = asyncio.Event()
-    clients = await fill(site, gate, 20)
-    slow = retry_after(await site.ask(chat()))
-    gate.set()
-    for number in range(200):
-        await clients[number % 21].answer()
-        await clients[number % 21].send(chat())
-        site.skip(0.1)
-    gate.clear()
-    site.fake.always(scripts.gated(gate, scripts.answer()))
-    await eventually(lambda: len(site.router.queue) == 20)
-    fast = retry_after(await site.ask(chat()))
-    gate.set()
-    assert fast <= 4 < slow
-
-
 async def test_waiting_has_an_end(start: Start) -> None:
     site = await start(Fake("w0", max_requests=1), router={"queue_wait_s": 10.0})
     site.stand_still()
     gate = asyncio.Event()
     first, second, third = await fill(site, gate, 2)
     site.skip(9)
-    await asyncio.sleep(0.15)
+    await asyncio.sleep(0.15)  # the router looks at the queue
     assert len(site.router.queue) == 2
     site.skip(1.1)
     for client in (second, third):
@@ -121,33 +79,12 @@ async def test_waiting_has_an_end(start: Start) -> None:
     assert len(site.fake.served) == 1
 
 
-async def test_no_worker_is_503(start: Start) -> None:
-    site = await start(Fake("w0"))
-    site.down("w0")
-    answer = await site.ask(chat())
-    assert answer.status == 503
-    answer.error()
-    assert retry_after(answer) >= 1
-
-
 async def test_a_worker_not_yet_probed_gets_nothing(start: Start) -> None:
     site = await start(Fake("w0", up=False))
     asking = asyncio.create_task(site.ask(chat()))
     await eventually(lambda: len(site.router.queue) == 1)
     assert site.fake.served == []
     site.up("w0")
-    assert (await asking).status == 200
-
-
-async def test_a_reload_to_workers_elsewhere_costs_nobody_a_request(start: Start) -> None:
-    site = await start(Fake("w0"), Fake("w1"))
-    assert (await site.ask(chat())).status == 200
-    moved = replace(site.worker("w0").spec, name="green")
-    site.router.reconfigure(RouterSettings(), [moved])
-    site.charged.append(site.worker("green"))
-    asking = asyncio.create_task(site.ask(chat()))
-    await eventually(lambda: len(site.router.queue) == 1)
-    site.up("green")
     assert (await asking).status == 200
 
 
@@ -159,44 +96,6 @@ async def test_who_waits_for_a_worker_that_goes_down_is_told(start: Start) -> No
     assert (await second.answer()).status == 503
     gate.set()
     assert (await first.answer()).status == 200  # what is under way goes on
-
-
-async def test_who_waits_gets_a_worker_that_comes_up(start: Start) -> None:
-    site = await start(Fake("w0", max_requests=1), Fake("w1", up=False))
-    gate = asyncio.Event()
-    site.fakes["w0"].always(scripts.gated(gate, scripts.answer()))
-    asking = [asyncio.create_task(site.ask(chat())) for _ in range(2)]
-    await eventually(lambda: len(site.router.queue) == 1)
-    site.up("w1")
-    await site.fakes["w1"].got()
-    gate.set()
-    assert {answer.status for answer in await asyncio.gather(*asking)} == {200}
-
-
-async def test_a_drained_worker_gets_nothing_new_and_finishes_the_old(start: Start) -> None:
-    site = await start(Fake("w0"), Fake("w1"))
-    gate = asyncio.Event()
-    site.always(scripts.gated(gate, scripts.answer()))
-    asking = [asyncio.create_task(site.ask(chat())) for _ in range(4)]
-    await eventually(lambda: len(site.served()) == 4)
-    before = len(site.fakes["w0"].served)
-    assert before > 0
-    site.fleet.drain("w0")
-    gate.set()
-    assert {answer.status for answer in await asyncio.gather(*asking)} == {200}
-    for _ in range(5):
-        assert (await site.ask(chat())).status == 200
-    assert len(site.fakes["w0"].served) == before
-
-
-@pytest.mark.parametrize("policy", ["adaptive", "length", "least_loaded", "round_robin"])
-async def test_every_policy_keeps_the_books(start: Start, policy: str) -> None:
-    site = await start(
-        Fake("w0", max_requests=2), Fake("w1", max_requests=2), router={"policy": policy}
-    )
-    answers = await asyncio.gather(*(site.ask(chat(stream=n % 2 == 0)) for n in range(40)))
-    assert {answer.status for answer in answers} == {200}
-    assert len(site.served()) == 40
 
 
 async def test_who_leaves_the_queue_has_waited_in_it(start: Start) -> None:

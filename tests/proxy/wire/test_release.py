@@ -11,6 +11,8 @@ from proxy.core.types import Role
 from proxy.transfer.types import Pair, Side, Taken
 from proxy.wire.prefill_leg import PrefillLeg
 from proxy.wire.release import LEFT, PATIENCE_S, RELEASED, TRIES, Orphan, read, release
+from proxy.wire.response import Head
+from proxy.wire.worker_connection import Trouble
 from tests.proxy.wire import scripts
 from tests.proxy.wire.conftest import Start
 from tests.proxy.wire.site import Fake, Site, eventually
@@ -139,6 +141,23 @@ async def test_an_answer_that_nobody_waits_for_is_released(start: Start) -> None
     assert site.fakes["d0"].served[0].json()["kv_transfer_params"] == whole
     orphan.prefilled(site.clock(), b"{}")
     assert len(site.wire.releases) <= 1
+
+
+@pytest.mark.parametrize("begun", [True, False])
+async def test_an_answer_that_breaks_off_leaves_its_blocks(start: Start, begun: bool) -> None:
+    site = await two(start)
+    leg = PrefillLeg(Nobody(), 60.0)
+    pair = Pair(Side("p0", "h"), Side("d0", "h"), "1")
+    orphan = Orphan(site.wire, pair, site.worker("d0"), b"", leg)
+    if begun:
+        head = Head()
+        head.status = 200
+        leg.begun(site.clock(), head)
+    orphan.adopt(site.clock())
+    assert site.wire.releases == {orphan}
+    orphan.lost(site.clock(), Trouble.RESET)
+    assert ends(site) == ({LEFT: 1} if begun else {})
+    assert site.wire.releases == set()
 
 
 @pytest.mark.parametrize("answer", [b"", b"{", b"[1]", b'"x"', b"\xff"])

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 from math import inf
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +12,6 @@ from proxy.control.tls import server_context
 from proxy.wire.client import MAX_AHEAD, ClientConnection
 from proxy.wire.request_reader import Reading
 from tests.proxy.certificates import Authority
-from tests.proxy.wire import scripts
 from tests.proxy.wire.client import Client, chat, request
 from tests.proxy.wire.conftest import Start
 from tests.proxy.wire.site import Fake, Site, eventually
@@ -21,12 +20,14 @@ RATE, GRACE_S = 1024, 75.0
 BODY = chat("x" * 200_000)
 
 
-async def begun(start: Start, data: bytes, **wire: Any) -> tuple[Site, Client]:
+async def begun(
+    start: Start, data: bytes, authority: Authority | None = None, **wire: Any
+) -> tuple[Site, Client]:
     """Start a router where no time passes but what is skipped, and send the start of a request."""
-    site = await start(wire={"linger_s": 0.1} | wire)
+    tls = None if authority is None else server_context(authority.port("router"))
+    site = await start(wire={"linger_s": 0.1} | wire, tls=tls)
     site.stand_still()
-    client = await site.client()
-    await client.send(data)
+    client = await site.send(data, tls=authority and authority.client())
     await reading(site)
     return site, client
 
@@ -54,11 +55,6 @@ async def send(site: Site, client: Client, data: bytes) -> None:
     await eventually(lambda: connection(site)._arrival._body_bytes == before + len(data))
 
 
-async def swept() -> None:
-    """Let the router look at its connections."""
-    await asyncio.sleep(0.5)
-
-
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/v1/files"])
 async def test_a_byte_a_minute_is_refused_in_the_shape_of_the_api(start: Start, path: str) -> None:
     whole = request(b"x" * 100_000, path=path)
@@ -68,7 +64,7 @@ async def test_a_byte_a_minute_is_refused_in_the_shape_of_the_api(start: Start, 
         if not site.wire.clients:
             break
         await client.send(b"x")
-        await swept()
+        await site.swept()
     answer = await client.answer()
     assert answer.status == 408
     error = answer.json()["error"]
@@ -86,7 +82,7 @@ async def test_a_slow_link_is_served(start: Start) -> None:
     for at in range(1000, len(BODY) - 1, 10 * 2 * RATE):
         await send(site, client, BODY[at : min(at + 10 * 2 * RATE, len(BODY) - 1)])
         site.skip(10)
-        await swept()
+        await site.swept()
         assert not connection(site)._leaving
     await client.send(BODY[-1:])
     assert (await client.answer()).status == 200
@@ -101,40 +97,21 @@ async def test_one_below_the_rate_is_refused_once_the_first_seconds_are_over(sta
         at += 10 * RATE // 2
         seconds += 10
         site.skip(10)
-        await asyncio.sleep(0.3)
+        await site.swept()
     # Half of the rate: what is missing has grown to the first 75 s of it after 150 s.
     assert seconds == 160
     assert (await client.answer()).error()["code"] == "slow_body"
 
 
-async def test_a_client_may_pause_as_long_as_between_any_two_pieces(start: Start) -> None:
-    site, client = await begun(start, BODY[:1000])
-    site.skip(0.9 * GRACE_S)
-    await swept()
-    await send(site, client, BODY[1000:-1])
-    site.skip(0.9 * GRACE_S)
-    await swept()
-    await client.send(BODY[-1:])
-    assert (await client.answer()).status == 200
-
-
-async def test_chunks_are_held_to_it_too(start: Start) -> None:
-    site, client = await begun(start, request(b"x" * 100, chunks=(1,))[: -6 * 80 - 5])
+@pytest.mark.parametrize("encrypted", [False, True])
+async def test_chunks_are_held_to_it_too(start: Start, tmp_path: Path, encrypted: bool) -> None:
+    data = request(b"x" * 100, chunks=(1,))[: -6 * 80 - 5]
+    site, client = await begun(start, data, Authority(tmp_path) if encrypted else None)
     for _ in range(2):
         await client.send(b"1\r\nx\r\n")
         site.skip(60)
-        await swept()
+        await site.swept()
     assert (await client.answer()).error()["code"] == "slow_body"
-
-
-async def test_so_is_the_body_of_a_request_that_is_refused(start: Start) -> None:
-    data = request(b"x" * 100_000, path="/v1/nothing")
-    site, client = await begun(start, data[:1000])
-    await send(site, client, b"x")
-    site.skip(60)
-    await send(site, client, b"x")
-    site.skip(60)
-    assert (await client.answer()).status == 408
 
 
 async def test_the_next_body_of_a_connection_has_its_own_seconds(start: Start) -> None:
@@ -146,7 +123,7 @@ async def test_the_next_body_of_a_connection_has_its_own_seconds(start: Start) -
         await client.send(part[:100_000])
         await reading(site)
         site.skip(70)
-        await swept()
+        await site.swept()
         await client.send(BODY[100_000:])
         assert (await client.answer()).status == 200
 
@@ -155,73 +132,53 @@ async def test_nought_is_any_rate(start: Start) -> None:
     site, client = await begun(start, BODY[:1000], body_min_bytes_per_s=0)
     for at in range(1000, 1010):
         site.skip(70)
-        await swept()
+        await site.swept()
         await send(site, client, BODY[at : at + 1])
     await client.send(BODY[1010:])
     assert (await client.answer()).status == 200
 
 
-async def test_it_holds_over_tls(start: Start, tmp_path: Any) -> None:
-    authority = Authority(tmp_path)
-    site = await start(tls=server_context(authority.port("router")))  # type: ignore[call-arg]
-    site.stand_still()
-    client = await site.client(tls=authority.client())
-    await client.send(BODY[:1000])
-    await reading(site)
-    for at in (1000, 1001):
-        site.skip(60)
-        await client.send(BODY[at : at + 1])
-        await swept()
-    assert (await client.answer()).error()["code"] == "slow_body"
-
-
 @pytest.mark.parametrize("ahead", [1000, 2 * MAX_AHEAD], ids=["read ahead", "not read"])
 @pytest.mark.parametrize("limits", [{}, {"request_s": GRACE_S}], ids=["rate", "rate and time"])
-async def test_time_in_which_the_router_answers_another_request_does_not_count(
+async def test_time_of_the_answer_before_does_not_count(
     start: Start, ahead: int, limits: dict[str, float]
 ) -> None:
     site = await start(Fake(max_model_len=1 << 20), wire=limits)
     site.stand_still()
-    gate = asyncio.Event()
-    site.fake.then(scripts.gated(gate, scripts.answer()))
+    gate = site.fake.hold_next()
     large = chat("x" * 4 * MAX_AHEAD)
-    client = await site.client()
-    await client.send(chat())
+    client = await site.send(chat())
     await site.fake.got(1)
     client.writer.write(large[:ahead])
     await eventually(lambda: connection(site)._ahead >= min(ahead, MAX_AHEAD))
     for exchange in site.wire.exchanges:
         exchange.deadline = inf
     site.skip(5 * GRACE_S)
-    await swept()
+    await site.swept()
     gate.set()
     assert (await client.answer()).status == 200
     await reading(site)
     site.skip(0.9 * GRACE_S)
-    await swept()
+    await site.swept()
     client.writer.write(large[ahead:])
     assert (await client.answer()).status == 200
 
 
-async def test_a_client_that_waits_to_be_told_to_send_has_its_time_from_then_on(
-    start: Start,
-) -> None:
+async def test_after_continue_the_body_has_its_full_time(start: Start) -> None:
     site = await start()
     site.stand_still()
-    gate = asyncio.Event()
-    site.fake.then(scripts.gated(gate, scripts.answer()))
-    client = await site.client()
-    await client.send(chat())
+    gate = site.fake.hold_next()
+    client = await site.send(chat())
     await site.fake.got(1)
     head, body = chat("x" * 1000, b"Expect: 100-continue").split(b"\r\n\r\n", 1)
     await client.send(head + b"\r\n\r\n")
     site.skip(5 * GRACE_S)
-    await swept()
+    await site.swept()
     gate.set()
     assert (await client.answer()).status == 200
     await reading(site)
     assert (await client.answer()).status == 100
     site.skip(0.9 * GRACE_S)
-    await swept()
+    await site.swept()
     await client.send(body)
     assert (await client.answer()).status == 200

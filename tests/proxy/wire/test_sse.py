@@ -170,9 +170,7 @@ def test_the_event_that_opens_a_chat_is_no_token() -> None:
 
 @pytest.mark.parametrize("opening", [ROLE, COHERE[0], RESPONSES[0], b": ping\n\n", b""])
 @pytest.mark.parametrize("together", [False, True])
-def test_a_stream_that_fails_before_its_first_token_has_none(
-    opening: bytes, *, together: bool
-) -> None:
+def test_a_stream_that_fails_at_once_has_no_token(opening: bytes, *, together: bool) -> None:
     stream, pieces = EventStream(), (opening, ERROR, DONE)
     for each in (b"".join(pieces),) if together else pieces:
         stream.feed(each)

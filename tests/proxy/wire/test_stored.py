@@ -42,8 +42,10 @@ async def test_the_worker_that_has_it_is_asked_each_time(start: Start) -> None:
     for _ in range(6):
         assert (await go_on(site, holder)).json()["id"] == f"resp_{holder}"
     assert (await site.ask(get(f"{PATH}/resp_{holder}"))).status == 200
-    assert asked(site)[holder] == 8
-    assert sum(asked(site).values()) == 8
+    cancel = request(b"", path=f"{PATH}/resp_{holder}/cancel")
+    assert (await site.ask(cancel)).status == 200
+    assert asked(site)[holder] == sum(asked(site).values()) == 9
+    assert site.fakes[holder].served[-1].path == f"{PATH}/resp_{holder}/cancel"
 
 
 @pytest.mark.parametrize("retrieve", [False, True])
@@ -64,9 +66,7 @@ async def test_while_it_is_down_nobody_else_is_asked(start: Start, retrieve: boo
 
 
 @pytest.mark.parametrize("second", ['"resp_other"', "null"])
-async def test_a_body_that_names_two_is_refused_and_no_worker_asked(
-    start: Start, second: str
-) -> None:
+async def test_a_body_that_names_two_responses_is_refused(start: Start, second: str) -> None:
     site, holder = await stored(start)
     names = f'"previous_response_id": "resp_{holder}", "previous_response_id": {second}'
     body = f'{{"model": "tiny", "input": "go on", {names}}}'.encode()

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import asyncio
-import json
 from hashlib import sha256
 from typing import Any
 
-import openai
 import pytest
-from openai import AsyncOpenAI
 
 from proxy.control.logs import account
 from proxy.core.limits import Limits
 from proxy.core.tenants import Rank, TenantSpec
 from proxy.wire.request_reader import Reading
 from tests.proxy.wire import scripts
-from tests.proxy.wire.client import Client, chat, get, request
+from tests.proxy.wire.client import chat, get, request
 from tests.proxy.wire.conftest import Start
 from tests.proxy.wire.fake_worker import Call
+from tests.proxy.wire.kv import CACHED, Faults
+from tests.proxy.wire.pairs import Pairs, ask, chat_body, expected, pairs, words
 from tests.proxy.wire.site import Fake, Site, eventually
 
 KEY, OTHER = "sk-vs-aaaaaaaaaaaaaaaa", "sk-vs-bbbbbbbbbbbbbbbb"
@@ -106,32 +104,10 @@ async def test_balancers_and_scrapers_need_none(guarded: Site) -> None:
         assert (await guarded.ask(get(path))).status == 401
 
 
-async def test_the_official_client_sees_its_errors(guarded: Site) -> None:
-    url = f"http://127.0.0.1:{guarded.port}/v1"
-
-    async def ask(key: str, model: str = "tiny") -> None:
-        async with AsyncOpenAI(base_url=url, api_key=key, max_retries=0, timeout=5) as client:
-            await client.chat.completions.create(model=model, messages=MESSAGES)
-
-    await ask(KEY)
-    with pytest.raises(openai.AuthenticationError, match="Incorrect API key"):
-        await ask("sk-nobodys")
-    keep(guarded, TenantSpec("a", models=frozenset(["x"])), a=KEY)
-    with pytest.raises(openai.PermissionDeniedError, match="may not use the model `tiny`"):
-        await ask(KEY)
-    keep(guarded, TenantSpec("c", limits=Limits(requests_per_minute=1)), c=KEY)
-    await ask(KEY)
-    with pytest.raises(openai.RateLimitError, match="Rate limit reached") as error:
-        await ask(KEY)
-    assert error.value.response.headers["x-ratelimit-remaining-requests"] == "0"
-
-
 # Reload
 
 
-async def test_a_key_that_was_taken_away_does_nothing_more_on_an_open_connection(
-    guarded: Site,
-) -> None:
+async def test_a_removed_key_is_refused_on_open_connections(guarded: Site) -> None:
     client = await guarded.client()
     for _ in range(3):  # the head is known by now
         assert (await client.ask(chat("hi", bearer()))).status == 200
@@ -150,9 +126,7 @@ async def test_tenants_may_come_to_a_router_that_had_none(site: Site) -> None:
     assert (await client.ask(chat("hi"))).status == 401
 
 
-async def test_a_key_that_comes_while_a_body_does_is_one_from_the_next_request_on(
-    guarded: Site,
-) -> None:
+async def test_a_key_added_during_a_body_is_for_the_next_request(guarded: Site) -> None:
     """The body's beginning was not kept: what is left of it is nobody's request."""
     client = await guarded.client()
     whole = chat("x" * 5000, bearer("sk-vs-cccccccccccccccc"))
@@ -180,13 +154,6 @@ async def test_no_key_of_a_client_reaches_a_worker(start: Start, api_key: str | 
         assert call.all(b"authorization") == ([b"Bearer workers-own"] if api_key else [])
 
 
-async def test_without_tenants_it_does(site: Site) -> None:
-    assert (await site.ask(chat("hi", bearer(), b"X-Api-Key: x"))).status == 200
-    (call,) = site.served()
-    assert call.all(b"authorization") == [b"Bearer " + KEY.encode()]
-    assert call.all(b"x-api-key") == [b"x"]
-
-
 async def test_what_steers_an_engine_stays_behind(guarded: Site) -> None:
     sent = (
         b"X-Vllm-Priority: -9",
@@ -203,24 +170,6 @@ async def test_what_steers_an_engine_stays_behind(guarded: Site) -> None:
         b"endpoint-load-metrics-format",
     }
     assert b"x-session-id" in names
-
-
-async def test_a_body_is_changed_where_it_must_be_and_nowhere_else(guarded: Site) -> None:
-    body = b'{"model":"tiny",  "priority" : -5, "messages":[{"role":"user","content":"p\\u0072"}]}'
-    assert (await guarded.ask(request(body, bearer()))).status == 200
-    plain = body.replace(b'  "priority" : -5,', b"")
-    assert (await guarded.ask(request(plain, bearer()))).status == 200
-    changed, same = guarded.served()
-    assert json.loads(changed.body) == json.loads(plain)
-    assert b"p\\u0072" in changed.body
-    assert same.body == plain
-
-
-async def test_arguments_for_the_engine_are_refused(guarded: Site) -> None:
-    answer = await guarded.ask(chat("hi", bearer(), vllm_xargs={"lane": "urgent"}))
-    assert answer.status == 400
-    assert answer.error()["param"] == "vllm_xargs"
-    assert guarded.served() == []
 
 
 async def test_each_tenants_cache_has_its_own_salt(start: Start) -> None:
@@ -285,10 +234,8 @@ async def test_a_limit_is_429_and_says_when(start: Start) -> None:
 async def test_places_are_given_back_on_every_way_out(start: Start) -> None:
     site = await start(Fake("w0", max_requests=2))
     keep(site, TenantSpec("a", limits=Limits(concurrency=3)), a=KEY)
-    tenant = site.router.tenants.get("a")
-    assert tenant is not None
-    gate = asyncio.Event()
-    site.fake.always(scripts.gated(gate, scripts.answer()))
+    tenant = site.tenant()
+    gate = site.fake.hold()
     clients = [await site.client() for _ in range(3)]
     for client in clients:
         await client.send(chat("hi", bearer()))
@@ -311,8 +258,7 @@ async def test_who_is_over_a_limit_is_told_unread(guarded: Site) -> None:
     keep(guarded, TenantSpec("a", limits=Limits(requests_per_minute=1)), a=KEY)
     assert [(await guarded.ask(NO_JSON)).status for _ in range(3)] == [400, 429, 429]
     assert (await guarded.ask(chat("hi", bearer()))).status == 429
-    tenant = guarded.router.tenants.get("a")
-    assert tenant is not None
+    tenant = guarded.tenant()
     assert tenant.totals.limited == {"requests_per_minute": 3}
     keep(guarded, TenantSpec("b", limits=Limits(tokens_per_minute=10)), b=KEY)
     assert (await guarded.ask(chat("hi", bearer()))).status == 200  # and owes the rest
@@ -328,18 +274,6 @@ async def test_the_log_names_whose_the_refused_are(guarded: Site) -> None:
     await eventually(lambda: len(told) == 3)
     lines = [(line["reason"], line["tenant"], line["class"]) for line in told[1:]]
     assert lines == [("limited", "a", "batch"), ("bad_key", None, None)]
-
-
-async def test_who_has_too_much_in_flight_is_told_unread(guarded: Site) -> None:
-    keep(guarded, TenantSpec("a", limits=Limits(concurrency=1)), a=KEY)
-    guarded.fake.then(scripts.stall)
-    client = await guarded.client()
-    await client.send(chat("hi", bearer()))
-    await eventually(lambda: len(guarded.served()) == 1)
-    assert (await guarded.ask(NO_JSON)).status == 429
-    client.close()
-    await guarded.settled()
-    assert (await guarded.ask(NO_JSON)).status == 400
 
 
 @pytest.mark.parametrize(
@@ -395,8 +329,7 @@ async def test_what_is_counted_has_a_place_until_its_client_leaves(start: Start)
     site = await counting(start, Limits(concurrency=1))
     for fake in site.fakes.values():
         fake.always(scripts.stall, "/tokenize")
-    client = await site.client()
-    await client.send(NEAR)
+    client = await site.send(NEAR)
     await eventually(lambda: counts(site) == 1)
     assert (await site.ask(NEAR)).status == 429
     assert counts(site) == 1
@@ -405,8 +338,7 @@ async def test_what_is_counted_has_a_place_until_its_client_leaves(start: Start)
     for fake in site.fakes.values():
         fake.always(scripts.tokenize, "/tokenize")
     assert (await site.ask(NEAR)).status == 200
-    tenant = site.router.tenants.get("a")
-    assert tenant is not None
+    tenant = site.tenant()
     assert tenant.ledger.running == 0
 
 
@@ -419,24 +351,11 @@ async def test_what_turns_out_too_long_has_its_tokens_back(start: Start) -> None
             fake.always(scripts.answer(200, b'{"count": 1901, "tokens": []}'), "/tokenize")
         refused = await site.ask(NEAR)
         assert (refused.status, refused.error()["code"]) == (400, "context_length_exceeded")
-    tenant = site.router.tenants.get("a")
-    assert tenant is not None
+    tenant = site.tenant()
     assert tenant.ledger.running == 0
     _, tokens = tenant.ledger.left(site.clock())
     assert tokens is not None
     assert tokens[1] == 100_000
-
-
-async def test_usage_is_what_is_counted(start: Start) -> None:
-    site = await start()
-    keep(site, TenantSpec("a"), a=KEY)
-    tenant = site.router.tenants.get("a")
-    assert tenant is not None
-    usage = {"prompt_tokens": 11, "completion_tokens": 5, "total_tokens": 16}
-    for _ in range(3):
-        site.fake.then(scripts.answer(200, json.dumps({"usage": usage}).encode()))
-        assert (await site.ask(chat("hi", bearer()))).status == 200
-    assert (tenant.totals.prompt_tokens, tenant.totals.output_tokens) == (33, 15)
 
 
 @pytest.fixture
@@ -465,8 +384,7 @@ EVENTS = 3 * scripts.token("many ")
 
 async def test_a_stream_is_paid_for_by_its_tokens_however_few_events_show_them(two: Site) -> None:
     """The router asks for the usage itself, and the client gets no more than it asked for."""
-    who = two.router.tenants.get("a")
-    assert who is not None
+    who = two.tenant()
     usage = scripts.usage_event(7, 800)
     said: list[tuple[dict[str, Any], bytes]] = [
         ({}, b""),
@@ -498,63 +416,19 @@ async def test_without_tenants_a_stream_is_what_was_asked_for(two: Site) -> None
 async def test_who_leaves_a_stream_of_few_events_pays_for_its_time(start: Start) -> None:
     site = await start()
     keep(site, TenantSpec("a"), a=KEY)
-    who = site.router.tenants.get("a")
-    assert who is not None
+    who = site.tenant()
     worker = site.router.fleet.get("w0")
     assert worker is not None
     worker.pace.base_s, worker.pace.each_s = 0.02, 0.0
     role = scripts.event({"choices": [{"delta": {"role": "assistant", "content": ""}}]})
     opening = scripts.head(200, *STREAMED) + scripts.chunk(role)
     site.fake.always(scripts.raw(opening, end="stall"))
-    client = await site.client()
-    await client.send(chat("hi", bearer(), stream=True, max_tokens=5000))
+    client = await site.send(chat("hi", bearer(), stream=True, max_tokens=5000))
     await eventually(lambda: any(each.record.sent_bytes for each in site.wire.exchanges))
     site.skip(60.0)
     client.close()
     await eventually(lambda: not site.wire.exchanges)
     assert 3000 <= who.totals.output_tokens < 5000
-
-
-async def test_a_flood_of_one_does_not_hold_the_other_up(start: Start) -> None:
-    site = await start(Fake("w0", max_requests=1))
-    keep(site, TenantSpec("a"), TenantSpec("b"), a=KEY, b=OTHER)
-    gate = asyncio.Event()
-    site.fake.always(scripts.gated(gate, scripts.answer()))
-    clients: list[Client] = []
-    for number in range(12):
-        clients.append(await site.client())
-        await clients[-1].send(chat(f"flood {number}", bearer()))
-    await eventually(lambda: len(site.router.queue) == 11)
-    single = await site.client()
-    await single.send(chat("single", bearer(OTHER)))
-    await eventually(lambda: len(site.router.queue) == 12)
-    gate.set()
-    for client in (*clients, single):
-        assert (await client.answer()).status == 200
-    texts = [call.json()["messages"][0]["content"] for call in site.fake.served]
-    assert texts.index("single") <= 2
-
-
-async def test_a_full_queue_is_not_one_tenants_alone(start: Start) -> None:
-    site = await start(Fake("w0", max_requests=1), router={"queue_requests": 3})
-    keep(site, TenantSpec("a"), TenantSpec("b"), a=KEY, b=OTHER)
-    gate = asyncio.Event()
-    site.fake.always(scripts.gated(gate, scripts.answer()))
-    clients: list[Client] = []
-    for number in range(4):
-        clients.append(await site.client())
-        await clients[-1].send(chat(f"flood {number}", bearer()))
-        await eventually(lambda n=number: len(site.router.queue) == n)
-    assert (await site.ask(chat("more", bearer()))).status == 429
-    single = await site.client()
-    await single.send(chat("single", bearer(OTHER)))
-    gave_way = await clients[3].answer()
-    assert gave_way.status == 429
-    assert gave_way.error()["code"] == "queue_full"
-    assert int(gave_way.one(b"retry-after")) >= 1
-    gate.set()
-    for client in (*clients[:3], single):
-        assert (await client.answer()).status == 200
 
 
 async def test_keys_reach_workers_again_when_there_are_no_tenants_any_more(start: Start) -> None:
@@ -585,15 +459,60 @@ async def test_workers_are_named_to_tenants_that_may_know_them(guarded: Site) ->
     assert not (await client.ask(chat("hi", bearer(OTHER), b"X-Explain: 1"))).all(b"x-route")
 
 
-async def test_an_error_names_a_few_of_the_models_that_a_key_may_use(start: Start) -> None:
-    site = await start(Fake("w0"))
-    names = [f"{n:04}-" + "x" * 195 for n in range(1000)]
-    site.fleet.set_served("w0", ("tiny", *names), 65_536)
-    keep(site, TenantSpec("a", models=frozenset(names)), a=KEY)
-    for data in (chat("hi", bearer()), get("/v1/models/tiny", bearer())):
-        answer = await site.ask(data)
-        assert answer.status == 403
-        said = answer.error()["message"]
-        assert names[0][:50] in said
-        assert "and 990 more" in said
-        assert len(answer.body) < 4096
+# Hand-overs of a tenant's requests: both legs are the tenant's, and it pays once
+
+
+async def both_sides(start: Start) -> Pairs:
+    """Start workers for two tenants, one of which is kept apart in caches."""
+    here = await pairs(start, prefills=1, decodes=2)
+    limits = Limits(concurrency=1, tokens_per_minute=10_000)
+    keep(here.site, TenantSpec("a", limits=limits, salted=True), TenantSpec("b"), a=KEY, b=OTHER)
+    return here
+
+
+async def test_both_legs_are_cached_apart_and_bear_no_key(start: Start) -> None:
+    here = await both_sides(start)
+    body = chat_body()
+    assert words(await ask(here, body, bearer())) == expected(body)
+    await here.settled()
+    legs = here.site.served()
+    assert here.kinds() == ["prefill", "decode"]
+    salts = {call.json()["cache_salt"] for call in legs}
+    assert len(salts) == 1
+    assert all(call.all(b"authorization") == [] for call in legs)
+    await ask(here, chat_body(), bearer(OTHER))
+    assert all("cache_salt" not in call.json() for call in here.site.served()[2:])
+    assert salts != {""}
+
+
+@pytest.mark.parametrize("failing", [(), ("prefill",), ("decode",), ("prefill", "decode")])
+async def test_it_pays_once_and_frees_its_place(start: Start, failing: tuple[str, ...]) -> None:
+    here = await both_sides(start)
+    for role, how in zip(failing, (scripts.reset, scripts.error(500)), strict=False):
+        here.kv.wrong(role, Faults(during=how))  # of two that drop it no third would be asked
+    body = chat_body()
+    answer = await ask(here, body, bearer())
+    assert words(answer) == expected(body)
+    await here.settled()
+    tenant = here.site.tenant()
+    assert tenant.ledger.running == 0
+    again = await ask(here, chat_body(), bearer())  # one at a time is what it may
+    await here.settled()
+    usages = [each.json()["usage"] for each in (answer, again)]
+    totals = tenant.totals
+    assert totals.prompt_tokens == sum(usage["prompt_tokens"] for usage in usages)
+    assert totals.output_tokens == 8
+    assert usages[1]["prompt_tokens_details"] == {"cached_tokens": CACHED}
+
+
+@pytest.mark.parametrize("asks", [False, True])
+async def test_a_stream_is_paid_for_by_its_usage(start: Start, asks: bool) -> None:
+    here = await both_sides(start)
+    fields = {"stream_options": {"include_usage": True}} if asks else {}
+    answer = await ask(here, chat_body(stream=True, **fields), bearer())
+    await here.settled()
+    assert here.kinds() == ["prefill", "decode"]
+    assert answer.body.endswith(scripts.DONE)
+    assert (b'"usage"' in answer.body) is asks
+    tenant = here.site.tenant()
+    assert tenant.totals.output_tokens == 4

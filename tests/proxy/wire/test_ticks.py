@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import signal
+import os
 import time
-from pathlib import Path
 from typing import Any
 
 from proxy.control.metrics import Metrics
@@ -13,11 +12,11 @@ from proxy.core.fleet import Fleet
 from proxy.core.router import Router, RouterSettings
 from proxy.wire.server import STOOD_STILL_S, SWEEP_S, TICK_S, Wire
 from proxy.wire.settings import WireSettings
-from tests.proxy.processes.crew import DEADLINE_S, Crew
-from tests.proxy.wire.client import Client, get
+from tests.proxy.wire.client import get
+from tests.proxy.wire.conftest import Start
+from tests.proxy.wire.site import eventually
 
-HEAD, HEADER_S = get("/health"), 2.0
-TIMEOUTS = f"{{client_header_s: {HEADER_S}}}"
+HEAD = get("/health")
 
 
 async def test_it_looks_more_often_while_something_waits() -> None:
@@ -25,6 +24,7 @@ async def test_it_looks_more_often_while_something_waits() -> None:
     wire: Any = Wire(router, WireSettings(), Metrics(router))
     await wire.start("127.0.0.1", 0)
     idle = wire._timer.when()
+    assert idle - asyncio.get_running_loop().time() < 0.5
     question = wire.count(wire.clock(), print)
     assert wire._timer.when() - idle < TICK_S - SWEEP_S / 2
     wire._timer.cancel()
@@ -37,43 +37,35 @@ async def test_it_looks_more_often_while_something_waits() -> None:
     await wire.close()
 
 
-class Hasty(Crew):
-    """One process, that gives heads little time."""
-
-    def write(self, *workers: str, routing: str = "{policy: least_loaded}") -> None:
-        """Write the fleet file."""
-        super().write(*workers, routing=routing)
-        text = self.file.read_text().replace("probe:", f"timeouts: {TIMEOUTS}, probe:")
-        self.file.write_text(text)
-
-
-async def begun(crew: Crew) -> Client:
-    """Have half a head come, and the router stopped well before it is late; again if need be."""
-    async with asyncio.timeout(DEADLINE_S):
-        while True:
-            client, began = await Client.connect(crew.port), time.monotonic()
-            await client.send(HEAD[:10])
-            await asyncio.sleep(HEADER_S / 4)  # or its time would not have begun
-            crew.tell(signal.SIGSTOP)
-            if time.monotonic() - began < HEADER_S / 2:
-                return client
-            crew.tell(signal.SIGCONT)
-            client.close()
+async def test_bytes_that_came_while_the_router_stood_still_were_not_late(start: Start) -> None:
+    """As on a machine that is moved: its loop then sees the time before what was sent."""
+    site = await start()
+    wire: Any = site.wire
+    site.stand_still()
+    client = await site.send(HEAD[:10])
+    head_s = wire.settings.client_header_s
+    await eventually(lambda: any(c.deadline == site.clock() + head_s for c in wire.clients))
+    os.write(client.writer.get_extra_info("socket").fileno(), HEAD[10:])
+    site.skip(head_s + 1.0)
+    wire._timer.cancel()
+    wire._due = time.monotonic() - STOOD_STILL_S - 0.1
+    wire._tick()  # before the loop looks at any socket
+    assert (await client.answer()).status == 200
 
 
-async def test_who_sent_while_it_stood_still_was_not_late(tmp_path: Path) -> None:
-    """Stopped as by a machine that is moved: its loop then sees the time before what was sent."""
-    crew = Hasty(tmp_path, ["a"], 1)
-    try:
-        client = await begun(crew)
-        await client.send(HEAD[10:])
-        await asyncio.sleep(HEADER_S + STOOD_STILL_S)
-        crew.tell(signal.SIGCONT)
-        assert (await client.answer(within=DEADLINE_S)).status == 200
-        client.close()
-    finally:
-        crew.tell(signal.SIGCONT)
-        crew.close()
+async def test_a_tick_that_is_a_little_late_holds_clients_to_their_deadlines(start: Start) -> None:
+    site = await start(wire={"linger_s": 0.1})
+    wire: Any = site.wire
+    site.stand_still()
+    client = await site.send(HEAD[:10])
+    head_s = wire.settings.client_header_s
+    await eventually(lambda: any(c.deadline == site.clock() + head_s for c in wire.clients))
+    site.skip(head_s + 1.0)
+    wire._timer.cancel()
+    wire._due = time.monotonic() - STOOD_STILL_S / 2
+    wire._tick()
+    left = await client.closed()
+    assert left == b"" or left.startswith(b"HTTP/1.1 408 ")
 
 
 async def test_when_every_tick_is_late_deadlines_hold_in_every_second() -> None:

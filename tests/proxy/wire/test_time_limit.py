@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import json
-import random
 from dataclasses import replace
 from hashlib import sha256
 from typing import Any
 
 import pytest
 
-from proxy.control.tls import server_context
 from proxy.core.tenants import Rank, TenantSpec
-from proxy.core.types import Reason, Role
-from tests.proxy.certificates import Authority
+from proxy.core.types import Role
+from proxy.wire.release import GRACE_S
 from tests.proxy.wire import scripts
-from tests.proxy.wire.client import DEADLINE_S, BrokenError, chat, request
+from tests.proxy.wire.client import BrokenError, chat, request
 from tests.proxy.wire.conftest import Start
 from tests.proxy.wire.kv import Faults
 from tests.proxy.wire.pairs import Pairs, chat_body, pairs
@@ -54,15 +52,13 @@ def counted(site: Site) -> list[tuple[int, str]]:
 async def is_over(site: Site) -> None:
     """Wait until a request's time is up: not before."""
     site.skip(0.9 * LIMIT_S)
-    await asyncio.sleep(0.5)  # two sweeps
+    await site.swept()
     assert len(site.wire.exchanges) == 1
     site.skip(0.2 * LIMIT_S)
 
 
 @pytest.mark.parametrize("path", PATHS)
-async def test_before_an_answer_it_is_a_504_in_the_shape_of_the_api(
-    start: Start, path: str
-) -> None:
+async def test_before_an_answer_it_is_the_api_s_504(start: Start, path: str) -> None:
     site = await late(start)
     site.fake.always(scripts.stall)
     client = await site.client()
@@ -73,8 +69,7 @@ async def test_before_an_answer_it_is_a_504_in_the_shape_of_the_api(
     answer = await client.answer()
     assert answer.status == 504
     assert answer.json()[outer][inner] in {"time_limit", "timeout_error"}
-    async with asyncio.timeout(DEADLINE_S):
-        await call.lost.wait()
+    await call.was_lost()
     await site.settled()
     assert counted(site) == [(504, "time_limit")]
     site.fake.always(scripts.answer())
@@ -84,11 +79,10 @@ async def test_before_an_answer_it_is_a_504_in_the_shape_of_the_api(
 
 async def test_a_stream_ends_with_an_error_event(start: Start) -> None:
     site = await late(start)
-    shown = scripts.head(200, (b"content-type", scripts.SSE), (b"transfer-encoding", b"chunked"))
+    shown = scripts.STREAM_HEAD
     tokens = b"".join(scripts.chunk(scripts.token(each)) for each in "abc")
     site.fake.always(scripts.raw(shown, tokens, gap_s=0.01, end="stall"))
-    client = await site.client()
-    await client.send(chat(stream=True))
+    client = await site.send(chat(stream=True))
     await client.head()
     assert await client.piece()
     call = site.fake.served[0]
@@ -99,23 +93,19 @@ async def test_a_stream_ends_with_an_error_event(start: Start) -> None:
     *_, last = events.split(b"\n\n")[:-1]
     assert json.loads(last.removeprefix(b"data: "))["error"]["code"] == "time_limit"
     assert b"[DONE]" not in events
-    async with asyncio.timeout(DEADLINE_S):
-        await call.lost.wait()
+    await call.was_lost()
     await site.settled()
     assert counted(site) == [(504, "time_limit")]
 
 
 @pytest.mark.parametrize("how", ["expire", "cut"])
-async def test_a_stream_that_has_its_last_event_is_whole_and_its_usage_is_charged(
-    start: Start, how: str
-) -> None:
+async def test_a_stream_with_its_last_event_is_whole(start: Start, how: str) -> None:
     site = await late(start)
     site.router.tenants.replace([TenantSpec("a")], {sha256(b"sk-vs-a").digest(): "a"})
-    shown = scripts.head(200, (b"content-type", scripts.SSE), (b"transfer-encoding", b"chunked"))
+    shown = scripts.STREAM_HEAD
     events = scripts.token("a"), scripts.usage_event(777, 88), scripts.DONE
     site.fake.always(scripts.raw(shown, *map(scripts.chunk, events), gap_s=0.01, end="stall"))
-    client = await site.client()
-    await client.send(chat("hi", b"Authorization: Bearer sk-vs-a", stream=True))
+    client = await site.send(chat("hi", b"Authorization: Bearer sk-vs-a", stream=True))
     await client.head()
     while b"[DONE]" not in await client.piece():
         pass
@@ -139,8 +129,7 @@ async def test_any_other_answer_that_has_begun_is_broken_off(start: Start) -> No
     site = await late(start)
     part = scripts.head(200, (b"content-type", b"application/json"), (b"content-length", b"100"))
     site.fake.always(scripts.raw(part, b'{"half":', gap_s=0.01, end="stall"))
-    client = await site.client()
-    await client.send(chat())
+    client = await site.send(chat())
     head = await client.head()
     await is_over(site)
     with pytest.raises((BrokenError, ConnectionError)):
@@ -149,29 +138,10 @@ async def test_any_other_answer_that_has_begun_is_broken_off(start: Start) -> No
     assert counted(site) == [(504, "time_limit")]
 
 
-async def test_it_holds_while_a_request_waits_for_a_worker(start: Start) -> None:
-    site = await start(Fake(max_requests=1), wire=WIRE, router={"queue_wait_s": 10 * LIMIT_S})
-    site.stand_still()
-    gate = asyncio.Event()
-    site.fake.always(scripts.gated(gate, scripts.answer()))
-    first = asyncio.create_task(site.ask(chat()))
-    await site.fake.got(1)
-    site.skip(0.5 * LIMIT_S)
-    second = asyncio.create_task(site.ask(chat()))
-    await eventually(lambda: site.wire.queued)
-    site.skip(0.6 * LIMIT_S)
-    assert (await first).status == 504
-    gate.set()
-    assert (await second).status == 200, "which takes the room that the first one leaves"
-    third = asyncio.create_task(site.ask(chat()))
-    assert (await third).status == 200
-
-
 async def test_one_that_only_waited_is_over_in_the_queue(start: Start) -> None:
     site = await start(Fake(max_requests=1), wire=WIRE, router={"queue_wait_s": 10 * LIMIT_S})
     site.stand_still()
-    gate = asyncio.Event()
-    site.fake.always(scripts.gated(gate, scripts.answer()))
+    gate = site.fake.hold()
     client = await site.client()
     first = asyncio.create_task(client.ask(chat()))
     await site.fake.got(1)
@@ -185,21 +155,6 @@ async def test_one_that_only_waited_is_over_in_the_queue(start: Start) -> None:
     assert not site.wire.queued
     gate.set()
     assert (await first).status == 200
-
-
-async def test_retries_are_within_it(start: Start) -> None:
-    site = await late(start, Fake("w0"), Fake("w1"))
-    for fake in site.fakes.values():
-        fake.then(scripts.stall)
-    client = await site.client()
-    await client.send(chat())
-    await eventually(site.served)
-    site.skip(0.6 * LIMIT_S)
-    [first] = site.served()
-    first.reset()
-    await eventually(lambda: len(site.served()) == 2)
-    site.skip(0.6 * LIMIT_S)
-    assert (await client.answer()).status == 504
 
 
 async def test_it_begins_with_the_first_byte_of_the_head(start: Start) -> None:
@@ -234,29 +189,16 @@ async def test_a_request_that_has_not_arrived_by_then_is_a_408(start: Start) -> 
     await eventually(lambda: connection.deadline == site.clock() + LIMIT_S)
     site.skip(0.9 * LIMIT_S)
     await client.send(data[-10:-5])
-    await asyncio.sleep(0.3)
+    await site.swept()
     site.skip(0.2 * LIMIT_S)
     answer = await client.answer()
     assert (answer.status, answer.error()["code"]) == (408, "time_limit")
     assert counted(site) == [(408, "time_limit")]
 
 
-async def test_without_it_a_request_takes_its_time(start: Start) -> None:
-    site = await start()
-    site.stand_still()
-    gate = asyncio.Event()
-    site.fake.always(scripts.gated(gate, scripts.answer()))
-    asked = asyncio.create_task(site.ask(chat()))
-    await site.fake.got(1)
-    assert [each.deadline for each in site.wire.exchanges] == [float("inf")]
-    gate.set()
-    assert (await asked).status == 200
-
-
 async def test_a_reload_is_for_requests_that_come_after_it(start: Start) -> None:
     site = await late(start)
-    gate = asyncio.Event()
-    site.fake.always(scripts.gated(gate, scripts.answer()))
+    gate = site.fake.hold()
     asked = asyncio.create_task(site.ask(chat()))
     await site.fake.got(1)
 
@@ -271,8 +213,7 @@ async def test_a_reload_is_for_requests_that_come_after_it(start: Start) -> None
 async def test_a_client_that_reads_nothing_holds_no_worker_beyond_it(start: Start) -> None:
     site = await late(start, idle_s=100 * LIMIT_S)
     site.fake.always(scripts.stream(50_000, text="x" * 1000))
-    client = await site.client(rcvbuf=4096, limit=1 << 12)
-    await client.send(chat(stream=True))
+    client = await site.send(chat(stream=True), rcvbuf=4096, limit=1 << 12)
     await eventually(lambda: any(not each.writable for each in site.wire.clients))
     await is_over(site)
     await site.settled()
@@ -297,6 +238,7 @@ async def ends(here: Pairs) -> int:
     here.site.skip(1.1 * LIMIT_S)
     answer = await client.answer()
     here.site.stands_at = None
+    here.site.skip(GRACE_S)
     await here.settled()
     assert counted(here.site) == [(504, "time_limit")]
     return answer.status
@@ -304,12 +246,10 @@ async def ends(here: Pairs) -> int:
 
 async def test_in_the_prefill_both_legs_end(here: Pairs) -> None:
     here.kv.wrong("p0", Faults(before=scripts.stall))
-    client = await here.site.client()
-    await client.send(request(chat_body()))
+    await here.send(chat_body())
     call = await here.site.fakes["p0"].got(1)
     assert await ends(here) == 504
-    async with asyncio.timeout(DEADLINE_S):
-        await call.lost.wait()
+    await call.was_lost()
     assert here.legs() == ["prefill p0"]
 
 
@@ -319,84 +259,9 @@ async def test_before_the_decode_leg_is_connected_the_blocks_are_freed(start: St
     body = chat_body()
     victim = here.victim(Role.DECODE, body)
     await victim.hang()
-    client = await here.site.client()
-    await client.send(request(body))
+    await here.send(body)
     await eventually(lambda: here.kv.pinned)
     await eventually(lambda: here.site.worker("p0").requests == 0)
     assert await ends(here) == 504
     assert here.kv.ends() == ["released"]
     await victim.wake()
-
-
-async def test_in_the_decode_leg_before_its_first_byte(here: Pairs) -> None:
-    here.kv.wrong("d0", Faults(during=scripts.stall))
-    client = await here.site.client()
-    await client.send(request(chat_body(stream=True)))
-    call = await here.site.fakes["d0"].got(1)
-    assert await ends(here) == 504
-    async with asyncio.timeout(DEADLINE_S):
-        await call.lost.wait()
-    assert here.kv.ends() == ["read"]
-
-
-async def test_it_holds_over_tls(start: Start, tmp_path: Any) -> None:
-    authority = Authority(tmp_path)
-    site = await start(wire=WIRE, tls=server_context(authority.port("router")))  # type: ignore[call-arg]
-    site.stand_still()
-    site.fake.always(scripts.stall)
-    client = await site.client(tls=authority.client())
-    await client.send(chat())
-    await site.fake.got(1)
-    site.skip(1.1 * LIMIT_S)
-    assert (await client.answer()).status == 504
-
-
-@pytest.mark.parametrize("seed", range(6))
-async def test_whatever_a_request_is_at_it_has_one_end(start: Start, seed: int) -> None:
-    """In the queue, on workers that stall or fail, in streams: nothing is left of any."""
-    dice = random.Random(seed)
-    fakes = [Fake(f"w{n}", max_requests=3) for n in range(3)]
-    site = await start(
-        *fakes,
-        wire=WIRE | {"first_byte_s": 2 * LIMIT_S, "idle_s": 2 * LIMIT_S},
-        router={"queue_wait_s": 10 * LIMIT_S},
-    )
-    site.stand_still()
-    shown = scripts.head(200, (b"content-type", scripts.SSE), (b"transfer-encoding", b"chunked"))
-    some = shown + scripts.chunk(scripts.token("a"))
-    kinds = [
-        scripts.stall, scripts.reset, scripts.error(503), scripts.answer(),
-        scripts.raw(some, end="stall"), scripts.raw(some, end="reset"), scripts.stream(2),
-    ]  # fmt: skip
-    for fake in site.fakes.values():
-        fake.then(*(dice.choice(kinds) for _ in range(40)))
-        fake.always(scripts.stall)
-
-    async def one() -> int:
-        client = await site.client()
-        try:
-            await client.send(chat(stream=dice.random() < 0.7))
-            if dice.random() < 0.1:
-                return 499
-            return (await client.answer(within=30)).status
-        except (BrokenError, ConnectionError):
-            return 502
-        finally:
-            client.close()
-
-    async def passes() -> None:
-        while True:
-            await asyncio.sleep(0.02)
-            site.skip(dice.random() * LIMIT_S / 8)
-
-    passing = asyncio.create_task(passes())
-    statuses = await asyncio.gather(*(one() for _ in range(40)))
-    await eventually(lambda: not site.wire.exchanges)
-    passing.cancel()
-    await asyncio.gather(passing, return_exceptions=True)
-    assert 504 in statuses
-    assert set(statuses) <= {200, 429, 499, 502, 503, 504}
-    assert sum(each.count for each in site.metrics.requests.values()) == 40
-    reasons = {reason for _, reason in counted(site)}
-    assert Reason.TIME_LIMIT in reasons
-    await site.settled()

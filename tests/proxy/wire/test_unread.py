@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import pytest
 
 from proxy.wire.client import ClientConnection
-from tests.proxy.wire import scripts
 from tests.proxy.wire.client import Client, chat, get, request
 from tests.proxy.wire.conftest import Start
 from tests.proxy.wire.site import Site, eventually
@@ -76,8 +73,7 @@ async def test_what_it_asked_goes_with_it(site: Site) -> None:
 async def test_what_waits_for_its_turn_is_of_what_is_held(start: Start) -> None:
     """However many heads fit into what is read ahead of a slow answer: they are large once read."""
     site = await start(wire={"max_collected_bytes": 400 << 10, "max_body_bytes": 100 << 10})
-    gate = asyncio.Event()
-    site.fake.always(scripts.gated(gate, scripts.answer()))
+    gate = site.fake.hold()
     few, many = await site.client(), await site.client()
     await few.send(chat() + get("/health") * 300)
     await eventually(lambda: site.wire.collecting.held > 300 << 10)

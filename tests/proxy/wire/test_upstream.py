@@ -169,7 +169,7 @@ def confirmed(monkeypatch: pytest.MonkeyPatch) -> Callable[[int | None], None]:
     return say
 
 
-def test_a_request_of_which_nothing_was_delivered_goes_out_on_a_fresh_connection(
+def test_an_undelivered_request_is_resent(
     pool: Quick, confirmed: Callable[[int | None], None]
 ) -> None:
     listener, connection, wire = pool.used()

@@ -34,9 +34,7 @@ def named(host: bytes, *headers: bytes) -> bytes:
         (b"vscode-webview://0abc", 200),
     ],
 )
-async def test_what_a_page_from_elsewhere_sends_is_refused(
-    start: Start, origin: bytes, status: int
-) -> None:
+async def test_foreign_pages_are_refused(start: Start, origin: bytes, status: int) -> None:
     site = await start(wire={"refuses_pages": True})
     client = await site.client()
     for _ in range(3):  # the next of such heads are not parsed again
