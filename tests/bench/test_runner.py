@@ -13,6 +13,7 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
+from tests.present import present
 from vllm_sched.bench.runner import Record, Stream, play, request_body
 from vllm_sched.bench.workloads import Arrival, Workload
 from vllm_sched.workers.launch import free_port
@@ -200,8 +201,7 @@ async def test_a_stream_that_is_not_whole_is_an_error(
 async def test_a_dropped_connection_is_an_error(start: Start) -> None:
     async def handler(request: web.Request) -> web.StreamResponse:
         response = await streamed(request, TOKEN)
-        assert request.transport is not None
-        request.transport.abort()
+        present(request.transport).abort()
         return response
 
     played = await play(await start(handler), "m", workload(SHORT), 1)

@@ -14,6 +14,7 @@ import pytest
 from rich.console import Console
 
 from tests.bench.canned import StillWorker, canned_comparison, canned_round
+from tests.present import present
 from vllm_sched.bench.compare import Contender, Narrator, Plan
 from vllm_sched.bench.workloads import long_blocks_short
 from vllm_sched.workers.launch import Side
@@ -22,12 +23,10 @@ from vllm_sched.workers.launch import Side
 @pytest.fixture(scope="module")
 def knob() -> ModuleType:
     path = Path(__file__).parents[2] / "benchmarks" / "upstream_knob.py"
-    spec = importlib.util.spec_from_file_location("upstream_knob", path)
-    assert spec is not None
-    assert spec.loader is not None
+    spec = present(importlib.util.spec_from_file_location("upstream_knob", path))
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
+    present(spec.loader).exec_module(module)
     return module
 
 

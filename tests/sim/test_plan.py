@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from proxy.core.types import Role
+from tests.present import present
 from vllm_sched.bench.goodput import parse
 from vllm_sched.bench.outcome import Outcome
 from vllm_sched.bench.traffic.catalogue import find
@@ -82,9 +83,7 @@ def test_where_all_are_short_one_pool_is_best() -> None:
     found = plan(question("1500x60", "ttft:500 tpot:40", effort=0.25), 3, 1)
     assert families(found) == [ONE_POOL, PREFILL_DECODE]  # there is no boundary to try
     assert found.best.shape.pools == {Role.GENERAL: 3}
-    assert found.more is not None
-    assert found.fewer is not None
-    assert found.fewer.rate < found.best.rate < found.more.rate
+    assert present(found.fewer).rate < found.best.rate < present(found.more).rate
     assert found.best.run.all.share >= 0.9
 
 
@@ -156,8 +155,7 @@ def test_nobody_is_starved_for_the_others_sake() -> None:
     asked = question(LONGS, "ttft:250", transfer=SLOW_LINK)
     search = Search(asked)
     shape = Shape(short=1, long=1, short_limit=2000)
-    served = search.rate_of(shape, 2.0)
-    assert served is not None
+    served = present(search.rate_of(shape, 2.0))
     beyond = search.play(shape, served.rate * 3, fine=False, whole=True)
     # The shorts alone would be nine out of ten.
     assert beyond.classes["rest"].share > 0.9 > beyond.classes["long"].kept_share
@@ -184,8 +182,7 @@ def test_the_longest_are_told_apart_where_many_are_as_long(
 def test_a_run_that_is_not_played_to_its_end_would_have_failed(targets: str) -> None:
     search = Search(question(LONGS, targets))
     shape = Shape(general=2)
-    served = search.rate_of(shape, 10.0)
-    assert served is not None
+    served = present(search.rate_of(shape, 10.0))
     spared = 0
     for load in (1.0, 1.15, 3.0):
         rate = load * served.rate
@@ -203,8 +200,7 @@ def test_the_rate_that_is_named_is_served_of_other_draws_too() -> None:
     # One prompt in twenty makes most of the work: some draws have half as many again as others.
     asked = question(LONGS, "ttft:500", draws=6)
     shape, search = Shape(general=2), Search(asked)
-    found = search.judged(shape, 4.0)
-    assert found is not None
+    found = present(search.judged(shape, 4.0))
     assert len(found.shares) == 6
     assert 0.9 <= found.spread[0] < found.spread[1]
 
@@ -217,8 +213,7 @@ def test_the_rate_that_is_named_is_served_of_other_draws_too() -> None:
     good = served(found.rate)
     assert good >= 3  # on average six in seven
     # By one draw it would be more, of which more of the others have too few.
-    rough = search.rate_of(shape, 20.0)
-    assert rough is not None
+    rough = present(search.rate_of(shape, 20.0))
     assert rough.rate > found.rate
     assert served(rough.rate) < good
 
@@ -234,8 +229,7 @@ def test_a_worker_more_serves_no_less(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(Search, "judged", judged)
     serves = 2
-    found = search.more(best, (0.0, 1.0))
-    assert found is not None
+    found = present(search.more(best, (0.0, 1.0)))
     assert (found.shape, found.rate) == (Shape(prefill=1, decode=2), 12.0)
     assert asked[:2] == [
         ("2 prefill + 1 decode", 15.0, 10.0),
@@ -384,8 +378,7 @@ def test_real_schedulers_have_the_last_word(monkeypatch: pytest.MonkeyPatch) -> 
     assert found.best.run.all.share >= asked.share
     assert {proof.share for proof in found.exact.values()} > {0.0}
     # And what one more would serve is measured with the same rule.
-    assert found.more is not None
-    assert found.more.rate > found.best.rate
+    assert present(found.more).rate > found.best.rate
 
 
 def test_real_schedulers_are_asked_with_other_requests_and_tell_how_far_they_are(
@@ -594,8 +587,7 @@ def test_a_short_trace_is_planned_for_as_if_it_went_on(tmp_path: Path, lines: in
     def rate_of(workload: str) -> float:
         search = Search(question(workload, targets, prefix_hit=0.0))
         search.check()
-        served = search.rate_of(Shape(general=2), 20.0)
-        assert served is not None
+        served = present(search.rate_of(Shape(general=2), 20.0))
         return served.rate
 
     assert rate_of(str(path)) == pytest.approx(rate_of("1500x30"), rel=0.13)
@@ -607,8 +599,7 @@ def test_no_rate_is_named_beyond_what_computing_allows(targets: str) -> None:
     shape = Shape(general=2, policy=CHUNKS, itl_ms=80)
     allowed = 2 * search.traffic.most_each
     assert allowed == pytest.approx(29.8, rel=0.01)  # by hand: see `capacity`
-    served = search.judged(shape, 2 * allowed)
-    assert served is not None
+    served = present(search.judged(shape, 2 * allowed))
     assert 0.8 * allowed < served.rate <= allowed
     # Nor is more asked of it, where it has to beat another.
     runs = search.runs
@@ -631,8 +622,7 @@ def test_of_what_is_too_large_the_most_that_fits_is_named(
     asked = question("1500x60", "ttft:30000", effort=effort)
     with pytest.raises(UsageError, match="one simulation") as caught:
         plan(asked, 1_000_000, gpus_each)
-    named = re.search(r"plan for ([\d,]+) at most", str(caught.value))
-    assert named is not None
+    named = present(re.search(r"plan for ([\d,]+) at most", str(caught.value)))
     fits = int(named[1].replace(",", ""))
     assert fits % gpus_each == 0
     with pytest.raises(BegunError):

@@ -23,6 +23,7 @@ from proxy.batches.service import DAY_S
 from proxy.batches.store import Store
 from proxy.batches.types import StoreFullError
 from proxy.core.records import Gauges
+from tests.present import present
 from tests.proxy.batches.office import CHAT, Office, line, lines, texts
 from tests.proxy.wire import scripts
 from tests.proxy.wire.client import chat
@@ -39,8 +40,7 @@ async def test_a_batch_as_the_official_client_runs_it(office: Office) -> None:
     assert batch.metadata == {"night": "1"}
     done = await office.until(batch)
     assert done.status == "completed"
-    assert done.request_counts is not None
-    assert done.request_counts.model_dump() == {"total": 2, "completed": 2, "failed": 0}
+    assert present(done.request_counts).model_dump() == {"total": 2, "completed": 2, "failed": 0}
     assert done.error_file_id is None
     assert done.in_progress_at is not None
     assert done.completed_at is not None
@@ -94,8 +94,7 @@ async def test_lines_that_fail_are_in_the_error_file(office: Office) -> None:
     fake.always(answer)
     done = await office.until(await office.begin([line("x", "bad"), line("y", "good")]))
     assert done.status == "completed"
-    assert done.request_counts is not None
-    assert done.request_counts.model_dump() == {"total": 2, "completed": 1, "failed": 1}
+    assert present(done.request_counts).model_dump() == {"total": 2, "completed": 1, "failed": 1}
     assert [each["custom_id"] for each in await office.lines_of(done.output_file_id)] == ["y"]
     [failed] = await office.lines_of(done.error_file_id)
     assert (failed["custom_id"], failed["response"]["status_code"]) == ("x", 400)
@@ -140,8 +139,7 @@ async def test_a_restart_in_the_middle_leaves_one_result_for_each_line(office: O
     assert done.status == "completed"
     results = await office.lines_of(done.output_file_id)
     assert [each["custom_id"] for each in results] == [f"r{n}" for n in range(40)]
-    assert done.request_counts is not None
-    assert done.request_counts.model_dump() == {"total": 40, "completed": 40, "failed": 0}
+    assert present(done.request_counts).model_dump() == {"total": 40, "completed": 40, "failed": 0}
     # At least once; those that were cut, again.
     assert {text for text, _ in Counter(texts(fake.served)).items()} == {f"r{n}" for n in range(40)}
     await office.site.settled()
@@ -162,8 +160,7 @@ async def test_lines_for_an_adapter_wait_until_workers_say_that_they_have_it(
     site.fleet.set_served("w0", ("tiny", "adapter"), 16384)
     site.up("w0")
     done = await office.until(batch)
-    assert done.request_counts is not None
-    assert done.request_counts.model_dump() == {"total": 1, "completed": 1, "failed": 0}
+    assert present(done.request_counts).model_dump() == {"total": 1, "completed": 1, "failed": 0}
     await office.close()
 
 
@@ -302,8 +299,7 @@ async def test_a_worker_that_fails_is_asked_again_a_few_times(start: Start, tmp_
     await eventually(lambda: office.batches.lane.in_flight == 0)
     office.skip(60)
     done = await office.until(batch)
-    assert done.request_counts is not None
-    assert (done.status, done.request_counts.completed) == ("completed", 1)
+    assert (done.status, present(done.request_counts).completed) == ("completed", 1)
     assert len(site.served()) == 2
     await office.close()
 
@@ -499,8 +495,7 @@ async def test_lines_whose_model_has_no_room_hold_up_none_of_another(office: Off
         await eventually(lambda: len(office.site.served()) == 2)
         await office.batches.lane.turn()
     done = await office.until(batch)
-    assert done.request_counts is not None
-    assert done.request_counts.completed == 4
+    assert present(done.request_counts).completed == 4
 
 
 async def test_a_folder_has_one_lane(office: Office) -> None:

@@ -14,6 +14,7 @@ from proxy.core.records import Gauges
 from proxy.core.router import Router
 from proxy.core.tenants import Rank, Tenant, TenantSpec
 from proxy.core.types import Ask, Outcome, Reason, Role, Usage
+from tests.present import present
 from tests.proxy.core.making import (
     ask,
     chat,
@@ -41,8 +42,7 @@ def of(who: Tenant, prompt: int = 100, output: int = 50, **fields: Any) -> Ask:
 def tokens_left(who: Tenant) -> int:
     """Read what is left of the minute."""
     _, tokens = who.ledger.left(0.0)
-    assert tokens is not None
-    return tokens[1]
+    return present(tokens)[1]
 
 
 def one_place() -> Router:
@@ -284,11 +284,10 @@ def test_who_leaves_a_hand_over_pays_for_its_decode_alone() -> None:
     for prefilled in (False, True):
         who = tenant()
         lease = placed(router.submit(of(who, 5000, 500, stream=False), 0.0))
-        assert lease.decision.handover is not None
         if prefilled:
             router.prefilled(lease, 60.0, None)
         decode_s = 100.5 * lease.worker.pace.step_s(1)
-        now = 60.0 + lease.decision.handover.transfer_s + decode_s
+        now = 60.0 + present(lease.decision.handover).transfer_s + decode_s
         router.finish(lease, now, Outcome.CLIENT_GONE)
         written.append(who.totals.output_tokens)
     assert written == [0, 100]
@@ -305,8 +304,7 @@ def test_to_leave_before_the_end_or_to_show_few_events_wins_no_places(
     tenants = [tenant("stays"), tenant("other")]
 
     def took(lease: Lease, now: float) -> None:
-        assert lease.ask.tenant is not None
-        name = lease.ask.tenant.name
+        name = present(lease.ask.tenant).name
         gone = leaves and name == "other"
         seconds = 0.95 if gone else 1.0
         if lease.ask.stream:
@@ -443,8 +441,7 @@ def test_the_next_place_is_for_who_had_less() -> None:
     for _ in range(4):
         ((ticket, answer),) = router.due(2.0)
         assert isinstance(answer, Lease)
-        assert ticket.ask.tenant is not None
-        order.append(ticket.ask.tenant.name)
+        order.append(present(ticket.ask.tenant).name)
         router.finish(answer, 2.0, Outcome.DONE)
     assert "little" in order[:2]
 

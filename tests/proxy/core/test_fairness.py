@@ -20,6 +20,7 @@ from proxy.core.queue import Queue
 from proxy.core.router import Router
 from proxy.core.tenants import Rank, Tenant, Tenants, TenantSpec
 from proxy.core.types import Ask, Outcome, Reason, Refusal, Ticket
+from tests.present import present
 from tests.proxy.core.making import LONG, SHORT, ask, placed, router_of, spec, waits
 
 INTERACTIVE, STANDARD, BATCH = Rank
@@ -210,8 +211,7 @@ def turns(
         router.finish(lease, 0.0, Outcome.DONE)
         [(ticket, answer)] = router.due(0.0)
         lease = placed(answer)
-        assert ticket.ask.tenant is not None
-        names[ticket.ask.tenant.name] += 1
+        names[present(ticket.ask.tenant).name] += 1
     return names
 
 
@@ -430,8 +430,7 @@ def test_to_let_one_go_costs_the_same_whoever_waits(alike: bool) -> None:
             try:
                 hall.push(of(everybody[n % tenants]))
                 [gone] = hall.place()
-                assert gone.ask.tenant is not None
-                gone.ask.tenant.charge(10.0)
+                present(gone.ask.tenant).charge(10.0)
                 hall.place(0)
                 hall.queue.fronts()
             finally:

@@ -15,6 +15,7 @@ from proxy.core.router import Router
 from proxy.core.tenants import Rank
 from proxy.core.types import Ask, Outcome, Reason, Role, Usage
 from proxy.core.worker import Worker
+from tests.present import present
 from tests.proxy.core.making import (
     GENERAL,
     MODEL,
@@ -73,8 +74,7 @@ def why(here: Router) -> dict[str, int]:
 
 def test_a_long_prompt_is_handed_over_where_others_decode() -> None:
     here = router(prefills=2)
-    lease = placed(here.submit(ask(LONG), 0.0)) if busy(here, count=1) else None
-    assert lease is not None
+    lease = present(placed(here.submit(ask(LONG), 0.0)) if busy(here, count=1) else None)
     assert lease.worker.name == "d0"
     assert lease.decision.reason is Reason.HANDOVER
     assert lease.prefill is not None
@@ -180,8 +180,7 @@ def test_one_that_takes_longer_is_waited_for_and_foreseen() -> None:
     placed(here.submit(long, 0.0))
     wait_s = worker.wait_s(0.0, for_long=False)
     lease = placed(here.submit(ask(LONG), 0.0))
-    halves = lease.decision.handover
-    assert halves is not None
+    halves = present(lease.decision.handover)
     assert wait_s > 2 * halves.prefill_s
     foreseen_s = wait_s + halves.transfer_s + worker.pace.step_s(0)
     assert lease.decision.predicted_ttft_s == pytest.approx(foreseen_s)
@@ -248,8 +247,7 @@ def test_what_is_on_its_way_to_a_decode_worker_is_not_held_there_yet(
     assert all(lease.prefill is not None for lease in leases)
     d0 = leases[0].worker
     assert known(here, prefix, d0) == 0
-    first = leases[0].prefill
-    assert first is not None
+    first = present(leases[0].prefill)
     assert known(here, prefix, first.worker) == len(prefix)
     here.prefilled(leases[0], 2.0, None)
     assert here.reconsider(leases[0], 2.0, may_move=True)
@@ -265,16 +263,14 @@ def test_what_the_decode_worker_holds_does_not_count() -> None:
     prefix = tuple(range(8))
     first = placed(here.submit(ask(1000, prefix=prefix), 0.0))
     assert first.prefill is not None
-    assert first.decision.handover is not None
-    assert first.decision.handover.tokens == 1000
+    assert present(first.decision.handover).tokens == 1000
     here.prefilled(first, 0.5, None)
     here.first_token(first, 0.6)
     again = placed(here.submit(ask(1000, prefix=prefix), 1.0))
     assert again.prefill is None
     assert why(here)["cached"] == 1
     longer = placed(here.submit(ask(2000, prefix=(*prefix, 9, 10, 11)), 2.0))
-    assert longer.decision.handover is not None
-    assert longer.decision.handover.tokens == 2000 - 1024  # whole blocks of the body
+    assert present(longer.decision.handover).tokens == 2000 - 1024  # whole blocks of the body
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -298,12 +294,10 @@ def test_a_prefill_worker_that_holds_the_prefix() -> None:
     here = router(prefills=3, decodes=2, disaggregate_above=1)
     prefix = tuple(range(8))
     lease = placed(here.submit(ask(1000, prefix=prefix), 0.0))
-    assert lease.prefill is not None
-    where = lease.prefill.worker
+    where = present(lease.prefill).worker
     here.prefilled(lease, 1.0, Usage(1000))
     again = placed(here.submit(ask(1000, prefix=prefix), 2.0, tried=frozenset([lease.worker])))
-    assert again.prefill is not None
-    assert again.prefill.worker is where
+    assert present(again.prefill).worker is where
 
 
 def test_prefill_starts_only_when_the_decode_worker_has_room() -> None:
@@ -353,8 +347,7 @@ def test_one_that_is_connected_to_nobody_does_not_keep_others_from_prefilling() 
     here.links.warm(worker_of(here, "p1"), worker_of(here, "d0"))
     for _ in range(3):
         lease = placed(here.submit(ask(LONG), 1.0))
-        assert lease.prefill is not None
-        assert lease.prefill.worker.name == "p1"
+        assert present(lease.prefill).worker.name == "p1"
 
 
 def test_a_link_that_fails_is_counted_where_it_was_wanted() -> None:
@@ -432,8 +425,7 @@ def test_what_a_prefill_that_fails_was_for_is_not_cached_where_it_never_came(
     here.prefixes.record(blocks[:before], d0.index)
     one = ask(LONG, prefix=blocks)
     lease = placed(here.submit(one, 0.0))
-    assert lease.decision.handover is not None
-    tokens = lease.decision.handover.tokens
+    tokens = present(lease.decision.handover).tokens
     first = lease.under_way.worker
     here.finish(lease, 1.0, outcome)
     assert known(here, blocks, d0) == before
@@ -526,8 +518,7 @@ def test_a_prefill_leg_teaches_the_prefill_worker_and_a_transfer_the_transfer() 
     assert here.transfer_times(MODEL).all.seconds(2000) == pytest.approx(0.3, rel=0.1)
     assert decode.pace.prefills == 0  # it prefilled nothing
     lease = placed(here.submit(ask(2000, 50), 999.0))
-    assert lease.decision.handover is not None
-    assert lease.decision.handover.transfer_s == pytest.approx(0.3, rel=0.1)
+    assert present(lease.decision.handover).transfer_s == pytest.approx(0.3, rel=0.1)
     assert lease.decision.predicted_ttft_s == pytest.approx(1.1, rel=0.15)
 
 
@@ -536,10 +527,9 @@ def test_without_a_stream_the_end_teaches_how_long_the_decode_workers_steps_take
     pace = worker_of(here, "d0").pace
     for _ in range(80):
         lease = placed(here.submit(ask(LONG, 100, stream=False), now))
-        assert lease.decision.handover is not None
         now += 1.0
         here.prefilled(lease, now, None)
-        now += lease.decision.handover.transfer_s + 100 * 0.03
+        now += present(lease.decision.handover).transfer_s + 100 * 0.03
         if here.may_learn(lease, now):
             here.finish(lease, now, Outcome.DONE, Usage(LONG, 100))
         else:
@@ -629,8 +619,7 @@ def test_what_has_been_kept_for_a_while_has_less_time_left_to_be_fetched() -> No
     here = router(decodes=2, disaggregate_above=1, transfer_within_s=24.0)
     lease = placed(here.submit(ask(LONG), 0.0))
     busy_one, halves = lease.worker, lease.decision.handover
-    assert halves is not None
-    halves.transfer_s = 5.0
+    present(halves).transfer_s = 5.0
     here.prefilled(lease, 1.0, None)
     assert here.reconsider(lease, 1.0, may_move=False, spent_s=18.0)
     assert not here.reconsider(lease, 1.0, may_move=True, spent_s=20.0)
@@ -705,8 +694,7 @@ def test_each_pair_of_workers_has_its_own_link() -> None:
     for _ in range(3):
         lease = placed(here.submit(ask(LONG), 0.0))
         assert lease.decision.route == "p0>d1"
-        assert lease.decision.handover is not None
-        assert lease.decision.handover.transfer_s == pytest.approx(0.01, rel=0.3)
+        assert present(lease.decision.handover).transfer_s == pytest.approx(0.01, rel=0.3)
         here.finish(lease, 0.0, Outcome.MOOT)
 
 

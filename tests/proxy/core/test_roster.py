@@ -18,6 +18,7 @@ from proxy.core.roster import STALE_S, WAITED_S
 from proxy.core.seats import HEEDED_S
 from proxy.core.types import Outcome, Reason, Role
 from proxy.core.worker import WORKS_S, Worker
+from tests.present import present
 from tests.proxy.core.making import (
     LONG,
     MODEL,
@@ -401,8 +402,7 @@ def test_a_newcomer_is_taken_to_be_like_its_peers() -> None:
 
 
 def held(fleet: Fleet, name: str, count: int) -> list[Lease]:
-    worker = fleet.get(name)
-    assert worker is not None
+    worker = present(fleet.get(name))
     decision = Decision(worker, Reason.ONLY_CHOICE)
     return [fleet.charge(ask(), decision, 0.0) for _ in range(count)]
 
@@ -413,8 +413,7 @@ def test_a_server_by_another_name_still_has_the_requests_that_it_has() -> None:
     leases = held(fleet, "a", 2)
     for name in "bc":
         fleet.replace([replace(spec("a", most=2), name=name), spec("x")])
-    worker = fleet.get("c")
-    assert worker is not None
+    worker = present(fleet.get("c"))
     fleet.probe_ok("c", 0.0)
     assert (worker.requests, worker.sequences, worker.takes(0.0)) == (2, 2, False)
     fleet.release(leases[0])
@@ -489,8 +488,7 @@ def test_an_heir_keeps_blocks_until_the_other_half_has_fetched_them() -> None:
     lease = fleet.charge(ask(), made, 0.0)
     fleet.hand_over(lease, 0.1)
     fleet.replace([replace(spec("p", Role.PREFILL), name="q"), spec("d", Role.DECODE)])
-    heir = fleet.get("q")
-    assert heir is not None
+    heir = present(fleet.get("q"))
     assert (heir.requests, heir.pinned) == (0, 1)
     fleet.first_token(lease, 0.2)
     assert heir.pinned == 0

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from proxy.core.limits import Limits
 from proxy.core.tenants import Rank, Tenants, TenantSpec
+from tests.present import present
 
 KEY, OTHER = b"sk-vs-aaaaaaaaaaaaaaaa", b"sk-vs-bbbbbbbbbbbbbbbb"
 
@@ -94,14 +95,12 @@ def test_who_stays_keeps_what_was_counted_of_it() -> None:
 
 def test_what_was_counted_of_it_stays_when_it_goes() -> None:
     tenants = two()
-    a = tenants.get("a")
-    assert a is not None
+    a = present(tenants.get("a"))
     a.totals.prompt_tokens = 5
     tenants.replace([], {})
     assert tenants.totals["a"].prompt_tokens == 5
     tenants.replace([TenantSpec("a")], {})
-    again = tenants.get("a")
-    assert again is not None
+    again = present(tenants.get("a"))
     assert again is not a
     assert again.totals.prompt_tokens == 5
 
