@@ -221,39 +221,6 @@ async def test_people_go_first(start: Start, tmp_path: Path) -> None:
     await office.close()
 
 
-async def test_a_part_of_a_worker_is_left_to_people(start: Start, tmp_path: Path) -> None:
-    site = await start(Fake(max_requests=8))
-    office = Office(site, tmp_path)
-    await office.open()
-    opening = asyncio.Event()
-    site.fake.always(scripts.gated(opening, scripts.obey("w0")))
-    batch = await office.begin(lines(9))
-    await site.fake.got(7)
-    await office.batches.lane.turn()
-    assert office.batches.lane.in_flight == 7
-    opening.set()
-    assert (await office.until(batch)).status == "completed"
-    await office.close()
-
-
-async def test_two_batches_take_turns(start: Start, tmp_path: Path) -> None:
-    site = await start()
-    office = Office(site, tmp_path, concurrency=2)
-    await office.open()
-    opening = asyncio.Event()
-    site.fake.always(scripts.gated(opening, scripts.obey("w0")))
-    one = await office.begin(lines(12, "a"))
-    await site.fake.got(2)
-    two = await office.begin(lines(4, "b"))
-    await office.until(two, "in_progress")
-    opening.set()
-    assert (await office.until(two)).status == "completed"
-    assert (await office.until(one)).status == "completed"
-    order = texts(site.served())
-    assert max(order.index(f"b{n}") for n in range(4)) < order.index("a9")
-    await office.close()
-
-
 async def test_turns_are_kept_when_there_is_room_for_one_line(start: Start, tmp_path: Path) -> None:
     site = await start()
     office = Office(site, tmp_path, concurrency=1)
@@ -376,30 +343,6 @@ async def test_nobody_there_is_no_verdict_on_a_line(office: Office) -> None:
     assert (await office.until(batch)).status == "completed"
 
 
-async def test_a_full_disk_refuses_uploads_and_pauses_batches(office: Office) -> None:
-    opening = asyncio.Event()
-    office.site.fake.always(scripts.gated(opening, scripts.answer(200, b'"%b"' % (b"x" * 200_000))))
-    batch = await office.begin(lines(2))
-    await office.site.fake.got(2)
-    lane = office.batches.lane
-
-    def limit(store: Any, pages: int) -> None:
-        store.connection.execute(f"PRAGMA max_page_count = {pages}")
-
-    await office.batches.keeper(limit, 1)  # no more than it has
-    with pytest.raises(openai.InternalServerError, match="no room") as caught:
-        await office.upload(["x" * 100_000])
-    assert caught.value.status_code == 507
-    opening.set()
-    await eventually(lambda: "no room" in lane.paused)
-    assert lane.counts.paused
-    await office.batches.keeper(limit, 1 << 20)
-    office.skip(10)
-    done = await office.until(batch)
-    assert lane.paused == ""
-    assert len(await office.lines_of(done.output_file_id)) == 2
-
-
 async def test_a_full_disk_has_room_again_by_keeping_things_for_less_long(office: Office) -> None:
     done = await office.until(await office.begin(lines(2)))
     office.skip(3 * 86_400.0)
@@ -484,20 +427,6 @@ async def test_room_is_given_back_to_the_disk_while_the_clock_is_in_doubt(office
     assert await free() == 0
 
 
-async def test_lines_whose_model_has_no_room_hold_up_none_of_another(office: Office) -> None:
-    office.site.fleet.set_served("w0", ("tiny", "other"), 16384)
-    both = lines(4)
-    for each in both[:2]:
-        each["body"]["model"] = "other"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(lane_module, "gap", lambda _, model, *__: model == "tiny")
-        batch = await office.begin(both)
-        await eventually(lambda: len(office.site.served()) == 2)
-        await office.batches.lane.turn()
-    done = await office.until(batch)
-    assert present(done.request_counts).completed == 4
-
-
 async def test_a_folder_has_one_lane(office: Office) -> None:
     other = Office(office.site, office.path)
     second = Lane(office.site.wire, office.batches.keeper, other.settings, office.path, office.wall)
@@ -575,16 +504,6 @@ async def test_a_turn_that_fails_is_not_the_last(
     office.skip(10)
     assert (await office.until(batch)).status == "completed"
     assert lane.paused == ""
-
-
-async def test_what_was_kept_long_enough_is_forgotten(office: Office) -> None:
-    batch = await office.begin(lines(1))
-    done = await office.until(batch)
-    office.skip(40 * 86_400.0)
-    await office.batches.lane.turn()
-    assert [each.id async for each in office.client.batches.list()] == []
-    with pytest.raises(openai.NotFoundError):
-        await office.client.files.content(done.output_file_id or "")
 
 
 async def test_a_drain_cuts_lines_and_begins_none(office: Office) -> None:
