@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import io
 import math
 import statistics
 
 import pytest
-from rich.console import Console
 
+from tests.bench.canned import printed
 from vllm_sched.bench import goodput
 from vllm_sched.bench.goodput import Targets
 from vllm_sched.bench.outcome import Outcome
@@ -111,10 +110,7 @@ def test_merged_tokens_are_told() -> None:
 
 
 def shown(outcomes: list[Outcome], targets: Targets, width: int = 80) -> str:
-    console = Console(file=io.StringIO(), width=width)
-    console.print(table(by_class(outcomes, 5.0, targets), targets))
-    assert isinstance(console.file, io.StringIO)
-    return console.file.getvalue()
+    return printed(table(by_class(outcomes, 5.0, targets), targets), width)
 
 
 def test_the_table_has_a_column_per_class() -> None:

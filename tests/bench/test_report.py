@@ -1,14 +1,12 @@
 from __future__ import annotations
 
-import io
 import random
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from rich.console import Console
 
-from tests.bench.canned import canned_round, record
+from tests.bench.canned import canned_round, printed, record
 from tests.present import present
 from vllm_sched.bench import report
 from vllm_sched.bench.runner import Round
@@ -116,10 +114,8 @@ def test_values_are_shown_for_people(value: float | None, unit: str, shown: str)
 
 
 def rendered(failed: list[int], rounds: list[Round]) -> str:
-    console = Console(file=io.StringIO(), width=100)
-    console.print(report.table(report.figures(rounds, rounds), ["default", "mine"], failed))
-    assert isinstance(console.file, io.StringIO)
-    return console.file.getvalue()
+    figures = report.figures(rounds, rounds)
+    return printed(report.table(figures, ["default", "mine"], failed), 100)
 
 
 def test_the_table_names_sides_classes_and_failures() -> None:
