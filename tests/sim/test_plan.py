@@ -53,6 +53,7 @@ if TYPE_CHECKING:
 
 SLOW_LINK = TransferTime(0.05, 0.0, 1 / 0.5e9)
 LONGS = "300x60:0.95,40000x20:0.05"
+NOTHING = Run(Figures(), {}, 0, 1.0, 1.0, Sketch())
 
 
 def question(workload: str, targets: str, **given: Any) -> Question:
@@ -122,11 +123,9 @@ def test_a_policy_is_found_that_makes_up_for_a_second_pool() -> None:
 def test_a_short_pool_beside_prefill_and_decode_has_to_serve_what_others_do(
     monkeypatch: pytest.MonkeyPatch, rate: float, place: int | None
 ) -> None:
-    nothing = Run(Figures(), {}, 0, 1.0, 1.0, Sketch())
-
     def served(_search: Search, shape: Shape, _start: float, *, least: float = 0.0) -> Any:
         of_it = (rate if shape.family == SHORT_APART else 10.0) * shape.workers / 4
-        return Served(shape, of_it, nothing) if of_it >= least else None
+        return Served(shape, of_it, NOTHING) if of_it >= least else None
 
     monkeypatch.setattr(Search, "rate_of", served)
     monkeypatch.setattr(Search, "judged", served)
@@ -220,7 +219,7 @@ def test_the_rate_that_is_named_is_served_of_other_draws_too() -> None:
 
 def test_a_worker_more_serves_no_less(monkeypatch: pytest.MonkeyPatch) -> None:
     search = Search(question("300x60", "ttft:500"))
-    best = Served(Shape(prefill=1, decode=1), 10.0, Run(Figures(), {}, 0, 1.0, 1.0, Sketch()))
+    best = Served(Shape(prefill=1, decode=1), 10.0, NOTHING)
     asked: list[tuple[str, float, float]] = []
 
     def judged(_search: Search, shape: Shape, start: float, *, least: float = 0.0) -> Served | None:
@@ -507,7 +506,7 @@ def test_every_shape_is_a_fleet_that_check_takes(shape: Shape, tmp_path: Path) -
 
 def test_of_equals_the_simplest_is_best() -> None:
     def served(rate: float, **given: Any) -> Served:
-        return Served(Shape(**given), rate, Run(Figures(), {}, 0, 1.0, 1.0, Sketch()))
+        return Served(Shape(**given), rate, NOTHING)
 
     far = served(10.0, prefill=1, decode=1)
     equal = served(9.8, general=2, policy=BOTH)
@@ -518,13 +517,13 @@ def test_of_equals_the_simplest_is_best() -> None:
 
 def test_no_policy_is_named_that_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     # All serve the same. Roughly, who is tried later seems to serve more.
-    nothing, after = Run(Figures(), {}, 0, 1.0, 1.0, Sketch()), iter(range(100))
+    after = iter(range(100))
 
     def rough(_search: Search, shape: Shape, _start: float, *, least: float = 0.0) -> Served:
-        return Served(shape, max(10.0 * 1.015 ** next(after), least), nothing)
+        return Served(shape, max(10.0 * 1.015 ** next(after), least), NOTHING)
 
     def exact(_search: Search, shape: Shape, _start: float, *, least: float = 0.0) -> Any:
-        return Served(shape, 10.0, nothing) if least <= 10.0 else None
+        return Served(shape, 10.0, NOTHING) if least <= 10.0 else None
 
     monkeypatch.setattr(Search, "rate_of", rough)
     monkeypatch.setattr(Search, "judged", exact)
@@ -534,13 +533,13 @@ def test_no_policy_is_named_that_does_nothing(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_whom_a_policy_helps_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    nothing, judged = Run(Figures(), {}, 0, 1.0, 1.0, Sketch()), list[Shape]()
+    judged = list[Shape]()
     rates = dict(zip(POLICIES, (5.0, 9.5, 9.9, 10.0), strict=True))
 
     def served(_search: Search, shape: Shape, _start: float, *, least: float = 0.0) -> Any:
         # Of a fleet with a pool too small, roughly nothing.
         rate = rates[shape.policy] / (1 + shape.long / 1000)
-        return Served(shape, rate, nothing) if rate >= least else None
+        return Served(shape, rate, NOTHING) if rate >= least else None
 
     def exact(search: Search, shape: Shape, start: float, *, least: float = 0.0) -> Any:
         judged.append(shape)

@@ -174,13 +174,6 @@ def test_behind_longs_a_short_waits_as_far_as_it_is_not_let_past(fleet: Fleet) -
     assert worker.wait_s(0.0, for_long=False) == pytest.approx(1.9)
 
 
-def test_a_worker_of_which_nothing_is_known_is_lent_what_another_learnt() -> None:
-    fleet = fleet_of(spec("a"), spec("b"))
-    fleet.first_token(charge(fleet, ask(1000)), 5.0)
-    assert members(fleet)[1].pace.token_s == members(fleet)[0].pace.token_s
-    assert members(fleet)[1].pace.prefills == 0
-
-
 def test_a_trial_that_begins_to_answer_closes_the_breaker(fleet: Fleet) -> None:
     worker = members(fleet)[0]
     fleet.failed(worker, 0.0, 1.0)

@@ -62,25 +62,6 @@ def test_more_than_it_ever_holds_passes_when_it_is_full() -> None:
     assert bucket.take(150.0, 200) > 0
 
 
-def test_what_was_too_much_is_given_back() -> None:
-    ledger = Ledger(Limits(tokens_per_minute=100))
-    assert ledger.enter(0.0, 90, 10) is None
-    breach = present(ledger.enter(0.0, 90, 10))
-    assert breach.limit is Limit.TOKENS
-    ledger.leave(0.0, 90, 5)
-    assert ledger.enter(0.0, 90, 10) is None
-
-
-def test_one_that_is_kept_out_takes_nothing() -> None:
-    ledger = Ledger(Limits(requests_per_minute=10, tokens_per_minute=100, concurrency=3))
-    for _ in range(50):
-        breach = ledger.enter(0.0, 10_000, 1)  # more than there is: passes once, and is owed
-    assert breach is not None
-    assert breach.limit is Limit.TOKENS
-    assert breach.requests == (10, 9, 6.0)
-    assert ledger.running == 1
-
-
 @pytest.mark.parametrize(
     ("limits", "which", "entered"),
     [
@@ -97,15 +78,6 @@ def test_each_limit_is_named(limits: Limits, which: Limit, entered: int) -> None
     breach = present(breaches[-1])
     assert breach.limit is which
     assert (breach.retry_after_s is None) == (which is Limit.PROMPT)
-
-
-def test_places_come_free_again() -> None:
-    ledger = Ledger(Limits(concurrency=1))
-    for _ in range(5):
-        assert ledger.enter(0.0, 10, 1) is None
-        assert ledger.enter(0.0, 10, 1) is not None
-        ledger.leave(0.0, 10, 10)
-    assert ledger.running == 0
 
 
 def test_what_others_have_in_flight_counts() -> None:

@@ -49,17 +49,6 @@ def test_an_audio_clip_is_sized_apart_from_images() -> None:
     assert size(sizer, chat([IMAGE_PART])).prompt_tokens > IMAGE_TOKENS
 
 
-def test_mixed_media_are_told_apart_once_each_was_seen_alone() -> None:
-    sizer, chance = Sizer(), random.Random(1)
-    for _ in range(200):
-        counts = chance.choice([(1, 0), (0, 1), (2, 1)])
-        body = chat([*[IMAGE_PART] * counts[0], *[AUDIO_PART] * counts[1]])
-        taught(sizer, body, 300 * counts[0] + 100 * counts[1] + 7)
-    image, audio, _ = sizer.learnt("m", "chat/completions").media.tokens
-    assert image == pytest.approx(300, rel=0.1)
-    assert audio == pytest.approx(100, rel=0.2)
-
-
 def test_sizes_that_differ_have_a_wide_band() -> None:
     sizer, chance, inside = Sizer(), random.Random(2), 0
     for _ in range(300):

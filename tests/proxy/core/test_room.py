@@ -68,14 +68,6 @@ def test_a_flood_leaves_room_for_the_others() -> None:
     assert hall.came(of(flood)) is None
 
 
-def test_floods_have_the_same_share_each() -> None:
-    hall, floods = Hall(), [tenant(name) for name in "abc"]
-    for _ in range(50):
-        for each in floods:
-            hall.came(of(each))
-    assert hall.has() == {"a": 4, "b": 4, "c": 4}
-
-
 def test_a_share_is_by_weight() -> None:
     hall, one, three = Hall(), tenant("one"), tenant("three", 3.0)
     for _ in range(50):
@@ -112,14 +104,6 @@ def test_batch_gives_way_to_everybody_and_nobody_to_batch() -> None:
         assert hall.came(of(other)) is not None
     assert hall.has() == {"other": MOST}
     assert hall.came(of(batch)) is None
-
-
-def test_a_flood_of_a_higher_class_does_not_take_it_all() -> None:
-    hall, urgent, plain = Hall(), tenant("urgent", rank=INTERACTIVE), tenant("plain")
-    for _ in range(50):
-        hall.came(of(urgent))
-        hall.came(of(plain))
-    assert hall.has() == {"urgent": 6, "plain": 6}
 
 
 def test_retries_and_the_anonymous_do_not_give_way() -> None:

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from proxy.core.limits import Limits
 from proxy.core.tenants import Rank, Tenants, TenantSpec
-from tests.present import present
 
 KEY, OTHER = b"sk-vs-aaaaaaaaaaaaaaaa", b"sk-vs-bbbbbbbbbbbbbbbb"
 
@@ -26,19 +25,6 @@ def two() -> Tenants:
     specs = [TenantSpec("a", limits=Limits(concurrency=2)), TenantSpec("b", Rank.BATCH)]
     tenants.replace(specs, {hashed(KEY): "a", hashed(OTHER): "b"})
     return tenants
-
-
-def test_without_any_nobody_is_asked_for_a_key() -> None:
-    tenants = Tenants()
-    assert tenants.open
-    assert tenants.of_key(KEY) is None
-    assert not two().open
-
-
-def test_a_key_names_its_tenant() -> None:
-    tenants = two()
-    assert tenants.of_key(KEY) is tenants.get("a")
-    assert tenants.of_key(OTHER) is tenants.get("b")
 
 
 @given(st.binary(max_size=80))
@@ -91,18 +77,6 @@ def test_who_stays_keeps_what_was_counted_of_it() -> None:
     assert tenants.of_key(OTHER) is a
     assert tenants.get("b") is None
     assert tenants.edition > edition
-
-
-def test_what_was_counted_of_it_stays_when_it_goes() -> None:
-    tenants = two()
-    a = present(tenants.get("a"))
-    a.totals.prompt_tokens = 5
-    tenants.replace([], {})
-    assert tenants.totals["a"].prompt_tokens == 5
-    tenants.replace([TenantSpec("a")], {})
-    again = present(tenants.get("a"))
-    assert again is not a
-    assert again.totals.prompt_tokens == 5
 
 
 def test_the_last_ones_go() -> None:

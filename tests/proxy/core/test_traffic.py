@@ -7,13 +7,6 @@ import pytest
 from proxy.core.traffic import MEMORY_S, Traffic
 
 
-def test_a_steady_rate_is_seen() -> None:
-    traffic = Traffic()
-    for i in range(2000):
-        traffic.saw_short(i / 5)
-    assert traffic.shorts_per_s(400) == pytest.approx(5, rel=0.05)
-
-
 def test_it_fades() -> None:
     traffic = Traffic()
     for i in range(100):
