@@ -450,3 +450,22 @@ def test_batch_is_in_the_way_of_neither_side_of_hand_overs() -> None:
     assert gone is ticket
     assert isinstance(answer, Lease)
     assert answer.prefill is not None
+
+
+def test_each_of_several_answers_is_charged() -> None:
+    router, who = router_of(spec("w")), tenant(tokens_per_minute=1000)
+    placed(router.submit(of(who, 100, 50, samples=3), 0.0))
+    assert (tokens_left(who), who.virtual) == (750, 400)
+
+
+@pytest.mark.parametrize(("error", "about"), [(0, ""), (20, "about ")])
+def test_a_size_that_is_an_estimate_is_called_so(error: int, about: str) -> None:
+    router, who = router_of(spec("w", limit=1000)), tenant(max_prompt_tokens=100)
+    asked = ask(2000, None, error=error)
+    refusal = refused(router.submit(asked, 0.0))
+    assert f"requested {about}2000 tokens ({about}2000 in the prompt, 0 for" in refusal.message
+    assert refusal.param == "messages"
+    asked.route = "completions"
+    assert refused(router.submit(asked, 0.0)).param == "prompt"
+    own = refused(router.submit(of(who, 500, error=error), 0.0))
+    assert f"this one has {about}500" in own.message

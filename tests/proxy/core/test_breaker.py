@@ -90,3 +90,15 @@ def test_a_trial_that_tells_nothing_bars_nobody_for_long() -> None:
     breaker.sent(now + TRIAL_S)
     breaker.abandoned()
     assert breaker.lets_pass(now + TRIAL_S)
+
+
+@pytest.mark.parametrize("busy", [True, False])
+def test_what_another_process_opened_is_counted_once_by_its_cause(*, busy: bool) -> None:
+    there, here = Breaker(), Breaker()
+    here.take(there.told())
+    assert here.opened == {FAILED: 0, BUSY: 0}
+    for _ in range(FAILURES):
+        there.failed(0.0, 5.0, busy=busy)
+    for _ in range(2):
+        here.take(there.told())
+    assert here.opened == {FAILED: int(not busy), BUSY: int(busy)}

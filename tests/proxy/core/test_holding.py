@@ -8,7 +8,7 @@ import pytest
 
 from proxy.core.decisions import Decision, Handover, Lease
 from proxy.core.fleet import Fleet
-from proxy.core.holding import HEEDED_S
+from proxy.core.holding import HASTE, HEEDED_S, learn, more
 from proxy.core.prefix import COVERED
 from proxy.core.records import Gauges
 from proxy.core.router import Router
@@ -18,6 +18,7 @@ from proxy.core.worker import Worker
 from tests.proxy.core.making import (
     ask,
     chat,
+    fleet_of,
     idle,
     members,
     placed,
@@ -212,3 +213,38 @@ def test_a_decode_half_shares_from_its_first_token_on_wherever_it_is_moved() -> 
     for lease in leases:
         fleet.release(lease)
     assert idle(fleet)
+
+
+@pytest.mark.parametrize(
+    ("usage", "running", "waiting", "queued", "sequences", "spare", "more", "apart"),
+    [
+        (0.4, 4, 0, 0, 10, 600 - 400 - 50 - 30, 0, 0.1 - HASTE * 0.12),
+        (0.9, 4, 0, 0, 10, 0, 300, 0.1),
+        (0.9, 4, 2, 2, 10, 0, 300, 0.1),  # some wait, though there is room
+        (0.95, 4, 2, 2, 10, 0, 350, 0.1),
+        # What waits needs as much as what runs, and at most what would be charged without sharing.
+        (1.0, 4, 2, 2, 3, 600 - 750, 250, 0.1 + HASTE * 0.15),
+        (1.0, 4, 2, 2, 10, 600 - 1350, 0, 0.1 + HASTE * 0.75),
+        (1.0, 0, 0, 1, 10, 600 - 1350, 0, 0.1 + HASTE * 0.75),
+        (0.0, 4, 0, 0, 10, 0, 0, 0.1),
+    ],
+)
+def test_what_a_page_says_of_a_cache(
+    usage: float, running: int, waiting: int, queued: int, sequences: int,
+    spare: int, more: int, apart: float,
+) -> None:  # fmt: skip
+    [worker] = members(fleet_of(spec("a")))
+    worker.kv_capacity, worker.kv_tokens, worker.sequences = 1000, 600, sequences
+    worker.decode_tokens, worker.kv_coming = 50, 30
+    worker.pace.missing, worker.kv_apart, worker.stems.saved = 0.25, 0.1, 1000
+    learn(worker, Gauges(0.0, running, waiting, kv_usage=usage), queued)
+    assert (worker.kv_spare, worker.kv_more) == (spare, more)
+    assert worker.kv_apart == pytest.approx(apart)
+
+
+def test_a_page_says_what_a_cache_holds_for_so_long() -> None:
+    [worker] = members(fleet_of(spec("a")))
+    worker.kv_more, worker.gauges = 7, Gauges(10.0)
+    assert [more(worker, 10.0 + late) for late in (0.0, HEEDED_S, HEEDED_S + 0.1)] == [7, 7, 0]
+    worker.gauges = None
+    assert more(worker, 10.0) == 0

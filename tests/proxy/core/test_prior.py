@@ -8,6 +8,7 @@ import pytest
 
 from proxy.core.limits import Limits
 from proxy.core.prior import MOST_VOTERS
+from proxy.core.rates import Learnt
 from proxy.core.sizing import FEW, MOST_LEARNT, Sizer
 from proxy.core.tenants import Tenant, TenantSpec
 from proxy.core.types import Ask, Outcome, Usage
@@ -111,3 +112,10 @@ def test_the_median_is_made_anew_seldom() -> None:
         made += common is not before
         before = common
     assert made < 100
+
+
+def test_the_voter_that_was_silent_longest_goes() -> None:
+    prior, rates = Sizer().prior("m", CHAT), Learnt()
+    for number in (*range(MOST_VOTERS), 0, MOST_VOTERS):
+        prior.vote(f"t{number}", rates)
+    assert [*prior._voters] == [f"t{number}" for number in (*range(2, MOST_VOTERS), 0, MOST_VOTERS)]

@@ -36,3 +36,11 @@ def test_a_clock_that_stands_still_is_no_matter() -> None:
         traffic.saw_short(5.0)
         traffic.saw_long(5.0, 1.0)
     assert traffic.shorts_per_s(5.0) == 10 / MEMORY_S
+
+
+def test_all_that_ever_came_is_counted() -> None:
+    traffic = Traffic()
+    for at in (0.0, 9 * MEMORY_S):
+        traffic.saw_short(at)
+        traffic.saw_long(at, 1.5)
+    assert (traffic.shorts_ever, traffic.longs_ever, traffic.long_s_ever) == (2, 2, 3.0)
