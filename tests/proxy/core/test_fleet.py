@@ -7,7 +7,7 @@ from math import inf
 import pytest
 
 from proxy.core.decisions import Decision, Handover, Lease
-from proxy.core.fleet import Fleet
+from proxy.core.fleet import Fleet, _more
 from proxy.core.learning import judge
 from proxy.core.types import Ask, Outcome, Reason, Role
 from tests.proxy.core.making import ask, fleet_of, idle, members, spec
@@ -218,3 +218,15 @@ def test_the_rest_of_a_hand_over_moves_with_all_that_is_charged_for_it() -> None
     assert lease.worker is other
     fleet.release(lease)
     assert idle([first, one, other])
+
+
+@pytest.mark.parametrize(
+    ("seen", "limit", "samples", "more"),
+    [(50, None, 1, 50), (60, None, 1, 40), (50, 80, 1, 30), (80, 80, 1, 0), (100, 80, 2, 60)],
+)
+def test_an_answer_longer_than_foreseen_may_be_as_long_again(
+    seen: int, limit: int | None, samples: int, more: int
+) -> None:
+    one = ask(100, limit, samples=samples)
+    one.expected_output = 50
+    assert _more(one, seen) == more

@@ -105,10 +105,11 @@ def test_where_the_sure_one_has_failed_the_other_may_try() -> None:
 
 
 def test_nobody_live_is_503_and_says_when() -> None:
-    router = router_of(spec("a"), panic_threshold=0.0)
-    router.fleet.failed(worker_of(router, "a"), 0.0, 7.0)
-    refusal = refused(router.submit(ask(), 0.0))
-    assert (refusal.status, refusal.reason, refusal.retry_after_s) == (503, Reason.NO_WORKER, 7.0)
+    router = router_of(spec("a"), spec("b"), panic_threshold=0.0)
+    for name, rest_s in (("a", 7.0), ("b", 9.0)):
+        router.fleet.failed(worker_of(router, name), 0.0, rest_s)
+    refusal = refused(router.submit(ask(), 2.0))
+    assert (refusal.status, refusal.reason, refusal.retry_after_s) == (503, Reason.NO_WORKER, 5.0)
     assert refused(Router(RouterSettings(), Fleet()).submit(ask(), 0.0)).status == 503
 
 
