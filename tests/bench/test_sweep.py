@@ -42,12 +42,6 @@ def test_curves_have_a_value_per_seed_and_a_knee() -> None:
     assert sweep().curves(CONCURRENCY, "tokens")["short"].knee is None  # nine times as much at 9
 
 
-def test_a_knee_is_where_more_was_seen_to_gain_nothing() -> None:
-    level = [Point("a", CONCURRENCY, x, 0, figures(None, min(x, 8.0))) for x in (1.0, 8.0, 9.0)]
-    assert Sweep(level).knees(CONCURRENCY) == {"a": 8.0}
-    assert Sweep(level[:2]).knees(CONCURRENCY) == {"a": None}  # it may well go on growing
-
-
 def test_without_targets_a_rate_is_served_when_it_is_kept_up_with() -> None:
     kept = Point("a", RATE, 2.0, 0, figures(None, 1.0))
     behind = Point("a", RATE, 8.0, 0, figures(None, 1.0), kept_up=0.25)

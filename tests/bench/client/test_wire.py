@@ -56,16 +56,6 @@ def once(sent: bytes, *, waits: bool = False) -> Handler:
     return handler
 
 
-async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Answer each request with its body."""
-    while True:
-        try:
-            _, body = await request(reader)
-        except asyncio.IncompleteReadError:
-            return
-        writer.write(answered(body))
-
-
 async def test_requests_share_a_connection_one_after_the_other() -> None:
     heads: list[str] = []
     connections = 0
@@ -93,16 +83,6 @@ async def test_requests_share_a_connection_one_after_the_other() -> None:
     assert heads[0].startswith("POST /root/a HTTP/1.1\r\n")
     assert heads[1].startswith("GET /root/b HTTP/1.1\r\n")
     assert "X-Key: k\r\n" in heads[0]
-
-
-async def test_a_closed_loop_on_kept_connections_loses_nobody() -> None:
-    async with talking_to(echo) as wire:
-
-        async def lane(name: int) -> list[bytes]:
-            return [await wire.ask("/", b"%d-%d" % (name, i), 5) for i in range(30)]
-
-        lanes = await asyncio.gather(*map(lane, range(8)))
-    assert lanes == [[b"%d-%d" % (name, i) for i in range(30)] for name in range(8)]
 
 
 async def test_a_connection_closed_while_idle_is_replaced() -> None:
