@@ -21,7 +21,7 @@ from proxy.core.router import Router
 from proxy.core.tenants import Rank, Tenant, TenantSpec
 from proxy.core.types import Ask, Outcome, Reason, Refusal, Ticket
 from tests.present import present
-from tests.proxy.core.making import ask, placed, waits
+from tests.proxy.core.making import LONG, SHORT, ask, placed, router_of, spec, waits
 
 INTERACTIVE, STANDARD, BATCH = Rank
 SETTINGS = FairnessSettings()
@@ -155,6 +155,20 @@ def test_nothing_is_saved_up_by_being_away() -> None:
         hall.push(of(lazy))
     hall.place(20)
     assert Counter(hall.names()[-20:])["lazy"] in (10, 11), "from here on they share"
+
+
+def test_nor_what_one_had_of_another_size() -> None:
+    """An application whose shorts never wait has its share where its longs do."""
+    workers = spec("s", SHORT, 1000), spec("l", LONG, 10_000, most=1)
+    router = router_of(*workers, policy="length", short_limit=500)
+    chat, job = tenant("chat"), tenant("job")
+
+    def shorts() -> None:
+        for _ in range(10):
+            router.finish(placed(router.submit(of(chat), 0.0)), 0.0, Outcome.DONE)
+
+    shorts()
+    assert turns(router, job, chat, shorts, prompt=800, long=True)["chat"] == 10
 
 
 def turns(

@@ -63,3 +63,12 @@ def test_another_models_pool_leaves_each_where_it_is_found() -> None:
         charge(fleet, worker)
     assert {worker for _, _, worker in ranked} == set(fleet)
     assert [worker for _, _, worker in ranked] == members(fleet)
+
+
+def test_where_size_decides() -> None:
+    assert fleet_of(spec("a", SHORT), spec("b", LONG)).pool(MODEL).mixed
+    assert fleet_of(spec("a", SHORT), spec("b")).pool(MODEL).mixed
+    assert not fleet_of(spec("a"), spec("b")).pool(MODEL).mixed
+    assert not fleet_of(spec("a", SHORT), spec("b", SHORT)).pool(MODEL).mixed
+    limits = fleet_of(spec("a", SHORT, 10), spec("b", LONG, 30), spec("c", LONG, 20)).pool(MODEL)
+    assert limits.boundaries == [10, 20]

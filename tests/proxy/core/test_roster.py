@@ -169,6 +169,14 @@ def test_a_model_s_context_is_the_longest_that_is_offered_now() -> None:
     assert fleet.contexts() == {}
 
 
+def test_a_length_that_the_operator_states_stands() -> None:
+    fleet = fleet_of(spec("a", limit=1000))
+    fleet.set_served("a", [MODEL], 4096)
+    assert members(fleet)[0].max_model_len == 1000
+    fleet.set_served("a", [MODEL], 512)  # unless that is more than there is
+    assert members(fleet)[0].max_model_len == 512
+
+
 def test_the_cache_of_one_that_left_or_was_down_is_forgotten() -> None:
     fleet = fleet_of(spec("a"), spec("b"))
     hashes = fleet.prefixes.hashes(MODEL, b"x" * BLOCKS[0])

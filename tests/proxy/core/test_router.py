@@ -208,6 +208,14 @@ def test_so_are_all_retries_together() -> None:
     assert all(refused(end).status == 502 for end in ends[10:])
 
 
+def test_requests_earn_retries() -> None:
+    router = router_of(spec("a"), spec("b"), retry_budget=0.1)
+    for _ in range(300):
+        router.finish(placed(router.submit(ask(), 0.0)), 0.0, Outcome.DONE)
+    ends = [router.submit(ask(), 0.0, tried=those(router, "a")) for _ in range(60)]
+    assert sum(isinstance(end, Lease) for end in ends) > 10
+
+
 def test_a_namesake_elsewhere_falls_by_itself() -> None:
     """The first to fall there pays, too, and the next does not."""
     router = router_of(spec("a"), spec("b"))
@@ -320,6 +328,15 @@ def test_an_unstreamed_answer_left_too_late_is_blamed_on_its_steps_too() -> None
     assert 1.0 < first < 1.1 < step <= 2.0
 
 
+def test_an_old_request_that_ends_well_does_not_close_a_breaker() -> None:
+    router = router_of(spec("a"))
+    worker = worker_of(router, "a")
+    old = placed(router.submit(ask(), 0.0))
+    router.fleet.failed(worker, 1.0, 60.0)
+    router.finish(old, 2.0, Outcome.DONE)
+    assert not worker.breaker.closed
+
+
 def test_a_trial_that_ends_well_does() -> None:
     router = router_of(spec("a"))
     worker = worker_of(router, "a")
@@ -385,6 +402,17 @@ def test_one_that_reports_no_cache_is_known_by_its_times(keeps: bool, missing: f
 
 
 # Telling
+
+
+@pytest.mark.parametrize(
+    ("path", "shorts"), [("/tokenize", 0), ("/v1/embeddings", 1), ("/v1/completions", 1)]
+)
+def test_only_what_an_engine_computes_is_of_the_tide(path: str, shorts: int) -> None:
+    router = router_of(spec("a"))
+    one = sized(router, {"prompt": "hello world " * 20, "input": "hello world " * 20}, path)
+    lease = placed(router.submit(one, 0.0))
+    assert router.traffic_of(MODEL).shorts_ever == shorts
+    assert (lease.prefill_tokens > 0) == (shorts > 0)
 
 
 def scores(told: object) -> dict[str, Score]:

@@ -27,6 +27,13 @@ def two() -> Tenants:
     return tenants
 
 
+def test_without_any_nobody_is_asked_for_a_key() -> None:
+    tenants = Tenants()
+    assert tenants.open
+    assert tenants.of_key(KEY) is None
+    assert not two().open
+
+
 @given(st.binary(max_size=80))
 def test_no_other_key_does(key: bytes) -> None:
     found = two().of_key(key)

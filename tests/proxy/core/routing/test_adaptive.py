@@ -8,8 +8,9 @@ from proxy.core.decisions import Decision, Lease
 from proxy.core.pool import SMALL
 from proxy.core.records import Gauges
 from proxy.core.router import Router
-from proxy.core.types import Outcome, Reason
+from proxy.core.types import Ask, Outcome, Reason
 from tests.proxy.core.making import (
+    GENERAL,
     LONG,
     SHORT,
     ask,
@@ -128,6 +129,12 @@ def test_strangers_count_as_load() -> None:
         router.fleet.set_gauges("b", Gauges(at=second))
     names = [placed(router.submit(ask(), 2.0)).worker.name for _ in range(5)]
     assert names == ["b"] * 5
+
+
+@pytest.mark.parametrize("one", [ask(), ask(20_000, long=True)])
+def test_a_single_worker_is_the_only_choice(one: Ask) -> None:
+    router = router_of(spec("g", GENERAL, 65_536))
+    assert where(placed(router.submit(one, 0.0))) == ("g", Reason.ONLY_CHOICE)
 
 
 def test_the_parts_of_a_score_make_its_whole() -> None:
