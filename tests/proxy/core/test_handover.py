@@ -239,6 +239,16 @@ def test_the_prefill_worker_that_is_done_first() -> None:
     assert {lease.worker.name for lease in first if lease} == {"p0", "p1", "p2"}
 
 
+def test_a_prefill_worker_that_holds_the_prefix() -> None:
+    here = router(prefills=3, decodes=2, disaggregate_above=1)
+    prefix = tuple(range(8))
+    lease = placed(here.submit(ask(1000, prefix=prefix), 0.0))
+    where = present(lease.prefill).worker
+    here.prefilled(lease, 1.0, Usage(1000))
+    again = placed(here.submit(ask(1000, prefix=prefix), 2.0, tried=frozenset([lease.worker])))
+    assert present(again.prefill).worker is where
+
+
 def test_one_that_is_larger_than_the_cache_does_not_wait_for_ever() -> None:
     here = router(disaggregate_above=100)
     here.fleet.set_gauges("d0", Gauges(0.0, kv_capacity_tokens=3000))

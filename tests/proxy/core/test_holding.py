@@ -7,6 +7,7 @@ from itertools import permutations
 import pytest
 
 from proxy.core.decisions import Decision, Handover, Lease
+from proxy.core.elsewhere import NO_LOAD, Load
 from proxy.core.fleet import Fleet
 from proxy.core.holding import HASTE, HEEDED_S, learn, more
 from proxy.core.prefix import COVERED
@@ -142,6 +143,19 @@ def test_a_page_that_says_there_is_room_is_believed_for_a_while() -> None:
     assert worker.kv_spare > 0
     here.fleet.charge(ask(10), Decision(worker, Reason.ONLY_CHOICE), 2.1 + HEEDED_S)
     assert worker.kv_spare == 0  # nobody knows any more
+
+
+def test_what_has_not_shown_a_token_may_be_missing_on_a_page() -> None:
+    here = one(policy="least_loaded")
+    while isinstance(agent(here, 0.0), Lease):
+        pass
+    worker = page(here, 1.0, 0.05)
+    assert worker.full
+    charged = worker.kv_tokens
+    here.fleet.charged_elsewhere(worker, Load(9, 9, kv_tokens=99_000, kv_coming=99_000), 0.0, 1.0)
+    page(here, 2.0, 0.05)
+    assert worker.kv_held == charged + 99_000
+    here.fleet.charged_elsewhere(worker, NO_LOAD, 0.0, 2.0)
 
 
 @pytest.mark.parametrize(("usage", "waiting"), [(0.5, 3), (0.0, 0)])

@@ -11,6 +11,30 @@ from hypothesis import strategies as st
 from proxy.core.predict import FIXED_S, TOKEN_S, Pace
 
 
+def taught(fixed: float, token: float, *, noise: float = 0.0, times: int = 200) -> Pace:
+    """Teach one with prompts of all sizes on a worker of known speed."""
+    pace, rng = Pace(), random.Random(1)
+    for i in range(times):
+        tokens = rng.choice([50, 200, 1000, 8000])
+        seconds = (fixed + token * tokens) * rng.uniform(1 - noise, 1 + noise)
+        pace.saw_first_token(tokens, 0.0, 0.0, seconds, now=float(i))
+    return pace
+
+
+@pytest.mark.parametrize(("fixed", "token"), [(0.01, 1e-5), (0.05, 1e-3), (0.3, 5e-3)])
+def test_short_and_long_prompts_are_predicted(fixed: float, token: float) -> None:
+    pace = taught(fixed, token, noise=0.2)
+    for tokens in (100, 1000, 8000):
+        assert pace.first_token_s(tokens) == pytest.approx(fixed + token * tokens, rel=0.25)
+
+
+def test_the_first_observation_says_most() -> None:
+    pace = Pace()
+    before = pace.first_token_s(1000)
+    pace.saw_first_token(1000, 0.0, 0.0, 4 * before, now=0.0)
+    assert 2.5 * before < pace.first_token_s(1000) < 4 * before
+
+
 def test_steps_are_learnt_apart() -> None:
     pace, rng = Pace(), random.Random(1)
     for i in range(300):

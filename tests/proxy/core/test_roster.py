@@ -124,6 +124,13 @@ def test_what_was_served_once_is_known_of_so_many_models(monkeypatch: pytest.Mon
     assert told == {"one": True, "two": True, "three": False, "four": False}
 
 
+def test_a_prefill_worker_tells_of_nothing_that_others_do_not() -> None:
+    here = Waiting("a")
+    here.fleet.probe_ok("a", here.now)
+    here.fleet.add(spec("p", Role.PREFILL))
+    assert here.later(0)
+
+
 def test_who_was_drained_and_is_taken_back_is_waited_for_again() -> None:
     here = Waiting("a", "b")
     here.fleet.probe_ok("a", here.now)

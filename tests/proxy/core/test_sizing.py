@@ -123,6 +123,12 @@ def test_the_newer_limit_wins_and_null_is_none() -> None:
     assert size(chat("x", max_tokens=True)).output_tokens == 1  # as workers read it
 
 
+def test_what_does_not_generate_writes_nothing() -> None:
+    ask = size({"input": ["x" * 40] * 3}, "/v1/embeddings")
+    assert (ask.generates, ask.expected_output, ask.samples) == (False, 0, 3)
+    assert ask.needs == ask.largest_prompt == 10
+
+
 def test_a_prompt_that_is_cut_off_is_no_longer_than_that() -> None:
     ask = size({"input": "x" * 40_000, "truncate_prompt_tokens": 512}, "/v1/embeddings")
     assert (ask.prompt_tokens, ask.largest_prompt) == (512, 512)
