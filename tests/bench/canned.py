@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import io
 from dataclasses import dataclass
 from typing import Any
+
+from rich.console import Console, RenderableType
 
 from vllm_sched.bench.compare import Comparison, Contender, Plan
 from vllm_sched.bench.runner import Record, Round
@@ -21,6 +24,13 @@ class StillWorker:
 
     def check(self) -> None:
         """Be alive."""
+
+
+def printed(what: RenderableType, width: int = 80) -> str:
+    """Return what is printed, as text."""
+    out = io.StringIO()
+    Console(file=out, width=width).print(what)
+    return out.getvalue()
 
 
 def record(klass: str, sent: float, ticks: list[float], *, prompt: int = 100) -> Record:

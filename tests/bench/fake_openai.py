@@ -28,7 +28,6 @@ class FakeOpenAI:
     without_list: int = 404  # what is said where there is none
     knows_ignore_eos: bool = True
     tells_usage: bool = True
-    usage_alone: bool = False  # with no choices beside it, not even none
     counts: int | None = None  # tokens of whatever prompt
     paths: tuple[str, ...] = ("/v1/completions", "/v1/chat/completions")
     max_model_len: int | None = 4096
@@ -128,8 +127,7 @@ class FakeOpenAI:
             await response.write(event({"delta": {}, "finish_reason": "length"}))
         usage = {"prompt_tokens": self._count(body), "completion_tokens": wanted}
         if self.tells_usage:
-            beside = {} if self.usage_alone else {"choices": []}
-            await response.write(b"data: " + dumped({**beside, "usage": usage}) + b"\n\n")
+            await response.write(b"data: " + dumped({"choices": [], "usage": usage}) + b"\n\n")
         await response.write(b"data: [DONE]\n\n")
         return response
 

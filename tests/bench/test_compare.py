@@ -149,14 +149,6 @@ def test_the_saved_file_has_settings_samples_and_ratios(tmp_path: Path) -> None:
     assert ratio["ratio"] == pytest.approx(0.25)
 
 
-def test_failures_are_counted() -> None:
-    result = canned_comparison()
-    assert not result.failed
-    result.candidate.rounds[0].lone[0].error = "gone"
-    assert result.failed
-    assert [len(side.failed) for side in result.sides] == [0, 1]
-
-
 def test_a_pipe_gets_plain_lines_and_a_terminal_a_live_one() -> None:
     plain = io.StringIO()
     with Narrator(Console(file=plain)) as narrator:

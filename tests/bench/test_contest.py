@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import io
 import json
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
-from tests.bench.canned import canned_comparison
+from tests.bench.canned import canned_comparison, printed
 from vllm_sched.bench.contest import Contest
 
 
@@ -30,9 +28,8 @@ def test_each_is_measured_by_the_first(contest: Contest) -> None:
 
 
 def test_the_table_has_a_column_each(contest: Contest) -> None:
-    out = io.StringIO()
-    Console(file=out, width=160).print(contest.table())
-    line = next(line for line in out.getvalue().splitlines() if "short prompts" in line)
+    text = printed(contest.table(), 160)
+    line = next(line for line in text.splitlines() if "short prompts" in line)
     assert "TTFT p50" in line
     assert "2.00 s" in line
     assert "500 ms (0.25x)" in line
@@ -50,7 +47,6 @@ def test_the_file_has_every_contender_once(contest: Contest, tmp_path: Path) -> 
 def test_failures_are_counted_for_whom_they_befell(contest: Contest) -> None:
     contest.contenders[2].rounds[0].records[0].error = "gone"
     assert contest.failed
-    out = io.StringIO()
-    Console(file=out, width=160).print(contest.table())
-    last = next(line for line in out.getvalue().splitlines() if "failed requests" in line)
+    text = printed(contest.table(), 160)
+    last = next(line for line in text.splitlines() if "failed requests" in line)
     assert last.split()[-3:] == ["0", "0", "1"]

@@ -54,9 +54,9 @@ class Asked:
     """Stands for a worker that is this process, and dies on its second look."""
 
     name = "asked"
-    pid = os.getpid()
 
     def __init__(self, *, dies: bool) -> None:
+        self.pid = os.getpid()  # of the process that runs the test, which may be a fork
         self.looks = 0
         self.dies = dies
 

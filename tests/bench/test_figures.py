@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import io
 import math
 import statistics
 
 import pytest
-from rich.console import Console
 
+from tests.bench.canned import printed
 from vllm_sched.bench import goodput
 from vllm_sched.bench.goodput import Targets
 from vllm_sched.bench.outcome import Outcome
@@ -106,15 +105,8 @@ def test_details_have_a_place_for_each_that_ended() -> None:
     assert found["output_lens"] == [3, 4, 1, 0]
 
 
-def test_merged_tokens_are_told() -> None:
-    assert summary([outcome(0, [1.0, 2.0], completed=5)], 2.0, Targets())["merged_tokens"] == 3
-
-
 def shown(outcomes: list[Outcome], targets: Targets, width: int = 80) -> str:
-    console = Console(file=io.StringIO(), width=width)
-    console.print(table(by_class(outcomes, 5.0, targets), targets))
-    assert isinstance(console.file, io.StringIO)
-    return console.file.getvalue()
+    return printed(table(by_class(outcomes, 5.0, targets), targets), width)
 
 
 def test_the_table_has_a_column_per_class() -> None:
@@ -134,10 +126,6 @@ def test_of_many_classes_the_commonest_have_a_column() -> None:
         *(f"app-{n}" for n in (49, 0, 1, 2, 3, 4)), "all",
     ]  # fmt: skip
     assert "44 classes more are in what --save writes" in text
-
-
-def test_a_table_of_nothing_is_a_table() -> None:
-    assert "- / -" in shown([FAILED], Targets(ttft=1.0))
 
 
 def test_intervals_over_seeds() -> None:

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.present import present
 from vllm_sched.bench.knee import (
     explore_concurrencies,
     explore_rates,
@@ -17,94 +18,70 @@ from vllm_sched.bench.knee import (
 from vllm_sched.bench.outcome import Outcome
 
 
+class Asked(dict[float, float]):
+    """The measurements of a server, by load."""
+
+    def __init__(self, found: Callable[[float], float]) -> None:
+        self._found = found
+
+    async def measure(self, load: float) -> float:
+        """Return what is found at a load."""
+        self[load] = self._found(load)
+        return self[load]
+
+
 @given(st.floats(1 / 8, 1000), st.floats(0.5, 4))
 async def test_a_capacity_within_reach_is_closed_in_on(times: float, start: float) -> None:
     capacity = times * start
-    shares: dict[float, float] = {}
-
-    async def measure(rate: float) -> float:
-        shares[rate] = min(1.0, capacity / rate)
-        return shares[rate]
-
-    await explore_rates(measure, start)
-    served = served_rate(shares)
+    shares = Asked(lambda rate: min(1.0, capacity / rate))
+    await explore_rates(shares.measure, start)
+    served = present(served_rate(shares))
     limit = capacity / 0.9
     assert len(shares) <= 16
-    assert served is not None
     assert served <= limit * 1.001
     # Within the fourth root of two, but for rounding to three digits.
     assert served >= limit / 1.2
 
 
 async def test_a_server_that_serves_nothing_is_given_up_on() -> None:
-    asked: list[float] = []
-
-    async def measure(rate: float) -> float:
-        asked.append(rate)
-        return 0.0
-
-    await explore_rates(measure, 1.0)
-    assert asked == [1.0, 0.5, 0.25, 0.125, 0.0625]
-    assert served_rate(dict.fromkeys(asked, 0.0)) is None
+    asked = Asked(lambda _: 0.0)
+    await explore_rates(asked.measure, 1.0)
+    assert [*asked] == [1.0, 0.5, 0.25, 0.125, 0.0625]
+    assert served_rate(asked) is None
 
 
 @pytest.mark.parametrize(("share", "played"), [(0.0, [4.0, 2.0, 1.0]), (1.0, [4.0, 8.0, 16.0])])
 async def test_no_rate_is_played_at_which_nobody_or_too_many_would_come(
     share: float, played: list[float]
 ) -> None:
-    asked: list[float] = []
-
-    async def measure(rate: float) -> float:
-        asked.append(rate)
-        return share
-
-    await explore_rates(measure, 4.0, least=0.6, most=30.0)
-    assert asked == played
+    asked = Asked(lambda _: share)
+    await explore_rates(asked.measure, 4.0, least=0.6, most=30.0)
+    assert [*asked] == played
 
 
 async def test_a_server_without_limit_ends_the_search_too() -> None:
-    asked: list[float] = []
-
-    async def measure(rate: float) -> float:
-        asked.append(rate)
-        return 1.0
-
-    await explore_rates(measure, 1.0)
+    asked = Asked(lambda _: 1.0)
+    await explore_rates(asked.measure, 1.0)
     assert len(asked) <= 16
 
 
 @pytest.mark.parametrize(("slots", "knee"), [(1, 1), (8, 8), (100, 128)])
 async def test_concurrency_doubles_until_it_gains_nothing(slots: int, knee: int) -> None:
-    found: dict[float, float] = {}
-
-    async def measure(concurrency: float) -> float:
-        found[concurrency] = min(concurrency, slots) * 10.0
-        return found[concurrency]
-
-    await explore_concurrencies(measure)
+    found = Asked(lambda concurrency: min(concurrency, slots) * 10.0)
+    await explore_concurrencies(found.measure)
     assert throughput_knee(found) == knee
     assert max(found) <= 4 * knee
 
 
 async def test_one_bad_run_does_not_end_the_search() -> None:
-    found: dict[float, float] = {}
-
-    async def measure(concurrency: float) -> float:
-        found[concurrency] = 5.0 if concurrency == 4 else min(concurrency, 32) * 10.0
-        return found[concurrency]
-
-    await explore_concurrencies(measure)
+    found = Asked(lambda concurrency: 5.0 if concurrency == 4 else min(concurrency, 32) * 10.0)
+    await explore_concurrencies(found.measure)
     assert throughput_knee(found) == 32
 
 
 async def test_where_nothing_is_answered_the_search_ends_and_finds_no_knee() -> None:
-    found: dict[float, float] = {}
-
-    async def measure(concurrency: float) -> float:
-        found[concurrency] = 0.0
-        return 0.0
-
-    await explore_concurrencies(measure)
+    found = Asked(lambda _: 0.0)
+    await explore_concurrencies(found.measure)
     assert list(found) == [1, 2]
     assert throughput_knee(found) is None
 

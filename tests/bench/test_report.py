@@ -1,14 +1,13 @@
 from __future__ import annotations
 
-import io
 import random
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from rich.console import Console
 
-from tests.bench.canned import canned_round, record
+from tests.bench.canned import canned_round, printed, record
+from tests.present import present
 from vllm_sched.bench import report
 from vllm_sched.bench.runner import Round
 
@@ -23,8 +22,7 @@ def test_percentiles_interpolate() -> None:
 
 @given(st.lists(st.floats(0, 1e6), min_size=1), st.floats(0, 100))
 def test_a_percentile_lies_within_its_samples(samples: list[float], percent: float) -> None:
-    value = report.percentile(samples, percent)
-    assert value is not None
+    value = present(report.percentile(samples, percent))
     assert min(samples) <= value * (1 + 1e-9) + 1e-9
     assert value <= max(samples) * (1 + 1e-9)
     assert report.percentile(random.Random(0).sample(samples, len(samples)), percent) == value
@@ -116,10 +114,8 @@ def test_values_are_shown_for_people(value: float | None, unit: str, shown: str)
 
 
 def rendered(failed: list[int], rounds: list[Round]) -> str:
-    console = Console(file=io.StringIO(), width=100)
-    console.print(report.table(report.figures(rounds, rounds), ["default", "mine"], failed))
-    assert isinstance(console.file, io.StringIO)
-    return console.file.getvalue()
+    figures = report.figures(rounds, rounds)
+    return printed(report.table(figures, ["default", "mine"], failed), 100)
 
 
 def test_the_table_names_sides_classes_and_failures() -> None:

@@ -13,6 +13,7 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
+from tests.present import present
 from vllm_sched.bench.runner import Record, Stream, play, request_body
 from vllm_sched.bench.workloads import Arrival, Workload
 from vllm_sched.workers.launch import free_port
@@ -172,35 +173,35 @@ async def test_a_refusal_is_recorded_with_its_words(start: Start) -> None:
     assert all(r.ttft is None for r in played.failed)
 
 
-async def test_an_error_inside_the_stream_is_recorded(start: Start) -> None:
-    async def handler(request: web.Request) -> web.StreamResponse:
-        return await streamed(
-            request, TOKEN, b'data: {"error":{"message":"engine died"}}\n\n', DONE
-        )
-
-    played = await play(await start(handler), "m", workload(SHORT), 1)
-    assert "engine died" in played.records[0].error
-    assert len(played.records[0].ticks) == 1
+SORRY = b'data: {"error":{"message":"engine died"}}\n\n'
+SHORT_BY_ONE = "the stream ended after 2 of 3 tokens"
 
 
 @pytest.mark.parametrize(
-    "chunks",
-    [(TOKEN, TOKEN), (TOKEN, TOKEN, DONE), (TOKEN, TOKEN, usage(2), DONE)],
-    ids=["no end", "no usage", "too few"],
+    ("chunks", "ticks", "error"),
+    [
+        ((TOKEN, SORRY, DONE), 1, "engine died"),
+        ((TOKEN, TOKEN), 2, SHORT_BY_ONE),
+        ((TOKEN, TOKEN, DONE), 2, SHORT_BY_ONE),
+        ((TOKEN, TOKEN, usage(2), DONE), 2, SHORT_BY_ONE),
+    ],
+    ids=["an error event", "no end", "no usage", "too few"],
 )
-async def test_a_truncated_stream_is_an_error(start: Start, chunks: tuple[bytes, ...]) -> None:
+async def test_a_stream_that_is_not_whole_is_an_error(
+    start: Start, chunks: tuple[bytes, ...], ticks: int, error: str
+) -> None:
     async def handler(request: web.Request) -> web.StreamResponse:
         return await streamed(request, *chunks)
 
     played = await play(await start(handler), "m", workload(SHORT), 1)
-    assert played.records[0].error == "the stream ended after 2 of 3 tokens"
+    assert error in played.records[0].error
+    assert len(played.records[0].ticks) == ticks
 
 
 async def test_a_dropped_connection_is_an_error(start: Start) -> None:
     async def handler(request: web.Request) -> web.StreamResponse:
         response = await streamed(request, TOKEN)
-        assert request.transport is not None
-        request.transport.abort()
+        present(request.transport).abort()
         return response
 
     played = await play(await start(handler), "m", workload(SHORT), 1)

@@ -117,12 +117,6 @@ def test_a_bare_svg_stands_alone(tmp_path: Path) -> None:
     assert "round 1 of 1" in svg
 
 
-def test_the_round_with_the_median_gain_is_drawn(tmp_path: Path) -> None:
-    picture = tmp_path / "pair.svg"
-    swimlane.write(canned_comparison((2.0, 2.0, 2.0), (0.1, 1.9, 1.0)), picture)
-    assert "round 3 of 3" in picture.read_text()
-
-
 def test_another_ending_is_refused() -> None:
     with pytest.raises(UsageError, match=r"pair\.png.*\.html or \.svg"):
         swimlane.check_suffix(Path("pair.png"))

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from tests.bench.canned import StillWorker, canned_comparison, canned_round
+from tests.bench.canned import StillWorker, canned_comparison, canned_round, printed
+from tests.present import present
 from vllm_sched.bench.compare import Contender, Narrator, Plan
 from vllm_sched.bench.workloads import long_blocks_short
 from vllm_sched.workers.launch import Side
@@ -22,12 +23,10 @@ from vllm_sched.workers.launch import Side
 @pytest.fixture(scope="module")
 def knob() -> ModuleType:
     path = Path(__file__).parents[2] / "benchmarks" / "upstream_knob.py"
-    spec = importlib.util.spec_from_file_location("upstream_knob", path)
-    assert spec is not None
-    assert spec.loader is not None
+    spec = present(importlib.util.spec_from_file_location("upstream_knob", path))
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
+    present(spec.loader).exec_module(module)
     return module
 
 
@@ -81,10 +80,8 @@ def test_a_contender_becomes_a_line(knob: ModuleType) -> None:
     line = knob.summarise(canned_comparison((2.0,)).baseline)
     assert line.failed == 0
     assert (line.short_p50, line.long_mean, line.long_max) == pytest.approx((2.0, 3.9, 3.9))
-    console = Console(file=io.StringIO(), width=100)
-    console.print(knob.table("2 long prompts", "ours", [knob.Duel("64", line, line)]))
-    assert isinstance(console.file, io.StringIO)
-    assert console.file.getvalue().count("2.00 s") == 4  # p50 and p99, of both
+    text = printed(knob.table("2 long prompts", "ours", [knob.Duel("64", line, line)]), 100)
+    assert text.count("2.00 s") == 4  # p50 and p99, of both
 
 
 def test_nobody_served_is_worse_than_any_time(knob: ModuleType) -> None:

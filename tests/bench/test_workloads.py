@@ -65,10 +65,6 @@ def test_prompts_have_their_length_and_ordinary_tokens() -> None:
     assert all(token in TOKEN_IDS for prompt in prompts for token in prompt)
 
 
-def test_build_by_name() -> None:
-    assert build("long-blocks-short", longs=1, seed=3) == long_blocks_short(longs=1, seed=3)
-
-
 def test_an_unknown_name_lists_the_valid_ones() -> None:
     with pytest.raises(ValueError, match=r"'quake'.*long-blocks-short") as caught:
         build("quake")

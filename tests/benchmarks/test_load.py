@@ -60,39 +60,33 @@ async def test_streams_run_side_by_side_to_their_end() -> None:
     assert (load.tally.done, load.tally.events, load.open) == (20, 80, 0)
 
 
-async def test_a_wrong_status_is_an_error() -> None:
-    load = await closed_against(answer(b"{}", 503))
-    assert [*load.errors] == ["HTTP 503"]
-    assert (load.tally.done, load.tally.latencies) == (0, [])
+@pytest.mark.parametrize(
+    ("reply", "then_close", "error"),
+    [
+        (answer(b"{}", 503), False, "HTTP 503"),
+        (GOOD[:-5], True, "cut off"),
+        (answer(b'{"error": {"message": "no"}}'), False, "not the mock's answer"),
+        (GOOD + b"x", False, "bytes "),
+    ],
+    ids=["status", "cut", "another body", "bytes too many"],
+)
+async def test_a_wrong_answer_is_an_error(reply: bytes, *, then_close: bool, error: str) -> None:
+    load = await closed_against(reply, then_close=then_close)
+    assert error in next(iter(load.errors))
+    if not error.startswith("bytes"):
+        assert (load.tally.done, load.tally.latencies, len(load.errors)) == (0, [], 1)
 
 
-async def test_a_cut_answer_is_an_error() -> None:
-    load = await closed_against(GOOD[:-5], then_close=True)
-    assert [*load.errors] == ["cut off"]
-    assert load.tally.done == 0
-
-
-async def test_another_body_is_an_error() -> None:
-    load = await closed_against(answer(b'{"error": {"message": "no"}}'))
-    assert "not the mock's answer" in next(iter(load.errors))
-    assert load.tally.done == 0
-
-
-async def test_bytes_too_many_are_an_error() -> None:
-    load = await closed_against(GOOD + b"x")
-    assert next(iter(load.errors)).startswith("bytes ")
-
-
-async def test_a_chunked_answer_is_as_good() -> None:
-    body = GOOD.partition(b"\r\n\r\n")[2]
-    load = await closed_against(STREAM_HEAD + chunk(body) + b"0\r\n\r\n")
-    assert load.errors == Counter()
-    assert load.tally.done >= 6
-
-
-async def test_a_server_that_closes_after_each_answer_is_asked_again() -> None:
-    last = GOOD.replace(b"server: uvicorn", b"connection: close", 1)
-    load = await closed_against(last, then_close=True)
+@pytest.mark.parametrize(
+    ("reply", "then_close"),
+    [
+        (STREAM_HEAD + chunk(GOOD.partition(b"\r\n\r\n")[2]) + b"0\r\n\r\n", False),
+        (GOOD.replace(b"server: uvicorn", b"connection: close", 1), True),
+    ],
+    ids=["chunked", "closed after each answer"],
+)
+async def test_other_framing_is_as_good(reply: bytes, *, then_close: bool) -> None:
+    load = await closed_against(reply, then_close=then_close)
     assert load.errors == Counter()
     assert load.tally.done >= 6
 
@@ -110,30 +104,23 @@ async def test_no_answer_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     assert load.errors == Counter({"no answer within 0.05 s": 3})
 
 
-async def test_a_stream_that_lacks_an_event_is_an_error() -> None:
-    load = await streams_against(STREAM_HEAD + chunk(EVENT) * 4 + LAST_CHUNKS)
-    assert load.errors == Counter({"a stream of 4 events of 5": 3})
-    assert load.open == 0
+SORRY = b'data: {"error": {"message": "worker died"}}\n\n'
 
 
-async def test_a_stream_without_its_last_word_is_an_error() -> None:
-    load = await streams_against(STREAM_HEAD + chunk(EVENT) * 5 + b"0\r\n\r\n")
-    assert load.errors == Counter({"a stream without its end": 3})
-
-
-async def test_a_stream_cut_off_is_an_error() -> None:
-    load = await streams_against(STREAM_HEAD + chunk(EVENT) * 5 + chunk(DONE), then_close=True)
-    assert load.errors == Counter({"cut off": 3})
-    assert load.open == 0
-
-
-async def test_an_error_event_is_an_error() -> None:
-    sorry = b'data: {"error": {"message": "worker died"}}\n\n'
-    load = await streams_against(STREAM_HEAD + chunk(EVENT) + chunk(sorry))
-    assert all("worker died" in kind for kind in load.errors)
+@pytest.mark.parametrize(
+    ("reply", "then_close", "error"),
+    [
+        (STREAM_HEAD + chunk(EVENT) * 4 + LAST_CHUNKS, False, "a stream of 4 events of 5"),
+        (STREAM_HEAD + chunk(EVENT) * 5 + b"0\r\n\r\n", False, "a stream without its end"),
+        (STREAM_HEAD + chunk(EVENT) * 5 + chunk(DONE), True, "cut off"),
+        (STREAM_HEAD + chunk(EVENT) + chunk(SORRY), False, "worker died"),
+        (answer(b"{}", 429), False, "HTTP 429"),
+    ],
+    ids=["an event short", "no end", "cut", "error event", "status"],
+)
+async def test_a_wrong_stream_is_an_error(reply: bytes, *, then_close: bool, error: str) -> None:
+    load = await streams_against(reply, then_close=then_close)
+    assert all(error in kind for kind in load.errors)
     assert load.errors.total() == 3
-
-
-async def test_a_stream_refused_is_an_error() -> None:
-    load = await streams_against(answer(b"{}", 429))
-    assert load.errors == Counter({"HTTP 429": 3})
+    if not error.startswith("worker"):
+        assert load.open == 0

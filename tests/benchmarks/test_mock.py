@@ -11,6 +11,7 @@ import pytest
 
 from benchmarks.router import mock
 from tests.benchmarks.servers import mock_worker
+from tests.present import present
 from vllm_sched.workers.launch import Worker, free_port
 
 
@@ -160,7 +161,6 @@ async def test_it_serves_on_all_its_ports_until_told_to_stop() -> None:
             _, writer = await asyncio.open_connection("127.0.0.1", port)
             writer.close()
             await writer.wait_closed()
-        process = worker._process
-        assert process is not None
+        process = present(worker._process)
         process.send_signal(signal.SIGTERM)
         assert await asyncio.to_thread(process.wait, 10) == 0

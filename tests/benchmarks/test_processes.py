@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 from benchmarks.router.processes import cpu_seconds, memory, running_on, tree
+from tests.present import present
 
 # A parent that sleeps while its child burns CPU time and holds memory.
 CHILD = "held = b'x' * 50_000_000; print(flush=True)\nwhile True: pass"
@@ -23,8 +24,7 @@ def parent() -> Iterator[int]:
     command = [sys.executable, "-c", PARENT]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
         try:
-            assert process.stdout is not None
-            process.stdout.readline()
+            present(process.stdout).readline()
             yield process.pid
         finally:
             for pid in reversed(tree(process.pid)):

@@ -10,6 +10,7 @@ import pytest
 
 from benchmarks.router.mock import END_OF_HEAD, LENGTH
 from benchmarks.router.prompts import SHARED_EVERY, Pace, Prompts
+from tests.present import present
 
 
 def take(prompts: Prompts, count: int) -> list[bytes]:
@@ -27,8 +28,7 @@ def test_bodies_have_the_size_that_was_asked_for(size: int, pace: Pace | None) -
     for request in take(Prompts(size, seed=1, pace=pace), 2 * SHARED_EVERY):
         head, _, rest = request.partition(END_OF_HEAD)
         assert len(rest) == size
-        found = LENGTH.search(head)
-        assert found is not None
+        found = present(LENGTH.search(head))
         assert int(found[1]) == size
         assert [m["role"] for m in body(request)["messages"]] == ["system", "user"]
 

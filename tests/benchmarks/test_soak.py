@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import soak
+from tests.present import present
 from tests.proxy.wire.site import eventually
 
 
@@ -34,8 +35,7 @@ def state(pid: int) -> str:
 async def test_a_process_stands_still_and_goes_on(
     parent: soak.Router, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert parent.process is not None
-    pid = parent.process.pid
+    pid = present(parent.process).pid
     await eventually(lambda: soak.children_of(pid), within=20.0)
     [child] = soak.children_of(pid)
     monkeypatch.setattr(soak, "STILL_S", (60.0, 60.0))

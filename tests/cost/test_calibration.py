@@ -9,6 +9,7 @@ import pytest
 
 from tests.cost.test_fit import TRUE, shape
 from vllm_sched.cost import calibration
+from tests.present import present
 from vllm_sched.cost.calibration import Calibration, Measured, calibrate
 from vllm_sched.cost.fit import PLACES
 from vllm_sched.cost.step_time import StepShape, StepTime
@@ -33,9 +34,7 @@ def measured(time: StepTime, *, noise: float = 0.0, count: int = 240) -> list[Me
 
 def held_out(found: Calibration) -> float:
     """Return the promised error."""
-    error = found.error()
-    assert error is not None
-    return error
+    return present(found.error())
 
 
 def test_finds_the_coefficients() -> None:
@@ -80,8 +79,7 @@ def test_of_a_noisy_worker_the_error_is_within_what_is_promised(noise: float) ->
     ]
     found = calibrate(steps)
     for kind in (None, *PLACES):
-        error = found.error(kind)
-        assert error is not None
+        error = present(found.error(kind))
         assert error <= 0.15, kind
 
 

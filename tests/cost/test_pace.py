@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.present import present
 from vllm_sched.cost import pace as pace_module
 from vllm_sched.cost.least_squares import non_negative
 from vllm_sched.cost.pace import Chunk, StepPace, whole_tiles
@@ -54,8 +55,7 @@ def test_prefill_before_a_base_is_known_teaches_nothing() -> None:
 
 @pytest.mark.parametrize("context", [0, 3_000, 12_000, 40_000])
 def test_finds_the_model_it_was_fed(context: int) -> None:
-    chunk = trained().chunk_within(0.05, context)
-    assert chunk is not None
+    chunk = present(trained().chunk_within(0.05, context))
     a_token = PER_TOKEN + PER_PAIR * context
     assert seconds([Chunk(chunk, context)]) == pytest.approx(0.05, rel=0.01, abs=a_token + 5e-4)
 
@@ -85,8 +85,7 @@ def test_a_prompt_far_on_is_sized_for_reading_it_again_too(seed: int) -> None:
 def test_a_prompt_so_far_on_that_reading_it_takes_all_the_time_moves_on() -> None:
     pace = StepPace(base=BASE, per_token=PER_TOKEN, per_pair=PER_PAIR, per_read=PER_READ)
     context = 40_000
-    tokens = pace.chunk_within(0.05, context)
-    assert tokens is not None
+    tokens = present(pace.chunk_within(0.05, context))
     work = seconds([Chunk(tokens, context)]) - BASE
     assert work == pytest.approx(min(PER_READ * context, 0.05), rel=0.05)
 
@@ -122,8 +121,7 @@ def test_it_is_solved_once_when_asked_and_not_in_each_step(
 
 
 def test_hiccups_leave_it_usable() -> None:
-    chunk = trained(noise=0.1).chunk_within(0.05, 6_000)
-    assert chunk is not None
+    chunk = present(trained(noise=0.1).chunk_within(0.05, 6_000))
     assert seconds([Chunk(chunk, 6_000)]) == pytest.approx(0.05, rel=0.5)
 
 

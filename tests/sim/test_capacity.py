@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from tests.present import present
 from vllm_sched.cost.profiles import PROFILES
 from vllm_sched.cost.step_time import StepTime
 from vllm_sched.cost.transfer import TransferTime
@@ -88,16 +89,14 @@ def test_chunks_read_again_what_was_computed_before() -> None:
 def test_where_the_transfer_becomes_the_limit() -> None:
     # Per token 0.2 ms against 0.1 ms of prefill, which has 22 ms besides: equal at 220 tokens.
     slow = TransferTime(0.0, 0.0, 2e-7)
-    found = capacity.limiting_prompt(TIME, slow, **BLOCKS)
-    assert found is not None
+    found = present(capacity.limiting_prompt(TIME, slow, **BLOCKS))
     assert found == pytest.approx(221, abs=10)
     assert capacity.limiting_prompt(TIME, TransferTime(0.0, 0.0, 1e-9), **BLOCKS) is None
     assert capacity.limiting_prompt(TIME, TransferTime(1.0, 0.0, 1e-6), **BLOCKS) == 1
     # Where attention makes the longest slow to prefill, the link is the limit in between all the
     # same.
     pairs = replace(TIME, pair_s=TIME.prefill_s / 20_000)
-    between = capacity.limiting_prompt(pairs, slow, **BLOCKS)
-    assert between is not None
+    between = present(capacity.limiting_prompt(pairs, slow, **BLOCKS))
     assert found <= between < 2 * found
 
 

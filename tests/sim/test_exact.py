@@ -102,27 +102,6 @@ def test_every_job_ends_once_and_writes_what_it_should(asynchronous: bool) -> No
     assert engine.facts()["preemptions"] > 0
 
 
-def test_the_same_jobs_give_the_same_events() -> None:
-    def once() -> list[object]:
-        engine = ExactEngine(worker(policies={"long_prompt": {}, "chunk_budget": {}}))
-        rng = random.Random(5)
-        return [*run(engine, [(n * 0.02, job(f"{n}", rng.randint(1, 3000), 9)) for n in range(60)])]
-
-    assert once() == once()
-
-
-def test_long_prompt_lets_shorts_past() -> None:
-    arrivals = [(0.0, job("long-a", 4000, 4)), (0.0, job("long-b", 4000, 4))]
-    arrivals += [(0.02 + n / 100, job(f"short-{n}", 50, 4)) for n in range(5)]
-
-    def shorts(policies: dict[str, dict[str, object]]) -> float:
-        found = firsts(run(ExactEngine(worker(policies=policies)), arrivals))
-        return max(at for name, at in found.items() if name.startswith("short"))
-
-    default, ours = shorts({}), shorts({"long_prompt": {"long_prefill_token_threshold": 1000}})
-    assert ours < 0.5 * default
-
-
 def test_vllms_own_limit_on_chunks_holds_beside_others_alone() -> None:
     def gaps(**limit: Any) -> list[float]:
         engine = ExactEngine(worker(**limit))

@@ -35,10 +35,6 @@ def mixed(count: int = 60) -> list[Request]:
     ]
 
 
-def worst(played: Played, klass: str) -> float:
-    return max(each.ttft for each in played.outcomes if each.klass == klass)
-
-
 def assert_whole(outcomes: tuple[Outcome, ...], count: int) -> None:
     """Each request ended once, with all of its tokens, in the order of time."""
     assert len(outcomes) == count
@@ -67,16 +63,6 @@ def test_every_request_ends_once_under_every_rule(policy: str) -> None:
     at_rest(fleet)
     assert played.duration == max(each.end for each in played.outcomes)
     assert sum(played.facts["decisions"].values()) == 60
-
-
-def test_pools_and_policies_keep_shorts_fast() -> None:
-    scene = mixed()
-    one = worst(play(simulated({}), *scene), "short")
-    policies = {"launch": {"policies": {"long_prompt": {}}}}
-    inside = worst(play(simulated(policies), *scene), "short")
-    pools = worst(play(simulated({"role": "short"}, {"role": "long"}), *scene), "short")
-    assert inside < 0.7 * one
-    assert pools < 0.7 * one
 
 
 def test_the_same_seed_gives_the_same_outcomes() -> None:
@@ -242,18 +228,6 @@ def test_a_prefix_draws_requests_to_whom_has_it() -> None:
 
 def tenants(**of_second: Any) -> Any:
     return [{"name": "a", "keys_env": "A"}, {"name": "b", "keys_env": "B", **of_second}]
-
-
-def test_a_tenant_with_much_to_ask_leaves_others_their_share() -> None:
-    crowd = [Request(0.0, "x", 1000, 10, tenant="a") for _ in range(20)]
-    guest = [Request(0.001, "x", 1000, 10, tenant="b") for _ in range(3)]
-
-    def waits(**blocks: Any) -> float:
-        played = play(simulated({"max_requests": 1}, **blocks), *crowd, *guest)
-        assert_whole(played.outcomes, 23)
-        return max(each.ttft for each in played.outcomes if each.tenant == "b")
-
-    assert waits(tenants=tenants()) < 0.5 * waits()
 
 
 def test_a_tenants_limit_refuses() -> None:

@@ -7,6 +7,7 @@ from itertools import pairwise
 
 import pytest
 
+from tests.present import present
 from vllm_sched.sim.flow import Figures, Run, together
 from vllm_sched.sim.judge import STEP, Judge, Verdict, rate_at
 from vllm_sched.sim.shapes import Shape
@@ -49,8 +50,7 @@ class Draws:
 def test_a_rate_that_one_draw_bears_by_luck_is_not_named(start: float) -> None:
     # Each of them bears 17.9 or so, three of them no more than 13 to 15 otherwise: see `plan`.
     draws = Draws({1: 14.0, 2: 13.0, 3: 15.0, 4: 18.5}, lucky={1: 17.9, 2: 16.2})
-    found = draws.highest(start)
-    assert found is not None
+    found = present(draws.highest(start))
     assert 13.0 / STEP < found.rate <= 13.0
     assert len(found.runs) == 4
     assert (found.run.all.arrived, found.run.all.met) == (40, 36)
@@ -61,8 +61,7 @@ def test_what_is_too_high_is_asked_of_who_failed() -> None:
     judge = Judge(4, draws.play, lambda _whole: True)
     assert judge.highest(SHAPE, 20.0) is not None
     del draws.played[:]
-    found = judge.highest(SHAPE, 20.0)
-    assert found is not None
+    present(judge.highest(SHAPE, 20.0))
     # 24 rungs up to there: by halves, and of the one that is named the other three.
     assert [draw for _, draw in draws.played[-3:]] == [1, 2, 3]
     assert {draw for _, draw in draws.played[:-3]} == {4}
@@ -81,8 +80,7 @@ def test_who_had_least_to_spare_is_asked_before_the_others() -> None:
     assert judge.highest(SHAPE, 13.0) is not None
     del played[:]
     limits[6] = 11.0  # as another fleet may have it
-    found = judge.highest(SHAPE, 13.0)
-    assert found is not None
+    found = present(judge.highest(SHAPE, 13.0))
     assert 11.0 / STEP < found.rate <= 11.0
     # The first four need not be played where the fifth has enough and the sixth has not.
     assert sorted(played[-6:]) == [1, 2, 3, 4, 5, 6]
@@ -94,18 +92,15 @@ def test_no_rate_is_named_below_the_least_or_above_the_most() -> None:
     assert draws.highest(30.0, least=10.1) is None
     assert min(rate for rate, _ in draws.played) >= 10.1
     assert draws.highest(1.0, least=12.0, most=11.0) is None
-    found = draws.highest(30.0, most=7.0)
-    assert found is not None
+    found = present(draws.highest(30.0, most=7.0))
     assert 7.0 / STEP < found.rate <= 7.0
-    at_least = draws.highest(1.0, least=9.6)
-    assert at_least is not None
+    at_least = present(draws.highest(1.0, least=9.6))
     assert at_least.rate >= 9.6
 
 
 def test_together_they_have_to_have_enough_too() -> None:
     found = Draws({1: 20.0, 2: 20.0}).highest(30.0, alike=12.0)
-    assert found is not None
-    assert 12.0 / STEP < found.rate <= 12.0
+    assert 12.0 / STEP < present(found).rate <= 12.0
 
 
 def test_what_nobody_bears_has_an_end() -> None:

@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from proxy.core.types import Role
+from tests.present import present
 from vllm_sched.bench.goodput import parse
 from vllm_sched.bench.outcome import Outcome
 from vllm_sched.bench.traffic.catalogue import find
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
 
 SLOW_LINK = TransferTime(0.05, 0.0, 1 / 0.5e9)
 LONGS = "300x60:0.95,40000x20:0.05"
+NOTHING = Run(Figures(), {}, 0, 1.0, 1.0, Sketch())
 
 
 def question(workload: str, targets: str, **given: Any) -> Question:
@@ -81,9 +83,7 @@ def test_where_all_are_short_one_pool_is_best() -> None:
     found = plan(question("1500x60", "ttft:500 tpot:40", effort=0.1, draws=2), 3, 1)
     assert families(found.ranking) == [ONE_POOL, PREFILL_DECODE]  # there is no boundary to try
     assert found.best.shape.pools == {Role.GENERAL: 3}
-    assert found.more is not None
-    assert found.fewer is not None
-    assert found.fewer.rate < found.best.rate < found.more.rate
+    assert present(found.fewer).rate < found.best.rate < present(found.more).rate
     assert found.best.run.all.share >= 0.9
 
 
@@ -122,11 +122,9 @@ def test_a_policy_is_found_that_makes_up_for_a_second_pool() -> None:
 def test_a_short_pool_beside_prefill_and_decode_has_to_serve_what_others_do(
     monkeypatch: pytest.MonkeyPatch, rate: float, place: int | None
 ) -> None:
-    nothing = Run(Figures(), {}, 0, 1.0, 1.0, Sketch())
-
     def served(_search: Search, shape: Shape, _start: float, *, least: float = 0.0) -> Any:
         of_it = (rate if shape.family == SHORT_APART else 10.0) * shape.workers / 4
-        return Served(shape, of_it, nothing) if of_it >= least else None
+        return Served(shape, of_it, NOTHING) if of_it >= least else None
 
     monkeypatch.setattr(Search, "rate_of", served)
     monkeypatch.setattr(Search, "judged", served)
@@ -155,8 +153,7 @@ def test_nobody_is_starved_for_the_others_sake() -> None:
     asked = question(LONGS, "ttft:250", transfer=SLOW_LINK)
     search = Search(asked)
     shape = Shape(short=1, long=1, short_limit=2000)
-    served = search.rate_of(shape, 2.0)
-    assert served is not None
+    served = present(search.rate_of(shape, 2.0))
     beyond = search.play(shape, served.rate * 3, fine=False, whole=True)
     # The shorts alone would be nine out of ten.
     assert beyond.classes["rest"].share > 0.9 > beyond.classes["long"].kept_share
@@ -183,8 +180,7 @@ def test_the_longest_are_told_apart_where_many_are_as_long(
 def test_a_run_that_is_not_played_to_its_end_would_have_failed(targets: str) -> None:
     search = Search(question(LONGS, targets))
     shape = Shape(general=2)
-    served = search.rate_of(shape, 10.0)
-    assert served is not None
+    served = present(search.rate_of(shape, 10.0))
     spared = 0
     for load in (1.0, 1.15, 3.0):
         rate = load * served.rate
@@ -202,8 +198,7 @@ def test_the_rate_that_is_named_is_served_of_other_draws_too() -> None:
     # One prompt in twenty makes most of the work: some draws have half as many again as others.
     asked = question(LONGS, "ttft:500", draws=6)
     shape, search = Shape(general=2), Search(asked)
-    found = search.judged(shape, 4.0)
-    assert found is not None
+    found = present(search.judged(shape, 4.0))
     assert len(found.shares) == 6
     assert 0.9 <= found.spread[0] < found.spread[1]
 
@@ -216,15 +211,14 @@ def test_the_rate_that_is_named_is_served_of_other_draws_too() -> None:
     good = served(found.rate)
     assert good >= 3  # on average six in seven
     # By one draw it would be more, of which more of the others have too few.
-    rough = search.rate_of(shape, 20.0)
-    assert rough is not None
+    rough = present(search.rate_of(shape, 20.0))
     assert rough.rate > found.rate
     assert served(rough.rate) < good
 
 
 def test_a_worker_more_serves_no_less(monkeypatch: pytest.MonkeyPatch) -> None:
     search = Search(question("300x60", "ttft:500"))
-    best = Served(Shape(prefill=1, decode=1), 10.0, Run(Figures(), {}, 0, 1.0, 1.0, Sketch()))
+    best = Served(Shape(prefill=1, decode=1), 10.0, NOTHING)
     asked: list[tuple[str, float, float]] = []
 
     def judged(_search: Search, shape: Shape, start: float, *, least: float = 0.0) -> Served | None:
@@ -233,8 +227,7 @@ def test_a_worker_more_serves_no_less(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(Search, "judged", judged)
     serves = 2
-    found = search.more(best, (0.0, 1.0))
-    assert found is not None
+    found = present(search.more(best, (0.0, 1.0)))
     assert (found.shape, found.rate) == (Shape(prefill=1, decode=2), 12.0)
     assert asked[:2] == [
         ("2 prefill + 1 decode", 15.0, 10.0),
@@ -394,8 +387,7 @@ def test_real_schedulers_have_the_last_word(
     assert found.best.run.all.share >= asked.share
     assert {proof.share for proof in found.exact.values()} > {0.0}
     # And what one more would serve is measured with the same rule.
-    assert found.more is not None
-    assert found.more.rate > found.best.rate
+    assert present(found.more).rate > found.best.rate
 
 
 def test_real_schedulers_are_asked_with_other_requests_and_tell_how_far_they_are(
@@ -527,7 +519,7 @@ def test_every_shape_is_a_fleet_that_check_takes(shape: Shape, tmp_path: Path) -
 
 def test_of_equals_the_simplest_is_best() -> None:
     def served(rate: float, **given: Any) -> Served:
-        return Served(Shape(**given), rate, Run(Figures(), {}, 0, 1.0, 1.0, Sketch()))
+        return Served(Shape(**given), rate, NOTHING)
 
     far = served(10.0, prefill=1, decode=1)
     equal = served(9.8, general=2, policy=BOTH)
@@ -538,13 +530,13 @@ def test_of_equals_the_simplest_is_best() -> None:
 
 def test_no_policy_is_named_that_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     # All serve the same. Roughly, who is tried later seems to serve more.
-    nothing, after = Run(Figures(), {}, 0, 1.0, 1.0, Sketch()), iter(range(100))
+    after = iter(range(100))
 
     def rough(_search: Search, shape: Shape, _start: float, *, least: float = 0.0) -> Served:
-        return Served(shape, max(10.0 * 1.015 ** next(after), least), nothing)
+        return Served(shape, max(10.0 * 1.015 ** next(after), least), NOTHING)
 
     def exact(_search: Search, shape: Shape, _start: float, *, least: float = 0.0) -> Any:
-        return Served(shape, 10.0, nothing) if least <= 10.0 else None
+        return Served(shape, 10.0, NOTHING) if least <= 10.0 else None
 
     monkeypatch.setattr(Search, "rate_of", rough)
     monkeypatch.setattr(Search, "judged", exact)
@@ -554,13 +546,13 @@ def test_no_policy_is_named_that_does_nothing(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_whom_a_policy_helps_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    nothing, judged = Run(Figures(), {}, 0, 1.0, 1.0, Sketch()), list[Shape]()
+    judged = list[Shape]()
     rates = dict(zip(POLICIES, (5.0, 9.5, 9.9, 10.0), strict=True))
 
     def served(_search: Search, shape: Shape, _start: float, *, least: float = 0.0) -> Any:
         # Of a fleet with a pool too small, roughly nothing.
         rate = rates[shape.policy] / (1 + shape.long / 1000)
-        return Served(shape, rate, nothing) if rate >= least else None
+        return Served(shape, rate, NOTHING) if rate >= least else None
 
     def exact(search: Search, shape: Shape, start: float, *, least: float = 0.0) -> Any:
         judged.append(shape)
@@ -607,8 +599,7 @@ def test_a_short_trace_is_planned_for_as_if_it_went_on(tmp_path: Path, lines: in
     def rate_of(workload: str) -> float:
         search = Search(question(workload, targets, prefix_hit=0.0))
         search.check()
-        served = search.rate_of(Shape(general=2), 20.0)
-        assert served is not None
+        served = present(search.rate_of(Shape(general=2), 20.0))
         return served.rate
 
     assert rate_of(str(path)) == pytest.approx(rate_of("1500x30"), rel=0.13)
@@ -620,8 +611,7 @@ def test_no_rate_is_named_beyond_what_computing_allows(targets: str) -> None:
     shape = Shape(general=2, policy=CHUNKS, itl_ms=80)
     allowed = 2 * search.traffic.most_each
     assert allowed == pytest.approx(29.8, rel=0.01)  # by hand: see `capacity`
-    served = search.judged(shape, 2 * allowed)
-    assert served is not None
+    served = present(search.judged(shape, 2 * allowed))
     assert 0.8 * allowed < served.rate <= allowed
     # Nor is more asked of it, where it has to beat another.
     runs = search.runs
@@ -644,8 +634,7 @@ def test_of_what_is_too_large_the_most_that_fits_is_named(
     asked = question("1500x60", "ttft:30000", effort=effort)
     with pytest.raises(UsageError, match="one simulation") as caught:
         plan(asked, 1_000_000, gpus_each)
-    named = re.search(r"plan for ([\d,]+) at most", str(caught.value))
-    assert named is not None
+    named = present(re.search(r"plan for ([\d,]+) at most", str(caught.value)))
     fits = int(named[1].replace(",", ""))
     assert fits % gpus_each == 0
     with pytest.raises(BegunError):

@@ -39,13 +39,6 @@ async def test_prompts_have_the_tokens_they_should(path: str, *, tokenizer: bool
     assert body["stream_options"] == {"include_usage": True}
 
 
-async def test_a_small_model_is_not_asked_for_more_than_it_holds() -> None:
-    async with serving(FakeOpenAI(tokenizer=False, max_model_len=400)) as fake:
-        endpoint = await learn(Asked(fake.url))
-    assert endpoint.measure.per_word == TOKENS_PER_WORD
-    assert max(map(tokens, fake.bodies)) <= 200
-
-
 async def test_who_does_not_know_ignore_eos_is_not_told_of_it() -> None:
     async with serving(FakeOpenAI(knows_ignore_eos=False)) as fake:
         endpoint = await learn(Asked(fake.url))
@@ -71,12 +64,6 @@ async def test_who_counts_the_same_of_every_prompt_is_said_to(*, tokenizer: bool
         endpoint = await learn(Asked(fake.url))
     assert endpoint.measure == Measure()
     assert endpoint.doubts == (SAME_COUNT,)
-
-
-async def test_a_usage_with_no_choices_beside_it_is_one() -> None:
-    async with serving(FakeOpenAI(tokenizer=False, usage_alone=True)) as fake:
-        endpoint = await learn(Asked(fake.url))
-    assert (endpoint.measure, endpoint.doubts) == (Measure(TOKENS_PER_WORD), ())
 
 
 async def test_the_key_goes_with_every_request_and_nowhere_else() -> None:

@@ -44,6 +44,18 @@ def answered(body: bytes) -> bytes:
     return OK + b"Content-Length: %d\r\n\r\n" % len(body) + body
 
 
+def once(sent: bytes, *, waits: bool = False) -> Handler:
+    """Send these bytes after a request, and close, at once or after the client has."""
+
+    async def handler(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await request(reader)
+        writer.write(sent)
+        if waits:
+            await reader.read()
+
+    return handler
+
+
 async def test_requests_share_a_connection_one_after_the_other() -> None:
     heads: list[str] = []
     connections = 0
@@ -73,24 +85,6 @@ async def test_requests_share_a_connection_one_after_the_other() -> None:
     assert "X-Key: k\r\n" in heads[0]
 
 
-async def test_a_closed_loop_on_kept_connections_loses_nobody() -> None:
-    async def handler(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        while True:
-            try:
-                _, body = await request(reader)
-            except asyncio.IncompleteReadError:
-                return
-            writer.write(answered(body))
-
-    async with talking_to(handler) as wire:
-
-        async def lane(name: int) -> list[bytes]:
-            return [await wire.ask("/", b"%d-%d" % (name, i), 5) for i in range(30)]
-
-        lanes = await asyncio.gather(*map(lane, range(8)))
-    assert lanes == [[b"%d-%d" % (name, i) for i in range(30)] for name in range(8)]
-
-
 async def test_a_connection_closed_while_idle_is_replaced() -> None:
     connections = 0
 
@@ -106,34 +100,23 @@ async def test_a_connection_closed_while_idle_is_replaced() -> None:
     assert connections == 3
 
 
-async def test_hints_are_no_answer() -> None:
-    async def handler(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await request(reader)
-        writer.write(b"HTTP/1.1 103 Early Hints\r\nLink: </a>\r\n\r\n" + answered(b"a"))
-        await reader.read()
-
-    async with talking_to(handler) as wire:
-        assert await wire.ask("/", b"{}", 5) == b"a"
+HINTS = b"HTTP/1.1 103 Early Hints\r\nLink: </a>\r\n\r\n"
 
 
-async def test_hints_and_then_nothing_is_an_answer_that_broke_off() -> None:
-    async def handler(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await request(reader)
-        writer.write(b"HTTP/1.1 103 Early Hints\r\nLink: </a>\r\n\r\n")
-
-    async with talking_to(handler) as wire:
-        with pytest.raises(WireError, match="broke off"):
-            await wire.ask("/", b"{}", 5)
+@pytest.mark.parametrize(
+    ("sent", "waits", "body"),
+    [(HINTS + answered(b"a"), True, b"a"), (OK + b"\r\nall there is", False, b"all there is")],
+    ids=["after hints", "until the connection ends"],
+)
+async def test_a_whole_answer_is_found(sent: bytes, *, waits: bool, body: bytes) -> None:
+    async with talking_to(once(sent, waits=waits)) as wire:
+        assert await wire.ask("/", b"{}", 5) == body
 
 
 async def test_a_connection_that_is_closed_as_it_is_used_again_leaves_no_error_behind(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    async def handler(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await request(reader)
-        writer.write(answered(b"a") + b"what nobody asked for")
-
-    async with talking_to(handler) as wire:
+    async with talking_to(once(answered(b"a") + b"what nobody asked for")) as wire:
         for _ in range(20):
             assert await wire.ask("/", b"{}", 5) == b"a"
         await asyncio.sleep(0)
@@ -173,27 +156,15 @@ async def test_pieces_come_as_they_are_sent_and_headers_before_them() -> None:
         (OK + b"Content-Length: 10\r\n\r\nhalf", "broke off"),
         (OK + b"Transfer-Encoding: chunked\r\n\r\n4\r\nhalf\r\n", "broke off"),
         (OK[:12], "broke off"),
+        (HINTS, "broke off"),
         (b"HTTP/1.1 503 Busy\r\nContent-Length: 9\r\n\r\nno\nroom!!", "HTTP 503: no room!!"),
     ],
 )
 async def test_an_answer_that_is_not_whole_is_an_error_in_a_line(sent: bytes, said: str) -> None:
-    async def handler(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await request(reader)
-        writer.write(sent)
-
-    async with talking_to(handler) as wire:
+    async with talking_to(once(sent)) as wire:
         with pytest.raises(WireError, match=said) as caught:
             await wire.ask("/", b"", 5)
     assert "\n" not in str(caught.value)
-
-
-async def test_an_answer_may_end_with_its_connection() -> None:
-    async def handler(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await request(reader)
-        writer.write(OK + b"\r\nall there is")
-
-    async with talking_to(handler) as wire:
-        assert await wire.ask("/", b"", 5) == b"all there is"
 
 
 async def test_who_takes_too_long_is_given_up() -> None:

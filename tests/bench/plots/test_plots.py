@@ -301,12 +301,6 @@ def test_a_ccdf_falls_and_keeps_its_tail(samples: list[float]) -> None:
         assert sum(sample >= value for sample in ordered) / len(ordered) >= share - 1e-9
 
 
-def test_looks_differ_in_dashes_and_markers() -> None:
-    found = style.looks(5)
-    assert len({str(look["linestyle"]) for look in found}) == 5
-    assert len({look["marker"] for look in style.looks(7)}) == 7
-
-
 def test_without_matplotlib_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(style, "find_spec", lambda _: None)
     with pytest.raises(UsageError, match=r"pip install 'vllm-sched\[plots\]'"):

@@ -54,12 +54,6 @@ def test_the_same_seed_gives_the_same_requests_and_another_others() -> None:
     assert [r.at for r in others] != [r.at for r in some]
 
 
-def test_a_rate_changes_the_times_and_nothing_else() -> None:
-    slow, fast = (list(schedule(rate=rate, count=50)) for rate in (1, 10))
-    assert [r.prompt_tokens for r in slow] == [r.prompt_tokens for r in fast]
-    assert [r.at for r in slow] == pytest.approx([10 * r.at for r in fast])
-
-
 def test_how_many_there_are() -> None:
     assert len(list(schedule(rate=2, duration_s=10))) == 20
     assert len(list(schedule(rate=2, duration_s=10, count=7))) == 7

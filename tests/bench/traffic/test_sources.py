@@ -66,20 +66,8 @@ def test_a_mixture_has_its_shares_and_its_parts_their_lengths() -> None:
     assert median == pytest.approx(1020, rel=0.05)
 
 
-def test_a_part_makes_the_same_whatever_its_share() -> None:
-    few, many = (
-        [r for r in drawn(f"azure-conv:{share},azure-code:1", 400) if r.klass == "azure-code"]
-        for share in (9, 1)
-    )
-    assert few == many[: len(few)]
-
-
 def test_the_rate_of_a_mixture_is_that_of_its_parts() -> None:
     assert find("azure-conv:1,azure-code:1").rate == pytest.approx((5.5 + 2.6) / 2)
-
-
-def test_fixed_lengths() -> None:
-    assert {(r.prompt_tokens, r.output_tokens) for r in drawn("3000x100", 9)} == {(3000, 100)}
 
 
 def test_longs_come_first_and_shorts_on_their_heels() -> None:
@@ -127,12 +115,6 @@ def test_the_first_tenant_sends_most() -> None:
     counts = Counter(r.tenant for r in requests)
     assert [name for name, _ in counts.most_common()] == [f"tenant-{i}" for i in (1, 2, 3, 4)]
     assert counts["tenant-1"] / counts["tenant-4"] == pytest.approx(4, rel=0.15)
-
-
-def test_very_many_tenants_are_many_and_no_more_work() -> None:
-    """Not the square of their number: that would take minutes."""
-    requests = list(among_tenants(iter(drawn("10x1", 50)), 300_000, random.Random(0)))
-    assert len({r.tenant for r in requests}) > 30
 
 
 def test_scaling_keeps_at_least_a_token_and_shared_within_the_prompt() -> None:

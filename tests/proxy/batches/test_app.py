@@ -13,6 +13,7 @@ from openai import AsyncOpenAI
 from proxy.app import App
 from proxy.config import load, parse
 from proxy.errors import ConfigError, ProxyError
+from tests.present import present
 from tests.proxy.batches.office import ACTIVE, CHAT, lines
 from tests.proxy.test_app import ready
 from tests.proxy.wire import scripts
@@ -66,8 +67,7 @@ async def test_a_new_router_goes_on_where_the_last_one_stopped(tmp_path: Path) -
     assert len({line.split('"custom_id":')[1].split(",")[0] for line in results}) == 10
     fleet(source, fake.url, f"{{path: {tmp_path / 'elsewhere'}, max_lines: 7}}")
     assert await second.reload() == ["router.batches.path"]
-    assert second.batches is not None
-    assert second.batches.lane.settings.max_lines == 7
+    assert present(second.batches).lane.settings.max_lines == 7
     await second.stop()
     await fake.stop()
 

@@ -21,6 +21,7 @@ from proxy.batches import disk, lane
 from proxy.batches import schema as schema_module
 from proxy.batches.store import Store
 from proxy.batches.types import DiskError, File, Status, StoreFullError
+from tests.present import present
 from tests.proxy.batches.office import CHAT, Office, lines
 from tests.proxy.batches.test_desk import form, post
 from tests.proxy.batches.test_store import KEEP_S, NOW, batch_of, result
@@ -282,13 +283,11 @@ def test_results_are_deleted_on_a_disk_that_is_full(small_disk: Path) -> None:
     body = b'"%b"' % (b"x" * 50_000)
     store.save([result(batch, number, body=body) for number in range(1, 201)])
     store.end(batch.id, Status.COMPLETED, NOW)
-    ended = store.batch("t", batch.id)
-    assert ended is not None
+    ended = present(store.batch("t", batch.id))
     fill(small_disk)
     with pytest.raises(StoreFullError):
         store.add_file("t", "in", "batch", bytes(100_000), NOW)
-    file = store.file("t", ended.output or "")
-    assert file is not None
+    file = present(store.file("t", ended.output or ""))
     last: int | None = 0
     while last is not None:
         last = store.empty_file(file, last)
@@ -304,8 +303,7 @@ def test_a_batch_is_cancelled_on_a_disk_that_is_full(small_disk: Path) -> None:
     fill(small_disk)
     with pytest.raises(StoreFullError):
         store.save([result(batch, 1)])
-    asked = store.cancel("t", batch.id, NOW)
-    assert asked is not None
+    asked = present(store.cancel("t", batch.id, NOW))
     assert asked.status is Status.CANCELLING
     store.close()
 

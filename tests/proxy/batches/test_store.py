@@ -28,6 +28,7 @@ from proxy.batches.types import (
     TooMuchError,
 )
 from proxy.errors import ProxyError
+from tests.present import present
 from tests.proxy.batches.office import CHAT
 
 NOW = 1_000_000.0
@@ -38,8 +39,7 @@ def test_a_file_of_results_that_is_deleted_leaves_nothing(store: Store) -> None:
     batch = batch_of(store, 2)
     store.save([result(batch, 1), result(batch, 2, status=500)])
     store.end(batch.id, Status.COMPLETED, NOW)
-    over = store.batch("t", batch.id)
-    assert over is not None
+    over = present(store.batch("t", batch.id))
     assert not store.delete_file("another", over.output or "")
     assert store.delete_file("t", over.output or "")
     (left,) = store.connection.execute("SELECT count(*) FROM results WHERE ok").fetchone()
@@ -123,8 +123,7 @@ def test_of_two_results_of_a_line_the_first_stays(store: Store) -> None:
     store.save([result(batch, 1), result(batch, 1, 400), result(batch, 2, 400)])
     store.save([result(batch, 2)])
     store.end(batch.id, Status.COMPLETED, NOW)
-    ended = store.batch("t", batch.id)
-    assert ended is not None
+    ended = present(store.batch("t", batch.id))
     assert (ended.completed, ended.failed) == (1, 1)
     assert [each["id"] for each in content(store, ended.output)] == ["q1"]
     assert [each["id"] for each in content(store, ended.error)] == ["q2"]
@@ -210,13 +209,11 @@ def test_a_file_that_is_read_from_stays(store: Store) -> None:
 
 def test_cancelling_is_for_what_runs(store: Store) -> None:
     batch = batch_of(store, 1)
-    asked = store.cancel("t", batch.id, NOW)
-    assert asked is not None
+    asked = present(store.cancel("t", batch.id, NOW))
     assert asked.status is Status.CANCELLING
     assert not store.begin(batch, 1, NOW)  # a check that ends later changes nothing
     store.end(batch.id, Status.CANCELLED, NOW)
-    again = store.cancel("t", batch.id, NOW + 1)
-    assert again is not None
+    again = present(store.cancel("t", batch.id, NOW + 1))
     assert (again.status, again.at["cancelled"]) == (Status.CANCELLED, NOW)
 
 
@@ -240,8 +237,7 @@ def test_large_results_are_read_in_pieces(store: Store) -> None:
     body = orjson.dumps("x" * (PIECE_BYTES * 2 // 3))
     store.save([result(batch, n, body=body) for n in range(1, 5)])
     store.end(batch.id, Status.COMPLETED, NOW)
-    ended = store.batch("t", batch.id)
-    assert ended is not None
+    ended = present(store.batch("t", batch.id))
     assert [each["id"] for each in content(store, ended.output)] == ["q1", "q2", "q3", "q4"]
 
 
@@ -314,10 +310,8 @@ def test_a_file_of_many_results_is_emptied_a_slice_at_a_time(
     batch = batch_of(store, 40)
     store.save([result(batch, n, status=500 if n % 4 == 0 else 200) for n in range(1, 41)])
     store.end(batch.id, Status.COMPLETED, NOW)
-    over = store.batch("t", batch.id)
-    assert over is not None
-    file = store.file("t", over.output or "")
-    assert file is not None
+    over = present(store.batch("t", batch.id))
+    file = present(store.file("t", over.output or ""))
     left, last = [rows(store)["results"]], 0
     while (after := store.empty_file(file, last)) is not None:
         last = after
@@ -325,8 +319,7 @@ def test_a_file_of_many_results_is_emptied_a_slice_at_a_time(
     assert left == [40, 30, 20, 10]
     assert store.delete_file("t", file.id)
     assert len(content(store, over.error)) == 10
-    own = store.file("t", batch.input)
-    assert own is not None
+    own = present(store.file("t", batch.input))
     assert store.empty_file(own, 0) is None
 
 
@@ -339,10 +332,8 @@ def test_large_results_are_forgotten_one_at_a_time(
         body = b'"%b"' % (b"x" * 800)
         store.save([result(batch, n, body=body) for n in range(1, 5)])
         store.end(batch.id, Status.COMPLETED, NOW)
-    over = store.batch("t", batch.id)
-    assert over is not None
-    file = store.file("t", over.output or "")
-    assert file is not None
+    over = present(store.batch("t", batch.id))
+    file = present(store.file("t", over.output or ""))
     left, last = [8], 0
     while (after := store.empty_file(file, last)) is not None:
         last = after
@@ -397,8 +388,7 @@ def test_what_a_tenant_has_is_counted_as_it_comes_and_goes(store: Store) -> None
     assert store._used()["t"] == saved
     batch_of(store, 1, "other")
     store.end(batch.id, Status.CANCELLED, NOW)
-    over = store.batch("t", batch.id)
-    assert over is not None
+    over = present(store.batch("t", batch.id))
     assert saved < store._used()["t"] < saved + 1500
     assert store.delete_file("t", over.output or "")
     assert store._used()["t"] < saved - len(body)

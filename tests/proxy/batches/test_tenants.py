@@ -20,6 +20,7 @@ from proxy.batches.store import Store
 from proxy.batches.types import Batch, Status
 from proxy.core.limits import Limits
 from proxy.core.tenants import Rank, TenantSpec
+from tests.present import present
 from tests.proxy.batches.office import CHAT, Office, line, lines
 from tests.proxy.wire import scripts
 from tests.proxy.wire.client import chat
@@ -89,8 +90,7 @@ async def test_lines_are_the_tenants_and_of_the_batch_class(office: Office) -> N
 
     async def look(call: Any) -> None:
         [exchange] = office.site.wire.exchanges
-        ask = exchange._ask
-        assert ask is not None
+        ask = present(exchange._ask)
         seen.append((ask.tenant and ask.tenant.name, ask.rank))
         await scripts.obey("w0")(call)
 
@@ -168,8 +168,7 @@ async def test_batches_of_a_tenant_that_is_gone_are_held_until_it_is_back(office
     for _ in range(5):
         office.batches.lane.tell()
         await office.batches.lane.turn()
-    found = await office.batches.keeper(lambda store: store.batch("ann", batch.id))
-    assert found is not None
+    found = present(await office.batches.keeper(lambda store: store.batch("ann", batch.id)))
     assert (found.status, found.completed, found.failed) == ("in_progress", 0, 0)
     assert len(office.site.served()) == served
     # It comes back: a deploy that left it out was taken back.
@@ -188,8 +187,7 @@ async def test_what_changes_something_is_one_of_a_minutes_requests(office: Offic
     with pytest.raises(openai.RateLimitError, match=r"\(RPM\): Limit 3"):
         await office.upload(["{}"])
     assert len([each async for each in office.client.files.list()]) == 3
-    ann = office.site.router.tenants.get("ann")
-    assert ann is not None
+    ann = present(office.site.router.tenants.get("ann"))
     assert ann.ledger.running == 0
     assert ann.totals.limited == {"requests_per_minute": 1}
 
@@ -281,8 +279,7 @@ async def test_requests_for_files_are_so_many_at_once(
 ) -> None:
     monkeypatch.setattr(desk, "MOST_VISITS", 1)
     busy = threading.Event()  # the store is, until the others were refused
-    desk_of = office.site.wire.desk
-    assert desk_of is not None
+    desk_of = present(office.site.wire.desk)
     desk_of.keep._thread.submit(busy.wait, 60)
     asks = {asyncio.ensure_future(office.client.files.list()) for _ in range(4)}
     try:

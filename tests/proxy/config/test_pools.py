@@ -10,6 +10,7 @@ import yaml
 
 from proxy.config import FleetConfig, PoolConfig, WorkerConfig, parse, shown
 from proxy.errors import ConfigError
+from tests.present import present
 
 SELECTOR = {"name": "a", "selector": "a=b"}
 
@@ -29,8 +30,7 @@ def problems(*pools: dict[str, Any], **blocks: Any) -> dict[str, str]:
 def test_a_file_with_pools_needs_no_workers() -> None:
     config = read(SELECTOR)
     assert config.workers == ()
-    assert config.discovery is not None
-    assert config.discovery.kubernetes.watch_s == 30.0
+    assert present(config.discovery).kubernetes.watch_s == 30.0
 
 
 def test_nor_are_those_missed_where_the_pools_have_a_mistake() -> None:

@@ -16,6 +16,7 @@ from proxy.core.router import Router, RouterSettings
 from proxy.core.routes import Route, find
 from proxy.core.types import Ask, Refusal, Role, Ticket
 from proxy.core.worker import Worker
+from tests.present import present
 
 MODEL = "m"
 SHORT, LONG, GENERAL = Role.SHORT, Role.LONG, Role.GENERAL
@@ -54,9 +55,7 @@ def members(fleet: Fleet) -> list[Worker]:
 
 def worker_of(router: Router, name: str) -> Worker:
     """Find a worker that is there."""
-    worker = router.fleet.get(name)
-    assert worker is not None
-    return worker
+    return present(router.fleet.get(name))
 
 
 def ask(

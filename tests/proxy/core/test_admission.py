@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from proxy.core.admission import AdmissionSettings
@@ -38,41 +36,6 @@ def test_who_would_wait_too_long_is_told_when_to_come_back() -> None:
     assert 2.5 < refusal.retry_after_s < 3.5
     retry = refusal.retry_after_s
     placed(site.submit(ask(100), retry + 0.2))
-
-
-def test_who_would_not_is_let_in() -> None:
-    site = router()
-    placed(site.submit(ask(1500), 0.0))
-    placed(site.submit(ask(100), 0.0))
-
-
-def test_without_targets_everybody_is() -> None:
-    site = router_of(spec("w"))
-    placed(site.submit(ask(100_000), 0.0))
-    placed(site.submit(ask(100), 0.0))
-
-
-def test_ones_own_prompt_is_no_wait() -> None:
-    site = router()
-    placed(site.submit(ask(50_000), 0.0))  # alone it takes 50 s; to come back would not help
-    site = router()
-    placed(site.submit(ask(1000), 0.0))
-    placed(site.submit(ask(50_000), 0.0))
-    assert refused(site.submit(ask(50_000), 0.0)).reason is Reason.TOO_SLOW
-
-
-def test_each_class_has_its_own_target() -> None:
-    site = router(interactive=1.0, standard=30.0)
-    placed(site.submit(ask(5000), 0.0))
-
-    def of(rank: Rank) -> Any:
-        one = ask(100)
-        one.rank = rank
-        return site.submit(one, 0.0)
-
-    assert refused(of(Rank.INTERACTIVE)).reason is Reason.TOO_SLOW
-    assert isinstance(of(Rank.STANDARD), Lease)
-    assert not getattr(of(Rank.BATCH), "status", None), "batch has none: it waits"
 
 
 def test_until_its_pace_is_learnt_nobody_is_turned_away() -> None:
@@ -129,16 +92,6 @@ def test_where_nothing_tells_how_fast_it_moves_one_may_wait() -> None:
     placed(site.submit(ask(10), 0.0))
     for _ in range(10):
         assert isinstance(site.submit(ask(10), 0.0), Ticket)
-
-
-def test_who_waits_already_is_not_turned_away_again() -> None:
-    site = router(most=1)
-    lease = placed(site.submit(ask(10), 0.0))
-    waits(site.submit(ask(10), 0.0))
-    site.finish(lease, 5.0, Outcome.DONE)
-    worker_of(site, "w").free_at = 1000.0
-    ((_, answer),) = site.due(5.0)
-    assert isinstance(answer, Lease)
 
 
 def test_a_retry_is_let_in() -> None:

@@ -31,12 +31,6 @@ PICTURE = "data:image/png;base64," + "A" * 99_999
 TEMPLATE = TOKENS_PER_CHAT + TOKENS_PER_MESSAGE
 
 
-def test_a_chat_is_its_text_and_its_template() -> None:
-    extent = measure(Shape.CHAT, chat("four", "five!"))
-    assert (extent.text, extent.tokens) == (9, TEMPLATE + TOKENS_PER_MESSAGE)
-    assert extent.plain
-
-
 @pytest.mark.parametrize("share", [0.05, 0.5, 1.0])
 def test_a_long_text_is_reckoned_from_some_of_its_letters(share: float) -> None:
     chance = random.Random(1)
@@ -143,13 +137,6 @@ def test_token_ids_are_exact() -> None:
     extent = measure(Shape.PROMPT, {"prompt": [1, 2, 3]})
     assert (extent.text, extent.tokens, extent.prompts) == (0, 3, 1)
     assert measure(Shape.TOKENS, {"token_ids": [1] * 7}).tokens == 7
-
-
-def test_a_list_of_prompts_is_their_sum_and_the_largest_apart() -> None:
-    extent = measure(Shape.PROMPT, {"prompt": ["a" * 10, "b" * 30, "c" * 20]})
-    assert (extent.text, extent.prompts, extent.largest_text) == (60, 3, 30)
-    extent = measure(Shape.PROMPT, {"prompt": [[1, 2], [1, 2, 3, 4]]})
-    assert (extent.tokens, extent.prompts, extent.largest_tokens) == (6, 2, 4)
 
 
 def test_inputs_of_embeddings() -> None:

@@ -9,17 +9,16 @@ import orjson
 import pytest
 
 from proxy.core.client_fields import (
-    LONGEST_SALT,
     ClientFields,
     forbidden,
     forbidden_form,
     repeated,
-    salt_in,
 )
 from proxy.core.router import Router, RouterSettings
 from proxy.core.splice import spliced
 from proxy.core.tenants import Rank, Tenant, TenantSpec
 from proxy.core.types import Ask
+from tests.present import present
 from tests.proxy.core.making import chat, fleet_of, read, refused, route, spec
 from tests.proxy.core.test_steering import EVIL, TYPE, form
 
@@ -123,20 +122,6 @@ def test_an_id_in_the_body_that_names_addresses(body: str) -> None:
     assert found('{"request_id": "mine", "prompt": "___prefill_addr_"}') == ""
 
 
-def test_an_id_in_the_body_is_no_tenants_to_choose() -> None:
-    body = {"input": "hi", "request_id": "resp_1"}
-    assert asked(body, "/v1/responses").fields == {"request_id": None}
-
-
-def test_an_operator_may_allow_it() -> None:
-    arguments = ClientFields(arguments=True)
-    assert found('{"vllm_xargs": {"lane": "urgent"}}', arguments) == ""
-    inner = f'{{"vllm_xargs": {{"kv_transfer_params": {EVIL}}}}}'
-    assert found(inner, arguments) == "vllm_xargs.kv_transfer_params", "that is another matter"
-    assert found(inner, ClientFields(kv_transfer=True)) == "vllm_xargs"
-    assert found(inner, ClientFields(kv_transfer=True, arguments=True)) == ""
-
-
 def test_forms() -> None:
     lane = form((XARGS, b'{"lane": "urgent"}'))
     assert forbidden_form(lane, TYPE, tenants=True, may=NOTHING) == "vllm_xargs"
@@ -145,11 +130,6 @@ def test_forms() -> None:
     name = b'Content-Disposition: form-data; name="prompt"'
     plain = form((name, b"what is vllm_xargs?"))
     assert forbidden_form(plain, TYPE, tenants=True, may=NOTHING) == ""
-
-
-def test_a_salt_is_text_and_not_without_end() -> None:
-    assert salt_in({"cache_salt": "x" * 9999}) == "x" * LONGEST_SALT
-    assert [salt_in({"cache_salt": odd}) for odd in (None, 1, ["x"], {"x": 1})] == [""] * 4
 
 
 # As a router reads them
@@ -174,23 +154,6 @@ def asked(
 def test_a_priority_is_taken_out(path: str) -> None:
     assert asked(chat("hi", priority=-5), path).fields == {"priority": None}
     assert asked(chat("hi"), path).fields is None
-
-
-@pytest.mark.parametrize(
-    ("rank", "priority"), [(Rank.INTERACTIVE, b"-1"), (Rank.STANDARD, None), (Rank.BATCH, b"1")]
-)
-def test_the_class_takes_its_place_where_workers_heed_it(
-    rank: Rank, priority: bytes | None
-) -> None:
-    who = TenantSpec("a", rank)
-    one = asked(chat("hi", priority=-5), who=who, pass_priority=True)
-    assert one.fields == {"priority": priority}
-    assert one.rank is rank
-    quiet = asked(chat("hi"), who=who, pass_priority=True).fields
-    assert quiet == (None if priority is None else {"priority": priority})
-    assert asked(chat("hi"), "/v1/messages", who=who, pass_priority=True).fields is None
-    own = asked(chat("hi", priority=-5), who=who, pass_priority=True, client_priority=True)
-    assert own.fields is None
 
 
 def test_a_batch_is_batch_whoevers_it_is() -> None:
@@ -221,16 +184,6 @@ def test_arguments_are_refused_in_openais_words() -> None:
 ASKED = {"stream_options": b'{"include_usage":true}'}
 
 
-@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/messages"])
-@pytest.mark.parametrize("stream", [False, True])
-def test_an_interval_between_events_is_taken_out(path: str, stream: bool) -> None:
-    body = chat("hi", prompt="hi", stream=stream, stream_options={"include_usage": True})
-    assert asked(body, path).fields is None
-    one = asked(body | {"stream_interval": 100_000}, path)
-    assert one.fields == {"stream_interval": None}
-    assert one.stream is stream
-
-
 @pytest.mark.parametrize("stream", [True, 1, "true", "True", "yes", "on", "T", "1", 1.0])
 @pytest.mark.parametrize(
     "path", ["/v1/chat/completions", "/v1/completions", "/inference/v1/generate"]
@@ -251,11 +204,6 @@ def test_what_the_client_asked_for_itself_is_left_to_it(said: object) -> None:
     assert asked(chat("hi", stream=True, stream_options=options)).fields is None
 
 
-@pytest.mark.parametrize("options", ["x", 1, ["include_usage"], False])
-def test_a_worker_may_refuse_what_are_no_options(options: object) -> None:
-    assert asked(chat("hi", stream=True, stream_options=options)).fields is None
-
-
 @pytest.mark.parametrize(
     "path", ["/v1/messages", "/v1/responses", "/cohere/v2/chat", "/v1/embeddings", "/tokenize"]
 )
@@ -268,21 +216,6 @@ def test_what_is_no_stream_is_not_asked(stream: object) -> None:
     one = asked(chat("hi", stream=stream, stream_options={"include_usage": False}))
     assert one.fields is None
     assert not one.stream
-
-
-def test_a_search_shows_nothing_before_its_end() -> None:
-    for said, searches in ((True, True), ("true", True), (False, False)):
-        one = asked(chat("hi", stream=True, use_beam_search=said))
-        assert one.fields == ASKED
-        assert one.stream is not searches
-
-
-def test_without_tenants_a_stream_is_as_it_was_asked_for() -> None:
-    body = chat("hi", stream=True, stream_interval=100, use_beam_search=True)
-    one = read(Router(RouterSettings(), fleet_of(spec("w"))), body)
-    assert isinstance(one, Ask)
-    assert one.fields is None
-    assert one.stream
 
 
 LONG = "a prompt of some length, such as are cached " * 40
@@ -308,15 +241,6 @@ def test_salted_prompts_are_apart_in_what_is_believed_to_be_cached() -> None:
     assert len({prefix(a, cache_salt=salt) for salt in ("", "x", "y")}) == 3
 
 
-def test_a_salt_is_put_where_there_was_none_and_in_place_of_another() -> None:
-    who = TenantSpec("a", salted=True)
-    plain, own = asked(chat("hi"), who=who), asked(chat("hi", cache_salt="b"), who=who)
-    assert plain.fields is not None
-    assert own.fields is not None
-    assert plain.fields["cache_salt"] == b'"%b"' % plain.salt.encode()
-    assert own.fields["cache_salt"] != plain.fields["cache_salt"]
-
-
 def test_nobody_can_name_the_salt_of_another() -> None:
     """Whoever knows a tenant's name can work it out: so nobody's own is taken as it is."""
     router = Router(RouterSettings(), fleet_of(spec("w")))
@@ -337,8 +261,7 @@ def test_nobody_can_name_the_salt_of_another() -> None:
         legal, _ = salts("legal")
         guessed, body = salts("intern", legal)
         assert guessed != legal
-        assert body is not None
-        assert body["cache_salt"] == guessed
+        assert present(body)["cache_salt"] == guessed
         assert len({salts("intern", "x")[0], salts("c", "x")[0], salts("intern", "y")[0], "x"}) == 4
         assert salts("intern", "x") == salts("intern", "x")
         for none in (None, "", 7):
@@ -394,8 +317,7 @@ def test_a_worker_is_told_the_model_that_a_tenant_was_judged_by(said: str) -> No
         return ask
 
     for each in (body, b'{"messages": []}'):
-        fields = read_for(Tenant(TenantSpec("a", models=frozenset(["n"]))), each).fields
-        assert fields is not None
+        fields = present(read_for(Tenant(TenantSpec("a", models=frozenset(["n"]))), each).fields)
         pairs = json.loads(spliced(each, fields), object_pairs_hook=list)
         assert {value for name, value in pairs if name == "model"} == {"n"}
     if said.endswith('"n"'):

@@ -18,8 +18,9 @@ from proxy.core.fairness import FairnessSettings
 from proxy.core.passing import End
 from proxy.core.queue import Queue
 from proxy.core.router import Router
-from proxy.core.tenants import Rank, Tenant, Tenants, TenantSpec
+from proxy.core.tenants import Rank, Tenant, TenantSpec
 from proxy.core.types import Ask, Outcome, Reason, Refusal, Ticket
+from tests.present import present
 from tests.proxy.core.making import LONG, SHORT, ask, placed, router_of, spec, waits
 
 INTERACTIVE, STANDARD, BATCH = Rank
@@ -156,28 +157,6 @@ def test_nothing_is_saved_up_by_being_away() -> None:
     assert Counter(hall.names()[-20:])["lazy"] in (10, 11), "from here on they share"
 
 
-def test_what_was_had_while_nobody_wanted_it_is_not_held_against_anyone() -> None:
-    hall, early, late = Hall(), tenant("early"), tenant("late")
-    early.charge(1e9)  # placed at once, all of it
-    hall.push(of(early))
-    for _ in range(20):
-        hall.push(of(late))
-        hall.push(of(early))
-    hall.place(20)
-    assert Counter(hall.names())["early"] in (9, 10, 11)
-
-
-def test_nor_is_it_where_the_other_begins_to_wait_first() -> None:
-    """At night one has all; in the morning a crowd comes, and then the one again."""
-    router, early, late = router_of(spec("w", most=1)), tenant("early"), tenant("late")
-    for _ in range(50):
-        lease = placed(router.submit(of(early), 0.0))
-        router.tokens(lease, 500)
-        router.finish(lease, 0.0, Outcome.DONE)
-    assert early.virtual > 50_000
-    assert turns(router, late, early)["early"] == 10
-
-
 def test_nor_what_one_had_of_another_size() -> None:
     """An application whose shorts never wait has its share where its longs do."""
     workers = spec("s", SHORT, 1000), spec("l", LONG, 10_000, most=1)
@@ -210,8 +189,7 @@ def turns(
         router.finish(lease, 0.0, Outcome.DONE)
         [(ticket, answer)] = router.due(0.0)
         lease = placed(answer)
-        assert ticket.ask.tenant is not None
-        names[ticket.ask.tenant.name] += 1
+        names[present(ticket.ask.tenant).name] += 1
     return names
 
 
@@ -236,42 +214,6 @@ def test_batches_of_ones_own_change_nothing_where_one_chats() -> None:
     hall.place(20)  # the rest of the chats
     hall.place(20)
     assert Counter(hall.names()[-20:])["chat"] in range(8, 13), "nor the other way round"
-
-
-def test_in_another_class_one_begins_as_high_as_those_who_are_there() -> None:
-    tenants = Tenants()
-    tenants.replace([TenantSpec("moved", INTERACTIVE), TenantSpec("there")], {})
-    moved, there = tenants
-    moved.charge(1e9)
-    tenants.replace([TenantSpec("moved"), TenantSpec("there")], {})
-    hall = Hall()
-    for _ in range(20):
-        hall.push(of(there))
-        hall.push(of(moved))
-    hall.place(20)
-    assert Counter(hall.names())["moved"] in (9, 10, 11)
-
-
-def test_alone_one_has_all_of_it() -> None:
-    hall, alone = Hall(), tenant("alone", 0.001)
-    for _ in range(50):
-        hall.push(of(alone))
-    assert len(hall.place(50)) == 50
-
-
-def test_of_one_tenant_first_come_first_served() -> None:
-    hall, who = Hall(), tenant("who")
-    tickets = [hall.push(of(who)) for _ in range(9)]
-    assert hall.place(9) == tickets
-
-
-def test_higher_classes_go_first() -> None:
-    hall = Hall()
-    ranks = {rank: tenant(rank.name, rank=rank) for rank in Rank}
-    for rank in (BATCH, STANDARD, INTERACTIVE, STANDARD, BATCH):
-        hall.push(of(ranks[rank]))
-    hall.place(5)
-    assert hall.names() == ["INTERACTIVE", "STANDARD", "STANDARD", "BATCH", "BATCH"]
 
 
 def test_a_long_that_waits_lets_shorts_of_lower_classes_pass() -> None:
@@ -347,29 +289,6 @@ def test_two_classes_of_age_share_the_turns_of_the_aged() -> None:
     assert Counter(hall.names()) == {"INTERACTIVE": 20, "STANDARD": 10, "BATCH": 10}
 
 
-def test_the_aged_take_every_second_place_at_most() -> None:
-    hall = Hall()
-    urgent, old = tenant("urgent", rank=INTERACTIVE), tenant("old")
-    for _ in range(50):
-        hall.push(of(old))
-    hall.now = SETTINGS.standard_age_s + 1
-    for _ in range(20):
-        hall.push(of(urgent))
-    for _ in range(20):
-        hall.place()
-    assert Counter(hall.names()) == {"old": 10, "urgent": 10}
-
-
-def test_age_is_a_classs_and_changes_no_shares_in_it() -> None:
-    hall, crowd, single = Hall(), tenant("crowd"), tenant("single")
-    for _ in range(50):
-        hall.push(of(crowd))
-    hall.now = SETTINGS.standard_age_s * 2
-    hall.push(of(single))
-    hall.place(2)
-    assert "single" in hall.names()
-
-
 def test_batch_comes_of_age_too() -> None:
     hall = Hall()
     batch, other = tenant("batch", rank=BATCH), tenant("other")
@@ -430,8 +349,7 @@ def test_to_let_one_go_costs_the_same_whoever_waits(alike: bool) -> None:
             try:
                 hall.push(of(everybody[n % tenants]))
                 [gone] = hall.place()
-                assert gone.ask.tenant is not None
-                gone.ask.tenant.charge(10.0)
+                present(gone.ask.tenant).charge(10.0)
                 hall.place(0)
                 hall.queue.fronts()
             finally:

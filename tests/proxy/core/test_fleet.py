@@ -7,7 +7,7 @@ from math import inf
 import pytest
 
 from proxy.core.decisions import Decision, Handover, Lease
-from proxy.core.fleet import Fleet
+from proxy.core.fleet import Fleet, _more
 from proxy.core.learning import judge
 from proxy.core.types import Ask, Outcome, Reason, Role
 from tests.proxy.core.making import ask, fleet_of, idle, members, spec
@@ -174,13 +174,6 @@ def test_behind_longs_a_short_waits_as_far_as_it_is_not_let_past(fleet: Fleet) -
     assert worker.wait_s(0.0, for_long=False) == pytest.approx(1.9)
 
 
-def test_a_worker_of_which_nothing_is_known_is_lent_what_another_learnt() -> None:
-    fleet = fleet_of(spec("a"), spec("b"))
-    fleet.first_token(charge(fleet, ask(1000)), 5.0)
-    assert members(fleet)[1].pace.token_s == members(fleet)[0].pace.token_s
-    assert members(fleet)[1].pace.prefills == 0
-
-
 def test_a_trial_that_begins_to_answer_closes_the_breaker(fleet: Fleet) -> None:
     worker = members(fleet)[0]
     fleet.failed(worker, 0.0, 1.0)
@@ -225,3 +218,15 @@ def test_the_rest_of_a_hand_over_moves_with_all_that_is_charged_for_it() -> None
     assert lease.worker is other
     fleet.release(lease)
     assert idle([first, one, other])
+
+
+@pytest.mark.parametrize(
+    ("seen", "limit", "samples", "more"),
+    [(50, None, 1, 50), (60, None, 1, 40), (50, 80, 1, 30), (80, 80, 1, 0), (100, 80, 2, 60)],
+)
+def test_an_answer_longer_than_foreseen_may_be_as_long_again(
+    seen: int, limit: int | None, samples: int, more: int
+) -> None:
+    one = ask(100, limit, samples=samples)
+    one.expected_output = 50
+    assert _more(one, seen) == more

@@ -15,10 +15,10 @@ from proxy.core.router import Router
 from proxy.core.tenants import Rank
 from proxy.core.types import Ask, Outcome, Reason, Role, Usage
 from proxy.core.worker import Worker
+from tests.present import present
 from tests.proxy.core.making import (
     GENERAL,
     MODEL,
-    SHORT,
     ask,
     idle,
     placed,
@@ -73,8 +73,7 @@ def why(here: Router) -> dict[str, int]:
 
 def test_a_long_prompt_is_handed_over_where_others_decode() -> None:
     here = router(prefills=2)
-    lease = placed(here.submit(ask(LONG), 0.0)) if busy(here, count=1) else None
-    assert lease is not None
+    lease = present(placed(here.submit(ask(LONG), 0.0)) if busy(here, count=1) else None)
     assert lease.worker.name == "d0"
     assert lease.decision.reason is Reason.HANDOVER
     assert lease.prefill is not None
@@ -107,23 +106,6 @@ def test_those_who_will_come_meanwhile_count_too() -> None:
         here.finish(placed(here.submit(ask(20), at / 10)), at / 10, Outcome.DONE)
     assert placed(here.submit(ask(LONG), 10.0)).prefill is not None
     assert placed(here.submit(ask(200), 10.0)).prefill is None
-
-
-def test_a_dear_transfer_is_not_paid() -> None:
-    here = router()
-    busy(here, count=1)
-    time = here.transfer_times(MODEL).all
-    for _ in range(50):
-        time.saw(LONG, 30.0)
-    assert placed(here.submit(ask(LONG), 0.0)).prefill is None
-
-
-def test_a_busy_prefill_worker_is_not_waited_for_at_any_price() -> None:
-    here = router()
-    busy(here, count=1)
-    prefills = [placed(here.submit(ask(LONG), 0.0)).prefill for _ in range(8)]
-    assert prefills[0] is not None
-    assert None in prefills
 
 
 def test_of_longs_at_once_none_is_computed_where_four_decode() -> None:
@@ -180,8 +162,7 @@ def test_one_that_takes_longer_is_waited_for_and_foreseen() -> None:
     placed(here.submit(long, 0.0))
     wait_s = worker.wait_s(0.0, for_long=False)
     lease = placed(here.submit(ask(LONG), 0.0))
-    halves = lease.decision.handover
-    assert halves is not None
+    halves = present(lease.decision.handover)
     assert wait_s > 2 * halves.prefill_s
     foreseen_s = wait_s + halves.transfer_s + worker.pace.step_s(0)
     assert lease.decision.predicted_ttft_s == pytest.approx(foreseen_s)
@@ -221,16 +202,6 @@ def test_a_threshold_counts_tokens(rule: str) -> None:
     assert placed(here.submit(ask(500), 0.0)).prefill is None
 
 
-def test_above_nothing_is_whatever_there_is() -> None:
-    here = router(disaggregate_above=0)
-    assert placed(here.submit(ask(1), 0.0)).prefill is not None
-    prefix = tuple(range(1, 9))
-    for now in (1.0, 2.0):  # the second time all of it should be there
-        one = ask(1000, prefix=prefix)
-        one.prefix_bytes = 4096
-        assert placed(here.submit(one, now)).prefill is not None
-
-
 @pytest.mark.parametrize("above", [None, 2000])
 @pytest.mark.parametrize("stream", [True, False])
 def test_what_is_on_its_way_to_a_decode_worker_is_not_held_there_yet(
@@ -248,8 +219,7 @@ def test_what_is_on_its_way_to_a_decode_worker_is_not_held_there_yet(
     assert all(lease.prefill is not None for lease in leases)
     d0 = leases[0].worker
     assert known(here, prefix, d0) == 0
-    first = leases[0].prefill
-    assert first is not None
+    first = present(leases[0].prefill)
     assert known(here, prefix, first.worker) == len(prefix)
     here.prefilled(leases[0], 2.0, None)
     assert here.reconsider(leases[0], 2.0, may_move=True)
@@ -258,31 +228,6 @@ def test_what_is_on_its_way_to_a_decode_worker_is_not_held_there_yet(
         here.first_token(leases[0], 2.1)
     assert known(here, prefix, d0) == len(prefix)
     assert submit(2.2).prefill is None
-
-
-def test_what_the_decode_worker_holds_does_not_count() -> None:
-    here = router(disaggregate_above=500)
-    prefix = tuple(range(8))
-    first = placed(here.submit(ask(1000, prefix=prefix), 0.0))
-    assert first.prefill is not None
-    assert first.decision.handover is not None
-    assert first.decision.handover.tokens == 1000
-    here.prefilled(first, 0.5, None)
-    here.first_token(first, 0.6)
-    again = placed(here.submit(ask(1000, prefix=prefix), 1.0))
-    assert again.prefill is None
-    assert why(here)["cached"] == 1
-    longer = placed(here.submit(ask(2000, prefix=(*prefix, 9, 10, 11)), 2.0))
-    assert longer.decision.handover is not None
-    assert longer.decision.handover.tokens == 2000 - 1024  # whole blocks of the body
-
-
-@pytest.mark.parametrize("rule", RULES)
-def test_each_rule_may_choose_workers_for_the_whole(rule: str) -> None:
-    here = router(spec("s0", SHORT), policy=rule, disaggregate_above=1)
-    chosen = {placed(here.submit(ask(50), 0.0)).worker.name for _ in range(4)}
-    assert "s0" in chosen
-    assert "p0" not in chosen
 
 
 # Which two
@@ -298,26 +243,10 @@ def test_a_prefill_worker_that_holds_the_prefix() -> None:
     here = router(prefills=3, decodes=2, disaggregate_above=1)
     prefix = tuple(range(8))
     lease = placed(here.submit(ask(1000, prefix=prefix), 0.0))
-    assert lease.prefill is not None
-    where = lease.prefill.worker
+    where = present(lease.prefill).worker
     here.prefilled(lease, 1.0, Usage(1000))
     again = placed(here.submit(ask(1000, prefix=prefix), 2.0, tried=frozenset([lease.worker])))
-    assert again.prefill is not None
-    assert again.prefill.worker is where
-
-
-def test_prefill_starts_only_when_the_decode_worker_has_room() -> None:
-    here = router(disaggregate_above=100)
-    here.fleet.set_gauges("d0", Gauges(0.0, kv_capacity_tokens=3000))
-    first = placed(here.submit(ask(2000, 100), 0.0))
-    ticket = waits(here.submit(ask(2000, 100), 0.0))
-    assert worker_of(here, "p0").requests == 1
-    assert here.due(1.0) == []
-    here.prefilled(first, 1.0, None)
-    here.finish(first, 2.0, Outcome.DONE)
-    [(ended, lease)] = here.due(2.0)
-    assert ended is ticket
-    assert placed(lease).prefill is not None
+    assert present(again.prefill).worker is where
 
 
 def test_one_that_is_larger_than_the_cache_does_not_wait_for_ever() -> None:
@@ -332,29 +261,6 @@ def test_a_prompt_that_no_prefill_worker_holds() -> None:
     assert placed(here.submit(ask(1000), 0.0)).prefill is None
     assert placed(here.submit(ask(900), 0.0)).prefill is not None
     assert why(here) == {Why.PREFILL_BUSY: 1, Why.HANDED_OVER: 1}
-
-
-def test_workers_that_are_not_connected_yet() -> None:
-    here = router(disaggregate_above=1)
-    here.links.are_made = True
-    assert placed(here.submit(ask(LONG), 1.0)).prefill is None
-    assert placed(here.submit(ask(LONG), 1e6)).prefill is None  # however long that takes
-    assert why(here) == {Why.PREFILL_BUSY: 2}
-    here.links.warm(worker_of(here, "p0"), worker_of(here, "d0"))
-    assert placed(here.submit(ask(LONG), 1.0)).prefill is not None
-
-
-def test_one_that_is_connected_to_nobody_does_not_keep_others_from_prefilling() -> None:
-    """It is idle, so it would be done first each time."""
-    here = router_of(
-        spec("p0", P), spec("p1", P), spec("d0", D), transfer=True, disaggregate_above=1
-    )
-    here.links.are_made = True
-    here.links.warm(worker_of(here, "p1"), worker_of(here, "d0"))
-    for _ in range(3):
-        lease = placed(here.submit(ask(LONG), 1.0))
-        assert lease.prefill is not None
-        assert lease.prefill.worker.name == "p1"
 
 
 def test_a_link_that_fails_is_counted_where_it_was_wanted() -> None:
@@ -377,13 +283,6 @@ def test_what_can_not_be_split_is_served_whole() -> None:
     one.whole = "beam_search"
     assert placed(here.submit(one, 0.0)).prefill is None
     assert why(here) == {"beam_search": 1}
-
-
-def test_without_a_live_prefill_worker_all_is_served_whole() -> None:
-    here = router(disaggregate_above=1)
-    here.fleet.drain("p0")
-    assert placed(here.submit(ask(LONG), 0.0)).worker.name == "d0"
-    assert why(here) == {Why.NO_PREFILL: 1}
 
 
 def test_without_a_live_decode_worker_it_is_refused() -> None:
@@ -432,8 +331,7 @@ def test_what_a_prefill_that_fails_was_for_is_not_cached_where_it_never_came(
     here.prefixes.record(blocks[:before], d0.index)
     one = ask(LONG, prefix=blocks)
     lease = placed(here.submit(one, 0.0))
-    assert lease.decision.handover is not None
-    tokens = lease.decision.handover.tokens
+    tokens = present(lease.decision.handover).tokens
     first = lease.under_way.worker
     here.finish(lease, 1.0, outcome)
     assert known(here, blocks, d0) == before
@@ -446,20 +344,6 @@ def test_what_a_prefill_that_fails_was_for_is_not_cached_where_it_never_came(
     here.first_token(again, 2.5)
     here.finish(again, 3.0, Outcome.FAILED)  # by then it had come
     assert known(here, blocks, d0) == len(blocks)
-
-
-def test_a_decode_worker_that_fails_means_a_new_prefill() -> None:
-    here = router(decodes=2, disaggregate_above=1)
-    one = ask(LONG)
-    lease = placed(here.submit(one, 0.0))
-    here.prefilled(lease, 1.0, None)
-    assert lease.under_way is lease
-    here.finish(lease, 1.1, Outcome.FAILED)
-    again = placed(here.submit(one, 1.1, tried=frozenset([lease.worker])))
-    assert again.prefill is not None
-    assert again.worker is not lease.worker
-    assert not lease.worker.breaker.spotless
-    assert worker_of(here, "p0").breaker.spotless
 
 
 # Charges
@@ -526,8 +410,7 @@ def test_a_prefill_leg_teaches_the_prefill_worker_and_a_transfer_the_transfer() 
     assert here.transfer_times(MODEL).all.seconds(2000) == pytest.approx(0.3, rel=0.1)
     assert decode.pace.prefills == 0  # it prefilled nothing
     lease = placed(here.submit(ask(2000, 50), 999.0))
-    assert lease.decision.handover is not None
-    assert lease.decision.handover.transfer_s == pytest.approx(0.3, rel=0.1)
+    assert present(lease.decision.handover).transfer_s == pytest.approx(0.3, rel=0.1)
     assert lease.decision.predicted_ttft_s == pytest.approx(1.1, rel=0.15)
 
 
@@ -536,10 +419,9 @@ def test_without_a_stream_the_end_teaches_how_long_the_decode_workers_steps_take
     pace = worker_of(here, "d0").pace
     for _ in range(80):
         lease = placed(here.submit(ask(LONG, 100, stream=False), now))
-        assert lease.decision.handover is not None
         now += 1.0
         here.prefilled(lease, now, None)
-        now += lease.decision.handover.transfer_s + 100 * 0.03
+        now += present(lease.decision.handover).transfer_s + 100 * 0.03
         if here.may_learn(lease, now):
             here.finish(lease, now, Outcome.DONE, Usage(LONG, 100))
         else:
@@ -629,8 +511,7 @@ def test_what_has_been_kept_for_a_while_has_less_time_left_to_be_fetched() -> No
     here = router(decodes=2, disaggregate_above=1, transfer_within_s=24.0)
     lease = placed(here.submit(ask(LONG), 0.0))
     busy_one, halves = lease.worker, lease.decision.handover
-    assert halves is not None
-    halves.transfer_s = 5.0
+    present(halves).transfer_s = 5.0
     here.prefilled(lease, 1.0, None)
     assert here.reconsider(lease, 1.0, may_move=False, spent_s=18.0)
     assert not here.reconsider(lease, 1.0, may_move=True, spent_s=20.0)
@@ -705,8 +586,7 @@ def test_each_pair_of_workers_has_its_own_link() -> None:
     for _ in range(3):
         lease = placed(here.submit(ask(LONG), 0.0))
         assert lease.decision.route == "p0>d1"
-        assert lease.decision.handover is not None
-        assert lease.decision.handover.transfer_s == pytest.approx(0.01, rel=0.3)
+        assert present(lease.decision.handover).transfer_s == pytest.approx(0.01, rel=0.3)
         here.finish(lease, 0.0, Outcome.MOOT)
 
 
@@ -774,17 +654,6 @@ def test_a_short_prompt_does_not_wait_for_room_to_be_handed_over() -> None:
     lease = placed(here.submit(ask(20), 1.0))
     assert (lease.worker, lease.prefill) == (worker, None)
     waits(here.submit(ask(LONG), 1.0))
-
-
-def test_room_that_comes_late_is_still_for_a_hand_over() -> None:
-    here = router(disaggregate_above=1500, queue_wait_s=30.0)
-    leases = crowded(here)
-    waits(here.submit(ask(110_000, 500), 1.0))
-    for lease in leases:
-        here.finish(lease, 2.0, Outcome.DONE)
-    [(_, lease)] = here.due(29.0)
-    assert placed(lease).prefill is not None
-    assert Why.NO_ROOM not in why(here)
 
 
 def test_of_those_that_wait_for_room_one_at_a_time_is_served_whole() -> None:

@@ -9,7 +9,7 @@ import pytest
 from proxy.core.decisions import Decision, Handover, Lease
 from proxy.core.elsewhere import NO_LOAD, Load
 from proxy.core.fleet import Fleet
-from proxy.core.holding import HEEDED_S
+from proxy.core.holding import HASTE, HEEDED_S, learn, more
 from proxy.core.prefix import COVERED
 from proxy.core.records import Gauges
 from proxy.core.router import Router
@@ -19,6 +19,7 @@ from proxy.core.worker import Worker
 from tests.proxy.core.making import (
     ask,
     chat,
+    fleet_of,
     idle,
     members,
     placed,
@@ -73,14 +74,6 @@ def test_those_who_begin_alike_are_charged_for_that_once() -> None:
     assert idle(here.fleet)
 
 
-def test_no_agent_waits_for_a_cache_that_is_nearly_empty() -> None:
-    """At once, before any page could tell: of 120 with one system prompt, all are sent."""
-    here = one()
-    answers = [agent(here, 0.0) for _ in range(120)]
-    assert sum(isinstance(answer, Ticket) for answer in answers) == 0
-    assert worker_of(here, "a").kv_held < 0.6 * CACHE
-
-
 def test_who_begins_as_others_do_waits_for_no_more_room_than_its_own() -> None:
     """Parted from them it would take more, and caches that are full stay so for that alone."""
     here = router_of(spec("a"), spec("b"))
@@ -102,15 +95,6 @@ def test_who_begins_as_others_do_waits_for_no_more_room_than_its_own() -> None:
     assert placed(here.submit(ask(5500, 1500, prefix=begins["a"]), 1.0)).worker.name == "b"
 
 
-def test_prompts_that_only_begin_alike_take_what_is_their_own() -> None:
-    here = one()
-    answers = [agent(here, 0.0, alone=f"{n:05d}") for n in range(40)]
-    assert 20 < sum(isinstance(answer, Lease) for answer in answers) < 30
-    worker = worker_of(here, "a")
-    assert worker.full
-    assert worker.stems.saved == 0
-
-
 @pytest.mark.parametrize("order", [*permutations(range(3))])
 def test_in_whatever_order_they_go_nothing_stays(order: tuple[int, ...]) -> None:
     here = one()
@@ -126,15 +110,6 @@ def test_in_whatever_order_they_go_nothing_stays(order: tuple[int, ...]) -> None
         here.finish(leases[at], 1.0, Outcome.FAILED)
         assert worker.kv_tokens >= sum(lease.kv_tokens for lease in leases)
     assert idle(here.fleet)
-
-
-def test_what_is_cached_and_held_by_nobody_is_charged_to_who_comes() -> None:
-    here = one()
-    first = placed(here.submit(ask(PROMPT, OUTPUT, prefix=SHARED), 0.0))
-    here.finish(first, 1.0, Outcome.DONE)
-    second = placed(here.submit(ask(PROMPT, OUTPUT, prefix=SHARED), 2.0))
-    assert second.decision.cached_tokens > 0.9 * PROMPT
-    assert worker_of(here, "a").kv_tokens == PROMPT + OUTPUT
 
 
 def test_a_worker_that_keeps_no_cache_is_charged_for_all() -> None:
@@ -219,39 +194,6 @@ def test_one_whose_pages_stop_has_room_again_once_it_has_less_to_do() -> None:
     placed(here.submit(ask(PROMPT, OUTPUT, prefix=SHARED), 99.0))
 
 
-def test_it_is_learnt_what_a_worker_does_not_share() -> None:
-    here = one()
-    worker = worker_of(here, "a")
-    for now in range(6):
-        leases = []
-        while isinstance(answer := here.submit(ask(PROMPT, OUTPUT, prefix=SHARED), now), Lease):
-            here.first_token(answer, now)
-            leases.append(answer)
-            if len(leases) == 60:
-                break
-        page(here, now + 0.5, 1.0, running=13, waiting=max(len(leases) - 13, 1))
-        for lease in leases:
-            here.finish(lease, now + 0.9, Outcome.DONE)
-        here.withdraw(answer, now + 0.9) if isinstance(answer, Ticket) else None
-    assert len(leases) < 30
-    assert worker.kv_apart > 0.9
-    first = [here.submit(ask(PROMPT, OUTPUT, prefix=SHARED), 9.0) for _ in range(9)]
-    for lease in map(placed, first):
-        here.first_token(lease, 9.1)
-    for at in (9.5, 10.5, 11.5, 12.5):
-        page(here, at, 0.1, running=9)  # it shares after all
-    assert worker.kv_apart == 0.0
-
-
-def test_no_page_says_more_than_each_alone_would_take() -> None:
-    """Twenty shorts that wait behind four longs do not need as much as those."""
-    here = one()
-    for tokens in [90_000] * 4 + [500] * 20:
-        here.first_token(placed(here.submit(ask(tokens, 50), 0.0)), 0.5)
-    worker = page(here, 1.0, 0.99, running=4, waiting=20)
-    assert worker.kv_held == worker.kv_tokens == 4 * 90_050 + 20 * 550
-
-
 # Hand-overs
 
 
@@ -285,3 +227,38 @@ def test_a_decode_half_shares_from_its_first_token_on_wherever_it_is_moved() -> 
     for lease in leases:
         fleet.release(lease)
     assert idle(fleet)
+
+
+@pytest.mark.parametrize(
+    ("usage", "running", "waiting", "queued", "sequences", "spare", "more", "apart"),
+    [
+        (0.4, 4, 0, 0, 10, 600 - 400 - 50 - 30, 0, 0.1 - HASTE * 0.12),
+        (0.9, 4, 0, 0, 10, 0, 300, 0.1),
+        (0.9, 4, 2, 2, 10, 0, 300, 0.1),  # some wait, though there is room
+        (0.95, 4, 2, 2, 10, 0, 350, 0.1),
+        # What waits needs as much as what runs, and at most what would be charged without sharing.
+        (1.0, 4, 2, 2, 3, 600 - 750, 250, 0.1 + HASTE * 0.15),
+        (1.0, 4, 2, 2, 10, 600 - 1350, 0, 0.1 + HASTE * 0.75),
+        (1.0, 0, 0, 1, 10, 600 - 1350, 0, 0.1 + HASTE * 0.75),
+        (0.0, 4, 0, 0, 10, 0, 0, 0.1),
+    ],
+)
+def test_what_a_page_says_of_a_cache(
+    usage: float, running: int, waiting: int, queued: int, sequences: int,
+    spare: int, more: int, apart: float,
+) -> None:  # fmt: skip
+    [worker] = members(fleet_of(spec("a")))
+    worker.kv_capacity, worker.kv_tokens, worker.sequences = 1000, 600, sequences
+    worker.decode_tokens, worker.kv_coming = 50, 30
+    worker.pace.missing, worker.kv_apart, worker.stems.saved = 0.25, 0.1, 1000
+    learn(worker, Gauges(0.0, running, waiting, kv_usage=usage), queued)
+    assert (worker.kv_spare, worker.kv_more) == (spare, more)
+    assert worker.kv_apart == pytest.approx(apart)
+
+
+def test_a_page_says_what_a_cache_holds_for_so_long() -> None:
+    [worker] = members(fleet_of(spec("a")))
+    worker.kv_more, worker.gauges = 7, Gauges(10.0)
+    assert [more(worker, 10.0 + late) for late in (0.0, HEEDED_S, HEEDED_S + 0.1)] == [7, 7, 0]
+    worker.gauges = None
+    assert more(worker, 10.0) == 0

@@ -14,12 +14,6 @@ def two() -> tuple[Fleet, Worker, Worker]:
     return fleet, *members(fleet)
 
 
-def test_where_nobody_makes_them_none_is_waited_for() -> None:
-    _, prefill, decode = two()
-    assert not Links().are_cold(prefill, decode)
-    assert Links().reaches(prefill, [], 0.0)
-
-
 def test_one_is_cold_until_it_is_made() -> None:
     _, prefill, decode = two()
     links = Links()
@@ -60,21 +54,6 @@ def test_what_was_tried_with_a_worker_before_it_was_started_anew_says_nothing() 
     links.unmade(prefill, decode)
     decode.up_since = 9.0
     assert links.note(prefill, 10.0) == ""
-
-
-def test_a_worker_that_went_down_has_to_be_connected_anew() -> None:
-    fleet, prefill, decode = two()
-    links = Links()
-    links.are_made = True
-    links.warm(prefill, decode)
-    for _ in range(3):
-        fleet.probe_failed("d0", 20.0)
-    for _ in range(2):
-        fleet.probe_ok("d0", 30.0)
-    assert links.are_cold(prefill, decode)
-    assert not links.knows(prefill, decode)
-    links.warm(prefill, decode)
-    assert not links.are_cold(prefill, decode)
 
 
 # Those that fail

@@ -2,99 +2,20 @@
 
 from __future__ import annotations
 
-import heapq
-from collections import Counter
-from collections.abc import Callable
 from dataclasses import replace
-from itertools import count
 
 import pytest
 
 from proxy.core.breaker import FAILURES, FIRST_REST_S, LONGEST_REST_S
-from proxy.core.decisions import Decision, Lease
+from proxy.core.decisions import Decision
 from proxy.core.ejection import Key
 from proxy.core.router import Router
 from proxy.core.settings import RouterSettings
-from proxy.core.types import Outcome, Reason, Refusal, Role, Ticket, Usage
+from proxy.core.types import Outcome, Reason, Role
 from proxy.core.worker import Worker
 from tests.proxy.core.making import ask, placed, refused, router_of, spec, worker_of
 
 RUNS_S, BREAKS_AFTER_S = 0.1, 0.05
-GOOD_RATE = 10.0  # requests a second of the healthy tenant
-
-
-class World:
-    """A tenant with good requests, and one with twice as many on which each worker fails."""
-
-    def __init__(self, router: Router) -> None:
-        self.router = router
-        self.now = 0.0
-        self.ends: Counter[str] = Counter()
-        self.events: list[tuple[float, int, Callable[[], None]]] = []
-        self.tickets: dict[Ticket, bool] = {}
-        self.numbers = count()
-
-    def at(self, when: float, what: Callable[[], None]) -> None:
-        """Do something at a time."""
-        heapq.heappush(self.events, (when, next(self.numbers), what))
-
-    def play(self, seconds: float) -> None:
-        """Send for so long, and let all requests end."""
-        for number in range(int(seconds * GOOD_RATE)):
-            at = number / GOOD_RATE
-            self.at(at, lambda: self.submit(bad=False))
-            for late in (0.25, 0.75):
-                self.at(at + late / GOOD_RATE, lambda: self.submit(bad=True))
-        while self.events:
-            self.now, _, what = heapq.heappop(self.events)
-            what()
-            for ticket, answer in self.router.due(self.now):
-                self.goes_on(answer, bad=self.tickets.pop(ticket))
-
-    def submit(self, *, bad: bool) -> None:
-        """Send a request."""
-        self.goes_on(self.router.submit(ask(), self.now), bad=bad)
-
-    def goes_on(self, answer: Lease | Ticket | Refusal, *, bad: bool) -> None:
-        """Have a request run, wait or end."""
-        if isinstance(answer, Ticket):
-            self.tickets[answer] = bad
-        elif isinstance(answer, Refusal):
-            self.ends["bad" if bad else "refused"] += 1
-        elif bad:
-            self.at(self.now + BREAKS_AFTER_S, lambda: self.breaks(answer, frozenset()))
-        else:
-            self.at(self.now + RUNS_S, lambda: self.serves(answer))
-
-    def serves(self, lease: Lease) -> None:
-        """End a good request."""
-        self.router.first_token(lease, self.now)
-        self.router.finish(lease, self.now, Outcome.DONE, Usage(100, 50))
-        self.ends["served"] += 1
-
-    def breaks(self, lease: Lease, tried: frozenset[Worker]) -> None:
-        """Have a worker fail on a bad request."""
-        tried |= {lease.worker}
-        answer = self.router.retry(lease, self.now, Outcome.FAILED, tried=tried, after=lease)
-        if isinstance(answer, Lease):
-            self.at(self.now + BREAKS_AFTER_S, lambda: self.breaks(answer, tried))
-        else:
-            self.goes_on(answer, bad=True)
-
-
-@pytest.mark.parametrize("workers", [1, 2, 3, 8, 40])
-def test_requests_that_break_workers_leave_those_of_another_tenant_served(workers: int) -> None:
-    """At twice the rate."""
-    world = World(router_of(*(spec(f"w{i}") for i in range(workers)), queue_wait_s=5.0))
-    world.play(30.0)
-    assert world.ends["served"] >= 0.9 * 300
-
-
-def test_without_the_threshold_they_are_not() -> None:
-    workers = (spec(f"w{i}") for i in range(8))
-    world = World(router_of(*workers, queue_wait_s=5.0, panic_threshold=0.0))
-    world.play(30.0)
-    assert world.ends["served"] < 0.5 * 300
 
 
 def fails(router: Router, name: str, now: float = 0.0, times: int = FAILURES) -> None:
@@ -131,19 +52,6 @@ def test_breakers_keep_out_no_more_than_the_rest_of_the_share(policy: str, worke
             assert router.fleet.ejections.panics == {("m", False)}
 
 
-@pytest.mark.parametrize(
-    ("threshold", "open_ones"), [(0.0, None), (0.1, 10), (0.3, 8), (0.75, 3), (1.0, 1)]
-)
-def test_the_share_is_the_operators(threshold: float, open_ones: int | None) -> None:
-    router = router_of(*(spec(f"w{i}") for i in range(10)), panic_threshold=threshold)
-    found = None
-    for number in range(10):
-        fails(router, f"w{number}")
-        if router.fleet.ejections.panics and found is None:
-            found = number + 1
-    assert found == open_ones
-
-
 def test_another_share_holds_from_a_reload_on() -> None:
     router = router_of(spec("a"), spec("b"))
     specs = [worker.spec for worker in router.fleet]
@@ -154,25 +62,6 @@ def test_another_share_holds_from_a_reload_on() -> None:
     assert refused(router.submit(ask(), 0.0)).reason is Reason.NO_WORKER
     router.reconfigure(RouterSettings(), specs)
     assert served_by(router) == {"a", "b"}
-
-
-def test_one_worker_alone_is_asked_though_its_breaker_is_open() -> None:
-    router = router_of(spec("a"))
-    fails(router, "a", times=50)
-    assert served_by(router) == {"a"}
-
-
-def test_one_worker_that_says_it_is_busy_is_left_alone() -> None:
-    router = router_of(spec("a"), spec("b"), spec("c"))
-    for name in "ab":
-        router.fleet.failed(worker_of(router, name), 0.0, 60.0, busy=True, why="503")
-    assert served_by(router) == {"c"}
-    fails(router, "c")
-    assert not router.fleet.ejections.panics, "two of three have not failed"
-    router.fleet.succeeded(worker_of(router, "a"))
-    for name in "ac":
-        fails(router, name)
-    assert served_by(router) == {"a", "c"}, "and b has asked to be left alone"
 
 
 def test_workers_that_are_down_or_drain_stay_out_and_do_not_count() -> None:
@@ -203,25 +92,6 @@ def test_a_pool_is_a_models_workers_of_all_sizes() -> None:
     fails(router, "o")
     assert router.fleet.ejections.panics == {("other", False)}
     assert served_by(router) == {"l"}
-
-
-def test_prefill_workers_are_a_pool_of_their_own() -> None:
-    prefills = [spec(f"p{i}", Role.PREFILL) for i in range(3)]
-    decodes = [spec(f"d{i}", Role.DECODE) for i in range(3)]
-    router = router_of(*prefills, *decodes, transfer=True, disaggregate_above=0)
-
-    def prefills_of() -> set[str]:
-        leases = [placed(router.submit(ask(4000), 0.0)) for _ in range(12)]
-        found = {lease.prefill.worker.name for lease in leases if lease.prefill}
-        for lease in leases:
-            router.finish(lease, 0.0, Outcome.CLIENT_GONE)
-        return found
-
-    fails(router, "p0")
-    assert prefills_of() == {"p1", "p2"}
-    fails(router, "p1")
-    assert prefills_of() == {"p0", "p1", "p2"}
-    assert router.fleet.ejections.panics == {("m", True)}
 
 
 def test_a_success_in_panic_closes_a_breaker_and_enough_of_them_end_it() -> None:
@@ -255,15 +125,6 @@ def test_failures_in_panic_make_no_rest_longer_until_it_is_over() -> None:
         router.finish(placed(router.submit(ask(), now)), now, Outcome.FAILED)
     assert breaker.until <= now + LONGEST_REST_S
     assert breaker.opened["failed"] == 1
-
-
-def test_a_worker_that_is_taken_out_while_its_breaker_is_open_is_forgotten() -> None:
-    router = router_of(spec("a"), spec("b"), spec("c"))
-    fails(router, "a")
-    router.fleet.replace([worker.spec for worker in router.fleet if worker.name != "a"])
-    ejections = router.fleet.ejections
-    assert not ejections.resting
-    assert not any(ejections._out.values())
 
 
 class Heard:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import random
-
 from proxy.core.decisions import Decision, Lease
 from proxy.core.fleet import Fleet
-from proxy.core.pool import FIRST, SMALL, Pool
-from proxy.core.types import Ask, Reason, Role
-from proxy.core.worker import NO_LIMIT, Worker
+from proxy.core.pool import SMALL, Pool
+from proxy.core.types import Ask, Reason
+from proxy.core.worker import Worker
 from tests.proxy.core.making import LONG, MODEL, SHORT, ask, fleet_of, members, spec
 
 
@@ -23,26 +21,12 @@ def charge(fleet: Fleet, worker: Worker, one: Ask | None = None) -> Lease:
     return fleet.charge(one or ask(), Decision(worker, Reason.LEAST_LOADED), 0.0)
 
 
-def test_those_that_surely_hold_it_are_looked_at() -> None:
-    pool = fleet_of(spec("a", SHORT, 1000), spec("b", LONG, 4000), spec("c")).pool(MODEL)
-    assert names(pool, ask(900, 50)) == ["a", "b", "c"]
-    assert names(pool, ask(900, 101)) == ["b", "c"]
-    assert names(pool, ask(900, 50, error=100)) == ["b", "c"]
-    assert names(pool, ask(5000, 50)) == ["c"]
-
-
 def test_where_nobody_is_sure_the_longest_tries() -> None:
     pool = fleet_of(spec("a", SHORT, 1000), spec("b", LONG, 4000), spec("c", LONG, 4000)).pool(
         MODEL
     )
     assert names(pool, ask(4100, 50, error=500)) == ["b", "c"]
     assert names(pool, ask(4100, 50, error=100)) == []
-
-
-def test_nobody_else_tries_while_one_that_is_sure_is_full() -> None:
-    fleet = fleet_of(spec("a", SHORT, 1000), spec("b", LONG, 4000, most=1))
-    charge(fleet, members(fleet)[1])
-    assert names(fleet.pool(MODEL), ask(900, 50, error=200)) == []
 
 
 def test_the_down_the_draining_the_full_and_the_resting_are_not() -> None:
@@ -57,33 +41,12 @@ def test_the_down_the_draining_the_full_and_the_resting_are_not() -> None:
     assert names(fleet.pool(MODEL), ask(), fleet, now=5.0) == ["d", "e"]  # on trial
 
 
-def test_prefill_workers_are_given_nothing_whole() -> None:
-    fleet = fleet_of(spec("p", Role.PREFILL), spec("d", Role.DECODE))
-    assert names(fleet.pool(MODEL), ask()) == ["d"]
-
-
 def test_models_that_the_same_workers_serve_share_a_pool() -> None:
     fleet = fleet_of(spec("a"), spec("b"))
     for name in "ab":
         fleet.set_served(name, [MODEL, "adapter"])
     assert fleet.pool("adapter") is fleet.pool(MODEL)
     assert names(fleet.pool("nothing"), ask()) == []
-
-
-def test_of_a_large_group_the_least_loaded_are_looked_at() -> None:
-    fleet = fleet_of(*(spec(f"w{i}", most=50) for i in range(SMALL * 4)))
-    rng = random.Random(1)
-    leases: list[Lease] = []
-    for _ in range(3000):
-        if leases and rng.random() < 0.45:
-            fleet.release(leases.pop(rng.randrange(len(leases))))
-        else:
-            leases.append(charge(fleet, rng.choice(members(fleet))))
-    found = fleet.pool(MODEL).open_to(ask(), 0.0, (), ())
-    loads = sorted(worker.requests for worker in fleet)
-    assert [worker.requests for worker in found] == loads[:FIRST]
-    ranked = [worker for _, _, worker in fleet.pool(MODEL).groups[0].ranked]
-    assert sorted(w.name for w in ranked) == sorted(w.name for w in fleet)
 
 
 def test_another_models_pool_leaves_each_where_it_is_found() -> None:
@@ -102,22 +65,6 @@ def test_another_models_pool_leaves_each_where_it_is_found() -> None:
     assert [worker for _, _, worker in ranked] == members(fleet)
 
 
-def test_the_full_are_not_among_the_first() -> None:
-    fleet = fleet_of(*(spec(f"w{i}", most=1) for i in range(SMALL + 8)))
-    for worker in members(fleet)[:-2]:
-        charge(fleet, worker)
-    assert len(names(fleet.pool(MODEL), ask())) == 2
-
-
-def test_a_holder_of_the_prefix_is_looked_at_too() -> None:
-    fleet = fleet_of(*(spec(f"w{i}") for i in range(SMALL + 8)))
-    last = members(fleet)[-1]
-    charge(fleet, last)
-    pool = fleet.pool(MODEL)
-    assert last not in pool.open_to(ask(), 0.0, (), ())
-    assert last in pool.open_to(ask(), 0.0, (), (last,))
-
-
 def test_where_size_decides() -> None:
     assert fleet_of(spec("a", SHORT), spec("b", LONG)).pool(MODEL).mixed
     assert fleet_of(spec("a", SHORT), spec("b")).pool(MODEL).mixed
@@ -125,12 +72,3 @@ def test_where_size_decides() -> None:
     assert not fleet_of(spec("a", SHORT), spec("b", SHORT)).pool(MODEL).mixed
     limits = fleet_of(spec("a", SHORT, 10), spec("b", LONG, 30), spec("c", LONG, 20)).pool(MODEL)
     assert limits.boundaries == [10, 20]
-
-
-def test_the_largest_context_is_that_of_one_that_comes_back_too() -> None:
-    fleet = fleet_of(spec("a", SHORT, 10), spec("b", LONG, 30), spec("p", Role.PREFILL, 90))
-    fleet.drain("b")
-    pool = fleet.pool(MODEL)
-    assert (pool.most, pool.limit) == (10, 30)
-    fleet.add(spec("c", LONG))  # it has not told
-    assert fleet.pool(MODEL).limit == NO_LIMIT

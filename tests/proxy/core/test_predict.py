@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy.core.predict import FIXED_S, TOKEN_S, YOUNG, Pace
+from proxy.core.predict import FIXED_S, TOKEN_S, Pace
 
 
 def taught(fixed: float, token: float, *, noise: float = 0.0, times: int = 200) -> Pace:
@@ -35,20 +35,6 @@ def test_the_first_observation_says_most() -> None:
     assert 2.5 * before < pace.first_token_s(1000) < 4 * before
 
 
-def test_an_outlier_moves_it_little() -> None:
-    pace = taught(0.05, 1e-3)
-    before = pace.first_token_s(1000)
-    pace.saw_first_token(1000, 0.0, 0.0, 600.0, now=1e3)
-    assert pace.first_token_s(1000) < before * 1.25
-
-
-def test_a_change_is_followed() -> None:
-    pace = taught(0.05, 1e-3)
-    for i in range(60):
-        pace.saw_first_token(1000, 0.0, 0.0, 3.0, now=1e3 + i)
-    assert pace.first_token_s(1000) == pytest.approx(3.0, rel=0.1)
-
-
 def test_steps_are_learnt_apart() -> None:
     pace, rng = Pace(), random.Random(1)
     for i in range(300):
@@ -68,32 +54,6 @@ def test_a_worker_that_lets_shorts_past_longs_is_known_for_it() -> None:
             pace.saw_first_token(200, 30_000, 0.0, seconds, now=float(i))
     assert fair.passing == pytest.approx(0.1, abs=0.1)
     assert strict.passing == pytest.approx(1.0, abs=0.1)
-
-
-def test_answers_without_a_stream_teach_too() -> None:
-    pace, rng = Pace(), random.Random(1)
-    for i in range(400):
-        tokens, steps = rng.choice([100, 1000, 8000]), rng.choice([5, 50, 500])
-        took = 0.05 + 1e-3 * tokens + 0.04 * steps
-        pace.saw_whole(tokens, 0.0, 0.0, 4, steps, took, now=float(i))
-    assert pace.first_token_s(8000) == pytest.approx(8.05, rel=0.3)
-    assert pace.step_s(4) == pytest.approx(0.04, rel=0.2)
-
-
-def test_once_much_is_known_it_rests_between_observations() -> None:
-    pace = taught(0.05, 1e-3, times=YOUNG + 1)
-    assert pace.first_due > pace.seen_at
-    young = taught(0.05, 1e-3, times=5)
-    assert young.first_due <= young.seen_at
-
-
-def test_it_moves_towards_another_all_the_way_or_some() -> None:
-    slow, fast = taught(0.5, 1e-2), taught(0.05, 1e-3)
-    before = slow.token_s
-    slow.adopt(fast, 0.5)
-    assert fast.token_s < slow.token_s < before
-    slow.adopt(fast)
-    assert slow.token_s == pytest.approx(fast.token_s)
 
 
 seconds = st.floats(0, 1e6)

@@ -9,7 +9,7 @@ from itertools import takewhile
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy.core.prefix import BLOCKS, COVERED, PrefixIndex, deepest
+from proxy.core.prefix import BLOCKS, PrefixIndex, deepest
 
 BLOCK = BLOCKS[0]
 
@@ -29,41 +29,9 @@ def held(index: PrefixIndex, body: bytes) -> dict[int, int]:
     return found
 
 
-def test_a_shared_beginning_is_as_many_hashes() -> None:
-    index = PrefixIndex()
-    one, other = index.hashes("m", text("a", "b", "c")), index.hashes("m", text("a", "b", "d"))
-    assert len(one) == 3
-    assert one[:2] == other[:2]
-    assert one[2] != other[2]
-
-
 def test_a_block_is_not_itself_behind_another() -> None:
     index = PrefixIndex()
     assert index.hashes("m", text("a", "b"))[1] != index.hashes("m", text("c", "b"))[1]
-
-
-def test_models_share_nothing() -> None:
-    index = PrefixIndex()
-    assert index.hashes("m", text("a")) != index.hashes("n", text("a"))
-
-
-def test_it_starts_where_the_prompt_does() -> None:
-    index = PrefixIndex()
-    body = text("a", "b")
-    assert index.hashes("m", b'{"model": 1, ' + body, 13) == index.hashes("m", body)
-
-
-def test_less_than_a_block_has_no_hash() -> None:
-    assert PrefixIndex().hashes("m", b"a" * (BLOCK - 1)) == ()
-
-
-def test_a_longer_body_keeps_the_hashes_of_its_beginning() -> None:
-    index = PrefixIndex()
-    body = bytes(range(256)) * 40_000
-    short, long = index.hashes("m", body[:100_000]), index.hashes("m", body)
-    assert long[: len(short)] == short
-    assert len(long) == len(BLOCKS)  # ten megabytes cost no more than two
-    assert COVERED[len(short)] <= 100_000
 
 
 def test_each_worker_is_matched_as_deep_as_it_was_sent() -> None:
@@ -120,18 +88,6 @@ def test_a_thousand_that_go_at_once_are_as_good_as_one() -> None:
     index.record((1000,), 0)
     assert list(blocks) == [1000]
     assert blocks.times == 1
-
-
-def test_what_is_used_stays_and_what_is_not_goes() -> None:
-    index = PrefixIndex(generation=100)
-    kept = index.hashes("m", text("k"))
-    index.record(index.hashes("m", text("g")), 0)
-    for i in range(1000):
-        index.record((i,), 1)
-        if i % 20 == 0:
-            index.record(kept, 0)
-    assert held(index, text("k")) == {0: 1}
-    assert held(index, text("g")) == {}
 
 
 def test_memory_is_bounded() -> None:

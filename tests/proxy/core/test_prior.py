@@ -8,7 +8,7 @@ import pytest
 
 from proxy.core.limits import Limits
 from proxy.core.prior import MOST_VOTERS
-from proxy.core.rates import BYTES_PER_TOKEN, USUAL_OUTPUT
+from proxy.core.rates import Learnt
 from proxy.core.sizing import FEW, MOST_LEARNT, Sizer
 from proxy.core.tenants import Tenant, TenantSpec
 from proxy.core.types import Ask, Outcome, Usage
@@ -38,19 +38,6 @@ def taught(sizer: Sizer, who: Tenant, per_token: float, times: int = 60, output:
 
 def estimate(sizer: Sizer, who: Tenant) -> int:
     return size(sizer, who).prompt_tokens - TEMPLATE
-
-
-def test_odd_prompts_of_one_tenant_change_no_estimate_of_another() -> None:
-    sizer, odd, usual, newcomer = Sizer(), tenant("odd"), tenant("usual"), tenant("new")
-    taught(sizer, usual, 4.2, 20)
-    before = size(sizer, usual)
-    taught(sizer, odd, 0.6, 500, 4000)
-    after = size(sizer, usual)
-    assert after.prompt_tokens == before.prompt_tokens
-    assert after.expected_output == before.expected_output
-    assert estimate(sizer, odd) > 4 * TEXT / BYTES_PER_TOKEN
-    assert estimate(sizer, newcomer) == pytest.approx(TEXT / 4.1, rel=0.05)
-    assert size(sizer, newcomer).expected_output == USUAL_OUTPUT
 
 
 def test_a_tenants_limit_of_tokens_a_minute_is_its_own() -> None:
@@ -85,30 +72,6 @@ def test_no_single_tenant_decides_what_is_common(honest: int) -> None:
         taught(sizer, tenant("odd"), per_token, 300)
         found = estimate(sizer, tenant("new"))
         assert TEXT / 4.2 <= found <= TEXT / 3.4
-
-
-def test_images_are_sized_by_each_tenant_too() -> None:
-    sizer, tiny, usual = Sizer(), tenant("tiny"), tenant("usual")
-    parts = [{"type": "image_url", "image_url": {}}] * 90
-
-    def asked(who: Tenant) -> Ask:
-        found = sizer.ask(route(), "m", chat(parts), 10, "id", who)
-        found.tenant = who
-        return found
-
-    first = asked(usual).prompt_tokens
-    for _ in range(10):
-        sizer.learn(asked(tiny), Usage(550, 5))
-    assert asked(tiny).prompt_tokens == pytest.approx(550, rel=0.1)
-    assert asked(usual).prompt_tokens == first
-
-
-def test_what_was_learnt_without_tenants_is_where_they_begin() -> None:
-    sizer, who = Sizer(), tenant("who")
-    for _ in range(40):
-        ask = sizer.ask(route(), "m", chat("x" * TEXT), TEXT, "id")
-        sizer.learn(ask, Usage(TEXT // 2 + TEMPLATE, 50))
-    assert estimate(sizer, who) == pytest.approx(TEXT / 2, rel=0.05)
 
 
 def test_a_tenants_first_answers_all_teach() -> None:
@@ -149,3 +112,10 @@ def test_the_median_is_made_anew_seldom() -> None:
         made += common is not before
         before = common
     assert made < 100
+
+
+def test_the_voter_that_was_silent_longest_goes() -> None:
+    prior, rates = Sizer().prior("m", CHAT), Learnt()
+    for number in (*range(MOST_VOTERS), 0, MOST_VOTERS):
+        prior.vote(f"t{number}", rates)
+    assert [*prior._voters] == [f"t{number}" for number in (*range(2, MOST_VOTERS), 0, MOST_VOTERS)]

@@ -9,11 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from proxy.core.passing import End
-from proxy.core.queue import LONGEST_RETRY_S, SPAN_S, Queue
+from proxy.core.queue import Queue
 from proxy.core.tenants import Tenant, TenantSpec
 from proxy.core.types import Ask, Reason, Refusal, Ticket
-from proxy.core.worker import Worker
-from tests.proxy.core.making import ask, spec
+from tests.proxy.core.making import ask
 
 END = Refusal(429, Reason.QUEUE_FULL, "over")
 
@@ -32,14 +31,6 @@ def leave(waiting: Queue, *tickets: Ticket) -> list[Ticket]:
     return [ticket for ticket, _ in waiting.leave(end)]
 
 
-def test_first_come_first_served_within_a_size() -> None:
-    waiting = queue()
-    a, b, c = (waiting.push(ask(), float(i)) for i in range(3))
-    assert leave(waiting, b, c) == []
-    assert leave(waiting, a, b) == [a, b]
-    assert leave(waiting, c) == [c]
-
-
 def test_one_that_needs_less_context_may_go_where_those_before_it_can_not() -> None:
     waiting = queue()
     large, small, same, smaller = (
@@ -48,15 +39,6 @@ def test_one_that_needs_less_context_may_go_where_those_before_it_can_not() -> N
     assert leave(waiting, same) == []
     assert leave(waiting, small, smaller) == [small, smaller]
     assert leave(waiting, large, same) == [large, same]
-
-
-def test_longs_do_not_hold_shorts_up_nor_the_reverse() -> None:
-    waiting = queue()
-    long, short = waiting.push(ask(long=True), 0.0), waiting.push(ask(), 1.0)
-    assert leave(waiting, short) == [short]
-    other = waiting.push(ask(), 2.0)
-    assert leave(waiting, long) == [long]
-    assert leave(waiting, other) == [other]
 
 
 def test_the_oldest_of_all_goes_first() -> None:
@@ -72,32 +54,6 @@ def test_models_wait_apart() -> None:
     assert leave(waiting, b) == [b]
     assert waiting.waiting("a", long=False) == 1
     assert waiting.waiting("b", long=False) == 0
-
-
-def test_a_retry_that_waits_for_another_worker_holds_nobody_up() -> None:
-    waiting = queue()
-    waiting.push(ask(), 0.0, frozenset({Worker(spec("w"), 0)}))
-    pinned = ask()
-    pinned.pinned = "v"
-    b, c = waiting.push(pinned, 1.0), waiting.push(ask(), 2.0)
-    assert leave(waiting, b, c) == [b, c]
-
-
-def test_it_is_bounded_by_count() -> None:
-    waiting = queue(most=2)
-    for _ in range(2):
-        assert waiting.room_for(ask())
-        waiting.push(ask(), 0.0)
-    assert not waiting.room_for(ask())
-
-
-def test_it_is_bounded_by_bytes() -> None:
-    waiting = queue(most_bytes=1000)
-    ticket = waiting.push(ask(size=600), 0.0)
-    assert not waiting.room_for(ask(size=500))
-    assert waiting.room_for(ask(size=400))
-    waiting.remove(ticket)
-    assert waiting.room_for(ask(size=1000))
 
 
 def test_a_ticket_leaves_once() -> None:
@@ -125,13 +81,6 @@ def test_retry_after_follows_the_drain() -> None:
     assert waiting.retry_after_s(125.0) == 11
 
 
-def test_retry_after_without_a_drain_is_the_wait() -> None:
-    waiting = queue(wait=30.0)
-    assert waiting.retry_after_s(0.0) == 30
-    assert queue(wait=0.2).retry_after_s(0.0) == 1
-    assert queue(wait=1e6).retry_after_s(0.0) == LONGEST_RETRY_S
-
-
 @pytest.mark.parametrize("most", [0, 10])
 def test_retry_after_is_not_of_a_time_when_nobody_waited(most: int) -> None:
     """The machine has been up for days, and the night was quiet."""
@@ -145,34 +94,6 @@ def test_retry_after_is_not_of_a_time_when_nobody_waited(most: int) -> None:
         if most:
             waiting.remove(ticket)
     assert waiting.wait_s(start + 3600, 0) is None
-
-
-def test_retry_after_is_at_least_a_second() -> None:
-    waiting = queue()
-    waiting.push(ask(), 0.0)
-    for i in range(10_000):
-        waiting.freed(i / 1000)
-    assert waiting.retry_after_s(10.0) == 1
-
-
-def test_a_drain_of_long_ago_counts_for_less() -> None:
-    waiting = queue(most=1000)
-    for _ in range(50):
-        waiting.push(ask(), 0.0)
-    for i in range(1000):
-        waiting.freed(i / 100)
-    for i in range(30):  # one a second since
-        waiting.freed(10.0 + i)
-    assert waiting.retry_after_s(40.0) > 50 / (1000 / 10 + SPAN_S)
-    assert waiting.retry_after_s(40.0) >= 25
-
-
-def test_tickets_are_what_was_asked() -> None:
-    one = ask()
-    tried = frozenset({Worker(spec("w"), 0)})
-    ticket = queue().push(one, 1.0, tried, explain=True)
-    assert ticket.ask is one
-    assert (ticket.since, ticket.tried, ticket.explain) == (1.0, tried, True)
 
 
 TENANTS = [Tenant(TenantSpec(name)) for name in "abcd"]

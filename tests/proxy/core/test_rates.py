@@ -68,13 +68,6 @@ def test_tools_have_a_rate_of_their_own() -> None:
     assert learnt.tokens(20_000) == pytest.approx(20_000 / 4.6, rel=0.1)
 
 
-def test_one_text_of_some_length_is_enough_to_begin_with() -> None:
-    for per_token in (1.5, 3.0, 4.26, 7.0):
-        learnt = Learnt()
-        learnt.see_prompt(2_000, int(2_000 / per_token))
-        assert learnt.bytes_per_token == pytest.approx(per_token, rel=0.25)
-
-
 def test_a_few_long_chats_among_many_short_ones_are_sized_well() -> None:
     learnt, noise = Learnt(), random.Random(1)
     for _ in range(300):
@@ -87,15 +80,6 @@ def test_a_few_long_chats_among_many_short_ones_are_sized_well() -> None:
     assert band(learnt, 36_000) < 0.1
 
 
-def test_the_band_is_wider_for_texts_far_longer_than_those_learnt_from() -> None:
-    learnt = Learnt()
-    for _ in range(100):
-        learnt.see_prompt(1_000, 250)
-    assert band(learnt, 1_000) < 0.1
-    assert band(learnt, 3_000) > 1.5 * band(learnt, 1_000)
-    assert band(learnt, 100_000) > 2.5 * band(learnt, 1_000)
-
-
 def test_new_texts_count_for_more_than_old_ones() -> None:
     learnt, noise = Learnt(), random.Random(1)
     for per_token in (4.5, 2.8):
@@ -103,15 +87,6 @@ def test_new_texts_count_for_more_than_old_ones() -> None:
             text = noise.randint(4_000, 12_000)
             learnt.see_prompt(text, int(text / per_token * noise.uniform(0.9, 1.1)))
         assert learnt.bytes_per_token == pytest.approx(per_token, rel=0.05)
-
-
-def test_short_chats_do_not_wear_away_what_long_ones_taught() -> None:
-    learnt = Learnt()
-    for text in range(4_000, 12_000, 200):
-        learnt.see_prompt(text, text // 3)
-    for _ in range(5_000):
-        learnt.see_prompt(20, 40)
-    assert learnt.bytes_per_token == pytest.approx(3.0, rel=0.02)
 
 
 def test_of_several_prompts_each_has_its_own_template() -> None:

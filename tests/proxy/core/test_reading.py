@@ -12,14 +12,12 @@ from proxy.core.limits import Limits
 from proxy.core.reading import prompt_start
 from proxy.core.routes import Shape
 from proxy.core.splice import MOST_MEMBERS, spliced
-from proxy.core.stored import MOST_RESPONSES
 from proxy.core.tenants import Tenant, TenantSpec
 from proxy.core.types import Ask, Reason
 from proxy.core.values import LARGE, MOST_NODES, masked
 from tests.proxy.core.making import (
     GENERAL,
     LONG,
-    MODEL,
     SHORT,
     chat,
     placed,
@@ -70,11 +68,6 @@ def test_what_workers_read_though_it_is_not_quite_json_is_read(body: bytes) -> N
     assert found.output_tokens == 7
 
 
-def test_half_a_character_that_a_later_key_does_away_with_is_none() -> None:
-    body = b'{"messages": [], "vllm_xargs": {"\\ud83d": 1}, "vllm_xargs": 1}'
-    assert isinstance(read(router_of(spec("w")), body), Ask)
-
-
 @pytest.mark.parametrize("start", [b"\xef\xbb\xbf{", b'{"seed": NaN, '])
 def test_nothing_steers_for_being_not_quite_json(start: bytes) -> None:
     body = start + b'"kv_transfer_params": {"remote_host": "h"}, "messages": []}'
@@ -116,26 +109,6 @@ def test_a_body_of_countless_members_is_400_where_they_would_be_walked_through(u
             assert router.decisions == {("", Reason.BAD_REQUEST): 1}
 
 
-@pytest.mark.parametrize("around", [b"%b", b'"vllm_xargs": {%b"z": 1},'])
-def test_nor_are_they_looked_through_for_what_steers(around: bytes) -> None:
-    units = around % (b'"a":1,' * 2 * MOST_MEMBERS)
-    body = b'{%b"vllm_xargs": {}, "messages": []}' % units
-    assert "more than 2,000 members" in refused(read(router_of(spec("w")), body)).message
-
-
-def test_members_that_pass_are_not_counted() -> None:
-    body = b'{"messages": [], "metadata": {%b"z": 1}}' % (b'"a":1,' * 50_000)
-    assert isinstance(read(router_of(spec("w")), body), Ask)
-
-
-def test_an_unknown_model_is_404_in_openais_words() -> None:
-    router = router_of(spec("w"))
-    refusal = refused(read(router, chat("x", model="other")))
-    assert (refusal.status, refusal.code, refusal.param) == (404, "model_not_found", "model")
-    assert "`other` does not exist" in refusal.message
-    assert router.decisions == {("", Reason.UNKNOWN_MODEL): 1}
-
-
 def test_an_unknown_model_may_be_an_adapter_of_one_that_was_never_up() -> None:
     router = router_of(spec("w"))
     router.fleet.add(spec("late"))
@@ -151,47 +124,9 @@ def test_an_unknown_model_may_be_an_adapter_of_one_that_was_never_up() -> None:
     assert refused(read(router, chat("x", model="other"))).status == 404
 
 
-def test_or_one_of_a_model_that_nobody_is_here_for() -> None:
-    router = router_of(spec("w"))
-    router.fleet.expect(["m", "scaled-to-none"])
-    assert refused(read(router, chat("x", model="adapter"))).status == 503
-    router.fleet.expect(["m"])
-    assert refused(read(router, chat("x", model="adapter"))).status == 404
-
-
-@pytest.mark.parametrize("model", [None, ""])
-def test_the_only_model_need_not_be_named(model: str | None) -> None:
-    assert sized(router_of(spec("w")), chat("x", model=model)).model == MODEL
-    several = router_of(spec("w"), spec("v", model="other"))
-    assert refused(read(several, chat("x", model=model))).param == "model"
-
-
 @pytest.mark.parametrize("model", [1, ["m"], {"m": 1}, True])
 def test_a_model_that_is_no_name_is_400(model: object) -> None:
     assert refused(read(router_of(spec("w")), chat("x", model=model))).status == 400
-
-
-def test_an_adapters_name_is_a_model() -> None:
-    router = router_of(spec("w"))
-    router.fleet.set_served("w", ["m", "m-adapter"])
-    assert sized(router, chat("x", model="m-adapter")).model == "m-adapter"
-
-
-def test_size_decides_who_is_long() -> None:
-    router = router_of(spec("w"), short_limit=1000)
-    assert not sized(router, chat("x" * 400, max_tokens=800)).long
-    assert sized(router, chat("x" * 400, max_tokens=950)).long
-    assert sized(router, chat("x" * 4000)).long
-    assert not sized(router, chat("x" * 400)).long  # no limit is not the model's whole rest
-
-
-def test_a_form_names_its_model() -> None:
-    router = router_of(spec("w"), spec("v", model="whisper"))
-    part = b'--B\r\nContent-Disposition: form-data; name="model"\r\n\r\nwhisper\r\n--B--'
-    kind = b"multipart/form-data; boundary=B"
-    ask = router.read(route("/v1/audio/transcriptions"), part, kind, "id")
-    assert isinstance(ask, Ask)
-    assert ask.model == "whisper"
 
 
 def test_prompts_begin_where_their_key_does() -> None:
@@ -213,20 +148,6 @@ def test_a_prompt_cannot_pretend_to_be_a_key() -> None:
     assert body[prompt_start(Shape.CHAT, body) :].startswith(b'"messages": []')
 
 
-def test_prefixes_are_hashed_only_for_those_who_heed_them() -> None:
-    body = chat("x" * 4000)
-    assert len(sized(router_of(spec("w")), body).prefix) == 7
-    assert sized(router_of(spec("w"), prefix_affinity=False), body).prefix == ()
-    assert sized(router_of(spec("w"), policy="round_robin"), body).prefix == ()
-
-
-def test_other_settings_do_not_change_a_prefix() -> None:
-    router = router_of(spec("w"))
-    one = sized(router, {"model": "m", "temperature": 0.1, **chat("x" * 4000)})
-    other = sized(router, {"model": "m", "temperature": 0.25, "top_p": 1, **chat("x" * 4000)})
-    assert one.prefix[:7] == other.prefix[:7]
-
-
 # Counting
 
 
@@ -242,40 +163,6 @@ def test_near_a_shorter_context_a_worker_counts() -> None:
     assert router.counter_for(sized(router, chat("x" * 7000, max_tokens=10))) is not None
     alone = router_of(spec("a", GENERAL, 2000))
     assert alone.counter_for(sized(alone, chat("x" * 7000, max_tokens=10))) is None
-
-
-def test_nobody_counts_what_is_known_or_long_or_not_wanted() -> None:
-    router = router_of(spec("s", SHORT, 65_536), spec("l", LONG, 65_536), short_limit=20_000)
-    assert router.counter_for(sized(router, chat("x" * 60_000, max_tokens=10))) is not None
-    assert router.counter_for(sized(router, chat("x" * 70_000, max_tokens=10))) is None
-    ids = {"prompt": [1] * 19_990, "max_tokens": 10}
-    assert router.counter_for(sized(router, ids, "/v1/completions")) is None
-    off = router_of(spec("s", SHORT), spec("l", LONG), short_limit=1000, tokenize=False)
-    assert off.counter_for(sized(off, chat("x" * 3600, max_tokens=10))) is None
-
-
-def test_a_policy_that_heeds_no_size_has_nothing_counted() -> None:
-    router = router_of(spec("s", SHORT), spec("l", LONG), short_limit=1000, policy="round_robin")
-    assert router.counter_for(sized(router, chat("x" * 3600, max_tokens=10))) is None
-
-
-def test_only_a_worker_that_is_well_counts() -> None:
-    router = router_of(spec("a", SHORT), spec("b", SHORT), spec("l", LONG), short_limit=1000)
-    ask = sized(router, chat("x" * 3600, max_tokens=10))
-    router.fleet.drain("a")
-    router.fleet.failed(worker_of(router, "b"), 0.0, busy=True)
-    assert router.counter_for(ask) is worker_of(router, "l")
-    router.fleet.failed(worker_of(router, "l"), 0.0, busy=True)
-    assert router.counter_for(ask) is None
-
-
-def test_the_count_decides() -> None:
-    router = router_of(spec("s", SHORT), spec("l", LONG), short_limit=1000)
-    ask = sized(router, chat("x" * 3600, max_tokens=10))
-    assert not ask.long
-    router.counted(ask, 1500)
-    assert ask.long
-    assert router.counter_for(ask) is None
 
 
 def test_a_worker_counts_what_an_estimate_would_refuse_to_a_tenant() -> None:
@@ -302,34 +189,7 @@ def test_a_worker_counts_what_an_estimate_would_refuse_to_a_tenant() -> None:
     assert refused(router.submit(of(100_000, "/v1/messages"), 0.0)).reason is Reason.LIMITED
 
 
-def test_the_body_itself_is_what_tokenize_gets() -> None:
-    router = router_of(spec("w"))
-    assert router.tokenize_body(sized(router, chat("x")), b"{}") == b"{}"
-
-
 # Stored responses
-
-
-def test_a_stored_response_is_asked_of_the_worker_that_has_it() -> None:
-    router = router_of(spec("a"), spec("b"))
-    for name in ("a", "b"):
-        router.remember(f"resp_{name}", name)
-    for name in ("b", "a", "b"):
-        get = router.read(route(f"/v1/responses/resp_{name}", "GET"), b"", b"", "id")
-        assert isinstance(get, Ask)
-        assert placed(router.submit(get, 0.0)).worker.name == name
-        follow = sized(
-            router, {"input": "x", "previous_response_id": f"resp_{name}"}, "/v1/responses"
-        )
-        assert placed(router.submit(follow, 0.0)).worker.name == name
-
-
-def test_an_unknown_response_is_left_to_any_worker_to_deny() -> None:
-    router = router_of(spec("a"))
-    get = router.read(route("/v1/responses/resp_x", "GET"), b"", b"", "id")
-    assert isinstance(get, Ask)
-    assert get.pinned == ""
-    placed(router.submit(get, 0.0))
 
 
 def test_it_is_denied_by_a_worker_that_is_there_whatever_its_model() -> None:
@@ -340,31 +200,6 @@ def test_it_is_denied_by_a_worker_that_is_there_whatever_its_model() -> None:
     get = router.read(route("/v1/responses/resp_x", "GET"), b"", b"", "id")
     assert isinstance(get, Ask)
     assert placed(router.submit(get, 0.0)).worker.name == "b"
-
-
-def test_a_response_of_a_worker_that_left_is_not_pinned() -> None:
-    router = router_of(spec("a"), spec("b"))
-    router.remember("resp_1", "a")
-    router.fleet.remove("a")
-    get = router.read(route("/v1/responses/resp_1", "GET"), b"", b"", "id")
-    assert isinstance(get, Ask)
-    assert get.pinned == ""
-
-
-def test_only_so_many_responses_are_remembered() -> None:
-    router = router_of(spec("a"))
-    for i in range(MOST_RESPONSES + 5):
-        router.remember(f"resp_{i}", "a")
-    pinned = [router.read(route(f"/v1/responses/resp_{i}", "GET"), b"", b"", "id") for i in (4, 5)]
-    assert [ask.pinned for ask in pinned if isinstance(ask, Ask)] == ["", "a"]
-
-
-def test_an_empty_fleet_answers_in_words() -> None:
-    router = router_of()
-    assert refused(read(router, chat("x", model="m"))).status == 404
-    get = router.read(route("/v1/responses/resp_1", "GET"), b"", b"", "id")
-    assert isinstance(get, Ask)
-    assert refused(router.submit(get, 0.0)).status == 503
 
 
 @pytest.mark.plain("replaces a part")

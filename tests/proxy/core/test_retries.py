@@ -19,10 +19,6 @@ def spent(budget: RetryBudget, now: float) -> int:
     return count
 
 
-def test_a_quiet_fleet_has_some() -> None:
-    assert spent(RetryBudget(0.2), 0.0) == AT_REST
-
-
 def test_requests_earn_their_share() -> None:
     budget = RetryBudget(0.2)
     spent(budget, 0.0)
@@ -69,13 +65,6 @@ def test_all_that_a_worker_had_when_it_fell_go_over() -> None:
     falls = Falls()
     assert not falls.spare(W0, 1.0, 9.0, beside=8)  # the first one pays
     assert all(falls.spare(W0, 1.0 + n / 10, 9.0 + n / 100, beside=7) for n in range(60))
-
-
-def test_who_was_sent_to_it_later_pays() -> None:
-    falls = Falls()
-    falls.spare(W0, 1.0, 9.0, beside=8)
-    assert falls.spare(W0, 1.0, 9.0, beside=8)
-    assert not falls.spare(W0, 9.1, 9.2, beside=8)
 
 
 def test_a_worker_falls_again_after_a_while_and_not_before() -> None:

@@ -18,10 +18,9 @@ from proxy.core.roster import STALE_S, WAITED_S
 from proxy.core.seats import HEEDED_S
 from proxy.core.types import Outcome, Reason, Role
 from proxy.core.worker import WORKS_S, Worker
+from tests.present import present
 from tests.proxy.core.making import (
-    LONG,
     MODEL,
-    SHORT,
     ask,
     fleet_of,
     idle,
@@ -31,15 +30,6 @@ from tests.proxy.core.making import (
     spec,
     worker_of,
 )
-
-
-def test_a_worker_comes_up_with_its_first_good_probe() -> None:
-    fleet = Fleet()
-    worker = fleet.add(spec("a"))
-    assert not worker.up
-    assert fleet.probe_ok("a", 0.0)
-    assert worker.up
-    assert not fleet.probe_ok("a", 1.0)
 
 
 def test_it_takes_several_to_go_down_and_to_come_back() -> None:
@@ -122,24 +112,6 @@ def test_who_never_comes_up_is_waited_for_for_ten_minutes() -> None:
     assert not here.later(0, "adapter"), "a namesake is another"
 
 
-def test_where_workers_come_all_the_time_a_name_of_nobody_s_is_known_to_be_one() -> None:
-    here = Waiting("a")
-    here.fleet.set_served("a", [MODEL, "adapter"])
-    here.fleet.probe_ok("a", here.now)
-    for n in range(5):
-        here.fleet.add(spec(f"late{n}"))
-        assert not here.later(WAITED_S / 5 - 1)
-    here.fleet.remove("a")
-    here.fleet.add(spec("later"))
-    assert not here.later(4)
-    assert here.later(1), "ten minutes after somebody of it was up first"
-    assert not here.later(0, "adapter"), "whoever comes in its place may serve it"
-    here.fleet.add(replace(spec("b"), model="other"))
-    assert not here.later(0), "of another pool nobody has told"
-    here.fleet.probe_ok("b", here.now)
-    assert here.later(0)
-
-
 def test_what_was_served_once_is_known_of_so_many_models(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(roster, "MOST_HEARD", 3)
     here = Waiting("a")
@@ -150,17 +122,6 @@ def test_what_was_served_once_is_known_of_so_many_models(monkeypatch: pytest.Mon
     here.fleet.add(spec("b"))
     told = {name: here.later(0, name) for name in ("one", "two", "three", "four")}
     assert told == {"one": True, "two": True, "three": False, "four": False}
-
-
-def test_who_was_up_has_told_and_who_was_drained_before_will_not() -> None:
-    here = Waiting("a", "b")
-    here.fleet.probe_ok("a", here.now)
-    assert not here.later(1)
-    here.fleet.drain("b")
-    assert here.later(0)
-    for _ in range(3):
-        here.fleet.probe_failed("a", here.now)
-    assert here.later(0)
 
 
 def test_a_prefill_worker_tells_of_nothing_that_others_do_not() -> None:
@@ -223,15 +184,6 @@ def test_a_length_that_the_operator_states_stands() -> None:
     assert members(fleet)[0].max_model_len == 512
 
 
-def test_an_index_is_used_again_only_when_nothing_is_in_flight() -> None:
-    fleet = fleet_of(spec("a"), spec("b"))
-    lease = fleet.charge(ask(), Decision(members(fleet)[0], Reason.ONLY_CHOICE), 0.0)
-    fleet.remove("a")
-    assert fleet.add(spec("c")).index == 2
-    fleet.release(lease)
-    assert fleet.add(spec("d")).index == 0
-
-
 def test_the_cache_of_one_that_left_or_was_down_is_forgotten() -> None:
     fleet = fleet_of(spec("a"), spec("b"))
     hashes = fleet.prefixes.hashes(MODEL, b"x" * BLOCKS[0])
@@ -246,24 +198,6 @@ def test_the_cache_of_one_that_left_or_was_down_is_forgotten() -> None:
     assert fleet.prefixes.matches(hashes) == []
 
 
-def test_a_new_list_keeps_what_is_known_of_those_that_stay() -> None:
-    fleet = fleet_of(spec("a", SHORT, 1000), spec("b"), spec("c"))
-    a, b, _ = members(fleet)
-    lease = fleet.charge(ask(), Decision(a, Reason.ONLY_CHOICE), 0.0)
-    a.pace.token_s = 0.5
-    moved = spec("b")
-    moved = type(moved)("b", "http://elsewhere", moved.role, moved.model)
-    fleet.replace([spec("a", LONG, 2000, most=7), moved, spec("d")])
-    assert [worker.name for worker in fleet] == ["a", "b", "d"]
-    assert fleet.get("a") is a
-    assert (a.role, a.max_model_len, a.max_requests) == (LONG, 2000, 7)
-    assert (a.up, a.requests, a.pace.token_s) == (True, 1, 0.5)
-    assert fleet.get("b") is not b
-    assert not members(fleet)[1].up
-    fleet.release(lease)
-    assert a.requests == 0
-
-
 def test_many_that_change_at_once_are_one_change() -> None:
     fleet = fleet_of(*(spec(f"w{number}") for number in range(20)))
     before, places = fleet.version, {worker.index for worker in fleet}
@@ -274,13 +208,6 @@ def test_many_that_change_at_once_are_one_change() -> None:
     assert len(fleet) == len(fleet.by_index) == 25
     assert all(fleet.by_index[worker.index] is worker for worker in fleet)
     assert {worker.index for worker in fleet} == places | set(range(20, 25))
-
-
-def test_a_length_no_longer_stated_is_the_workers_own() -> None:
-    fleet = fleet_of(spec("a", limit=1000))
-    fleet.set_served("a", [MODEL], 4096)
-    fleet.replace([spec("a")])
-    assert members(fleet)[0].max_model_len == 4096
 
 
 def test_a_worker_computes_while_its_pages_say_more_each_time() -> None:
@@ -300,18 +227,6 @@ def test_a_worker_computes_while_its_pages_say_more_each_time() -> None:
     worker.worked_at = 80.0
     worker.up = False
     assert not worker.works(80.0)
-
-
-def test_strangers_are_what_two_pages_show_beyond_our_own() -> None:
-    fleet = fleet_of(spec("a"))
-    worker = members(fleet)[0]
-    fleet.charge(ask(samples=3), Decision(worker, Reason.ONLY_CHOICE), 0.0)
-    fleet.set_gauges("a", Gauges(at=1.0, running=8))
-    assert worker.strangers == 0
-    fleet.set_gauges("a", Gauges(at=2.0, running=5, waiting=2))
-    assert worker.strangers == 4
-    fleet.set_gauges("a", Gauges(at=3.0, running=3))
-    assert worker.strangers == 0
 
 
 def backlog(at: float, running: int, tokens: float, longs: float = 0.0) -> Gauges:
@@ -336,15 +251,6 @@ def test_the_prefill_work_of_strangers_is_waited_for() -> None:
     fleet.release(lease)
     fleet.set_gauges("a", backlog(3.0, 0, 0.0))
     assert worker.wait_s(0.0, for_long=True) == 0
-
-
-def test_a_backlog_without_strangers_is_our_own() -> None:
-    fleet = fleet_of(spec("a"))
-    worker = members(fleet)[0]
-    fleet.charge(ask(100), Decision(worker, Reason.ONLY_CHOICE), 0.0)
-    for second in (1.0, 2.0):  # it was reckoned too small, or is not cached after all
-        fleet.set_gauges("a", backlog(second, 1, 5000))
-    assert worker.strange_tokens == 0
 
 
 def test_what_only_a_page_told_is_forgotten_once_none_comes_any_more() -> None:
@@ -401,31 +307,9 @@ def test_a_newcomer_is_taken_to_be_like_its_peers() -> None:
 
 
 def held(fleet: Fleet, name: str, count: int) -> list[Lease]:
-    worker = fleet.get(name)
-    assert worker is not None
+    worker = present(fleet.get(name))
     decision = Decision(worker, Reason.ONLY_CHOICE)
     return [fleet.charge(ask(), decision, 0.0) for _ in range(count)]
-
-
-def test_a_server_by_another_name_still_has_the_requests_that_it_has() -> None:
-    """Or it would be given twice what it may have in flight."""
-    fleet = fleet_of(spec("a", most=2), spec("x"))
-    leases = held(fleet, "a", 2)
-    for name in "bc":
-        fleet.replace([replace(spec("a", most=2), name=name), spec("x")])
-    worker = fleet.get("c")
-    assert worker is not None
-    fleet.probe_ok("c", 0.0)
-    assert (worker.requests, worker.sequences, worker.takes(0.0)) == (2, 2, False)
-    fleet.release(leases[0])
-    assert (worker.requests, worker.sequences, worker.takes(0.0)) == (1, 1, True)
-    own = held(fleet, "c", 1)
-    assert not worker.takes(0.0)
-    for lease in (*leases, *own):
-        fleet.release(lease)
-    assert (worker.requests, worker.sequences) == (0, 0)
-    assert not fleet._leaving
-    assert not fleet._left
 
 
 def test_one_that_is_taken_out_and_in_again_has_them_too() -> None:
@@ -489,23 +373,12 @@ def test_an_heir_keeps_blocks_until_the_other_half_has_fetched_them() -> None:
     lease = fleet.charge(ask(), made, 0.0)
     fleet.hand_over(lease, 0.1)
     fleet.replace([replace(spec("p", Role.PREFILL), name="q"), spec("d", Role.DECODE)])
-    heir = fleet.get("q")
-    assert heir is not None
+    heir = present(fleet.get("q"))
     assert (heir.requests, heir.pinned) == (0, 1)
     fleet.first_token(lease, 0.2)
     assert heir.pinned == 0
     assert not fleet._leaving
     fleet.release(lease)
-
-
-def test_one_at_another_address_has_nothing_of_a_namesake() -> None:
-    fleet = fleet_of(spec("a"))
-    [lease] = held(fleet, "a", 1)
-    fleet.replace([replace(spec("a"), url="http://elsewhere")])
-    fleet.release(lease)
-    assert members(fleet)[0].requests == 0
-    assert not fleet._leaving
-    assert not fleet._left
 
 
 class Seen:

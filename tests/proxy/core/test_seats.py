@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from math import inf
 from typing import Any
 
 import pytest
 
-from proxy.core import holding, seats
+from proxy.core import seats
 from proxy.core.decisions import Decision, Lease
 from proxy.core.records import Gauges
 from proxy.core.router import Router
 from proxy.core.types import Outcome, Reason, Role
 from proxy.core.worker import Worker
-from tests.proxy.core.making import ask, placed, router_of, spec, those, waits, worker_of
+from tests.proxy.core.making import ask, placed, router_of, spec, waits, worker_of
 
 P, D = Role.PREFILL, Role.DECODE
 RULES = ["adaptive", "length", "least_loaded", "round_robin"]
@@ -50,40 +49,6 @@ def handed(here: Router, count: int, now: float = 0.0) -> list[Lease]:
 # What is learnt of a queue
 
 
-def test_without_a_queue_nobody_is_kept_back() -> None:
-    here = router()
-    assert worker_of(here, "d0").seats == inf
-    handed(here, 300)
-    for second in range(1, 4):
-        assert page(here, second, 300).seats == inf
-    assert not seats.are_taken(worker_of(here, "d0"), 4.0)
-
-
-def test_a_queue_on_one_page_may_be_a_moment() -> None:
-    here = router()
-    handed(here, 20)
-    page(here, 1.0, 15, 5)
-    assert placed(here.submit(ask(LONG), 1.0)).prefill is not None
-
-
-def test_while_some_wait_there_it_had_room_for_as_many_fewer() -> None:
-    here = router()
-    handed(here, 20)
-    page(here, 1.0, 12, 8)
-    worker = page(here, 2.0, 15, 5)
-    assert (worker.queued, worker.seats) == (5, 15.0)
-    assert page(here, 3.0, 18, 2).seats == 18.0  # as many as run, at least
-
-
-def test_who_still_prefills_has_a_seat_for_then() -> None:
-    here = router()
-    handed(here, 6)
-    placed(here.submit(ask(LONG), 0.0))
-    placed(here.submit(ask(LONG), 0.0))
-    page(here, 1.0, 4, 2)
-    assert page(here, 2.0, 4, 2).seats == 6.0  # of eight
-
-
 def test_what_was_learnt_of_a_bad_moment_is_forgotten() -> None:
     here = router()
     handed(here, 8)
@@ -93,14 +58,6 @@ def test_what_was_learnt_of_a_bad_moment_is_forgotten() -> None:
     for second in range(4, 60):
         page(here, float(second), 8)
     assert worker_of(here, "d0").seats > 100_000
-
-
-def test_transfers_under_way_are_no_queue() -> None:
-    here = router()
-    handed(here, 20)
-    for second in (1.0, 2.0):
-        here.fleet.set_gauges("d0", Gauges(second, 12, 8, extra={seats.QUEUED: 0.0}))
-    assert placed(here.submit(ask(LONG), 2.0)).prefill is not None
 
 
 # What comes of it
@@ -126,71 +83,6 @@ def test_nothing_is_prefilled_for_who_has_no_seat(rule: str, strangers: int) -> 
     assert placed(lease).decision.route == "p0>d0"
 
 
-def test_a_page_without_a_queue_does_not_let_all_in_at_once() -> None:
-    here = router(queue_wait_s=1000.0)
-    leases = handed(here, 6)
-    for second in (1.0, 2.0):
-        page(here, second, 4, 2)
-    tickets = [waits(here.submit(ask(LONG), 2.0)) for _ in range(20)]
-    for lease in leases[:2]:
-        here.finish(lease, 3.0, Outcome.DONE)
-    page(here, 3.0, 4)
-    assert worker_of(here, "d0").seats == 6.0
-    assert [ticket for ticket, _ in here.due(3.0)] == tickets[:2]
-
-
-def test_a_full_cache_is_no_room_whoever_fills_it() -> None:
-    here = router()
-    handed(here, 1)
-    page(here, 1.0, 1, usage=0.99)
-    waits(here.submit(ask(LONG), 1.0))
-    page(here, 2.0, 1, usage=0.9)
-    [(_, lease)] = here.due(2.0)
-    assert placed(lease).prefill is not None
-
-
-def test_an_idle_worker_has_room_whatever_its_last_page_says() -> None:
-    here = router()
-    [lease] = handed(here, 1)
-    page(here, 1.0, 1, 3, usage=0.99)
-    page(here, 2.0, 1, 0, usage=0.99)
-    assert worker_of(here, "d0").strangers == 0
-    here.finish(lease, 2.1, Outcome.DONE)
-    assert placed(here.submit(ask(LONG), 2.1)).prefill is not None
-
-
-@pytest.mark.parametrize("rule", RULES)
-def test_another_that_has_room_is_given_it(rule: str) -> None:
-    here = router("d0", "d1", policy=rule)
-    for lease in handed(here, 20):
-        if lease.worker.name == "d1":
-            here.finish(lease, 0.0, Outcome.DONE)
-    for second in (1.0, 2.0):
-        page(here, second, 5, 5)
-    routes = {placed(here.submit(ask(LONG), 2.0)).decision.route for _ in range(3)}
-    assert routes == {"p0>d1"}
-
-
-def test_so_is_one_that_serves_it_whole() -> None:
-    """As where a decode worker has as many requests as it may."""
-    here = router_of(
-        spec("p0", P), spec("d0", D), spec("g0"), transfer=True, disaggregate_above=None
-    )
-    for _ in range(4):
-        one = ask(10, 1000)
-        one.whole = "samples"
-        here.first_token(placed(here.submit(one, 0.0, tried=those(here, "g0"))), 0.0)
-    general = worker_of(here, "g0")
-    general.pace.token_s = 1e-2  # not as good as d0, but for its queue
-    general.reprice()
-    told = here.explain(ask(LONG), 0.0)
-    assert isinstance(told, Decision)
-    assert told.route == "p0>d0"
-    for second in (1.0, 2.0):
-        page(here, second, 2, 2)
-    assert placed(here.submit(ask(LONG), 2.0)).worker.name == "g0"
-
-
 def test_an_explanation_tells_that_it_waits_for_room() -> None:
     here = router(disaggregate_above=1000)
     handed(here, 4)
@@ -198,27 +90,6 @@ def test_an_explanation_tells_that_it_waits_for_room() -> None:
         page(here, second, 2, 2)
     told = {score.worker: score.note for score in here.explain(ask(LONG), 2.0).scores}
     assert told == {"p0": "prefills only", "d0": "has no room yet for what would be handed over"}
-
-
-@pytest.mark.parametrize("rule", RULES)
-def test_shorts_that_are_served_whole_are_not_kept_back(rule: str) -> None:
-    here = router(policy=rule, disaggregate_above=1000)
-    handed(here, 4)
-    for second in (1.0, 2.0):
-        page(here, second, 2, 2)
-    assert placed(here.submit(ask(10), 2.0)).worker.name == "d0"
-
-
-def test_so_has_one_of_which_it_said_that_it_holds_more_than_is_charged() -> None:
-    here = router()
-    [lease] = handed(here, 1)
-    here.fleet.set_gauges("d0", Gauges(1.0, 1, kv_capacity_tokens=40_000))
-    worker = worker_of(here, "d0")
-    worker.kv_spare = -30_000
-    waits(here.submit(ask(LONG), 1.0))
-    here.finish(lease, 2.0, Outcome.DONE)
-    [(_, lease)] = here.due(2.0)
-    assert placed(lease).prefill is not None
 
 
 def spread(here: Router, now: float, usage: float, queued: int = 0) -> Worker:
@@ -262,15 +133,6 @@ def test_so_it_does_while_none_of_ours_is_there() -> None:
     waits(here.submit(ask(LONG), 1.0))
 
 
-def test_a_page_of_long_ago_takes_no_room() -> None:
-    here = router()
-    handed(here, 1)
-    spread(here, 1.0, 0.9)
-    waits(here.submit(ask(LONG), 1.0))
-    [(_, lease)] = here.due(1.1 + holding.HEEDED_S)
-    assert placed(lease).prefill is not None
-
-
 @pytest.mark.parametrize("rule", RULES)
 def test_where_one_is_full_by_its_page_another_takes_it(rule: str) -> None:
     here = router("d0", "d1", policy=rule)
@@ -309,25 +171,6 @@ def test_no_more_is_handed_over_than_there_are_seats_for(rule: str) -> None:
     assert placed(lease).prefill is not None
 
 
-@pytest.mark.parametrize("rule", RULES)
-def test_those_who_are_served_whole_may_stand(rule: str) -> None:
-    """In the router's queue they would wait behind those that may not."""
-    here = stated(4, policy=rule)
-    handed(here, 4)
-    assert placed(here.submit(ask(10), 0.0)).worker.name == "d0"
-    waits(here.submit(ask(LONG), 0.0))
-
-
-def test_strangers_of_long_ago_have_no_seats() -> None:
-    here = stated(4)
-    for second in (1.0, 2.0):
-        page(here, second, 4)
-    waits(here.submit(ask(LONG), 2.0))
-    assert worker_of(here, "d0").strangers == 4
-    [(_, lease)] = here.due(2.1 + seats.HEEDED_S)
-    assert placed(lease).prefill is not None
-
-
 # When one is needed
 
 
@@ -339,17 +182,6 @@ def decoding(here: Router, count: int, left: int) -> list[Lease]:
         here.first_token(lease, 0.0)
     worker_of(here, "p0").pace.token_s = 1e-4
     return leases
-
-
-@pytest.mark.parametrize("rule", RULES)
-def test_a_seat_is_needed_when_the_prefill_is_done(rule: str) -> None:
-    """Of four with a second to go one has gone by then: a prefill takes as long."""
-    here = stated(4, policy=rule)
-    decoding(here, 4, 50)
-    assert placed(here.submit(ask(LONG), 0.0)).prefill is not None
-    here = stated(4, policy=rule)
-    decoding(here, 4, 1000)
-    waits(here.submit(ask(LONG), 0.0))
 
 
 def test_each_that_is_on_its_way_needs_one_of_its_own() -> None:
@@ -374,13 +206,6 @@ def test_who_has_written_all_that_was_foreseen_may_stay_for_as_long_again(rule: 
     worker_of(here, "p0").pace.token_s = 1e-4
     assert seats.wait_s(worker_of(here, "d0"), 0.0) > 0.2
     waits(here.submit(ask(1500, None), 0.0))
-
-
-def test_nobody_says_when_those_go_who_have_not_begun() -> None:
-    here = stated(4)
-    for _ in range(4):
-        placed(here.submit(ask(LONG, 10), 0.0))
-    assert seats.wait_s(worker_of(here, "d0"), 0.0) == inf
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -421,13 +246,6 @@ def test_the_wait_for_a_seat_is_neither_a_prefill_nor_a_transfer() -> None:
 # A page that says nothing of now
 
 
-def test_a_worker_without_a_page_has_room() -> None:
-    here = router()
-    handed(here, 50)
-    assert worker_of(here, "d0").gauges is None
-    assert placed(here.submit(ask(LONG), 1e6)).prefill is not None
-
-
 def test_a_page_that_is_old_keeps_nobody_back() -> None:
     here = router(queue_wait_s=1000.0)
     handed(here, 4)
@@ -458,15 +276,3 @@ def test_a_seat_is_taken_by_who_is_there() -> None:
     page(here, 3.0, 2, usage=0.99)
     assert seats.share_taken(worker, 3.0) == 1
     assert seats.share_taken(worker, 3.1 + seats.HEEDED_S) == 0.25
-
-
-def test_where_some_wait_all_seats_are_taken_however_many_are_on_their_way() -> None:
-    here = router()
-    handed(here, 4)
-    worker = worker_of(here, "d0")
-    for _ in range(6):
-        placed(here.submit(ask(LONG), 0.0))
-    assert seats.share_taken(worker, 0.0) == 0  # nothing tells how many there are
-    for second in (1.0, 2.0):
-        page(here, second, 2, 2)
-    assert seats.share_taken(worker, 2.0) == 1

@@ -75,42 +75,6 @@ def test_set_and_taken_out(body: bytes, fields: dict[str, bytes | None], after: 
     assert spliced(body, fields) == after
 
 
-def test_all_duplicates_are_changed() -> None:
-    body = rb'{"a":1,"b":2,"a":{"x":3},"\u0061":4}'
-    assert spliced(body, {"a": b"9"}) == rb'{"a":9,"b":2,"a":9,"\u0061":9}'
-    assert spliced(body, {"a": None}) == b'{"b":2}'
-
-
-@pytest.mark.parametrize(
-    "before",
-    [
-        b'"t":{"max_tokens":1},',
-        b'"t":[{"x":0,"max_tokens":1}],',
-        b'"t":"max_tokens",',
-        b'"t":"a \\"max_tokens",',
-        b'"a \\"max_tokens":1,',
-        b'"max\\u005ftokens":9,',
-        b'"t":"caf\\u00e9",',
-    ],
-)
-def test_a_member_behind_what_looks_like_it(before: bytes) -> None:
-    body = b'{%b"max_tokens" : 5 , "n":1}' % before
-    wrong = before.replace(b'"max\\u005ftokens":9', b'"max\\u005ftokens":7')
-    assert spliced(body, {"max_tokens": b"7"}) == b'{%b"max_tokens" : 7 , "n":1}' % wrong
-    gone = before.replace(b'"max\\u005ftokens":9,', b"")
-    assert spliced(body, {"max_tokens": None}) == (
-        b'{%b"n":1}' % gone if not gone else b'{%b , "n":1}' % gone[:-1]
-    )
-
-
-def test_an_escaped_key_is_that_key() -> None:
-    body = rb'{"max\u005ftokens":5,"a\/b":1}'
-    assert spliced(body, {"max_tokens": b"1"}) == rb'{"max\u005ftokens":1,"a\/b":1}'
-    assert spliced(body, {"a/b": None}) == rb'{"max\u005ftokens":5}'
-    half = rb'{"\ud83d":1,"a":2}'  # a character, as nobody's name ends
-    assert spliced(half, {"a": b"9"}) == rb'{"\ud83d":1,"a":9}'
-
-
 @pytest.mark.parametrize(
     "value",
     [
@@ -140,26 +104,12 @@ def test_what_only_looks_like_the_member_stays(value: bytes) -> None:
     assert spliced(body, {"max_tokens": None}) == body.replace(b'"max_tokens":5,', b"")
 
 
-def test_text_that_is_not_ascii() -> None:
-    body = '{"é":"ü\\u00fc","a":1,"日本":["語"]}'.encode()
-    assert spliced(body, {"a": b"2"}) == body.replace(b'"a":1', b'"a":2')
-    assert spliced(body, {"é": None}) == '{"a":1,"日本":["語"]}'.encode()
-
-
 @pytest.mark.parametrize("prompt", ["x" * 100_000, 'say "no"\n' * 11_000, "\\" * 50_000])
 def test_long_prompts(prompt: str) -> None:
     messages = [{"role": "user", "content": prompt}]
     body = json.dumps({"messages": messages, "stream": True, "n": 1}).encode()
     after = json.loads(spliced(body, {"stream": b"false", "kv": b"{}"}))
     assert after == {"messages": messages, "stream": False, "n": 1, "kv": {}}
-
-
-def test_long_lists_of_token_ids() -> None:
-    ids = list(range(100_000))
-    for prompt in (ids, [ids, [1]]):
-        body = json.dumps({"prompt": prompt, "max_tokens": 5}).encode()
-        after = json.loads(spliced(body, {"max_tokens": b"1"}))
-        assert after == {"prompt": prompt, "max_tokens": 1}
 
 
 NAMES = st.sampled_from(["a", "b", "max_tokens", 'q"', "s\\", "é", "[", ""])
@@ -277,12 +227,6 @@ def test_a_name_with_a_mark_that_is_elsewhere_too(before: str, again: str) -> No
     after = spliced(body, {"max_tokens": b"1"}, said)
     assert after == spliced(body, {"max_tokens": b"1"})
     assert {value for name, value in pairs_of(after) if name == "max_tokens"} == {1}
-
-
-def test_what_is_known_not_to_be_there_is_not_looked_for() -> None:
-    """It is for who knows to be right: here it is not."""
-    body = b'{"a":1,"b":2}'
-    assert spliced(body, {"a": b"3", "b": b"4"}, frozenset({"b"})) == b'{"a":1,"b":4,"a":3}'
 
 
 @given(texts())

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from proxy.core.prefix import BLOCKS, COVERED
 from proxy.core.stems import Stem, Stems
+from tests.present import present
 
 ALL = len(BLOCKS)
 # Where a prompt leaves the path of the one before it, and where it ends.
@@ -71,8 +72,7 @@ def test_a_prompt_of_one_s_own_is_one_stem_until_another_leaves_its_way() -> Non
     other, found = stems.hold((*long[:30], -1, -2), 0.25)
     assert found == COVERED[30] // 4
     assert other.above is stem.above
-    assert stem.above is not None
-    assert (stem.above.end, stem.begin, other.begin) == (30, 30, 30)
+    assert (present(stem.above).end, stem.begin, other.begin) == (30, 30, 30)
     stems.let_go(stem)
     assert stems.tokens == COVERED[32] // 4
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 
-import pytest
-
 from proxy.core.stored import MOST_RESPONSES, Stored
 from proxy.core.tenants import Tenant, TenantSpec
 from proxy.core.types import Ask
@@ -17,37 +15,6 @@ A, B, C = (Tenant(TenantSpec(name)) for name in "abc")
 def many(stored: Stored, count: int, whose: Tenant | None, name: str = "resp") -> None:
     for number in range(count):
         stored.remember(f"{name}_{number}", "w", whose)
-
-
-@pytest.mark.parametrize("whose", [None, A])
-def test_one_alone_has_all_the_room_and_loses_its_oldest(whose: Tenant | None) -> None:
-    stored = Stored()
-    many(stored, MOST_RESPONSES + 5, whose)
-    assert len(stored) == len(list(stored)) == MOST_RESPONSES
-    assert [stored.holder(f"resp_{number}", whose) for number in (4, 5)] == ["", "w"]
-
-
-def test_who_keeps_to_its_part_loses_nothing() -> None:
-    stored = Stored()
-    many(stored, MOST_RESPONSES // 3, A, "a")
-    many(stored, 10, B, "b")
-    many(stored, 3 * MOST_RESPONSES, C, "c")
-    assert len(stored) == MOST_RESPONSES
-    assert all(stored.holder(f"a_{number}", A) for number in range(MOST_RESPONSES // 3))
-    assert all(stored.holder(f"b_{number}", B) for number in range(10))
-    many(stored, MOST_RESPONSES // 3, B, "b")  # room that another had more of than its part
-    assert len(stored) == MOST_RESPONSES
-    assert all(stored.holder(f"b_{number}", B) for number in range(MOST_RESPONSES // 3))
-    assert all(stored.holder(f"a_{number}", A) for number in range(MOST_RESPONSES // 3))
-    assert stored.holder(f"c_{3 * MOST_RESPONSES - 1}", C) == "w", "its newest stay"
-
-
-def test_to_be_told_again_takes_no_room() -> None:
-    stored = Stored()
-    for worker in ("v", "w"):
-        stored.remember("resp_1", worker, A)
-    assert list(stored) == [("resp_1", "w", A)]
-    assert [stored.holder("resp_1", whose) for whose in (A, B, None)] == ["w", "", ""]
 
 
 def test_more_tenants_than_there_is_room() -> None:

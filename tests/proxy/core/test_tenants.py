@@ -34,12 +34,6 @@ def test_without_any_nobody_is_asked_for_a_key() -> None:
     assert not two().open
 
 
-def test_a_key_names_its_tenant() -> None:
-    tenants = two()
-    assert tenants.of_key(KEY) is tenants.get("a")
-    assert tenants.of_key(OTHER) is tenants.get("b")
-
-
 @given(st.binary(max_size=80))
 def test_no_other_key_does(key: bytes) -> None:
     found = two().of_key(key)
@@ -90,20 +84,6 @@ def test_who_stays_keeps_what_was_counted_of_it() -> None:
     assert tenants.of_key(OTHER) is a
     assert tenants.get("b") is None
     assert tenants.edition > edition
-
-
-def test_what_was_counted_of_it_stays_when_it_goes() -> None:
-    tenants = two()
-    a = tenants.get("a")
-    assert a is not None
-    a.totals.prompt_tokens = 5
-    tenants.replace([], {})
-    assert tenants.totals["a"].prompt_tokens == 5
-    tenants.replace([TenantSpec("a")], {})
-    again = tenants.get("a")
-    assert again is not None
-    assert again is not a
-    assert again.totals.prompt_tokens == 5
 
 
 def test_the_last_ones_go() -> None:

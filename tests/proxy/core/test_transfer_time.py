@@ -49,13 +49,6 @@ def test_a_handshake_does_no_lasting_harm() -> None:
     assert time.seconds(3000) < 1.2 * before
 
 
-def test_no_time_at_all_is_still_some() -> None:
-    time = TransferTime()
-    for _ in range(1000):
-        time.saw(100, 0.0)
-    assert time.seconds(100) > 0
-
-
 # Pairs
 
 

@@ -14,6 +14,7 @@ from proxy.core.fleet import Fleet
 from proxy.core.records import WorkerSpec
 from proxy.core.router import Router, RouterSettings
 from proxy.core.types import Ask, Outcome, Refusal, Ticket, Usage
+from tests.present import present
 
 
 @dataclass(frozen=True)
@@ -53,8 +54,7 @@ class Job:
     @property
     def where(self) -> str:
         """The name of its worker."""
-        assert self.lease is not None
-        return self.lease.worker.name
+        return present(self.lease).worker.name
 
 
 @dataclass(eq=False)

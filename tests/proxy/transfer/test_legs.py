@@ -12,6 +12,7 @@ from proxy.core.types import Usage
 from proxy.transfer.legs import LIMITS, decode_body, prefill_body
 from proxy.transfer.registry import CONNECTORS
 from proxy.transfer.types import Taken, usage_of
+from tests.present import present
 from tests.proxy.core.making import ask
 from tests.proxy.transfer.making import PAIR, make
 
@@ -146,8 +147,7 @@ def test_both_legs_go_by_one_id_where_that_pairs_them(
     assert first.get("request_id") == second.get("request_id")
     assert ("request_id" in first) == (paired and route == "responses")
     if "request_id" in first:
-        number = moves.request_id(PAIR)
-        assert number is not None
+        number = present(moves.request_id(PAIR))
         assert first["request_id"] == f"resp_{number.decode()}"
 
 

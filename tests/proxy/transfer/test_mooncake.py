@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.present import present
 from tests.proxy.transfer.making import PAIR, make, params
 
 
@@ -35,6 +36,5 @@ def test_a_prefill_must_not_end_with_the_end_of_the_sequence() -> None:
 
 def test_what_nobody_fetches_can_be_released() -> None:
     mooncake = make("mooncake")
-    body = mooncake.release(mooncake.take(PAIR, {}))
-    assert body is not None
+    body = present(mooncake.release(mooncake.take(PAIR, {})))
     assert PAIR.id.encode() in body

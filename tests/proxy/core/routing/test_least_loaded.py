@@ -16,10 +16,3 @@ def test_the_fewest_requests_win() -> None:
             router.finish(lease, 1.0, Outcome.DONE)
     again = placed(router.submit(ask(), 1.0))
     assert (again.worker.name, again.decision.reason) == ("b", Reason.LEAST_LOADED)
-
-
-def test_of_equals_the_fewer_tokens_to_prefill() -> None:
-    router = router_of(spec("a"), spec("b"), policy="least_loaded")
-    assert placed(router.submit(ask(5000), 0.0)).worker.name == "a"
-    assert placed(router.submit(ask(10), 0.0)).worker.name == "b"
-    assert placed(router.submit(ask(10), 0.0)).worker.name == "b"

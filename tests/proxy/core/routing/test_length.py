@@ -10,20 +10,8 @@ from tests.proxy.core.making import (
     placed,
     router_of,
     spec,
-    those,
     waits,
-    worker_of,
 )
-
-
-def test_each_size_keeps_to_its_pool() -> None:
-    router = router_of(spec("s", SHORT), spec("l", LONG), policy="length")
-    shorts = [placed(router.submit(ask(), 0.0)) for _ in range(20)]
-    longs = [placed(router.submit(ask(long=True), 0.0)) for _ in range(3)]
-    assert {lease.worker.name for lease in shorts} == {"s"}
-    assert {lease.worker.name for lease in longs} == {"l"}
-    assert shorts[0].decision.reason is Reason.SHORT_POOL
-    assert longs[0].decision.reason is Reason.LONG_POOL
 
 
 def test_general_workers_belong_to_both() -> None:
@@ -40,15 +28,6 @@ def test_a_full_pool_is_waited_for() -> None:
     assert router.due(0.5) == []
     router.finish(lease, 1.0, Outcome.DONE)
     assert [gone for gone, _ in router.due(1.0)] == [ticket]
-
-
-def test_a_pool_with_nobody_left_is_not() -> None:
-    router = router_of(spec("s", SHORT, 8192), spec("l", LONG, 65_536), policy="length")
-    router.fleet.failed(worker_of(router, "s"), 0.0, 60.0)
-    lease = placed(router.submit(ask(), 0.0))
-    assert (lease.worker.name, lease.decision.reason) == ("l", Reason.ONLY_CHOICE)
-    retry = placed(router.submit(ask(), 0.0, tried=those(router, "s")))
-    assert retry.worker.name == "l"
 
 
 def test_a_long_that_its_pool_is_too_small_for_does_not_exist() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from proxy.core.pool import SMALL
 from proxy.core.types import Outcome, Reason
 from tests.proxy.core.making import ask, placed, router_of, spec
 
@@ -15,20 +14,3 @@ def test_each_worker_in_turn_whatever_its_load() -> None:
     for lease in leases[:3]:
         router.finish(lease, 1.0, Outcome.DONE)
     assert placed(router.submit(ask(), 1.0)).worker.name == "a"
-
-
-def test_who_was_away_gets_no_flood() -> None:
-    router = router_of(*(spec(name) for name in "abc"), policy="round_robin")
-    router.fleet.drain("a")
-    for _ in range(10):
-        placed(router.submit(ask(), 0.0))
-    router.fleet.drain("a", draining=False)
-    names = [placed(router.submit(ask(), 0.0)).worker.name for _ in range(6)]
-    assert names.count("a") == 2
-
-
-def test_a_large_fleet_turns_too() -> None:
-    count = SMALL + 5
-    router = router_of(*(spec(f"w{i}") for i in range(count)), policy="round_robin")
-    names = [placed(router.submit(ask(), 0.0)).worker.name for _ in range(2 * count)]
-    assert names == [f"w{i}" for i in range(count)] * 2
