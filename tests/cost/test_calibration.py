@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 
 from tests.cost.test_fit import TRUE, shape
-from vllm_sched.cost import calibration
 from tests.present import present
+from vllm_sched.cost import calibration
 from vllm_sched.cost.calibration import Calibration, Measured, calibrate
 from vllm_sched.cost.fit import PLACES
 from vllm_sched.cost.step_time import StepShape, StepTime
