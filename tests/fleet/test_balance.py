@@ -18,9 +18,9 @@ from tests.fleet.test_router import routing
 from tests.fleet.test_worker import complete, prompt
 
 NEITHER = "neither"
-FOR_S, WITHIN_S = 8.0, 60.0
+FOR_S, WITHIN_S = 5.0, 60.0
 # So many at a time, tokens of each prompt and of each answer. Prompts shorter than `ABOVE` are the
-# decode worker's own, and it has 32 seats.
+# decode worker's own, and it has fewer seats than that.
 LOADS = {
     NEITHER: (1, 40, 2),
     "prefill": (6, 3000, 2),

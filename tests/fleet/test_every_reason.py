@@ -22,7 +22,8 @@ from proxy.config import FleetConfig
 from proxy.core.handover import Why
 from proxy.core.types import Reason
 from proxy.wire.handing import REFUSED_PREFILL
-from tests.fleet.test_handover import ABOVE, DECODE, PREFILL, connected, listed
+from tests.fleet.conftest import PREFILL
+from tests.fleet.test_handover import ABOVE, Ends, connected, listed
 from tests.fleet.test_router import PORTS, Router, port_of, routing
 from tests.prometheus.corners import counted, unseen
 from tests.prometheus.scene import fake
@@ -30,7 +31,7 @@ from tests.prometheus.server import Prometheus, exhausted
 from tests.prometheus.tools import program
 from tests.proxy.wire import scripts
 from tests.proxy.wire.client import Client, bearer, chat, get, request
-from vllm_sched.workers.launch import Worker, free_port
+from vllm_sched.workers.launch import free_port
 
 Json = dict[str, Any]
 DEADLINE_S = 120.0
@@ -155,7 +156,7 @@ def pool(urls: Mapping[str, str], role: str, *names: str, **more: int) -> list[J
 
 async def by_rules(stage: Stage, urls: Mapping[str, str]) -> None:
     """Be placed by each rule, where there is no choice, and where a prefix is."""
-    a, b, *_ = urls
+    a, b = urls
     for policy in ("round_robin", "least_loaded", "adaptive"):
         rules = {"policy": policy, "short_limit": SHORT_LIMIT}
         await stage.show(pool(urls, "general", a, b), rules)
@@ -173,22 +174,21 @@ async def by_rules(stage: Stage, urls: Mapping[str, str]) -> None:
 
 async def by_size(stage: Stage, urls: Mapping[str, str]) -> None:
     """Be placed in one's own pool, and in the other while all of that are full."""
-    shorts, longs = [*urls][:2], [*urls][2:]
-    workers = pool(urls, "short", *shorts, max_requests=1)
-    workers += pool(urls, "long", *longs, max_requests=1)
+    short, long = urls
+    workers = pool(urls, "short", short, max_requests=1)
+    workers += pool(urls, "long", long, max_requests=1)
     await stage.show(workers, {"short_limit": SHORT_LIMIT})
-    long = brief(max_tokens=WRITES_LONG)
     # Shorts first: where a long was asked for of late, the last place is kept for the next.
-    await stage.drain(*longs)
+    await stage.drain(long)
     assert await stage.ask(brief()) == 200
-    async with stage.held(*[endless(WRITES_SHORT)] * len(shorts)):
-        await stage.undrain(*longs)
+    async with stage.held(endless(WRITES_SHORT)):
+        await stage.undrain(long)
         assert await stage.ask(brief()) == 200
-    await stage.drain(*shorts)
-    assert await stage.ask(long) == 200
-    async with stage.held(*[endless(WRITES_LONG)] * len(longs)):
-        await stage.undrain(*shorts)
-        assert await stage.ask(long) == 200
+    await stage.drain(short)
+    assert await stage.ask(brief(max_tokens=WRITES_LONG)) == 200
+    async with stage.held(endless(WRITES_LONG)):
+        await stage.undrain(short)
+        assert await stage.ask(brief(max_tokens=WRITES_LONG)) == 200
 
 
 async def refused(stage: Stage, urls: Mapping[str, str]) -> None:
@@ -267,11 +267,10 @@ def questions(workers: Mapping[str, str]) -> dict[str, str]:
 
 
 async def test_every_reason_is_brought_about_with_real_workers_and_seen(
-    workers: dict[str, Worker], ends: dict[str, Worker], fleet: FleetConfig, tmp_path: Path
+    ends: Ends, fleet: FleetConfig, tmp_path: Path
 ) -> None:
     program("prometheus")
-    urls = {name: each.url for name, each in (workers | ends).items()}
-    assert {*urls} >= {PREFILL, DECODE}
+    urls = {name: each.url for name, each in ends.items()}
     hashes = [f"sha256:{sha256(key.encode()).hexdigest()}" for key in (KEY, NIGHT)]
     tenants = [t | {"key_hashes": [h]} for t, h in zip(TENANTS, hashes, strict=True)]
     sides = [w | ({"max_requests": 1} if w["name"] == PREFILL else {}) for w in listed(fleet)]

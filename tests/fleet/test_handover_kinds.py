@@ -10,15 +10,8 @@ import httpx
 import pytest
 
 from proxy.config import FleetConfig
-from tests.fleet.test_handover import (
-    DECODE,
-    NEAR,
-    PREFILL,
-    Ends,
-    connected,
-    handed_over,
-    listed,
-)
+from tests.fleet.conftest import DECODE, PREFILL
+from tests.fleet.test_handover import NEAR, Ends, connected, handed_over, listed
 from tests.fleet.test_router import Router, routing
 from tests.fleet.test_worker import DEADLINE_S
 
