@@ -156,7 +156,7 @@ def pool(urls: Mapping[str, str], role: str, *names: str, **more: int) -> list[J
 
 async def by_rules(stage: Stage, urls: Mapping[str, str]) -> None:
     """Be placed by each rule, where there is no choice, and where a prefix is."""
-    a, b = urls
+    a, b, *_ = urls
     for policy in ("round_robin", "least_loaded", "adaptive"):
         rules = {"policy": policy, "short_limit": SHORT_LIMIT}
         await stage.show(pool(urls, "general", a, b), rules)
@@ -174,21 +174,22 @@ async def by_rules(stage: Stage, urls: Mapping[str, str]) -> None:
 
 async def by_size(stage: Stage, urls: Mapping[str, str]) -> None:
     """Be placed in one's own pool, and in the other while all of that are full."""
-    short, long = urls
-    workers = pool(urls, "short", short, max_requests=1)
-    workers += pool(urls, "long", long, max_requests=1)
+    shorts, longs = [*urls][:2], [*urls][2:]
+    workers = pool(urls, "short", *shorts, max_requests=1)
+    workers += pool(urls, "long", *longs, max_requests=1)
     await stage.show(workers, {"short_limit": SHORT_LIMIT})
+    long = brief(max_tokens=WRITES_LONG)
     # Shorts first: where a long was asked for of late, the last place is kept for the next.
-    await stage.drain(long)
+    await stage.drain(*longs)
     assert await stage.ask(brief()) == 200
-    async with stage.held(endless(WRITES_SHORT)):
-        await stage.undrain(long)
+    async with stage.held(*[endless(WRITES_SHORT)] * len(shorts)):
+        await stage.undrain(*longs)
         assert await stage.ask(brief()) == 200
-    await stage.drain(short)
-    assert await stage.ask(brief(max_tokens=WRITES_LONG)) == 200
-    async with stage.held(endless(WRITES_LONG)):
-        await stage.undrain(short)
-        assert await stage.ask(brief(max_tokens=WRITES_LONG)) == 200
+    await stage.drain(*shorts)
+    assert await stage.ask(long) == 200
+    async with stage.held(*[endless(WRITES_LONG)] * len(longs)):
+        await stage.undrain(*shorts)
+        assert await stage.ask(long) == 200
 
 
 async def refused(stage: Stage, urls: Mapping[str, str]) -> None:
@@ -271,6 +272,8 @@ async def test_every_reason_is_brought_about_with_real_workers_and_seen(
 ) -> None:
     program("prometheus")
     urls = {name: each.url for name, each in ends.items()}
+    # Each is two to the router, which knows it by two addresses.
+    urls |= {f"{name}-too": url.replace("127.0.0.1", "localhost") for name, url in urls.items()}
     hashes = [f"sha256:{sha256(key.encode()).hexdigest()}" for key in (KEY, NIGHT)]
     tenants = [t | {"key_hashes": [h]} for t, h in zip(TENANTS, hashes, strict=True)]
     sides = [w | ({"max_requests": 1} if w["name"] == PREFILL else {}) for w in listed(fleet)]
@@ -299,7 +302,7 @@ async def test_every_reason_is_brought_about_with_real_workers_and_seen(
         await handed_over(pair)
 
         prometheus = Prometheus(tmp_path, session)
-        targets = {"router": [stage.port, pair.port], "worker": map(port_of, urls.values())}
+        targets = {"router": [stage.port, pair.port], "worker": {*map(port_of, urls.values())}}
         await prometheus.begin(stack, {job: [*ports] for job, ports in targets.items()})
         missing = await exhausted(partial(prometheus.unanswered, questions(urls)))
         assert not missing, missing

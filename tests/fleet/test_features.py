@@ -38,7 +38,7 @@ def featured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worker]:
         Side("long_prompt", SETTINGS),
         model=str(tiny_model()),
         flags=(
-            *ARGS, "--served-model-name", "tiny",
+            *ARGS, "--num-gpu-blocks-override", "4096", "--served-model-name", "tiny",
             "--enable-lora", "--max-lora-rank", "8", "--max-loras", "1",
             "--lora-modules", f"adapter={adapter}", f"other={other}",
             "--speculative-config", json.dumps(SPECULATION),

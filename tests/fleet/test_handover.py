@@ -409,7 +409,7 @@ def test_workers_compute_where_they_are_bound_and_rest_when_idle(ends: Ends) -> 
         assert of_all == set(worker.cpus)
         # vLLM's own queue between its processes spins for a second after work. A thread that polls
         # would use all that is left of its processor, for as long as we look.
-        assert min(used(worker) for _ in range(4)) < 1 / 3
+        assert any(used(worker) < 1 / 3 for _ in range(4))
 
 
 def used(worker: Worker) -> float:

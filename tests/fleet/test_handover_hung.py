@@ -39,7 +39,7 @@ DOWN_S = (PROBE.down_after + 1) * (PROBE.interval_s + PROBE.timeout_s)
 # The router looks at its deadlines once a second, and the machine may be held up for some. Who has
 # no deadline waits for a minute and more.
 HELD_UP_S = 20.0
-LEASE_S = 10.0  # the workers keep theirs for a minute, whatever this router is told
+LEASE_S = 8.0  # the workers keep theirs for a minute, whatever this router is told
 
 
 @contextmanager
