@@ -12,6 +12,7 @@ import pytest
 
 from proxy.config import FleetConfig, LaunchConfig, TransferConfig, WorkerConfig
 from tests.fleet.conftest import ALONE, DECODE, ENV, PREFILL, started
+from tests.fleet.relay import second_address
 from tests.fleet.test_handover import (
     ABOVE,
     Ends,
@@ -23,7 +24,7 @@ from tests.fleet.test_handover import (
     tokens,
 )
 from tests.fleet.test_handover_kinds import TEXT
-from tests.fleet.test_router import Router, Workers, port_of, routing
+from tests.fleet.test_router import Router, Workers, routing
 from tests.fleet.test_worker import complete, gauges, prompt, settled
 from vllm_sched.cli.up import placed
 from vllm_sched.workers.launch import Worker
@@ -70,9 +71,10 @@ def stores(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     fleet = placed(FleetConfig(model="tiny", workers=(one,), transfer=transfer))
     with ExitStack() as stack:
         worker = stack.enter_context(started(fleet, folder))["stores"]
+        other = stack.enter_context(second_address(worker.url))
         some: list[dict[str, object]] = [
             {"name": PREFILL, "role": "prefill", "url": worker.url},
-            {"name": DECODE, "role": "decode", "url": f"http://localhost:{port_of(worker.url)}"},
+            {"name": DECODE, "role": "decode", "url": other},
         ]
         rules: dict[str, object] = {"disaggregate_above": ABOVE}
         blocks = {"transfer": transfer.model_dump(exclude_unset=True)}
@@ -156,9 +158,9 @@ async def test_a_client_that_leaves_in_the_decode_leg(pair: Pair) -> None:
     async with pair.router.client() as client:
         stream = await complete(client, prompt(49_200, 1500), 2000, stream=True)
         await anext(aiter(stream))
-        assert handed_over(pair.router) == [True]
         await settled(pair.ends[DECODE], running=1, waiting=0)
         await stream.close()
     await settled(pair.ends[DECODE], running=0, waiting=0)
+    assert handed_over(pair.router) == [True]
     for worker in pair.ends.values():
         await freed(worker)
