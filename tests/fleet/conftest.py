@@ -93,13 +93,20 @@ def both(
 
 
 @contextmanager
-def started(fleet: FleetConfig, logs: Path) -> Iterator[dict[str, Worker]]:
-    """Start all workers of a fleet at once, as `vllm-sched up` would."""
+def starting(fleet: FleetConfig, logs: Path) -> Iterator[dict[str, Worker]]:
+    """Start all workers of a fleet at once, as `vllm-sched up` would; they are not ready yet."""
     workers = {each.name: described(fleet, each, logs, logs) for each in fleet.workers}
     with ExitStack() as stack:
         for each in workers.values():
             stack.callback(each.stop)
             each.start()
+        yield workers
+
+
+@contextmanager
+def started(fleet: FleetConfig, logs: Path) -> Iterator[dict[str, Worker]]:
+    """Start them, and wait until all are ready."""
+    with starting(fleet, logs) as workers:
         for each in workers.values():
             each.wait_ready()
         yield workers
@@ -138,7 +145,7 @@ def trace_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def third_or_dead(trace_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worker]:
-    """Start one more with NIXL, ours and a trace."""
+    """Start one more with NIXL, ours and a trace, which is not ready yet."""
     launch = LaunchConfig(
         model="tiny",
         args=(*ARGS, f"--max-num-seqs={SEATS}", *trace_flags(())),
@@ -149,13 +156,13 @@ def third_or_dead(trace_file: Path, tmp_path_factory: pytest.TempPathFactory) ->
     one = WorkerConfig(name=THIRD, role="decode", launch=launch)
     nixl = TransferConfig(connector="nixl")
     fleet = placed(FleetConfig(model="tiny", workers=(one,), transfer=nixl))
-    with started(fleet, tmp_path_factory.mktemp(THIRD)) as workers:
+    with starting(fleet, tmp_path_factory.mktemp(THIRD)) as workers:
         yield workers[THIRD]
 
 
 @pytest.fixture
 def third(third_or_dead: Worker) -> Worker:
-    """Give it, started anew where a test has ended it.
+    """Give it when it is ready, started anew where a test has ended it.
 
     To NIXL its role is no matter: it prefills and it decodes.
     """
@@ -163,6 +170,7 @@ def third(third_or_dead: Worker) -> Worker:
         third_or_dead.check()
     except WorkerError:
         revive(third_or_dead)
+    third_or_dead.wait_ready()
     return third_or_dead
 
 

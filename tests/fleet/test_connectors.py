@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
-from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 
 from proxy.config import FleetConfig, LaunchConfig, TransferConfig, WorkerConfig
-from tests.fleet.conftest import ALONE, DECODE, ENV, PREFILL, started
+from tests.fleet.conftest import ALONE, DECODE, ENV, PREFILL, starting
 from tests.fleet.relay import second_address
 from tests.fleet.test_handover import (
     ABOVE,
@@ -48,38 +47,51 @@ class Pair:
     ends: Ends
 
 
+RULES: dict[str, object] = {"disaggregate_above": ABOVE}
+
+
+@pytest.fixture(scope="module")
+def storing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Worker, TransferConfig]]:
+    """Start one that stores KV caches in files, which is not ready yet."""
+    folder = tmp_path_factory.mktemp("storing")
+    transfer = TransferConfig(connector="shared-storage", path=str(folder / "kv"))
+    launch = LaunchConfig(model="tiny", args=STORING, env={**ENV, **ALONE})
+    one = WorkerConfig(name="stores", role="prefill", launch=launch)
+    fleet = placed(FleetConfig(model="tiny", workers=(one,), transfer=transfer))
+    with starting(fleet, folder) as workers:
+        yield workers["stores"], transfer
+
+
 @pytest.fixture(scope="module")
 def pushes(
-    pushing: Ends, pushing_fleet: FleetConfig, tmp_path_factory: pytest.TempPathFactory
+    storing: object,  # so that all three load at the same time  # noqa: ARG001
+    pushing: Ends,
+    pushing_fleet: FleetConfig,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Pair]:
     """Run a router before two of which one pushes to the other."""
-    folder = tmp_path_factory.mktemp("pushes")
     transfer = {"connector": "nixl", "mode": "push"}
-    rules: dict[str, object] = {"disaggregate_above": ABOVE}
-    with routing(folder, listed(pushing_fleet), rules, transfer=transfer) as router:
+    folder = tmp_path_factory.mktemp("pushes")
+    with routing(folder, listed(pushing_fleet), RULES, transfer=transfer) as router:
         connected(router)
         yield Pair(router, pushing)
 
 
 @pytest.fixture(scope="module")
-def stores(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
-    """Start one that stores KV caches in files, and run a router that takes it for two."""
-    folder = tmp_path_factory.mktemp("stores")
-    transfer = TransferConfig(connector="shared-storage", path=str(folder / "kv"))
-    launch = LaunchConfig(model="tiny", args=STORING, env={**ENV, **ALONE})
-    one = WorkerConfig(name="stores", role="prefill", launch=launch)
-    fleet = placed(FleetConfig(model="tiny", workers=(one,), transfer=transfer))
-    with ExitStack() as stack:
-        worker = stack.enter_context(started(fleet, folder))["stores"]
-        other = stack.enter_context(second_address(worker.url))
+def stores(
+    storing: tuple[Worker, TransferConfig], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Pair]:
+    """Run a router that takes one for two."""
+    worker, transfer = storing
+    worker.wait_ready()
+    with second_address(worker.url) as other:
         some: list[dict[str, object]] = [
             {"name": PREFILL, "role": "prefill", "url": worker.url},
             {"name": DECODE, "role": "decode", "url": other},
         ]
-        rules: dict[str, object] = {"disaggregate_above": ABOVE}
         blocks = {"transfer": transfer.model_dump(exclude_unset=True)}
-        router = stack.enter_context(routing(folder, some, rules, **blocks))
-        yield Pair(router, {PREFILL: worker, DECODE: worker})
+        with routing(tmp_path_factory.mktemp("stores"), some, RULES, **blocks) as router:
+            yield Pair(router, {PREFILL: worker, DECODE: worker})
 
 
 @pytest.fixture(params=["pushes", "stores"])

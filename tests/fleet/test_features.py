@@ -88,8 +88,8 @@ async def test_more_adapters_than_slots_take_turns(featured: Worker) -> None:
             assert done.usage.completion_tokens == output
 
         # The long prompt has nothing in steps that serve shorts. Its adapter keeps the slot.
-        group.create_task(run(0, "adapter", LENGTHY, 4))
-        for number in range(1, 17):
+        group.create_task(run(0, "adapter", 6000, 4))
+        for number in range(1, 11):
             await asyncio.sleep(0.05)
             group.create_task(run(number, ("other", "tiny")[number % 2], 60, 10))
     await settled(featured, running=0, waiting=0)

@@ -30,6 +30,9 @@ from vllm_sched.workers.launch import Worker
 from vllm_sched.workers.tiny_model import tiny_model
 from vllm_sched.workers.transfer import LEASE_S
 
+# The third one loads meanwhile, for the files that follow.
+pytestmark = pytest.mark.usefixtures("third_or_dead")
+
 Ends = dict[str, Worker]
 # Prompts above it are handed over; a block is 128 tokens.
 ABOVE = 256

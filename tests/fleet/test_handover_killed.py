@@ -33,7 +33,7 @@ from tests.fleet.test_handover import (
     handed_over,
     tokens,
 )
-from tests.fleet.test_router import PORTS, Router, family, routing
+from tests.fleet.test_router import PATIENT, Router, family, routing
 from tests.fleet.test_worker import DEADLINE_S, LENGTHY, complete, gauges, prompt, settled
 from tests.proxy.wire.site import eventually
 from vllm_sched.workers.launch import Worker
@@ -42,8 +42,6 @@ from vllm_sched.workers.transfer import LEASE_S
 Entry = dict[str, object]
 GENERAL, OTHER, SECOND = "general-0", "decode-1", "prefill-1"
 FAILED = "nixl_num_failed_transfers_total"
-# A worker that stands still while all is prepared is up all the same; one that is gone is down.
-PATIENT = {**PORTS, "probe": {"timeout_s": 60}}
 
 
 def entry(name: str, worker: Worker) -> Entry:

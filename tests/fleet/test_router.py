@@ -84,6 +84,8 @@ class Router:
 
 
 PORTS = {"port": 0, "admin": {"port": 0}, "drain_s": 2.0}
+# A worker that stands still, or has a busy machine, is up all the same; one that is gone is down.
+PATIENT = {**PORTS, "probe": {"timeout_s": 60}}
 
 
 def port_of(url: str) -> int:
