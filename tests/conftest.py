@@ -12,7 +12,7 @@ from hypothesis import settings
 
 from tests.programs import untested
 
-pytest_plugins = ["tests.parallel"]
+pytest_plugins = ["tests.parallel", "tests.starts"]
 
 # What a shell, a CI service or a proxy tells all programs is not meant for those under test: what
 # they print is plain and as wide as ever, and what listens on this machine is asked straight.

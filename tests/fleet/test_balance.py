@@ -14,13 +14,13 @@ from openai import AsyncOpenAI
 
 from proxy.config import FleetConfig
 from tests.fleet.test_handover import ABOVE, Ends, connected, freed, listed
-from tests.fleet.test_router import routing
+from tests.fleet.test_router import PATIENT, routing
 from tests.fleet.test_worker import complete, prompt
 
 NEITHER = "neither"
-FOR_S, WITHIN_S = 8.0, 60.0
+FOR_S, WITHIN_S = 5.0, 60.0
 # So many at a time, tokens of each prompt and of each answer. Prompts shorter than `ABOVE` are the
-# decode worker's own, and it has 32 seats.
+# decode worker's own, and it has fewer seats than that.
 LOADS = {
     NEITHER: (1, 40, 2),
     "prefill": (6, 3000, 2),
@@ -66,7 +66,7 @@ async def test_the_side_that_is_short_is_named(
     ends: Ends, fleet: FleetConfig, tmp_path: Path, short: str
 ) -> None:
     rules: dict[str, object] = {"disaggregate_above": ABOVE}
-    with routing(tmp_path, listed(fleet), rules, transfer="nixl") as router:
+    with routing(tmp_path, listed(fleet), rules, transfer="nixl", router=PATIENT) as router:
         connected(router)
         async with router.client() as client, under(client, short):
             await asyncio.sleep(FOR_S)

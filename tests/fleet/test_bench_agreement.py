@@ -11,7 +11,7 @@ import pytest
 from benchmarks.two_tools import Load, ours, theirs
 from vllm_sched.workers.launch import Worker
 
-REQUESTS, RATE, PROMPT, OUTPUT = 40, 10.0, 200, 16
+REQUESTS, RATE, PROMPT, OUTPUT = 30, 10.0, 200, 16
 # A machine that is busy with other things makes either wait: so ours measures before and after, and
 # theirs may be so much off what came between. Another unit would be much further off.
 NEAR = 2.0

@@ -9,88 +9,135 @@ from typing import Any
 
 import pytest
 
-from proxy.config import TransferConfig
-from tests.fleet.conftest import both, started
+from proxy.config import FleetConfig, LaunchConfig, TransferConfig, WorkerConfig
+from tests.fleet.conftest import ALONE, DECODE, ENV, PREFILL, starting
+from tests.fleet.relay import second_address
 from tests.fleet.test_handover import (
     ABOVE,
-    DECODE,
-    PREFILL,
     Ends,
     connected,
     direct,
     freed,
     handed_over,
-    left,
     listed,
     tokens,
 )
 from tests.fleet.test_handover_kinds import TEXT
-from tests.fleet.test_router import Router, routing
+from tests.fleet.test_router import Router, Workers, routing
 from tests.fleet.test_worker import complete, gauges, prompt, settled
+from vllm_sched.cli.up import placed
+from vllm_sched.workers.launch import Worker
 
-# A prompt is one chunk: shared storage can't do with less.
-ARGS = (
+# A prompt is one chunk, and nothing is cached but what is in the files: of such a worker both legs
+# may be asked.
+STORING = (
     "--max-model-len=4096",
     "--max-num-batched-tokens=4096",
     "--num-gpu-blocks-override=160",
-    "--enable-prefix-caching",
+    "--no-enable-prefix-caching",
 )
 FETCHED = "external_prefix_cache_hits_total"
 
 
 @dataclass(frozen=True)
 class Pair:
-    """Two workers, and the router before them."""
+    """Two workers, or one as both, and the router before them."""
 
     router: Router
     ends: Ends
 
 
-@pytest.fixture(scope="module", params=["nixl", "shared-storage"], ids=["push", "shared-storage"])
-def pair(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+RULES: dict[str, object] = {"disaggregate_above": ABOVE}
+
+
+@pytest.fixture(scope="module")
+def storing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Worker, TransferConfig]]:
+    """Start one that stores KV caches in files, which is not ready yet."""
+    folder = tmp_path_factory.mktemp("storing")
+    transfer = TransferConfig(connector="shared-storage", path=str(folder / "kv"))
+    launch = LaunchConfig(model="tiny", args=STORING, env={**ENV, **ALONE})
+    one = WorkerConfig(name="stores", role="prefill", launch=launch)
+    fleet = placed(FleetConfig(model="tiny", workers=(one,), transfer=transfer))
+    with starting(fleet, folder) as workers:
+        yield workers["stores"], transfer
+
+
+@pytest.fixture(scope="module")
+def pushes(
+    storing: object,  # so that all three load at the same time  # noqa: ARG001
+    pushing: Ends,
+    pushing_fleet: FleetConfig,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Pair]:
-    """Start them as `vllm-sched up` would."""
-    folder, connector = tmp_path_factory.mktemp("pair"), request.param
-    more = {"mode": "push"} if connector == "nixl" else {"path": str(folder / "kv")}
-    transfer = TransferConfig.model_validate({"connector": connector, **more})
-    fleet = both(transfer, ARGS)
-    rules: dict[str, object] = {"disaggregate_above": ABOVE}
-    blocks = {"transfer": transfer.model_dump(exclude_unset=True)}
-    with started(fleet, folder) as ends, routing(folder, listed(fleet), rules, **blocks) as router:
-        if connector == "nixl":
-            connected(router)
-        yield Pair(router, ends)
+    """Run a router before two of which one pushes to the other."""
+    transfer = {"connector": "nixl", "mode": "push"}
+    folder = tmp_path_factory.mktemp("pushes")
+    with routing(folder, listed(pushing_fleet), RULES, transfer=transfer) as router:
+        connected(router)
+        yield Pair(router, pushing)
 
 
-async def test_greedy_output_is_that_of_one_worker(pair: Pair) -> None:
+@pytest.fixture(scope="module")
+def stores(
+    storing: tuple[Worker, TransferConfig], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Pair]:
+    """Run a router that takes one for two."""
+    worker, transfer = storing
+    worker.wait_ready()
+    with second_address(worker.url) as other:
+        some: list[dict[str, object]] = [
+            {"name": PREFILL, "role": "prefill", "url": worker.url},
+            {"name": DECODE, "role": "decode", "url": other},
+        ]
+        blocks = {"transfer": transfer.model_dump(exclude_unset=True)}
+        with routing(tmp_path_factory.mktemp("stores"), some, RULES, **blocks) as router:
+            yield Pair(router, {PREFILL: worker, DECODE: worker})
+
+
+@pytest.fixture(params=["pushes", "stores"])
+def pair(request: pytest.FixtureRequest) -> Pair:
+    """Give either."""
+    found: Pair = request.getfixturevalue(request.param)
+    return found
+
+
+@pytest.fixture
+def alone(workers: Workers) -> Worker:
+    """Name one that nobody hands anything over to."""
+    return workers["default"]
+
+
+async def test_greedy_output_is_that_of_one_worker(pair: Pair, alone: Worker) -> None:
     sizes = [10, 300, 1500, 3000]
     prompts = [prompt(49_000 + size, size) for size in sizes]
+    [before] = gauges(pair.ends[DECODE], FETCHED)
     async with pair.router.client() as client:
         cold = [await tokens(client, each) for each in prompts]
         assert handed_over(pair.router, len(sizes))[::-1] == [size > ABOVE for size in sizes]
         # It was not computed twice, but for the blocks that no prompt fills.
         whole = sum(size // 128 * 128 for size in sizes if size > ABOVE)
-        assert gauges(pair.ends[DECODE], FETCHED) >= (whole,)
+        assert gauges(pair.ends[DECODE], FETCHED) >= (before + whole,)
         warm = [await tokens(client, each) for each in prompts]
-    async with direct(pair.ends[PREFILL]) as client:
+    async with direct(alone) as client:
         assert cold == warm == [await tokens(client, each) for each in prompts]
     for worker in pair.ends.values():
         await freed(worker)
 
 
-async def test_many_at_once_are_not_mixed_up(pair: Pair) -> None:
+async def test_many_at_once_are_not_mixed_up(pair: Pair, alone: Worker) -> None:
     prompts = [prompt(49_100 + number, 300 + 97 * number) for number in range(6)]
     async with pair.router.client() as client:
         routed = await asyncio.gather(*(tokens(client, each) for each in prompts))
     assert handed_over(pair.router, len(prompts)) == [True] * len(prompts)
-    async with direct(pair.ends[PREFILL]) as client:
+    async with direct(alone) as client:
         assert routed == [await tokens(client, each) for each in prompts]
     for worker in pair.ends.values():
         await freed(worker)
 
 
-async def test_responses_are_handed_over_though_their_workers_heed_no_header(pair: Pair) -> None:
+async def test_responses_are_handed_over_though_their_workers_heed_no_header(
+    pair: Pair, alone: Worker
+) -> None:
     """They name a request themselves, so that pushed blocks were for somebody else on each side."""
     texts = [f"{number} {TEXT * 2}" for number in range(3)]
     async with pair.router.client() as client:
@@ -105,10 +152,10 @@ async def test_responses_are_handed_over_though_their_workers_heed_no_header(pai
         assert named.id == "resp_mine"
         assert handed_over(pair.router) == [False]
     assert len({each.id for each in routed}) == len(texts)
-    async with direct(pair.ends[PREFILL]) as client:
-        alone = [await client.responses.create(**response(each)) for each in texts]
+    async with direct(alone) as client:
+        expected = [await client.responses.create(**response(each)) for each in texts]
     assert [each.output_text for each in [*routed, named]] == [
-        each.output_text for each in [*alone, alone[0]]
+        each.output_text for each in [*expected, expected[0]]
     ]
     for worker in pair.ends.values():
         await freed(worker)
@@ -121,10 +168,11 @@ def response(text: str) -> dict[str, Any]:
 
 async def test_a_client_that_leaves_in_the_decode_leg(pair: Pair) -> None:
     async with pair.router.client() as client:
-        leaving = asyncio.create_task(complete(client, prompt(49_200, 1500), 2000))
+        stream = await complete(client, prompt(49_200, 1500), 2000, stream=True)
+        await anext(aiter(stream))
         await settled(pair.ends[DECODE], running=1, waiting=0)
-        await left(leaving)
-    assert handed_over(pair.router) == [True]
+        await stream.close()
     await settled(pair.ends[DECODE], running=0, waiting=0)
+    assert handed_over(pair.router) == [True]
     for worker in pair.ends.values():
         await freed(worker)

@@ -3,69 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-import os
-from collections.abc import Iterator
-from contextlib import ExitStack
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.engine.arrivals import ARRIVALS
-from tests.fleet.conftest import FLAGS
+from tests.fleet.conftest import DECODE, FEW_SEATS, PREFILL, SETS, Compiled
 from tests.fleet.test_seen import families, number
 from tests.fleet.test_worker import Workers, client_of, complete, prompt, settled
-from vllm_sched.metrics_folder import VARIABLE
 from vllm_sched.policies import registry
 from vllm_sched.policies.types import EngineFacts
-from vllm_sched.workers.launch import Side, Worker, worker
-from vllm_sched.workers.tiny_model import tiny_model
-
-# As many at once as do not contradict each other.
-SETS: dict[str, dict[str, dict[str, Any]]] = {
-    "in parts": {
-        "lanes": {}, "long_prompt": {"long_prefill_token_threshold": 800},
-        "deferred_prefill": {"departures": 2}, "rotation": {"chunk": 128},
-        "chunk_budget": {"itl_ms": 50.0},
-    },
-    "whole": {"static_batching": {"size": 4}, "prefill_first": {}},
-}  # fmt: skip
+from vllm_sched.workers.launch import Worker
 
 
-@pytest.fixture(scope="module")
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Give the folder in which the workers keep what they compiled."""
-    return tmp_path_factory.mktemp("compiled")
-
-
-@pytest.fixture(scope="module")
-def sets(compiled: Path) -> Iterator[Workers]:
-    """Start a worker for each set."""
-    environment = {name: value for name, value in os.environ.items() if name != VARIABLE}
-    environment["TORCHINDUCTOR_CACHE_DIR"] = str(compiled)
-    with ExitStack() as stack:
-        started = {
-            name: worker(
-                Side("+".join(policies), policies),
-                model=str(tiny_model()),
-                flags=(*FLAGS, "--max-num-seqs=6", "--served-model-name", "tiny"),
-                env=environment,
-                name=name.replace(" ", "-"),
-                deadline_s=400,  # beside the others' workers
-            )
-            for name, policies in SETS.items()
-        }
-        for each in started.values():
-            stack.callback(each.stop)
-            each.start()
-        for each in started.values():
-            each.wait_ready()
-        yield started
-
-
-def files_in(folder: Path) -> list[Path]:
-    """List what is in a folder, however deep."""
-    return sorted(folder.rglob("*"))
+@pytest.fixture
+def sets(pushing: Workers) -> Workers:
+    """Name the two that push by their policies; what is not handed over is as anywhere."""
+    return {"in parts": pushing[PREFILL], "whole": pushing[DECODE]}
 
 
 async def outputs(of: Worker) -> list[list[int]]:
@@ -86,16 +39,15 @@ async def outputs(of: Worker) -> list[list[int]]:
 
 
 async def test_a_request_with_logprobs_finds_everything_compiled(
-    sets: Workers, compiled: Path
+    sets: Workers, compiled: Compiled
 ) -> None:
-    """First, before any other test has asked for them: a worker that is ready has compiled it."""
-    before = files_in(compiled)
-    assert before
+    """A worker that is ready has compiled it, whoever else has asked for them since."""
+    assert compiled.at_start
     for each in sets.values():
         async with client_of(each) as client:
             answer = await complete(client, prompt(9100, 40), 3, prompt_logprobs=1, logprobs=2)
         assert answer.choices[0].logprobs is not None
-    assert files_in(compiled) == before
+    assert compiled.files() == compiled.at_start
 
 
 def test_every_policy_is_here() -> None:
@@ -122,7 +74,7 @@ async def test_what_each_does_is_on_the_workers_page(sets: Workers, name: str) -
     await serving
     assert max(seen, default=0) <= len(ARRIVALS)  # nobody is held by two
     found = await asyncio.to_thread(families, sets[name])
-    policies = registry.build(SETS[name], EngineFacts(16_384, 512, 6))
+    policies = registry.build(SETS[name], EngineFacts(16_384, 512, FEW_SEATS))
     for policy in policies:
         for told in policy.gauges():
             samples = found[f"vllm_sched_{told}"].samples

@@ -22,7 +22,9 @@ from proxy.config import FleetConfig
 from proxy.core.handover import Why
 from proxy.core.types import Reason
 from proxy.wire.handing import REFUSED_PREFILL
-from tests.fleet.test_handover import ABOVE, DECODE, PREFILL, connected, listed
+from tests.fleet.conftest import PREFILL
+from tests.fleet.relay import second_address
+from tests.fleet.test_handover import ABOVE, Ends, connected, listed
 from tests.fleet.test_router import PORTS, Router, port_of, routing
 from tests.prometheus.corners import counted, unseen
 from tests.prometheus.scene import fake
@@ -30,7 +32,7 @@ from tests.prometheus.server import Prometheus, exhausted
 from tests.prometheus.tools import program
 from tests.proxy.wire import scripts
 from tests.proxy.wire.client import Client, bearer, chat, get, request
-from vllm_sched.workers.launch import Worker, free_port
+from vllm_sched.workers.launch import free_port
 
 Json = dict[str, Any]
 DEADLINE_S = 120.0
@@ -267,11 +269,10 @@ def questions(workers: Mapping[str, str]) -> dict[str, str]:
 
 
 async def test_every_reason_is_brought_about_with_real_workers_and_seen(
-    workers: dict[str, Worker], ends: dict[str, Worker], fleet: FleetConfig, tmp_path: Path
+    ends: Ends, fleet: FleetConfig, tmp_path: Path
 ) -> None:
     program("prometheus")
-    urls = {name: each.url for name, each in (workers | ends).items()}
-    assert {*urls} >= {PREFILL, DECODE}
+    urls = {name: each.url for name, each in ends.items()}
     hashes = [f"sha256:{sha256(key.encode()).hexdigest()}" for key in (KEY, NIGHT)]
     tenants = [t | {"key_hashes": [h]} for t, h in zip(TENANTS, hashes, strict=True)]
     sides = [w | ({"max_requests": 1} if w["name"] == PREFILL else {}) for w in listed(fleet)]
@@ -282,6 +283,8 @@ async def test_every_reason_is_brought_about_with_real_workers_and_seen(
     rules: Json = {"disaggregate_above": ABOVE}
     timeout = aiohttp.ClientTimeout(total=DEADLINE_S)
     async with AsyncExitStack() as stack:
+        for name, worker in ends.items():  # each is two to the router
+            urls[f"{name}-too"] = stack.enter_context(second_address(worker.url))
         session = await stack.enter_async_context(aiohttp.ClientSession(timeout=timeout))
         first = pool(urls, "general", *urls)
         one = stack.enter_context(routing(folders[0], first, {}))
@@ -300,8 +303,11 @@ async def test_every_reason_is_brought_about_with_real_workers_and_seen(
         await handed_over(pair)
 
         prometheus = Prometheus(tmp_path, session)
-        targets = {"router": [stage.port, pair.port], "worker": map(port_of, urls.values())}
-        await prometheus.begin(stack, {job: [*ports] for job, ports in targets.items()})
+        targets = {
+            "router": [stage.port, pair.port],
+            "worker": [worker.port for worker in ends.values()],
+        }
+        await prometheus.begin(stack, targets)
         missing = await exhausted(partial(prometheus.unanswered, questions(urls)))
         assert not missing, missing
         excuses = unseen()

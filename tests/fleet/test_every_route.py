@@ -19,6 +19,7 @@ import pytest
 
 from proxy.control.metrics import ROUTES as NAMES
 from proxy.core.routes import ROUTES, Shape
+from tests.fleet.conftest import ALONE
 from tests.fleet.test_router import PORTS, Router, port_of, routing
 from tests.prometheus.server import Prometheus, exhausted
 from tests.prometheus.tools import program
@@ -95,6 +96,7 @@ def embeds() -> Iterator[Worker]:
             "--max-model-len", "2048", "--served-model-name", EMBEDS,
             "--runner", "pooling", "--convert", "embed",
         ),
+        env=ALONE,
         name=EMBEDS,
     ) as started:  # fmt: skip
         yield started

@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.fleet.conftest import FLAGS, SETTINGS
+from tests.fleet.conftest import ALONE, ARGS, SETTINGS
 from tests.fleet.lora import make_adapter
 from tests.fleet.test_worker import (
+    LENGTHY,
     client_of,
     complete,
     gauges,
@@ -37,14 +38,14 @@ def featured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worker]:
         Side("long_prompt", SETTINGS),
         model=str(tiny_model()),
         flags=(
-            *FLAGS, "--served-model-name", "tiny",
+            *ARGS, "--num-gpu-blocks-override", "4096", "--served-model-name", "tiny",
             "--enable-lora", "--max-lora-rank", "8", "--max-loras", "1",
             "--lora-modules", f"adapter={adapter}", f"other={other}",
             "--speculative-config", json.dumps(SPECULATION),
             "--scheduling-policy", "priority",
         ),
         name="featured",
-        env={"VLLM_SERVER_DEV_MODE": "1"},  # for /pause and /resume
+        env={**ALONE, "VLLM_SERVER_DEV_MODE": "1"},  # for /pause and /resume
     ) as started:  # fmt: skip
         yield started
 
@@ -87,8 +88,8 @@ async def test_more_adapters_than_slots_take_turns(featured: Worker) -> None:
             assert done.usage.completion_tokens == output
 
         # The long prompt has nothing in steps that serve shorts. Its adapter keeps the slot.
-        group.create_task(run(0, "adapter", 12_000, 4))
-        for number in range(1, 17):
+        group.create_task(run(0, "adapter", 6000, 4))
+        for number in range(1, 11):
             await asyncio.sleep(0.05)
             group.create_task(run(number, ("other", "tiny")[number % 2], 60, 10))
     await settled(featured, running=0, waiting=0)
@@ -103,7 +104,7 @@ async def test_the_urgent_go_first_among_the_long(featured: Worker) -> None:
             await complete(client, prompt(seed, tokens), 2, priority=priority)
             finished.append(name)
 
-        group.create_task(run("first", 7201, 15_000, 0))
+        group.create_task(run("first", 7201, LENGTHY, 0))
         await settled(featured, running=1, waiting=0)
         group.create_task(run("patient", 7202, 4000, 5))
         group.create_task(run("urgent", 7203, 4000, 1))

@@ -22,22 +22,23 @@ from openai import AsyncOpenAI
 
 from proxy.config import FleetConfig
 from tests.collector import Collector
+from tests.fleet.conftest import DECODE, PREFILL
 from tests.fleet.test_router import PORTS, VLLM_BENCH_SERVE, Router, routing, threads
-from tests.fleet.test_worker import DEADLINE_S, complete, gauges, prompt, settled
+from tests.fleet.test_worker import DEADLINE_S, LENGTHY, complete, gauges, prompt, settled
 from tests.proxy.wire.site import eventually
 from vllm_sched.workers.launch import Worker
 from vllm_sched.workers.tiny_model import tiny_model
 from vllm_sched.workers.transfer import LEASE_S
 
+# The third one loads meanwhile, for the files that follow.
+pytestmark = pytest.mark.usefixtures("third_or_dead")
+
 Ends = dict[str, Worker]
-PREFILL, DECODE = "prefill-0", "decode-0"
 # Prompts above it are handed over; a block is 128 tokens.
 ABOVE = 256
 HELD = "kv_cache_usage_perc"
 # A lease of vLLM's ends after a minute: what is free sooner was freed, not left to it.
 FREED_S = 20.0
-# A prompt that is still being read, on any machine, when it has been seen that it is.
-LENGTHY = 12_000
 # Chunks cut elsewhere round otherwise; another prompt's KV cache is 0.01 and more away.
 NEAR = 1e-3
 
@@ -207,7 +208,7 @@ async def test_chat_in_two_legs(router: Router, ends: Ends) -> None:
 
 async def test_a_client_that_leaves_in_the_prefill_leg(router: Router, ends: Ends) -> None:
     async with router.client() as client:
-        leaving = asyncio.create_task(complete(client, prompt(43_000, 15_000), 64))
+        leaving = asyncio.create_task(complete(client, prompt(43_000, LENGTHY), 64))
         await settled(ends[PREFILL], running=1, waiting=0)
         leaving.cancel()
         with contextlib.suppress(asyncio.CancelledError):
@@ -411,7 +412,7 @@ def test_workers_compute_where_they_are_bound_and_rest_when_idle(ends: Ends) -> 
         assert of_all == set(worker.cpus)
         # vLLM's own queue between its processes spins for a second after work. A thread that polls
         # would use all that is left of its processor, for as long as we look.
-        assert min(used(worker) for _ in range(4)) < 1 / 3
+        assert any(used(worker) < 1 / 3 for _ in range(4))
 
 
 def used(worker: Worker) -> float:

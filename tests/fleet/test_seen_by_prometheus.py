@@ -103,7 +103,7 @@ class Real(Scene):
             (self.folder / name).write_text(key)
         ports = {name: port_of(url) for name, url in urls.items()}
         given = {**urls, "bad": bad.url, "idle": idle.url, "found_port": ports["short"]}
-        await self.begin(stack, FLEETS, given, ports.values())
+        await self.begin(stack, FLEETS, given, {*ports.values()})
         body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": BATCH_WRITES}
         await begin_batch(self.pairs, bearer(KEY), {"model": "tiny", "ignore_eos": True, **body})
 

@@ -1,0 +1,60 @@
+"""How many engines a run starts: counted over all processes, told at the end, and bounded.
+
+Tests that use one are marked `engine`.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from tests.counting.engine_starts import VARIABLE
+
+MOST = 12
+TESTS = Path(__file__).parent
+PLUGIN = TESTS / "counting"
+# Who uses one: by folder, by file, and by a fixture that it asks for.
+USERS = (TESTS / "fleet", TESTS / "engine/test_starvation.py")
+GIVES_RUNS = "takes"
+
+
+class Starts:
+    """The count of this run."""
+
+    def __init__(self) -> None:
+        handle, name = tempfile.mkstemp(prefix="engine-starts-")
+        os.close(handle)
+        self._file = Path(name)
+        self.count = 0
+        paths = [str(PLUGIN), os.environ.get("PYTHONPATH", "")]
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+        os.environ[VARIABLE] = name
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        """Count them; a run with too many fails."""
+        self.count = len(self._file.read_text().splitlines())
+        self._file.unlink()
+        if self.count > MOST and session.exitstatus == pytest.ExitCode.OK:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        """Tell how many there were."""
+        if self.count:
+            most = f", of {MOST} at most" if self.count > MOST else ""
+            terminalreporter.line(f"engine starts: {self.count}{most}", red=self.count > MOST)
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Mark who uses an engine."""
+    asked: list[str] = getattr(item, "fixturenames", [])
+    if GIVES_RUNS in asked or any(map(item.path.is_relative_to, USERS)):
+        item.add_marker("engine")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Count from here on."""
+    config.pluginmanager.register(Starts())
