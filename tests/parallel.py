@@ -134,6 +134,8 @@ class Process:
                 self._running = (data, tuple(location))
                 config.hook.pytest_runtest_logstart(nodeid=data, location=self._running[1])
             case "report":
+                if isinstance(data["longrepr"], list):  # of a skipped test, to JSON
+                    data["longrepr"] = tuple(data["longrepr"])
                 report = config.hook.pytest_report_from_serializable(config=config, data=data)
                 config.hook.pytest_runtest_logreport(report=report)
             case "finish":
