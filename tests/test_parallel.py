@@ -60,7 +60,8 @@ def run(folder: Path, *options: str, **files: str) -> tuple[int, str]:
         "import os, pathlib, sys, pytest\n"
         "pathlib.Path('first').write_text(str(os.getpid()))\n"
         f"sys.path.insert(0, {str(ROOT)!r})\n"
-        "sys.exit(pytest.main(['-ra', '-p', 'no:cacheprovider', '--processes', '2', *sys.argv[1:]]))"
+        "options = ['-ra', '-p', 'no:cacheprovider', '--processes', '2', *sys.argv[1:]]\n"
+        "sys.exit(pytest.main(options))"
     )
     done = subprocess.run(
         [sys.executable, "-c", code, *options], cwd=folder, capture_output=True, text=True

@@ -208,7 +208,8 @@ def test_under_the_rust_front_end_one_warning_says_that_metrics_are_missing(
     # In the module itself: vLLM keeps what it has read of the environment once an engine was made.
     monkeypatch.setitem(vars(metrics.envs), "VLLM_USE_RUST_FRONTEND", True)
     monkeypatch.setenv(VARIABLE, str(tmp_path))
-    scheduler = make_scheduler({"long_prompt": {}})
+    with caplog.at_level("WARNING", "vllm.vllm_sched"):
+        scheduler = make_scheduler({"long_prompt": {}})
     (line,) = [r for r in caplog.records if "metrics" in r.message]
     assert line.levelname == "WARNING"
     assert "vllm_sched_* metrics will be missing from /metrics" in line.message
