@@ -38,11 +38,11 @@ up: setup ## real workers and the router in front, until Ctrl-C; FLEET=... for a
 
 test: setup ## all tests, real engines included, and those of the data path on compiled modules too (15 min)
 	@$(BIN)/vllm-sched compile & compile=$$!; \
-	$(BIN)/python -m pytest --processes $(PROCESSES) -m "not compiled" && wait $$compile && \
-	VLLM_SCHED_COMPILED=1 $(BIN)/python -m pytest --processes $(PROCESSES) $(DATA_PATH)
+	$(BIN)/python -m pytest -q --processes $(PROCESSES) -m "not compiled" && wait $$compile && \
+	VLLM_SCHED_COMPILED=1 $(BIN)/python -m pytest -q --processes $(PROCESSES) $(DATA_PATH)
 
 check: lint ## lint, types and all tests that need no engine, browser or compiler (3 min)
-	@$(BIN)/python -m pytest --processes $(PROCESSES) -m "not engine and not browser and not compiled"
+	@$(BIN)/python -m pytest -q --processes $(PROCESSES) -m "not engine and not browser and not compiled"
 
 explore: setup ## the tests that choose at random, with other choices than `make test` has
 	@$(BIN)/python -m pytest --hypothesis-profile=explore \
