@@ -16,7 +16,8 @@ __all__ = ["Start", "pytest_asyncio_loop_factories", "start"]
 @pytest.fixture
 async def office(start: Start, tmp_path: Path) -> AsyncIterator[Office]:
     """Start it, all settings at their defaults, before one worker."""
-    office = Office(await start(), tmp_path / "batches")
+    # Tests skip minutes, in which no connection of a client is to be closed.
+    office = Office(await start(wire={"idle_s": 3600.0}), tmp_path / "batches")
     await office.open()
     yield office
     await office.close()

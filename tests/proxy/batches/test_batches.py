@@ -272,7 +272,7 @@ async def test_a_worker_that_fails_is_asked_again_a_few_times(start: Start, tmp_
 
 
 async def test_a_line_that_always_fails_comes_to_an_end(start: Start, tmp_path: Path) -> None:
-    site = await start(router={"max_attempts": 1})
+    site = await start(router={"max_attempts": 1}, wire={"idle_s": 3600.0})
     office = Office(site, tmp_path)
     await office.open()
     site.fake.always(scripts.error(500))

@@ -90,6 +90,7 @@ def test_what_was_made_of_other_sources_is_not(
     assert places.found() is None
 
 
+@pytest.mark.plain("says that plain ones run")
 def test_a_router_says_which_modules_run_and_why(
     elsewhere: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

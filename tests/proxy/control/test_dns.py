@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import threading
 from contextlib import suppress
 
 import pytest
@@ -14,6 +15,7 @@ from proxy.control.endpoints import Endpoints
 from proxy.control.names import NAMES, Addresses
 
 NXDOMAIN = socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+DEADLINE_S = 10.0
 SERVFAIL = socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution")
 
 
@@ -36,14 +38,13 @@ async def hear(
 ) -> Ear:
     """Return what is told of these answers, in turn."""
     left = list(answers)
-    over, loop = asyncio.Event(), asyncio.get_running_loop()
-    task: asyncio.Task[None]
+    over, loop, stopped = asyncio.Event(), asyncio.get_running_loop(), threading.Event()
 
     def ask(host: str) -> Addresses:
         assert host == "short.llm"
         if not left:
-            loop.call_soon_threadsafe(task.cancel)
             loop.call_soon_threadsafe(over.set)
+            stopped.wait(DEADLINE_S)  # or one more failure might be told
             raise SERVFAIL
         answer = left.pop(0)
         if isinstance(answer, OSError):
@@ -54,10 +55,12 @@ async def hear(
     ear = Ear()
     source = Dns(0.001, PoolConfig(name="short", dns="short.llm", port=port))
     task = asyncio.create_task(source.run(ear))
-    async with asyncio.timeout(10.0):
+    async with asyncio.timeout(DEADLINE_S):
         await over.wait()
+    task.cancel()
     with suppress(asyncio.CancelledError):
         await task
+    stopped.set()
     return ear
 
 
