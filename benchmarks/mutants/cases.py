@@ -1,0 +1,108 @@
+"""The cases of a run: a sample of mutants, each with the tests that are to catch it."""
+
+from __future__ import annotations
+
+import multiprocessing
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.mutants import trial
+from benchmarks.mutants.operators import Mutant, mutants_of
+
+ROOT = Path(__file__).parents[2]
+# The folders of source, and the tests that are to catch what is wrong in them.
+ROUTER_TESTS = (
+    "tests/proxy/wire", "tests/proxy/core", "tests/proxy/control", "tests/proxy/batches",
+    "tests/proxy/transfer", "tests/proxy/processes", "tests/proxy/config", "tests/faults",
+    "tests/fuzz",
+)  # fmt: skip
+ENGINE_TESTS = ("tests/engine", "tests/policies")
+AREAS = {
+    "proxy/core": ROUTER_TESTS,
+    "proxy/wire": ROUTER_TESTS,
+    "vllm_sched/engine": ENGINE_TESTS,
+    "vllm_sched/policies": ENGINE_TESTS,
+}
+LEAST_LIMIT_S, LIMIT_FACTOR = 20.0, 5.0
+NEAR_FILES, NEAR_TESTS = 3, 60
+
+
+@dataclass(frozen=True)
+class Case:
+    """One mutant, and the tests that run its line: those that are likely to fail come first."""
+
+    area: str
+    path: str
+    mutant: Mutant
+    near: tuple[str, ...]
+    far: tuple[str, ...]
+    limits_s: tuple[float, float]
+
+    def __str__(self) -> str:
+        lines = Path(ROOT, self.path).read_bytes()[: self.mutant.end].count(b"\n")
+        old = Path(ROOT, self.path).read_bytes()[self.mutant.start : self.mutant.end].decode()
+        changed = self.mutant.text if lines < self.mutant.line + 3 else "..."
+        return f"{self.path}:{self.mutant.line}: {self.mutant.kind}: {old} -> {changed}"
+
+
+def cases(
+    areas: Sequence[str],
+    count: int,
+    seed: int,
+    lines: dict[Path, dict[int, frozenset[str]]],
+    took: dict[str, float],
+) -> Iterator[Case]:
+    """Draw an equal share of each area."""
+    for area in areas:
+        rng = random.Random(f"{seed} {area}")
+        every = [
+            (path, mutant)
+            for path in sorted(Path(ROOT, area).rglob("*.py"))
+            for mutant in mutants_of(path.read_bytes())
+        ]
+        for path, mutant in rng.sample(every, min(len(every), count // len(areas))):
+            name = str(path.relative_to(ROOT))
+            own = [
+                each for each in took if each.partition("::")[0].endswith(f"/test_{path.stem}.py")
+            ]
+            reached = lines.get(path, {}).get(mutant.line, frozenset())
+            near, far = _ordered(set(own), set(reached), took)
+            limits = (_limit_s(near, took), _limit_s(far, took))
+            yield Case(area, name, mutant, near, far, limits)
+
+
+def _ordered(
+    own: set[str], reached: set[str], took: dict[str, float]
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    by_file: dict[str, list[str]] = {}
+    for each in sorted(reached - own, key=lambda each: took.get(each, 0.0)):
+        by_file.setdefault(each.partition("::")[0], []).append(each)
+    files = sorted(by_file, key=lambda file: sum(took.get(each, 0.0) for each in by_file[file]))
+    quick = [each for file in files[:NEAR_FILES] for each in by_file[file][:NEAR_TESTS]]
+    first = sorted(own & reached or own, key=lambda each: took.get(each, 0.0))
+    near = (*first, *quick)
+    left = [each for file in files for each in by_file[file] if each not in quick]
+    return near, (*left, *sorted(own - set(first)))
+
+
+def _limit_s(tests: Sequence[str], took: dict[str, float]) -> float:
+    return LEAST_LIMIT_S + LIMIT_FACTOR * sum(took.get(each, 0.0) for each in tests)
+
+
+def caught(trees: Path, case: Case) -> bool:
+    """Tell whether a test fails on it, or never ends."""
+    tree = trees / str(multiprocessing.current_process().pid)
+    if not tree.exists():
+        trial.copy_tree(ROOT, tree)
+    path = tree / case.path
+    source = path.read_bytes()
+    try:
+        path.write_bytes(case.mutant.apply(source))
+        return any(
+            tests and not trial.run(tree, tests, limit_s)
+            for tests, limit_s in zip((case.near, case.far), case.limits_s, strict=True)
+        )
+    finally:
+        path.write_bytes(source)
