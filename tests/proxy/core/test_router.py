@@ -302,6 +302,20 @@ def test_a_client_that_leaves_early_teaches_nothing(stream: bool) -> None:
     assert pace.first_token_s(1000) == at_first <= before
 
 
+def test_a_cached_prompt_that_a_client_leaves_is_late_by_its_uncached_tokens() -> None:
+    router = router_of(spec("a"))
+    pace = worker_of(router, "a").pace
+    text = chat("x" * 9000, stream=True)
+    router.finish(placed(router.submit(sized(router, text), 0.0)), 0.1, Outcome.DONE)
+    lease = placed(router.submit(sized(router, text), 1.0))
+    uncached = lease.ask.prompt_tokens - lease.decision.cached_tokens
+    assert uncached < lease.ask.prompt_tokens / 2
+    before = pace.first_token_s(uncached)
+    late = pace.first_token_s(lease.ask.prompt_tokens)
+    router.finish(lease, 1.0 + late, Outcome.CLIENT_GONE)
+    assert pace.first_token_s(uncached) > before
+
+
 def test_many_that_leave_at_once_say_it_once() -> None:
     paces = []
     for leaving in (1, 100):
