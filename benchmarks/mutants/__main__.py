@@ -27,6 +27,7 @@ from pathlib import Path
 from benchmarks.mutants import reach, trial
 from benchmarks.mutants.cases import AREAS, ROOT, Case, cases, caught
 
+PROGRESS_EVERY = 20
 PLAIN = "not engine and not browser and not compiled"
 
 
@@ -53,6 +54,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 some, pool.map(partial(caught, folder / "trees"), some), strict=True
             ):
                 found.append((case, was_caught))
+                if len(found) % PROGRESS_EVERY == 0:
+                    print(f"{len(found)} of {len(drawn)}", file=sys.stderr, flush=True)
                 if not was_caught:
                     print(f"survived: {case}", flush=True)
     print(_table(found))

@@ -6,6 +6,7 @@ import multiprocessing
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 
 from benchmarks.mutants import trial
@@ -18,7 +19,7 @@ ROUTER_TESTS = (
     "tests/proxy/transfer", "tests/proxy/processes", "tests/proxy/config", "tests/faults",
     "tests/fuzz",
 )  # fmt: skip
-ENGINE_TESTS = ("tests/engine", "tests/policies")
+ENGINE_TESTS = ("tests/engine", "tests/policies", "tests/sim")
 AREAS = {
     "proxy/core": ROUTER_TESTS,
     "proxy/wire": ROUTER_TESTS,
@@ -26,6 +27,8 @@ AREAS = {
     "vllm_sched/policies": ENGINE_TESTS,
 }
 LEAST_LIMIT_S, LIMIT_FACTOR = 20.0, 5.0
+# A mutant that the near tests miss is shown to the quickest others, so long together.
+MAX_FAR_S = 60.0
 NEAR_FILES, NEAR_TESTS = 3, 60
 
 
@@ -84,7 +87,9 @@ def _ordered(
     first = sorted(own & reached or own, key=lambda each: took.get(each, 0.0))
     near = (*first, *quick)
     left = [each for file in files for each in by_file[file] if each not in quick]
-    return near, (*left, *sorted(own - set(first)))
+    ends = accumulate(took.get(each, 0.0) for each in left)
+    far = [each for each, end in zip(left, ends, strict=True) if end <= MAX_FAR_S]
+    return near, (*far, *sorted(own - set(first)))
 
 
 def _limit_s(tests: Sequence[str], took: dict[str, float]) -> float:

@@ -1,0 +1,61 @@
+"""Mutants: which edits are made of a source, and how a test that fails on one is noticed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.mutants.operators import mutants_of
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize(
+    ("source", "edited"),
+    [
+        ("x = a < b", {"x = (a <= b)"}),
+        ("x = a and b", {"x = (a or b)"}),
+        ("x = not a", {"x = (a)"}),
+        ("x = a - 3", {"x = (a + 3)", "x = a - (4)"}),
+        ("x = True", {"x = (False)"}),
+        ("x = min(a, b)", {"x = (max)(a, b)"}),
+        ("x = a if b else c", {"x = (c if b else a)"}),
+        ("if a:\n    b()", {"if (not a):\n    b()", "if a:\n    pass"}),
+        ("for a in b:\n    break", {"for a in b:\n    continue"}),
+        ("x += y", {"x -= y"}),
+        ("def f(a: int = 1) -> None: ...", {"def f(a: int = (2)) -> None: ..."}),
+        ('logger.info("%d", 1)', set()),
+        ('x = f"{a + b}"', set()),
+        ('"""Text."""', set()),
+    ],
+)
+def test_edits(source: str, edited: set[str]) -> None:
+    assert {each.apply(source.encode()).decode() for each in mutants_of(source.encode())} == edited
+
+
+TRIAL = """
+import sys
+from pathlib import Path
+from benchmarks.mutants import trial
+trial.load(["pytest"])
+tree = Path(sys.argv[1])
+for name in ("passes", "fails", "hangs"):
+    print(name, trial.run(tree, [f"test_one.py::test_{name}"], 2.0 if name == "hangs" else 60.0))
+"""
+TESTS = """
+import time
+def test_passes(): pass
+def test_fails(): assert False
+def test_hangs(): time.sleep(60)
+"""
+
+
+def test_a_failure_and_a_hang_are_noticed(tmp_path: Path) -> None:
+    (tmp_path / "test_one.py").write_text(TESTS)
+    done = subprocess.run(
+        [sys.executable, "-c", TRIAL, str(tmp_path)], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.stdout.splitlines() == ["passes True", "fails False", "hangs False"], done.stderr
