@@ -1,6 +1,6 @@
-"""How many engines a run starts: counted over all processes, told at the end, and bounded.
+"""Count the engines that a run starts in all its processes, print the count, and bound it.
 
-Tests that use one are marked `engine`.
+Tests that use an engine are marked `engine`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tests.counting.engine_starts import VARIABLE
 MOST = 12
 TESTS = Path(__file__).parent
 PLUGIN = TESTS / "counting"
-# Who uses one: by folder, by file, and by a fixture that it asks for.
+# Tests that use an engine: by folder, by file, and by a fixture that they ask for.
 USERS = (TESTS / "fleet", TESTS / "engine/test_starvation.py")
 GIVES_RUNS = "takes"
 
@@ -35,21 +35,21 @@ class Starts:
 
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        """Count them; a run with too many fails."""
+        """Count the starts; a run with too many fails."""
         self.count = len(self._file.read_text().splitlines())
         self._file.unlink()
         if self.count > MOST and session.exitstatus == pytest.ExitCode.OK:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        """Tell how many there were."""
+        """Print how many there were."""
         if self.count:
             most = f", of {MOST} at most" if self.count > MOST else ""
             terminalreporter.line(f"engine starts: {self.count}{most}", red=self.count > MOST)
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """Mark who uses an engine."""
+    """Mark tests that use an engine."""
     asked: list[str] = getattr(item, "fixturenames", [])
     if GIVES_RUNS in asked or any(map(item.path.is_relative_to, USERS)):
         item.add_marker("engine")
