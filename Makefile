@@ -36,12 +36,12 @@ compare: setup ## the same inside one worker: vLLM's scheduler against ours, in 
 up: setup ## real workers and the router in front, until Ctrl-C; FLEET=... for another file
 	@$(BIN)/vllm-sched up $(FLEET)
 
-test: setup ## all tests, real engines included, and those of the data path on compiled modules too (15 min)
+test: setup ## all tests, real engines included, and those of the data path on compiled modules too (17 min)
 	@$(BIN)/vllm-sched compile & compile=$$!; \
 	$(BIN)/python -m pytest -q --processes $(PROCESSES) -m "not compiled" && wait $$compile && \
 	VLLM_SCHED_COMPILED=1 $(BIN)/python -m pytest -q --processes $(PROCESSES) $(DATA_PATH)
 
-check: lint ## lint, types and all tests that need no engine, browser or compiler (3 min)
+check: lint ## lint, types and all tests that need no engine, browser or compiler (4.5 min)
 	@$(BIN)/python -m pytest -q --processes $(PROCESSES) -m "not engine and not browser and not compiled"
 
 explore: setup ## the tests that choose at random, with other choices than `make test` has
@@ -51,7 +51,7 @@ explore: setup ## the tests that choose at random, with other choices than `make
 versions: setup ## the engine's tests and vLLM's scheduler tests on vLLM 0.31, 0.32 and 0.33
 	@$(BIN)/python -m tests.upstream.versions
 
-mutants: setup ## small faults in the source, and which of them the tests catch (COUNT=440; 40 min)
+mutants: setup ## small faults in the source, and which of them the tests catch (COUNT=440; an hour)
 	@mkdir -p out/mutants
 	@$(BIN)/python -m benchmarks.mutants --count $(COUNT) --save out/mutants/found.json
 
