@@ -16,9 +16,7 @@ from tests.counting.engine_starts import VARIABLE
 MOST = 12
 TESTS = Path(__file__).parent
 PLUGIN = TESTS / "counting"
-# Tests that use an engine: by folder, by file, and by a fixture that they ask for.
-USERS = (TESTS / "fleet", TESTS / "engine/test_starvation.py")
-GIVES_RUNS = "takes"
+FLEET = TESTS / "fleet"  # all of its tests use an engine; other files mark their own
 
 
 class Starts:
@@ -49,9 +47,8 @@ class Starts:
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """Mark tests that use an engine."""
-    asked: list[str] = getattr(item, "fixturenames", [])
-    if GIVES_RUNS in asked or any(map(item.path.is_relative_to, USERS)):
+    """Mark the tests of the fleet."""
+    if item.path.is_relative_to(FLEET):
         item.add_marker("engine")
 
 

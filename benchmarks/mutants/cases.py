@@ -44,10 +44,7 @@ class Case:
     limits_s: tuple[float, float]
 
     def __str__(self) -> str:
-        lines = Path(ROOT, self.path).read_bytes()[: self.mutant.end].count(b"\n")
-        old = Path(ROOT, self.path).read_bytes()[self.mutant.start : self.mutant.end].decode()
-        changed = self.mutant.text if lines < self.mutant.line + 3 else "..."
-        return f"{self.path}:{self.mutant.line}: {self.mutant.kind}: {old} -> {changed}"
+        return f"{self.path}:{self.mutant}"
 
 
 def cases(
@@ -83,7 +80,9 @@ def _ordered(
     for each in sorted(reached - own, key=lambda each: took.get(each, 0.0)):
         by_file.setdefault(each.partition("::")[0], []).append(each)
     files = sorted(by_file, key=lambda file: sum(took.get(each, 0.0) for each in by_file[file]))
-    quick = [each for file in files[:NEAR_FILES] for each in by_file[file][:NEAR_TESTS]]
+    quick = dict.fromkeys(
+        each for file in files[:NEAR_FILES] for each in by_file[file][:NEAR_TESTS]
+    )
     first = sorted(own & reached or own, key=lambda each: took.get(each, 0.0))
     near = (*first, *quick)
     left = [each for file in files for each in by_file[file] if each not in quick]

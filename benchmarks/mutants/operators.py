@@ -26,12 +26,17 @@ class Mutant:
     line: int
     start: int
     end: int
+    old: str
     text: str
     kind: str
 
     def apply(self, source: bytes) -> bytes:
         """Return the source with this edit."""
         return source[: self.start] + self.text.encode() + source[self.end :]
+
+    def __str__(self) -> str:
+        changed = self.text if self.old.count("\n") < 4 else "..."
+        return f"{self.line}: {self.kind}: {self.old} -> {changed}"
 
 
 def mutants_of(source: bytes) -> list[Mutant]:
@@ -46,7 +51,7 @@ def mutants_of(source: bytes) -> list[Mutant]:
         text = changed if isinstance(changed, str) else ast.unparse(changed)
         if isinstance(node, ast.expr):
             text = f"({text})"
-        found.append(Mutant(node.lineno, start, end, text, kind))
+        found.append(Mutant(node.lineno, start, end, source[start:end].decode(), text, kind))
     return sorted(found, key=lambda each: (each.start, each.kind))
 
 

@@ -26,7 +26,7 @@ ENGINE_LIBRARIES = (
 )  # fmt: skip
 LEFT_OUT = (".git", ".venv", "out", "__pycache__", ".pytest_cache", ".mypy_cache", ".hypothesis")
 OPTIONS = (
-    "-x", "-q", "--no-header", "--tb=no", "-p", "no:cacheprovider", "-p", "no:xdist",
+    "-x", "-q", "--no-header", "--tb=no", "-p", "no:cacheprovider",
     "-W", "ignore::pytest.PytestAssertRewriteWarning",
 )  # fmt: skip
 

@@ -22,6 +22,7 @@ from proxy.core.worker import Worker
 from proxy.transfer.registry import connector
 from proxy.wire.server import Wire
 from proxy.wire.settings import WireSettings
+from tests.present import present
 from tests.proxy.wire import scripts
 from tests.proxy.wire.client import DEADLINE_S, Answer, Client
 from tests.proxy.wire.fake_worker import Call, FakeWorker, Script
@@ -121,9 +122,7 @@ class Site:
 
     def tenant(self, name: str = "a") -> Tenant:
         """Look at the router's view of a tenant."""
-        tenant = self.router.tenants.get(name)
-        assert tenant is not None
-        return tenant
+        return present(self.router.tenants.get(name))
 
     def hold(self) -> asyncio.Event:
         """Let all workers answer once the event that is returned is set."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 
 import pytest
 
@@ -27,6 +28,17 @@ class Visitor:
         self.heard.append("broken off")
 
 
+def visiting(
+    site: Site, pages: Callable[[bool], Awaitable[tuple[bytes, str]]]
+) -> tuple[PageVisit, Visitor]:
+    """Begin a visit to a page that is written so."""
+    site.wire.pages = pages
+    visitor = Visitor()
+    visit = PageVisit(site.wire, visitor, Request(RequestHead(), b""))
+    visit.start(0.0)
+    return visit, visitor
+
+
 @pytest.mark.parametrize("leaves", [False, True])
 @pytest.mark.parametrize("fails", [False, True])
 async def test_a_client_that_left_gets_nothing(site: Site, leaves: bool, fails: bool) -> None:
@@ -38,10 +50,7 @@ async def test_a_client_that_left_gets_nothing(site: Site, leaves: bool, fails: 
             raise OSError("no page")
         return b"page", "text/plain"
 
-    site.wire.pages = pages
-    visitor = Visitor()
-    visit = PageVisit(site.wire, visitor, Request(RequestHead(), b""))
-    visit.start(0.0)
+    visit, visitor = visiting(site, pages)
     await written.wait()
     if leaves:  # before anybody hears that the task is done
         assert visitor.heard == []
@@ -61,10 +70,7 @@ async def test_a_page_that_is_not_written_yet_is_cancelled(site: Site) -> None:
         await asyncio.Event().wait()
         return b"page", "text/plain"
 
-    site.wire.pages = pages
-    visitor = Visitor()
-    visit = PageVisit(site.wire, visitor, Request(RequestHead(), b""))
-    visit.start(0.0)
+    visit, visitor = visiting(site, pages)
     await asked.wait()
     visit.gone(0.0)
     assert visit._found is not None
